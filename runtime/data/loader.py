@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from shardc.errors import Errors, ShardcError
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
+from shardc.runtime.data.sample_errors import Failed
 from shardc.runtime.data.sampler import Order
 from shardc.runtime.data.worker import Reader, Stream
 from shardc.runtime.step.inputs import batch_dims, mapped, name_of
@@ -94,9 +95,13 @@ class Loader:
         return len(self.order)
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's parts of what is left of the epoch."""
+        """This rank's parts of what is left of the epoch. What dataset or collate_fn raise comes as it is, with a note
+        on the sample, also from a worker (shardc.runtime.data.sample_errors).
+        """
         stream, nonempty = self.order.size is None, self.consumed > 0
         for part in self._reader():
+            if isinstance(part, Failed):
+                raise part.again()
             nonempty, rest = True, self.order.at_rest
             self.order.advance()
             yield Rest(part) if rest else self._cut(part)

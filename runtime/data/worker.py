@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from shardc.errors import ShardcError
+from shardc.runtime.data.sample_errors import Failed, add_note, named
 from shardc.runtime.data.sampler import Key
 from shardc.runtime.rng import key
 
@@ -82,11 +83,22 @@ class Reader(Dataset[Any]):
         return self.__getitems__([item])
 
     def __getitems__(self, keys: list[Key]) -> Any:
-        """The collated samples of one local batch: DataLoader calls this where there is one."""
+        """The collated samples of one local batch: DataLoader calls this where there is one. Failed in a worker, where
+        the user's code raises.
+        """
+        try:
+            return self._read(keys)
+        except Exception as e:
+            if get_worker_info() is None:
+                raise
+            return Failed.of(e)
+
+    def _read(self, keys: list[Key]) -> Any:
         with _draws():
             if getattr(self.dataset, "__getitems__", None):  # it reads a batch faster than its samples one by one
                 _seed((self.seed, 1, *keys[0]))
-                items = self.dataset.__getitems__([i for _, i in keys])
+                with named(f"dataset.__getitems__([{_listed([i for _, i in keys])}])"):
+                    items = self.dataset.__getitems__([i for _, i in keys])
             else:
                 items = [self._one(k) for k in keys]
             _seed((self.seed, 2, *keys[0]))
@@ -94,7 +106,8 @@ class Reader(Dataset[Any]):
 
     def _one(self, k: Key) -> Any:
         _seed((self.seed, 0, *k))
-        return self.dataset[k[1]]
+        with named(f"dataset[{k[1]}]"):
+            return self.dataset[k[1]]
 
 
 class Stream(IterableDataset[Any]):
@@ -111,6 +124,15 @@ class Stream(IterableDataset[Any]):
         self.epoch = self.consumed = 0
 
     def __iter__(self) -> Iterator[Any]:
+        """Batches; in a worker, a Failed where the user's code raises, and nothing after it."""
+        try:
+            yield from self._parts()
+        except Exception as e:
+            if get_worker_info() is None:
+                raise
+            yield Failed.of(e)
+
+    def _parts(self) -> Iterator[Any]:
         state = _State()
         with _draws((self.seed, 3, self.epoch), state):
             if hasattr(
@@ -121,8 +143,13 @@ class Stream(IterableDataset[Any]):
             next(itertools.islice(stream, self.consumed, self.consumed), None)  # skip
         position = self.consumed
         while True:
+            items: list[Any] = []
             with _draws(state=state):
-                items = list(itertools.islice(stream, self.batch))
+                try:
+                    items.extend(itertools.islice(stream, self.batch))
+                except Exception as e:
+                    add_note(e, f"in the iterable dataset's sample {position + len(items)}")
+                    raise
             if len(items) < self.batch:
                 return
             with _draws((self.seed, 2, self.epoch, position)):
@@ -146,6 +173,7 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any], numbers: 
             fix = "return a sample for every number, leave it out of the dataset, or drop it in a collate function"
             raise ShardcError(what, where="engine.loader", fix=fix) from e
         if collate is not default_collate:
+            add_note(e, f"in the collate function, of samples {_listed(numbers)}")
             raise
         if "equal size" not in str(e):
             what = (
@@ -159,3 +187,8 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any], numbers: 
             fix="pad them: collate_fn=lambda samples: ... (in a model file, collate(samples)); batch: {lengths: [...],"
             " pad: {...}} in the spec keeps the number of lengths small",
         ) from e
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown if len(numbers) <= 8 else f"{shown}, ... ({len(numbers)} in all)"

@@ -94,12 +94,12 @@ def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
         if type(value) in PLAIN and (path := names.get(id(self))) is not None:
             if name == "training":
                 frame = sys._getframe(1)
-                if isinstance(self, NOT_SWITCHED) or source.is_users(frame.f_code.co_filename):
+                if isinstance(self, NOT_SWITCHED) or source.is_models(frame.f_code.co_filename):
                     place = (
                         source.of_call() if isinstance(self, NOT_SWITCHED) else source.of_frame(frame, frame.f_lineno)
                     )
                     reads.training.setdefault(place.line or path, place)
-                    reads.own |= "site-packages" not in frame.f_code.co_filename
+                    reads.own |= source.is_users(frame.f_code.co_filename)
             elif name not in _OF_EVERY_MODULE and (f"{path}.{name}" if path else name) not in changes.written:
                 held = super(nn.Module, self).__getattribute__("__dict__")
                 if name in held or any(vars(c).get(name) is value for c in type(self).__mro__ if name in vars(c)):

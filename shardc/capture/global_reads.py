@@ -84,7 +84,7 @@ class _Walk:
         function = inspect.unwrap(function)
         if not isinstance(function, FunctionType) or not source.is_users(function.__code__.co_filename):
             return
-        if "site-packages" in function.__code__.co_filename or (function.__code__, kind) in self._seen:
+        if (function.__code__, kind) in self._seen:
             return
         self._seen.add((function.__code__, kind))
         space, code = function.__globals__, function.__code__

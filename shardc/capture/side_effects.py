@@ -156,7 +156,7 @@ def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple
         return local
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        return local if source.is_users(frame.f_code.co_filename) else None
+        return local if source.is_models(frame.f_code.co_filename) else None
 
     old = sys.gettrace()
     sys.settrace(trace)

@@ -34,7 +34,7 @@ def traceable() -> Iterator[None]:
 
 
 def _by_user(x: Tensor) -> bool:
-    return isinstance(x, FakeTensor) and source.is_users(sys._getframe(2).f_code.co_filename)
+    return isinstance(x, FakeTensor) and source.is_models(sys._getframe(2).f_code.co_filename)
 
 
 def _data(self: Tensor) -> Tensor:

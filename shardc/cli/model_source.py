@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import nn
 
-from shardc.cli.user_frames import is_users
+from shardc.ir.source import is_users
 
 #: All of a file, as a name in it.
 WHOLE = "*"

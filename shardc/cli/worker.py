@@ -23,7 +23,7 @@ import torch
 
 from shardc.cli.rank_errors import for_this_rank
 from shardc.cli.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
-from shardc.cli.user_frames import place, print_error
+from shardc.cli.user_frames import place, print_error, said
 from shardc.errors import ShardcError
 from shardc.runtime.step.op_errors import OutOfMemoryError, no_memory, out_of_memory
 from shardc.spec.run_section import Run
@@ -219,7 +219,7 @@ def main(file: str) -> None:
             _refuse(job, out_of_memory(e, "weights, gradients and the optimizer's state, before or after a step"))
         print_error(e, debug=job.debug)
         where = place(e) or f"rank {os.environ.get('RANK', '0')}"
-        _report_errors(job, [{"where": where, "what": f"{type(e).__name__}: {e}", "fix": "correct what raises it"}])
+        _report_errors(job, [{"where": where, "what": said(e), "fix": "correct what raises it"}])
         _quit(job, 1)
     if job.result and int(os.environ.get("RANK", "0")) == 0:
         Path(job.result).write_text(json.dumps(summary))

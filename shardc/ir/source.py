@@ -1,6 +1,7 @@
-"""Where in the user's code something came from: of a traced node, of a raised exception, of the call being made.
+"""Where in the model's code something came from: of a traced node, of a raised exception, of the call being made.
 
-A user's frame is any outside of torch and shardc themselves; libraries such as transformers count as the user's.
+The model's code is any outside of torch and shardc themselves: libraries such as transformers define models, too. What
+is no installed package's is the user's own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import inspect
 import linecache
 import re
 import sys
+import sysconfig
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,20 +26,29 @@ from shardc import errors
 from shardc.ir.program import Source as Source  # re-exported: `source.Source`
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*(?:\n\s*(.*))?')
-_STDLIB = (str(Path(contextlib.__file__).parent),)
 #: An editable install has these folders beside shardc's own.
 _PARTS = [find_spec(f"shardc.{name}") for name in ("passes", "runtime")]
 _OURS = tuple(
     f"{Path(f).parent}/" for f in (torch.__file__, errors.__file__, *(p.origin for p in _PARTS if p and p.origin))
 )
+_STDLIB = tuple(
+    {f"{Path(contextlib.__file__).parent}/", *(f"{sysconfig.get_path(n)}/" for n in ("stdlib", "platstdlib"))}
+)
+_PACKAGES = {"site-packages", "dist-packages"}
+
+
+@cache
+def is_models(filename: str) -> bool:
+    """Is this file neither torch's, nor shardc's, nor the interpreter's own?"""
+    if filename.startswith("<") or filename.startswith(_OURS):
+        return False
+    return not (filename.startswith(_STDLIB) and _PACKAGES.isdisjoint(Path(filename).parts))
 
 
 @cache
 def is_users(filename: str) -> bool:
-    """Is this file neither torch's, nor shardc's, nor the interpreter's own?"""
-    if filename.startswith("<") or filename.startswith(_OURS):
-        return False
-    return not (filename.startswith(_STDLIB) and "site-packages" not in filename)
+    """Is it also of no installed package?"""
+    return is_models(filename) and _PACKAGES.isdisjoint(Path(filename).parts)
 
 
 def of_node(node: fx.Node, prefix: str = "model") -> Source:
@@ -50,7 +61,7 @@ def of_node(node: fx.Node, prefix: str = "model") -> Source:
         module = _bare(next(reversed(stack.values())), prefix)
         calls = tuple(f"{_bare(v, prefix)}@{k.rpartition('@')[2]}" for k, v in stack.items() if "@" in str(k))
     for filename, line, code in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
-        if is_users(filename):
+        if is_models(filename):
             return Source(module, f"{Path(filename).name}:{line}", code.strip(), calls)
     return Source(module, calls=calls)
 
@@ -83,7 +94,7 @@ def of_exception(error: BaseException) -> Source:
         place = Source()
         tb = e.__traceback__
         while tb is not None:
-            if is_users(tb.tb_frame.f_code.co_filename):
+            if is_models(tb.tb_frame.f_code.co_filename):
                 place = of_frame(tb.tb_frame, tb.tb_lineno)
             tb = tb.tb_next
         if place.line:
@@ -94,7 +105,7 @@ def of_exception(error: BaseException) -> Source:
 def loops_of_node(node: fx.Node) -> str:
     """The headers of the `for` statements around the line of an exported node, innermost first."""
     for filename, line, _ in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
-        if is_users(filename):
+        if is_models(filename):
             return _loops(filename, int(line))
     return ""
 
@@ -104,7 +115,7 @@ def loops_of_exception(error: BaseException) -> str:
     loops: list[str] = []
     tb = error.__traceback__
     while tb is not None:
-        if is_users(name := tb.tb_frame.f_code.co_filename):
+        if is_models(name := tb.tb_frame.f_code.co_filename):
             loops.insert(0, _loops(name, tb.tb_lineno))
         tb = tb.tb_next
     return "\n".join(filter(None, loops))
@@ -144,7 +155,7 @@ def trace_of_call() -> str | None:
 
 def _users_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None and not is_models(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
-import shardc
-from shardc.cli.user_frames import is_users, place, print_error
-from shardc.runtime import launch
-
-
-def test_whose_code_a_file_is(tmp_path: Path) -> None:
-    (tmp_path / "model.py").touch()
-    assert is_users(tmp_path / "model.py")
-    assert not any(is_users(x) for x in (torch.__file__, shardc.__file__, launch.__file__, pytest.__file__, "<string>"))
+from shardc.cli.user_frames import place, print_error, said
 
 
 def test_a_schedule_that_raises_is_shown_without_torchs_frames(
@@ -38,3 +32,25 @@ def test_a_schedule_that_raises_is_shown_without_torchs_frames(
     assert place(error) == "model.py:3"
     print_error(error, debug=True)
     assert "lr_scheduler.py" in capsys.readouterr().err
+
+
+class Rows(Dataset[float]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> float:
+        return 1 / (2 - i)
+
+
+def test_an_error_in_a_dataloader_of_ones_own_names_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """torch puts the traceback of the worker process into the message."""
+    with pytest.raises(ZeroDivisionError) as e:
+        list(DataLoader(Rows(), num_workers=1))
+    line = f"test_user_frames.py:{inspect.getsourcelines(Rows.__getitem__)[1] + 1}"
+    assert place(e.value) == line
+    assert said(e.value) == "ZeroDivisionError: division by zero (in DataLoader worker process 0)"
+    print_error(e.value.with_traceback(None), debug=False)
+    text = capsys.readouterr().err
+    assert text.count("  File ") == 1
+    assert "return 1 / (2 - i)" in text
+    assert text.rstrip().endswith("ZeroDivisionError: division by zero")

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import shardc
 from shardc.cli import model_file, worker
+from shardc.cli.user_frames import place, said
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
@@ -708,3 +709,84 @@ def test_samples_that_make_no_batch_are_named() -> None:
     with pytest.raises(ShardcError, match=r"torch makes no batch of samples 0, ...: KeyError: 'x'") as e:
         list(loader)
     assert "the same keys" in e.value.fix
+
+
+class BadSampleError(Exception):
+    def __init__(self, why: str, *, row: int = 0) -> None:
+        super().__init__(why)
+        self.row = row
+
+
+class UnpickledError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__("of two")
+
+
+class Faulty(Dataset[dict[str, Tensor]]):
+    """Sample 3 raises."""
+
+    def __init__(self, error: Exception) -> None:
+        self.good, self.error = Numbers(8), error
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        if i == 3:
+            raise self.error
+        return self.good[i]
+
+
+class FaultyStream(Faulty, IterableDataset[dict[str, Tensor]]):  # type: ignore[misc]
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self[i] for i in range(8))
+
+
+def collate_none(samples: list[Any]) -> Any:
+    raise BadSampleError("no collation", row=len(samples))
+
+
+def failure(dataset: Any, workers: int, **options: Any) -> tuple[Exception, list[str]]:
+    loader = Loader(compiled({}), Rank(0), dataset, num_workers=workers, **options)
+    with pytest.raises((BadSampleError, KeyError, RuntimeError, ShardcError)) as e:
+        list(loader)
+    return e.value, getattr(e.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_dataset_raises_comes_as_it_is_and_names_the_sample(workers: int) -> None:
+    here = ["in DataLoader worker process 0"] * workers
+    error, notes = failure(Faulty(BadSampleError("torn", row=7)), workers)
+    assert (type(error), error.args, error.row, notes) == (BadSampleError, ("torn",), 7, ["in dataset[3]", *here])  # type: ignore[attr-defined]
+    if workers:
+        assert "raise self.error" in str(error.__cause__)
+        assert place(error).startswith("test_loader.py:")
+        assert said(error) == "BadSampleError: torn; in dataset[3]; in DataLoader worker process 0"
+    error, notes = failure(FaultyStream(KeyError("x")), workers)
+    assert (error.args, notes) == (("x",), ["in the iterable dataset's sample 3", *here])
+    error, notes = failure(Numbers(8), workers, collate_fn=collate_none, shuffle=False)
+    assert (error.row, notes) == (8, ["in the collate function, of samples 0, 1, 2, 3, 4, 5, 6, 7", *here])  # type: ignore[attr-defined]
+
+
+def test_errors_that_a_worker_process_cannot_hand_over() -> None:
+    error, _ = failure(Faulty(UnpickledError(1, 2)), 1)
+    assert (type(error), str(error)) == (RuntimeError, "UnpickledError: of two")
+    assert "raise self.error" in str(error.__cause__)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stop_iteration_of_a_sample_does_not_end_the_epoch(workers: int) -> None:
+    error, _ = failure(Faulty(StopIteration()), workers)
+    assert isinstance(error, ShardcError)
+    assert error.what.startswith("dataset[3] raises StopIteration, which would end the epoch")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_is_none_keeps_its_fix(workers: int) -> None:
+    class Nones(Numbers):
+        def __getitem__(self, i: int) -> Any:
+            return None if i == 3 else super().__getitem__(i)
+
+    loader = Loader(compiled({}), Rank(0), Nones(8), num_workers=workers, shuffle=False)
+    with pytest.raises(ShardcError, match=r"engine.loader: sample 3 is None\n  fix: return a sample for every number"):
+        list(loader)
