@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardc import torch_modes
+from shardc.artifact import model_source
 from shardc.capture import capture
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.passes import CAPTURE, PIPELINE, Options, runner
@@ -87,5 +88,6 @@ def compile(
         loss_scale=spec.precision.loss_scale,
         offload=OffloadPlaces(**spec.data.offload.model_dump(), page_mb=spec.data.bucket_bytes() / 2**20),
         resize=Resizer.of(model, loss, compile),
+        origins=model_source.origins(model, loss),
         meta=meta,
     )

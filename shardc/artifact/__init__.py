@@ -10,14 +10,16 @@ counts.py               sums over all microbatches that a step needs before they
 schedule.txt            of a pipeline: who runs which stage when (shardc.runtime.schedule)
 constants.safetensors   tensors that capture found in the code
 
-emit writes the Python, parser reads it back, repeated_layers says which of its lines can be left out when it is shown;
-this file writes and reads the folder.
+emit writes the Python, parser reads it back, repeated_layers says which of its lines can be left out when it is shown,
+model_source whether the user's code is still that of which the folder was compiled; this file writes and reads it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
 import tempfile
 from dataclasses import asdict
 from importlib.metadata import version
@@ -28,7 +30,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, fx
 
-from shardc.artifact import emit
+from shardc.artifact import emit, model_source
 from shardc.artifact.parser import graph_of
 from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
@@ -133,7 +135,7 @@ def _write(program: Program, folder: Path) -> None:
         "eval_mode": program.eval_mode,
         "baked": program.baked,
         "offload": asdict(program.offload),
-        "meta": program.meta,
+        "meta": program.meta | model_source.record(program.origins),
         "sha256": {f.name: _hash(f) for f in sorted(folder.iterdir())},
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
@@ -206,10 +208,11 @@ def _layouts(program: Program) -> dict[str, Any]:
     }
 
 
-def load(folder: str | Path, *, trust: bool = False) -> Program:
+def load(folder: str | Path, *, trust: bool = False, as_compiled: bool = False) -> Program:
     """Read a program that `save` wrote. Nothing that is read is executed.
 
-    trust: accept files that were edited since, and artifacts of another torch.
+    trust: accept files that were edited since, and artifacts of another torch. as_compiled: do not look whether the
+    source of forward and loss changed since, which is a note on the first rank's stderr.
     Raises ShardcError for a folder that is not an artifact, is damaged or edited, or is of another version; all damaged
     files at once.
     """
@@ -245,6 +248,11 @@ def load(folder: str | Path, *, trust: bool = False) -> Program:
         program.schedule = schedule.parse((folder / SCHEDULE).read_text(encoding="utf-8"), str(folder / SCHEDULE))
     program.prologue = Stage(graph("counts.py", local), "counts") if "counts.py" in manifest["sha256"] else None
     program.spec = Spec.load(folder / SPEC) if SPEC in manifest["sha256"] else None
+    if not as_compiled and os.environ.get("RANK", "0") == "0":
+        what, _ = model_source.stale(program.meta)
+        if what:
+            fix = "compile it again, or say that it is meant so: shardc.load(folder, as_compiled=True)"
+            print(f"note: {folder}: {what}; {fix}", file=sys.stderr, flush=True)
     return program
 
 

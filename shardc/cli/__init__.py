@@ -13,7 +13,6 @@ device, rules, spec         devices that programs are priced for; rules of ops, 
 compile_once                under torchrun, one process of a machine compiles for all
 run_folder                  the temporary folder of a run
 rank_errors                 an error that all ranks have alike is printed once; user_frames: of the user's code alone
-model_source                was the model file changed since a folder was compiled from it?
 """
 
 from __future__ import annotations

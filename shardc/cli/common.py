@@ -187,13 +187,13 @@ def program_of(
     dump: Path | None = None,
     world: int | None = None,
     model: str | None = None,
-    as_compiled: bool = True,
+    as_compiled: bool = False,
 ) -> Program:
     """The program in a compiled folder, or one compiled now, with the running pass on stderr unless quiet.
 
     model: of a compiled folder, the Python file that registers its ops, if not the one that it was compiled from.
-    as_compiled: a compiled folder whose forward or loss was changed in the model file since is used, with a note; else
-    refused.
+    as_compiled: a compiled folder whose forward or loss was changed in the model file since is used, with a note; it is
+    refused else.
     """
     if is_artifact(source):
         if spec is not None or mesh or settings or batch or seq:
@@ -203,7 +203,7 @@ def program_of(
                 fix="leave out the spec, --mesh, --set, --batch and --seq, or compile the model again",
             )
         program = _loaded(source, trust=trust, model=model)
-        _check_source(source, program, model or program.meta.get("model_ref", ""), refuse=not as_compiled)
+        _check_source(source, program, model, refuse=not as_compiled)
         return program
     if spec is None and not Path(source.partition(":")[0]).exists() and not source.startswith("hf:"):
         raise ShardcError(
@@ -213,7 +213,7 @@ def program_of(
         )
     if spec is None:
         raise ShardcError("no spec given", where=source, fix="add one: shardc ... model.py spec.yaml")
-    from shardc.cli import model_file, model_source
+    from shardc.cli import model_file
     from shardc.compile import compile
 
     file = model_file.load(source, batch=batch, seq=seq)
@@ -230,32 +230,24 @@ def program_of(
             world=world,
             on_pass=None if quiet else lambda name: status.update(f"compiling: {name}"),
         )
-    captured = model_source.digests(model_file.source_of(file.ref), model_file.captured(file.ref), module)
-    program.meta |= {"model_ref": file.ref, "example": {"batch": batch, "seq": seq}, "source": captured}
-    program.meta["python"] = list(sys.version_info[:2])
+    program.meta |= {"model_ref": file.ref, "example": {"batch": batch, "seq": seq}}
+    names = model_file.captured(file.ref)
+    program.origins = (*((model_file.source_of(file.ref), name) for name in names), *program.origins)
     return program
 
 
-def _check_source(folder: str, program: Program, ref: str, *, refuse: bool) -> None:
-    """Whether a compiled folder's forward and loss are still those of the model file."""
-    from shardc.cli import model_file, model_source
+def _check_source(folder: str, program: Program, model: str | None, *, refuse: bool) -> None:
+    """Whether a compiled folder's forward and loss are still those of the model file. model: as of `program_of`."""
+    from shardc.artifact import model_source
+    from shardc.cli import model_file
 
-    if not ref or "source" not in program.meta:
-        return
-    file = model_file.source_of(ref)
-    compiled_from = program.meta.get("model_ref", "")
-    other = file.resolve() != model_file.source_of(compiled_from).resolve() if compiled_from else True
-    python = list(sys.version_info[:2])
-    then = program.meta.get("python", python)
-    if changed := model_source.changed(program.meta["source"], file, other=other):
-        what = f"{'; '.join(changed)} changed since this was compiled: forward and loss are still those of then"
+    what, sure = model_source.stale(program.meta, model_file.source_of(model) if model else None)
+    if what and sure and refuse:
+        file = Path(model_file.source_of(model) if model else program.meta["source_main"])
         again = f"shardc compile {file.name} SPEC -o {folder}"
         fix = f"compile it again ({again}), or, to train it as it is, add --as-compiled"
-        if then != python:  # another Python may write the same code otherwise
-            of_then = ".".join(map(str, then))
-            what = f"{what}, or only read otherwise: it was compiled with Python {of_then}"
-        elif refuse:
-            raise ShardcError(what, where=folder, fix=fix)
+        raise ShardcError(what, where=folder, fix=fix)
+    if what:
         console.print(f"note: {folder}: {what}", markup=False)
 
 
@@ -267,7 +259,7 @@ def _loaded(folder: str, *, trust: bool, model: str | None) -> Program:
     from shardc.cli import model_file
 
     try:
-        return load(folder, trust=trust)
+        return load(folder, trust=trust, as_compiled=True)
     except parser.MissingOpError as e:
         recorded = json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))["meta"].get("model_ref")
         file = model_file.path_of(model or recorded or "")
@@ -276,7 +268,7 @@ def _loaded(folder: str, *, trust: bool, model: str | None) -> Program:
             raise ShardcError(f"{e.what}{lost}", where=e.where, fix=e.fix) from None
         console.print(f"importing {file}: {folder} calls an op that it registers", markup=False)
         model_file.imported(file)
-        return load(folder, trust=trust)
+        return load(folder, trust=trust, as_compiled=True)
 
 
 def _mesh_sizes(options: list[str]) -> dict[str, int]:

@@ -98,6 +98,7 @@ def command(
             quiet=as_json,
             dump=dump,
             model=model_,
+            as_compiled=True,
         )
         if stage is not None and not 0 <= stage < len(program.stages):
             last = len(program.stages) - 1

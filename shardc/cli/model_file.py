@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from shardc.artifact.model_source import WHOLE
 from shardc.cli.training_data import seed_everything
 from shardc.errors import ShardcError
 from shardc.runtime.state.reading_calls import lazily
@@ -153,7 +154,9 @@ def source_of(ref: str) -> Path:
 
 
 def captured(ref: str) -> tuple[str, ...]:
-    """The functions of a model file whose work a program keeps."""
+    """The names in the file of a model reference whose work a program keeps: its functions; all of a config."""
+    if ref.startswith("hf:"):
+        return (WHOLE,)
     builder = "" if ref.endswith(".py") else ref.partition(":")[2]
     return builder or "model", "loss"
 

@@ -182,7 +182,7 @@ def command(
         def read(found: Path) -> Program:
             if not model.startswith("hf:"):
                 model_file.imported(model_file.path_of(model))  # it may register ops
-            return program_of(str(found), None, None, None, None, None)
+            return program_of(str(found), None, None, None, None, None, as_compiled=True)
 
         shared = compile_once.meeting() if joined and not is_artifact(model) else None
         first = os.environ.get("LOCAL_RANK", "0") == "0"

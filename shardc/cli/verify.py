@@ -28,7 +28,9 @@ def command(
 ) -> None:
     """Run one step on all ranks in this process, in float64, and compare loss and every gradient with one device."""
     with common.reporting(debug, as_json) as show:
-        program = common.program_of(model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, model=model_)
+        program = common.program_of(
+            model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, model=model_, as_compiled=True
+        )
         with common.console.status(f"running {program.mesh.world} ranks in float64"):
             report = program.verify(seed=seed, lowered=lowered)
         if as_json:

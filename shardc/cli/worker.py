@@ -88,7 +88,7 @@ def run(job: Job) -> dict[str, Any]:
     signals = Signals()
     settings = job.settings
     file = model_file.load(job.model, batch=job.batch, seq=job.seq, seed=settings.seed)
-    program = load(job.program, trust=job.trust)
+    program = load(job.program, trust=job.trust, as_compiled=True)
     program.resize = Resizer(file.on_meta, file.loss, {}, _compiled)
     timeout = timedelta(seconds=settings.timeout) if settings.timeout else None
     mesh = runtime_mesh(program, watch=settings.watch, timeout=timeout)
@@ -255,7 +255,7 @@ def _expected(job: Job) -> str:
     here = "cuda" if torch.cuda.is_available() else "cpu"
     known = here if measured_file(here).is_file() else "h100-80g"
     try:
-        cost = load(job.program, trust=job.trust).cost(device(known))
+        cost = load(job.program, trust=job.trust, as_compiled=True).cost(device(known))
     except ShardcError as e:
         return f"what a step needs cannot be calculated: {e.what}"
     memory = cost.memory

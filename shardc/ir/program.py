@@ -433,6 +433,10 @@ class Program:
     #: returns notes by name on what forward may have read otherwise; not saved.
     check_attributes: Callable[..., dict[str, str]] | None = field(default=None, compare=False, repr=False)
 
+    #: Files of the user's, and names at their top level, that forward and loss come from; a saved program has digests
+    #: of them instead (shardc.artifact.model_source).
+    origins: tuple[tuple[Path, str], ...] = field(default=(), compare=False, repr=False)
+
     @property
     def stored(self) -> tuple[Param | Buffer | Input, ...]:
         """Parameters, buffers and inputs: what has a layout of its own, in the order of the graphs' placeholders."""

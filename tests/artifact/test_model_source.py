@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from shardc.cli import common, model_file, model_source
+import shardc
+from shardc.artifact import model_source
+from shardc.cli import common, model_file
 from shardc.errors import ShardcError
+from shardc.ir.program import Program
 
 MODEL = """
 import torch
@@ -59,7 +65,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def recorded(ref: str = "net.py") -> model_source.Digests:
     file = model_file.load(ref)
-    return model_source.digests(model_file.source_of(file.ref), model_file.captured(file.ref), file.on_meta())
+    main = model_file.source_of(file.ref)
+    names = [(main, name) for name in model_file.captured(file.ref)]
+    return model_source.digests(main, [*names, *model_source.origins(file.on_meta(), file.loss)])
 
 
 @pytest.mark.parametrize(
@@ -102,14 +110,14 @@ def test_a_folder_that_went_stale_is_not_run_and_is_noted_elsewhere(
     def program(**options: bool) -> None:
         common.program_of("out", None, None, None, None, None, **options)
 
-    program(as_compiled=False)
+    program()
     (files / "net.py").write_text(MODEL.replace("output.square()", "output.abs()"))
     with pytest.raises(ShardcError, match=r"loss of net.py changed since this was compiled") as e:
-        program(as_compiled=False)
+        program()
     assert "shardc compile net.py SPEC -o out" in e.value.fix
     assert "--as-compiled" in e.value.fix
     assert "note" not in capsys.readouterr().err
-    program()
+    program(as_compiled=True)
     assert "note: out: loss of net.py changed since" in capsys.readouterr().err
 
 
@@ -126,11 +134,13 @@ def test_of_an_imported_module_what_is_used_counts(files: Path, use: str, seen: 
 
 def test_another_python_is_a_note(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It may write the same code otherwise."""
-    program = common.program_of("net.py", Path("spec.yaml"), None, None, None, None, quiet=True)
-    program.meta["python"] = [3, 1]
-    program.save("out")
+    common.program_of("net.py", Path("spec.yaml"), None, None, None, None, quiet=True).save("out")
+    manifest = files / "out" / "manifest.json"
+    recorded = json.loads(manifest.read_text())
+    recorded["meta"]["python"] = [3, 1]
+    manifest.write_text(json.dumps(recorded))
     (files / "net.py").write_text(MODEL.replace("output.square()", "output.abs()"))
-    common.program_of("out", None, None, None, None, None, as_compiled=False)
+    common.program_of("out", None, None, None, None, None)
     assert "or only read otherwise: it was compiled with Python 3.1" in capsys.readouterr().err
 
 
@@ -139,3 +149,56 @@ def test_another_model_file_need_not_have_what_was_compiled(files: Path) -> None
     (files / "other.py").write_text(MODEL.replace("def loss(output, batch): return output.square().mean()", ""))
     assert model_source.changed(before, files / "other.py", other=True) == []
     assert model_source.changed(before, files / "other.py") == ["loss of other.py"]
+
+
+def compiled(files: Path) -> Program:
+    """In Python, as a script that imports its model would."""
+    file = model_file.load("net.py")
+    return shardc.compile(file.on_meta(), file.batch, "spec.yaml", loss=file.loss, prove=False)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "seen"),
+    [
+        ("net.py", "output.square()", "output.abs()", "loss of net.py"),
+        ("net.py", "x * SCALE", "x + SCALE", "scaled of net.py"),
+        ("layers.py", "self.up(x)", "-self.up(x)", "Block of layers.py"),
+        # in Python nothing says what makes the model
+        ("net.py", "def model(): return Net(8)", "def model(): return Net(9)", ""),
+        ("net.py", "lr=0.1", "lr=0.2", ""),
+    ],
+)
+def test_a_program_of_python_is_noted_where_its_source_changed(
+    files: Path, capsys: pytest.CaptureFixture[str], file: str, old: str, new: str, seen: str
+) -> None:
+    compiled(files).save("out")
+    shardc.load("out").save("again")
+    (files / file).write_text((files / file).read_text().replace(old, new))
+    assert capsys.readouterr().err == ""
+    for folder in ("out", "again"):
+        shardc.load(folder)
+        told = capsys.readouterr().err
+        assert told.startswith(f"note: {folder}: {seen} changed since this was compiled") if seen else not told
+    shardc.load("out", as_compiled=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_note_is_the_first_ranks(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled(files).save("out")
+    (files / "net.py").write_text(MODEL.replace("output.square()", "output.abs()"))
+    monkeypatch.setenv("RANK", "1")
+    shardc.load("out")
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_defined_inside_of_a_function_has_no_digest() -> None:
+    """A script's main() holds all that trains, too."""
+
+    class Inside(nn.Module):
+        pass
+
+    assert model_source.origins(Inside(), lambda output, batch: output) == ()
+    (place,) = model_source.origins(nn.Linear(2, 2), functools.partial(compiled))
+    assert place == (Path(__file__).resolve(), "compiled")

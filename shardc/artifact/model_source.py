@@ -1,20 +1,23 @@
 """What of the user's source a compiled folder was made from, so that a later change is seen.
 
-A program keeps the forward and the loss of the day on which it was compiled; `shardc run DIR` takes the optimizer and
-the data from the model file of today. So the folder's manifest has a digest of every definition that forward and loss
-can reach: from the file's builder and loss(), and from the classes of the model's modules, through the names that they
-use, into every module of the user's that they import. What only data(), optimizer() or batch() use is not among them.
+A program keeps the forward and the loss of the day on which it was compiled; whoever trains the folder takes the
+optimizer and the data from the files of today. So the folder's manifest has a digest of every definition that forward
+and loss can reach: from the classes of the model's modules and the loss function (of a model file, its builder too),
+through the names that they use, into every module of the user's that they import. What only data(), optimizer() or
+batch() use is not among them.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -22,36 +25,79 @@ from shardc.ir.source import is_users
 
 #: All of a file, as a name in it.
 WHOLE = "*"
-#: {path from the model file's folder, "" for that file itself: {name of a definition: digest}}
+#: A file of the user's, and a name at its top level that forward and loss come from.
+Origin = tuple[Path, str]
+#: {path from the main file's folder, "" for that file itself: {name of a definition: digest}}
 Digests = dict[str, dict[str, str]]
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
-def digests(main: Path, names: Iterable[str], model: nn.Module) -> Digests:
-    """main: the model file (or the config of a transformers model). names: of the functions in it that are captured.
-    model: what they built: its modules' classes are captured as well.
+def origins(model: nn.Module, loss: Any = None) -> tuple[Origin, ...]:
+    """Where a model and its loss function are defined, as far as that is the user's code: the model's own class first.
+    What is defined inside of a function is not looked at: a script's `main()` holds all that trains, too.
     """
-    main = main.resolve()
-    wanted = [(main, name) for name in names] if main.suffix == ".py" else [(main, WHOLE)]
-    wanted += _classes(model)
-    files: dict[Path, _File] = {}
-    found: Digests = {}
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    things: list[Any] = [c for m in model.modules() for c in type(m).__mro__]
+    things += [loss] if hasattr(loss, "__qualname__") else type(loss).__mro__
+    return tuple(
+        dict.fromkeys(
+            (path, thing.__qualname__.partition(".")[0])
+            for thing in things
+            if "<locals>" not in thing.__qualname__
+            for path in _module(thing.__module__)
+        )
+    )
+
+
+def record(found: Iterable[Origin]) -> dict[str, Any]:
+    """What a folder's manifest has of the source. found: the file of the first one is the main one, from whose folder
+    others are named.
+    """
+    wanted = list(found)
+    if not wanted:
+        return {}
+    main = wanted[0][0].resolve()
+    return {"source": digests(main, wanted), "source_main": str(main), "python": list(sys.version_info[:2])}
+
+
+def digests(main: Path, found: Iterable[Origin]) -> Digests:
+    """Of all definitions that these reach. Files that cannot be read as Python are left out."""
+    wanted = [(path.resolve(), name) for path, name in found]
+    result: Digests = {}
     while wanted:
         path, name = wanted.pop()
-        seen = found.setdefault("" if path == main else os.path.relpath(path, main.parent), {})
-        if name in seen:
+        seen = result.setdefault("" if path == main else os.path.relpath(path, main.parent), {})
+        if name in seen or (file := _file(path)) is None:
             continue
-        if path not in files:
-            files[path] = _File(path)
-        if (digest := files[path].digest(name)) is not None:
+        if (digest := file.digest(name)) is not None:
             seen[name] = digest
-            wanted += files[path].reached(name)
-    return {path: dict(sorted(names.items())) for path, names in sorted(found.items()) if names}
+            wanted += file.reached(name)
+    return {path: dict(sorted(names.items())) for path, names in sorted(result.items()) if names}
+
+
+def stale(meta: Mapping[str, Any], main: Path | None = None) -> tuple[str, bool]:
+    """(what of a compiled folder's source is not as it was, "" if all is; whether that is sure). meta: of its manifest.
+    main: the main file, if not the one that it was compiled from. Not sure: another Python compiled it, which may read
+    the same code otherwise.
+    """
+    if "source_main" not in meta:
+        return "", True
+    then = Path(meta["source_main"])
+    main = then if main is None else main.resolve()
+    changes = changed(meta["source"], main, other=main != then)
+    if not changes:
+        return "", True
+    what = f"{'; '.join(changes)} changed since this was compiled: forward and loss are still those of then"
+    if meta["python"] == list(sys.version_info[:2]):
+        return what, True
+    python = ".".join(map(str, meta["python"]))
+    return f"{what}, or only read otherwise: it was compiled with Python {python}", False
 
 
 def changed(recorded: Digests, main: Path, *, other: bool = False) -> list[str]:
-    """The definitions that are not what they were, as "Net of model.py". main: the model file of today.
+    """The definitions that are not what they were, as "Net of model.py". main: the main file of today.
     other: that is not the one that was compiled: names that it does not bind are not changed. A file that is
     not there, or cannot be read as Python, is left to whoever imports it.
     """
@@ -59,9 +105,7 @@ def changed(recorded: Digests, main: Path, *, other: bool = False) -> list[str]:
     for relative, names in recorded.items():
         path = folder / relative if relative else main
         absent = (None,) if not relative and other else ()
-        try:
-            now = _File(path)
-        except (OSError, SyntaxError, ValueError):
+        if (now := _file(path)) is None:
             continue
         today = {name: now.digest(name) for name in names}
         # another file than it was compiled from, `--model other.py`, need not have them
@@ -71,6 +115,19 @@ def changed(recorded: Digests, main: Path, *, other: bool = False) -> list[str]:
         elif different:
             found.append(f"{', '.join(different)} of {path.name}")
     return found
+
+
+def _file(path: Path) -> _File | None:
+    """A file of the user's, or None if it is not there, or not Python."""
+    try:
+        return _read(path, path.stat().st_mtime_ns, path.stat().st_size)
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+@functools.lru_cache(64)
+def _read(path: Path, *_: int) -> _File:
+    return _File(path)
 
 
 class _File:
@@ -130,7 +187,8 @@ class _File:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
                 of_attributes.add(node.value)
                 for path in _module(modules[node.value.id]):  # a name that comes by `import *` is not bound there
-                    yield path, node.attr if node.attr in _File(path).bound else WHOLE
+                    file = _file(path)
+                    yield path, node.attr if file is not None and node.attr in file.bound else WHOLE
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and node.id in modules and node not in of_attributes:
                 yield from ((path, WHOLE) for path in _module(modules[node.id]))
@@ -149,12 +207,6 @@ class _File:
         for imported in node.names:
             yield from ((path, imported.name) for path in _module(module))
             yield from ((path, WHOLE) for path in _module(f"{module}.{imported.name}"))
-
-
-def _classes(model: nn.Module) -> list[tuple[Path, str]]:
-    """Where the classes of all modules are defined, as far as that is the user's code."""
-    kinds = {c for m in model.modules() for c in type(m).__mro__}
-    return [(path, c.__qualname__.partition(".")[0]) for c in kinds for path in _module(c.__module__)]
 
 
 def _module(name: str) -> list[Path]:
