@@ -1,7 +1,9 @@
 """Lower: each stage becomes a forward and a backward text, which a training step runs without autograd.
 
+    template    a call without its graph: equal for calls of equal layers
     record      runs one call under autograd on tensors without data, and writes down what torch runs
-    rules       the derivative of one call, found once for every distinct one
+    rules       the derivative of one call, found once for every distinct one; rule_traced, rule_transposed, rule_taped:
+                in one of three ways; rank: the rank on which calls run; rule: what is found
     order       which rule runs when, and what is added to what: as autograd would
     again       which values backward keeps, and which it computes again
     write       the two graphs
@@ -20,9 +22,10 @@ from shardc.errors import ShardcError
 from shardc.ir.graph import is_call, producer_of
 from shardc.ir.program import Lowered, Program, Stage
 from shardc.passes.base import Pass
-from shardc.passes.lower.order import Backward, Made
+from shardc.passes.lower.order import Backward
 from shardc.passes.lower.record import Type
-from shardc.passes.lower.rules import Facts, Rules, takes
+from shardc.passes.lower.rules import Facts, Rules
+from shardc.passes.lower.template import Made
 from shardc.passes.lower.write import Writer
 from shardc.passes.recompute.autograd_saves import SavedOf
 
@@ -71,7 +74,7 @@ def _stage(program: Program, stage: Stage, rules: Rules) -> Lowered:
     begin = backward.run([n for n in roots if (t := types[producer_of(n)]) is not None and t.grad])
     actions = [a for each in program.schedule.actions for a in each] if program.schedule is not None else []
     divided = any(a.kind == "I" and program.stages[a.stage] is stage for a in actions)
-    return Writer(program, stage.graph, facts, backward.events, begin, backward.left).lowered(divided=divided)
+    return Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left).lowered(divided=divided)
 
 
 def _types(program: Program, graph: fx.Graph, rules: Rules) -> tuple[dict[Made, Type | None], dict[fx.Node, Facts]]:
@@ -87,7 +90,7 @@ def _types(program: Program, graph: fx.Graph, rules: Rules) -> tuple[dict[Made, 
                 grad = n.name in trained or ("collective" in n.meta and v.requires_grad)
                 types[n, 0] = Type.contiguous(v.shape, v.dtype, grad)
         elif is_call(n):
-            operands = [t for x in takes(n) if (t := types[producer_of(x)]) is not None]
+            operands = [t for made in rules.template(n).operands if (t := types[made]) is not None]
             facts[n] = rules.facts(n, operands)
             types.update({(n, i): t for i, t in enumerate(facts[n].types)})
     return types, facts

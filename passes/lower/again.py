@@ -17,9 +17,8 @@ from typing import Literal
 
 from torch import fx
 
-from shardc.ir.graph import producer_of
+from shardc.ir.graph import operands_of, producer_of
 from shardc.ir.program import Program
-from shardc.passes.lower.rules import takes
 from shardc.runtime.step.recompute import BY_RANK
 
 
@@ -34,9 +33,10 @@ class Wanted:
 
 @dataclass(eq=False)
 class Plan:
-    """Calls that run again, in order."""
+    """Calls that run again, in order. wanted: what of their results."""
 
     nodes: tuple[fx.Node, ...]
+    wanted: list[Wanted]
 
 
 class Again:
@@ -52,32 +52,31 @@ class Again:
         for by, w in wants:
             self._ask(self._chain(by), w, asked)
         for region in sorted(self._parents, key=self._depth, reverse=True):
-            needed: set[fx.Node] = set()
-            together: dict[fx.Node, set[fx.Node]] = {}
-            todo = [w.node for w in asked.get(region, ()) if w not in self.held]
+            wanted = [w for w in asked.get(region, ()) if w not in self.held]
+            together: dict[fx.Node, list[fx.Node]] = {}
+            todo = [w.node for w in wanted]
             edges: list[tuple[fx.Node, fx.Node]] = []
             while todo:
                 n = todo.pop()
-                if n in needed:
+                if n in together:
                     continue
-                needed.add(n)
-                for made in map(producer_of, takes(n)):
+                together[n] = [n]
+                for made in dict.fromkeys(map(producer_of, operands_of(n))):
                     w = Wanted(made[0], "y", made[1])
                     if self._inside(made[0], region) and w not in self.held:
                         todo.append(made[0])
                         edges.append((n, made[0]))
                     else:
                         self._ask(self._chain_of(self._parents[region]), w, asked)
-            for n in needed:
-                together[n] = {n}
             for a, b in edges:
-                if together[a] is not together[b]:
-                    both = together[a] | together[b]
-                    together.update(dict.fromkeys(both, both))
-            plans = {id(s): Plan(tuple(sorted(s, key=place.__getitem__))) for s in together.values()}
-            for w in asked.get(region, ()):
-                if w not in self.held:
-                    self.plans[w] = plans[id(together[w.node])]
+                few, many = sorted((together[a], together[b]), key=len)
+                if few is not many:  # a node moves to a list at least twice as long: O(n log n) moves in all
+                    many += few
+                    together.update(dict.fromkeys(few, many))
+            plans = {id(s): Plan(tuple(sorted(s, key=place.__getitem__)), []) for s in together.values()}
+            for w in wanted:
+                self.plans[w] = plan = plans[id(together[w.node])]
+                plan.wanted.append(w)
 
     def _ask(self, chain: list[str], w: Wanted, asked: dict[str, set[Wanted]]) -> None:
         """Have the innermost of the regions compute it again; hold it if none does."""

@@ -24,12 +24,12 @@ from torch import fx
 from shardc.ir.graph import is_call, producer_of
 from shardc.ir.program import Program
 from shardc.passes.lower.record import Type
-from shardc.passes.lower.rules import Ask, Rule, Rules, takes
+from shardc.passes.lower.rule import Ask, Rule
+from shardc.passes.lower.rules import Rules
+from shardc.passes.lower.template import Made
 from shardc.runtime import ops
-from shardc.runtime.ops.overlap import PRODUCTS, multiplies
+from shardc.runtime.ops.overlap import PRODUCTS, factors, of_matrices
 
-#: One value of a graph: the node that makes it, and which of its results it is.
-Made = tuple[fx.Node, int]
 Part = Literal["whole", "data", "weights", "begin", "wait"]
 
 
@@ -41,16 +41,40 @@ class Gradient:
 
 
 @dataclass
-class Event:
-    """A rule runs; or, without one, a parameter's gradient is complete ("put"), or those of a gathered bucket
-    ("scatter"). node: of forward; tangents: of its results; before, after: of the operands; None: nothing.
-    """
+class RuleRuns:
+    """node: the call of forward; tangents: of its results; before, after: of its operands; None: nothing."""
 
     node: fx.Node
-    rule: Rule | None
+    rule: Rule
     tangents: tuple[Gradient | None, ...]
-    before: tuple[Gradient | None, ...] = ()
-    after: tuple[Gradient | None, ...] = ()
+    before: tuple[Gradient | None, ...]
+    after: tuple[Gradient | None, ...]
+
+
+@dataclass
+class Complete:
+    """A parameter has its gradient. param: the value of forward."""
+
+    param: Made
+    gradient: Gradient
+
+
+@dataclass
+class BucketComplete:
+    """The parameters of a bucket, by number, have all gradients that this backward brings; `Complete` came for each."""
+
+    bucket: int
+
+
+@dataclass
+class GatheredComplete:
+    """Those of a gathered bucket do. wait: the node that has it whole; gradients: of its parameters, or None."""
+
+    wait: fx.Node
+    gradients: tuple[Gradient | None, ...]
+
+
+Event = RuleRuns | Complete | BucketComplete | GatheredComplete
 
 
 @dataclass(frozen=True)
@@ -71,6 +95,14 @@ class Backward:
         self._place = {n: i for i, n in enumerate(graph.nodes)}
         self.events: list[Event] = []
         self._started: dict[fx.Node, Gradient] = {}  # by conversion: a sum that is under way
+        self._known_needs: dict[fx.Node, list[Made]] = {}
+        self._known_tasks: dict[fx.Node, list[_Task]] = {}
+        self._bucket_of = {
+            name: i
+            for i, b in enumerate(program.buckets)
+            if (b.each or not b.late) and (b.zero or math.prod(map(program.mesh.size, b.axes)) > 1)
+            for name in b.params
+        }
         self.left: dict[Made, Gradient] = {}
 
     def run(self, roots: Sequence[fx.Node]) -> dict[Made, Gradient]:
@@ -84,6 +116,8 @@ class Backward:
             for task in self._tasks(n):
                 self._waiting.update(set(self._gives(task)))
         self._left = Counter({n: sum(self._waiting[m] for m in self._results(n)) for n in self._reached})
+        #: By bucket, how many of its parameters are still to come.
+        self._missing = Counter(i for m in self._waiting if (i := self._bucket(m)) is not None)
         self._heap: list[tuple[float, int, _Task]] = []
         self._count = itertools.count()  # of equal numbers the first one pushed comes first
         for made, _ in begin:
@@ -107,8 +141,10 @@ class Backward:
 
     def _needs(self, n: fx.Node) -> list[Made]:
         """The operands that get gradients."""
-        makers = (producer_of(x) for x in takes(n))
-        return [m for m in makers if (t := self.types.get(m)) is not None and t.grad]
+        if n not in self._known_needs:
+            operands = self._rules.template(n).operands
+            self._known_needs[n] = [m for m in operands if (t := self.types.get(m)) is not None and t.grad]
+        return self._known_needs[n]
 
     def _trained(self, n: fx.Node) -> bool:
         return any(t is not None and t.grad for t in (self.types.get(m) for m in self._results(n)))
@@ -131,23 +167,24 @@ class Backward:
         """Is this a product whose two gradients come apart?"""
         if n.target not in PRODUCTS or n.kwargs:
             return False
-        places = [n.args[i] if 0 <= i < len(n.args) else None for i in PRODUCTS[n.target]]
+        places = factors(n.target, n.args)
         x, weight, bias = (self.types.get(producer_of(a)) if isinstance(a, fx.Node) else None for a in places)
-        begun = isinstance(places[0], fx.Node) and places[0] in self._overlapped and multiplies(n, places[0])
-        if not begun or x is None or weight is None:
+        if places[0] not in self._overlapped or x is None or weight is None:
             return False
         trained = weight.grad or (bias is not None and bias.grad)
-        return trained and len(weight.shape) == 2 and len(x.shape) > 1 and (bias is None or len(bias.shape) == 1)
+        return trained and of_matrices(len(x.shape), len(weight.shape), None if bias is None else len(bias.shape))
 
     def _tasks(self, n: fx.Node) -> list[_Task]:
+        if n not in self._known_tasks:
+            self._known_tasks[n] = [_Task(n, part) for part in self._parts(n)]
+        return self._known_tasks[n]
+
+    def _parts(self, n: fx.Node) -> tuple[Part, ...]:
         if n.op == "placeholder" or n.target is ops.updated:
-            return []
-        parts: tuple[Part, ...] = ("whole",)
+            return ()
         if n in self._overlapped:
-            parts = ("begin", "wait")
-        elif self._apart(n):
-            parts = ("data", "weights")
-        return [_Task(n, part) for part in parts]
+            return "begin", "wait"
+        return ("data", "weights") if self._apart(n) else ("whole",)
 
     def _gives(self, task: _Task) -> list[Made]:
         """The values whose gradients a task adds to."""
@@ -155,13 +192,13 @@ class Backward:
         if task.part == "begin" or task.node.target is ops.gather_wait:
             return []
         if task.part in ("data", "weights"):
-            x: Any = task.node.args[PRODUCTS[task.node.target][0]]
+            x, *_ = factors(task.node.target, task.node.args)
             return [m for m in needs if (m == producer_of(x)) == (task.part == "data")]
         return needs
 
     def _number(self, task: _Task) -> float:
         if task.part == "weights":
-            x: Any = task.node.args[PRODUCTS[task.node.target][0]]
+            x, *_ = factors(task.node.target, task.node.args)
             return self._place[x] - 0.5
         return self._place[task.node] - (0.75 if task.part == "wait" else 0)
 
@@ -180,7 +217,7 @@ class Backward:
         n = task.node
         tangents = tuple(self._gradients.get(m) for m in self._results(n))
         if n.target is ops.gather_wait:
-            self.events.append(Event(n, None, tangents))
+            self.events.append(GatheredComplete(n, tangents))
         elif any(g is not None for g in tangents):
             self._rule(task, tangents)
         if task.part in ("begin", "data"):
@@ -189,7 +226,7 @@ class Backward:
 
     def _rule(self, task: _Task, tangents: tuple[Gradient | None, ...]) -> None:
         n = task.node
-        operands = [producer_of(x) for x in takes(n)]
+        operands = self._rules.template(n).operands
         gives = set(self._gives(task))
         before = tuple(self._gradients.get(m) if m in gives else None for m in operands)
         ask = Ask(
@@ -198,23 +235,15 @@ class Backward:
             tuple(None if g is None else g.type for g in before),
             tuple(m in gives for m in operands),
         )
+        rule = self._rules.rule(n, ask, task.part)
         if task.part == "begin":
-            rule = self._rules.begun(n, ask)
-            started = Gradient(ask.operands[0])
-            self._started[n] = started
-            self.events.append(Event(n, rule, tangents, (None,), (started,)))
+            started = self._started[n] = Gradient(ask.operands[0])
+            self.events.append(RuleRuns(n, rule, tangents, (None,), (started,)))
             return
         if task.part == "wait":
             tangents = (self._started[n],)
-            rule = self._rules.waited(ask)
-        elif task.part == "data":
-            rule = self._rules.of_data(n, ask)
-        elif task.part == "weights":
-            rule = self._rules.of_weights(n, ask)
-        else:
-            rule = self._rules.rule(n, ask)
         after = tuple(None if t is None else Gradient(t) for t in rule.types)
-        self.events.append(Event(n, rule, tangents, before, after))
+        self.events.append(RuleRuns(n, rule, tangents, before, after))
         for m, g in zip(operands, after, strict=True):
             if m in gives and g is not None:
                 self._gradients[m] = g
@@ -225,12 +254,27 @@ class Backward:
             self._waiting[m] -= 1
             self._left[n] -= 1
             leaf = n.op == "placeholder" or n.target is ops.updated
-            if leaf and not self._waiting[m] and (g := self._gradients.get(m)) is not None:
-                if self._is_param(n):
-                    self._gradients[m] = None
-                    self.events.append(Event(n, None, tuple(g if k == m[1] else None for k in range(m[1] + 1))))
+            if leaf and not self._waiting[m] and self._is_param(n):
+                self._complete(m)
             elif not leaf and not self._left[n]:
                 self._ready(n)
 
     def _is_param(self, n: fx.Node) -> bool:
         return n.target is ops.updated or (n.op == "placeholder" and "collective" not in n.meta)
+
+    def _complete(self, param: Made) -> None:
+        """It gets no more gradients."""
+        if (g := self._gradients.get(param)) is not None:
+            self._gradients[param] = None
+            self.events.append(Complete(param, g))
+        if (bucket := self._bucket(param)) is not None:
+            self._missing[bucket] -= 1
+            if not self._missing[bucket]:
+                self.events.append(BucketComplete(bucket))
+
+    def _bucket(self, made: Made) -> int | None:
+        """Of a whole parameter: the bucket that its gradient goes to."""
+        node: Any = made[0]
+        if node.target is ops.updated:
+            node = node.args[0][made[1]]
+        return self._bucket_of.get(node.name) if node.op == "placeholder" else None

@@ -3,9 +3,7 @@
     silu(x)     forward     y = aten.silu(x)
                 backward    dx = aten.silu_backward(g, x)
 
-A *line* is one op of torch's, after autograd has done its part; what stands in its arguments is a `Ref`: an operand x,
-a result y, the gradient g of a result, the gradient p that an operand has from ops behind this one, or what an earlier
-line made (t).
+A *line* is one op of torch's, after autograd has done its part; what stands in its arguments is a `Ref`.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +25,9 @@ aten = torch.ops.aten
 _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 #: A view of a tensor whose strides may be others on some rank is a copy there.
 _RESHAPES = {aten.view.default, aten._unsafe_view.default}
+
+
+RefKind = Literal["x", "y", "g", "p", "t", "n", "mesh", "rng", "none"]
 
 
 class UnrecordableError(Exception):
@@ -61,9 +62,17 @@ class Type:
 
 @dataclass(frozen=True)
 class Ref:
-    """kind: "x", "y", "g", "p", "t" (see above), or "mesh", "rng". index: which operand, result or line."""
+    """What stands for a value that a line or a call takes. index: which one.
 
-    kind: str
+    x, y     an operand of the call, a result of it
+    g, p     the gradient of a result; that which an operand has from ops behind this one
+    t        what an earlier line made
+    n        what the call has for itself alone (shardc.passes.lower.template)
+    mesh, rng
+    none     among results: one that is no tensor
+    """
+
+    kind: RefKind
     index: int = 0
 
 
@@ -151,18 +160,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _changed(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """An op in place, on what nobody else sees: the same op that makes a new tensor."""
-        plain = _plain(func)
+        elsewhere = _out_of_place(func)
         (x, *_) = args
-        seen = [y for y in self._alive if y is not x and _memory(y) == _memory(x)]
-        if plain is None or seen or self.ref(x).kind != "t":
+        seen = [y for y in self._alive if y is not x and memory_of(y) == memory_of(x)]
+        if elsewhere is None or seen or self.ref(x).kind != "t":
             raise UnrecordableError(f"{func} writes to its operand")
         taken = tuple(map(self._put, args)), tuple((k, self._put(v)) for k, v in kwargs.items())
         out = func(*args, **kwargs)
-        self._add(plain, *taken, x)
+        self._add(elsewhere, *taken, x)
         return out
 
 
-def _plain(func: OpOverload) -> OpOverload | None:
+def _out_of_place(func: OpOverload) -> OpOverload | None:
     """Of an op in place: the one that does not write."""
     name = func._schema.name.removeprefix("aten::")
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
@@ -174,5 +183,6 @@ def _plain(func: OpOverload) -> OpOverload | None:
     return None
 
 
-def _memory(x: Tensor) -> StorageWeakRef:
+def memory_of(x: Tensor) -> StorageWeakRef:
+    """Equal for tensors that share memory, and only for them."""
     return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]

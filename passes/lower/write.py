@@ -20,10 +20,12 @@ from shardc.ir.graph import is_call, producer_of, source_of
 from shardc.ir.program import Collective, Lowered, Program, Value
 from shardc.ir.types import op_name
 from shardc.passes.lower.again import Again, Plan, Wanted
-from shardc.passes.lower.order import Event, Gradient, Made
+from shardc.passes.lower.order import BucketComplete, Complete, Event, GatheredComplete, Gradient, RuleRuns
 from shardc.passes.lower.record import Line, Ref, Type, map_refs
-from shardc.passes.lower.rules import Facts, takes
+from shardc.passes.lower.rules import Facts, Rules
+from shardc.passes.lower.template import Made
 from shardc.runtime import ops
+from shardc.runtime.zero.flat_partition import Flat
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -41,6 +43,7 @@ class Writer:
         self,
         program: Program,
         graph: fx.Graph,
+        rules: Rules,
         facts: Mapping[fx.Node, Facts],
         events: Sequence[Event],
         begin: Mapping[Made, Gradient],
@@ -48,7 +51,9 @@ class Writer:
     ) -> None:
         self._program, self._graph, self._facts, self._events = program, graph, facts, events
         self._begin, self._left = begin, left
-        self._rules = {e.node: e.rule for e in events if e.rule is not None and e.rule.forward is not None}
+        self._template = rules.template
+        self._rules = {e.node: e.rule for e in events if isinstance(e, RuleRuns) and e.rule.forward is not None}
+        self._given = {n.name: n for n in graph.find_nodes(op="placeholder")}
         self._gathered = self._views_of_gathered()
         self._again = Again(program, graph, list(self._wants()))
         self._back = fx.Graph()
@@ -83,7 +88,7 @@ class Writer:
             if n.target is ops.gather_wait:
                 gathered.update((n, i) for i in range(len(n.meta["value"])))
                 continue
-            operands = [producer_of(x) for x in takes(n)]
+            operands = self._template(n).operands
             for i, view in enumerate(self._facts[n].views):
                 if view >= 0 and operands[view] in gathered:
                     gathered.add((n, i))
@@ -91,11 +96,11 @@ class Writer:
 
     def _wants(self) -> Iterator[tuple[fx.Node, Wanted]]:
         for e in self._events:
-            if e.rule is None:
-                if e.node.target is ops.updated:
-                    yield e.node, Wanted(e.node, "y", len(e.tangents) - 1)
+            if isinstance(e, Complete) and e.param[0].target is ops.updated:
+                yield e.param[0], Wanted(e.param[0], "y", e.param[1])
+            if not isinstance(e, RuleRuns):
                 continue
-            operands = [producer_of(x) for x in takes(e.node)]
+            operands = self._template(e.node).operands
             own = len(e.rule.forward or ())
             refs = [r for line in e.rule.backward for r in line.refs()] + [r for r in e.rule.grads if r is not None]
             for r in dict.fromkeys(refs):
@@ -111,8 +116,8 @@ class Writer:
         if made not in self._gathered:
             yield by, Wanted(made[0], "y", made[1])
         elif made[0].target is not ops.gather_wait:
-            for x in takes(made[0]):
-                yield from self._through(by, producer_of(x))
+            for operand in self._template(made[0]).operands:
+                yield from self._through(by, operand)
 
     # --- calls
 
@@ -124,26 +129,29 @@ class Writer:
             args = fx.map_arg(n.args, lambda x: self._operand(x, look))
             kwargs = fx.map_arg({k: v for k, v in n.kwargs.items() if k != "overlap"}, lambda x: self._operand(x, look))
             several = isinstance(n.meta["value"], tuple) and n.target is not ops.gather_start  # which gives a handle
-            node = graph.create_node("call_function", n.target, args, kwargs, name=n.name)
+            node = _add(graph, n.target, args, kwargs, name=n.name)
             node.meta = meta | {"value": n.meta["value"] if not several else tuple(map(_value, types))}
             if not several:
                 node.meta["value"] = n.meta["value"] if n.target is ops.gather_start else _value(types[0])
                 return {Wanted(n): node}
             items = {}
             for i, t in enumerate(types):
-                item = graph.create_node("call_function", operator.getitem, (node, i), name=self._item_name(n, i))
+                item = _add(graph, operator.getitem, (node, i), name=self._item_name(n, i))
                 item.meta = {**meta, "value": _value(t)}
                 item.meta.pop("collective", None)
                 items[Wanted(n, "y", i)] = item
             return items
         assert rule.forward is not None
-        operands = [producer_of(x) for x in takes(n)]
+        operands = self._template(n).operands
+        names = self._template(n).names
         made: dict[int, fx.Node] = {}
 
-        def at(r: Ref) -> fx.Node:
+        def at(r: Ref) -> Any:
             if r.kind == "x":
                 return look(operands[r.index])
-            return made[r.index] if r.kind == "t" else look((self._named(r.kind), 0))
+            if r.kind == "n":
+                return names[r.index]
+            return made[r.index] if r.kind == "t" else look((self._given[r.kind], 0))
 
         named = {r.index: self._item_name(n, i) for i, r in enumerate(rule.results) if r.kind == "t"}
         if rule.kind == "taped":
@@ -156,10 +164,6 @@ class Writer:
     def _operand(self, x: fx.Node, look: Callable[[Made], fx.Node]) -> fx.Node:
         return look(producer_of(x))
 
-    def _named(self, name: str) -> fx.Node:
-        node: fx.Node = next(n for n in self._graph.find_nodes(op="placeholder") if n.name == name)
-        return node
-
     def _item_name(self, n: fx.Node, i: int) -> str:
         """What the stage calls a result."""
         if not isinstance(n.meta["value"], tuple):
@@ -168,13 +172,13 @@ class Writer:
         return next(of, f"{n.name}_{i}")
 
     def _line(
-        self, graph: fx.Graph, line: Line, at: Callable[[Ref], fx.Node], name: str | None, meta: dict[str, Any]
+        self, graph: fx.Graph, line: Line, at: Callable[[Ref], Any], name: str | None, meta: dict[str, Any]
     ) -> fx.Node:
         args = map_refs(line.args, at)
         kwargs = {k: map_refs(v, at) for k, v in line.kwargs}
         if name is None:
             name = f"{args[0].name}_{args[1]}" if line.target is operator.getitem else _short(line)
-        node = graph.create_node("call_function", line.target, args, kwargs, name=name)
+        node = _add(graph, line.target, args, kwargs, name=name)
         several = isinstance(line.types, tuple)
         node.meta = {k: v for k, v in meta.items() if k != "collective"}
         node.meta["value"] = tuple(map(_value, line.types)) if several else _value(line.types)  # type: ignore[arg-type]
@@ -248,14 +252,20 @@ class Writer:
         return {"source": source_of(n), "of": n.name, **more}
 
     def _event(self, e: Event) -> None:
-        if e.rule is None:
-            self._done(e)
-            return
+        if isinstance(e, RuleRuns):
+            self._rule(e)
+        else:
+            self._complete(e)
+
+    def _rule(self, e: RuleRuns) -> None:
         n, rule = e.node, e.rule
-        operands = [producer_of(x) for x in takes(n)]
+        operands = self._template(n).operands
+        names = self._template(n).names
         local: dict[int, fx.Node] = {}
 
-        def at(r: Ref) -> fx.Node:
+        def at(r: Ref) -> Any:
+            if r.kind == "n":
+                return names[r.index]
             if r.kind == "x":
                 return self._look(operands[r.index])
             if r.kind == "y":
@@ -283,24 +293,33 @@ class Writer:
             if r is not None and gradient is not None:
                 self._gradients[gradient] = at(r)
 
-    def _done(self, e: Event) -> None:
-        """A parameter's gradient, or those of a gathered bucket, are complete: by the line before."""
-        n, before = e.node, next(reversed(self._back.nodes)).meta
+    def _complete(self, e: Complete | BucketComplete | GatheredComplete) -> None:
+        """Gradients of parameters are complete: by the line before."""
+        before = next(reversed(self._back.nodes)).meta
         meta = {"value": None, **{k: before[k] for k in ("of", "source") if k in before}}
-        grads = tuple(None if g is None else self._gradients[g] for g in e.tangents)
-        if n.target is ops.gather_wait:
-            start: Any = n.args[0]
+        if isinstance(e, Complete):
+            param = self._look(e.param)
+            node = _add(self._back, ops.put, (param, self._gradients[e.gradient]), name=f"{param.name}_put")
+        elif isinstance(e, BucketComplete):
+            name = f"bucket{e.bucket}"
+            node = _add(self._back, ops.launch, (self._placeholders["mesh"], name), name=f"{name}_launch")
+            meta["collective"] = self._sum_of(e.bucket)
+        else:
+            start: Any = e.wait.args[0]
             params = fx.map_arg(start.args[0], lambda x: self._placeholders[x.name])
-            node = self._back.create_node(
-                "call_function", ops.scatter, (params, grads, start.args[1]), name=f"{start.name}_scatter"
-            )
+            grads = tuple(None if g is None else self._gradients[g] for g in e.gradients)
+            node = _add(self._back, ops.scatter, (params, grads, start.args[1]), name=f"{start.name}_scatter")
             c: Collective | None = start.meta.get("collective")
             if c is not None and c.backward != "none":
                 meta["collective"] = replace(c, kind=c.backward, backward="none")
-        else:
-            param = self._look((n, len(grads) - 1))
-            node = self._back.create_node("call_function", ops.put, (param, grads[-1]), name=f"{param.name}_put")
         node.meta = meta
+
+    def _sum_of(self, bucket: int) -> Collective:
+        """Of the gradients of a bucket of whole parameters."""
+        b = self._program.buckets[bucket]
+        size = Flat.of(self._program, b).padded * b.dtype.itemsize
+        kind, axes = ("reduce_scatter", (b.shard,)) if b.shard else ("all_reduce", b.axes)
+        return Collective(kind, "none", axes, size, "gradients, in buckets")
 
     def _look(self, made: Made) -> fx.Node:
         return self._want(Wanted(made[0], "y", made[1]))
@@ -316,7 +335,6 @@ class Writer:
         return self._found[w]
 
     def _run_again(self, plan: Plan) -> None:
-        inside = set(plan.nodes)
         local: Found = {}
 
         def look(made: Made) -> fx.Node:
@@ -328,23 +346,21 @@ class Writer:
             if (c := n.meta.get("collective")) is not None:
                 meta["collective"] = replace(c, backward="none")
             local |= self._call(self._back, n, look, meta)
-        for w, p in self._again.plans.items():
-            if p is plan and w.node in inside:
-                self._found[w] = local[w]
+        for w in plan.wanted:
+            self._found[w] = local[w]
 
     def _gather(self, n: fx.Node) -> None:
         """A bucket, for backward."""
         start: Any = n.args[0]
         params = fx.map_arg(start.args[0], lambda x: self._placeholders[x.name])
-        make = self._back.create_node
-        first = make("call_function", ops.regather_start, (params, start.args[1]), name=f"{start.name}_again")
+        first = _add(self._back, ops.regather_start, (params, start.args[1]), name=f"{start.name}_again")
         first.meta = self._meta(start, repeats=True, value=tuple(map(_value, self._facts[n].types)))
         if (c := start.meta.get("collective")) is not None:
             first.meta["collective"] = replace(c, backward="none")
-        there = make("call_function", ops.regather_wait, (first,), name=n.name)
+        there = _add(self._back, ops.regather_wait, (first,), name=n.name)
         there.meta = self._meta(n, repeats=True, value=first.meta["value"])
         for i, t in enumerate(self._facts[n].types):
-            item = make("call_function", operator.getitem, (there, i), name=self._item_name(n, i))
+            item = _add(self._back, operator.getitem, (there, i), name=self._item_name(n, i))
             item.meta = self._meta(n, repeats=True, value=_value(t))
             self._found[Wanted(n, "y", i)] = item
         self._gathers.append((n, first, there))
@@ -369,6 +385,19 @@ class Writer:
                     started.add(j)
                     after.append(self._gathers[j][1])
                     after = self._gathers[j][1]
+
+
+def _add(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, name: str
+) -> fx.Node:
+    """A call at the end of a graph. (Given arguments, create_node looks through them for sizes that are symbols, which
+    takes longer than all else that it does.)
+    """
+    node = graph.create_node("call_function", target, name=name)
+    node.args = args
+    if kwargs:
+        node.kwargs = kwargs
+    return node
 
 
 def _value(t: Type | None) -> Value | None:

@@ -69,6 +69,7 @@ from shardc.runtime.ops.zero import (
     add_into,
     gather_start,
     gather_wait,
+    launch,
     put,
     regather_start,
     regather_wait,
@@ -78,7 +79,7 @@ from shardc.runtime.ops.zero import (
 
 #: What lowered programs call beside the ops of others.
 OF_LOWERED = {
-    *("add_into", "put", "regather_start", "regather_wait", "scatter", "taped", "untaped"),
+    *("add_into", "launch", "put", "regather_start", "regather_wait", "scatter", "taped", "untaped"),
     *("transpose", "transpose_start", "wait"),
 }
 __all__ = [
@@ -104,6 +105,7 @@ __all__ = [
     "first_grad",
     "gather_start",
     "gather_wait",
+    "launch",
     "linear_nll",
     "nll",
     "nll_alone",

@@ -18,7 +18,7 @@ The same products are computed; where a kernel depends on strides, the last bits
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,9 +41,20 @@ PRODUCTS: dict[Any, tuple[int, int, int]] = {
 }
 
 
+def factors(target: Any, args: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """(input, weight, bias or None) among a product's arguments."""
+    x, weight, bias = PRODUCTS[target]
+    return args[x], args[weight], args[bias] if 0 <= bias < len(args) else None
+
+
 def multiplies(op: fx.Node, x: fx.Node) -> bool:
     """Is an op of a program a product with x as its input?"""
-    return op.target in PRODUCTS and not op.kwargs and op.args[PRODUCTS[op.target][0]] is x
+    return op.target in PRODUCTS and not op.kwargs and factors(op.target, op.args)[0] is x
+
+
+def of_matrices(x: int, weight: int, bias: int | None) -> bool:
+    """Is a product of factors with so many dims one of rows and a matrix, whose gradients are such products too?"""
+    return x >= 2 and weight == 2 and bias in (None, 1)
 
 
 #: Starts a sum of a gradient: -> (where the sum will be, and when).
@@ -143,17 +154,13 @@ class _OfData(Function):
 
 def product(target: Any, *args: Any) -> Tensor:
     """A product whose input's gradient is to be summed over ranks: as the op itself, but for the order of backward."""
-    at, of_weight, of_bias = PRODUCTS[target]
-    x, weight = args[at], args[of_weight]
-    bias = args[of_bias] if 0 <= of_bias < len(args) else None
+    x, weight, bias = factors(target, args)
     begin = x.grad_fn
     if (
         not torch.is_grad_enabled()
         or getattr(begin, "pending", None) is None
         or not (weight.requires_grad or (bias is not None and bias.requires_grad))
-        or weight.dim() != 2
-        or x.dim() < 2
-        or (bias is not None and bias.dim() != 1)
+        or not of_matrices(x.dim(), weight.dim(), None if bias is None else bias.dim())
     ):
         result: Tensor = target(*args)
         return result

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from shardc.runtime.mesh.base import Work
 
 
 def gather_start(params: Sequence[Any], tag: str = "") -> Any:
@@ -39,23 +37,21 @@ def updated(params: Sequence[Any], tag: str = "") -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Gathering:
-    """A bucket that is being gathered for backward."""
+    """A bucket that is being gathered for backward. wait: the whole bucket, when it is there."""
 
     bucket: Any
-    whole: Tensor
-    work: Work
+    wait: Callable[[], Tensor]
 
 
 def regather_start(params: Sequence[Any], tag: str = "") -> Gathering:
     """`gather_start`, for backward."""
     bucket = params[0].bucket
-    return Gathering(bucket, *bucket.start_gather("backward"))
+    return Gathering(bucket, bucket.regather())
 
 
 def regather_wait(gathering: Gathering) -> tuple[Tensor, ...]:
     """The bucket's parameters, whole. Views of one tensor: it is freed when nothing uses one of them."""
-    gathering.work.wait()
-    result: tuple[Tensor, ...] = gathering.bucket.parts(gathering.whole)
+    result: tuple[Tensor, ...] = gathering.bucket.parts(gathering.wait())
     return result
 
 
@@ -64,8 +60,16 @@ def scatter(params: Sequence[Any], grads: Sequence[Tensor | None], tag: str = ""
     params[0].bucket.arrived(grads)
 
 
+def launch(mesh: Any, tag: str = "") -> None:
+    """Backward has all gradients that it brings to a bucket of whole parameters: begin its sum over ranks. Sums begin
+    in the order of the buckets, and not before a bucket's last backward of a step (ZeRO 2: in each).
+    """
+    mesh.step.launch()
+
+
 def put(param: Tensor, grad: Tensor) -> None:
-    """Backward has a parameter's gradient: what autograd does at a leaf, with all that hangs on it (a bucket's sum).
+    """Backward has a parameter's gradient: what autograd does at a leaf. Where a bucket waits for it, it is copied
+    there, and `launch` begins the bucket's sum.
 
     Autograd takes a gradient over if nobody else holds it, and copies it otherwise; here the caller does. Where a
     bucket waits for it, which copies it to its own place, that would be one copy too many.

@@ -6,7 +6,7 @@ The interpreter and the engine set it; ops and collectives read it, as `mesh.ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +53,8 @@ class StepContext:
     routings: what experts' routing notes, if the engine is to report it (shardc.runtime.step.expert_load).
     recomputing: forward runs once more, in backward: its collectives are recorded as "recompute".
     gathers: then, those that may end later.
-    lowered: a stage of a training step runs without autograd (shardc.runtime.step.lowered)."""
+    lowered: a stage of a training step runs without autograd (shardc.runtime.step.lowered).
+    launch: in its backward, what begins the sums of the buckets that have all their gradients."""
 
     def __init__(self) -> None:
         self.microbatch: MicrobatchContext | None = None
@@ -62,6 +63,7 @@ class StepContext:
         self.routings: list[Routing] | None = None
         self.recomputing = False
         self.lowered = False
+        self.launch: Callable[[], None] | None = None
         self.gathers = Gathers()
 
     @property
@@ -77,13 +79,14 @@ class StepContext:
         self.microbatch = MicrobatchContext(index, count, tuple(totals), sums or {})
 
     @contextmanager
-    def in_lowered(self) -> Iterator[None]:
-        """In here a stage of a training step runs without autograd."""
-        self.lowered = True
+    def in_lowered(self, launch: Callable[[], None] | None = None) -> Iterator[None]:
+        """In here a stage of a training step runs without autograd. launch: in backward."""
+        before = self.lowered, self.launch
+        self.lowered, self.launch = True, launch
         try:
             yield
         finally:
-            self.lowered = False
+            self.lowered, self.launch = before
 
     @contextmanager
     def recompute(self, microbatch: MicrobatchContext | None) -> Iterator[Gathers]:

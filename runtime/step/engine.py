@@ -335,7 +335,7 @@ class Engine:
         self._norm.start()
         scaled = self.scaler.scale if self.scaler is not None else lambda loss: loss
         b = self.buckets
-        hooks = StepHooks(b.saving, b.start, b.start_inputs, b.pause, b.reduce, scaled)
+        hooks = StepHooks(b.saving, b.start, b.start_inputs, b.pause, b.launch, b.reduce, scaled)
         self.mesh.step.routings = [] if self._loads is not None else None
         total, news, beside = interpreter.step(values, hooks)
         # loss scaling skips by itself, and wants the gradients

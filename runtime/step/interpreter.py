@@ -109,14 +109,15 @@ class _Kept:
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What the engine does around forward and backward: see `shardc.runtime.zero.bucket_launch.Buckets`. scaled: the
-    loss that backward begins with.
+    """What the engine does around forward and backward: see `shardc.runtime.zero.bucket_launch.Buckets`. launch: in a
+    lowered backward, whose text asks for it; scaled: the loss that backward begins with.
     """
 
     saving: Callable[..., Any]
     start: Callable[..., None]
     start_inputs: Callable[..., None]
     pause: Callable[[], None]
+    launch: Callable[[], None]
     reduce: Callable[[], None]
     scaled: Callable[[Tensor], Tensor]
 
@@ -474,14 +475,16 @@ class Run:
         assert lowered is not None
         assert self.hooks is not None
         one = torch.ones_like(loss) if loss is not None else self.on.zero()
-        grads = lowered.backward(kept, self.values[key[1]], self.grads.pop(key, {}), self.hooks.scaled(one))
+        begin = self.grads.pop(key, {})
+        grads = lowered.backward(kept, self.values[key[1]], begin, self.hooks.scaled(one), self.hooks.launch)
         return {n: g if g is None else g.contiguous() for n, g in grads.items()}
 
     def _lowered_weights(self, kept: dict[str, Any], key: tuple[int, int]) -> None:
         """The second half of a backward that has two."""
         lowered = self.on.stages[key[0]].lowered
         if lowered is not None and lowered.weights is not None:
-            lowered.weights(kept, self.values[key[1]])
+            assert self.hooks is not None
+            lowered.weights(kept, self.values[key[1]], self.hooks.launch)
 
     def inputs(self, action: Action) -> None:
         key = (action.stage, action.microbatch)

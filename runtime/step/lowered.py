@@ -8,7 +8,7 @@ backward({name: value})          -> gradients of what was received; it takes eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -47,16 +47,22 @@ class LoweredStage:
 
     @torch.no_grad()
     def backward(
-        self, kept: dict[str, Any], values: Mapping[str, Any], grads: Mapping[str, Tensor], loss: Tensor
+        self,
+        kept: dict[str, Any],
+        values: Mapping[str, Any],
+        grads: Mapping[str, Tensor],
+        loss: Tensor,
+        launch: Callable[[], None],
     ) -> dict[str, Tensor | None]:
         """{received value: its gradient}. kept: of forward, which is used up, but for what the second half wants;
-        values: what the stage takes; grads: of what it made for others; loss: the gradient of the loss.
+        values: what the stage takes; grads: of what it made for others; loss: the gradient of the loss; launch: begins
+        the sums of buckets that are complete.
         """
         kept |= {f"{n}_grad": g for n, g in grads.items()} | {self._loss: loss}
         if self.weights is None:
-            return dict(zip(self._received, self._backward(kept, values), strict=True))
+            return dict(zip(self._received, self._backward(kept, values, launch), strict=True))
         later = {name: kept[name] for name in self.weights.takes & kept.keys()}
-        returned, handed_on = self._backward(kept, values)
+        returned, handed_on = self._backward(kept, values, launch)
         kept.clear()
         kept |= later | dict(zip(self._handed_on, handed_on, strict=True))
         return dict(zip(self._received, returned, strict=True))
@@ -71,12 +77,12 @@ class _Half:
         self._run = with_ranges(module, graph) if ranges else module
 
     @torch.no_grad()
-    def __call__(self, kept: dict[str, Any], values: Mapping[str, Any]) -> Any:
-        """kept: of what came before; values: what the stage takes."""
+    def __call__(self, kept: dict[str, Any], values: Mapping[str, Any], launch: Callable[[], None]) -> Any:
+        """kept: of what came before; values: what the stage takes; launch: begins sums of buckets."""
         step = values["mesh"].step
         for name in self.takes - kept.keys():
             kept[name] = values[name]
-        with step.in_lowered(), step.recompute(step.microbatch), op_errors.named(self._graph):
+        with step.in_lowered(launch), step.recompute(step.microbatch), op_errors.named(self._graph):
             return self._run(kept)
 
 

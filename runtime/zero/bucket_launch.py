@@ -177,10 +177,15 @@ class Buckets:
         def arrived(p: Tensor) -> None:
             if self._active and p.grad is not None:  # an op of the user's may give None
                 bucket.put(name)
-                self._scatter(all_of_them=False)
-                self._launch(all_of_them=False)
+                if not self.mesh.step.lowered:  # whose text says when
+                    self.launch()
 
         return arrived
+
+    def launch(self) -> None:
+        """Some gradients have come: begin the sums that are due."""
+        self._scatter(all_of_them=False)
+        self._launch(all_of_them=False)
 
     def _launch(self, *, all_of_them: bool) -> None:
         """Start the buckets that are due, in order: every rank must start them alike."""

@@ -33,7 +33,8 @@ class Flat:
 
     @classmethod
     def of(cls, program: Program, bucket: Bucket) -> Flat:
-        params = [program.param(n) for n in bucket.params]
+        by_name = {p.name: p for p in program.params}
+        params = [by_name[n] for n in bucket.params]
         shapes = tuple(p.value.local_shape(program.mesh) for p in params)
         # parameters as stored, as ops take them, and their gradients lie alike
         dtypes = (

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -89,6 +89,8 @@ class Gathered:
         self._asking: list[Source] = []  # by the backward that runs
         self._expected: list[Source] = []
         self._place = 0  # in what is expected
+        self._for_text: dict[int, Work] = {}  # under way for a lowered backward (`again`)
+        self._number = itertools.count()
 
     # --- forward
 
@@ -176,6 +178,21 @@ class Gathered:
             ahead.append(other)
         return ahead
 
+    def again(self, bucket: Source) -> Callable[[], Tensor]:
+        """Begin to gather for a backward whose text says itself when a bucket is wanted, and for how long. Returns what
+        waits for the gathered bucket.
+        """
+        whole, work = bucket.start_gather("backward")
+        number = next(self._number)
+        self._for_text[number] = work
+
+        def wait() -> Tensor:
+            self._for_text.pop(number, None)
+            work.wait()
+            return whole
+
+        return wait
+
     def drop(self, bucket: Source) -> None:
         """Its gradients are there: backward needs it no more."""
         self._here.pop(bucket, None)
@@ -194,9 +211,10 @@ class Gathered:
 
     def finish(self) -> None:
         """Nothing is kept."""
-        for _, work in self._under_way.values():
+        for work in (*(work for _, work in self._under_way.values()), *self._for_text.values()):
             work.wait()
         self._under_way.clear()
+        self._for_text.clear()
         self._notes, self._asking, self._expected = _Notes(), [], []
         self._alive.clear()  # an evaluation's gathers are nobody's to note
         self._here.clear()

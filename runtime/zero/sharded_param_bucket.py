@@ -80,6 +80,10 @@ class ShardedParamBucket(ScatteredBucket):
         """Begin to gather for forward."""
         self._gathered.start(self)
 
+    def regather(self) -> Callable[[], Tensor]:
+        """Begin to gather for a lowered backward."""
+        return self._gathered.again(self)
+
     def used(self) -> tuple[Tensor, ...]:
         """The gathered parameters; backward of them brings the bucket's gradients."""
         if self._trained and torch.is_grad_enabled():

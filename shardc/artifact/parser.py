@@ -107,7 +107,9 @@ class _Reader:
                     returned = True
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     self._op(name, value, self._rest_of_line(statement).strip().removeprefix("# "), source, line)
-                case ast.Expr(value=ast.Call(func=ast.Attribute(attr="put" | "scatter")) as value) if self.lowered:
+                case ast.Expr(value=ast.Call(func=ast.Attribute(attr="launch" | "put" | "scatter")) as value) if (
+                    self.lowered
+                ):
                     comment = self._rest_of_line(statement).strip().removeprefix("# ")
                     self._op("", value, f"{NO_TENSOR} | {comment}" if comment else NO_TENSOR, source, line)
                 case ast.Delete(targets=targets):

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 import shardc
 from shardc.capture import capture
 from shardc.ir.program import Program
+from shardc.runtime.step.context import StepContext
+from shardc.runtime.zero.gather import Gathered
 from tests import zoo
 from tests.zoo import hf, hf_more, plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
 
@@ -171,19 +173,19 @@ def test_it_comes_back_from_disk(tmp_path: Path) -> None:
     assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
 
 
-def test_equal_layers_are_differentiated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardc.passes.lower import rules
+@pytest.mark.parametrize("spec", [{"mesh": {"dp": 2}}, TP, {**SP, "checkpoint": [{"match": "h.*", "save": []}]}])
+def test_equal_layers_are_differentiated_once(spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their collectives have tags of their own, and their dropouts and attentions streams of random numbers."""
+    from shardc.passes import lower
 
-    asked: list[int] = []
-    derive = rules.Rules._derive
-    monkeypatch.setattr(rules.Rules, "_derive", lambda *args: asked.append(1) or derive(*args))
-    counts = []
-    for layers in (2, 6):
-        asked.clear()
-        model, batch = zoo.gpt(layers=layers)
-        shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, "lower": True}, prove=False)
-        counts.append(len(asked))
-    assert counts[0] == counts[1]
+    made: list[lower.Rules] = []
+    monkeypatch.setattr(lower, "Rules", lambda program: made.append(lower.rules.Rules(program)) or made[-1])
+    for layers in (3, 6):
+        model, batch = zoo.gpt(layers=layers, dropout=0.1)
+        shardc.compile(model, batch, {"shardc": 1, **spec, "lower": True}, prove=False)
+    few, many = made
+    assert len(few._rules) == len(many._rules) > 20
+    assert len(few._facts) == len(many._facts)
 
 
 def test_peak_memory_is_not_above_autograds() -> None:
@@ -205,6 +207,44 @@ def test_verify_compares_both_ways() -> None:
     assert compiled("gpt", TP, lower=True).verify(lowered=True).ok
     (finding,) = compiled("gpt", TP).verify(lowered=True).findings
     assert "no stage is lowered" in finding.what
+
+
+def test_tags_and_streams_are_each_layers_own() -> None:
+    """A derivative that equal layers share has them as parameters."""
+    backward = compiled("gpt", TP, lower=True).lowered().partition("_backward(")[2]
+    tags = re.findall(r"ops\.transpose.*tag='(\w+)'", backward)
+    assert len(tags) == len(set(tags)) > 2
+    streams = re.findall(r"ops\.dropout\(.*?, 0\.1, rng, (\d+)", backward)
+    assert len(streams) == len(set(streams)) > 2
+
+
+def test_lowered_in_lowered_ends_as_it_was() -> None:
+    step = StepContext()
+    with step.in_lowered():
+        with pytest.raises(ZeroDivisionError), step.in_lowered(list):
+            raise ZeroDivisionError
+        assert step.lowered
+        assert step.launch is None
+    assert not step.lowered
+
+
+def test_a_gather_of_a_backward_that_fails_is_waited_for() -> None:
+    class Bucket:
+        prefetch, elements = 1, 4
+        waited = 0
+
+        def start_gather(self, direction: str) -> tuple[Tensor, Any]:
+            return torch.ones(4), self
+
+        def wait(self) -> None:
+            self.waited += 1
+
+    gathered, one, other = Gathered(), Bucket(), Bucket()
+    wait, _ = gathered.again(one), gathered.again(other)
+    assert wait().sum() == 4
+    gathered.finish()  # what follows a backward that raises
+    gathered.finish()
+    assert (one.waited, other.waited) == (1, 1)
 
 
 # --- memory that is not backward's alone, and derivatives that torch does not tell

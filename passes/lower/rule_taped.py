@@ -1,0 +1,90 @@
+"""The rule of an op that stays whole: its backward is one op too (shardc.runtime.ops.taped)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardc.artifact.emit import target_text
+from shardc.passes.lower.rank import Rank
+from shardc.passes.lower.record import Line, Ref, Type, memory_of
+from shardc.passes.lower.rule import Ask, Rule
+from shardc.passes.lower.rule_transposed import Lines
+from shardc.passes.lower.template import Template
+from shardc.runtime import ops
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """again: the places of the operands that autograd saves; grads: types of the gradients of those that want one;
+    known: both were found out, and are no guess.
+    """
+
+    again: tuple[int, ...]
+    grads: tuple[Type | None, ...]
+    known: bool
+
+
+def taped(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -> Rule:
+    """Operands are counted by their place here: one that stands in two places is two. types: of the results."""
+    apart, places = call.apart()
+    needs = tuple(k for k, i in enumerate(places) if ask.wanted[i])
+    saved = _saved(rank, apart, places, needs, ask)
+    w = Lines(rank, call, ask)
+    args = (target_text(call.target), needs, saved.again, *call.args)
+    first = w.put(Line(0, ops.taped, args, tuple(call.kwargs.items())))
+    made = [w.put(Line(0, operator.getitem, (first, k), (), t)) for k, t in enumerate(types)]
+    tape = w.put(Line(0, operator.getitem, (first, len(types))))
+    split = len(w.lines)
+    grads = tuple(Ref("g", i) if t is not None else None for i, t in enumerate(ask.tangents))
+    fresh: set[int] = set()
+    before: list[Ref | None] = []
+    for k in needs:  # what an operand has goes in once
+        i = places[k]
+        before.append(Ref("p", i) if ask.before[i] is not None and i not in fresh else None)
+        fresh.add(i)
+    operands = tuple(Ref("x", places[k]) for k in saved.again)
+    zeros = () if saved.known else (("zeros", True),)  # else the text would take what is None for a gradient
+    back = w.put(Line(0, ops.untaped, (tape, grads, tuple(before), operands), zeros, saved.grads))
+    found: list[Ref | None] = [None] * len(ask.operands)
+    kinds: list[Type | None] = [None] * len(ask.operands)
+    for n, k in enumerate(needs):
+        i, t = places[k], saved.grads[n]
+        one = w.put(Line(0, operator.getitem, (back, n), (), t))
+        had = found[i]
+        found[i] = one if had is None else w.put(Line(0, aten.add.Tensor, (had, one), (), t))
+        kinds[i] = t
+    return Rule(tuple(w.lines[:split]), tuple(made), tuple(w.lines[split:]), tuple(found), tuple(kinds), "taped")
+
+
+def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, ...], ask: Ask) -> _Saved:
+    """As found on tensors without data. Of what does not run on them: all operands, and gradients like them."""
+    packed: list[StorageWeakRef] = []
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(memory_of(x))
+        return x.detach() if x.grad_fn is not None else x
+
+    try:
+        with rank.mode:
+            xs = [replace(ask.operands[i], grad=k in needs).empty() for k, i in enumerate(places)]
+            with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
+                made = rank.run(call, xs)
+            gs = [None if t is None else replace(t, grad=False).empty() for t in ask.tangents]
+            pairs = [(y, g) for y, g in zip(made, gs, strict=True) if g is not None]
+            found = torch.autograd.grad(
+                [y for y, _ in pairs], [xs[k] for k in needs], [g for _, g in pairs], allow_unused=True
+            )
+        again = tuple(k for k, x in enumerate(xs) if memory_of(x) in packed)
+        return _Saved(again, tuple(None if x is None else Type.of(x) for x in found), True)
+    except Exception:
+        like = (ask.operands[places[k]] for k in needs)
+        return _Saved(tuple(range(len(places))), tuple(Type.contiguous(t.shape, t.dtype) for t in like), False)
