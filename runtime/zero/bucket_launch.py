@@ -22,6 +22,7 @@ from shardc.runtime.zero.flat_partition import Run
 from shardc.runtime.zero.gather import Gathered
 from shardc.runtime.zero.replicated_bucket import ReplicatedBucket
 from shardc.runtime.zero.scattered_bucket import ScatteredBucket
+from shardc.runtime.zero.sharded_bucket import ShardedBucket
 from shardc.runtime.zero.sharded_grad_bucket import ShardedGradBucket
 from shardc.runtime.zero.sharded_param_bucket import ShardedParamBucket
 from shardc.runtime.zero.sharded_state_bucket import ShardedStateBucket
@@ -42,7 +43,8 @@ class Buckets:
     A parameter that has a `.grad` when backward starts gets the new sum added to it, as on one device; one that
     backward does not reach counts as zeros in the sum, and keeps the `.grad` it had, also as on one device.
 
-    aliased: the graph gets other leaves than the optimizer at ZeRO 0 too, as with ZeRO (ReplicatedBucket.adopt).
+    aliased: for a loop of the user's: the graph gets other leaves than the optimizer at ZeRO 0 too, as with ZeRO
+    (ReplicatedBucket.adopt), and stretches without elements get gradients (ShardedBucket.gives_empty).
     """
 
     def __init__(
@@ -100,11 +102,17 @@ class Buckets:
         zero = program.buckets[index].zero
         if zero == 0:
             return ReplicatedBucket(program, index, mesh, aliased=self._aliased)
+        made: ShardedBucket
         if zero == 1:
-            return ShardedStateBucket(program, index, mesh, self._offload)
-        if zero == 2:
-            return ShardedGradBucket(program, index, mesh, self._offload, self._is_last)
-        return ShardedParamBucket(program, index, mesh, self._offload, self._gathered, self._launched, self._is_last)
+            made = ShardedStateBucket(program, index, mesh, self._offload)
+        elif zero == 2:
+            made = ShardedGradBucket(program, index, mesh, self._offload, self._is_last)
+        else:
+            made = ShardedParamBucket(
+                program, index, mesh, self._offload, self._gathered, self._launched, self._is_last
+            )
+        made.gives_empty = self._aliased
+        return made
 
     def _is_last(self, bucket: ReplicatedBucket) -> bool:
         """Is this the step's last backward that reaches a bucket?"""

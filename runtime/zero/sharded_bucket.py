@@ -30,7 +30,13 @@ class BucketRef:
 
 
 class ShardedBucket(ReplicatedBucket):
-    """This rank's part of a bucket, and the sum of gradients into it."""
+    """This rank's part of a bucket, and the sum of gradients into it.
+
+    gives_empty: a stretch without elements gets a gradient without elements, which a loop of the user's reads as any
+    other; else None, and the optimizer has nothing to do for it.
+    """
+
+    gives_empty = False
 
     def __init__(self, program: Program, index: int, mesh: Any, offload: Offload) -> None:
         super().__init__(program, index, mesh)
@@ -96,7 +102,7 @@ class ShardedBucket(ReplicatedBucket):
         self._rest_begun = True
 
     def _give_part(self, part: Tensor) -> None:
-        self._give({n: x for n, x in self._slices(part).items() if self.runs[n].size})
+        self._give({n: x for n, x in self._slices(part).items() if self.runs[n].size or self.gives_empty})
 
     def _gathered_wholes(self, part: Tensor) -> dict[str, Tensor]:
         """{name: whole local part} from this rank's part of the flat buffer. Collective."""

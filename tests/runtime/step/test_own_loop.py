@@ -80,6 +80,29 @@ def test_a_norm_over_parts_of_gradients_is_refused(spec: str) -> None:
     loopback(program.mesh, work)
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_trained_parameter_has_a_gradient(spec: str) -> None:
+    """Also where this rank's stretch of it has no element: what a loop does with `.grad` works, or says why not."""
+    program = compiled(spec)
+
+    def work(mesh: LoopbackMesh) -> int:
+        module = ShardedModule(program, NET, mesh=mesh)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        backward(module)
+        grads = [p.grad for p in module.parameters()]
+        assert all(g is not None and g.shape == p.shape for g, p in zip(grads, module.parameters(), strict=True))
+        empty = [g for g in grads if g is not None and not g.numel()]
+        for g in empty:
+            with pytest.raises(ShardcError, match="the part of the gradient which this rank has"):
+                g.norm()
+        for _ in range(2):
+            optimizer.step()
+            backward(module)
+        return len(empty)
+
+    assert (sum(loopback(program.mesh, work)) > 0) == spec.startswith("zero")
+
+
 @pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2}])
 def test_a_norm_over_whole_gradients_is_torchs(mesh: dict[str, int]) -> None:
     program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, "mesh": mesh})
