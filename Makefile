@@ -1,4 +1,4 @@
-# make train | test | gpu | fuzz | hostile | faults | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | test | gpu | fuzz | hostile | faults | lowered | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
@@ -12,7 +12,7 @@ define link
 	@for d in passes runtime specs; do ln -s ../../../$$d $(1)/shardc/$$d; done
 endef
 
-.PHONY: train test gpu fuzz hostile faults lint bench table docs types clean
+.PHONY: train test gpu fuzz hostile faults lowered lint bench table docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -50,6 +50,9 @@ faults: $(READY)   ## damaged and hostile checkpoints, faults at every call that
 	$(BIN)/python tests/cli/kill.py
 	$(BIN)/python -m tests.cli.fault_table
 	$(BIN)/torchrun --nproc-per-node 4 --module tests.runtime.mesh.differences
+
+lowered: $(READY)   ## every model of the zoo, lowered and under autograd: equal to the bit, and peaks of memory; ONLY='gpt*' for some
+	$(BIN)/python tests/bench/lowered.py --only '$(or $(ONLY),*)'
 
 lint: $(READY) types
 	$(BIN)/ruff check .

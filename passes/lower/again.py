@@ -11,7 +11,7 @@ comes back together, when backward wants the first of it: a *plan*.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ from torch import fx
 
 from shardc.ir.graph import operands_of, producer_of
 from shardc.ir.program import Program
+from shardc.passes.lower.template import Made
 from shardc.runtime.step.recompute import BY_RANK
 
 
@@ -41,9 +42,16 @@ class Plan:
 
 class Again:
     """held: what is kept from forward; plans: by value, how the others come back. wants: (op whose backward wants it,
-    value)."""
+    value). through: what is wanted where an op that runs again takes a value: that value, or what it is made of.
+    """
 
-    def __init__(self, program: Program, graph: fx.Graph, wants: Iterable[tuple[fx.Node, Wanted]]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        graph: fx.Graph,
+        wants: Iterable[tuple[fx.Node, Wanted]],
+        through: Callable[[Made], Iterable[Wanted]],
+    ) -> None:
         self._parents = {r.name: r.parent for r in program.regions}
         place = {n: i for i, n in enumerate(graph.nodes)}
         self.held: set[Wanted] = set()
@@ -67,7 +75,8 @@ class Again:
                         todo.append(made[0])
                         edges.append((n, made[0]))
                     else:
-                        self._ask(self._chain_of(self._parents[region]), w, asked)
+                        for x in through(made):
+                            self._ask(self._chain_of(self._parents[region]), x, asked)
             for a, b in edges:
                 few, many = sorted((together[a], together[b]), key=len)
                 if few is not many:  # a node moves to a list at least twice as long: O(n log n) moves in all

@@ -120,7 +120,7 @@ class Backward:
         self._missing = Counter(i for m in self._waiting if (i := self._bucket(m)) is not None)
         self._heap: list[tuple[float, int, _Task]] = []
         self._count = itertools.count()  # of equal numbers the first one pushed comes first
-        for made, _ in begin:
+        for made in dict.fromkeys(n for n, _ in begin):  # once, however many of its results are roots
             if made.op != "placeholder" and not self._left[made]:
                 self._ready(made)
         while self._heap:

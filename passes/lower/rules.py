@@ -33,7 +33,10 @@ from shardc.torch_private import OpOverload
 aten = torch.ops.aten
 
 #: Ops of torch's whose derivative hangs on the device.
-_BY_DEVICE = {aten.scaled_dot_product_attention.default, aten.rms_norm.default}
+_BY_DEVICE = {
+    *(aten.scaled_dot_product_attention.default, aten.rms_norm.default),
+    *(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input),
+}
 #: Those whose derivative hangs on the data: products with and without zeros.
 _BY_DATA = {aten.prod.default, aten.prod.dim_int, aten.cumprod.default}
 #: Those whose derivative hangs on the device where they are told a dtype.

@@ -55,7 +55,7 @@ class Writer:
         self._rules = {e.node: e.rule for e in events if isinstance(e, RuleRuns) and e.rule.forward is not None}
         self._given = {n.name: n for n in graph.find_nodes(op="placeholder")}
         self._gathered = self._views_of_gathered()
-        self._again = Again(program, graph, list(self._wants()))
+        self._again = Again(program, graph, list(self._wants()), self._through)
         self._back = fx.Graph()
         self._found: Found = {}  # in backward
         self._gradients: dict[Gradient, fx.Node] = {}
@@ -104,20 +104,19 @@ class Writer:
             own = len(e.rule.forward or ())
             refs = [r for line in e.rule.backward for r in line.refs()] + [r for r in e.rule.grads if r is not None]
             for r in dict.fromkeys(refs):
-                if r.kind == "x":
-                    yield from self._through(e.node, operands[r.index])
-                elif r.kind == "y":
-                    yield from self._through(e.node, (e.node, r.index))
+                if r.kind in ("x", "y"):
+                    made = operands[r.index] if r.kind == "x" else (e.node, r.index)
+                    yield from ((e.node, w) for w in self._through(made))
                 elif r.kind == "t" and r.index < own:
                     yield e.node, Wanted(e.node, "t", r.index)
 
-    def _through(self, by: fx.Node, made: Made) -> Iterator[tuple[fx.Node, Wanted]]:
+    def _through(self, made: Made) -> Iterator[Wanted]:
         """A view of a gathered bucket is made again, from the bucket and what else it is made of."""
         if made not in self._gathered:
-            yield by, Wanted(made[0], "y", made[1])
+            yield Wanted(made[0], "y", made[1])
         elif made[0].target is not ops.gather_wait:
             for operand in self._template(made[0]).operands:
-                yield from self._through(by, operand)
+                yield from self._through(operand)
 
     # --- calls
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,14 +80,13 @@ class _Opened(Function):
 
 @dataclass
 class Tape:
-    """One op's way back, as places in autograd's graph. results: where it begins, by result; operands that get
-    gradients: where it ends, and tensors like them without memory; again: those that backward is given, which then
-    stand in `operands`.
+    """One op's way back, as places in autograd's graph. begins: by result; ends: by operand that gets a gradient;
+    zeros: what makes zeros like these operands; again: those that backward is given, which then stand in `operands`.
     """
 
     begins: list[Any]
     ends: list[Any]
-    like: list[Tensor]
+    zeros: list[Callable[[], Tensor]]
     again: tuple[int, ...]
     operands: dict[int, Tensor]
 
@@ -127,7 +127,9 @@ def taped(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kwa
         made = op_of(op)(*args, **kwargs)
     results = tuple(made) if isinstance(made, (tuple, list)) else (made,)
     begins = [get_gradient_edge(y) if isinstance(y, Tensor) and y.requires_grad else None for y in results]
-    like = [given[i].new_empty(()).expand(given[i].shape) for i in needs]
+    like: list[Callable[[], Tensor]] = [
+        partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in (given[i] for i in needs)
+    ]
     tape = Tape(begins, [get_gradient_edge(opened[i]) for i in needs], like, tuple(again), operands)
     given.clear()  # autograd holds `pack`, which would hold what it was given
     return (*(y.detach() if isinstance(y, Tensor) else y for y in results), tape)
@@ -153,10 +155,7 @@ def untaped(
         starts, values = zip(*begin, strict=True)
         found = torch.autograd.grad(starts, tape.ends, values, allow_unused=True)
     if zeros:
-        found = tuple(
-            torch.zeros_like(x, memory_format=torch.contiguous_format) if g is None else g
-            for g, x in zip(found, tape.like, strict=True)
-        )
-    tape.begins, tape.ends, tape.like = [], [], []
+        found = tuple(make() if g is None else g for g, make in zip(found, tape.zeros, strict=True))
+    tape.begins, tape.ends, tape.zeros = [], [], []
     tape.operands.clear()
     return found

@@ -387,11 +387,12 @@ class Run:
         stage, key = self.on.stages[s], (s, m)
         values = self.values[m]
         training = self.hooks is not None
+        lowered = stage.lowered if training else None
+        under_autograd = training and lowered is None
         leaves = {}
         for name, x in self.inbox.pop(key, {}).items():
-            leaves[name] = x.detach().requires_grad_(training and stage.receives[name].requires_grad)
+            leaves[name] = x.detach().requires_grad_(under_autograd and stage.receives[name].requires_grad)
         args = [leaves[n] if n in leaves else values[n] for n in stage.takes]
-        lowered = stage.lowered if training else None
         saving = self.hooks.saving(key) if self.hooks is not None else nullcontext()
         wanted: dict[str, Any] | None = None
         with saving, self._weight_copies(action):
@@ -415,7 +416,9 @@ class Run:
             edges = {n: torch.autograd.graph.get_gradient_edge(x) for n, x in out.items() if x.requires_grad}
             begin = loss if loss is not None and loss.requires_grad else None
             split = SplitBackward(*rest) if rest and lowered is None else None
-            self.kept[key] = _Kept(leaves, edges, begin if lowered is None else loss, split, wanted)
+            if lowered is not None:  # what it wants of what it received is in `wanted`
+                begin, leaves = loss, {}
+            self.kept[key] = _Kept(leaves, edges, begin, split, wanted)
         for edge in self.on.edges.values():
             if edge.source == s:
                 self._deliver(edge, m, {n: out[n].detach() for n in edge.names}, "forward")

@@ -61,6 +61,15 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             "checkpoint": [{"match": "h.*", "recompute": "cheap"}],
         },
     ),
+    "several results sent, one passed on": (
+        "linear_attention",
+        {**PP, "pipeline": {"axis": "pp", "stages": 4, "schedule": "interleaved"}},
+    ),
+    "received and passed on as a view": (
+        "mixer",
+        {**PP, "pipeline": {"axis": "pp", "stages": 4, "schedule": "interleaved"}},
+    ),
+    "recurrent, narrow": ("lstm", {"mesh": {"dp": 2}, "precision": {"compute": "bfloat16"}}),
     "interleaved": ("gpt", {**PP, "pipeline": {"axis": "pp", "stages": 4, "schedule": "interleaved"}}),
     "precision": ("gpt", {"mesh": {"dp": 2}, "precision": {"compute": "bfloat16"}, "batch": {"microbatches": 2}}),
     "precision, zero 3": ("gpt", {"mesh": {"dp": 2}, "precision": {"compute": "bfloat16"}, "data": {"zero": 3}}),
@@ -189,7 +198,10 @@ def test_equal_layers_are_differentiated_once(spec: dict[str, Any], monkeypatch:
 
 
 def test_peak_memory_is_not_above_autograds() -> None:
-    for spec in ({"mesh": {"dp": 2}}, TP, {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.01}}):
+    zero = [{"mesh": {"dp": 2}, "data": {"zero": z, "bucket_mb": 0.01}} for z in range(4)]
+    cheap = {"checkpoint": [{"match": "h.*", "recompute": "cheap"}]}
+    pipe = {**PP, "pipeline": {"axis": "pp", "stages": 4, "schedule": "zb-v"}}
+    for spec in (TP, *zero, zero[3] | cheap, pipe, pipe | cheap):
         eager, lowered = (compiled("gpt", spec, **lower).cost().memory.peak for lower in ({}, {"lower": True}))
         assert lowered <= eager
 
