@@ -88,14 +88,13 @@ def batches(engine: Any, file: Any, split: str, seed: int) -> Batches | None:
         return None
     apart = takes_parts(file.data)
 
-    def make() -> Any:
-        if not apart:
-            seed_everything(seed)
-            return file.data(split)
-        part, parts = engine.part
-        seed_everything(seed, part)  # ranks of other parts draw other rows
-        return file.data(split, part=part, parts=parts)
+    part, parts = engine.part if apart else (0, 1)
 
+    def make() -> Any:  # of a later epoch, with that epoch's seed
+        return file.data(split, part=part, parts=parts) if apart else file.data(split)
+
+    # ranks of other parts draw other rows; the epoch stands between, since a 0 at the end seeds as nothing does
+    seed_everything(seed, 0, *((part,) if apart else ()))
     source, train = make(), split == "train"
     if source is None:
         return None

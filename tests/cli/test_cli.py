@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import shardc
-from shardc.cli import app, worker
+from shardc.cli import app, common, worker
+from shardc.errors import ShardcError
 from shardc.runtime.launch import free_port
 from tests import warm
 
@@ -607,3 +608,30 @@ def test_what_beginners_write_gets_the_line_to_write(files: Path, file: str, old
     result = call("compile", "model.py", "spec.yaml")
     assert result.exit_code == 2
     assert said in flat(result.stderr)
+
+
+def test_outputs_are_tried_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is there is to be replaced: what counts is whether it can be written, not its folder."""
+    there, new = tmp_path / "there.json", tmp_path / "new.json"
+    there.write_text("as it was")
+    reading, writing = os.pipe()
+    common.check_outputs(
+        {"--html": there, "--svg": new, "--json": None}, {"--save": tmp_path / "a" / "b", "--log": None}
+    )
+    common.check_outputs({"--html": Path(f"/dev/fd/{writing}")})  # as of `>(...)`: no folder for other files
+    assert [x.name for x in tmp_path.iterdir()] == ["there.json"]
+    assert there.read_text() == "as it was"
+    os.close(reading)
+    os.close(writing)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: Path(path) != there)  # root may write everywhere
+        with pytest.raises(ShardcError, match=f"--html: cannot write {there}"):
+            common.check_outputs({"--html": there})
+    for files, where, said in (
+        ({"--svg": tmp_path}, {}, "is a folder\n  fix: name a file in it"),
+        ({"--svg": tmp_path / "no" / "x.svg"}, {}, "there is no folder .*no\n  fix: mkdir -p"),
+        ({}, {"--save": there / "deep"}, r"there\.json is a file, not a folder"),
+        ({"--svg": Path("/proc/x.svg")}, {}, "cannot write /proc/x.svg: .*, in /proc"),
+    ):
+        with pytest.raises(ShardcError, match=said):
+            common.check_outputs(files, where)

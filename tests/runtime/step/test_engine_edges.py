@@ -300,3 +300,24 @@ def test_gradients_that_are_replaced_are_told_once(capfd: pytest.CaptureFixture[
     for work, times in ((used, 0), (replaced, 1)):
         on_ranks(program, model, work)
         assert capfd.readouterr().err.count("gradients are replaced, not added up") == times
+
+
+def test_a_backward_that_failed_leaves_nothing_to_replace(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    program = shardc.compile(Mlp(), batch(), {"shardc": 1, "mesh": {"dp": 2}}, prove=False)
+
+    def work(engine: Engine) -> None:
+        for _ in range(2):
+            with pytest.raises(ShardcError):
+                engine.backward({"x": torch.zeros(3)})
+            engine.backward(batch())
+            engine.update()
+        engine.mesh.barrier()
+        assert "came twice" not in capfd.readouterr().err
+        engine.mesh.barrier()
+        for _ in range(3):
+            engine.backward(batch())
+
+    on_ranks(program, Mlp(), work)
+    assert capfd.readouterr().err.count("engine.backward came twice without engine.update") == 1

@@ -1,0 +1,90 @@
+"""Data of which each rank reads its own part: other numbers for other parts, and one end for all ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardc.cli.training_data import Batches, batches
+from shardc.cli.training_loop import Training
+from shardc.ir.mesh import Mesh
+from shardc.runtime.mesh.agreement import DisagreementError
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.spec import Run
+
+Drawn = list[tuple[float, float, float]]
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def once(split: str, part: int, parts: int) -> Iterator[Any]:
+    """Made anew for each epoch; draws when it is made, and for each batch."""
+    first = draw()
+    return iter([first, *(draw() for _ in range(2))])
+
+
+class Again:
+    """Read again for each epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (draw() for _ in range(3))
+
+
+def again(split: str, part: int, parts: int) -> Iterable[Any]:
+    return Again()
+
+
+@pytest.mark.parametrize("data", [once, again])
+def test_parts_draw_apart_and_a_part_alike_on_all_its_ranks(data: Any) -> None:
+    def drawn(part: int, seed: int = 5) -> Drawn:
+        source = batches(SimpleNamespace(part=(part, 2)), SimpleNamespace(data=data), "train", seed)
+        assert source is not None
+        assert source.local
+        stream = iter(source)
+        return [next(stream) for _ in range(6)]  # two epochs
+
+    rank0, rank1, other = drawn(0), drawn(0), drawn(1)
+    assert rank0 == rank1
+    for of_one, of_other in ((rank0, other), (rank0, drawn(0, seed=6)), (rank0[:3], rank0[3:])):
+        for numbers, others in zip(zip(*of_one, strict=True), zip(*of_other, strict=True), strict=True):
+            assert set(numbers).isdisjoint(others), "random, numpy and torch"
+
+
+def held_out(lengths: list[int], local: bool) -> list[Any]:
+    """What each rank has of an evaluation, or its error. lengths: of the held-out data of each rank."""
+
+    def work(mesh: LoopbackMesh) -> Any:
+        data = [f"batch {i}" for i in range(lengths[mesh.rank])]
+        engine = SimpleNamespace(mesh=mesh, step_count=3, evaluate_all=lambda batches, local: {"read": list(batches)})
+        valid = Batches(data, lambda: data, 0, local=local, description="")
+        signals: Any = SimpleNamespace(seen=0)
+        training = Training(Run(), engine, valid, valid, SimpleNamespace(say=print), signals, print)  # type: ignore[arg-type]
+        try:
+            return training.held_out()["read"]
+        except DisagreementError as e:
+            return e
+
+    return loopback(Mesh.of({"dp": 2}), work)
+
+
+def test_held_out_parts_of_unequal_length_are_an_error_on_all_ranks() -> None:
+    """The rank that has more would wait for ever in the collectives of a batch that the other does not have."""
+    for ended, lengths in ((1, [3, 2]), (0, [0, 1])):
+        for error in held_out(lengths, local=True):
+            assert isinstance(error, DisagreementError)
+            assert f"the held-out data of rank {ended}" in error.what
+            assert f"ended after {min(lengths)} batches, and others have more" in error.what
+            assert "the same number of batches for every part" in error.fix
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_held_out_parts_of_equal_length_are_read_to_their_end(local: bool) -> None:
+    assert held_out([3, 3], local) == [["batch 0", "batch 1", "batch 2"]] * 2
