@@ -7,6 +7,7 @@
     order       which rule runs when, and what is added to what: as autograd would
     again       which values backward keeps, and which it computes again
     write       the two graphs
+    overlap     collectives in two, and lines in an order that hides them; seconds: what a line takes
 
 docs/lowering.md shows both texts of a layer. A stage that cannot be lowered runs under autograd, and a note says why;
 under `strict` that is an error.
@@ -23,8 +24,10 @@ from shardc.ir.graph import is_call, producer_of
 from shardc.ir.program import Lowered, Program, Stage
 from shardc.passes.base import Pass
 from shardc.passes.lower.order import Backward
+from shardc.passes.lower.overlap import overlap_collectives
 from shardc.passes.lower.record import Type
 from shardc.passes.lower.rules import Facts, Rules
+from shardc.passes.lower.seconds import Seconds
 from shardc.passes.lower.template import Made
 from shardc.passes.lower.write import Writer
 from shardc.passes.recompute.autograd_saves import SavedOf
@@ -47,12 +50,12 @@ class Lower(Pass):
 
 def lower(program: Program) -> tuple[Program, list[str]]:
     """The program with its stages lowered, and a note for each that is not."""
-    rules, stages, notes = Rules(program), [], []
+    rules, seconds, stages, notes = Rules(program), Seconds(program), [], []
     why = _refused(program)
     for stage in program.stages:
         if why:
             notes.append(f"{stage.name} is not lowered, and runs under autograd: {why}")
-        stages.append(replace(stage, lowered=None if why else _stage(program, stage, rules)))
+        stages.append(replace(stage, lowered=None if why else _stage(program, stage, rules, seconds)))
     return replace(program, stages=tuple(stages)), notes
 
 
@@ -63,7 +66,7 @@ def _refused(program: Program) -> str:
     return ""
 
 
-def _stage(program: Program, stage: Stage, rules: Rules) -> Lowered:
+def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds) -> Lowered:
     types, facts = _types(program, stage.graph, rules)
     returned: tuple[fx.Node | None, ...] = stage.graph.output_node().args[0]  # type: ignore[assignment]
     loss, _, *sent = returned
@@ -74,7 +77,11 @@ def _stage(program: Program, stage: Stage, rules: Rules) -> Lowered:
     begin = backward.run([n for n in roots if (t := types[producer_of(n)]) is not None and t.grad])
     actions = [a for each in program.schedule.actions for a in each] if program.schedule is not None else []
     divided = any(a.kind == "I" and program.stages[a.stage] is stage for a in actions)
-    return Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left).lowered(divided=divided)
+    writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left)
+    lowered = writer.lowered(divided=divided)
+    for text in lowered.texts.values():
+        overlap_collectives(text, seconds)
+    return lowered
 
 
 def _types(program: Program, graph: fx.Graph, rules: Rules) -> tuple[dict[Made, Type | None], dict[fx.Node, Facts]]:

@@ -199,6 +199,24 @@ class RankMesh(ABC):
         self._note("all_to_all", axes, x.nbytes, direction, tag)
         return self._all_to_all_rows(x.contiguous(), list(sent), list(received), axes, tag)
 
+    def start_all_to_all_rows(
+        self,
+        x: Tensor,
+        into: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        axes: tuple[str, ...],
+        *,
+        direction: str = "forward",
+        tag: str = "",
+    ) -> Work:
+        """The same, into a tensor of `sum(received)` rows, in the background. Both are contiguous."""
+        if self.members(axes) == 1:
+            into.copy_(x)
+            return Work()
+        self._note("all_to_all", axes, x.nbytes, direction, tag)
+        return self._start_all_to_all_rows(x, into, list(sent), list(received), axes, tag)
+
     def start_send(self, x: Tensor, axis: str, to: int, *, direction: str = "forward", tag: str = "") -> Work:
         """Send a tensor to the rank at another coordinate of `axis`, in the background. x may not be changed until
         then.
@@ -279,6 +297,11 @@ class RankMesh(ABC):
     def _all_to_all_rows(
         self, x: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
     ) -> Tensor: ...
+
+    @abstractmethod
+    def _start_all_to_all_rows(
+        self, x: Tensor, into: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
+    ) -> Work: ...
 
     @abstractmethod
     def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work: ...

@@ -244,6 +244,12 @@ class TorchMesh(RankMesh):
         dist.all_to_all_single(out, x, received, sent, group=self._group(axes))
         return out
 
+    def _start_all_to_all_rows(
+        self, x: Tensor, into: Tensor, sent: list[int], received: list[int], axes: tuple[str, ...], tag: str
+    ) -> Work:
+        group = self._group(axes)
+        return self._under_way(Work(dist.all_to_all_single(into, x, received, sent, group=group, async_op=True)))
+
     def _start_send(self, x: Tensor, axis: str, to: int, tag: str) -> Work:
         group = self._lines[axis, to > self.coordinate(axis)]
         return self._under_way(Work(dist.isend(x, group=group, group_dst=to), kept=x))

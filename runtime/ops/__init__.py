@@ -4,7 +4,7 @@ math of ops whose rank's part is no op of torch. A program's text says `ops.all_
 x is this rank's tensor, mesh the runtime mesh (shardc.runtime.mesh), axis / axes name mesh axes. tag: the graph node's
 name, for the record of what ran.
 
-convert           conversions between placements; shard_parts: a shard's parts, cut and joined; overlap: a product's
+convert           conversions between placements, at once or begun; shard_parts: a shard's parts, cut and joined; overlap: a product's
                   backward beside its collective
 cast_once         weights in the dtype of products, one copy a step
 zero              the gathers of ZeRO 3, gradients for buckets; host_copy: copies that stop nothing
@@ -32,6 +32,7 @@ from shardc.runtime.ops.convert import (
     reduce_scatter,
     shard,
     shard_partial_grad,
+    start,
     sum_grad,
     to_partial,
     transpose,
@@ -80,7 +81,7 @@ from shardc.runtime.ops.zero import (
 #: What lowered programs call beside the ops of others.
 OF_LOWERED = {
     *("add_into", "launch", "put", "regather_start", "regather_wait", "scatter", "taped", "untaped"),
-    *("transpose", "transpose_start", "wait"),
+    *("start", "transpose", "transpose_start", "wait"),
 }
 __all__ = [
     "add_into",
@@ -125,6 +126,7 @@ __all__ = [
     "select_partial",
     "shard",
     "shard_partial_grad",
+    "start",
     "sum_grad",
     "summed",
     "taped",

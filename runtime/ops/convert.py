@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -122,26 +123,51 @@ class _Convert(Function):
         return move(g, *where), *[None] * 6
 
 
-def _start_all_reduce(
-    g: Tensor, mesh: Mesh, axes: tuple[str, ...], old: None, new: None, record: Record
-) -> tuple[Tensor, Work]:
-    total = g.clone(memory_format=torch.contiguous_format)
-    return total, mesh.start_all_reduce(total, axes, **record)
+@dataclass(frozen=True)
+class Started:
+    """A tensor that is on its way: when `work` has ended, `result` gives it."""
+
+    work: Work
+    result: Callable[[], Tensor]
 
 
-def _start_reduce_scatter(
-    g: Tensor, mesh: Mesh, axis: str, old: None, new: Shard, record: Record
-) -> tuple[Tensor, Work]:
-    parts = shard_parts.stack(widen(g, new), new, mesh.size(axis))
+def _start_all_gather(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, record: Record) -> Started:
+    stack = x.new_empty(mesh.size(axis), *x.shape)
+    work = mesh.start_all_gather(x.contiguous().view(-1), stack.view(-1), axis, **record)
+    return Started(work, lambda: trim(shard_parts.unstack(stack, old), old))
+
+
+def _start_all_reduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], old: None, new: None, record: Record) -> Started:
+    total = x.clone(memory_format=torch.contiguous_format)
+    return Started(mesh.start_all_reduce(total, axes, **record), lambda: total)
+
+
+def _start_all_to_all(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: Shard, record: Record) -> Started:
+    sent = shard_parts.stack(widen(x, new), new, mesh.size(axis))
+    parts = torch.empty_like(sent)
+    each = [sent[0].numel()] * mesh.size(axis)
+    work = mesh.start_all_to_all_rows(sent.view(-1), parts.view(-1), each, each, (axis,), **record)
+    return Started(work, lambda: trim(shard_parts.unstack(parts, old), old))
+
+
+def _start_reduce_scatter(x: Tensor, mesh: Mesh, axis: str, old: None, new: Shard, record: Record) -> Started:
+    parts = shard_parts.stack(widen(x, new), new, mesh.size(axis))
     part = torch.empty_like(parts[0])
-    return part, mesh.start_reduce_scatter(parts.view(-1), part.view(-1), axis, **record)
+    return Started(mesh.start_reduce_scatter(parts.view(-1), part.view(-1), axis, **record), lambda: part)
 
 
-#: Of moves that backward may begin, and wait for later.
-_STARTS: dict[Move, Callable[..., tuple[Tensor, Work]]] = {
+#: The moves that communicate: each may be begun, and waited for later.
+_STARTS: dict[Move, Callable[..., Started]] = {
+    "all_gather": _start_all_gather,
     "all_reduce": _start_all_reduce,
+    "all_to_all": _start_all_to_all,
     "reduce_scatter": _start_reduce_scatter,
 }
+
+
+def _begun_sum(started: Started) -> tuple[Tensor, Work]:
+    """Of a sum, whose result has its place from the beginning."""
+    return started.result(), started.work
 
 
 def _convert(
@@ -162,7 +188,7 @@ def _convert(
         return begun(
             x,
             lambda x: _MOVES[row.forward](x, mesh, over, old, new, forward),
-            lambda g: _STARTS[row.backward](g, mesh, over, new, old, backward),
+            lambda g: _begun_sum(_STARTS[row.backward](g, mesh, over, new, old, backward)),
         )
     result: Tensor = _Convert.apply(x, op, mesh, over, old, new, tag)  # type: ignore[no-untyped-call]
     return result
@@ -301,53 +327,42 @@ def all_reduce_max(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") 
     return mesh.all_reduce(x.detach(), axes, op="max", direction="forward", tag=tag)  # type: ignore[no-any-return]
 
 
-# --- backward by itself, as lowered programs call it (shardc.passes.lower)
+# --- one way by itself, and begun, as lowered programs call it (shardc.passes.lower)
 
 
-def _transpose(
-    g: Tensor,
-    op: str,
-    mesh: Mesh,
-    over: str | tuple[str, ...],
-    old: Shard | None,
-    new: Shard | None,
-    tag: str,
-    overlap: bool = False,
-) -> Tensor:
-    return _MOVES[BY_OP[op].backward](g, mesh, over, new, old, {"direction": "backward", "tag": tag})
+def _one_way(
+    x: Tensor, op: str, mesh: Mesh, over: Any, old: Shard | None, new: Shard | None, tag: str, *_: Any, start: bool
+) -> Any:
+    """What forward does with a value, at once or begun."""
+    return _move(x, BY_OP[op].forward, mesh, over, old, new, {"direction": "forward", "tag": tag}, start=start)
 
 
-@dataclass(frozen=True)
-class Started:
-    """A tensor that is on its way. `wait` gives it."""
+def _way_back(
+    g: Tensor, op: str, mesh: Mesh, over: Any, old: Shard | None, new: Shard | None, tag: str, *_: Any, start: bool
+) -> Any:
+    """What backward does with its gradient."""
+    return _move(g, BY_OP[op].backward, mesh, over, new, old, {"direction": "backward", "tag": tag}, start=start)
 
-    x: Tensor
-    work: Work
 
-
-def _transpose_start(
-    g: Tensor,
-    op: str,
-    mesh: Mesh,
-    over: str | tuple[str, ...],
-    old: Shard | None,
-    new: Shard | None,
-    tag: str,
-    overlap: bool = False,
-) -> Started:
+def _move(
+    x: Tensor, move: Move, mesh: Mesh, over: Any, old: Shard | None, new: Shard | None, record: Record, *, start: bool
+) -> Any:
+    if not start:
+        return _MOVES[move](x, mesh, over, old, new, record)
     if mesh.members((over,) if isinstance(over, str) else over) == 1:
-        return Started(_transpose(g, op, mesh, over, old, new, tag), Work())
-    record = {"direction": "backward", "tag": tag}
-    return Started(*_STARTS[BY_OP[op].backward](g, mesh, over, new, old, record))
+        result = _MOVES[move](x, mesh, over, old, new, record)
+        return Started(Work(), lambda: result)
+    return _STARTS[move](x, mesh, over, old, new, record)
 
 
-def _form(op: str, convert_by: Callable[..., Any]) -> Callable[..., Any]:
-    form: _Form = _FORMS.get(op, _of_digit)
-    return form(op, convert_by)
+def _forms(way: Callable[..., Any], *, start: bool) -> dict[str, Callable[..., Any]]:
+    """By the op's name: a function with the op's own arguments."""
+    forms = {op: _FORMS.get(op, _of_digit) for op in BY_OP}
+    return {op: form(op, partial(way, start=start)) for op, form in forms.items()}
 
 
-_TRANSPOSED = {op: _form(op, _transpose) for op in BY_OP}
-_BEGUN = {op: _form(op, _transpose_start) for op, row in BY_OP.items() if row.backward in _STARTS}
+_TRANSPOSED, _TRANSPOSE_STARTED = _forms(_way_back, start=False), _forms(_way_back, start=True)
+_FORWARD_STARTED = _forms(_one_way, start=True)
 
 
 def transpose(op: str, g: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -359,12 +374,18 @@ def transpose(op: str, g: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def transpose_start(op: str, g: Tensor, *args: Any, **kwargs: Any) -> Started:
-    """The same, of a conversion whose backward is a sum over ranks: it is begun."""
-    result: Started = _BEGUN[op](g, *args, **kwargs)
+    """The same, begun: of a conversion whose backward communicates."""
+    result: Started = _TRANSPOSE_STARTED[op](g, *args, **kwargs)
+    return result
+
+
+def start(op: str, x: Tensor, *args: Any, **kwargs: Any) -> Started:
+    """A conversion, begun: of those that communicate. op: its name; the rest: its own arguments."""
+    result: Started = _FORWARD_STARTED[op](x, *args, **kwargs)
     return result
 
 
 def wait(started: Started) -> Tensor:
     """What has been begun, once it is there."""
     started.work.wait()
-    return started.x
+    return started.result()

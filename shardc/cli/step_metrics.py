@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardc.cost.device import Device, device, measured_file, names
-from shardc.cost.flops import flops_of
+from shardc.ir.flops import flops_of
 from shardc.ir.program import Program
 from shardc.report.comm import comm_rows
 from shardc.torch_private import TorchDispatchMode

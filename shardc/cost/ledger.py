@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardc.cost.flops import flops_of
+from shardc.ir.flops import flops_of
 from shardc.runtime.mesh import CommRecord
 from shardc.torch_private import TorchDispatchMode, current_backward, fake_device, pytree
 

@@ -9,5 +9,5 @@ graph           small functions on fx graphs; source: the user's line that somet
 outputs         values that a step gives beside its loss
 layers          what names say of repeated layers; patterns: globs over a model's names
 units           bytes, rates and counts for people
-assumed_machine what the compiler weighs work against communication by
+assumed_machine what the compiler weighs work against communication by; flops: of one op
 """

@@ -1,7 +1,8 @@
 """The machine that the compiler has in mind when it weighs work against communication: one NVIDIA H100 SXM of a DGX.
 
-A compiled program must not depend on the device that it will run on, so passes know one machine, and only ratios of it:
-what else could be done in the time in which one byte is moved. Ratios are rounded. Choices between splits differ by
+A compiled program must not depend on the device that it will run on, so passes know one machine. What to split, to keep
+and to compute again follows from ratios of it: what else could be done in the time in which one byte is moved. What
+runs beside what (shardc.passes.lower.overlap) follows from seconds. Ratios are rounded. Choices between splits differ by
 factors, and a figure that follows a data sheet to three digits would change programs without making them faster.
 What a step takes on a given device, in seconds, is another question: shardc.cost answers it, from devices/*.yaml.
 
@@ -15,6 +16,11 @@ from __future__ import annotations
 PEAK_FLOPS, USUAL_FLOPS = 989e12, 400e12
 #: Bytes a second: of its memory; to a device of the same node; to a device of another node.
 MEMORY, NVLINK, NETWORK = 3.35e12, 450e9, 50e9
+#: Seconds that the smallest op takes; and a message, inside a node and between nodes. Devices of a node.
+LAUNCH, NVLINK_LATENCY, NETWORK_LATENCY = 4e-6, 3e-6, 8e-6
+NODE = 8
+#: The share of a memory's or a link's rate that large ops reach.
+REACHED = 0.8
 
 #: Placement and recomputation ask what to do again and what to send: USUAL_FLOPS / NVLINK = 889 at the full rate of the
 #: link, 1111 at the 80 % of it that a large collective reaches.

@@ -1,0 +1,327 @@
+"""Collectives begin as soon as what they send is there, are waited for where somebody wants the result, and something
+else runs in between.
+
+    dgrad = mm(dy, w)            the gradient of the input, which tensor-parallel ranks add up
+    sum = ops.transpose_start('sum_grad', dgrad, ...)
+    wgrad = mm(dyT, x)           nothing but a bucket waits for it: it fills the time
+    dx = ops.wait(sum)
+
+It is a list scheduler: collectives are taken in their order, which all ranks share; what leads to the next one runs
+first; while a collective would be waited for, the first line of the text that is ready runs instead. Gradients of
+weights may also be put off to fill the time of the next collectives (`reserve` of them), which takes memory. Several
+orders are simulated, and that which ends first is taken, among those whose peak of live bytes is not above the text's
+as it was. Ranks compute the same numbers in another order, so nothing changes but the time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from shardc.artifact.emit import EFFECTS
+from shardc.ir.conversions import BY_OP, SENT
+from shardc.ir.program import Collective
+from shardc.passes.lower.seconds import Seconds
+from shardc.runtime import ops
+from shardc.torch_private import OpOverload
+
+#: How many collectives' time may be kept in reserve.
+RESERVES = (0, 1, 2, 4)
+#: How many lines further down may come first.
+WINDOW = 400
+
+_CONVERSIONS = {getattr(ops, op): op for op in BY_OP}
+_GATHERS = {ops.gather_start: ops.gather_wait, ops.regather_start: ops.regather_wait}
+_STARTS = {ops.start, ops.transpose_start, *_GATHERS}
+_WAITS = {ops.wait, *_GATHERS.values()}
+
+
+def overlap_collectives(graph: fx.Graph, seconds: Seconds) -> None:
+    """Split the collectives of a text in two, and move its lines."""
+    _split(graph, seconds)
+    text = _Text(graph, seconds)
+    if not text.targets or text.writes:
+        return
+    best = text.nodes
+    least, most = text.simulate(best), text.peak(best)
+    for reserve in RESERVES:
+        order = _Scheduler(text, reserve, most).order()
+        if (took := text.simulate(order)) < least and text.peak(order) <= most:
+            best, least = order, took
+    output = graph.output_node()
+    for n in best:
+        output.prepend(n)
+
+
+def _split(graph: fx.Graph, seconds: Seconds) -> None:
+    """A conversion that communicates becomes a start and a wait."""
+    for n in list(graph.nodes):
+        op = n.args[0] if n.target is ops.transpose else _CONVERSIONS.get(n.target)
+        c: Collective | None = n.meta.get("collective")
+        if op is None or c is None or not seconds.sent(c):
+            continue
+        if n.target is ops.transpose:
+            target, args, move = ops.transpose_start, n.args, BY_OP[op].backward
+        else:
+            target, args, move = ops.start, (op, *n.args), BY_OP[op].forward
+        if move not in SENT:
+            continue
+        with graph.inserting_before(n):
+            begun = graph.create_node("call_function", target, args, dict(n.kwargs), name=f"{n.name}_start")
+        begun.meta = dict(n.meta)
+        n.target, n.args, n.kwargs = ops.wait, (begun,), {}
+        n.meta = {k: v for k, v in n.meta.items() if k != "collective"}
+
+
+class _Text:
+    """What the order of a graph's lines has to keep, and what it costs.
+
+    targets: lines that communicate, in order; leads: lines that lead to one of them, or to what the text returns.
+    """
+
+    def __init__(self, graph: fx.Graph, seconds: Seconds) -> None:
+        self.nodes: list[fx.Node] = [n for n in graph.nodes if n.op == "call_function"]
+        self.place = {n: i for i, n in enumerate(self.nodes)}
+        self.compute = {n: seconds.of(n) for n in self.nodes}
+        self.sends = {n: self._sent(n, seconds) for n in self.nodes}
+        self.targets = [n for n in self.nodes if n.target in _STARTS or (self.sends[n] and n.target not in EFFECTS)]
+        self.before = {n: dict.fromkeys(x for x in n.all_input_nodes if x in self.place) for n in self.nodes}
+        for pinned, earlier in self._pinned():
+            self.before[pinned][earlier] = None
+        self.after: dict[fx.Node, list[fx.Node]] = {n: [] for n in self.nodes}
+        for n, those in self.before.items():
+            for x in those:
+                self.after[x].append(n)
+        returned = [x for x in graph.output_node().all_input_nodes if x in self.place]
+        self.leads = self.ancestors([*self.targets, *returned])
+        self.writes = any(
+            isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in self.nodes
+        )  # an op of the user's own; who may come before it is not known
+        self.bytes = {n: seconds.bytes_of(n) for n in graph.nodes}
+        self._graph = graph
+        self.owner = self._owners()
+        self.uses: Counter[fx.Node] = Counter()  # of memory, by who owns it; what is returned is used to the end
+        for n in self.nodes:
+            self.uses.update({self.owner[x] for x in n.all_input_nodes})
+        self.uses.update(self.owner[x] for x in graph.output_node().all_input_nodes)
+
+    @staticmethod
+    def _sent(n: fx.Node, seconds: Seconds) -> float:
+        c: Collective | None = n.meta.get("collective")
+        return seconds.sent(c) if c is not None else 0.0
+
+    def _pinned(self) -> list[tuple[fx.Node, fx.Node]]:
+        """(line, one that has to come before it): a bucket is gathered no earlier than the pass has decided, as it
+        takes memory, and what has effects keeps its order."""
+        pairs = []
+        there: fx.Node | None = None
+        effect: fx.Node | None = None
+        for n in self.nodes:
+            if n.target in _GATHERS and there is not None:
+                pairs.append((n, there))
+            elif n.target in _GATHERS.values():
+                there = n
+            elif n.target in EFFECTS:
+                if effect is not None:
+                    pairs.append((n, effect))
+                effect = n
+        return pairs
+
+    def ancestors(self, nodes: Sequence[fx.Node], done: set[fx.Node] | None = None) -> set[fx.Node]:
+        """These lines and all that they take, directly or not; but for those that are `done`."""
+        found: set[fx.Node] = set()
+        todo = list(nodes)
+        while todo:
+            n = todo.pop()
+            if n not in found and (done is None or n not in done):
+                found.add(n)
+                todo += self.before[n]
+        return found
+
+    def started(self, n: fx.Node) -> fx.Node | None:
+        """What a line waits for."""
+        start: Any = n.args[0] if n.target in _WAITS else None
+        return start if start in self.place else None
+
+    def simulate(self, order: Sequence[fx.Node]) -> float:
+        """Seconds of the text on the assumed machine: computing, and one stream for each group of axes."""
+        clock = _Clock(self)
+        for n in order:
+            clock.run(n)
+        return clock.end()
+
+    def _owners(self) -> dict[fx.Node, fx.Node]:
+        """By value: the line (or placeholder) in whose memory it is."""
+        owner: dict[fx.Node, fx.Node] = {}
+        for n in self._graph.nodes:
+            base: Any = n.args[0] if n.op == "call_function" and n.args else None
+            owner[n] = owner[base] if _shares(n) and isinstance(base, fx.Node) else n
+        return owner
+
+    def peak(self, order: Sequence[fx.Node]) -> int:
+        """The most bytes that are alive at once."""
+        memory = _Memory(self)
+        return max(map(memory.run, order))
+
+
+def _shares(n: fx.Node) -> bool:
+    """Is its result (perhaps) in the memory of its first operand?"""
+    ours = (operator.getitem, ops.wait, ops.add_into, *_GATHERS.values())
+    reshapes = isinstance(n.target, OpOverload) and "reshape" in n.target.name()
+    return n.target in ours or reshapes or (isinstance(n.target, OpOverload) and bool(n.target.is_view))
+
+
+class _Memory:
+    """live: bytes of what the text takes from forward and makes itself, at some point of an order."""
+
+    def __init__(self, text: _Text) -> None:
+        self._text, self._left = text, Counter(text.uses)
+        self.live = sum(text.bytes[n] for n in text.uses if n.op == "placeholder")
+
+    def added(self, n: fx.Node) -> int:
+        """Bytes that a line makes."""
+        return self._text.bytes[n] if self._text.owner[n] is n else 0
+
+    def run(self, n: fx.Node) -> int:
+        """What is alive while a line runs; afterwards, what it used last is gone."""
+        text = self._text
+        most = self.live = self.live + self.added(n)
+        if not text.uses[text.owner[n]]:
+            self.live -= self.added(n)
+        for x in {text.owner[x] for x in n.all_input_nodes}:
+            self._left[x] -= 1
+            if not self._left[x]:
+                self.live -= text.bytes[x]
+        return most
+
+
+class _Clock:
+    """now: seconds of computing and waiting so far."""
+
+    def __init__(self, text: _Text) -> None:
+        self._text = text
+        self.now = 0.0
+        self.ends: dict[fx.Node, float] = {}  # of collectives
+        self._streams: dict[tuple[str, ...], float] = {}
+
+    def run(self, n: fx.Node) -> None:
+        start = self._text.started(n)
+        if start is not None:
+            self.now = max(self.now, self.ends[start])
+        self.now += self._text.compute[n]
+        if self._text.sends[n]:
+            axes = n.meta["collective"].axes
+            self._streams[axes] = self.ends[n] = max(self._streams.get(axes, 0.0), self.now) + self._text.sends[n]
+            if n.target not in _STARTS and n.target not in EFFECTS:
+                self.now = self.ends[n]
+        elif n.target in _STARTS:
+            self.ends[n] = self.now
+
+    def end(self) -> float:
+        """When all is done, sums of buckets too."""
+        return max(self.now, *self._streams.values(), 0.0)
+
+
+class _Scheduler:
+    """One order of a text. reserve: how many of the next collectives lines are put off for; most: bytes that may be
+    alive then.
+    """
+
+    def __init__(self, text: _Text, reserve: int, most: int) -> None:
+        self._text, self._reserve, self._most = text, reserve, most
+        self._clock, self._memory = _Clock(text), _Memory(text)
+        self._order: list[fx.Node] = []
+        self._done: set[fx.Node] = set()
+        self._missing = {n: len(those) for n, those in text.before.items()}
+        self._ready: list[int] = []  # places of lines that could run
+        self._reached = 0  # the greatest place of a line that ran
+        for n in text.nodes:
+            if not self._missing[n]:
+                heapq.heappush(self._ready, text.place[n])
+
+    def order(self) -> list[fx.Node]:
+        text = self._text
+        for k, target in enumerate(text.targets):
+            ahead = sum(text.sends[t] for t in text.targets[k + 1 : k + 1 + self._reserve])
+            for n in sorted(text.ancestors([target], self._done), key=text.place.__getitem__):
+                self._next(n, ahead)
+        for n in text.nodes:
+            self._next(n, 0.0)
+        return self._order
+
+    def _next(self, n: fx.Node, ahead: float) -> None:
+        if n not in self._done:
+            self._fill(n)
+        if n not in self._done:
+            if self._memory.live + self._memory.added(n) > self._most:
+                self._catch_up(0.0)
+            self._emit(n)
+            self._catch_up(ahead)
+
+    def _emit(self, n: fx.Node) -> None:
+        self._clock.run(n)
+        self._memory.run(n)
+        self._order.append(n)
+        self._done.add(n)
+        self._reached = max(self._reached, self._text.place[n])
+        for user in self._text.after[n]:
+            self._missing[user] -= 1
+            if not self._missing[user]:
+                heapq.heappush(self._ready, self._text.place[user])
+
+    def _fill(self, wait: fx.Node) -> None:
+        """While the collective that a line waits for is under way, others run."""
+        start = self._text.started(wait)
+        if start is None:
+            return
+        limit = self._text.place[wait] + WINDOW
+        aside: list[int] = []
+        while self._ready and self._clock.now < self._clock.ends[start]:
+            place = heapq.heappop(self._ready)
+            n = self._text.nodes[place]
+            if n in self._done:
+                continue
+            if place > limit:
+                aside.append(place)
+                break
+            if n is wait or self._would_wait(n):
+                aside.append(place)
+            else:
+                self._emit(n)
+        for place in aside:
+            heapq.heappush(self._ready, place)
+
+    def _would_wait(self, n: fx.Node) -> bool:
+        """Does the rank stand still for it? It may begin any collective: all ranks run the same text."""
+        start = self._text.started(n)
+        if start is not None:
+            return self._clock.ends[start] > self._clock.now
+        return bool(self._text.sends[n]) and n.target not in _STARTS and n.target not in EFFECTS
+
+    def _catch_up(self, ahead: float) -> None:
+        """Run lines that others have overtaken, oldest first; of gradients of weights `ahead` seconds are put off."""
+        text, put_off, aside = self._text, [], []
+        while self._ready and self._ready[0] < self._reached:
+            n = text.nodes[place := heapq.heappop(self._ready)]
+            if n in self._done:
+                continue
+            if self._would_wait(n):
+                aside.append(place)
+            elif text.compute[n] and ahead and n not in text.leads:
+                put_off.append(place)
+            else:
+                self._emit(n)
+        left = sum(text.compute[text.nodes[place]] for place in put_off)
+        for place in put_off:
+            if left > ahead:
+                left -= text.compute[text.nodes[place]]
+                self._emit(text.nodes[place])
+            else:
+                aside.append(place)
+        for place in aside:
+            heapq.heappush(self._ready, place)
