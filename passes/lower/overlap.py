@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardc.artifact.emit import EFFECTS
@@ -37,20 +38,20 @@ WINDOW = 400
 
 _CONVERSIONS = {getattr(ops, op): op for op in BY_OP}
 _GATHERS = {ops.gather_start: ops.gather_wait, ops.regather_start: ops.regather_wait}
-_STARTS = {ops.start, ops.transpose_start, *_GATHERS}
-_WAITS = {ops.wait, *_GATHERS.values()}
+STARTS = {ops.start, ops.transpose_start, *_GATHERS}
+WAITS = {ops.wait, *_GATHERS.values()}
 
 
 def overlap_collectives(graph: fx.Graph, seconds: Seconds) -> None:
     """Split the collectives of a text in two, and move its lines."""
     _split(graph, seconds)
-    text = _Text(graph, seconds)
+    text = Text(graph, seconds)
     if not text.targets or text.writes:
         return
     best = text.nodes
     least, most = text.simulate(best), text.peak(best)
     for reserve in RESERVES:
-        order = _Scheduler(text, reserve, most).order()
+        order = Scheduler(text, reserve, most).order()
         if (took := text.simulate(order)) < least and text.peak(order) <= most:
             best, least = order, took
     output = graph.output_node()
@@ -65,6 +66,7 @@ def _split(graph: fx.Graph, seconds: Seconds) -> None:
         c: Collective | None = n.meta.get("collective")
         if op is None or c is None or not seconds.sent(c):
             continue
+        target: Any
         if n.target is ops.transpose:
             target, args, move = ops.transpose_start, n.args, BY_OP[op].backward
         else:
@@ -78,7 +80,7 @@ def _split(graph: fx.Graph, seconds: Seconds) -> None:
         n.meta = {k: v for k, v in n.meta.items() if k != "collective"}
 
 
-class _Text:
+class Text:
     """What the order of a graph's lines has to keep, and what it costs.
 
     targets: lines that communicate, in order; leads: lines that lead to one of them, or to what the text returns.
@@ -89,7 +91,7 @@ class _Text:
         self.place = {n: i for i, n in enumerate(self.nodes)}
         self.compute = {n: seconds.of(n) for n in self.nodes}
         self.sends = {n: self._sent(n, seconds) for n in self.nodes}
-        self.targets = [n for n in self.nodes if n.target in _STARTS or (self.sends[n] and n.target not in EFFECTS)]
+        self.targets = [n for n in self.nodes if n.target in STARTS or (self.sends[n] and n.target not in EFFECTS)]
         self.before = {n: dict.fromkeys(x for x in n.all_input_nodes if x in self.place) for n in self.nodes}
         for pinned, earlier in self._pinned():
             self.before[pinned][earlier] = None
@@ -145,7 +147,7 @@ class _Text:
 
     def started(self, n: fx.Node) -> fx.Node | None:
         """What a line waits for."""
-        start: Any = n.args[0] if n.target in _WAITS else None
+        start: Any = n.args[0] if n.target in WAITS else None
         return start if start in self.place else None
 
     def simulate(self, order: Sequence[fx.Node]) -> float:
@@ -172,14 +174,14 @@ class _Text:
 def _shares(n: fx.Node) -> bool:
     """Is its result (perhaps) in the memory of its first operand?"""
     ours = (operator.getitem, ops.wait, ops.add_into, *_GATHERS.values())
-    reshapes = isinstance(n.target, OpOverload) and "reshape" in n.target.name()
+    reshapes = n.target is torch.ops.aten.reshape.default
     return n.target in ours or reshapes or (isinstance(n.target, OpOverload) and bool(n.target.is_view))
 
 
 class _Memory:
     """live: bytes of what the text takes from forward and makes itself, at some point of an order."""
 
-    def __init__(self, text: _Text) -> None:
+    def __init__(self, text: Text) -> None:
         self._text, self._left = text, Counter(text.uses)
         self.live = sum(text.bytes[n] for n in text.uses if n.op == "placeholder")
 
@@ -203,7 +205,7 @@ class _Memory:
 class _Clock:
     """now: seconds of computing and waiting so far."""
 
-    def __init__(self, text: _Text) -> None:
+    def __init__(self, text: Text) -> None:
         self._text = text
         self.now = 0.0
         self.ends: dict[fx.Node, float] = {}  # of collectives
@@ -217,9 +219,9 @@ class _Clock:
         if self._text.sends[n]:
             axes = n.meta["collective"].axes
             self._streams[axes] = self.ends[n] = max(self._streams.get(axes, 0.0), self.now) + self._text.sends[n]
-            if n.target not in _STARTS and n.target not in EFFECTS:
+            if n.target not in STARTS and n.target not in EFFECTS:
                 self.now = self.ends[n]
-        elif n.target in _STARTS:
+        elif n.target in STARTS:
             self.ends[n] = self.now
 
     def end(self) -> float:
@@ -227,12 +229,12 @@ class _Clock:
         return max(self.now, *self._streams.values(), 0.0)
 
 
-class _Scheduler:
+class Scheduler:
     """One order of a text. reserve: how many of the next collectives lines are put off for; most: bytes that may be
     alive then.
     """
 
-    def __init__(self, text: _Text, reserve: int, most: int) -> None:
+    def __init__(self, text: Text, reserve: int, most: int) -> None:
         self._text, self._reserve, self._most = text, reserve, most
         self._clock, self._memory = _Clock(text), _Memory(text)
         self._order: list[fx.Node] = []
@@ -258,7 +260,7 @@ class _Scheduler:
         if n not in self._done:
             self._fill(n)
         if n not in self._done:
-            if self._memory.live + self._memory.added(n) > self._most:
+            if not self._fits(n):
                 self._catch_up(0.0)
             self._emit(n)
             self._catch_up(ahead)
@@ -289,19 +291,22 @@ class _Scheduler:
             if place > limit:
                 aside.append(place)
                 break
-            if n is wait or self._would_wait(n):
+            if n is wait or self._would_wait(n) or not self._fits(n):
                 aside.append(place)
             else:
                 self._emit(n)
         for place in aside:
             heapq.heappush(self._ready, place)
 
+    def _fits(self, n: fx.Node) -> bool:
+        return self._memory.live + self._memory.added(n) <= self._most
+
     def _would_wait(self, n: fx.Node) -> bool:
         """Does the rank stand still for it? It may begin any collective: all ranks run the same text."""
         start = self._text.started(n)
         if start is not None:
             return self._clock.ends[start] > self._clock.now
-        return bool(self._text.sends[n]) and n.target not in _STARTS and n.target not in EFFECTS
+        return bool(self._text.sends[n]) and n.target not in STARTS and n.target not in EFFECTS
 
     def _catch_up(self, ahead: float) -> None:
         """Run lines that others have overtaken, oldest first; of gradients of weights `ahead` seconds are put off."""

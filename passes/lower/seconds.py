@@ -54,9 +54,7 @@ def collective_seconds(kind: str, nbytes: float, ranks: Sequence[int]) -> float:
     if n == 1 or kind not in SENT:
         return 0.0
     together = len({r // machine.NODE for r in ranks}) == 1
-    link, latency = (
-        (machine.NVLINK, machine.NVLINK_LATENCY) if together else (machine.NETWORK, machine.NETWORK_LATENCY)
-    )
+    link, latency = (machine.NVLINK, machine.NVLINK_LATENCY) if together else (machine.NETWORK, machine.NETWORK_LATENCY)
     return SENT[kind] * (latency * math.ceil(math.log2(n)) + nbytes * (n - 1) / n / (link * machine.REACHED))
 
 
@@ -99,7 +97,7 @@ class Seconds:
                     target(*args, **kwargs)
             except Exception:  # code that was not written for tensors without data: it moves what it takes and gives
                 return seconds(0, sum(self.bytes_of(x) for x in (*n.all_input_nodes, n)))
-        return count.seconds
+        return float(count.seconds)
 
     def bytes_of(self, n: fx.Node) -> int:
         """Of its result, or of all results, on one rank."""
@@ -127,4 +125,3 @@ def _with_types(a: Any, leave: tuple[str, ...] = ()) -> Any:
     if isinstance(a, dict):
         return tuple((k, _with_types(v)) for k, v in a.items() if k not in leave)
     return a
-

@@ -4,7 +4,7 @@ math of ops whose rank's part is no op of torch. A program's text says `ops.all_
 x is this rank's tensor, mesh the runtime mesh (shardc.runtime.mesh), axis / axes name mesh axes. tag: the graph node's
 name, for the record of what ran.
 
-convert           conversions between placements, at once or begun; shard_parts: a shard's parts, cut and joined; overlap: a product's
+convert           conversions between placements, at once or begun; shard_parts: cut and joined; overlap: a product's
                   backward beside its collective
 cast_once         weights in the dtype of products, one copy a step
 zero              the gathers of ZeRO 3, gradients for buckets; host_copy: copies that stop nothing

@@ -358,7 +358,7 @@ def _move(
 def _forms(way: Callable[..., Any], *, start: bool) -> dict[str, Callable[..., Any]]:
     """By the op's name: a function with the op's own arguments."""
     forms = {op: _FORMS.get(op, _of_digit) for op in BY_OP}
-    return {op: form(op, partial(way, start=start)) for op, form in forms.items()}
+    return {op: form(op, partial(way, start=start)) for op, form in forms.items()}  # type: ignore[no-untyped-call]
 
 
 _TRANSPOSED, _TRANSPOSE_STARTED = _forms(_way_back, start=False), _forms(_way_back, start=True)

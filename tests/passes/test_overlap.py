@@ -1,0 +1,96 @@
+"""Collectives of a lowered text begin early and end late: less time in the open, no more memory, the same lines."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardc
+from shardc.passes.lower.seconds import Seconds, collective_seconds
+from shardc.report.comm import timed
+
+overlap: Any = importlib.import_module("shardc.passes.lower.overlap")
+
+WIDTH = 8192
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = WIDTH, layers: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).square().mean()
+
+
+def compiled(lower: bool, **more: Any) -> Any:
+    """Sequence-parallel: all_gather and reduce_scatter around every pair of products."""
+    with torch.device("meta"):
+        model = Model()
+    spec = {
+        "shardc": 1,
+        "mesh": {"tp": 8},
+        "shard": {"*.up": "column", "*.down": "row"},
+        "activations": {"blocks.*.norm": {0: "tp"}},
+        "lower": lower,
+        **more,
+    }
+    return shardc.compile(model, {"x": torch.empty(4096, WIDTH, device="meta")}, spec, prove=False)
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    return compiled(True)
+
+
+def test_backward_waits_for_less_than_half_of_what_it_waits_for_under_autograd(program: Any) -> None:
+    def exposed(p: Any) -> float:
+        return sum(t.exposed for (_, way, *_), t in timed(p.cost("h100-80g")).items() if way == "backward")
+
+    lowered, eager = exposed(program), exposed(compiled(False))
+    assert eager > 0
+    assert lowered < eager / 2
+
+
+def test_an_order_keeps_the_lines_and_takes_no_more_memory(program: Any) -> None:
+    seconds = Seconds(program)
+    for graph in program.stages[0].lowered.texts.values():
+        text = overlap.Text(graph, seconds)
+        most = text.peak(text.nodes)
+        for reserve in overlap.RESERVES:
+            order = overlap.Scheduler(text, reserve, most).order()
+            assert sorted(order, key=text.place.__getitem__) == text.nodes
+            seen: set[Any] = set()
+            for n in order:
+                assert seen >= set(text.before[n])
+                seen.add(n)
+            assert text.simulate(order) <= 1.001 * text.simulate(text.nodes)
+
+
+def test_every_start_has_its_wait(program: Any) -> None:
+    for graph in program.stages[0].lowered.texts.values():
+        starts = [n for n in graph.nodes if n.target in overlap.STARTS]
+        assert starts
+        assert all(len(n.users) == 1 and next(iter(n.users)).target in overlap.WAITS for n in starts)
+        assert all("collective" not in next(iter(n.users)).meta for n in starts)
+
+
+def test_a_collective_inside_a_node_is_faster_than_one_between_nodes() -> None:
+    inside, between = (collective_seconds("all_gather", 1e8, ranks) for ranks in (range(8), range(0, 64, 8)))
+    assert 0 < inside < between / 5
+    assert collective_seconds("all_reduce", 1e8, range(8)) == pytest.approx(2 * inside)
+    assert collective_seconds("all_reduce", 1e8, range(1)) == 0
