@@ -45,7 +45,7 @@ class Watched(RankMesh):
         raise AssertionError
 
     _all_reduce = _start_all_gather = _start_reduce_scatter = _all_gather = _reduce_scatter = _all_to_all = barrier  # type: ignore[assignment]
-    _start_send = _start_receive = _all_to_all_rows = barrier  # type: ignore[assignment]
+    _start_send = _start_receive = _all_to_all_rows = _start_all_to_all_rows = barrier  # type: ignore[assignment]
 
 
 def program(*buckets: tuple[str, ...], axes: tuple[str, ...] = ("dp",)) -> Program:
