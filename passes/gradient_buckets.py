@@ -46,7 +46,7 @@ class GradientBuckets(Pass):
     """Lifts the parameters' gradient reductions out into buckets, and shards the buckets over a data axis.
 
     Of several data axes the buckets are sharded over the last, the innermost, and replicated over the others. Without
-    `data.axis`, they are the mesh's axes dp and dp_*.
+    `data.axis`, they are the mesh's axes dp and dp_*, or, where there are none, that of `sequence`.
     """
 
     def _shard_axis(self, mesh: Mesh) -> str:
@@ -54,6 +54,8 @@ class GradientBuckets(Pass):
         are gathered from a data axis of one rank too.
         """
         axes = self.spec.data.axis or tuple(n for n in self.spec.mesh.names if n == "dp" or n.startswith("dp_"))
+        if not axes and self.spec.sequence is not None:
+            axes = (self.spec.sequence.axis,)
         offload = self.spec.data.offload.parameters != "none"
         return axes[-1] if axes and (mesh.size(axes[-1]) > 1 or offload) else ""
 

@@ -13,6 +13,7 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Input, Program
 from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded
+from shardc.passes.annotate.sequence import split_sequence
 from shardc.passes.annotate.spec_layouts import check_fits, layout_of
 from shardc.spec import DimShard, Spec
 
@@ -98,6 +99,11 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
             nodes[x.name].meta["cause"] = {a: f"{_axis_place(spec, a)} batch dim {dim} of {name!r}" for a in axes}
     for (what, place, fix), alike in wrong.items():
         errors.add(f"input {', '.join(map(repr, alike))}: {what}", where=place, fix=fix)
+    by_name = {x.name: name for x, name in zip(program.inputs, names, strict=True)}
+    for placeholder, why in split_sequence(spec, program, mesh, by_name, layouts, errors).items():
+        assert spec.sequence is not None
+        causes = nodes[placeholder].meta.setdefault("cause", {})
+        causes |= dict.fromkeys(mesh.parts(spec.sequence.axis), why)
     errors.raise_any()
     return layouts
 

@@ -1,4 +1,6 @@
-"""Attention with dropout on its weights, in blocks of queries: memory grows with the sequence, not with its square.
+"""Attention whose weights are dropped, or of which a rank has a part of the queries.
+
+Dropout on its weights, in blocks of queries: memory grows with the sequence, not with its square.
 
     for each block of QUERIES rows:
         weights = softmax(q_block @ k^T)  [.., heads, QUERIES, keys]      all keys of a row: no sums to correct later
@@ -7,14 +9,14 @@
 Backward computes each block again, with autograd, so that nothing but the operands is kept. The masks are those of
 `ops.dropout` on the whole weights [.., heads, queries, keys]: a function of the global element's index, so that batch,
 heads and queries may be split over ranks. (torch's fused kernels draw masks of their own. They run where nothing is
-dropped.)"""
+dropped; where a causal mask meets a part of the queries, so does shardc.runtime.ops.attention_blocks.)"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shardc.ir.placement import Shard, runs
+from shardc.runtime.ops import attention_blocks
+from shardc.runtime.ops.attention_blocks import Span
 from shardc.runtime.ops.dropout import dropped
 from shardc.runtime.rng import Digits, Paddings, Rng
 
@@ -31,7 +36,10 @@ QUERIES = 128
 
 @dataclass(frozen=True)
 class _Options:
-    """rows: i[.., heads, queries], columns: i[keys], words: of the dropout of the weights (shardc.runtime.rng)."""
+    """rows: i[.., heads, queries], columns: i[keys], words: of the dropout of the weights (shardc.runtime.rng).
+
+    spans: which queries these are, where a causal mask counts them.
+    """
 
     p: float
     causal: bool
@@ -40,6 +48,7 @@ class _Options:
     rows: Tensor
     columns: Tensor
     stream: int
+    spans: Sequence[Span]
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
@@ -51,12 +60,12 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     return (x.reshape(*lead[:-1], groups, heads // groups * n, m) @ y).reshape(*lead, n, y.shape[-1])
 
 
-def _block(o: _Options, top: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """The rows of the result that belong to these queries, the first of which is number `top`."""
+def _block(o: _Options, place: _Place, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The rows of the result that belong to these queries."""
     scores = _product(q * o.scale, k.transpose(-2, -1))
     hidden: Tensor | None = None
     if o.causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(top + 1)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(place.start + 1)
     elif mask is not None and mask.dtype == torch.bool:
         hidden = ~mask
     elif mask is not None:
@@ -67,18 +76,31 @@ def _block(o: _Options, top: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor 
     weights = torch.softmax(scores, -1, dtype=torch.promote_types(narrow, torch.float32)).to(narrow)
     if hidden is not None and not o.causal:
         weights = weights.masked_fill(hidden, 0.0)
-    rows = o.rows[..., top : top + q.shape[-2]].reshape(-1)
+    rows = o.rows[..., place.rows].reshape(-1)
     return _product(dropped(weights, o.words, rows, o.columns[: k.shape[-2]], o.stream, o.p), v)
 
 
-def _blocks(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> list[tuple[slice, slice, slice]]:
-    """Of each block: its queries, the keys that they see, its rows of the mask."""
-    count, keys = q.shape[-2], k.shape[-2]
+class _Place(NamedTuple):
+    """Of a block: its queries here, the number of the first of them in the sequence, the keys that they see, its rows
+    of the mask.
+    """
+
+    rows: slice
+    start: int
+    keys: slice
+    seen: slice
+
+
+def _blocks(o: _Options, q: Tensor, k: Tensor, mask: Tensor | None) -> list[_Place]:
+    keys = k.shape[-2]
+    same = mask is None or mask.dim() < 2 or mask.shape[-2] == 1
     blocks = []
-    for top in range(0, count, QUERIES):
-        rows = slice(top, min(top + QUERIES, count))
-        same = mask is None or mask.dim() < 2 or mask.shape[-2] == 1
-        blocks.append((rows, slice(0, min(rows.stop, keys) if causal else keys), slice(None) if same else rows))
+    for span in o.spans:
+        for top in range(span.local, span.local + span.length, QUERIES):
+            rows = slice(top, min(top + QUERIES, span.local + span.length))
+            start = span.start + top - span.local
+            sees = min(start + rows.stop - rows.start, keys) if o.causal else keys
+            blocks.append(_Place(rows, start, slice(0, sees), slice(None) if same else rows))
     return blocks
 
 
@@ -91,10 +113,11 @@ class _Attention(Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: _Options) -> Tensor:
         ctx.save_for_backward(q, k, v, mask)
         ctx.options = o
-        out = q.new_empty((*o.rows.shape, v.shape[-1]))
-        for rows, keys, seen in _blocks(q, k, mask, o.causal):
-            block = q[..., rows, :], k[..., keys, :], v[..., keys, :], _rows(mask, seen)
-            out[..., rows, :] = _block(o, rows.start, *block)
+        out = q.new_zeros((*o.rows.shape, v.shape[-1]))  # rows of padding are in no span
+        for place in _blocks(o, q, k, mask):
+            rows, keys = place.rows, place.keys
+            block = q[..., rows, :], k[..., keys, :], v[..., keys, :], _rows(mask, place.seen)
+            out[..., rows, :] = _block(o, place, *block)
         return out
 
     @staticmethod
@@ -102,12 +125,14 @@ class _Attention(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         operands: tuple[Tensor | None, ...] = ctx.saved_tensors
         q, k, _, mask = ctx.saved_tensors
+        o: _Options = ctx.options
         # sums over blocks, in float32 at least
         totals = [
             torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if x is not None and needed else None
             for x, needed in zip(operands, ctx.needs_input_grad, strict=False)
         ]
-        for rows, keys, seen in _blocks(q, k, mask, ctx.options.causal):
+        for place in _blocks(o, q, k, mask):
+            rows, _, keys, seen = place
             columns = slice(None)
             of_mask = (...,) if seen == columns else (..., seen, columns)
             parts = (..., rows, columns), (..., keys, columns), (..., keys, columns), of_mask
@@ -116,7 +141,7 @@ class _Attention(Function):
                 for x, part, total in zip(operands, parts, totals, strict=True)
             ]
             with torch.enable_grad():
-                out = _block(ctx.options, rows.start, *leaves)  # type: ignore[arg-type]
+                out = _block(o, place, *leaves)  # type: ignore[arg-type]
             wanted = [x for x in leaves if x is not None and x.requires_grad]
             grads = iter(torch.autograd.grad(out, wanted, g[..., rows, :]))
             for total, part in zip(totals, parts, strict=True):
@@ -134,21 +159,25 @@ def attention(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    rng: Rng | None,
-    index: int,
+    rng: Rng | None = None,
+    index: int = 0,
     mesh: Any = None,
     shape: Sequence[int] | None = None,
     digits: Digits = (),
     paddings: Paddings = (),
 ) -> Tensor:
     """softmax(q @ k^T * scale + mask) @ v, each weight zeroed with probability p < 1 and the others scaled by
-    1 / (1 - p). torch's fused op, without dropout, when rng is not training.
+    1 / (1 - p). torch's fused op, without dropout, when rng is not training; in blocks where this rank has a part of
+    the queries and a causal mask counts them.
 
     q: f[.., h, s, d], k: f[.., g, t, d], v: f[.., g, t, e]; mask: bool (True where a key is seen) or float (added), of
     a shape that broadcasts to [.., h, s, t]; scale: 1 / sqrt(d) if None. enable_gqa: each of g heads serves h / g.
     index: ordinal of this op in the graph. shape: of the *global* weights [.., h, s, t] (default: this rank's); digits,
     paddings: which part of them this rank holds, as of `ops.dropout`. Returns f[.., h, s, e]."""
+    rows_held = _spans(shape, digits, paddings, mesh) if is_causal else None
     if rng is None or not rng.training or p == 0:
+        if rows_held is not None:
+            return attention_blocks.of_rows(q, k, v, rows_held, scale, grouped=enable_gqa)
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     last = 3 if enable_gqa else 2  # with groups, keys and values have fewer heads
     others = [(*x.shape[:-last], *[1] * (last - 2)) for x in (k, v)]
@@ -159,6 +188,21 @@ def attention(
         held if shape is None else shape, digits, mesh, q.device, paddings, last=True
     )
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    options = _Options(p, is_causal, scale, rng.words(q.device), rows.view(held[:-1]), columns, index)
+    every = [Span(0, 0, q.shape[-2])] if rows_held is None else rows_held
+    options = _Options(p, is_causal, scale, rng.words(q.device), rows.view(held[:-1]), columns, index, every)
     result: Tensor = _Attention.apply(q, k, v, mask, options)  # type: ignore[no-untyped-call]
     return result
+
+
+def _spans(shape: Sequence[int] | None, digits: Digits, paddings: Paddings, mesh: Any) -> list[Span] | None:
+    """Which queries a rank has; None: all of them. shape, digits, paddings: of the weights."""
+    if shape is None:
+        return None
+    dim = len(shape) - 2
+    pad = next(((padding, blocks) for d, padding, blocks in paddings if d == dim), (0, 1))
+    own = [
+        (Shard(d, split, tuple(sections), *pad), mesh.size(axis), mesh.coordinate(axis))
+        for d, axis, split, sections in digits
+        if d == dim
+    ]
+    return [Span(start, local, length) for local, start, length in runs(shape[dim], own)] if own else None

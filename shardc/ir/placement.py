@@ -170,11 +170,11 @@ class Layout:
         """This rank's part as boxes, each a tuple per dim of (local start, global start,
         length). Padding is in none.
         """
-        runs: list[list[tuple[int, int, int]]] = []
+        every: list[list[tuple[int, int, int]]] = []
         for dim, size in enumerate(shape):
             digits = [(s, mesh.size(axis), coords[axis]) for axis, s in self.shards(dim) if mesh.size(axis) > 1]
-            runs.append(_runs(size, digits))
-        yield from _product(runs)
+            every.append(runs(size, digits))
+        yield from _product(every)
 
     def __str__(self) -> str:
         return " ".join(f"{a}:{p}" for a, p in self.items)
@@ -195,7 +195,7 @@ def _digits(axis: str, placement: Placement, mesh: Mesh) -> Iterator[tuple[str, 
         outer *= mesh.size(part)
 
 
-def _runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int, int]]:
+def runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int, int]]:
     """(local start, global start, length) of the stretches of a dim that one rank holds. digits: (shard, ranks, this
     rank's).
     """

@@ -4,6 +4,7 @@ dropped."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -24,13 +25,12 @@ def attention(call: Call) -> Signature:
     heads g split.
 
     If keys and values come in different groups, h = (g, m, r), where one has g heads and the other (g, m).
-    Queries split over their sequence too, unless a causal mask counts rows from zero. Keys are reduced over: they stay
-    whole.
+    Queries split over their sequence too: where a causal mask counts rows, a rank knows which are its own
+    (`local_attention`). Keys are reduced over: they stay whole.
     """
     q, k, v = (o.shape for o in call.operands[:3])
     out = call.results[0].shape
     lead = len(out) - 2
-    causal = bool(call.arg(5, "is_causal", False))
     sizes = {"s": q[-2], "t": k[-2], "d": q[-1], "e": v[-1]} | {f"b{i}": s for i, s in enumerate(out[:-2])}
 
     def leading(shape: tuple[int, ...]) -> list[Dim]:
@@ -42,7 +42,7 @@ def attention(call: Call) -> Signature:
 
     full_query: list[Dim] = leading(out)
     query, key, value = leading(q), leading(k), leading(v)
-    whole = {"t", "d", "e"} | ({"s"} if causal else set())
+    whole = {"t", "d", "e"}
     if lead and len(k) > 2 and len(q) > 2 and call.arg(7, "enable_gqa"):  # without the word heads broadcast
         few, many = sorted((k[-3], v[-3]))
         sizes |= {"g": few, "m": many // few, "r": q[-3] // many}
@@ -77,5 +77,15 @@ def local_attention(call: LocalCall) -> fx.Node:
     return call.emit(call.call.target, args, {}) if digits else call.same()
 
 
-rule(OPS[0], attention, linear="2", flops=attention_flops)
+def local_causal(call: LocalCall) -> fx.Node:
+    """torch's op counts rows from zero: with a part of the queries it is ours, which knows which they are."""
+    if not (call.call.arg(5, "is_causal", False) and call.split("s")):
+        return call.same()
+    own = (call.call.arg(6, "scale"), call.call.arg(7, "enable_gqa", False))
+    ours = replace(call, args=(*call.args[:3], None, 0.0, True, *own, None, 0))
+    ours.call = replace(call.call, target=OPS[1])
+    return local_attention(ours)
+
+
+rule(OPS[0], attention, linear="2", flops=attention_flops, local=local_causal)
 rule(OPS[1], attention, linear="2", flops=attention_flops, local=local_attention)

@@ -241,7 +241,7 @@ class Spec:
         """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, those of
         data.axis, and those that only experts use.
         """
-        axes = data_axes(self.batch, self.data, self.mesh.names)
+        axes = data_axes(self.batch, self.data, self.mesh.names, self.sequence)
         if self.batch.axes is not None:
             return axes
         return tuple(n for n in self.mesh.names if n in axes or n in self.expert_axes)

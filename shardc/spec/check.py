@@ -10,7 +10,7 @@ from typing import Any
 from shardc.errors import Errors
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import nearest
-from shardc.spec.schema import EXPERTS_AXIS, Batch, Data, DimShard, Form
+from shardc.spec.schema import EXPERTS_AXIS, Batch, Data, DimShard, Form, Sequence
 from shardc.spec.yaml_reader import Path, Places, dotted, reach
 
 #: Of a mesh. The largest clusters have a tenth of it.
@@ -63,13 +63,14 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
     return Mesh.of(sizes)
 
 
-def data_axes(batch: Batch, data: Data, names: Iterable[str]) -> tuple[str, ...]:
+def data_axes(batch: Batch, data: Data, names: Iterable[str], sequence: Sequence | None) -> tuple[str, ...]:
     """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, and those of
-    data.axis.
+    data.axis. The sequence's axis may be one of data.axis, which then shards parameters over it, and no batch.
     """
     if batch.axes is not None:
         return batch.axes
-    return tuple(n for n in names if n == "dp" or n.startswith("dp_") or n in data.axis)
+    own = {a for a in data.axis if sequence is None or a != sequence.axis}
+    return tuple(n for n in names if n == "dp" or n.startswith("dp_") or n in own)
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Check:
     def _other_than_tp(self, before: str, after: str) -> str:
         """The fix where the mesh has no tp: an axis with no other use, if there is one."""
         taken = {axis for axis, _, job in self.uses() if job != "weights"} | set(
-            data_axes(self.form.batch, self.form.data, self.names)
+            data_axes(self.form.batch, self.form.data, self.names, self.form.sequence)
         )
         free = [n for n in self.names if n not in taken]
         sizes = "".join(f"{n}: {self.form.mesh[n]}, " for n in self.names)
@@ -227,7 +228,7 @@ class Check:
                 what = f"axis {axis!r} is the pipeline's and cannot split {job} too"
                 self.add(path, what, "give the pipeline an axis of its own")
         sequence = self.form.sequence
-        if sequence and sequence.axis in data_axes(self.form.batch, self.form.data, self.names):
+        if sequence and sequence.axis in data_axes(self.form.batch, self.form.data, self.names, self.form.sequence):
             what = f"axis {sequence.axis!r} already splits the batch"
             self.add(("sequence", "axis"), what, "give the sequence an axis of its own, e.g. cp")
 
@@ -298,9 +299,13 @@ class Check:
 
 # --- what is not built yet: an issue that builds one of these deletes its row
 
-_OUT = "leave the section out"
 UNBUILT: tuple[tuple[Path, Callable[[Form], bool], str], ...] = (
-    (("sequence",), lambda f: f.sequence is not None, _OUT),
+    (
+        ("sequence", "method"),
+        lambda f: f.sequence is not None and f.sequence.method != "gather",
+        "write method: gather",
+    ),
+    (("sequence", "balance"), lambda f: f.sequence is not None and f.sequence.balance != "none", "write balance: none"),
 )
 
 

@@ -43,9 +43,7 @@ KEYS: dict[str, str] = {
     "hsdp, hybrid shard": "`data: {axis: [dp_outer, dp], zero: 3}`",
     "offload optimizer, cpu offload, offload param, offload params, offload, zero offload": _OFFLOAD,
     "sequence parallel, sp, enable sequence parallel": _SEQUENCE,
-    "context parallel, context parallel size, context parallel degree, cp, cp size, ulysses": (
-        "`sequence: {axis: cp}`, which is not built yet"
-    ),
+    "context parallel, context parallel size, context parallel degree, cp, cp size, ulysses": "`sequence: {axis: cp}`",
     "expert model parallel size, expert parallel, expert parallel degree, expert parallel size, ep size, ep, moe,"
     " num experts": _EXPERTS,
     "moe expert capacity factor, capacity factor, expert capacity": "`experts: [{..., capacity: 1.25}]`",

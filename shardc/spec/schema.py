@@ -252,8 +252,12 @@ class Sequence(Section):
 
     axis: Axis = Field(description="mesh axis that splits the sequence", examples=["cp"])
     dims: BatchDims = Field(default={"*": 1}, description="each input's sequence dim; null = none", examples=[{"*": 1}])
-    method: Literal["ring", "gather", "ulysses"] = "ring"
-    balance: Literal["zigzag", "none"] = Field(default="zigzag", description="causal work evened out over ranks")
+    method: Literal["gather", "ulysses", "ring"] = Field(
+        default="gather", description="how queries meet the keys of other ranks: gather = keys and values are gathered"
+    )
+    balance: Literal["none", "zigzag"] = Field(
+        default="none", description="which tokens a rank has: none = a stretch of the sequence, one behind the other"
+    )
 
 
 class Pipeline(Section):

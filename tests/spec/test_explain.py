@@ -278,7 +278,8 @@ def test_one_mistake_is_said_once() -> None:
 # --- not built yet
 
 ASKED: dict[str, Any] = {
-    "sequence": {"sequence": {"axis": "cp"}},
+    "sequence.method": {"sequence": {"axis": "cp", "method": "ring"}},
+    "sequence.balance": {"sequence": {"axis": "cp", "balance": "zigzag"}},
 }
 
 

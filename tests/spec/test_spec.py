@@ -124,9 +124,9 @@ def test_example() -> None:
 
 def test_example_is_refused_by_name() -> None:
     found = errors_of(EXAMPLE, overrides=AXES)
-    names = ["sequence"]
+    names = ["sequence.method", "sequence.balance"]
     assert [e.what for e in found] == [f"`{n}` is not built yet" for n in names]
-    assert [e.where for e in found] == [f"spec.yaml:{p}" for p in ("24:1",)]
+    assert [e.where for e in found] == [f"spec.yaml:{p}" for p in ("27:3", "28:3")]
 
 
 def test_defaults() -> None:
@@ -151,6 +151,7 @@ def test_empty_and_trivial_sections_pass() -> None:
         ({"batch": {"axes": []}}, ()),
         ({"data": {"axis": "fsdp"}}, ("dp_outer", "dp", "fsdp")),
         ({"data": {"axis": ["dp_outer", "dp"]}}, ("dp_outer", "dp")),
+        ({"data": {"axis": ["dp", "tp"]}, "sequence": {"axis": "tp"}}, ("dp_outer", "dp")),
     ],
 )
 def test_data_axes(extra: dict[str, Any], axes: tuple[str, ...]) -> None:

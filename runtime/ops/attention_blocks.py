@@ -1,0 +1,253 @@
+"""Attention of a part of the queries, block by block: rows of queries against stretches of keys, joined by their
+log-sum-exps.
+
+    rank 1 of 2, contiguous: queries 4..7 of 8                 causal, zigzag: queries 2..5 of 8
+    keys 0..3   every query sees every key                     keys 0..1   all, for all four
+    keys 4..7   the diagonal: a causal block                   keys 2..5   the diagonal
+
+A block gives (out, lse): the softmax over its own keys, and the log of what it divided by. Two blocks of the same
+queries are joined by
+
+    lse = logaddexp(lse_a, lse_b)        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+
+in float32 at least (the online softmax of Milakov & Gimelshein 2018; Liu et al. 2023, "Ring Attention"). A row that
+sees none of a block's keys has lse = -inf there, and counts for nothing.
+
+Backward is no derivative of that sum. With the joined out and lse, the weights of a block are
+P = exp(scores - lse), and dV = P^T dO, dS = P (dO V^T - sum(dO out)): each block by itself, as the fused kernels do
+(Dao et al. 2022, "FlashAttention", section 3.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+aten = torch.ops.aten
+#: Rows of queries for which scores exist at a time, where no kernel does it.
+QUERIES = 128
+
+
+class Span(NamedTuple):
+    """A stretch of a dim: its first element's place in the whole dim, its place in what this rank has, its length."""
+
+    start: int
+    local: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class Block(NamedTuple):
+    """rows, keys: slices of what the rank has. causal: the n-th row sees the first n + 1 keys; else all of them.
+
+    first: places in the whole dims of the first row and of the first key."""
+
+    rows: slice
+    keys: slice
+    causal: bool
+    first: tuple[int, int]
+
+
+def blocks(rows: Sequence[Span], keys: Sequence[Span], *, causal: bool) -> Iterator[Block]:
+    """The blocks in which rows see keys; where a causal mask leaves nothing there is none."""
+    for r in rows:
+        for k in keys:
+            if not causal:
+                yield _block(r, k, 0, r.length, 0, k.length, False)
+                continue
+            before = min(max(r.start - k.start, 0), k.length)  # keys that the first row sees, but for its own
+            if before:
+                yield _block(r, k, 0, r.length, 0, before, False)
+            late = max(k.start - r.start, 0)  # rows before the first key
+            seen = min(k.end, r.end) - k.start
+            if late < r.length and seen > before:
+                yield _block(r, k, late, r.length, before, seen, True)
+
+
+def _block(r: Span, k: Span, top: int, bottom: int, left: int, right: int, causal: bool) -> Block:
+    return Block(
+        slice(r.local + top, r.local + bottom),
+        slice(k.local + left, k.local + right),
+        causal,
+        (r.start + top, k.start + left),
+    )
+
+
+def spans(places: Tensor) -> list[Span]:
+    """The stretches of consecutive numbers in a vector of places."""
+    found: list[Span] = []
+    for i, place in enumerate(places.tolist()):
+        if found and found[-1].end == place:
+            found[-1] = found[-1]._replace(length=found[-1].length + 1)
+        else:
+            found.append(Span(place, i, 1))
+    return found
+
+
+# --- one block
+
+
+@dataclass(frozen=True)
+class Rule:
+    """scores = q k^T * scale, of q f[b, h, s, d] and k f[b, g, t, d], where h is a multiple of g."""
+
+    scale: float
+
+
+def forward(rule: Rule, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """(out f[b, h, s, e], lse f[b, h, s]) of one block. lse: in float32 at least."""
+    if _fused(q, v):
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, block.causal, scale=rule.scale)
+        return out, lse
+    outs, lses = [], []
+    for top in range(0, q.shape[2], QUERIES):
+        scores, v_ = _scores(rule, q[:, :, top : top + QUERIES], k, block, top), _heads(v, q)
+        lse = torch.logsumexp(scores, -1)
+        outs.append(_weights(scores, lse) @ v_.to(scores.dtype))
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def backward(
+    rule: Rule, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v by one block. g: of the joined result; out, lse: joined."""
+    if _fused(q, v):
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, out, lse, 0.0, block.causal, scale=rule.scale
+        )
+        return dq, dk, dv
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k_, v_ = _heads(k, q).to(wide), _heads(v, q).to(wide)
+    dqs, dk, dv = [], torch.zeros_like(k_), torch.zeros_like(v_)
+    for top in range(0, q.shape[2], QUERIES):
+        rows = slice(top, top + QUERIES)
+        weights = _weights(_scores(rule, q[:, :, rows], k, block, top), lse[:, :, rows])
+        dout = g[:, :, rows].to(wide)
+        delta = (dout * out[:, :, rows].to(wide)).sum(-1, keepdim=True)
+        dscores = weights * (dout @ v_.transpose(-2, -1) - delta) * rule.scale
+        dqs.append(dscores @ k_)
+        dk += dscores.transpose(-2, -1) @ q[:, :, rows].to(wide)
+        dv += weights.transpose(-2, -1) @ dout
+    return torch.cat(dqs, 2), _grouped(dk, k), _grouped(dv, v)
+
+
+def _fused(q: Tensor, v: Tensor) -> bool:
+    """Whether torch's kernel that returns the log-sum-exp runs here: the CPU's, with heads of one size."""
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.dtype in _DTYPES
+
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _scores(rule: Rule, q: Tensor, k: Tensor, block: Block, top: int) -> Tensor:
+    """f[b, h, rows, keys] in float32 at least, -inf where a row does not see a key. top: the first row's number."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ _heads(k, q).to(wide).transpose(-2, -1) * rule.scale
+    if block.causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(top + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), and zeros in rows that see nothing, where lse is -inf."""
+    return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+
+
+def _heads(x: Tensor, q: Tensor) -> Tensor:
+    """x f[b, g, t, d], each of its heads as often as queries use it."""
+    times = q.shape[1] // x.shape[1]
+    return x if times == 1 else x.repeat_interleave(times, 1)
+
+
+def _grouped(grad: Tensor, x: Tensor) -> Tensor:
+    """The sum over queries' heads that use one head of x."""
+    b, g, t, d = x.shape
+    return grad if grad.shape[1] == g else grad.view(b, g, grad.shape[1] // g, t, d).sum(2)
+
+
+class Joined:
+    """(out, lse) of some queries, joined over blocks of keys as they come.
+
+    out: f[b, h, s, e], lse: f[b, h, s], both in float32 at least.
+    """
+
+    def __init__(self, q: Tensor, features: int) -> None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self.out = q.new_zeros((*q.shape[:-1], features), dtype=wide)
+        self.lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        mine, theirs = self.lse[:, :, rows], lse.to(self.lse.dtype)
+        both = torch.logaddexp(mine, theirs)
+        least = both.masked_fill(both == -torch.inf, 0.0)  # rows that have seen nothing yet: exp(-inf - 0), not nan
+        kept, new = torch.exp(mine - least).unsqueeze(-1), torch.exp(theirs - least).unsqueeze(-1)
+        self.out[:, :, rows].mul_(kept).addcmul_(out.to(self.out.dtype), new)
+        mine.copy_(both)
+
+
+class _WholeKeys(Function):
+    """Queries of a rank against all keys."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: list[Block], rule: Rule) -> Tensor:
+        joined = Joined(q, v.shape[-1])
+        for block in plan:
+            part = q[:, :, block.rows], k[:, :, block.keys], v[:, :, block.keys]
+            joined.add(block.rows, *forward(rule, *part, block))
+        out = joined.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, joined.lse)
+        ctx.plan, ctx.rule = plan, rule
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        totals = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]  # sums over blocks
+        for block in ctx.plan:
+            r, c = block.rows, block.keys
+            part = q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], lse[:, :, r]
+            grads = backward(ctx.rule, g[:, :, r], *part, block)
+            for total, at, grad in zip(totals, (r, c, c), grads, strict=True):
+                total[:, :, at] += grad
+        return *(t.to(x.dtype) for t, x in zip(totals, (q, k, v), strict=True)), None, None
+
+
+def as_heads(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as [b, heads, ...]: leading dims in one, those that broadcast written out."""
+    last = 3 if grouped else 2  # with groups, keys and values have fewer heads
+    lead = torch.broadcast_shapes(*(x.shape[:-last] for x in (q, k, v)))  # type: ignore[no-untyped-call]
+    size = math.prod(lead if grouped or not lead else lead[:-1])
+
+    def one(x: Tensor) -> Tensor:
+        x = x.expand(*lead, *x.shape[-last:])
+        heads = x.shape[-3] if x.dim() > 2 else 1
+        return x.reshape(size, heads, *x.shape[-2:])
+
+    q, k, v = one(q), one(k), one(v)
+    few, many = sorted((k.shape[1], v.shape[1]))
+    k, v = (x if x.shape[1] == many else x.repeat_interleave(many // few, 1) for x in (k, v))
+    return q, k, v
+
+
+def of_rows(q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Span], scale: float | None, *, grouped: bool) -> Tensor:
+    """Causal attention of the queries that a rank has, against all keys: query i sees the keys up to i.
+
+    q: f[.., h, s, d], rows: which queries these are; k: f[.., g, t, d], v: f[.., g, t, e], of the whole sequence.
+    Returns f[.., h, s, e]."""
+    lead = torch.broadcast_shapes(q.shape[:-2], *([] if grouped else [k.shape[:-2], v.shape[:-2]]))  # type: ignore[no-untyped-call]
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    plan = list(blocks(rows, [Span(0, 0, k.shape[-2])], causal=True))
+    out: Tensor = _WholeKeys.apply(*as_heads(q, k, v, grouped=grouped), plan, Rule(scale))  # type: ignore[no-untyped-call]
+    return out.reshape(*lead, q.shape[-2], v.shape[-1])

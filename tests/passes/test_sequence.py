@@ -1,0 +1,343 @@
+"""Context parallel (`sequence:`): loss and every gradient are those of one device, whatever reads positions, whichever
+keys a mask shows, and together with every other axis.
+
+Each of the details that go wrong elsewhere (docs/sequence.md has the list, with sources) has a test here; the name of
+the detail stands in the test's docstring.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardc
+from shardc.capture import capture
+from tests import equality, zoo
+from tests.equality import assert_equal
+from tests.zoo import BATCH, HEADS, HIDDEN, SEQ, VOCAB, hf, hf_more, labels, ready, tokens
+
+CP: dict[str, Any] = {"axis": "cp"}
+
+
+@functools.lru_cache(maxsize=4)  # cases come model by model
+def reference(name: str) -> equality.Reference:
+    families = hf.FAMILIES | hf_more.FAMILIES
+    return equality.reference(zoo.ALL[name] if name in zoo.ALL else lambda: hf.build(families[name]))
+
+
+def check(one: equality.Reference, mesh: dict[str, int], **more: Any) -> shardc.Program:
+    program = one.compile({"shardc": 1, "mesh": mesh, "sequence": CP, **more})
+    assert_equal(shardc.verify.simulate(program, one.model, one.batch), one.loss, one.grads)
+    assert equality.unnoticed(program) == []
+    return program
+
+
+# --- models
+
+#: What is special in each: masks that are causal (llama), sliding (mistral, gemma2, gemma3, with soft caps), padded
+#: (bert, with attention_mask), none (vit-like towers are refused by their batch), cross attention and relative biases
+#: (t5), sinks and experts (gpt_oss), experts with an auxiliary loss (mixtral), latent attention (deepseek_v3_dense),
+#: alibi (bloom), a state space (mamba), short convolutions (lfm2), disentangled positions (deberta_v2).
+MODELS = (
+    "gpt",
+    "llama",
+    "bert",
+    "t5",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "mixtral",
+    "deepseek_v3_dense",
+    "bloom",
+    "mamba",
+    "lfm2",
+    "deberta_v2",
+)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, cp: int) -> None:
+    check(reference(name), {"cp": cp})
+
+
+TP = {"shard": {"use": "structure"}}
+PP = {"pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2}}
+AGAIN = {"checkpoint": [{"match": "model.layers.*", "save": []}]}
+TOGETHER: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tp": ({"cp": 2, "tp": 2}, TP),
+    "the model's plan": ({"cp": 2, "tp": 4}, {"shard": {"use": "model"}}),
+    "tp, split activations": ({"cp": 2, "tp": 2}, TP | {"activations": {"model.embed_tokens": {1: "tp"}}}),
+    "pp": ({"pp": 2, "cp": 2}, PP),
+    "pp, zb-v": ({"pp": 2, "cp": 2}, PP | {"pipeline": {"axis": "pp", "stages": 4, "schedule": "zb-v"}}),
+    "dp, tp, pp": ({"pp": 2, "dp": 2, "cp": 2, "tp": 2}, TP | PP),
+    "zero 1": ({"dp": 2, "cp": 2}, {"data": {"zero": 1}}),
+    "zero 2, lowered": ({"dp": 2, "cp": 2}, {"data": {"zero": 2}, "lower": True}),
+    "zero 3": ({"dp": 2, "cp": 4}, {"data": {"zero": 3}}),
+    "zero 3 over cp": ({"cp": 4}, {"data": {"zero": 3}}),
+    "zero 3 over cp, copies over dp": ({"dp": 2, "cp": 2}, {"data": {"zero": 3, "axis": ["dp", "cp"]}}),
+    "recomputed": ({"cp": 2}, AGAIN),
+    "recomputed, lowered": ({"cp": 2}, AGAIN | {"lower": True}),
+    "microbatches": ({"cp": 2, "dp": 2}, {"batch": {"microbatches": 4}}),
+    "padded": ({"cp": 3}, {"uneven": "pad"}),
+    "padded, tp": ({"cp": 3, "tp": 2}, TP | {"uneven": "pad"}),
+    "the loss in chunks": ({"cp": 2}, {"loss": {"chunks": 4}}),
+    "eight ranks": ({"cp": 8}, {}),
+}
+
+
+@pytest.mark.parametrize("what", TOGETHER)
+def test_with_every_other_section(what: str) -> None:
+    mesh, more = TOGETHER[what]
+    check(reference("llama"), mesh, **more)
+
+
+@pytest.mark.parametrize("name", ["t5", "bert"])
+def test_padded_sequences_of_other_models(name: str) -> None:
+    check(reference(name), {"cp": 3}, uneven="pad")
+
+
+def test_experts() -> None:
+    """Detail 10: the router's auxiliary loss counts the tokens of all ranks."""
+    family = hf_more.FAMILIES["mixtral"]
+    one = equality.reference(lambda: hf.build(family, output_router_logits=True, router_aux_loss_coef=0.1))
+    check(one, {"cp": 2, "ep": 2}, experts=[{"match": "*.experts", "axis": "ep"}])
+
+
+# --- what reads positions
+
+
+class Reads(nn.Module):
+    """Something that looks at a whole sequence f[b, s, h], between two layers that look at single tokens."""
+
+    def __init__(self, what: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
+        self.conv = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1, groups=4)
+        self.table = nn.Embedding(2 * SEQ, HIDDEN)
+        self.what = what
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        y = self.out(self.what(self, self.embed(ids)))
+        targets = targets if y.shape[1] == targets.shape[1] else targets[:, : y.shape[1]]
+        return F.cross_entropy(y.flatten(0, 1), targets.flatten())
+
+
+def rotated(m: Any, x: Tensor) -> Tensor:
+    """Rotary positions, computed in forward."""
+    place = torch.arange(x.shape[1], dtype=x.dtype)
+    angles = torch.outer(place, 1.0 / 100 ** (torch.arange(0, HIDDEN, 2, dtype=x.dtype) / HIDDEN)).repeat(1, 2)
+    half = torch.cat([-x[..., HIDDEN // 2 :], x[..., : HIDDEN // 2]], -1)
+    return x * angles.cos() + half * angles.sin()
+
+
+def relative(m: Any, x: Tensor) -> Tensor:
+    """A bias for each distance."""
+    place = torch.arange(x.shape[1])
+    bias = m.table((place[:, None] - place[None, :]).abs()).mean(-1)
+    return torch.softmax(x @ x.transpose(1, 2) + bias, -1) @ x
+
+
+READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "positions of arange": lambda m, x: x + m.table(torch.arange(x.shape[1])),
+    "a part of a table": lambda m, x: x + m.table.weight[: x.shape[1]],
+    "rotary": rotated,
+    "relative bias": relative,
+    "shift": lambda m, x: F.pad(x[:, 1:], (0, 0, 0, 1)),
+    "the next token": lambda m, x: x[:, :-1],
+    "every other token": lambda m, x: x[:, ::2],
+    "roll": lambda m, x: x + x.roll(1, 1),
+    "flip": lambda m, x: x + x.flip(1),
+    "cumsum": lambda m, x: x.cumsum(1),
+    "conv": lambda m, x: m.conv(x.transpose(1, 2)).transpose(1, 2),
+    "causal conv": lambda m, x: F.conv1d(F.pad(x.transpose(1, 2), (2, 0)), m.conv.weight, groups=4).transpose(1, 2),
+    "the mean": lambda m, x: x - x.mean(1, keepdim=True),
+    "the first token": lambda m, x: x + x[:, :1],
+    "the last token": lambda m, x: x + x[:, -1].unsqueeze(1),
+    "the largest": lambda m, x: x + x.amax(1, keepdim=True),
+    "softmax over tokens": lambda m, x: x.softmax(1),
+    "sort": lambda m, x: x.sort(1).values,
+    "diff": lambda m, x: F.pad(x.diff(dim=1), (0, 0, 1, 0)),
+    "tokens in pairs": lambda m, x: x + x.view(x.shape[0], -1, 2, HIDDEN).mean(2).repeat_interleave(2, 1),
+    "halves": lambda m, x: torch.cat(x.chunk(2, 1)[::-1], 1),
+    "tril": lambda m, x: (x @ x.transpose(1, 2)).tril() @ x,
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_positions(what: str) -> None:
+    """Details 1 and 2: the sequence's order is one device's for all that reads it, and shifts cross ranks' borders."""
+    one = equality.reference(lambda: (ready(Reads(READS[what]), torch.float64), {"ids": tokens(), "targets": labels()}))
+    check(one, {"cp": 4})
+
+
+# --- attention
+
+
+class Attends(nn.Module):
+    """One layer of attention as a function of queries, keys and values f[b, heads, s, d] and what else a batch has."""
+
+    def __init__(self, how: Callable[..., Tensor], groups: int = HEADS) -> None:
+        super().__init__()
+        size = HIDDEN // HEADS
+        self.embed, self.out = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
+        self.q, self.k, self.v = (nn.Linear(HIDDEN, n * size) for n in (HEADS, groups, groups))
+        self.sink = nn.Parameter(torch.zeros(HEADS))
+        self.how = how
+
+    def forward(self, ids: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
+        x = self.embed(ids)
+        b, s, h = x.shape
+        q, k, v = (f(x).view(b, s, -1, h // HEADS).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = self.how(self, q, k, v, **more).transpose(1, 2).reshape(b, s, h)
+        return F.cross_entropy(self.out(x + y).flatten(0, 1), targets.flatten())
+
+
+sdpa = F.scaled_dot_product_attention
+
+
+def places() -> tuple[Tensor, Tensor]:
+    place = torch.arange(SEQ)
+    return place[:, None], place[None, :]
+
+
+def seen(rows: Tensor, columns: Tensor, window: int = 5, prefix: int = 4) -> dict[str, Tensor]:
+    causal = columns <= rows
+    return {
+        "causal": causal,
+        "window": causal & (rows - columns < window),
+        "chunked": causal & (rows // window == columns // window),
+        "prefix": causal | (columns < prefix),
+        "some rows see nothing": (columns < rows - 3),
+    }
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + bias
+    return torch.softmax(scores.masked_fill(~mask, -1e9), -1) @ v
+
+
+def sinks(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """gpt-oss: one more column, which nothing is behind."""
+    scores = (q @ k.transpose(-2, -1)).masked_fill(~seen(*places())["causal"], -1e9)
+    sink = m.sink.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+    return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1] @ v
+
+
+def documents(m: Any, q: Tensor, k: Tensor, v: Tensor, document: Tensor) -> Tensor:
+    same = document[:, None, :, None] == document[:, None, None, :]
+    return sdpa(q, k, v, same & seen(*places())["causal"])
+
+
+def linear(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention without softmax: a sum over keys first."""
+    return F.elu(q) @ (F.elu(k).transpose(-2, -1) @ v)
+
+
+def documents_of_uneven_lengths() -> Tensor:
+    """i64[8, 16]: their borders are no rank's."""
+    return torch.stack([(torch.arange(SEQ) * (2 + i % 3) + i) // 11 for i in range(BATCH)])
+
+
+HOW: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "full": (lambda m, q, k, v: sdpa(q, k, v), HEADS),
+    "is_causal": (lambda m, q, k, v: sdpa(q, k, v, is_causal=True), HEADS),
+    "is_causal, 2 kv heads": (lambda m, q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True), 2),
+    "is_causal, 1 kv head": (lambda m, q, k, v: sdpa(q, k, v, is_causal=True, enable_gqa=True), 1),
+    "is_causal, scaled": (lambda m, q, k, v: sdpa(q, k, v, is_causal=True, scale=0.3), HEADS),
+    "is_causal, wide values": (lambda m, q, k, v: sdpa(q, k, torch.cat([v, v], -1), is_causal=True)[..., :8], HEADS),
+    "is_causal, one key and value for all heads": (
+        lambda m, q, k, v: sdpa(q, k[:, :1], v[:, :1], is_causal=True),
+        HEADS,
+    ),
+    "eager": (lambda m, q, k, v: eager(q, k, v, seen(*places())["window"]), HEADS),
+    "eager, alibi": (
+        lambda m, q, k, v: eager(q, k, v, seen(*places())["causal"], -0.1 * (places()[0] - places()[1]).abs()),
+        HEADS,
+    ),
+    "sinks": (sinks, HEADS),
+    "linear": (linear, HEADS),
+    **{
+        f"a mask: {what}": (lambda m, q, k, v, what=what: sdpa(q, k, v, seen(*places())[what]), HEADS)  # type: ignore[misc]
+        for what in seen(*places())
+    },
+    "a float mask": (
+        lambda m, q, k, v: sdpa(
+            q, k, v, torch.zeros(SEQ, SEQ, dtype=q.dtype).masked_fill(~seen(*places())["window"], -torch.inf)
+        ),
+        HEADS,
+    ),
+}
+
+
+def built(how: Callable[..., Tensor], groups: int = HEADS, **more: Tensor) -> equality.Reference:
+    batch = {"ids": tokens(), "targets": labels(), **more}
+    return equality.reference(lambda: (ready(Attends(how, groups), torch.float64), batch))
+
+
+@pytest.mark.parametrize("what", HOW)
+def test_masks(what: str) -> None:
+    """Details 3 (no mask is dropped), 4 (global indices), 6 (rows without keys), 7 (gradients of all ranks' keys),
+    8 (fewer kv heads than ranks), 13 (a sink's gradient is a sum over ranks)."""
+    one = built(*HOW[what])
+    for mesh, more in (({"cp": 4}, {}), ({"cp": 3}, {"uneven": "pad"})):
+        check(one, mesh, **more)
+
+
+def test_documents() -> None:
+    """Detail 15: documents that cross ranks' borders, by ids of the batch."""
+    check(built(documents, document=documents_of_uneven_lengths()), {"cp": 4})
+
+
+@pytest.mark.parametrize("name", ["gpt", "bert", "t5"])
+def test_dropout_does_not_know_the_mesh(name: str) -> None:
+    """Detail 14: also of attention's weights, whose queries are split."""
+    with zoo.Wide():
+        model, batch = zoo.ALL[name](dropout=0.2)
+        captured = capture(model, batch)
+        one, *many = (
+            shardc.compile(
+                model, batch, {"shardc": 1, "mesh": {"cp": n}, "sequence": CP, "uneven": "pad"}, captured=captured
+            )
+            for n in (1, 2, 3)
+        )
+    want = shardc.verify.simulate(one, model, batch, seed=7)
+    for program in many:
+        assert_equal(shardc.verify.simulate(program, model, batch, seed=7), want.loss, want.grads)
+
+
+# --- what is refused
+
+
+def refused(spec: dict[str, Any]) -> shardc.ShardcError:
+    one = reference("gpt")
+    with pytest.raises(shardc.ShardcError) as caught:
+        one.compile({"shardc": 1, "mesh": {"cp": 3}, **spec})
+    return caught.value
+
+
+def test_sizes_that_do_not_divide() -> None:
+    error = refused({"sequence": CP})
+    assert "input 'ids': the sequence of 16 (dim 1) does not divide by cp=3" in str(error)
+    assert "cp=2 or 4" in error.fix
+    assert "{ids: null}" in error.fix
+
+
+def test_dims_that_are_not_there() -> None:
+    assert "pattern 'idz' matches no input" in str(refused({"sequence": {"axis": "cp", "dims": {"idz": 1, "*": 1}}}))
+    assert "the batch's and the sequence's" in str(
+        refused({"mesh": {"cp": 2, "dp": 2}, "sequence": {"axis": "cp", "dims": {"*": 0}}})
+    )
+    assert "no input has a sequence" in str(refused({"sequence": {"axis": "cp", "dims": {"*": None}}}))
+
+
+def test_an_input_that_stays_whole() -> None:
+    """Its part is cut where it meets what is split."""
+    check(reference("llama"), {"cp": 2}, sequence={"axis": "cp", "dims": {"labels": None, "*": 1}})
