@@ -36,13 +36,19 @@ Builder = Callable[[], nn.Module]
 class Recipe:
     """How to compute each parameter and buffer of a model. names: FQN (all names of tied
     tensors) -> place on the tape. notes: what to tell of weights that building it read from files. folder: where
-    those came from.
+    those came from. reseeded: building it gave torch this seed, which plays no role; None: it did not.
     """
 
     tape: Tape
     names: dict[str, Ref]
     notes: tuple[str, ...] = ()
     folder: Path | None = None
+    reseeded: int | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Are any of its values random?"""
+        return any(self.tape.entries[i].random >= 0 for i in self.tape.closure(r.storage for r in self.names.values()))
 
     def materialise(self, fqn: str, seed: int, device: torch.device | str = "cpu") -> Tensor:
         """The whole tensor of this name, in the dtype that the builder gave it; new memory on every call.
@@ -70,6 +76,9 @@ _EMPTY = {
 }
 
 
+_NOBODYS = 0x5EED_0F_4E0B0D7  # torch has this seed while a model is built, unless that gives it another
+
+
 def record(builder: Builder) -> tuple[nn.Module, Recipe]:
     """Run a zero-argument builder without memory: the model it builds, on the meta device, and the recipe of its
     values.
@@ -77,8 +86,12 @@ def record(builder: Builder) -> tuple[nn.Module, Recipe]:
     Raises ShardcError, with the line, where building depends on random values or uses randomness that is not torch's.
     """
     with Recorder() as recorder, lazily(recorder):
-        before = _foreign_randomness()
+        before, state = _foreign_randomness(), torch.get_rng_state()
+        torch.default_generator.manual_seed(_NOBODYS)
         model = builder()
+        reseeded = seed if (seed := torch.initial_seed()) != _NOBODYS else None
+        if reseeded is None:
+            torch.set_rng_state(state)
         if not isinstance(model, nn.Module):
             raise ShardcError(
                 f"the builder returned a {type(model).__name__}, not a torch.nn.Module", fix="return the model"
@@ -93,7 +106,7 @@ def record(builder: Builder) -> tuple[nn.Module, Recipe]:
                 )
         names = {name: recorder.ref(x) for name, x in named_tensors(model)}
     _settle_attributes(model, recorder)
-    return model, Recipe(recorder.tape, names, tuple(recorder.notes), recorder.folder)
+    return model, Recipe(recorder.tape, names, tuple(recorder.notes), recorder.folder, reseeded)
 
 
 def record_reset(model: nn.Module) -> Recipe:

@@ -30,7 +30,8 @@ class Weights:
     tensor; it may be the source's own memory and lie on another device. tied(names): are these present names one
     tensor, or equal? sliced: what lies in files, of which a rank reads its part alone; drawn: what is random, of which
     it computes its part alone. model: the module that they are the weights of, if there is one; its own values do not
-    count. notes: what to tell of them. folder: where they came from, if from a folder.
+    count. notes: what to tell of them. folder: where they came from, if from a folder. overruled: what to tell of a
+    seed that building the model set for nothing.
     """
 
     what: str
@@ -42,6 +43,7 @@ class Weights:
     model: nn.Module | None = None
     notes: tuple[str, ...] = ()
     folder: Path | None = None
+    overruled: str = ""
 
 
 def weights(source: Any, seed: int) -> Weights:
@@ -56,9 +58,19 @@ def weights(source: Any, seed: int) -> Weights:
         return _of_files(source)
     if callable(source):
         model, recipe = record(source)
-        return replace(_of_recipe(recipe, seed), model=model, notes=recipe.notes, folder=recipe.folder)
+        overruled = "" if recipe.reseeded is None or not recipe.draws else _overruled(model, recipe.reseeded, seed)
+        made = _of_recipe(recipe, seed)
+        return replace(made, model=model, notes=recipe.notes, folder=recipe.folder, overruled=overruled)
     fix = "pass a model, a function that builds it, a state_dict or the path of one"
     raise ShardcError(f"weights cannot come from a {type(source).__name__}", fix=fix)
+
+
+def _overruled(model: nn.Module, given: int, seed: int) -> str:
+    return (
+        f"building {type(model).__name__} calls torch.manual_seed({given}), which has no effect: its weights are drawn"
+        f" from seed={seed} (of the engine, or --seed), each by itself, and are not those that torch would draw one"
+        " after the other. To train from those, pass the model itself, or its weights"
+    )
 
 
 def weights_for(model: Any, files: Any, seed: int) -> Weights:
@@ -168,7 +180,10 @@ def from_files(path: Any, base: Weights, seed: int) -> Weights:
     notes = (*base.notes, *placed.notes(base.model))
     folder = base.folder or placed.files.folder
     computed = {n: x for n, x in base.drawn.items() if n not in sliced}
-    return Weights(base.what, base.shapes, get, tied, {**kept, **sliced}, computed, base.model, notes, folder)
+    overruled = base.overruled if computed else ""
+    return Weights(
+        base.what, base.shapes, get, tied, {**kept, **sliced}, computed, base.model, notes, folder, overruled
+    )
 
 
 _CPU = torch.device("cpu")

@@ -35,6 +35,7 @@ from shardc.runtime.step import (
     outputs,
     param_groups,
     partial_grad_guard,
+    random_fill,
     resumed,
     user_changes,
 )
@@ -44,6 +45,7 @@ from shardc.runtime.step.communicators import groups_of, runtime_mesh
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.interpreter import Interpreter, StepHooks
 from shardc.runtime.step.loss_scale import LossScaler
+from shardc.runtime.step.stepped_once import SteppedOnce
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
@@ -53,6 +55,9 @@ from shardc.runtime.zero.optimizer_list import as_one
 
 #: Returns a torch.optim.Optimizer, or a list of them
 OptimizerOf = Callable[[param_groups.NamedParameters], Any]
+
+
+_WRITE_ALIKE = "write to engine.params, under torch.no_grad(), on all ranks alike"
 
 
 def adamw(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
@@ -155,6 +160,8 @@ class Engine:
         given = state.weights_for(model, weights, seed)
         self.weight_notes = given.notes
         self._told: set[str] = set()
+        if given.overruled:
+            self._tell(given.overruled)
         changed = user_changes.check_as_compiled(program, given.model, built=given.model is not model)
         user_changes.tell_once(changed, self._told, self._tell)
         user_changes.tell_eval_mode(program, self._tell)
@@ -173,9 +180,12 @@ class Engine:
         split = {n for n in self.params if norm_axes(program, n)}
         partial = self.buckets.names | split
         self._watched = user_changes.Watched(program, self.params, self.buckets.runs, partial)
+        parted = split | self.buckets.runs.keys()
+        random_fill.refuse((p.fqn, self.params[p.name]) for p in program.params if p.name in parted)
         self.optimizer = (
             self._optimizer(optimizer) if optimizer is not None else None
         )  # None also where a rank has nothing to train
+        self._once = SteppedOnce(self.optimizer)  # before schedulers are made, which look at its method `step`
         if check:
             agreement.check(self.mesh, agreement.optimizer_facts(program, self.optimizer), "making an engine")
         whole = (
@@ -198,6 +208,7 @@ class Engine:
             if scheduler is not None and self.optimizer is not None
             else None
         )
+        self._note_schedulers()
         self.loaders = Loaders()
         self._same_rows = agreement.SameRows()
         self._waiting = self._told_replaced = False  # gradients of `backward` for `update`
@@ -258,6 +269,9 @@ class Engine:
         """A line on the first rank's stderr."""
         if self.mesh.rank == 0:
             print(f"note: {note}", file=sys.stderr, flush=True)
+
+    def _note_schedulers(self) -> None:
+        self._once.note(self._schedulers.members if self._schedulers is not None else ())
 
     @property
     def step_count(self) -> int:
@@ -323,6 +337,7 @@ class Engine:
     @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed
     def _backward(self, batch: Any, *, local: bool, gather: bool) -> Any:
         self._check()
+        self._once.check()
         self._saves.poll()
         torch_modes.check("engine.step", self.mesh.device.type)
         self._watched.check()
@@ -365,6 +380,7 @@ class Engine:
             stated("the number of steps done", self.rng.step, fix="load one checkpoint into all ranks"),
             stated("the seed", self.rng.seed, fix="give all ranks one seed"),
             Fact("the learning rate", hashed(rates), stage, fix=same, shown=", ".join(map(str, dict.fromkeys(rates)))),
+            stated("whether parameters were written to", self.buckets.written, stage, fix=_WRITE_ALIKE),
         ]
 
     def _take(self, batch: Any, *, local: bool) -> tuple[Interpreter, list[dict[str, Any]]]:
@@ -379,6 +395,7 @@ class Engine:
             call = "a step" if self.rng.training else "evaluating"
             alike = agreement.check(self.mesh, [*facts, *self._facts()], call)
             self._same_rows.look(self.program, batch, facts, alike, self._tell)
+        self._gather_written()
         interpreter, constants = self._sized(batch, local=local)
         program = interpreter.program
         parts = inputs.microbatches(program, inputs.take(program, batch, self.mesh, local=local))
@@ -386,6 +403,11 @@ class Engine:
         values = [{**stored, **dict(zip((x.name for x in program.inputs), given, strict=True))} for given in parts]
         interpreter.count(values)
         return interpreter, values
+
+    def _gather_written(self) -> None:
+        """What somebody wrote to `.params`, of which ZeRO 1 and 2 keep a copy on every rank, goes to all ranks."""
+        if self.buckets.written:
+            self.buckets.publish()
 
     def _sized(self, batch: Any, *, local: bool) -> tuple[Interpreter, dict[str, Tensor]]:
         """What runs a batch, and constants of its own: the engine's program, or one for its sizes or for evaluating,
@@ -423,7 +445,8 @@ class Engine:
             self._norm.add(names)
         if self._stepping and self._overlapped is not None and names and not self._skipping:
             self._whole = False
-            self._overlapped.step(names)
+            with self._once.by_the_engine():
+                self._overlapped.step(names)
 
     def update(self) -> None:
         """The second half of `step`: clip, and step the optimizer."""
@@ -440,7 +463,8 @@ class Engine:
                 if self.clip_norm is not None and self.grad_norm is not None:
                     self._norm.clip(self.clip_norm, self.grad_norm)
                 if self.optimizer is not None and not self._stepping:
-                    (self._paged or self.optimizer).step()
+                    with self._once.by_the_engine():
+                        (self._paged or self.optimizer).step()
                 self.buckets.publish()
         updated = not self._whole
         self.buckets.narrow()
@@ -450,7 +474,10 @@ class Engine:
         self.loaders.note_step()
         self._whole = True
         if self._schedulers is not None and updated:  # a step that is skipped is none for the schedule either
-            self._schedulers.step()  # the user's, which may fail: the state is that of a step by now
+            try:
+                self._schedulers.step()  # the user's, which may fail: the state is that of a step by now
+            finally:
+                self._note_schedulers()
         if self._check_every and self.rng.step % self._check_every == 0 and not self.program.offload.used:
             self._compare_replicas("a step")
 
@@ -626,6 +653,7 @@ class Engine:
             self.scaler.load_state_dict(extra["loss_scale"])
         if self._schedulers is not None and "scheduler" in extra:
             self._schedulers.load_state_dict(extra["scheduler"])
+            self._note_schedulers()
         self.loaders.load_state_dict(extra.get("loaders", {}))
         self._whole = True
         for note in resumed.replaced(before, resumed.settings(self.optimizer, self._schedulers)):
@@ -648,7 +676,9 @@ class Engine:
         """
         with self.mesh.together("full_state_dict"):
             if self._checks:
-                agreement.check(self.mesh, [stated("rank0_only", rank0_only)], "full_state_dict")
+                stage = (self.program.axis,) if self.program.axis else ()
+                written = stated("whether parameters were written to", self.buckets.written, stage, fix=_WRITE_ALIKE)
+                agreement.check(self.mesh, [stated("rank0_only", rank0_only), written], "full_state_dict")
             return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers, rank0_only=rank0_only)
 
     def export(
@@ -662,6 +692,7 @@ class Engine:
         with an index. Returns the folders written. Raises ShardcError, on all ranks, where it cannot be written.
         """
         self._check()
+        self._gather_written()
         self.buckets.wait_for_gathers()
         with self.mesh.together("exporting"), self._offload.at_home():
             return state.export_safetensors(
@@ -682,6 +713,7 @@ class Engine:
         """{placeholder name: this rank's whole local part, detached}. What ZeRO keeps cut is gathered when it is asked
         for, a bucket at a time: all ranks must ask alike.
         """
+        self._gather_written()
         return self.buckets.wholes()
 
     def close(self) -> None:

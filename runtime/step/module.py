@@ -29,6 +29,7 @@ from shardc.runtime.step import (
     op_errors,
     outputs,
     partial_grad_guard,
+    random_fill,
     state_dict_marks,
     user_changes,
 )
@@ -166,8 +167,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
     part of a batch, as the model's forward would, and returns the global loss, 0-dim. When `loss.backward()` returns,
     the gradients are those of the global loss. The loss may be scaled, and terms that use parameters directly be added
     to it: sums over elements, whose gradient is that of this rank's part (at ZeRO 1 and 2 compute them after forward,
-    which gathers parameters). `precision.loss_scale` is the engine's: a loop of one's own scales the loss itself
-    (shardc.runtime.step.loss_scale has the means). Dropout draws new masks in every training forward; `eval()` switches
+    which gathers parameters). Dropout draws new masks in every training forward; `eval()` switches
     it and BatchNorm as usual.
 
     At ZeRO >= 1 each parameter here is this rank's flat stretch of it (1-d, perhaps empty), in state_dict too: any
@@ -199,6 +199,14 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                 f"this program is a pipeline over {program.axis}: its stages run forward and backward by a schedule",
                 where="pipeline",
                 fix="use program.engine(...)",
+            )
+        if program.loss_scale is not None:
+            raise ShardcError(
+                "the engine scales the loss, and leaves out updates whose gradients are not finite: a module steps no"
+                " optimizer, so nothing would be scaled",
+                where="precision.loss_scale",
+                fix="use program.engine(...); or leave loss_scale out, multiply the loss by a number before backward,"
+                " and divide each .grad by it",
             )
         if program.offload.used:
             raise ShardcError(
@@ -233,6 +241,8 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             buffers,
         )
         user_changes.tell_eval_mode(program, self._running.tell)
+        if given.overruled:
+            self._running.tell(given.overruled)
         user_changes.tell_once(changed, self._running.told, self._running.tell)
 
     def _hold(self, running: _Running, buffers: Mapping[str, Tensor]) -> None:
@@ -250,11 +260,15 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                     )
                 )
         self._held = held
+        parted = running.buckets.runs.keys() | {p.name for p in program.params if norm_axes(program, p.name)}
+        random_fill.refuse((p.fqn, running.buckets.owned[p.name]) for p in program.params if p.name in parted)
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
         for b in program.buffers:
             for fqn in (b.fqn, *b.aliases) if b.fqn else ():
                 parent, name = _home(self, fqn)
                 parent.register_buffer(name, buffers[b.name], persistent=b.persistent)
+        for name in program.still:  # also what holds no parameter, such as a dropout: its user may ask for its mode
+            _home(self, f"{name}.")[0].eval()
         self.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_check_marks)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(running.updates.note)  # type: ignore[no-untyped-call]
@@ -280,7 +294,9 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         result._hold(_running(r.program, r.model, r.mesh, rng, buckets, r.check_every, r.check), buffers)
         memo[id(self)] = result
         memo.update({id(p): buckets.owned[name] for name, p in owned.items()})
-        return result.train(self.training)
+        for copied, m in zip(result.modules(), self.modules(), strict=True):
+            copied.training = m.training
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardcError(
@@ -305,7 +321,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         if self.training and torch.is_grad_enabled():
             r.optimizers.look(changed=r.updates.written)
         user_changes.check_held(self._held)
-        user_changes.check_submodules(self)
+        user_changes.check_submodules(self, r.program.still)
         user_changes.check_attributes(r.program, r.told, r.tell)
         batch = inputs.from_call(r.program, inputs.arguments(r.model), args, kwargs)
         if r.check:

@@ -51,6 +51,8 @@ def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
         what = "the model was in eval mode when it was compiled, and is in training mode now: a program has no dropout"
         fix = "call it before compiling; to train without dropout, call eval() on the model that is given here"
         raise ShardcError(what, where="model.train()", fix=fix)
+    if model.training and not built:
+        _check_still(program.still, {name: m.training for name, m in model.named_modules()}, "model")
     return program.check_attributes(model) if program.check_attributes is not None else {}
 
 
@@ -219,10 +221,27 @@ class Watched:
         errors.raise_any()
 
 
-def check_submodules(root: nn.Module) -> None:
-    """Raises ShardcError for submodules of a module that holds parameters for a program, and runs none of them: hooks
-    on them, and a mode of their own.
+def _check_still(still: Collection[str], training: Mapping[str, bool], model: str) -> None:
+    """Raises ShardcError for submodules that train now, by their names, and were in eval mode when the rest of the
+    model trained. Of nested ones the outermost are named.
     """
+    woken = [name for name in still if training.get(name)]
+    errors = Errors()
+    for name in woken:
+        if not any(name.startswith(f"{outer}.") for outer in woken):
+            what = "this submodule was in eval mode when the model was compiled, and is in training mode now, which"
+            what += f" would change nothing: {model}.train() does that to all of them"
+            fix = f"call {model}.{name}.eval() after {model}.train(); or, to train it, train() before shardc.compile"
+            errors.add(what, where=name, fix=fix)
+    errors.raise_any()
+
+
+def check_submodules(root: nn.Module, still: Collection[str]) -> None:
+    """Raises ShardcError for submodules of a module that holds parameters for a program, and runs none of them: hooks
+    on them, and a mode of their own. still: those that were in eval mode at capture, and are that in training too.
+    """
+    if root.training:
+        _check_still(still, {name: m.training for name, m in root.named_modules()}, "module")
     errors = Errors()
     for name, m in root.named_modules():
         if m is root:
@@ -230,7 +249,7 @@ def check_submodules(root: nn.Module) -> None:
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
             what = "a hook on this submodule would never run: the program replaces its forward and backward"
             errors.add(what, where=name, fix="let the loss function return the value: it comes back beside the loss")
-        elif m.training != root.training:
+        elif m.training != root.training and not any(f"{name}.".startswith(f"{outer}.") for outer in still):
             what = (
                 f"this submodule is in {_mode(m)} mode and the module in {_mode(root)} mode, which would change nothing"
             )

@@ -26,6 +26,7 @@ from shardc.runtime.zero.sharded_bucket import ShardedBucket
 from shardc.runtime.zero.sharded_grad_bucket import ShardedGradBucket
 from shardc.runtime.zero.sharded_param_bucket import ShardedParamBucket
 from shardc.runtime.zero.sharded_state_bucket import ShardedStateBucket
+from shardc.runtime.zero.whole_params import WholeParams
 
 Reduced = Callable[[Sequence[str]], None]
 
@@ -254,6 +255,11 @@ class Buckets:
         """After an update: begin to gather what other ranks updated, first what forward needs first."""
         for b in reversed(self._all):
             b.publish()
+
+    @property
+    def written(self) -> bool:
+        """Has anybody written to parameters that are to be gathered, since `publish`?"""
+        return any(b.written for b in self._all if isinstance(b, WholeParams))
 
     def wait_for_gathers(self) -> None:
         """Wait for what `publish` began."""

@@ -22,6 +22,7 @@ class WholeParams(ShardedBucket):
         self._whole: Tensor | None = None
         self._master: Tensor | None = None
         self._gather = Work()
+        self._versions = 0
 
     def adopt(self, name: str, p: nn.Parameter) -> Any:
         if self._whole is None:
@@ -42,10 +43,23 @@ class WholeParams(ShardedBucket):
 
     def ready(self) -> None:
         assert self._master is not None
-        self._own_slices(self._master, trained=True)
+        # An engine asks whether anybody wrote to them (`written`): what gathers write beside them is counted apart. In
+        # a loop of the user's own torch has to see what is written between forward and backward.
+        self._own_slices(self._master if self.gives_empty else self._master.data, trained=True)
         for name, p in self.owned.items():
             p.requires_grad_(self.params[name].requires_grad)
         self._keep()
+        self._versions = self._version()
+
+    def _version(self) -> int:
+        return sum(p._version for p in self.owned.values())
+
+    @property
+    def written(self) -> bool:
+        """Has anybody written to this rank's part since it was last gathered? (Not by `.data`: torch does not count
+        such writes. Of an engine: where buckets are those of a loop of the user's, gathers count too.)
+        """
+        return self._version() != self._versions
 
     def publish(self) -> None:
         assert self._whole is not None
@@ -56,6 +70,7 @@ class WholeParams(ShardedBucket):
             if self._home is not None:
                 self._home.slot.behind()
         self._gather = self.mesh.start_all_gather(mine, self._whole, self.spec.shard, direction="update", tag=self.tag)
+        self._versions = self._version()
 
     def wait_for_gather(self) -> None:
         self._gather.wait()

@@ -133,6 +133,7 @@ def _write(program: Program, folder: Path) -> None:
         "loss_scale": program.loss_scale,
         "evaluates": program.evaluates,
         "eval_mode": program.eval_mode,
+        "still": program.still,
         "baked": program.baked,
         "offload": asdict(program.offload),
         "meta": program.meta | model_source.record(program.origins),
@@ -394,6 +395,7 @@ def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
         offload=OffloadPlaces(**offload),
         evaluates=manifest.get("evaluates", "alike"),
         eval_mode=manifest.get("eval_mode", False),
+        still=tuple(manifest.get("still", ())),
         baked=tuple((tuple(path), value) for path, value in manifest.get("baked", ())),
     )
 

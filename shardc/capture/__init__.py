@@ -89,6 +89,7 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     unchanged = [g for g in read_before if not g.changed]
     program.check_attributes = Attributes(model, reads.values, unchanged).check
     program.eval_mode = not model.training and reads.acts_otherwise(model)
+    program.still = reads.still(model)
     if program.eval_mode:
         program.notes += (EVAL_MODE,)
     branches = bool(reads.training) and any(m.training for m in model.modules())

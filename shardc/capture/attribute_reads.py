@@ -47,12 +47,13 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module), *vars(nn.Module())})
 @dataclass
 class Reads:
     """training: the lines that read `.training`, but for what torch's own modules do with it; own: one of them is of no
-    library. values: by module's name
-    the plain attributes that were read, as they were.
+    library; reading: the names of the modules that those of no library read it of. values: by module's name the plain
+    attributes that were read, as they were.
     """
 
     training: dict[str, Source] = field(default_factory=dict)
     own: bool = False
+    reading: set[str] = field(default_factory=set)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def acts_otherwise(self, model: nn.Module) -> bool:
@@ -60,12 +61,17 @@ class Reads:
         `self.training`, by the rates of dropout that it reads: most of its reads are about caches and checkpoints.
         """
         rates = (v for values in self.values.values() for n, v in values.items() if "drop" in n)
-        switched = (
-            getattr(m, "p", getattr(m, "dropout", 1)) != 0
-            for m in model.modules()
-            if isinstance(m, (*_SWITCHED, *NOT_SWITCHED))
-        )
-        return self.own or any(type(v) is float and v > 0 for v in rates) or any(switched)
+        return self.own or any(type(v) is float and v > 0 for v in rates) or any(map(_switched, model.modules()))
+
+    def still(self, model: nn.Module) -> tuple[str, ...]:
+        """The submodules in eval mode of a model of which other parts train, if they, or what is in them, would compute
+        something else in training mode: parts that are frozen (`model.encoder.eval()`).
+        """
+        if not any(m.training for m in model.modules()):
+            return ()
+        resting = {name: m for name, m in model.named_modules() if name and not m.training}
+        acting = [f"{name}." for name, m in resting.items() if name in self.reading or _switched(m)]
+        return tuple(name for name in resting if any(a.startswith(f"{name}.") for a in acting))
 
     def set_too(self, changes: Changes) -> dict[str, Source]:
         """The numbers that forward reads and then sets to others, with the line that does; they are taken out of
@@ -78,6 +84,11 @@ class Reads:
                 if type(values.pop(name)) in (int, float):
                     found[full] = changes.set[full]
         return found
+
+
+def _switched(m: nn.Module) -> bool:
+    """Does one of torch's own modules do something else in training mode?"""
+    return isinstance(m, (*_SWITCHED, *NOT_SWITCHED)) and getattr(m, "p", getattr(m, "dropout", 1)) != 0
 
 
 @contextmanager
@@ -99,7 +110,9 @@ def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
                         source.of_call() if isinstance(self, NOT_SWITCHED) else source.of_frame(frame, frame.f_lineno)
                     )
                     reads.training.setdefault(place.line or path, place)
-                    reads.own |= source.is_users(frame.f_code.co_filename)
+                    if source.is_users(frame.f_code.co_filename):
+                        reads.own = True
+                        reads.reading.add(path)
             elif name not in _OF_EVERY_MODULE and (f"{path}.{name}" if path else name) not in changes.written:
                 held = super(nn.Module, self).__getattribute__("__dict__")
                 if name in held or any(vars(c).get(name) is value for c in type(self).__mro__ if name in vars(c)):

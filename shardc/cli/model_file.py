@@ -97,8 +97,14 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
 
     def checked() -> nn.Module:
         with _users(path, f"{builder or 'model'}()"):
+            before = torch.get_rng_state()
             seed_everything(seed)
+            ours = torch.initial_seed()
             model = build()
+            if (
+                torch.initial_seed() == ours
+            ):  # else it is the user's, and whoever records this call says what becomes of it
+                torch.set_rng_state(before)
         if not isinstance(model, nn.Module):
             raise ShardcError(
                 f"{builder or 'model'}() returns a {type(model).__name__}", where=str(path), fix="return an nn.Module"

@@ -95,9 +95,23 @@ def batches(engine: Any, file: Any, split: str, seed: int) -> Batches | None:
 
     # ranks of other parts draw other rows; the epoch stands between, since a 0 at the end seeds as nothing does
     seed_everything(seed, 0, *((part,) if apart else ()))
+    ours = torch.initial_seed()
     source, train = make(), split == "train"
     if source is None:
         return None
+    found = _batches(source, make, engine, file, split, seed, apart=apart)
+    theirs = torch.initial_seed() if torch.initial_seed() != ours else _of_generator(source)
+    if theirs is not None and not isinstance(source, (list, tuple)) and not _in_order(source, train=train):
+        found.description += (
+            f" (drawn from --seed {seed}: the seed {theirs} that data() sets does not reach its epochs)"
+        )
+    return found
+
+
+def _batches(
+    source: Any, make: Callable[[], Any], engine: Any, file: Any, split: str, seed: int, *, apart: bool
+) -> Batches:
+    train = split == "train"
     if apart:
         return _part_of_a_stream(source, make, engine, seed)
     name = split if train else None
@@ -135,6 +149,22 @@ def _samples(loader: Loader) -> str:
     return f"{size} samples" + (
         f", {left} of which an epoch leaves out (batches of {loader.batch_size})" if left else ""
     )
+
+
+def _of_generator(source: Any) -> int | None:
+    """The seed of a DataLoader's own generator, which is not taken over; None without one."""
+    if not isinstance(source, DataLoader) or _taken_over(source) is None:
+        return None
+    of_sampler = source.generator or getattr(source.sampler, "generator", None)
+    return of_sampler.initial_seed() if of_sampler is not None else None
+
+
+def _in_order(source: Any, *, train: bool) -> bool:
+    """Is nothing drawn when it is read?"""
+    if isinstance(source, DataLoader):
+        options = _taken_over(source)
+        return options is not None and not options["shuffle"]
+    return isinstance(source, Dataset) and not isinstance(source, IterableDataset) and not train
 
 
 def _taken_over(loader: DataLoader[Any]) -> dict[str, Any] | None:

@@ -68,6 +68,7 @@ class Training:
     writing: int | None = None  # the step that is being saved in the background
     flops: int = 0  # of this rank's products in a step's forward, counted in the first
     waited: float = 0.0  # seconds for the batch of this step
+    empty: bool = False  # there was no held-out batch, and that was told
     asked: bool = False  # for a checkpoint after this step, by SIGUSR1
     losses: list[float] = dataclasses.field(default_factory=list)  # of the steps that were read
     unread: list[Unread] = dataclasses.field(default_factory=list)
@@ -326,6 +327,9 @@ class Training:
         with self._save_on_failure(f"the evaluation after step {self.engine.step_count}"):
             batches = self._until_stopped(self.valid.one_epoch())
             values: dict[str, float] = self.engine.evaluate_all(batches, local=self.valid.local)
+        if not values and not self.signals.seen and self.engine.mesh.rank == 0 and not self.empty:
+            self.empty = True
+            self.tell("note: data('valid') gives no batch: there is no held-out loss (return None where none is meant)")
         return values
 
     def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:

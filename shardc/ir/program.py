@@ -426,6 +426,8 @@ class Program:
     evaluates: Literal["alike", "otherwise", "untried"] = "alike"
     #: Was the model in eval mode, and would it compute something else in training mode? Training has no dropout then.
     eval_mode: bool = False
+    #: Submodules that were in eval mode while others trained, and would compute something else in training mode.
+    still: tuple[str, ...] = ()
     resize: Callable[[Program, Any, tuple[tuple[int, ...], ...], bool], Program] | None = field(
         default=None, compare=False, repr=False
     )  # (program, batch, its global shapes, training) -> a program for these; not saved

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from shardc.cli.training_data import Batches, batches
 from shardc.cli.training_loop import Training
@@ -88,3 +89,62 @@ def test_held_out_parts_of_unequal_length_are_an_error_on_all_ranks() -> None:
 @pytest.mark.parametrize("local", [False, True])
 def test_held_out_parts_of_equal_length_are_read_to_their_end(local: bool) -> None:
     assert held_out([3, 3], local) == [["batch 0", "batch 1", "batch 2"]] * 2
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.full((3,), float(i))
+
+
+def shuffled(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Rows(), batch_size=4, **options)
+
+
+def reseeded(source: Any) -> Any:
+    torch.manual_seed(7)
+    return source
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: reseeded(Rows()), True),
+        (lambda: reseeded(shuffled(shuffle=True)), True),
+        (lambda: shuffled(shuffle=True, generator=torch.Generator().manual_seed(7)), True),
+        (lambda: reseeded(Again()), True),
+        (lambda: reseeded(shuffled()), False),
+        (lambda: reseeded([torch.randn(4, 3)]), False),  # it drew all there is to draw
+        (lambda: shuffled(shuffle=True), False),
+        (Rows, False),
+    ],
+)
+def test_a_seed_of_data_that_decides_nothing_is_told(make: Any, told: bool) -> None:
+    def loader(dataset: Any, **options: Any) -> Any:
+        return SimpleNamespace(order=SimpleNamespace(size=8, rest=False), batch_size=4)
+
+    found = batches(
+        SimpleNamespace(loader=loader), SimpleNamespace(data=lambda split: make(), collate=None), "train", 3
+    )
+    assert found is not None
+    assert ("drawn from --seed 3: the seed 7 that data() sets does not reach its epochs" in found.description) == told
+
+
+def test_held_out_data_without_a_batch_are_told_once() -> None:
+    told: list[str] = []
+
+    def work(mesh: LoopbackMesh) -> None:
+        engine = SimpleNamespace(
+            mesh=mesh, step_count=3, evaluate_all=lambda batches, local: dict.fromkeys(batches, 0.0)
+        )
+        signals: Any = SimpleNamespace(seen=0)
+        for data in (["loss"], []):
+            valid = Batches(data, lambda: [], 0, local=False, description="")
+            training = Training(Run(), engine, valid, valid, SimpleNamespace(say=print), signals, told.append)  # type: ignore[arg-type]
+            for _ in range(2):
+                assert training.held_out() == dict.fromkeys(data, 0.0)
+
+    loopback(Mesh.of({"dp": 2}), work)
+    assert told == ["note: data('valid') gives no batch: there is no held-out loss (return None where none is meant)"]

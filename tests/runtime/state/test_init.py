@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import shardc
@@ -19,6 +21,7 @@ from shardc.runtime.random_draws import draw, draw_box
 from shardc.runtime.rng import Key
 from shardc.runtime.state.init import materialise_model, named_tensors, record, record_reset
 from shardc.runtime.state.parts import local_parameters
+from shardc.runtime.state.sources import weights_for
 from shardc.runtime.state.tape_slices import drawn
 
 torch.set_num_threads(1)
@@ -415,3 +418,30 @@ def test_recording_leaves_no_trace() -> None:
     assert nn.init._no_grad_trunc_normal_ is before
     assert torch.empty(2).device.type == "cpu"
     assert torch.empty(2, device="meta").is_meta
+
+
+def test_a_seed_that_building_sets_is_told_where_it_would_decide_weights(tmp_path: Path) -> None:
+    def seeded() -> nn.Module:
+        torch.manual_seed(42)
+        return nn.Linear(4, 4)
+
+    def constant() -> nn.Module:
+        torch.manual_seed(42)
+        made = nn.BatchNorm1d(4)
+        return made
+
+    torch.manual_seed(42)  # the same one: told all the same
+    said = weights_for(seeded, None, 7).overruled
+    assert "building Linear calls torch.manual_seed(42), which has no effect" in said
+    assert "drawn from seed=7" in said
+    save_file(nn.Linear(4, 4).state_dict(), tmp_path / "w.safetensors")
+    quiet: list[tuple[Any, Any]] = [
+        (lambda: nn.Linear(4, 4), None),
+        (constant, None),
+        (seeded(), None),  # a model: its values count
+        (seeded, tmp_path / "w.safetensors"),  # nothing is drawn
+    ]
+    for source, files in quiet:
+        state = torch.get_rng_state()
+        assert not weights_for(source, files, 7).overruled
+        assert source in (constant, seeded) or torch.equal(torch.get_rng_state(), state)

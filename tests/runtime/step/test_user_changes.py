@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,3 +207,84 @@ def test_clipping_by_hand_between_the_halves_of_an_engines_step_is_refused(mesh:
 
     for a, b in loopback(program.mesh, work):
         assert a == b
+
+
+class Frozen(nn.Module):
+    """An encoder with BatchNorm and dropout, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+        self.drop, self.inert, self.head = nn.Dropout(0.5), nn.Dropout(0.0), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.head(self.inert(self.drop(self.enc(x)))) - x).square().mean()
+
+
+def frozen() -> Frozen:
+    torch.manual_seed(0)
+    model = Frozen()
+    for part in (model.enc, model.drop, model.inert):
+        part.eval()
+    return model
+
+
+def test_parts_that_were_in_eval_mode_stay_so(tmp_path: Path) -> None:
+    """`module.train()` wakes all of them, which the program does not see; what the usual loop does then is right."""
+    program = shardc.compile(frozen(), BATCH, {"shardc": 1, "mesh": {"dp": 2}})
+    assert program.still == ("enc", "enc.1", "drop")  # the other dropout does nothing in either mode
+    program.save(tmp_path / "out")
+    assert shardc.load(tmp_path / "out").still == program.still
+    plain = frozen()
+    losses = [plain(**BATCH).item()] * 2
+
+    def work(mesh: LoopbackMesh) -> None:
+        module: Any = ShardedModule(program, frozen(), mesh=mesh)
+        found = [module(**module.local(BATCH)).item()]
+        module.train()
+        with pytest.raises(ShardcError, match=r"in training mode now(.|\n)*module.enc.eval\(\) after module.train"):
+            module(**module.local(BATCH))
+        module.enc.eval()
+        with pytest.raises(ShardcError, match=r"drop: this submodule was in eval mode"):
+            module(**module.local(BATCH))
+        module.drop.eval()
+        found.append(module(**module.local(BATCH)).item())
+        assert found == pytest.approx(losses, rel=1e-5)
+        copied: Any = copy.deepcopy(module)
+        assert not copied.enc.training
+        module.eval()
+        module(**module.local(BATCH))
+        module.train()
+        module.head.eval()
+        module.enc.eval()
+        module.drop.eval()
+        with pytest.raises(ShardcError, match=r"head: this submodule is in eval mode and the module in training mode"):
+            module(**module.local(BATCH))
+
+    loopback(program.mesh, work)
+
+
+def test_an_engine_is_not_given_a_model_with_another_part_frozen() -> None:
+    model = frozen()
+    program = shardc.compile(model, BATCH, {"shardc": 1, "mesh": {"dp": 1}})
+
+    def work(mesh: LoopbackMesh) -> None:
+        Engine(program, model, mesh=mesh).step(BATCH)
+        with pytest.raises(ShardcError, match=r"enc: this submodule was in eval mode .* model.train\(\) does that"):
+            Engine(program, model.train(), mesh=mesh)
+        Engine(program, model.eval(), mesh=mesh)  # from here on only weights are read
+        Engine(program, lambda: frozen().train(), mesh=mesh)
+
+    loopback(program.mesh, work)
+
+
+def test_a_module_does_not_scale_the_loss() -> None:
+    spec = {"shardc": 1, "mesh": {"dp": 1}, "precision": {"compute": "float16", "loss_scale": "dynamic"}}
+    program = shardc.compile(net(), BATCH, spec, prove=False)
+
+    def work(mesh: LoopbackMesh) -> None:
+        with pytest.raises(ShardcError, match=r"precision.loss_scale: the engine scales(.|\n)*program.engine"):
+            ShardedModule(program, net(), mesh=mesh)
+        assert Engine(program, net(), mesh=mesh).step(BATCH).isfinite()
+
+    loopback(program.mesh, work)

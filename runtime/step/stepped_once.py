@@ -1,0 +1,80 @@
+"""An engine steps its optimizer and its scheduler. Who steps them once more beside it, as the lines of a plain loop do
+that were left in, would update twice: that is an error, not a second update.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardc.errors import ShardcError
+from shardc.runtime.zero.optimizer_list import members_of
+
+
+class SteppedOnce:
+    """The engine's own optimizer and schedulers. Use: step the optimizer within `by_the_engine()`; call `check` before
+    a step, and `note` after the engine stepped or loaded its schedulers.
+
+    A scheduler of the user's own, made from the same optimizer, is none of the engine's, and not looked at.
+    """
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self._allowed = False
+        self._schedulers: tuple[LRScheduler, ...] = ()
+        self._counts: tuple[int, ...] = ()
+        for member in members_of(optimizer) if optimizer is not None else ():
+            self._guard(member)
+
+    def _guard(self, optimizer: Optimizer) -> None:
+        step = optimizer.step
+
+        # a method, as torch's schedulers replace it once more, and look for its function and the mark that they left
+        @functools.wraps(step)
+        def guarded(self_: Optimizer, *args: Any, **options: Any) -> Any:
+            if not self._allowed:
+                raise ShardcError(
+                    "the engine steps its optimizer itself: this would update once more, or before other ranks' parts"
+                    " are there",
+                    where=f"{type(self_).__name__}.step()",
+                    fix="leave it out: engine.step(batch) does all of it, engine.backward(batch) and engine.update()"
+                    " are its halves; program.module(model) is for a loop that steps the optimizer",
+                )
+            return step(*args, **options)
+
+        optimizer.step = MethodType(guarded, optimizer)  # type: ignore[method-assign]
+
+    @contextmanager
+    def by_the_engine(self) -> Iterator[None]:
+        self._allowed = True
+        try:
+            yield
+        finally:
+            self._allowed = False
+
+    def note(self, schedulers: Sequence[LRScheduler]) -> None:
+        """This is how far the engine's schedulers are."""
+        self._schedulers, self._counts = tuple(schedulers), tuple(map(_count, schedulers))
+
+    def check(self) -> None:
+        """Raises ShardcError for a scheduler of the engine's that somebody stepped once more since. (One that got
+        another state is as its user wants it.)
+        """
+        for scheduler, count in zip(self._schedulers, self._counts, strict=True):
+            if _count(scheduler) == count + 1:
+                raise ShardcError(
+                    "it was stepped beside the engine, which steps it in every step that updates: the learning rate"
+                    " would run ahead",
+                    where=f"{type(scheduler).__name__}.step()",
+                    fix="leave it out; or leave `scheduler=` out, make it from engine.optimizer, and step it yourself",
+                )
+
+
+def _count(scheduler: LRScheduler) -> int:
+    """How often it was stepped."""
+    return int(getattr(scheduler, "_step_count", 0))
