@@ -152,6 +152,11 @@ class Told:
             self._shown = len(text)
 
 
+def ignored_hangup(number: int) -> bool:
+    """Is this SIGHUP, in a process that was started to outlive its terminal (nohup)?"""
+    return number == signal.SIGHUP and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
 class _Interrupt(BaseException):
     """The launcher got a signal to stop."""
 
@@ -172,8 +177,8 @@ def launch(
     Rank 0 writes to this terminal; stdout: to this file descriptor. If a rank fails, all end within seconds, and the
     standard error of the rank that failed first is shown, with its rank and coordinates, and with what it was doing:
     progress is a folder whose files `rank0`, ... say it (`Progress`). failed_first is called with that
-    rank. Ctrl-C and SIGTERM go to all ranks, which have `patience` seconds to save and leave; a second one ends them at
-    once. Then the signal's own exit status (130, 143) is returned.
+    rank. Ctrl-C, SIGTERM and SIGHUP (the terminal closes; not under nohup) go to all ranks, which have `patience`
+    seconds to save and leave; a second one ends them at once. Then the signal's own exit status (130, 143) is returned.
     """
     world = mesh.world
     threads = str(max(1, (os.cpu_count() or 1) // world))
@@ -196,7 +201,8 @@ def launch(
             if p.poll() is None:
                 os.kill(p.pid, number)
 
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    heeded = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if not ignored_hangup(s)]
+    before = {s: signal.signal(s, stop) for s in heeded}
     before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, pass_on)
     watched, told = _StoppedRanks(ranks), Told(progress) if progress is not None else None
     if told is not None:

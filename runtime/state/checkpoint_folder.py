@@ -51,6 +51,22 @@ class Generation:
     replaced: bool
 
 
+class Known:
+    """The checkpoints that a run has saved or loaded, by folder: others are another run's, and it leaves them alone."""
+
+    def __init__(self) -> None:
+        self._names: dict[Path, set[str]] = {}
+
+    def see(self, folder: Path) -> None:
+        """All that are in a folder now."""
+        self._names[folder.resolve()] = {g.path.name for g in generations(folder)}
+
+    def others(self, folder: Path) -> list[str]:
+        """Those in a folder that are not known, the last one first."""
+        known = self._names.get(folder.resolve(), set())
+        return [g.path.name for g in generations(folder) if g.path.name not in known]
+
+
 def generations(folder: Path) -> list[Generation]:
     """The checkpoints in a folder, the last one first; those that training went back from come last. Only their names
     are looked at.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardc.runtime.state import checkpoint_index, disk_calls
-from shardc.runtime.state.checkpoint_folder import LOCK, WORK, SavingError, aside, free_name, generations, prune
+from shardc.runtime.state.checkpoint_folder import LOCK, WORK, Known, SavingError, aside, free_name, generations, prune
 from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored
 from shardc.runtime.state.digest import digest_of
 from shardc.runtime.state.save_plan import Draft, Plan
@@ -42,6 +42,7 @@ class Save:
         self.committing = False
         self.done = self.nbytes = 0
         self.lock: disk_calls.Lock | None = None
+        self.known: Known | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, work: Callable[[], None], *, background: bool) -> None:
@@ -110,6 +111,13 @@ class Save:
         except BlockingIOError:
             fix = "give every run a folder of its own"
             raise SavingError("another process is saving to this folder", where=str(self.folder), fix=fix) from None
+        if self.known is not None and (others := self.known.others(self.folder)):
+            raise SavingError(
+                f"checkpoints are there that this run neither saved nor loaded ({', '.join(others[:3])}): it would"
+                " replace those of another run",
+                where=str(self.folder),
+                fix="load them to go on from there, save to another folder, or pass overwrite=True",
+            )
         for name in os.listdir(self.folder):
             if name.startswith(WORK):  # of a process that ended: nobody else has the lock
                 disk_calls.remove_folder(self.folder / name)
@@ -135,6 +143,9 @@ class Save:
             what = f"the checkpoint of step {self.step} was saved, but others cannot be renamed or deleted: {e}"
             fix = "see who may write there"
             raise SavingError(what, where=str(self.folder), fix=fix) from e
+        finally:
+            if self.known is not None:
+                self.known.see(self.folder)
 
     def _read(self, rank: int) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(

@@ -30,7 +30,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state.boxes import Runs, model_parts
-from shardc.runtime.state.checkpoint_folder import SavingError
+from shardc.runtime.state.checkpoint_folder import Known, SavingError, is_one
 from shardc.runtime.state.one_save import Cancelled, Save
 from shardc.runtime.state.save_plan import Plan, drafts, planned
 from shardc.runtime.state.saving_optimizer import state_parts
@@ -42,6 +42,7 @@ class Saves:
     def __init__(self, mesh: Any) -> None:
         self._mesh = mesh
         self._save: Save | None = None
+        self._known = Known()
         self._at_exit = False
 
     def save(
@@ -52,14 +53,19 @@ class Saves:
         step: int,
         keep: int | None = None,
         wait: bool = True,
+        overwrite: bool = True,
     ) -> None:
         """Write a checkpoint. wait=False: copy the tensors, and write in the background. keep: how many checkpoints of
-        the folder stay; None: all. state: gives what this rank has.
+        the folder stay; None: all. overwrite: also where there are some that are not known. state: gives what this rank
+        has.
 
         Raises SavingError, on all ranks, if this save fails or the one before it has.
         """
         self.finish()
         save = Save(self._mesh, folder.absolute(), step, keep, agreement.said(self._mesh, secrets.token_hex(8)))
+        save.known = self._known
+        if overwrite:
+            self._known.see(save.folder)
         self._save = save
         save.start(lambda: self._prepare(save, state, wait=wait), background=False)
         self._agree(save)
@@ -77,6 +83,10 @@ class Saves:
         if not wait:
             for draft in save.drafts.values():
                 draft.copy_to_host()
+
+    def loaded(self, folder: Path) -> None:
+        """The checkpoints of a folder, or those beside one of them, are those that this run goes on from."""
+        self._known.see(folder.parent if is_one(folder) else folder)
 
     def poll(self) -> None:
         """Have all ranks written? Then rank 0 makes the checkpoint visible, in the background too. Between two steps.
@@ -141,7 +151,8 @@ class Saves:
 
 def _words(error: BaseException) -> str:
     if isinstance(error, ShardcError):
-        return f"{error.where}: {error.what}" if error.where else error.what
+        what = f"{error.where}: {error.what}" if error.where else error.what
+        return f"{what}; {error.fix}" if error.fix else what
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
     return f"{type(error).__name__}: {error}"
@@ -173,6 +184,7 @@ def save(
     saves: Saves | None = None,
     keep: int | None = None,
     wait: bool = True,
+    overwrite: bool = True,
 ) -> None:
     """Write a checkpoint that any mesh can load into `folder`, as `step-N`. Collective; all ranks must see the same
     file system.
@@ -182,7 +194,8 @@ def save(
     runs: of which params this rank has a stretch of the flattened local part (ZeRO), and which.
     extra: JSON-able values of the caller's: step, seed, a scheduler's state_dict; of each, what the first rank that has
     it says (a stage without anything to train has no scheduler). Its "step" is the checkpoint's.
-    saves, keep, wait: see `Saves`. Raises ShardcError, on all ranks; what was saved before is then as it was."""
+    saves, keep, wait, overwrite: see `Saves`. Raises ShardcError, on all ranks; what was saved before is then as it
+    was."""
 
     def state() -> Plan:
         parts, settings = model_parts(program, params, buffers, runs or {}, mesh), None
@@ -199,7 +212,7 @@ def save(
         return planned(parts, facts, mesh)
 
     step = int((extra or {}).get("step", 0))
-    (saves or Saves(mesh)).save(Path(folder), state, step=step, keep=keep, wait=wait)
+    (saves or Saves(mesh)).save(Path(folder), state, step=step, keep=keep, wait=wait, overwrite=overwrite)
 
 
 def program_hash(program: Program) -> str:

@@ -571,13 +571,14 @@ class Engine:
 
     # --- state
 
-    def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = KEEP) -> None:
+    def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = KEEP, overwrite: bool = False) -> None:
         """Write a checkpoint that any mesh can load, `folder/step-N`: parameters, buffers, optimizer, scheduler,
         loaders, step, seed. Collective.
 
         wait: False copies the state and returns; it is written in the background, at most one at a time, and what goes
             wrong is raised by the next `step` or `save`, on all ranks. `finish_save` waits for it, as `close` does.
         keep: how many checkpoints of the folder stay, the last ones; None: all.
+        overwrite: replace those of another run, too: that this engine has neither saved nor loaded.
         Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
         """
         self._check()
@@ -606,6 +607,7 @@ class Engine:
                 saves=self._saves,
                 keep=keep,
                 wait=wait,
+                overwrite=overwrite,
             )
 
     def finish_save(self) -> None:
@@ -644,6 +646,7 @@ class Engine:
                 accept=self._accept,
                 changing=self._changing,
             )
+        self._saves.loaded(Path(folder))
         self._offload.changed()
         if self._paged is not None:
             self._paged.rest()

@@ -122,6 +122,7 @@ class _Running:
     check_every: int
     check: bool
     slices: dict[str, str]
+    saves: state.Saves
     unmarked: bool = False  # weights were loaded that do not say of which rank they are
     eval: tuple[Program, fx.GraphModule, dict[str, Tensor]] | None = None
     told: set[str] = field(default_factory=set)  # names, of user_changes.check_attributes
@@ -408,14 +409,15 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         *,
         extra: Mapping[str, Any] | None = None,
         keep: int | None = KEEP,
+        overwrite: bool = False,
     ) -> None:
         """Write a checkpoint that any mesh can load, `folder/step-N` with N the training forwards done: parameters,
         buffers, the optimizer's state, step, seed. Collective; all ranks see one file system.
 
         optimizer: of `parameters()`, or a list of them. extra: plain values of your own (numbers, strings, lists,
         dicts), such as a scheduler's state_dict; `load` returns them. keep: how many checkpoints of the folder stay,
-        the last ones; None: all. Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then
-        as it was.
+        the last ones; None: all. overwrite: replace those of another run, too: that this module has neither saved nor
+        loaded. Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
         """
         r = self._running
         facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})}
@@ -431,7 +433,9 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                 as_one(optimizer) if optimizer is not None else None,
                 facts,
                 runs=r.buckets.runs,
+                saves=r.saves,
                 keep=keep,
+                overwrite=overwrite,
             )
 
     def load(self, folder: str | Path, optimizer: Any = None, *, last_good: bool = False) -> dict[str, Any]:
@@ -455,6 +459,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                 runs=r.buckets.runs,
                 last_good=last_good,
             )
+        r.saves.loaded(Path(folder))
         r.updates.note()
         r.rng.step, r.rng.seed = int(extra["step"]), int(extra["seed"])
         return dict(extra.get("module", {}))
@@ -506,6 +511,7 @@ def _running(
         check_every,
         check,
         state_dict_marks.slices(program, mesh, buckets.runs),
+        state.Saves(mesh),
     )
 
 

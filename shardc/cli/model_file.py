@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -197,7 +198,8 @@ def _import(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent.resolve()))
     with _users(path, "importing it"):
         try:
-            spec.loader.exec_module(module)
+            with mock.patch.object(torch.distributed, "init_process_group", _join):
+                spec.loader.exec_module(module)
         except SyntaxError as e:
             file = str(path) if e.filename and Path(e.filename).resolve() == path.resolve() else e.filename
             code = f" ({e.text.strip()})" if e.text and e.text.strip() else ""
@@ -206,6 +208,15 @@ def _import(path: Path) -> ModuleType:
         finally:
             sys.path.remove(str(path.parent.resolve()))
     return module
+
+
+class _Joins(Exception):
+    """A model file joins a world."""
+
+
+def _join(*_: Any, **__: Any) -> None:
+    """In place of torch's while a model file is read: it would wait for ranks that wait elsewhere, and hang."""
+    raise _Joins("shardc run joins the world itself, after it has read this file")
 
 
 @contextmanager
@@ -226,6 +237,8 @@ def _users(path: Path, doing: str) -> Iterator[None]:
             fix = f"pip install {str(e.name).partition('.')[0]}, or put that module beside {path.name}"
         elif isinstance(e, SystemExit):
             fix = 'put what only a script does under `if __name__ == "__main__":`'
+        elif isinstance(e, _Joins):
+            fix = 'leave it out; what the file needs when it is run by itself stands under `if __name__ == "__main__":`'
         elif frames and re.search(r"\.(cuda|to|to_empty)\(", frames[-1].line or "") and _OF_DEVICE.search(str(e)):
             fix = "leave out .cuda() and .to(device): each rank builds its part of the model on its own device"
         elif "meta tensor" in str(e):
@@ -234,6 +247,8 @@ def _users(path: Path, doing: str) -> Iterator[None]:
             )
         text = str(e).strip().splitlines()
         what = f"{doing} raises {type(e).__name__}{': ' + text[0] if text else ''}{code}"
+        if isinstance(e, _Joins):
+            what = f"init_process_group: {e}{code}"
         raise ShardcError(what, where=where, fix=fix) from e
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardc.cli import compile_once
+from shardc.cli import compile_once, lasting_output
 from shardc.cli.common import (
     BatchOption,
     DebugOption,
@@ -154,6 +154,8 @@ def command(
     from shardc.runtime.mesh import presence
     from shardc.spec import Run
 
+    one_rank = any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
+    lasting_output.install(tell=as_json or one_rank)  # else rank 0, which writes the lines, says it
     with reporting(debug, as_json) as show, ExitStack() as stack:
         folder = stack.enter_context(run_folder())
         launch.join_slurm()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
+from shardc.runtime.launch import ignored_hangup
 from shardc.runtime.state.checkpoint_folder import generations
 from shardc.spec import Run
 from shardc.torch_private import let_workers_end, memory_recorded
@@ -68,6 +69,7 @@ class Training:
     writing: int | None = None  # the step that is being saved in the background
     flops: int = 0  # of this rank's products in a step's forward, counted in the first
     waited: float = 0.0  # seconds for the batch of this step
+    wrote: bool = False  # a checkpoint into --save
     empty: bool = False  # there was no held-out batch, and that was told
     asked: bool = False  # for a checkpoint after this step, by SIGUSR1
     losses: list[float] = dataclasses.field(default_factory=list)  # of the steps that were read
@@ -233,7 +235,7 @@ class Training:
             with self._save_on_failure(f"saving step {self.engine.step_count}"):
                 self.engine.finish_save()  # the one before it
                 self._tell_saved()
-                self.engine.save(checkpoints(Path(self.settings.save), new=True), wait=False, keep=self.settings.keep)
+                self._write(wait=False)
             self.saved = self.writing = self.engine.step_count
         except SavingError as e:
             self._not_saved(e)
@@ -374,8 +376,14 @@ class Training:
         """Save now, unless this step is saved already, and wait until all is on the disk."""
         self._finish_save()
         if self.saved != self.engine.step_count:
-            self.engine.save(checkpoints(Path(self.settings.save), new=True), keep=self.settings.keep)
+            self._write(wait=True)
             self.saved = self.engine.step_count
+
+    def _write(self, *, wait: bool) -> None:
+        """What an earlier run left there may be replaced: `shardc run` has asked, before its first step."""
+        folder, first = checkpoints(Path(self.settings.save), new=True), not self.wrote
+        self.engine.save(folder, wait=wait, keep=self.settings.keep, overwrite=first)
+        self.wrote = True
 
     def _finish_save(self) -> None:
         """Wait until the save in the background is on the disk, and say so, or why it is not."""
@@ -402,7 +410,7 @@ class Training:
         if not self.settings.save:
             return "nothing was saved (no --save)"
         folder = Path(self.settings.save) / name
-        self.engine.save(folder / "checkpoint")
+        self.engine.save(folder / "checkpoint", overwrite=True)
         return f"the state before that step is in {folder}"
 
 
@@ -419,15 +427,17 @@ def traced(file: Path, device: torch.device) -> Iterator[None]:
 
 
 class Signals:
-    """SIGINT and SIGTERM are noted, and heeded between two steps: the ranks then save together. seen: the number.
-    SIGUSR1 asks for a checkpoint, and the run goes on: Slurm sends it some time before it ends a job. save: it came.
+    """SIGINT, SIGTERM and SIGHUP (the terminal was closed) are noted, and heeded between two steps: the ranks then save
+    together. seen: the number. SIGUSR1 asks for a checkpoint, and the run goes on: Slurm sends it some time before it
+    ends a job. save: it came.
     """
 
     def __init__(self) -> None:
         self.seen, self.save = 0, False
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._note)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if not ignored_hangup(number):
+                    signal.signal(number, self._note)
             signal.signal(signal.SIGUSR1, self._ask)
 
     def _ask(self, number: int, _: object) -> None:

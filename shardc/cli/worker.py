@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from shardc.cli import lasting_output
 from shardc.cli.rank_errors import for_this_rank
+from shardc.cli.save_lock import SaveLock
 from shardc.cli.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
 from shardc.cli.user_frames import place, print_error, said
 from shardc.errors import ShardcError
@@ -102,6 +104,8 @@ def run(job: Job) -> dict[str, Any]:
     if settings.memory_snapshot and mesh.device.type != "cuda":
         what, fix = f"CUDA's allocator holds nothing: the run is on {mesh.device.type}", "leave it out"
         raise ShardcError(what, where="--memory-snapshot", fix=fix)
+    with mesh.together("taking the folder of --save"):
+        lock = SaveLock(Path(settings.save)) if settings.save and mesh.rank == 0 else None
     weights = Path(job.weights) if job.weights else file.weights
     with mesh.together("making the engine"):
         engine = program.engine(
@@ -159,6 +163,8 @@ def run(job: Job) -> dict[str, Any]:
         "peak_memory_mb": round(peak_memory(engine.mesh.device) / 2**20, 1),
         "saved": settings.save or None,
     }
+    if lock is not None:
+        lock.release()
     if log is not None:
         (log / "summary.json").write_text(json.dumps(summary, indent=1))
     return summary
@@ -200,6 +206,7 @@ def main(file: str) -> None:
     from shardc.runtime.mesh.failed_rank import RankFailedError
     from shardc.runtime.mesh.replicas import ReplicasDifferError
 
+    lasting_output.install()
     job = Job(**json.loads(Path(file).read_text()))
     # where DataLoaders make their files: in the folder of the run, which goes with it, also if this process is killed
     multiprocessing.current_process()._config["tempdir"] = str(Path(file).parent)  # type: ignore[attr-defined]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,6 +20,7 @@ from shardc import torch_private
 from shardc.cli.model_file import load
 from shardc.cli.run import _settings
 from shardc.cli.run import command as command_of_run
+from shardc.cli.save_lock import SaveLock
 from shardc.cli.step_lines import StepLines, duration
 from shardc.cli.training_data import Batches, _taken_over, seed_everything
 from shardc.errors import ShardcError
@@ -335,6 +338,65 @@ def test_a_signal_saves_and_says_where(folder: Path) -> None:
     assert (folder / "out" / "checkpoint").is_dir()
 
 
+def test_a_terminal_that_closes_saves_too(folder: Path) -> None:
+    """Nobody reads its lines any more, then SIGHUP comes."""
+    with subprocess.Popen(
+        command(folder, "slow", "--steps", "100000", "--save", "out"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert any(line.startswith("step ") for line in process.stdout)
+        process.stdout.close()
+        time.sleep(3.0)  # some lines more
+        assert process.poll() is None
+        process.send_signal(signal.SIGHUP)
+        errors = process.stderr.read()
+    assert process.returncode == 128 + signal.SIGHUP
+    assert errors.count("note: standard output cannot be written to any more (Broken pipe): the run goes on") == 1
+    assert "stopped by SIGHUP after step" in errors
+    assert (folder / "out" / "checkpoint").is_dir()
+
+
+def test_output_that_cannot_be_written_is_left_out() -> None:
+    """A disk that is full: all prints of a process, ours and the user's, and no error at its end."""
+    code = "from shardc.cli import lasting_output\nlasting_output.install()\n"
+    code += "for i in range(3): print('x' * 99, flush=True)"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stderr.count("standard output cannot be written to any more (No space left on device)") == 1
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == ("x" * 99 + "\n") * 3
+
+
+def test_one_run_at_a_time_saves_to_a_folder(folder: Path) -> None:
+    lock = SaveLock(folder / "out")
+    done = run(folder, "stream", "--steps", "3", "--save", "out")
+    assert done.returncode == 2
+    assert f"--save: another run trains into out (process {os.getpid()} on " in done.stderr
+    assert "give this run a folder of its own" in done.stderr
+    lock.release()
+    code = (
+        "import os, time; from pathlib import Path; from shardc.cli.save_lock import SaveLock; SaveLock(Path('out'))\n"
+    )
+    code += "if os.fork(): print('held', flush=True)\ntime.sleep(100)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=folder, text=True, start_new_session=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ShardcError, match="another run trains into"):
+            SaveLock(folder / "out")
+        holder.kill()  # what it forked lives on, as a worker of a DataLoader would
+        holder.wait()
+        SaveLock(folder / "out").release()
+        os.killpg(holder.pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
@@ -416,3 +478,16 @@ def test_a_loss_may_be_a_module(tmp_path: Path) -> None:
     file = load(str(tmp_path / "model.py"))
     assert file.loss is not None
     assert file.loss(torch.ones(2), None) == 1
+
+
+@pytest.mark.parametrize("call", ["dist.init_process_group('gloo')", "torch.distributed.init_process_group()"])
+def test_a_model_file_does_not_join_the_world_itself(tmp_path: Path, call: str) -> None:
+    """It would wait for ranks that wait elsewhere."""
+    text = "import torch\nimport torch.distributed as dist\nfrom torch import nn\n"
+    text += "def model(): return nn.Linear(2, 2)\ndef batch(): return (torch.ones(2, 2),)\n"
+    (tmp_path / "model.py").write_text(text + f"if __name__ == '__main__':\n    {call}\n")
+    load(str(tmp_path / "model.py"))
+    (tmp_path / "model.py").write_text(text + call)
+    with pytest.raises(ShardcError, match=r"model.py:6: init_process_group: shardc run joins(.|\n)*__name__ ==") as e:
+        load(str(tmp_path / "model.py"))
+    assert call in str(e.value)

@@ -1,0 +1,77 @@
+"""Standard output and error that may end before the run does: `| head`, a terminal that closes, a disk that is full.
+
+What cannot be written is left out, and the run goes on: an error of `print`, be it ours or the user's, is no reason to
+lose what was trained.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+from collections.abc import Callable
+
+
+class _Lasting(io.RawIOBase):
+    """Writes to a file descriptor; told: called once, with the first error."""
+
+    def __init__(self, descriptor: int, told: Callable[[OSError], None]) -> None:
+        self._descriptor, self._told, self._failed = descriptor, told, False
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        while True:
+            try:
+                return os.write(self._descriptor, data)
+            except BlockingIOError:  # a pipe that is full, and does not wait by itself
+                select.select([], [self._descriptor], [])
+            except OSError as e:
+                if not self._failed:
+                    self._failed = True
+                    self._told(e)
+                return len(data)
+
+
+def install(*, tell: bool = True) -> None:
+    """Let `sys.stdout` and `sys.stderr` of this process last, if they are its own. tell: say so, once, of stdout."""
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None and not isinstance(_raw(sys.stdout), _Lasting):
+        sys.stdout = sys.__stdout__ = _lasting(sys.stdout, _say if tell else _nothing)  # type: ignore[misc]
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None and not isinstance(_raw(sys.stderr), _Lasting):
+        sys.stderr = sys.__stderr__ = _lasting(sys.stderr, _nothing)  # type: ignore[misc]
+
+
+def _raw(stream: object) -> object:
+    return getattr(getattr(stream, "buffer", None), "raw", None)
+
+
+def _lasting(stream: io.TextIOWrapper | object, told: Callable[[OSError], None]) -> io.TextIOWrapper:
+    assert isinstance(stream, io.TextIOWrapper)
+    try:
+        stream.flush()
+    except OSError as e:
+        told(e)
+    raw = io.BufferedWriter(_Lasting(stream.fileno(), told))  # type: ignore[type-var]
+    lines = stream.line_buffering or stream.isatty()
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=lines)
+
+
+def _nothing(_: OSError) -> None:
+    """There is nowhere to tell it."""
+
+
+def _say(error: OSError) -> None:
+    print(
+        f"note: standard output cannot be written to any more ({error.strerror}): the run goes on without its lines"
+        " (--log DIR keeps every step in a file)",
+        file=sys.stderr,
+        flush=True,
+    )

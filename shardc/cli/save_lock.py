@@ -1,0 +1,45 @@
+"""One run at a time trains into a folder: a job that was submitted twice would otherwise go on from the other's
+checkpoints, and replace them.
+
+A POSIX lock, held by the process that writes: it goes with the process, however that ends (kill -9), is not inherited
+by what it forks (a DataLoader's workers, which may live on for seconds), and is seen by other machines where the file
+system is one of a network that has locks (NFS does). Where it has none, saves still refuse a folder in which somebody
+else has saved meanwhile (shardc.runtime.state.saving).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+from shardc.errors import ShardcError
+
+NAME = ".run-lock"
+
+
+class SaveLock:
+    """The right to save to a folder, until `release`, or the end of the process. Raises ShardcError where another run
+    has it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            who = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            if e.errno in (errno.EACCES, errno.EAGAIN):
+                os.close(self._file)
+                what = f"another run trains into {folder}{f' ({who})' if who else ''}"
+                fix = "wait for it or end it, or give this run a folder of its own"
+                raise ShardcError(what, where="--save", fix=fix) from None
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def release(self) -> None:
+        os.ftruncate(self._file, 0)
+        os.close(self._file)
