@@ -7,6 +7,7 @@ weights.py       `shard`: patterns and style words        inputs.py        `batc
 model_plan.py    `use: model`: the plan of the model      activations.py   `activations`: pins
 structure.py     `use: structure`: pairs in the graph     experts.py       `experts`: the experts' dim of weights
 padding.py       `uneven: pad`                            indivisible.py   sizes that an axis does not divide, as errors
+sequence.py      `sequence`: the dim of inputs, and how attention meets it
 
 What is not annotated, placement decides.
 
@@ -31,6 +32,7 @@ from shardc.passes.annotate.activations import pin_activations
 from shardc.passes.annotate.experts import Experts
 from shardc.passes.annotate.inputs import batch_axes, input_layouts
 from shardc.passes.annotate.model_plan import Plan
+from shardc.passes.annotate.sequence import mark_methods, split_ids
 from shardc.passes.annotate.weights import Weights
 from shardc.passes.base import Pass
 from shardc.passes.pipeline import stage_spec
@@ -73,6 +75,8 @@ class Annotate(Pass):
             layouts |= input_layouts(spec, program, mesh, axes)
         with errors.collect():
             pin_activations(spec, program, mesh)
+        mark_methods(spec, program, mesh, _weight_axes(spec), errors)
+        split_ids(spec, program, mesh, layouts)
         errors.raise_any()
         if self.options.compatible_with is not None:
             layouts |= _running(self.options.compatible_with, mesh)

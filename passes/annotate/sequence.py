@@ -9,15 +9,25 @@ conversions, in the sequence's order; parameters' gradients are summed over the 
 
 from __future__ import annotations
 
+import math
+
+import torch
+from torch import fx
+
 from shardc.errors import Errors
+from shardc.ir.graph import source_of, value_of, values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.patterns import did_you_mean, match
+from shardc.ir.patterns import did_you_mean, enclosing, match
 from shardc.ir.placement import Layout
 from shardc.ir.program import Input, Program
 from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded
 from shardc.passes.annotate.spec_layouts import layout_of
+from shardc.rules.attention import OPS
+from shardc.rules.attention_methods import Method
 from shardc.spec import DimShard, Spec
+
+aten = torch.ops.aten
 
 
 def sequence_dim(spec: Spec, x: Input, name: str) -> int | None:
@@ -79,3 +89,99 @@ def split_sequence(
             fix="name the dim: sequence: {dims: {NAME: 1}}, or leave the section out",
         )
     return causes
+
+
+def split_ids(spec: Spec, program: Program, mesh: Mesh, layouts: dict[str, Layout]) -> None:
+    """Pins ids that a model makes of its inputs (a decoder's are its labels, shifted) where they are looked up.
+
+    A shift reads other ranks' tokens, so it runs on whole ids; from the look-up on they are split again."""
+    sequence = spec.sequence
+    if sequence is None or mesh.size(sequence.axis) == 1:
+        return
+    split = {
+        (x.shape[s.dim], s.dim): (a, s) for x in program.inputs for a, s in layouts.get(x.name, Layout()).shards()
+        if a in mesh.parts(sequence.axis)
+    }  # fmt: skip
+    inputs = {x.name for x in program.inputs}
+    for node in list(program.graph.nodes):
+        ids = node.args[1] if node.target is aten.embedding.default else None
+        if not isinstance(ids, fx.Node) or ids.op == "placeholder" or not _reads(ids, inputs):
+            continue
+        shape = value_of(ids).shape
+        places = [split[n, d] for d, n in enumerate(shape) if d and (n, d) in split]
+        if places and "pin" not in ids.meta:
+            axis, shard = places[0]
+            layout = Layout.of({axis: shard}, mesh)
+            with program.graph.inserting_before(node):
+                pin = program.graph.call_function(aten.alias.default, (ids,))
+            node.replace_input_with(ids, pin)
+            cause = {axis: f"{spec.where(('sequence', 'axis'))} sequence dim {shard.dim}"}
+            pin.meta = {"value": value_of(ids), "source": source_of(ids), "pin": layout, "cause": cause}
+
+
+def _reads(node: fx.Node, inputs: set[str]) -> bool:
+    """Whether a value is made of inputs."""
+    todo, seen = [node], set[fx.Node]()
+    while todo:
+        x = todo.pop()
+        if x.name in inputs:
+            return True
+        if x not in seen:
+            seen.add(x)
+            todo += x.all_input_nodes
+    return False
+
+
+# --- methods of attention
+
+_SOFTMAX = {aten.softmax.int, aten._softmax.default}
+_PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default}
+#: So many ops at most are between a product of queries and keys and the softmax of its scores.
+_BETWEEN = 16
+
+
+def mark_methods(spec: Spec, program: Program, mesh: Mesh, weight_axes: set[str], errors: Errors) -> None:
+    """Puts its method on every attention of the graph (shardc.rules.attention_methods)."""
+    sequence = spec.sequence
+    if sequence is None or mesh.size(sequence.axis) == 1:
+        return
+    inner = math.prod(mesh.size(a) for a in weight_axes if a in mesh.names and a != sequence.axis)
+    params = {p.name for p in program.params}
+    found = [n for n in program.graph.nodes if n.target in OPS or _attends(n, params)]
+    modules = sorted({source_of(n).module for n in found})
+    for pattern in sequence.method:
+        if pattern != "*" and not any(_within(pattern, m) for m in modules):
+            close = did_you_mean(pattern, modules, f"attention is in {', '.join(modules[:8]) or 'no module'}")
+            where = spec.where(("sequence", "method", pattern))
+            errors.add(f"pattern {pattern!r} matches no module that attends", where=where, fix=close)
+    for node in found:
+        module = source_of(node).module
+        name = next((m for p, m in sequence.method.items() if p == "*" or _within(p, module)), None)
+        if name is not None:
+            method = Method(name, inner, spec.where(("sequence", "method")), module)
+            node.meta["method"] = dict.fromkeys(mesh.parts(sequence.axis), method)
+
+
+def _within(pattern: str, module: str) -> bool:
+    """Whether a pattern names a module, or one that it is in."""
+    return any(match(pattern, m) for m in enclosing(module))
+
+
+def _attends(node: fx.Node, params: set[str]) -> bool:
+    """Whether a softmax is of scores: over the last dim of a product of two values that are no weights."""
+    if node.target not in _SOFTMAX:
+        return False
+    ndim = len(value_of(node).shape)
+    if ndim < 3 or node.args[1] not in (-1, ndim - 1):
+        return False
+    todo, seen = list(node.all_input_nodes), set[fx.Node]()
+    while todo and len(seen) < _BETWEEN:
+        x = todo.pop(0)
+        if x in seen or x.op != "call_function" or not values_of(x)[0].requires_grad:  # scores have gradients
+            continue
+        seen.add(x)
+        if x.target in _PRODUCTS:
+            return not any(y.name in params for y in x.all_input_nodes)
+        if x.target not in OPS and x.target is not aten.linear.default:
+            todo += x.all_input_nodes
+    return False

@@ -17,6 +17,8 @@ from shardc.ir.outputs import SMALL
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
 from shardc.passes.place.transfer_cost import TOUCH, UNDO, transfer
+from shardc.rules import attention_methods
+from shardc.rules.attention import RING
 from shardc.rules.choices import Choices
 from shardc.rules.strategy import Strategy, needs_sum_grad
 
@@ -190,6 +192,11 @@ class Axis:
             yield Strategy("pin", (pin,), (pin,))
             return
         choices = self.choices[node]
+        if (method := node.meta.get("method", {}).get(self.name)) is not None:
+            available = [self.available[o] for o in operands]
+            if attention_methods.over_sequence(choices, available):
+                yield from attention_methods.candidates(method, choices, self.n, available)
+                return
         if any(o[0] in self.shared_heads for o in operands) and node not in self.shared_heads:
             # every rank computes the heads it shares, as a part of its own work: what is split otherwise would have to
             # be gathered
@@ -214,7 +221,8 @@ class Axis:
                     seen.append(s)
                     yield s
         if choices.rule.extra:
-            yield from choices.rule.extra(choices.call, self.n, [frozenset(self.available[o]) for o in operands])
+            extra = choices.rule.extra(choices.call, self.n, [frozenset(self.available[o]) for o in operands])
+            yield from (s for s in extra if s.kind != RING)
         # at equal cost a value goes on as it is
         produced_so = any(self.available[o][0] == PARTIAL_GRAD for o in operands)
         if produced_so:
@@ -303,6 +311,7 @@ class Axis:
         pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
         # a part that becomes a summand moves nothing; what it costs is its sum, which here is done anyway
         cost = sum(self._conversion_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
+        cost += sum(self._travelling(o) for o in operands[1:3]) if strategy.kind == RING else 0.0
         if strategy.kind == "pin":
             return cost
         choices = self.choices[node]
@@ -321,6 +330,10 @@ class Axis:
             if isinstance(out, Partial) and not later and node not in self.summed_after:
                 cost += transfer(v, out, REPLICATE, self.n, nbytes)
         return cost
+
+    def _travelling(self, operand: Key) -> float:
+        """Bytes that a rank sends of keys or values in a ring: forward, in backward again, and their gradients."""
+        return 3 * self._size(operand) * (self.n - 1) / self.n
 
     def _joins_a_sum(self, node: fx.Node) -> bool:
         """Whether all that uses a result can add it to another partial value, which nothing else needs whole."""

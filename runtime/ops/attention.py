@@ -26,7 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from shardc.ir.placement import Shard, runs
 from shardc.runtime.ops import attention_blocks
-from shardc.runtime.ops.attention_blocks import Span
+from shardc.runtime.ops.attention_blocks import Drop, Span
+from shardc.runtime.ops.attention_ring import Ring, ring_attention
 from shardc.runtime.ops.dropout import dropped
 from shardc.runtime.rng import Digits, Paddings, Rng
 
@@ -165,6 +166,8 @@ def attention(
     shape: Sequence[int] | None = None,
     digits: Digits = (),
     paddings: Paddings = (),
+    ring: str = "",
+    tag: str = "",
 ) -> Tensor:
     """softmax(q @ k^T * scale + mask) @ v, each weight zeroed with probability p < 1 and the others scaled by
     1 / (1 - p). torch's fused op, without dropout, when rng is not training; in blocks where this rank has a part of
@@ -173,7 +176,14 @@ def attention(
     q: f[.., h, s, d], k: f[.., g, t, d], v: f[.., g, t, e]; mask: bool (True where a key is seen) or float (added), of
     a shape that broadcasts to [.., h, s, t]; scale: 1 / sqrt(d) if None. enable_gqa: each of g heads serves h / g.
     index: ordinal of this op in the graph. shape: of the *global* weights [.., h, s, t] (default: this rank's); digits,
-    paddings: which part of them this rank holds, as of `ops.dropout`. Returns f[.., h, s, e]."""
+    paddings: which part of them this rank holds, as of `ops.dropout`. ring: an axis over which keys are split too: k
+    and v are a rank's part, which travels (shardc.runtime.ops.attention_ring); digits then tell the keys' as well.
+    Returns f[.., h, s, e]."""
+    if ring:
+        assert shape is not None
+        drop = p if rng is not None and rng.training else 0.0
+        held_by = _Held(tuple(shape), digits, paddings, mesh)
+        return _ring(q, k, v, mask, drop, is_causal, scale, enable_gqa, rng, index, held_by, ring, tag)
     rows_held = _spans(shape, digits, paddings, mesh) if is_causal else None
     if rng is None or not rng.training or p == 0:
         if rows_held is not None:
@@ -194,15 +204,67 @@ def attention(
     return result
 
 
+class _Held(NamedTuple):
+    """What ranks have of weights [.., h, s, t]: shape is global; digits, paddings as of `ops.dropout`."""
+
+    shape: tuple[int, ...]
+    digits: Digits
+    paddings: Paddings
+    mesh: Any
+
+    def spans(self, dim: int, axis: str = "", coordinate: int = 0) -> list[Span] | None:
+        """Which places of a dim a rank has; None: all of them. axis: of the rank at another coordinate there."""
+        pad = next(((padding, blocks) for d, padding, blocks in self.paddings if d == dim), (0, 1))
+        own = [
+            (
+                Shard(d, split, tuple(sections), *pad),
+                self.mesh.size(a),
+                coordinate if a == axis else self.mesh.coordinate(a),
+            )
+            for d, a, split, sections in self.digits
+            if d == dim
+        ]
+        found = [Span(start, local, length) for local, start, length in runs(self.shape[dim], own)]
+        return found if own else None
+
+
 def _spans(shape: Sequence[int] | None, digits: Digits, paddings: Paddings, mesh: Any) -> list[Span] | None:
     """Which queries a rank has; None: all of them. shape, digits, paddings: of the weights."""
-    if shape is None:
-        return None
-    dim = len(shape) - 2
-    pad = next(((padding, blocks) for d, padding, blocks in paddings if d == dim), (0, 1))
-    own = [
-        (Shard(d, split, tuple(sections), *pad), mesh.size(axis), mesh.coordinate(axis))
-        for d, axis, split, sections in digits
-        if d == dim
-    ]
-    return [Span(start, local, length) for local, start, length in runs(shape[dim], own)] if own else None
+    return None if shape is None else _Held(tuple(shape), digits, paddings, mesh).spans(len(shape) - 2)
+
+
+def _ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    rng: Rng | None,
+    index: int,
+    held: _Held,
+    axis: str,
+    tag: str,
+) -> Tensor:
+    mesh, last = held.mesh, len(held.shape) - 1
+    every = range(mesh.size(axis))
+
+    def of(dim: int) -> tuple[tuple[Span, ...], ...]:
+        return tuple(tuple(held.spans(dim, axis, i) or [Span(0, 0, held.shape[dim])]) for i in every)
+
+    here = Ring(mesh, axis, of(last - 1), of(last), is_causal, tag)
+    q_, k_, v_ = attention_blocks.as_heads(q, k, v, grouped=enable_gqa)
+    drop = None
+    if p and rng is not None:
+        queries = tuple(d for d in held.digits if d[0] != last)
+        padded = tuple(d for d in held.paddings if d[0] != last)
+        rows, columns = rng.row_and_column_offsets(held.shape, queries, mesh, q.device, padded, last=True)
+        drop = Drop(rng.words(q.device), rows.view(q_.shape[:-1]), columns, index, p)
+    if mask is not None:
+        mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape)
+    out = ring_attention(q_, k_, v_, mask, here, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, drop)
+    heads = () if enable_gqa else (k.shape[:-2], v.shape[:-2])
+    lead = torch.broadcast_shapes(q.shape[:-2], *heads)  # type: ignore[no-untyped-call]
+    return out.reshape(*lead, q.shape[-2], v.shape[-1])

@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shardc.runtime.ops.dropout import dropped
+
 aten = torch.ops.aten
 #: Rows of queries for which scores exist at a time, where no kernel does it.
 QUERIES = 128
@@ -47,14 +49,11 @@ class Span(NamedTuple):
 
 
 class Block(NamedTuple):
-    """rows, keys: slices of what the rank has. causal: the n-th row sees the first n + 1 keys; else all of them.
-
-    first: places in the whole dims of the first row and of the first key."""
+    """rows, keys: slices of what the rank has. causal: the n-th row sees the first n + 1 keys; else all of them."""
 
     rows: slice
     keys: slice
     causal: bool
-    first: tuple[int, int]
 
 
 def blocks(rows: Sequence[Span], keys: Sequence[Span], *, causal: bool) -> Iterator[Block]:
@@ -74,56 +73,76 @@ def blocks(rows: Sequence[Span], keys: Sequence[Span], *, causal: bool) -> Itera
 
 
 def _block(r: Span, k: Span, top: int, bottom: int, left: int, right: int, causal: bool) -> Block:
-    return Block(
-        slice(r.local + top, r.local + bottom),
-        slice(k.local + left, k.local + right),
-        causal,
-        (r.start + top, k.start + left),
-    )
-
-
-def spans(places: Tensor) -> list[Span]:
-    """The stretches of consecutive numbers in a vector of places."""
-    found: list[Span] = []
-    for i, place in enumerate(places.tolist()):
-        if found and found[-1].end == place:
-            found[-1] = found[-1]._replace(length=found[-1].length + 1)
-        else:
-            found.append(Span(place, i, 1))
-    return found
+    return Block(slice(r.local + top, r.local + bottom), slice(k.local + left, k.local + right), causal)
 
 
 # --- one block
 
 
+class Drop(NamedTuple):
+    """Dropout of weights [b, h, rows, keys] by global index: the arguments of `dropped`, rows i[b, h, rows]."""
+
+    words: Tensor
+    rows: Tensor
+    columns: Tensor
+    stream: int
+    p: float
+
+    def of(self, rows: slice, keys: slice) -> Drop:
+        return self._replace(rows=self.rows[:, :, rows], columns=self.columns[keys])
+
+    def __call__(self, weights: Tensor) -> Tensor:
+        narrow = weights.contiguous()
+        return dropped(narrow, self.words, self.rows.reshape(-1), self.columns, self.stream, self.p)
+
+
 @dataclass(frozen=True)
 class Rule:
-    """scores = q k^T * scale, of q f[b, h, s, d] and k f[b, g, t, d], where h is a multiple of g."""
+    """scores = q k^T * scale, of q f[b, h, s, d] and k f[b, g, t, d], where h is a multiple of g; then the mask.
+
+    mask: bool (True where a key is seen) or float (added), each dim as long as that of [b, h, s, t], or 1.
+    """
 
     scale: float
+    mask: Tensor | None = None
+    drop: Drop | None = None
+
+    def of(self, rows: slice, keys: slice) -> Rule:
+        """The rule of a part of the rows and keys."""
+        mask = self.mask
+        if mask is not None:
+            mask = mask if mask.shape[2] == 1 else mask[:, :, rows]
+            mask = mask if mask.shape[3] == 1 else mask[..., keys]
+        return Rule(self.scale, mask, self.drop.of(rows, keys) if self.drop is not None else None)
+
+    @property
+    def plain(self) -> bool:
+        return self.mask is None and self.drop is None
 
 
-def forward(rule: Rule, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def forward(rule: Rule, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """(out f[b, h, s, e], lse f[b, h, s]) of one block. lse: in float32 at least."""
-    if _fused(q, v):
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, block.causal, scale=rule.scale)
+    if _fused(rule, q, v):
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=rule.scale)
         return out, lse
     outs, lses = [], []
     for top in range(0, q.shape[2], QUERIES):
-        scores, v_ = _scores(rule, q[:, :, top : top + QUERIES], k, block, top), _heads(v, q)
+        part = rule.of(slice(top, top + QUERIES), slice(None))
+        scores, v_ = _scores(part, q[:, :, top : top + QUERIES], k, top if causal else None), _heads(v, q)
         lse = torch.logsumexp(scores, -1)
-        outs.append(_weights(scores, lse) @ v_.to(scores.dtype))
+        weights = _weights(scores, lse)
+        outs.append((part.drop(weights) if part.drop else weights) @ v_.to(scores.dtype))
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def backward(
-    rule: Rule, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    rule: Rule, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v by one block. g: of the joined result; out, lse: joined."""
-    if _fused(q, v):
+    if _fused(rule, q, v):
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, k, v, out, lse, 0.0, block.causal, scale=rule.scale
+            g, q, k, v, out, lse, 0.0, causal, scale=rule.scale
         )
         return dq, dk, dv
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -131,32 +150,40 @@ def backward(
     dqs, dk, dv = [], torch.zeros_like(k_), torch.zeros_like(v_)
     for top in range(0, q.shape[2], QUERIES):
         rows = slice(top, top + QUERIES)
-        weights = _weights(_scores(rule, q[:, :, rows], k, block, top), lse[:, :, rows])
+        part = rule.of(rows, slice(None))
+        weights = _weights(_scores(part, q[:, :, rows], k, top if causal else None), lse[:, :, rows])
         dout = g[:, :, rows].to(wide)
         delta = (dout * out[:, :, rows].to(wide)).sum(-1, keepdim=True)
-        dscores = weights * (dout @ v_.transpose(-2, -1) - delta) * rule.scale
+        dweights, kept = dout @ v_.transpose(-2, -1), weights
+        if part.drop:
+            dweights, kept = part.drop(dweights), part.drop(weights)
+        dscores = weights * (dweights - delta) * rule.scale
         dqs.append(dscores @ k_)
         dk += dscores.transpose(-2, -1) @ q[:, :, rows].to(wide)
-        dv += weights.transpose(-2, -1) @ dout
+        dv += kept.transpose(-2, -1) @ dout
     return torch.cat(dqs, 2), _grouped(dk, k), _grouped(dv, v)
 
 
-def _fused(q: Tensor, v: Tensor) -> bool:
+def _fused(rule: Rule, q: Tensor, v: Tensor) -> bool:
     """Whether torch's kernel that returns the log-sum-exp runs here: the CPU's, with heads of one size."""
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.dtype in _DTYPES
+    return rule.plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.dtype in _DTYPES
 
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def _scores(rule: Rule, q: Tensor, k: Tensor, block: Block, top: int) -> Tensor:
-    """f[b, h, rows, keys] in float32 at least, -inf where a row does not see a key. top: the first row's number."""
+def _scores(rule: Rule, q: Tensor, k: Tensor, top: int | None) -> Tensor:
+    """f[b, h, rows, keys] in float32 at least, -inf where a row does not see a key. top: the first row's number where a
+    causal mask counts them.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ _heads(k, q).to(wide).transpose(-2, -1) * rule.scale
-    if block.causal:
+    if top is not None:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(top + 1)
         scores = scores.masked_fill(hidden, -torch.inf)
-    return scores
+    if rule.mask is None:
+        return scores
+    return scores.masked_fill(~rule.mask, -torch.inf) if rule.mask.dtype == torch.bool else scores + rule.mask
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
@@ -202,9 +229,9 @@ class _WholeKeys(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: list[Block], rule: Rule) -> Tensor:
         joined = Joined(q, v.shape[-1])
-        for block in plan:
-            part = q[:, :, block.rows], k[:, :, block.keys], v[:, :, block.keys]
-            joined.add(block.rows, *forward(rule, *part, block))
+        for rows, keys, causal in plan:
+            part = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+            joined.add(rows, *forward(rule.of(rows, keys), *part, causal=causal))
         out = joined.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, joined.lse)
         ctx.plan, ctx.rule = plan, rule
@@ -215,10 +242,9 @@ class _WholeKeys(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         totals = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]  # sums over blocks
-        for block in ctx.plan:
-            r, c = block.rows, block.keys
+        for r, c, causal in ctx.plan:
             part = q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], lse[:, :, r]
-            grads = backward(ctx.rule, g[:, :, r], *part, block)
+            grads = backward(ctx.rule.of(r, c), g[:, :, r], *part, causal=causal)
             for total, at, grad in zip(totals, (r, c, c), grads, strict=True):
                 total[:, :, at] += grad
         return *(t.to(x.dtype) for t, x in zip(totals, (q, k, v), strict=True)), None, None

@@ -4,20 +4,26 @@ dropped."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
+from shardc.ir.placement import REPLICATE, Placement, Shard
+from shardc.ir.program import Collective, Value
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
 from shardc.rules.random import part_held
 from shardc.rules.registry import LocalCall, rule
+from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
 
 aten = torch.ops.aten
 #: Both have queries, keys and values first, and their other arguments in one order.
 OPS = (aten.scaled_dot_product_attention.default, ops.attention)
+#: The kind of the strategy by which keys travel.
+RING = "ring"
 
 
 def attention(call: Call) -> Signature:
@@ -69,23 +75,68 @@ def attention_flops(call: Call) -> int:
     return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
+def by_ring(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
+    """Queries split by their sequence, keys and values by theirs: these travel. Placement takes it where the spec asks
+    for it (`sequence: {method: ring}`). A mask gets no gradient from it, so that one that needs one is no case of it.
+    """
+    q, k, v, *masks = call.operands
+    out, mask = call.results[0], masks[0] if masks else None
+    if len(out.shape) > 4 or (mask is not None and needs_sum_grad(mask)):
+        return
+
+    def at(x: Value, p: Shard) -> Shard:
+        return replace(p, dim=len(x.shape) - 2)
+
+    def fits(x: Value, placements: frozenset[Placement]) -> list[Shard]:
+        plain = Shard(len(x.shape) - 2)
+        every = placements | ({plain} if plain in placements else set())
+        found = (p for p in every if isinstance(p, Shard) and p.dim == plain.dim and not p.sections)
+        return sorted((p for p in found if p.padded(x.shape[p.dim]) % (p.split * n) == 0), key=repr)
+
+    for rows in fits(q, available[0]):
+        for keys in fits(k, available[1]):
+            ins: list[Placement] = [rows, keys, at(v, keys)]
+            if mask is not None:
+                split = len(mask.shape) > 1 and mask.shape[-2] == q.shape[-2] and mask.shape[-2] > 1
+                ins.append(at(mask, rows) if split else REPLICATE)
+            yield Strategy(RING, tuple(ins), (at(out, rows),))
+
+
 def local_attention(call: LocalCall) -> fx.Node:
-    """The weights that a rank drops are split as its result is, but for the last dim: every rank has all keys."""
+    """The weights that a rank drops are split as its result is, but for the last dim: every rank has all keys, or gets
+    them (a ring).
+    """
     digits, paddings = part_held(call)
     weights = (*call.call.results[0].shape[:-1], call.call.operands[1].shape[-2])
-    args = (*call.args[:10], call.mesh_node, weights, digits, *((paddings,) if paddings else ()))
-    return call.emit(call.call.target, args, {}) if digits else call.same()
+    last, t = len(weights) - 1, len(call.call.operands[1].shape) - 2
+    digits = tuple(d for d in digits if d[0] != last)
+    ring = call.axes(RING)
+    if not ring:
+        args = (*call.args[:10], call.mesh_node, weights, digits, *((paddings,) if paddings else ()))
+        return call.emit(call.call.target, args, {}) if digits else call.same()
+    keys = call.inputs[1]
+    digits = (*digits, *((last, axis, s.split, s.sections) for axis, s in keys.shards(t)))
+    paddings = (*paddings, *((last, s.padding, s.blocks) for s in keys.paddings() if s.dim == t))
+    (axis,) = call.mesh.merge(ring)
+    args = (*call.args[:10], call.mesh_node, weights, digits, paddings, axis)
+    size = sum(
+        replace(v, layout=p).nbytes(call.mesh) for v, p in zip(call.call.operands[1:3], call.inputs[1:], strict=False)
+    )
+    size *= call.mesh.size(axis) - 1
+    return call.emit(call.call.target, args, {}, collective=Collective("all_to_all", "all_to_all", (axis,), size))
 
 
-def local_causal(call: LocalCall) -> fx.Node:
-    """torch's op counts rows from zero: with a part of the queries it is ours, which knows which they are."""
-    if not (call.call.arg(5, "is_causal", False) and call.split("s")):
+def local_torch(call: LocalCall) -> fx.Node:
+    """torch's op counts rows from zero, and has all keys: elsewhere it is ours, which knows which they are."""
+    causal = call.call.arg(5, "is_causal", False)
+    if not (call.axes(RING) or (causal and call.split("s"))):
         return call.same()
+    mask = next(iter(call.args[3:4]), call.kwargs.get("attn_mask"))
     own = (call.call.arg(6, "scale"), call.call.arg(7, "enable_gqa", False))
-    ours = replace(call, args=(*call.args[:3], None, 0.0, True, *own, None, 0))
+    ours = replace(call, args=(*call.args[:3], mask, 0.0, causal, *own, None, 0))
     ours.call = replace(call.call, target=OPS[1])
     return local_attention(ours)
 
 
-rule(OPS[0], attention, linear="2", flops=attention_flops, local=local_causal)
-rule(OPS[1], attention, linear="2", flops=attention_flops, local=local_attention)
+rule(OPS[0], attention, linear="2", flops=attention_flops, local=local_torch, extra=by_ring)
+rule(OPS[1], attention, linear="2", flops=attention_flops, local=local_attention, extra=by_ring)

@@ -300,11 +300,6 @@ class Check:
 # --- what is not built yet: an issue that builds one of these deletes its row
 
 UNBUILT: tuple[tuple[Path, Callable[[Form], bool], str], ...] = (
-    (
-        ("sequence", "method"),
-        lambda f: f.sequence is not None and f.sequence.method != "gather",
-        "write method: gather",
-    ),
     (("sequence", "balance"), lambda f: f.sequence is not None and f.sequence.balance != "none", "write balance: none"),
 )
 

@@ -247,13 +247,34 @@ class Batch(Section):
     )
 
 
+Method = Literal["auto", "gather", "ring", "ulysses"]
+
+
+def _methods(value: Any) -> Any:
+    """`ring` -> {"*": ring}."""
+    return {"*": value} if isinstance(value, str) else value
+
+
 class Sequence(Section):
     """Context parallel: the inputs' sequence dim is split."""
 
     axis: Axis = Field(description="mesh axis that splits the sequence", examples=["cp"])
     dims: BatchDims = Field(default={"*": 1}, description="each input's sequence dim; null = none", examples=[{"*": 1}])
-    method: Literal["gather", "ulysses", "ring"] = Field(
-        default="gather", description="how queries meet the keys of other ranks: gather = keys and values are gathered"
+    method: Annotated[
+        dict[Pattern, Method],
+        BeforeValidator(_methods),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"enum": list(get_args(Method))},
+                    {"type": "object", "additionalProperties": {"enum": list(get_args(Method))}},
+                ]
+            }
+        ),
+    ] = Field(
+        default={"*": "auto"},
+        description="how queries meet the keys of other ranks; or {module: method}, the first that matches counts",
+        examples=["ring"],
     )
     balance: Literal["none", "zigzag"] = Field(
         default="none", description="which tokens a rank has: none = a stretch of the sequence, one behind the other"

@@ -384,7 +384,7 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     ("unknown --set", ["compile", "model.py", "spec.yaml", "--set", "data.zerro=1"], "zerro", "zero"),
     (
         "what is not built",
-        ["compile", "model.py", "spec.yaml", "--set", "sequence={axis: tp, method: ring}"],
+        ["compile", "model.py", "spec.yaml", "--set", "sequence={axis: tp, balance: zigzag}"],
         "not built",
         "",
     ),

@@ -31,8 +31,8 @@ def reference(name: str) -> equality.Reference:
     return equality.reference(zoo.ALL[name] if name in zoo.ALL else lambda: hf.build(families[name]))
 
 
-def check(one: equality.Reference, mesh: dict[str, int], **more: Any) -> shardc.Program:
-    program = one.compile({"shardc": 1, "mesh": mesh, "sequence": CP, **more})
+def check(one: equality.Reference, mesh: dict[str, int], method: Any = "gather", **more: Any) -> shardc.Program:
+    program = one.compile({"shardc": 1, "mesh": mesh, "sequence": CP | {"method": method}, **more})
     assert_equal(shardc.verify.simulate(program, one.model, one.batch), one.loss, one.grads)
     assert equality.unnoticed(program) == []
     return program
@@ -40,32 +40,36 @@ def check(one: equality.Reference, mesh: dict[str, int], **more: Any) -> shardc.
 
 # --- models
 
-#: What is special in each: masks that are causal (llama), sliding (mistral, gemma2, gemma3, with soft caps), padded
-#: (bert, with attention_mask), none (vit-like towers are refused by their batch), cross attention and relative biases
-#: (t5), sinks and experts (gpt_oss), experts with an auxiliary loss (mixtral), latent attention (deepseek_v3_dense),
-#: alibi (bloom), a state space (mamba), short convolutions (lfm2), disentangled positions (deberta_v2).
-MODELS = (
-    "gpt",
-    "llama",
-    "bert",
-    "t5",
-    "mistral",
-    "gemma2",
-    "gemma3",
-    "gpt_oss",
-    "mixtral",
-    "deepseek_v3_dense",
-    "bloom",
-    "mamba",
-    "lfm2",
-    "deberta_v2",
-)
+#: What is special in each: masks that are causal (llama), sliding (mistral, gemma3, with soft caps gemma2), padded
+#: (bert); cross attention and relative biases (t5); sinks and experts (gpt_oss); latent attention (deepseek_v3_dense);
+#: alibi (bloom), a state space (mamba), short convolutions (lfm2), disentangled positions (deberta_v2). The methods: of
+#: each those that it has, on so many ranks.
+MODELS: dict[str, tuple[tuple[str, int], ...]] = {
+    "gpt": (("gather", 4), ("ring", 4), ("ulysses", 4), ("auto", 8)),
+    "llama": (("gather", 8), ("ring", 2), ("ring", 8), ("ulysses", 4), ("auto", 4)),
+    "bert": (("gather", 2), ("ring", 4), ("ulysses", 2)),
+    "t5": (("gather", 2), ("ulysses", 4), ("auto", 2)),
+    "bart": (("ring", 4), ("ulysses", 2)),
+    "mistral": (("gather", 2), ("ring", 4), ("ulysses", 2)),
+    "gemma2": (("gather", 4), ("ulysses", 4)),
+    "gemma3": (("ring", 4),),
+    "gpt_oss": (("gather", 4), ("ulysses", 2)),
+    "mixtral": (("ring", 2),),
+    "deepseek_v3_dense": (("ring", 4), ("ulysses", 4)),
+    "bloom": (("ulysses", 4),),
+    "mamba": (("auto", 4),),
+    "lfm2": (("ring", 2),),
+    "deberta_v2": (("auto", 4),),
+}
+CASES = [(name, *how) for name, every in MODELS.items() for how in every]
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
-def test_models(name: str, cp: int) -> None:
-    check(reference(name), {"cp": cp})
+@pytest.mark.parametrize(("name", "method", "cp"), CASES)
+def test_models(name: str, method: str, cp: int) -> None:
+    program = check(reference(name), {"cp": cp}, method)
+    if method in ("ring", "ulysses"):
+        kinds = {n.meta["collective"].kind for n in program.stages[0].graph.nodes if "collective" in n.meta}
+        assert "all_to_all" in kinds
 
 
 TP = {"shard": {"use": "structure"}}
@@ -93,22 +97,37 @@ TOGETHER: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("method", ["ring", "ulysses", "gather"])
 @pytest.mark.parametrize("what", TOGETHER)
-def test_with_every_other_section(what: str) -> None:
+def test_with_every_other_section(what: str, method: str) -> None:
     mesh, more = TOGETHER[what]
-    check(reference("llama"), mesh, **more)
+    if method == "ulysses" and 4 % (mesh["cp"] * mesh.get("tp", 1)):  # llama here has four key-value heads
+        with pytest.raises(shardc.ShardcError, match="heads, 4 of keys, do not divide"):
+            check(reference("llama"), mesh, method, **more)
+    else:
+        check(reference("llama"), mesh, method, **more)
 
 
-@pytest.mark.parametrize("name", ["t5", "bert"])
-def test_padded_sequences_of_other_models(name: str) -> None:
-    check(reference(name), {"cp": 3}, uneven="pad")
+@pytest.mark.parametrize(("name", "method"), [("t5", "auto"), ("bert", "ring")])
+def test_padded_sequences_of_other_models(name: str, method: str) -> None:
+    check(reference(name), {"cp": 3}, method, uneven="pad")
+
+
+def test_a_method_for_each_module() -> None:
+    """T5's self attention has a bias with a gradient, its cross attention has none: only that can be a ring."""
+    method = {"decoder.block.*.EncDecAttention": "ring", "encoder": "ulysses", "*": "gather"}
+    program = check(reference("t5"), {"cp": 2}, method)
+    kinds = {(n.meta["source"].module.rpartition(".")[2], n.meta["collective"].kind)
+             for n in program.stages[0].graph.nodes if "collective" in n.meta}  # fmt: skip
+    assert ("EncDecAttention", "all_to_all") in kinds
+    assert ("EncDecAttention", "all_gather") not in kinds
 
 
 def test_experts() -> None:
     """Detail 10: the router's auxiliary loss counts the tokens of all ranks."""
     family = hf_more.FAMILIES["mixtral"]
     one = equality.reference(lambda: hf.build(family, output_router_logits=True, router_aux_loss_coef=0.1))
-    check(one, {"cp": 2, "ep": 2}, experts=[{"match": "*.experts", "axis": "ep"}])
+    check(one, {"cp": 2, "ep": 2}, "ring", experts=[{"match": "*.experts", "axis": "ep"}])
 
 
 # --- what reads positions
@@ -287,13 +306,20 @@ def test_masks(what: str) -> None:
     """Details 3 (no mask is dropped), 4 (global indices), 6 (rows without keys), 7 (gradients of all ranks' keys),
     8 (fewer kv heads than ranks), 13 (a sink's gradient is a sum over ranks)."""
     one = built(*HOW[what])
-    for mesh, more in (({"cp": 4}, {}), ({"cp": 3}, {"uneven": "pad"})):
-        check(one, mesh, **more)
+    check(one, {"cp": 4})
+    check(one, {"cp": 3}, uneven="pad")
+    if what not in ("sinks", "linear") and "eager" not in what:
+        check(one, {"cp": 4}, "ring")
+        check(one, {"cp": 3}, "ring", uneven="pad")
+    if what not in ("is_causal, 2 kv heads", "is_causal, 1 kv head", "linear"):
+        check(one, {"cp": 4}, "ulysses")
 
 
 def test_documents() -> None:
     """Detail 15: documents that cross ranks' borders, by ids of the batch."""
-    check(built(documents, document=documents_of_uneven_lengths()), {"cp": 4})
+    one = built(documents, document=documents_of_uneven_lengths())
+    for method in ("gather", "ring", "ulysses"):
+        check(one, {"cp": 4}, method)
 
 
 @pytest.mark.parametrize("name", ["gpt", "bert", "t5"])
@@ -336,6 +362,25 @@ def test_dims_that_are_not_there() -> None:
         refused({"mesh": {"cp": 2, "dp": 2}, "sequence": {"axis": "cp", "dims": {"*": 0}}})
     )
     assert "no input has a sequence" in str(refused({"sequence": {"axis": "cp", "dims": {"*": None}}}))
+
+
+def test_methods_that_an_attention_does_not_have() -> None:
+    def message(name: str, method: Any, **mesh: int) -> str:
+        with pytest.raises(shardc.ShardcError) as caught:
+            reference(name).compile({"shardc": 1, "mesh": mesh, "sequence": CP | {"method": method}, "uneven": "pad"})
+        assert (
+            "method: gather" in caught.value.fix
+            or "or gather" in caught.value.fix
+            or "attention is in" in caught.value.fix
+        )
+        return str(caught.value)
+
+    assert "model.layers.0.self_attn: 8 heads, 4 of keys, do not divide over 8 ranks" in message(
+        "llama", "ulysses", cp=8
+    )
+    assert "written out as products and a softmax has no ring" in message("gpt_oss", "ring", cp=2)
+    assert "a ring gives its mask no gradient" in message("t5", "ring", cp=2)
+    assert "'*.attention' matches no module that attends" in message("llama", {"*.attention": "ring"}, cp=2)
 
 
 def test_an_input_that_stays_whole() -> None:

@@ -278,7 +278,6 @@ def test_one_mistake_is_said_once() -> None:
 # --- not built yet
 
 ASKED: dict[str, Any] = {
-    "sequence.method": {"sequence": {"axis": "cp", "method": "ring"}},
     "sequence.balance": {"sequence": {"axis": "cp", "balance": "zigzag"}},
 }
 

@@ -1,0 +1,211 @@
+"""Attention over a sequence that is split over an axis: keys and values travel, queries stay (ring attention; Liu et
+al. 2023).
+
+    step 0      every rank: its queries against its own keys
+    step i      what rank r - i has arrives at rank r, while step i - 1 is computed
+
+A rank holds three parts of keys and values at most: its own, those that it works on, and those that arrive. Each part
+comes from the rank that owns it, in one exchange of all ranks a step; only what the queries there see is sent: under a
+causal mask nothing from ranks whose keys all lie ahead. Of grouped queries it is the key-value heads that travel.
+
+Results are joined by their log-sum-exps (shardc.runtime.ops.attention_blocks). Backward sends keys and values again,
+takes the joined out and log-sum-exp for every part, and sends each part's gradients to the rank that owns it, which
+adds them up in float32 at least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardc.runtime.mesh.base import Work
+from shardc.runtime.ops import attention_blocks
+from shardc.runtime.ops.attention_blocks import Drop, Joined, Rule, Span, blocks
+
+Mesh = Any
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Who has what. rows, keys: by rank of the axis, the queries and the keys that it has, by their places."""
+
+    mesh: Mesh
+    axis: str
+    rows: tuple[tuple[Span, ...], ...]
+    keys: tuple[tuple[Span, ...], ...]
+    causal: bool
+    tag: str
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def here(self) -> int:
+        return int(self.mesh.coordinate(self.axis))
+
+    def sees(self, rank: int, owner: int) -> list[Span]:
+        """Of the owner's keys those that a query of another rank sees."""
+        if not self.causal:
+            return list(self.keys[owner])
+        last = max((r.end for r in self.rows[rank]), default=0)
+        return [k._replace(length=min(k.end, last) - k.start) for k in self.keys[owner] if k.start < last]
+
+    def steps(self) -> list[int]:
+        """The steps after the first in which anything is sent, between any two ranks: the same on all of them."""
+        ranks = range(self.ranks)
+        return [i for i in ranks if i and any(self.sees(r, (r - i) % self.ranks) for r in ranks)]
+
+
+@dataclass
+class _Part:
+    """Keys and values [b, g, n, ...] of an owner, or their gradients. spans: which keys, in these tensors."""
+
+    k: Tensor
+    v: Tensor
+    spans: list[Span]
+
+
+def _in_a_row(spans: Sequence[Span]) -> list[Span]:
+    """The same keys, one stretch behind the other."""
+    out, at = [], 0
+    for s in spans:
+        out.append(s._replace(local=at))
+        at += s.length
+    return out
+
+
+@dataclass
+class _Arriving:
+    """What an exchange brings; `wait` gives it."""
+
+    flat: Tensor
+    work: Work
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    spans: list[Span]
+
+    def wait(self) -> _Part:
+        self.work.wait()
+        n = sum(s.length for s in self.spans)
+        (b, g, _, d), (_, h, _, e) = self.shapes
+        k, v = self.flat.split_with_sizes([b * g * n * d, b * h * n * e])
+        return _Part(k.view(b, g, n, d), v.view(b, h, n, e), _in_a_row(self.spans))
+
+
+def _exchange(ring: Ring, part: _Part, send: list[Span], to: int, take: list[Span], source: int, way: str) -> _Arriving:
+    """Send a part to one rank, begin to take one from another. send, take: as the sender has them."""
+    flat = torch.cat([_joined(x, send).reshape(-1) for x in (part.k, part.v)])
+    (b, g, _, d), (_, h, _, e) = part.k.shape, part.v.shape
+    n = sum(s.length for s in take) * b * (g * d + h * e)
+    into = flat.new_empty(n)
+    sent, received = [0] * ring.ranks, [0] * ring.ranks
+    sent[to], received[source] = flat.numel(), n
+    work = ring.mesh.start_all_to_all_rows(flat, into, sent, received, (ring.axis,), direction=way, tag=ring.tag)
+    return _Arriving(into, work, (tuple(part.k.shape), tuple(part.v.shape)), take)
+
+
+def _joined(x: Tensor, spans: list[Span]) -> Tensor:
+    """Those of x f[b, g, n, d], one stretch behind the other."""
+    return torch.cat([x[:, :, s.local : s.local + s.length] for s in spans] or [x[:, :, :0]], 2)
+
+
+def _travel(ring: Ring, own: _Part, i: int, way: str) -> _Arriving:
+    """Keys and values of step i."""
+    r, n = ring.here, ring.ranks
+    to, source = (r + i) % n, (r - i) % n
+    return _exchange(ring, own, ring.sees(to, r), to, ring.sees(r, source), source, way)
+
+
+def _home(ring: Ring, grads: _Part, i: int, dtype: torch.dtype) -> _Arriving:
+    """Gradients of step i's keys and values, back to the ranks that have them."""
+    r, n = ring.here, ring.ranks
+    to, source = (r - i) % n, (r + i) % n
+    grads = _Part(grads.k.to(dtype), grads.v.to(dtype), grads.spans)
+    return _exchange(ring, grads, grads.spans, to, ring.sees(source, r), source, "backward")
+
+
+class _Ring(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, ring: Ring) -> Tensor:
+        joined, own = Joined(q, v.shape[-1]), _Part(k, v, list(ring.keys[ring.here]))
+        steps = ring.steps()
+        part = own
+        for at in range(len(steps) + 1):
+            arriving = _travel(ring, own, steps[at], "forward") if at < len(steps) else None
+            of = _of_keys(rule, part.spans)
+            for rows, keys, causal in blocks(ring.rows[ring.here], part.spans, causal=ring.causal):
+                block = q[:, :, rows], part.k[:, :, keys], part.v[:, :, keys]
+                joined.add(rows, *attention_blocks.forward(of.of(rows, keys), *block, causal=causal))
+            if arriving is not None:
+                part = arriving.wait()
+        out = joined.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, mask, out, joined.lse)
+        ctx.rule, ctx.ring = Rule(rule.scale, None, rule.drop), ring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        rule = Rule(ctx.rule.scale, mask, ctx.rule.drop)
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows that see nothing: their weights are exp(-inf) = 0
+        own = _Part(k, v, list(ring.keys[ring.here]))
+        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        steps = ring.steps()
+        part, step, home = own, 0, None
+        for at in range(len(steps) + 1):
+            arriving = _travel(ring, own, steps[at], "backward") if at < len(steps) else None
+            of = _of_keys(rule, part.spans)
+            zeros = [torch.zeros_like(x, dtype=lse.dtype) for x in (part.k, part.v)]
+            grads = _Part(zeros[0], zeros[1], part.spans)
+            into = (dk, dv) if step == 0 else (grads.k, grads.v)
+            for r, c, causal in blocks(ring.rows[ring.here], part.spans, causal=ring.causal):
+                block = q[:, :, r], part.k[:, :, c], part.v[:, :, c], out[:, :, r], lse[:, :, r]
+                one = attention_blocks.backward(of.of(r, c), g[:, :, r], *block, causal=causal)
+                for total, where, grad in zip((dq, *into), (r, c, c), one, strict=True):
+                    total[:, :, where] += grad
+            if home is not None:
+                _add(dk, dv, home)
+            home = _home(ring, grads, step, k.dtype) if step else None
+            if arriving is not None:
+                part, step = arriving.wait(), steps[at]
+        if home is not None:
+            _add(dk, dv, home)
+        return *(t.to(x.dtype) for t, x in zip((dq, dk, dv), (q, k, v), strict=True)), None, None, None
+
+
+def _add(dk: Tensor, dv: Tensor, home: _Arriving) -> None:
+    """Adds what another rank found of this rank's keys."""
+    part = home.wait()
+    for mine, theirs in zip(home.spans, part.spans, strict=True):
+        for total, grad in ((dk, part.k), (dv, part.v)):
+            where = slice(mine.local, mine.local + mine.length)
+            total[:, :, where] += grad[:, :, theirs.local : theirs.local + theirs.length]
+
+
+def _of_keys(rule: Rule, spans: list[Span]) -> Rule:
+    """The rule of one part's keys, of that of all."""
+    mask, drop = rule.mask, rule.drop
+    if mask is not None and mask.shape[3] > 1:
+        mask = torch.cat([mask[..., s.start : s.end] for s in spans], -1) if spans else mask[..., :0]
+    if drop is not None:
+        columns = torch.cat([drop.columns[s.start : s.end] for s in spans]) if spans else drop.columns[:0]
+        drop = drop._replace(columns=columns)
+    return Rule(rule.scale, mask, drop)
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring, scale: float, drop: Drop | None
+) -> Tensor:
+    """Attention of q f[b, h, s, d] to keys and values of all ranks, k f[b, g, t, d], v f[b, g, t, e] being this rank's.
+
+    mask: as in `Rule`, of this rank's rows and all keys; it gets no gradient. Returns f[b, h, s, e].
+    """
+    out: Tensor = _Ring.apply(q, k, v, mask, Rule(scale, mask, drop), ring)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,102 @@
+"""How attention over a split sequence may run on the sequence's axis, by `sequence: {method: ...}`.
+
+gather      queries stay split, keys and values are gathered
+ring        queries stay split, keys and values travel (shardc.runtime.ops.attention_ring)
+ulysses     sequence to heads by all_to_all, each rank computes some heads of all tokens, and back (Jacobs et al. 2023,
+            "DeepSpeed Ulysses"); heads may be those of queries within a group, then keys and values are gathered
+auto        the cheaper, in bytes sent; ring before gather, for its memory
+
+Attention that a model writes out (products and a softmax) has its method on the softmax: its operands follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardc.errors import ShardcError
+from shardc.ir.placement import Placement, Shard
+from shardc.rules.attention import OPS, RING
+from shardc.rules.choices import Choices
+from shardc.rules.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Method:
+    """What the spec asks of one attention. inner: ranks of axes that split weights, and so may split heads; where: in
+    the spec; module: that attends.
+    """
+
+    name: str
+    inner: int
+    where: str
+    module: str
+
+
+def over_sequence(choices: Choices, available: Sequence[Sequence[Placement]]) -> bool:
+    """Whether the queries of an attention, or the rows of its scores, come split by their sequence."""
+    rows = len(choices.call.operands[0].shape) - 2
+    return any(isinstance(p, Shard) and p.dim == rows for p in available[0])
+
+
+def candidates(
+    method: Method, choices: Choices, n: int, available: Sequence[Sequence[Placement]]
+) -> Iterator[Strategy]:
+    """The strategies that a method allows. Raises ShardcError where there is none."""
+    whole, found = choices.call.target in OPS, False
+    ring = _ring(choices, n, available) if whole and method.name in ("ring", "auto") else []
+    if method.name == "gather" or (method.name == "auto" and not ring):
+        split = (choices.from_operand(0, p, n) for p in available[0])
+        ring = [s for s in split if s is not None]
+    heads = _by_heads(method, choices, n) if method.name in ("ulysses", "auto") else []
+    for s in (*ring, *heads):
+        found = True
+        yield s
+    if not found:
+        what, fix = _why_not(method, choices, n)
+        raise ShardcError(f"{method.module or 'attention'}: {what}", where=method.where, fix=fix)
+
+
+def _ring(choices: Choices, n: int, available: Sequence[Sequence[Placement]]) -> list[Strategy]:
+    assert choices.rule.extra is not None
+    every = choices.rule.extra(choices.call, n, [frozenset(a) for a in available])
+    return [s for s in every if s.kind == RING]
+
+
+def _by_heads(method: Method, choices: Choices, n: int) -> list[Strategy]:
+    """Heads split, at the digit inside that of the axes that may split them already."""
+    call, sizes = choices.call, choices.signature.sizes
+    out = call.results[0].shape
+    if len(out) < 3:
+        return []
+    dim = len(out) - 3
+    factors = [f for f in choices.signature.outputs[0][dim] if f in choices.places]
+    for factor in factors:  # of groups the outer one first: keys and values are split too, then
+        digit = method.inner if sizes[factor] % (method.inner * n) == 0 else 1
+        if (method.inner == 1 or digit > 1) and (s := choices.split(factor, digit, n)) is not None:
+            return [s]
+    return []
+
+
+def _why_not(method: Method, choices: Choices, n: int) -> tuple[str, str]:
+    call = choices.call
+    if method.name == "ring":
+        if call.target not in OPS:
+            return (
+                "attention that is written out as products and a softmax has no ring",
+                "write method: gather or ulysses for it, or use torch's scaled_dot_product_attention",
+            )
+        if len(call.results[0].shape) > 4:
+            return "a ring needs [batch, heads, sequence, features]", "write method: gather for it"
+        return (
+            "a ring gives its mask no gradient, or finds keys whose sequence is not split",
+            "write method: gather or ulysses for it",
+        )
+    shape = call.results[0].shape
+    heads = shape[-3] if len(shape) > 2 else 1
+    keys = call.operands[1].shape[-3] if call.target in OPS and len(shape) > 2 else heads
+    ranks = f"{n} ranks" + (f" × {method.inner} that split weights" if method.inner > 1 else "")
+    return (
+        f"{heads} heads, {keys} of keys, do not divide over {ranks}",
+        "write method: ring or gather for it, or fewer ranks",
+    )
