@@ -11,7 +11,8 @@ run, plan                   train; which spec is fastest on so many devices
 checkpoint, export          folders of checkpoints; weights for transformers
 device, rules, spec         devices that programs are priced for; rules of ops, proven; the format of specs
 compile_once                under torchrun, one process of a machine compiles for all
-run_folder                  the temporary folder of a run
+run_folder                  the temporary folder of a run; save_lock: one run at a time saves to a folder
+lasting_output              output that ends before the run does
 rank_errors                 an error that all ranks have alike is printed once; user_frames: of the user's code alone
 """
 
