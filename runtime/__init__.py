@@ -5,6 +5,7 @@ here knows the compiler.
     mesh/        collectives by mesh axis: over torch.distributed, or between threads of one process
     schedule/    pipeline schedules as data: SCHEDULES, their text, the proof that they end
     step/        one rank's training step: engine, interpreter, module, recomputation, loss scaling
+    compiled/    pieces of lowered texts as compiled code
     zero/        buckets of parameters: what ZeRO shards, how gradients are summed
     offload/     what is kept outside of the device
     state/       weights in, checkpoints in and out

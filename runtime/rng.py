@@ -93,6 +93,12 @@ class Rng:
             self._words[device] = now, words
         return words
 
+    def key_words(self, stream: int, device: torch.device) -> Tensor:
+        """i32[2]: the key of a stream of random numbers, on a device. Nothing waits for it."""
+        if device.type == "cpu":
+            return torch.tensor(self.key(stream)[:2], dtype=torch.int32)
+        return device_key(self.words(device), stream)
+
     def row_and_column_offsets(
         self,
         shape: Sequence[int],
@@ -127,6 +133,23 @@ def key(*words: int) -> Key:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
         state ^= state >> 31
     return Key(_signed(state, 32), _signed(state >> 32, 32))
+
+
+def device_key(words: Tensor, stream: int) -> Tensor:
+    """i32[2]: `key` of (seed, stream, step, microbatch), computed where the words are. words: i64[3], of Rng.words."""
+
+    def shifted(x: Tensor, by: int) -> Tensor:  # int64's shift is arithmetic
+        return (x >> by) & ((1 << (64 - by)) - 1)
+
+    seed, step, microbatch = words.unbind()
+    state: Any = _signed(0x9E3779B97F4A7C15, 64)
+    for word in (seed, stream, step, microbatch):
+        mixed = (word ^ state) + _signed(0x9E3779B97F4A7C15, 64)
+        mixed = (mixed ^ shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9, 64)
+        mixed = (mixed ^ shifted(mixed, 27)) * _signed(0x94D049BB133111EB, 64)
+        state = mixed ^ shifted(mixed, 31)
+    both = torch.stack([state, state >> 32]) & 0xFFFFFFFF
+    return (both - ((both >> 31) << 32)).to(torch.int32)
 
 
 def _signed(word: int, bits: int) -> int:

@@ -1,5 +1,5 @@
 """Any spec that compiles gives what one device gives: random meshes, splits, annotations, schedules, ZeRO,
-recomputation, padding, lowered or not.
+recomputation, padding, lowered or not, in pieces or not.
 
 Two steps with dropout and momentum, against the same program on one rank. A few specs of a few models here;
 `make fuzz` tries many, their price and artifacts as well, of every model (`make fuzz EXAMPLES=200 MODELS='gpt unet'`).
@@ -29,7 +29,7 @@ from shardc.capture import capture
 from shardc.ir.program import Program
 from shardc.passes.annotate import model_plan
 from shardc.verify.simulate import Simulation
-from tests import zoo
+from tests import stand_in_compiler, zoo
 from tests.zoo import hf, hf_more, plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
 
 FEW = ("gpt", "detector", "llama")
@@ -126,7 +126,7 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
             {"match": draw(st.sampled_from(modules).map(starred)), **draw(st.sampled_from(CHECKPOINTS))}
         ]
     if draw(st.booleans()):
-        spec["lower"] = True
+        spec["lower"] = draw(st.sampled_from((True, True, {"compile": "layers"})))
     return spec
 
 
@@ -145,7 +145,8 @@ def starred(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def test_any_spec(name: str, examples: int) -> None:
+def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_compiler.put_in(monkeypatch)
     model, batch, captured, want = one(name)
     ran: list[bool] = []
     fuzz = examples > 6

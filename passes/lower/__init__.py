@@ -8,6 +8,7 @@
     again       which values backward keeps, and which it computes again
     write       the two graphs
     overlap     collectives in two, and lines in an order that hides them; seconds: what a line takes
+    pieces      which lines are compiled as one
 
 docs/lowering.md shows both texts of a layer. A stage that cannot be lowered runs under autograd, and a note says why;
 under `strict` that is an error.
@@ -25,12 +26,14 @@ from shardc.ir.program import Lowered, Program, Stage
 from shardc.passes.base import Pass
 from shardc.passes.lower.order import Backward
 from shardc.passes.lower.overlap import overlap_collectives
+from shardc.passes.lower.pieces import mark_pieces
 from shardc.passes.lower.record import Type
 from shardc.passes.lower.rules import Facts, Rules
 from shardc.passes.lower.seconds import Seconds
 from shardc.passes.lower.template import Made
 from shardc.passes.lower.write import Writer
 from shardc.passes.recompute.autograd_saves import SavedOf
+from shardc.spec.schema import Lower as How
 
 
 @dataclass(frozen=True)
@@ -41,21 +44,22 @@ class Lower(Pass):
         return self.spec.lower is not None
 
     def run(self, program: Program) -> Program:
-        lowered, notes = lower(program)
+        assert self.spec.lower is not None
+        lowered, notes = lower(program, self.spec.lower)
         if notes and self.spec.strict:
             fix = "leave `lower` out, or `strict`"
             raise ShardcError("; ".join(notes), where=self.spec.where(("lower",)), fix=fix)
         return replace(lowered, notes=(*program.notes, *notes))
 
 
-def lower(program: Program) -> tuple[Program, list[str]]:
-    """The program with its stages lowered, and a note for each that is not."""
+def lower(program: Program, how: How) -> tuple[Program, list[str]]:
+    """The program with its stages lowered, and a note for each that is not. how: the spec's section."""
     rules, seconds, stages, notes = Rules(program), Seconds(program), [], []
     why = _refused(program)
     for stage in program.stages:
         if why:
             notes.append(f"{stage.name} is not lowered, and runs under autograd: {why}")
-        stages.append(replace(stage, lowered=None if why else _stage(program, stage, rules, seconds)))
+        stages.append(replace(stage, lowered=None if why else _stage(program, stage, rules, seconds, how)))
     return replace(program, stages=tuple(stages)), notes
 
 
@@ -66,7 +70,7 @@ def _refused(program: Program) -> str:
     return ""
 
 
-def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds) -> Lowered:
+def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds, how: How) -> Lowered:
     types, facts = _types(program, stage.graph, rules)
     returned: tuple[fx.Node | None, ...] = stage.graph.output_node().args[0]  # type: ignore[assignment]
     loss, _, *sent = returned
@@ -81,6 +85,8 @@ def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds) -> Lo
     lowered = writer.lowered(divided=divided)
     for text in lowered.texts.values():
         overlap_collectives(text, seconds)
+        if how.compile == "layers":
+            mark_pieces(text, seconds)
     return lowered
 
 

@@ -32,6 +32,7 @@ from shardc.ir.graph import copy_graph
 from shardc.ir.outputs import loss_axes, loss_value
 from shardc.ir.program import Edge, Program, Stage, Value
 from shardc.runtime import ops, schedule
+from shardc.runtime.compiled import Compiler
 from shardc.runtime.mesh import Work
 from shardc.runtime.ops.local_math import summed, total
 from shardc.runtime.ops.overlap import multiplies, product
@@ -130,6 +131,9 @@ class Interpreter:
     """The stages that this rank runs. mesh: a runtime mesh. offloaded: where regions with `offload: cpu` keep tensors
     until backward. ranges: every node is a range of torch.profiler's (shardc.runtime.step.profiler_ranges)."""
 
+    #: Pieces of lowered texts run as compiled code.
+    compiles = True
+
     def __init__(
         self,
         program: Program,
@@ -144,9 +148,10 @@ class Interpreter:
         self.actions = self.schedule.actions[self.at]
         mine = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
         divided = any(a.kind == "I" for a in self.actions)
+        compiler = Compiler(strict=program.spec is not None and program.spec.strict) if self.compiles else None
         with _WRITING:
             self.stages = {
-                s: _Runnable(program, s, mesh.device, offloaded, divided=divided, ranges=ranges) for s in mine
+                s: _Runnable(program, s, mesh.device, offloaded, compiler, divided=divided, ranges=ranges) for s in mine
             }
             self.edges = {(e.source, e.target): e for e in program.edges}
             self._count = runnable(program.prologue, mesh.device, program) if program.prologue is not None else None
@@ -274,6 +279,7 @@ class _Runnable:
         index: int,
         device: torch.device,
         offloaded: type[OffloadedTensors],
+        compiler: Compiler | None,
         *,
         divided: bool,
         ranges: bool,
@@ -294,7 +300,7 @@ class _Runnable:
             texts = stage.lowered.texts
             if device.type != "cpu":
                 texts = {way: on_device(graph, device) for way, graph in texts.items()}
-            self.lowered = LoweredStage(stage, texts, ranges=ranges)
+            self.lowered = LoweredStage(stage, texts, ranges=ranges, compiler=compiler)
         if not self.piped:
             self.updates = tuple(b.name for b in program.buffers if b.updated)
 

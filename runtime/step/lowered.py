@@ -15,14 +15,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.ir.program import Stage
+from shardc.runtime.compiled import Compiler, with_pieces
 from shardc.runtime.step import op_errors
 from shardc.runtime.step.profiler_ranges import with_ranges
 
 
 class LoweredStage:
-    """stage: with `lowered`; texts: its graphs, for the device. weights: the second half of backward, if it has one."""
+    """stage: with `lowered`; texts: its graphs, for the device; compiler: of their pieces, if they are compiled.
+    weights: the second half of backward, if it has one.
+    """
 
-    def __init__(self, stage: Stage, texts: Mapping[str, fx.Graph], *, ranges: bool) -> None:
+    def __init__(
+        self, stage: Stage, texts: Mapping[str, fx.Graph], *, ranges: bool, compiler: Compiler | None = None
+    ) -> None:
         forward, backward = texts["forward"], texts["backward"]
         returned: Any = stage.graph.output_node().args[0]
         self._loss = f"{returned[0].name}_grad" if returned[0] is not None else ""
@@ -30,11 +35,11 @@ class LoweredStage:
         self._forward_graph = forward
         kept: Any = forward.output_node().args[0]
         self._kept = [n.name for n in kept[3]]
-        self._forward = fx.GraphModule(nn.Module(), forward)
+        self._forward = fx.GraphModule(nn.Module(), with_pieces(forward, compiler))
         if ranges:
             self._forward = with_ranges(self._forward, forward)
-        self._backward = _Half(backward, ranges=ranges)
-        self.weights = _Half(texts["weights"], ranges=ranges) if "weights" in texts else None
+        self._backward = _Half(backward, compiler, ranges=ranges)
+        self.weights = _Half(texts["weights"], compiler, ranges=ranges) if "weights" in texts else None
         given: Any = backward.output_node().args[0]
         self._handed_on = [n.name for n in given[1]] if self.weights is not None else []
 
@@ -71,9 +76,9 @@ class LoweredStage:
 class _Half:
     """A text of backward, as a function of a dict from which it takes what it needs. takes: names."""
 
-    def __init__(self, graph: fx.Graph, *, ranges: bool) -> None:
+    def __init__(self, graph: fx.Graph, compiler: Compiler | None, *, ranges: bool) -> None:
         self._graph, self.takes = graph, {n.name for n in graph.find_nodes(op="placeholder")}
-        module = _taking(graph)
+        module = _taking(with_pieces(graph, compiler))
         self._run = with_ranges(module, graph) if ranges else module
 
     @torch.no_grad()

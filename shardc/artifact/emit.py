@@ -8,7 +8,8 @@
 A line is one op; its comment is the type of the result (shardc.ir.type_text.show), `grad` where a gradient flows, and
 for collectives what runs forward/backward, the axes, bytes per rank and cause (`implicit` before it if no annotation
 implies it). Before that comes the region of values that backward computes again, and `kept` with those that it does
-not. `shardc.artifact.parser` reads it back: the text is the artifact, not a picture of it.
+not. Lines of a lowered stage that are compiled as one say so: `| piece 3`. `shardc.artifact.parser` reads it back: the
+text is the artifact, not a picture of it.
 """
 
 from __future__ import annotations
@@ -313,6 +314,8 @@ def value_text(value: Value | tuple[Value, ...] | None) -> str:
 def comment(node: fx.Node) -> str:
     collective: Collective | None = node.meta.get("collective")
     parts = [value_text(node.meta["value"])]
+    if "piece" in node.meta:
+        parts.append(f"piece {node.meta['piece']}")
     if "region" in node.meta:
         parts.append(region_text(node.meta["region"], node.meta.get("kept", ()), node.meta.get("again", 0)))
     return " | ".join(parts if collective is None else [*parts, collective_text(collective)])

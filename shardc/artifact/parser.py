@@ -29,6 +29,7 @@ _SOURCE = re.compile(r"# (.+?) \((.*?)\)(?:: (.*))?$")
 _COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (\d+) (implicit |unasked )?(\".*\")$")
 _NAME = r'"(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-f]{4})*"'  # as JSON writes strings
 _REGION = re.compile(rf"({_NAME})(?: kept ({_NAME}(?: {_NAME})*))?(?: again (\d+))?(?: \| |$)")
+_PIECE = re.compile(r"piece (\d+)(?: \| |$)")
 #: Ops that programs written by earlier versions call by another name.
 _RENAMED = {
     "vary": "sum_grad",
@@ -223,6 +224,9 @@ class _Reader:
         """Set a node's type, source and collective from the comment that follows it."""
         typed, _, collective = comment.partition(" | ")
         node.meta = {"value": self._types(typed, line), "source": source, **self.of}
+        if self.lowered and (piece := _PIECE.match(collective)):
+            node.meta["piece"] = int(piece[1])
+            collective = collective[piece.end() :]
         if collective.startswith("region "):
             collective = self._region(node, collective.removeprefix("region "), line)
         if collective:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -19,7 +20,7 @@ def command(
     seq: common.SeqOption = None,
     seed: Annotated[int, typer.Option(help="of the random weights and inputs")] = 0,
     lowered: Annotated[
-        bool, typer.Option("--lowered", help="also compare with the step under autograd, to the bit (`lower:`)")
+        bool, typer.Option("--lowered", help="also compare the step under autograd, lowered and compiled (`lower:`)")
     ] = False,
     trust: common.TrustOption = False,
     model_: common.ModelOption = None,
@@ -39,6 +40,7 @@ def command(
                 "checked": report.checked,
                 "worst": report.worst,
                 "seconds": report.seconds,
+                "ways": [asdict(w) for w in report.ways],
                 "findings": [{"where": f.where, "what": f.what, "fix": f.fix} for f in report.findings],
             }
             show(json.dumps(document))

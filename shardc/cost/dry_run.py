@@ -21,9 +21,11 @@ from torch import Tensor, fx
 from shardc.cost import host_memory
 from shardc.cost.fake_mesh import FakeMesh, rank_of
 from shardc.cost.ledger import Ledger, Part, Sent, Storage, Waited
-from shardc.ir.graph import copy_graph
+from shardc.ir.graph import copy_graph, values_of
+from shardc.ir.pieces import moved, pieces_of
 from shardc.ir.program import Buffer, Input, Lowered, Param, Program, Stage
 from shardc.ir.units import plural
+from shardc.passes.lower.pieces import shares_memory
 from shardc.runtime.rng import Rng
 from shardc.runtime.schedule import Action
 from shardc.runtime.step import param_groups
@@ -144,20 +146,41 @@ def _reporting(program: Program, names: _OpNames) -> Program:
 
     def reporting(s: Stage) -> Stage:
         texts = s.lowered.texts.values() if s.lowered is not None else ()
-        lowered = s.lowered and Lowered(*(_with_reports(graph, names) for graph in texts))
-        return replace(s, graph=_with_reports(s.graph, names), lowered=lowered)
+        lowered = s.lowered and Lowered(*(_with_reports(graph, names, program) for graph in texts))
+        return replace(s, graph=_with_reports(s.graph, names, program), lowered=lowered)
 
     return replace(program, stages=tuple(map(reporting, program.stages)))
 
 
-def _with_reports(graph: fx.Graph, names: _OpNames) -> fx.Graph:
-    """In backward, a line is told as the op of forward that it belongs to."""
+def _with_reports(graph: fx.Graph, names: _OpNames, program: Program) -> fx.Graph:
+    """In backward, a line is told as the op of forward that it belongs to. A compiled piece counts as one op."""
     copy = copy_graph(graph)
+    pieces = pieces_of(copy)
     for n in list(copy.nodes):
         if n.op == "call_function":
             with copy.inserting_before(n):
                 copy.call_function(names.reporter(n.meta.get("of", n.name)))
+
+    def size(n: fx.Node) -> int:
+        return sum(v.nbytes(program.mesh) for v in values_of(n) if v is not None)
+
+    for piece in pieces:
+        _, traffic = moved(piece, size, shares_memory)
+        with copy.inserting_before(piece.lines[0]):
+            copy.call_function(_told(names.ledger.fuse))
+        with copy.inserting_after(piece.lines[-1]):
+            copy.call_function(_told(partial(names.ledger.fused, traffic)))
     return copy
+
+
+def _told(call: Callable[[], None]) -> Callable[[], None]:
+    """A function of a module, as generated code wants it."""
+
+    def tell() -> None:
+        call()
+
+    tell.__module__ = __name__
+    return tell
 
 
 def _weights(program: Program) -> dict[str, Tensor]:
@@ -198,6 +221,8 @@ def _batch(program: Program) -> Any:
 
 class _Recorded(Interpreter):
     """Records what each action does, of the first microbatches and the last one."""
+
+    compiles = False
 
     ledger: Ledger
     buckets: Any

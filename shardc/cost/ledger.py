@@ -137,11 +137,25 @@ class Ledger(TorchDispatchMode):
         self.op = ""
         self.op_of: Callable[[int], str] = lambda number: ""
         self._refs: dict[int, Any] = {}
+        self._fusing: list[Op] | None = None
 
     def begin(self, name: str) -> Part:
         """What happens from here on belongs to another part of the step."""
         self.parts.append(Part(name))
         return self.parts[-1]
+
+    def fuse(self) -> None:
+        """The ops that follow run as one, until `fused`."""
+        self._fusing = []
+
+    def fused(self, traffic: int) -> None:
+        """They are done. traffic: bytes of memory that they read and write as one. (What they make meanwhile counts as
+        memory all the same: a compiler may need less.)
+        """
+        ops, self._fusing = self._fusing or [], None
+        if ops:
+            dtype = next((x.dtype for x in ops if x.dtype.is_floating_point), ops[0].dtype)
+            self.parts[-1].work.append(Op(sum(x.flops for x in ops), traffic, dtype))
 
     def live(self) -> list[Storage]:
         return list(self.storages.values())
@@ -202,5 +216,5 @@ class Ledger(TorchDispatchMode):
             op = Op(flops_of(func, args, kwargs or {}, result), traffic, floating[0] if floating else results[0].dtype)
             if op.flops:
                 op = op._replace(of=self._forward_op(), shape=tuple(map(int, results[0].shape)))
-            self.parts[-1].work.append(op)
+            (self.parts[-1].work if self._fusing is None else self._fusing).append(op)
         return result

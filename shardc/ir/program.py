@@ -590,7 +590,7 @@ class Program:
 
     def verify(self, *, seed: int = 0, lowered: bool = False) -> Report:
         """Compare a step on the loopback mesh with one device, in float64. `.ok`, `.findings`, `.seconds`. lowered:
-        compare the lowered step with autograd's too, to the bit. See shardc.verify.
+        compare the lowered step with autograd's too, to the bit, and the compiled one. See shardc.verify.
         """
         from shardc.verify import verify
 

@@ -317,10 +317,27 @@ class Loss(Section):
 
 
 class Lower(Section):
-    """Forward and backward of a training step as two texts, run without autograd."""
+    """Forward and backward of a training step as two texts, run without autograd. compile: runs of element-wise ops and
+    reductions of equal layers are compiled once, by torch's Inductor; needs a C++ compiler, or Triton on a GPU.
+    """
+
+    compile: Literal["none", "layers"] = Field(
+        default="none",
+        description="layers: element-wise ops and reductions become fused kernels, compiled once for equal layers",
+        examples=["layers"],
+    )
 
 
-_LOWER: dict[str, Any] = {"anyOf": [{"type": "boolean"}, {"type": "object", "additionalProperties": False}]}
+_LOWER: dict[str, Any] = {
+    "anyOf": [
+        {"type": "boolean"},
+        {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {"compile": {"enum": ["none", "layers"], "default": "none"}},
+        },
+    ]
+}
 
 
 def _lower(value: Any) -> Any:

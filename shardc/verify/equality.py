@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardc.ir.graph import values_of
+from shardc.ir.pieces import pieces_of, without_pieces
 from shardc.ir.program import Program, Value
 from shardc.ir.types import OUTSIDE_DOMAIN
 from shardc.ir.units import plural, size
@@ -22,11 +23,14 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.step.outputs import divided
 from shardc.verify.random_batch import random_inputs, random_state
 from shardc.verify.reference import interpret_all, reach
-from shardc.verify.simulate import simulate
+from shardc.verify.simulate import Simulation, simulate
 from shardc.verify.to_float64 import to_float64
 
 #: Relative; the noise of float64 is 5e-16 per operation, and sums over ranks come in another order.
 TOLERANCE = 1e-12
+#: How far a compiled step may be from the same step op by op, relative, in the program's own dtypes: a fused reduction
+#: adds up in another order, and fused 16-bit ops round once where single ones round each time.
+OF_COMPILED = {torch.float64: TOLERANCE, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,29 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Way:
+    """A way to run the same step, compared with autograd's. loss, gradients, state: relative differences, of the last
+    two the worst; equal: all is equal to the bit.
+    """
+
+    name: str
+    loss: float
+    gradients: float
+    state: float
+    equal: bool
+
+
+@dataclass(frozen=True)
 class Report:
     """Result of `verify`. checked: number of values compared; worst: largest relative difference seen; seconds:
-    duration.
+    duration; ways: with `lowered`, the lowered step, and the compiled one.
     """
 
     findings: tuple[Finding, ...]
     checked: int
     worst: float
     seconds: float
+    ways: tuple[Way, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -64,7 +82,16 @@ class Report:
             return "\n".join(["not compared with one device", *map(str, self.findings)])
         head = "equal to one device" if self.ok else f"{plural(len(self.findings), 'difference')} from one device"
         lines = [f"{head}: {self.checked} values, worst relative difference {self.worst:.1e}, {self.seconds:.1f} s"]
-        return "\n".join([*lines, *map(str, self.findings)])
+        return "\n".join([*lines, *_table(self.ways), *map(str, self.findings)])
+
+
+def _table(ways: tuple[Way, ...]) -> list[str]:
+    if not ways:
+        return []
+    rows: list[tuple[str, ...]] = [("against autograd", "loss", "gradients", "state"), ("autograd", "0", "0", "0")]
+    rows += [(w.name, *(f"{x:.1e}" if x else "0" for x in (w.loss, w.gradients, w.state))) for w in ways]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
@@ -77,7 +104,8 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
     Every dtype is widened, the casts of `precision:` too: what is checked is the algebra of the splits, not the
     rounding of 16 bits.
 
-    lowered: compare the lowered step (`lower:`) with the same program under autograd too, to the bit."""
+    lowered: compare the lowered step (`lower:`) with the same program under autograd too, to the bit, and the compiled
+    one within OF_COMPILED, in the program's own dtypes; against one device pieces then run as compiled code, too."""
     start = time.perf_counter()
     need, there = _memory(program), _available()
     if need > there:
@@ -87,7 +115,7 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
             "verify a smaller batch or fewer layers of the same model: rules and spec are the same",
         )
         return Report((finding,), 0, float("nan"), time.perf_counter() - start)
-    double = to_float64(program)
+    double = to_float64(program, compiled=lowered)
     why = ""
     filled = any(b.constant is None and not b.dtype.is_floating_point for b in double.buffers)
     for integers, fractions in product((0, 1) if filled else (0,), (False, True)):
@@ -118,7 +146,7 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
         one_by_one = {} if gradient is None else p.by_name(gradient)
         pairs += [(n, one_by_one.get(n), sim.grads.get(n)) for n in (p.members or (p.fqn,))]
     pairs += [(b.fqn, news[b.name].detach(), sim.state[b.fqn]) for b in double.buffers if b.updated]
-    findings, worst = _not_as_autograd(program, seed) if lowered else [], 0.0
+    (findings, ways), worst = _ways(program, seed) if lowered else ([], []), 0.0
     # a gradient that is zero in exact arithmetic (a key's bias: softmax does not see it) is rounding on both sides:
     # measure it against the whole gradient's size
     floor = 1e-3 * float(
@@ -144,27 +172,56 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
                     "a bug in shardc or in a rule of your own: please report it",
                 )
             )
-    return Report(tuple(findings), len(off_by), worst, time.perf_counter() - start)
+    return Report(tuple(findings), len(off_by), worst, time.perf_counter() - start, tuple(ways))
 
 
-def _not_as_autograd(program: Program, seed: int) -> list[Finding]:
-    """What comes out otherwise, in any bit, than without `lower:`: of the program's own texts, in its own dtypes."""
+def _ways(program: Program, seed: int) -> tuple[list[Finding], list[Way]]:
+    """The step lowered, and compiled if it has pieces, against the step under autograd: the program's own texts, in its
+    own dtypes.
+    """
     if all(s.lowered is None for s in program.stages):
         what, fix = "no stage is lowered: there is nothing to compare", "write `lower: true` in the spec"
-        return [Finding("lower", what, fix)]
-    stages = tuple(replace(s, lowered=None) for s in program.stages)
+        return [Finding("lower", what, fix)], []
     weights, batch = random_state(program, seed), random_inputs(program, seed)
-    sim = simulate(program, weights, batch, seed=seed)
-    eager = simulate(replace(program, stages=stages), weights, batch, seed=seed)
-    pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {"loss": (eager.loss, sim.loss)}
-    pairs |= {f"the gradient of {n}": (eager.grads.get(n), sim.grads.get(n)) for n in eager.grads | sim.grads}
-    pairs |= {n: (eager.state[n], sim.state[n]) for n in eager.state}
-    fix = "a bug in shardc: please report it, and leave `lower` out"
-    return [
-        Finding(n, f"differs from autograd's by {difference(a, b):.1e} relative", fix)
-        for n, (a, b) in pairs.items()
-        if a is None or b is None or not torch.equal(a, b)
-    ]
+    eager = replace(program, stages=tuple(replace(s, lowered=None) for s in program.stages))
+    steps = {"autograd": eager, "lowered": without_pieces(program)}
+    if any(pieces_of(g) for s in program.stages if s.lowered is not None for g in s.lowered.texts.values()):
+        steps["compiled"] = program
+    ran = {name: simulate(p, weights, batch, seed=seed) for name, p in steps.items()}
+    allowed = {"lowered": 0.0, "compiled": max(OF_COMPILED.get(d, TOLERANCE) for d in _dtypes(program))}
+    findings, ways = [], []
+    for name, limit in allowed.items():
+        if name in ran:
+            way, found = _against(ran["autograd"], ran[name], name, limit)
+            ways.append(way)
+            findings += found
+    return findings, ways
+
+
+def _dtypes(program: Program) -> set[torch.dtype]:
+    """Of what its stages compute."""
+    values = (v for s in program.stages for n in s.graph.nodes for v in values_of(n))
+    return {v.dtype for v in values if v.dtype.is_floating_point}
+
+
+def _against(eager: Simulation, sim: Simulation, name: str, limit: float) -> tuple[Way, list[Finding]]:
+    """limit: relative; 0: to the bit."""
+    loss = {"loss": (eager.loss, sim.loss)}
+    grads = {f"the gradient of {n}": (eager.grads.get(n), sim.grads.get(n)) for n in eager.grads | sim.grads}
+    state = {n: (eager.state[n], sim.state[n]) for n in eager.state}
+    floor = 1e-3 * max((float(g.double().norm()) for g in eager.grads.values()), default=0.0) if limit else 0.0
+    worst, equal = [], True
+    findings = []
+    for group in (loss, grads, state):
+        off_by = {n: difference(a, b, 0.0 if n == "loss" else floor) for n, (a, b) in group.items()}
+        bits = {n: a is not None and b is not None and torch.equal(a, b) for n, (a, b) in group.items()}
+        equal = equal and all(bits.values())
+        worst.append(max(off_by.values(), default=0.0))
+        fix = f"a bug in shardc: please report it, and leave {'`compile`' if limit else '`lower`'} out"
+        for n, off in off_by.items():
+            if not (off <= limit if limit else bits[n]):
+                findings.append(Finding(n, f"{name}, differs from autograd's by {off:.1e} relative", fix))
+    return Way(name, worst[0], worst[1], worst[2], equal), findings
 
 
 def difference(one: Tensor | None, many: Tensor | None, floor: float = 0.0) -> float:

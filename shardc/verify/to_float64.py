@@ -11,6 +11,7 @@ from torch import fx
 from shardc.ir.graph import copy_graph, map_value
 from shardc.ir.program import Buffer, Program
 from shardc.passes.lower import lower
+from shardc.spec.schema import Lower
 
 
 def _wide(x: Any) -> Any:
@@ -29,8 +30,9 @@ def graph_to_float64(graph: fx.Graph) -> fx.Graph:
     return new
 
 
-def to_float64(program: Program) -> Program:
-    """The same program with every floating dtype float64. Stages that were lowered are lowered again."""
+def to_float64(program: Program, *, compiled: bool = False) -> Program:
+    """The same program with every floating dtype float64. Stages that were lowered are lowered again; compiled: with
+    pieces that run as compiled code, if the program's do."""
 
     def typed(x: Any) -> Any:
         return replace(x, dtype=_wide(x.dtype))
@@ -51,4 +53,5 @@ def to_float64(program: Program) -> Program:
         outputs=tuple(map(typed, program.outputs)),
         buckets=tuple(replace(typed(b), compute=None) for b in program.buckets),
     )
-    return lower(double)[0] if any(s.lowered is not None for s in program.stages) else double
+    how = program.spec.lower if program.spec is not None and compiled else None
+    return lower(double, how or Lower())[0] if any(s.lowered is not None for s in program.stages) else double

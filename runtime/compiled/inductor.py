@@ -1,0 +1,116 @@
+"""Compiles pieces by torch's Inductor, each distinct one once: for all layers, microbatches and ranks of this process.
+
+On disk Inductor keeps what it has generated and built, by the text of the piece, sizes, strides, dtypes, device and the
+version of torch (TORCHINDUCTOR_CACHE_DIR, else a folder of the user's below /tmp): another run, or another process of
+the same machine, loads it in milliseconds. Of the processes of a machine that need a piece at the same time one
+compiles it and the others wait.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.errors import ShardcError
+from shardc.torch_private import inductor_compiled, no_compiler
+
+Run = Callable[[list[Tensor]], Any]
+#: Seconds after which a piece that is being compiled is told of.
+PATIENCE = 2.0
+_LOCK = threading.RLock()
+_DONE: dict[Any, Run | str] = {}  # of this process; why not, of what Inductor refuses
+_EXPECTED: dict[str, None] = {}
+_TOLD: set[str] = set()
+
+
+class Compiler:
+    """Of one program. strict: what cannot be compiled is an error, and not a note."""
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+
+    def expect(self, key: str) -> None:
+        """A piece of this text is going to be compiled: for the count that is shown."""
+        _EXPECTED[key] = None
+
+    def compiled(self, key: str, function: Callable[..., Any], inputs: Sequence[Tensor], where: str) -> Run | None:
+        """A function of tensors as compiled code, for inputs of these sizes, strides and dtypes; None: it runs line by
+        line, and a note has said why.
+
+        key: of its text; where: for messages. Raises ShardcError under `strict` where there is no compiled code."""
+        whole = (key, *((tuple(x.shape), x.stride(), x.dtype, x.device) for x in inputs), torch.get_num_threads())
+        with _LOCK:
+            if whole not in _DONE:
+                _DONE[whole] = self._compile(key, repr(whole), function, inputs, where)
+            found = _DONE[whole]
+        if not isinstance(found, str):
+            return found
+        if self._strict:
+            fix = "leave `strict` out, or `compile: layers`"
+            raise ShardcError(f"a piece is not compiled: {found}", where=where, fix=fix)
+        return None
+
+    def _compile(
+        self, key: str, whole: str, function: Callable[..., Any], inputs: Sequence[Tensor], where: str
+    ) -> Run | str:
+        if why := no_compiler(inputs[0].device):
+            _note(f"pieces are not compiled, and run line by line: {why}")
+            return why
+        number = f"{list(_EXPECTED).index(key) + 1} of {len(_EXPECTED)}"
+        try:
+            with _shown(f"compiling piece {number} ({where})"), _alone(whole):
+                return inductor_compiled(function, inputs)
+        except Exception as e:  # whatever a compiler may say
+            said = (str(e).strip() or type(e).__name__).splitlines()[0]
+            _note(f"piece {number} ({where}) is not compiled, and runs line by line: {type(e).__name__}: {said}")
+            return f"{type(e).__name__}: {said}"
+
+
+def _note(text: str) -> None:
+    """Once, on the first rank's stderr."""
+    if text not in _TOLD and os.environ.get("RANK", "0") == "0":
+        _TOLD.add(text)
+        print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _shown(text: str) -> Iterator[None]:
+    """What goes on, if it takes a while."""
+    began, timer = time.monotonic(), threading.Timer(PATIENCE, _note, (f"{text} ...",))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if f"{text} ..." in _TOLD:
+            _TOLD.discard(f"{text} ...")
+            _note(f"{text} took {time.monotonic() - began:.1f} s")
+
+
+@contextmanager
+def _alone(key: str) -> Iterator[None]:
+    """No other process of this user compiles the same meanwhile."""
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()) / f"shardc-locks-{os.getuid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / hashlib.sha256(key.encode()).hexdigest()[:32], "a")  # noqa: SIM115 (held below)
+    except OSError:  # nowhere to write: everybody compiles
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,54 @@
+"""Dropout as element-wise arithmetic on tensors: what a compiler can fuse. Bit for bit what `ops.dropout` gives.
+
+The mask of an element is a hash of its global index and of two key words (shardc.runtime.rng). The words are an input:
+one compiled piece serves all layers, steps and microbatches, and no mask is ever stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.runtime.ops.dropout import threshold
+from shardc.runtime.rng import Digits, Paddings, Rng
+
+_M1, _M2 = 0x7FEB352D, 0x846CA68B - 2**32  # of lowbias32, as signed 32-bit numbers; see shardc.runtime.rng
+
+
+def inputs(
+    rng: Rng, stream: int, shape: Sequence[int], digits: Digits, paddings: Paddings, mesh: Any, device: torch.device
+) -> list[Tensor]:
+    """What `masked` takes of a rank: (key words i32[2], rows, columns). shape: global; digits, paddings: of it.
+
+    rows, columns: of rng.row_and_column_offsets. Nothing waits for the device."""
+    return [rng.key_words(stream, device), *rng.row_and_column_offsets(shape, digits, mesh, device, paddings)]
+
+
+def masked(x: Tensor, where: Sequence[Tensor], p: float) -> Tensor:
+    """x where it is kept, times 1 / (1 - p), and 0 elsewhere; contiguous. where: of `inputs`."""
+    words, rows, columns = where
+    indices = (rows[:, None] + columns).reshape(-1)[: x.numel()].reshape(x.shape)
+    low, high = words[0], words[1]
+    if indices.dtype == torch.int64:
+        above = (indices >> 32).to(torch.int32)
+        below = indices & 0xFFFFFFFF
+        number = (below - ((below >> 31) << 32)).to(torch.int32)
+        number = number ^ torch.where(above == 0, 0, _hash(above, high, low))
+    else:
+        number = indices
+    keep = _hash(number, low, high) < threshold(p)
+    return (x * keep).contiguous() * (1 / (1 - p))
+
+
+def _hash(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    return _avalanche(_avalanche(x ^ low) + high)
+
+
+def _avalanche(x: Tensor) -> Tensor:
+    """As rng._avalanche: the shifts are arithmetic, so the copied sign bits are masked off."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _M1
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * _M2
+    return x ^ ((x >> 16) & 0xFFFF)

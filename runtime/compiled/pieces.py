@@ -1,0 +1,225 @@
+"""A text whose pieces are calls: of compiled code, or line by line where there is none.
+
+box = boxed(gelu_grad, up, x)              the caller lets go of what it does not need any more ...
+made = piece_7(box, mesh, rng)             ... and the piece empties the list: each value is freed at its last use
+up_grad = made[0]
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from shardc.ir.graph import source_of
+from shardc.ir.pieces import Piece, pieces_of
+from shardc.runtime import ops
+from shardc.runtime.compiled import masks
+from shardc.runtime.compiled.inductor import Compiler
+from shardc.torch_private import FakeTensor, OpOverload
+
+#: Arguments of ops.dropout behind x.
+_DROPOUT = ("p", "rng", "index", "mesh", "shape", "digits", "paddings")
+
+
+def with_pieces(graph: fx.Graph, compiler: Compiler | None) -> fx.Graph:
+    """A copy of a text in which each piece is one call. Without a compiler: the text, whose lines run one by one."""
+    pieces = pieces_of(graph) if compiler is not None else []
+    if compiler is None or not pieces:
+        return graph
+    copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    first, within = {p.lines[0]: p for p in pieces}, {n for p in pieces for n in p.lines}
+    for n in graph.nodes:
+        if n in first:
+            _call(copy, first[n], env, compiler)
+        elif n not in within:
+            env[n] = copy.node_copy(n, env.__getitem__)
+    return copy
+
+
+def _call(graph: fx.Graph, piece: Piece, env: dict[fx.Node, fx.Node], compiler: Compiler) -> None:
+    call = _PieceCall(piece, compiler)
+    mesh, rng = ((env[x] if (x := call.named.get(name)) else None) for name in ("mesh", "rng"))
+    label = piece.gives[0].name
+    box = graph.create_node("call_function", boxed, tuple(env[x] for x in call.takes), name=f"{label}_box")
+    made = graph.create_node("call_function", _function(call), (box, mesh, rng), name=f"{label}_piece")
+    made.meta["source"] = source_of(piece.gives[0])
+    for i, n in enumerate(piece.gives):
+        env[n] = graph.create_node("call_function", operator.getitem, (made, i), name=n.name)
+        env[n].meta = dict(n.meta)
+
+
+def boxed(*values: Any) -> list[Any]:
+    """A list that the one who is called may empty."""
+    return list(values)
+
+
+def _function(call: _PieceCall) -> Callable[..., Any]:
+    """Generated code names what it calls."""
+
+    def piece(box: list[Any], mesh: Any, rng: Any) -> Any:
+        return call(box, mesh, rng)
+
+    piece.__module__ = __name__
+    return piece
+
+
+@dataclass(frozen=True)
+class PieceText:
+    """A piece without what it has for itself alone, as a function of tensors.
+
+    key: equal for equal pieces; lines: of (op, arguments); tensors and masks among the arguments are numbered: `Take`
+    what comes in, `Line` what lines make. gives: what goes out; writes: by place among them, the take that it is, into
+    which its line adds.
+    """
+
+    key: str
+    where: str
+    takes: int
+    lines: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
+    gives: tuple[int, ...]
+    writes: Mapping[int, int]
+
+    def function(self, *inputs: Tensor) -> list[Tensor]:
+        """What goes out but for `writes`; inputs: what comes in, then three for each mask (masks.inputs)."""
+        values: list[Any] = []
+        where = self.takes
+
+        def put(a: Any) -> Any:
+            if isinstance(a, _Take):
+                return inputs[a.number]
+            return values[a.number] if isinstance(a, _Line) else a
+
+        for target, args, kwargs in self.lines:
+            args, kwargs = _mapped(args, put), _mapped(kwargs, put)
+            if target is ops.dropout:
+                values.append(masks.masked(args[0], inputs[where : where + 3], args[1]))
+                where += 3
+            elif target is ops.add_into:
+                values.append(args[0] + args[1])
+            else:
+                values.append(target(*args, **kwargs))
+        for i, take in self.writes.items():
+            inputs[take].copy_(values[self.gives[i]])
+        return [values[k] for i, k in enumerate(self.gives) if i not in self.writes]
+
+
+@dataclass(frozen=True)
+class _Take:
+    number: int
+
+
+@dataclass(frozen=True)
+class _Line:
+    number: int
+
+
+def _mapped(a: Any, put: Callable[[Any], Any]) -> Any:
+    if isinstance(a, (tuple, list)):
+        return type(a)([_mapped(x, put) for x in a])
+    if isinstance(a, dict):
+        return {k: _mapped(v, put) for k, v in a.items()}
+    return put(a)
+
+
+class _PieceCall:
+    """One piece of one rank. takes: what it is given, in order; named: "mesh" and "rng", where its lines use them."""
+
+    def __init__(self, piece: Piece, compiler: Compiler) -> None:
+        self.named = {x.name: x for x in piece.takes if x.name in ("mesh", "rng")}
+        self.takes = tuple(x for x in piece.takes if x.name not in self.named)
+        self._masks = [_mask(n) for n in piece.lines if n.target is ops.dropout]
+        self._text = _text(piece, self.takes)
+        self._written = sorted(self._text.writes.items())
+        self._piece = piece
+        self._lines: fx.GraphModule | None = None
+        self._runs: dict[Any, Callable[..., Any] | None] = {}  # by sizes and strides
+        self._compiler = compiler
+        compiler.expect(self._text.key)
+
+    def __call__(self, box: list[Any], mesh: Any, rng: Any) -> Any:
+        layout = tuple([(x.shape, x.stride()) for x in box])
+        if layout not in self._runs:
+            if any(isinstance(x, FakeTensor) for x in box):
+                return self._one_by_one(box, mesh, rng)
+            inputs = [*box, *self._drawn(box, mesh, rng)]
+            self._runs[layout] = self._compiler.compiled(self._text.key, self._text.function, inputs, self._text.where)
+        run = self._runs[layout]
+        if run is None or (self._masks and not rng.training):
+            return self._one_by_one(box, mesh, rng)
+        box += self._drawn(box, mesh, rng)
+        if not self._written:
+            return run(box)
+        written = [box[take] for _, take in self._written]
+        made = list(run(box))
+        for (place, _), x in zip(self._written, written, strict=True):
+            made.insert(place, x)
+        return made
+
+    def _one_by_one(self, box: list[Any], mesh: Any, rng: Any) -> Any:
+        if self._lines is None:
+            self._lines = _one_by_one(self._piece, self.takes)
+        return self._lines(box, mesh, rng)
+
+    def _drawn(self, box: list[Any], mesh: Any, rng: Any) -> list[Tensor]:
+        """What its masks are made of."""
+        return [x for draw in self._masks for x in draw(rng=rng, mesh=mesh, device=box[0].device)]
+
+
+def _mask(n: fx.Node) -> partial[list[Tensor]]:
+    given: dict[str, Any] = dict(zip(_DROPOUT, n.args[1:], strict=False)) | n.kwargs
+    x: Any = n.args[0]
+    shape = given.get("shape")
+    shape = x.meta["value"].shape if shape is None else shape
+    options = {"digits": given.get("digits", ()), "paddings": given.get("paddings", ())}
+    return partial(masks.inputs, stream=given["index"], shape=shape, **options)
+
+
+def _text(piece: Piece, takes: Sequence[fx.Node]) -> PieceText:
+    numbered: dict[fx.Node, Any] = {n: _Take(i) for i, n in enumerate(takes)}
+    numbered |= {n: _Line(i) for i, n in enumerate(piece.lines)}
+    lines = []
+    for n in piece.lines:
+        args: Any = _mapped(n.args, lambda a: _plain(a, numbered))
+        kwargs = _mapped(dict(n.kwargs), lambda a: _plain(a, numbered))
+        if n.target is ops.dropout:  # the rest is a mask's input
+            args, kwargs = (args[0], (dict(zip(_DROPOUT, args[1:], strict=False)) | kwargs)["p"]), {}
+        lines.append((n.target, args, kwargs))
+    gives = tuple(numbered[n].number for n in piece.gives)
+    writes = {i: take for i, n in enumerate(piece.gives) if (take := _written(n, numbered)) is not None}
+    key = repr(([(_name(t), a, k) for t, a, k in lines], gives, writes))
+    source = source_of(next(n for n in piece.lines if n.target is not operator.getitem))
+    where = f"{source.module or source.line or piece.lines[0].name}, {len(piece.lines)} lines"
+    return PieceText(key, where, len(takes), tuple(lines), gives, writes)
+
+
+def _written(n: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
+    """The take into which a line adds, if it is one. (What lines of the piece made, the compiler may write into.)"""
+    x = n.args[0] if n.target is ops.add_into else None
+    take = numbered[x] if isinstance(x, fx.Node) else None
+    return take.number if isinstance(take, _Take) else None
+
+
+def _plain(a: Any, numbered: Mapping[fx.Node, Any]) -> Any:
+    return numbered.get(a) if isinstance(a, fx.Node) else a
+
+
+def _name(target: Any) -> str:
+    return str(target) if isinstance(target, OpOverload) else str(target.__name__)
+
+
+def _one_by_one(piece: Piece, takes: Sequence[fx.Node]) -> fx.GraphModule:
+    """The piece without a compiler, as a function of (what it takes, mesh, rng)."""
+    graph = fx.Graph()
+    box, mesh, rng = (graph.placeholder(name) for name in ("box", "mesh", "rng"))
+    env = {x: {"mesh": mesh, "rng": rng}[x.name] for x in piece.takes if x.name in ("mesh", "rng")}
+    for x in takes:
+        env[x] = graph.create_node("call_method", "pop", (box, 0), name=x.name)
+    for n in piece.lines:
+        env[n] = graph.node_copy(n, env.__getitem__)
+    graph.output(tuple(env[n] for n in piece.gives))
+    return fx.GraphModule(nn.Module(), graph)

@@ -1,0 +1,196 @@
+"""Pieces of lowered texts, compiled: numbers, masks, what is freed when, what is compiled once, what is refused.
+
+Most tests put a stand-in where the compiler is (tests/stand_in_compiler.py). One compiles.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.ir.graph import values_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.pieces import moved, pieces_of, without_pieces
+from shardc.runtime.compiled import masks
+from shardc.runtime.mesh.shapes import ShapeMesh
+from shardc.runtime.rng import Rng, device_key
+from shardc.torch_private import generated_kernels, no_compiler
+from tests import stand_in_compiler, zoo
+from tests.passes.test_lower import SPECS, built, compiled, momentum, same
+
+module: Any = importlib.import_module("shardc.runtime.compiled.pieces")
+cut, inductor = stand_in_compiler.cut, stand_in_compiler.inductor
+CASES = ("sp", "zero 3", "zero bubbles, v, zero 3, recomputed", "precision")
+LAYERS = {"lower": {"compile": "layers"}}
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also pieces that save nothing."""
+    monkeypatch.setattr(cut, "LEAST", 0)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each piece that was "compiled", how many inputs it has."""
+    return stand_in_compiler.put_in(monkeypatch)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_give_the_same_bits(case: str, stand_in: list[int]) -> None:
+    name, spec = SPECS[case]
+    model, batch, _ = built(name)
+    program = compiled(name, spec, **LAYERS)
+    pieces = [p for s in program.stages if s.lowered for g in s.lowered.texts.values() for p in pieces_of(g)]
+    want, have = (
+        shardc.verify.simulate(p, model, batch, steps=2, optimizer=momentum)
+        for p in (compiled(name, spec, lower=True), program)
+    )
+    assert bool(stand_in) == bool(pieces)
+    assert torch.equal(have.loss, want.loss)
+    assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
+    assert [n for n, x in want.state.items() if not same(have.state[n], x)] == []
+
+
+def test_masks_are_those_of_dropout() -> None:
+    mesh, cpu = ShapeMesh(Mesh((("dp", 2),)), 1), torch.device("cpu")
+    rng = Rng(seed=-3, step=2**40, microbatch=1)
+    wide = torch.tensor([3, 2**31 + 5, 2**33]), torch.arange(40)  # of a tensor of more than 2^31 elements
+    for (rows, columns), dtype in (
+        (rng.row_and_column_offsets([6, 10], (), mesh, cpu, ()), torch.float32),
+        (rng.row_and_column_offsets([12, 10], ((0, "dp", 1, ()),), mesh, cpu, ()), torch.bfloat16),
+        (rng.row_and_column_offsets([3, 7, 4], ((2, "dp", 1, ()),), mesh, cpu, ()), torch.float64),
+        (wide, torch.float32),
+    ):
+        x = torch.randn(len(rows) * len(columns), dtype=dtype).abs() + 1
+        want = torch.ops.shardc.dropout(x, rng.words(cpu), rows, columns, 5, 0.4)
+        words = rng.key_words(5, cpu)
+        assert torch.equal(masks.masked(x, (words, rows, columns), 0.4), want)
+        assert torch.equal(device_key(rng.words(cpu), 5), words)
+        assert 0 < int((want == 0).sum()) < x.numel()
+
+
+def pieces(program: Any) -> list[Any]:
+    return [p for s in program.stages for g in s.lowered.texts.values() for p in pieces_of(g)]
+
+
+def test_equal_layers_have_equal_pieces(small_pieces: None) -> None:
+    """So 3 layers and 6 compile the same texts."""
+    texts = []
+    for layers in (3, 6):
+        model, batch = zoo.gpt(layers=layers, dropout=0.1)
+        program = shardc.compile(model, batch, {"shardc": 1, **SPECS["dp"][1], **LAYERS}, prove=False)
+        calls = [module._PieceCall(p, inductor.Compiler()) for p in pieces(program)]
+        texts.append({c._text.key for c in calls})
+        assert len(calls) > len(texts[-1])
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 5
+
+
+def test_small_pieces_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    some = pieces(compiled("gpt", SPECS["sp"][1], **LAYERS))
+    assert some
+    assert all(saved(p) >= 1 << 16 for p in some)
+    monkeypatch.setattr(cut, "LEAST", max(map(saved, some)) + 1)
+    assert not pieces(compiled("gpt", SPECS["sp"][1], **LAYERS))
+
+
+def saved(piece: Any) -> int:
+    apart, together = moved(piece, lambda n: sum(v.nbytes() for v in values_of(n) if v is not None), cut.shares_memory)
+    return apart - together
+
+
+def test_pieces_come_back_from_disk_and_count_as_one_op(small_pieces: None, tmp_path: Path) -> None:
+    program = compiled("gpt", SPECS["sp"][1], **LAYERS)
+    program.save(tmp_path / "out")
+    loaded = shardc.load(tmp_path / "out")
+    assert loaded.lowered() == program.lowered()
+    assert "| piece 0" in loaded.lowered()
+    fused, plain = (p.cost("h100-80g") for p in (program, without_pieces(program)))
+    assert fused.step_seconds < plain.step_seconds
+    assert fused.memory.peak <= plain.memory.peak
+
+
+@pytest.mark.parametrize("spec", ["zero 3", "recompute cheap"])
+def test_pieces_take_no_more_memory(spec: str, small_pieces: None) -> None:
+    name, given = SPECS[spec]
+    eager, fused = (compiled(name, given, **how).cost().memory.peak for how in ({}, LAYERS))
+    assert fused <= eager
+
+
+def test_without_a_compiler_lines_run_one_by_one(
+    stand_in: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, batch, _ = built("gpt")
+    want = shardc.verify.simulate(compiled("gpt", SPECS["dp"][1], lower=True), model, batch)
+    program = compiled("gpt", SPECS["dp"][1], **LAYERS)
+    monkeypatch.setattr(inductor, "no_compiler", lambda device: "there is no C++ compiler")
+    monkeypatch.setattr(inductor, "_TOLD", set())
+    have = shardc.verify.simulate(program, model, batch)
+    assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
+    assert capsys.readouterr().err.count("there is no C++ compiler") == 1
+    strict = compiled("gpt", SPECS["dp"][1], **LAYERS, strict=True)
+    with pytest.raises(shardc.ShardcError, match=r"is not compiled: there is no C\+\+ compiler"):
+        shardc.verify.simulate(strict, model, batch)
+
+
+def test_what_the_compiler_refuses_is_named(
+    stand_in: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(function: Any, inputs: Any) -> Any:
+        raise NotImplementedError("no lowering for this")
+
+    monkeypatch.setattr(inductor, "inductor_compiled", refuse)
+    model, batch, _ = built("gpt")
+    shardc.verify.simulate(compiled("gpt", SPECS["dp"][1], **LAYERS), model, batch)
+    said = capsys.readouterr().err
+    assert "is not compiled, and runs line by line: NotImplementedError: no lowering for this" in said
+    assert "(h.0.drop, " in said
+
+
+class Small(nn.Module):
+    """Two layers of little more than a norm, dropout, and a gelu written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
+        self.fcs = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, fc in zip(self.norms, self.fcs, strict=True):
+            y = fc(x)
+            x = norm(x + nn.functional.dropout(y * torch.sigmoid(1.702 * y), 0.1, self.training))
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own
+def test_compiled_by_inductor(small_pieces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles: forward and backward of a layer, once for two layers and two ranks; kernels are fewer than ops."""
+    if why := no_compiler(torch.device("cpu")):
+        pytest.skip(why)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setattr(inductor, "_DONE", {})
+    torch.manual_seed(0)
+    model, batch = Small().double(), {"x": torch.randn(8, 4, 32, dtype=torch.float64)}
+    spec = {"shardc": 1, "mesh": {"dp": 2}, **LAYERS}
+    program = shardc.compile(model, batch, spec)
+    plain_ = without_pieces(program)
+    before = generated_kernels()
+    want, have = (shardc.verify.simulate(p, model, batch, steps=2, optimizer=momentum) for p in (plain_, program))
+    assert not [v for v in inductor._DONE.values() if isinstance(v, str)]
+    lines = [n for p in pieces(program) for n in p.lines if n.op == "call_function" and not cut._is_view(n)]
+    assert len(inductor._DONE) <= len(pieces(program)) < generated_kernels() - before < len(lines)
+    assert torch.allclose(have.loss, want.loss, rtol=1e-12)
+    for name, g in want.grads.items():
+        assert float((have.grads[name] - g).norm()) <= 1e-12 * float(g.norm())
+    report = program.verify(lowered=True)
+    assert report.ok
+    assert [(w.name, w.equal) for w in report.ways if w.name == "lowered"] == [("lowered", True)]
+    assert [w.name for w in report.ways] == ["lowered", "compiled"]
+    assert "compiled" in str(report)
