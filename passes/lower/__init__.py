@@ -7,7 +7,8 @@
     order       which rule runs when, and what is added to what: as autograd would
     again       which values backward keeps, and which it computes again
     write       the two graphs
-    overlap     collectives in two, and lines in an order that hides them; seconds: what a line takes
+    overlap     collectives in two, and lines in an order that hides them; seconds: what a line takes;
+                memory: the bytes that are alive
     pieces      which lines are compiled as one
 
 docs/lowering.md shows both texts of a layer. A stage that cannot be lowered runs under autograd, and a note says why;
@@ -24,6 +25,7 @@ from shardc.errors import ShardcError
 from shardc.ir.graph import is_call, producer_of
 from shardc.ir.program import Lowered, Program, Stage
 from shardc.passes.base import Pass
+from shardc.passes.lower.memory import Sizes
 from shardc.passes.lower.order import Backward
 from shardc.passes.lower.overlap import overlap_collectives
 from shardc.passes.lower.pieces import mark_pieces
@@ -54,12 +56,13 @@ class Lower(Pass):
 
 def lower(program: Program, how: How) -> tuple[Program, list[str]]:
     """The program with its stages lowered, and a note for each that is not. how: the spec's section."""
-    rules, seconds, stages, notes = Rules(program), Seconds(program), [], []
+    rules, stages, notes = Rules(program), [], []
+    seconds, sizes = Seconds(program, rules.rank), Sizes(program)
     why = _refused(program)
     for stage in program.stages:
         if why:
             notes.append(f"{stage.name} is not lowered, and runs under autograd: {why}")
-        stages.append(replace(stage, lowered=None if why else _stage(program, stage, rules, seconds, how)))
+        stages.append(replace(stage, lowered=None if why else _stage(program, stage, rules, seconds, sizes, how)))
     return replace(program, stages=tuple(stages)), notes
 
 
@@ -70,7 +73,7 @@ def _refused(program: Program) -> str:
     return ""
 
 
-def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds, how: How) -> Lowered:
+def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds, sizes: Sizes, how: How) -> Lowered:
     types, facts = _types(program, stage.graph, rules)
     returned: tuple[fx.Node | None, ...] = stage.graph.output_node().args[0]  # type: ignore[assignment]
     loss, _, *sent = returned
@@ -84,9 +87,9 @@ def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds, how: 
     writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left)
     lowered = writer.lowered(divided=divided)
     for text in lowered.texts.values():
-        overlap_collectives(text, seconds)
+        overlap_collectives(text, seconds, sizes)
         if how.compile == "layers":
-            mark_pieces(text, seconds)
+            mark_pieces(text, sizes)
     return lowered
 
 

@@ -16,53 +16,73 @@ as it was. Ranks compute the same numbers in another order, so nothing changes b
 from __future__ import annotations
 
 import heapq
-import operator
-from collections import Counter
-from collections.abc import Sequence
+import itertools
+from collections import deque
+from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from shardc.artifact.emit import EFFECTS
 from shardc.ir.conversions import BY_OP, SENT
 from shardc.ir.program import Collective
+from shardc.passes.lower.memory import GATHERS, STARTS, WAITS, Memory, Sizes, Uses
+from shardc.passes.lower.rule_transposed import CONVERSIONS
 from shardc.passes.lower.seconds import Seconds
 from shardc.runtime import ops
-from shardc.torch_private import OpOverload
 
 #: How many collectives' time may be kept in reserve.
 RESERVES = (0, 1, 2, 4)
 #: How many lines further down may come first.
 WINDOW = 400
-
-_CONVERSIONS = {getattr(ops, op): op for op in BY_OP}
-_GATHERS = {ops.gather_start: ops.gather_wait, ops.regather_start: ops.regather_wait}
-STARTS = {ops.start, ops.transpose_start, *_GATHERS}
-WAITS = {ops.wait, *_GATHERS.values()}
+#: How often an order that takes too much memory is made again.
+ROUNDS = 6
 
 
-def overlap_collectives(graph: fx.Graph, seconds: Seconds) -> None:
+def overlap_collectives(graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
     """Split the collectives of a text in two, and move its lines."""
     _split(graph, seconds)
-    text = Text(graph, seconds)
-    if not text.targets or text.writes:
-        return
+    text = Text(graph, seconds, sizes)
+    if text.targets:
+        output = graph.output_node()
+        for n in best_order(text, text.uses.peak(text.nodes)):
+            output.prepend(n)
+
+
+def best_order(text: Text, most: tuple[int, int]) -> list[fx.Node]:
+    """The order that ends first. most: peaks of bytes that may be alive."""
     best = text.nodes
-    least, most = text.simulate(best), text.peak(best)
+    least = text.simulate(best)
     for reserve in RESERVES:
-        order = Scheduler(text, reserve, most).order()
-        if (took := text.simulate(order)) < least and text.peak(order) <= most:
+        order = fitting(text, reserve, most)
+        if (took := text.simulate(order)) < least:
             best, least = order, took
-    output = graph.output_node()
-    for n in best:
-        output.prepend(n)
+    return best
+
+
+def fitting(text: Text, reserve: int, most: tuple[int, int]) -> list[fx.Node]:
+    """An order that takes no more memory. Where one does, it meets the text's own order: at a line that has too much
+    beside it, all lines before it in the text come before it.
+    """
+    meets: set[fx.Node] = set()
+    for _ in range(ROUNDS):
+        order = Scheduler(text, reserve, most, meets).order()
+        over = {n for n, alive in zip(order, text.uses.alive(order), strict=True) if not within(alive, most)}
+        if not over:
+            return order
+        meets |= over
+    return text.nodes
+
+
+def within(bytes_: tuple[int, int], most: tuple[int, int]) -> bool:
+    """Are both peaks (shardc.passes.lower.memory) at most those?"""
+    return bytes_[0] <= most[0] and bytes_[1] <= most[1]
 
 
 def _split(graph: fx.Graph, seconds: Seconds) -> None:
     """A conversion that communicates becomes a start and a wait."""
     for n in list(graph.nodes):
-        op = n.args[0] if n.target is ops.transpose else _CONVERSIONS.get(n.target)
+        op = n.args[0] if n.target is ops.transpose else CONVERSIONS.get(n.target)
         c: Collective | None = n.meta.get("collective")
         if op is None or c is None or not seconds.sent(c):
             continue
@@ -86,10 +106,10 @@ class Text:
     targets: lines that communicate, in order; leads: lines that lead to one of them, or to what the text returns.
     """
 
-    def __init__(self, graph: fx.Graph, seconds: Seconds) -> None:
+    def __init__(self, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
         self.nodes: list[fx.Node] = [n for n in graph.nodes if n.op == "call_function"]
         self.place = {n: i for i, n in enumerate(self.nodes)}
-        self.compute = {n: seconds.of(n) for n in self.nodes}
+        self.work = {n: seconds.of(n) for n in graph.nodes}
         self.sends = {n: self._sent(n, seconds) for n in self.nodes}
         self.targets = [n for n in self.nodes if n.target in STARTS or (self.sends[n] and n.target not in EFFECTS)]
         self.before = {n: dict.fromkeys(x for x in n.all_input_nodes if x in self.place) for n in self.nodes}
@@ -101,16 +121,7 @@ class Text:
                 self.after[x].append(n)
         returned = [x for x in graph.output_node().all_input_nodes if x in self.place]
         self.leads = self.ancestors([*self.targets, *returned])
-        self.writes = any(
-            isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in self.nodes
-        )  # an op of the user's own; who may come before it is not known
-        self.bytes = {n: seconds.bytes_of(n) for n in graph.nodes}
-        self._graph = graph
-        self.owner = self._owners()
-        self.uses: Counter[fx.Node] = Counter()  # of memory, by who owns it; what is returned is used to the end
-        for n in self.nodes:
-            self.uses.update({self.owner[x] for x in n.all_input_nodes})
-        self.uses.update(self.owner[x] for x in graph.output_node().all_input_nodes)
+        self.uses = Uses(graph, sizes, self.work)
 
     @staticmethod
     def _sent(n: fx.Node, seconds: Seconds) -> float:
@@ -124,9 +135,9 @@ class Text:
         there: fx.Node | None = None
         effect: fx.Node | None = None
         for n in self.nodes:
-            if n.target in _GATHERS and there is not None:
+            if n.target in GATHERS and there is not None:
                 pairs.append((n, there))
-            elif n.target in _GATHERS.values():
+            elif n.target in GATHERS.values():
                 there = n
             elif n.target in EFFECTS:
                 if effect is not None:
@@ -157,50 +168,6 @@ class Text:
             clock.run(n)
         return clock.end()
 
-    def _owners(self) -> dict[fx.Node, fx.Node]:
-        """By value: the line (or placeholder) in whose memory it is."""
-        owner: dict[fx.Node, fx.Node] = {}
-        for n in self._graph.nodes:
-            base: Any = n.args[0] if n.op == "call_function" and n.args else None
-            owner[n] = owner[base] if _shares(n) and isinstance(base, fx.Node) else n
-        return owner
-
-    def peak(self, order: Sequence[fx.Node]) -> int:
-        """The most bytes that are alive at once."""
-        memory = _Memory(self)
-        return max(map(memory.run, order))
-
-
-def _shares(n: fx.Node) -> bool:
-    """Is its result (perhaps) in the memory of its first operand?"""
-    ours = (operator.getitem, ops.wait, ops.add_into, *_GATHERS.values())
-    reshapes = n.target is torch.ops.aten.reshape.default
-    return n.target in ours or reshapes or (isinstance(n.target, OpOverload) and bool(n.target.is_view))
-
-
-class _Memory:
-    """live: bytes of what the text takes from forward and makes itself, at some point of an order."""
-
-    def __init__(self, text: Text) -> None:
-        self._text, self._left = text, Counter(text.uses)
-        self.live = sum(text.bytes[n] for n in text.uses if n.op == "placeholder")
-
-    def added(self, n: fx.Node) -> int:
-        """Bytes that a line makes."""
-        return self._text.bytes[n] if self._text.owner[n] is n else 0
-
-    def run(self, n: fx.Node) -> int:
-        """What is alive while a line runs; afterwards, what it used last is gone."""
-        text = self._text
-        most = self.live = self.live + self.added(n)
-        if not text.uses[text.owner[n]]:
-            self.live -= self.added(n)
-        for x in {text.owner[x] for x in n.all_input_nodes}:
-            self._left[x] -= 1
-            if not self._left[x]:
-                self.live -= text.bytes[x]
-        return most
-
 
 class _Clock:
     """now: seconds of computing and waiting so far."""
@@ -215,7 +182,7 @@ class _Clock:
         start = self._text.started(n)
         if start is not None:
             self.now = max(self.now, self.ends[start])
-        self.now += self._text.compute[n]
+        self.now += self._text.work[n].seconds
         if self._text.sends[n]:
             axes = n.meta["collective"].axes
             self._streams[axes] = self.ends[n] = max(self._streams.get(axes, 0.0), self.now) + self._text.sends[n]
@@ -230,13 +197,16 @@ class _Clock:
 
 
 class Scheduler:
-    """One order of a text. reserve: how many of the next collectives lines are put off for; most: bytes that may be
-    alive then.
+    """One order of a text. reserve: how many of the next collectives lines are put off for; most: the peaks of bytes
+    that may be alive; meets: lines that nothing passes, in either direction.
     """
 
-    def __init__(self, text: Text, reserve: int, most: int) -> None:
+    def __init__(self, text: Text, reserve: int, most: tuple[int, int], meets: Collection[fx.Node] = ()) -> None:
         self._text, self._reserve, self._most = text, reserve, most
-        self._clock, self._memory = _Clock(text), _Memory(text)
+        places = {p for n in meets for p in (text.place[n], text.place[n] + 1)}
+        self._parts = list(itertools.pairwise(sorted({0, *places, len(text.nodes)})))
+        self._end = 0  # of the part of the text that is being ordered
+        self._clock, self._memory = _Clock(text), Memory(text.uses)
         self._order: list[fx.Node] = []
         self._done: set[fx.Node] = set()
         self._missing = {n: len(those) for n, those in text.before.items()}
@@ -248,12 +218,16 @@ class Scheduler:
 
     def order(self) -> list[fx.Node]:
         text = self._text
-        for k, target in enumerate(text.targets):
-            ahead = sum(text.sends[t] for t in text.targets[k + 1 : k + 1 + self._reserve])
-            for n in sorted(text.ancestors([target], self._done), key=text.place.__getitem__):
-                self._next(n, ahead)
-        for n in text.nodes:
-            self._next(n, 0.0)
+        targets = deque(enumerate(text.targets))
+        for begin, end in self._parts:
+            self._end = end
+            while targets and text.place[targets[0][1]] < end:
+                k, target = targets.popleft()
+                ahead = sum(text.sends[t] for t in text.targets[k + 1 : k + 1 + self._reserve])
+                for n in sorted(text.ancestors([target], self._done), key=text.place.__getitem__):
+                    self._next(n, ahead)
+            for n in text.nodes[begin:end]:
+                self._next(n, 0.0)
         return self._order
 
     def _next(self, n: fx.Node, ahead: float) -> None:
@@ -281,7 +255,7 @@ class Scheduler:
         start = self._text.started(wait)
         if start is None:
             return
-        limit = self._text.place[wait] + WINDOW
+        limit = min(self._text.place[wait] + WINDOW, self._end - 1)
         aside: list[int] = []
         while self._ready and self._clock.now < self._clock.ends[start]:
             place = heapq.heappop(self._ready)
@@ -299,7 +273,7 @@ class Scheduler:
             heapq.heappush(self._ready, place)
 
     def _fits(self, n: fx.Node) -> bool:
-        return self._memory.live + self._memory.added(n) <= self._most
+        return within(self._memory.would_be(n), self._most)
 
     def _would_wait(self, n: fx.Node) -> bool:
         """Does the rank stand still for it? It may begin any collective: all ranks run the same text."""
@@ -317,14 +291,14 @@ class Scheduler:
                 continue
             if self._would_wait(n):
                 aside.append(place)
-            elif text.compute[n] and ahead and n not in text.leads:
+            elif text.work[n].seconds and ahead and n not in text.leads:
                 put_off.append(place)
             else:
                 self._emit(n)
-        left = sum(text.compute[text.nodes[place]] for place in put_off)
+        left = sum(text.work[text.nodes[place]].seconds for place in put_off)
         for place in put_off:
             if left > ahead:
-                left -= text.compute[text.nodes[place]]
+                left -= text.work[text.nodes[place]].seconds
                 self._emit(text.nodes[place])
             else:
                 aside.append(place)

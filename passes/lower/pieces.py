@@ -26,7 +26,8 @@ from torch import fx
 from shardc.artifact.emit import EFFECTS
 from shardc.ir.graph import values_of
 from shardc.ir.pieces import moved, piece_of
-from shardc.passes.lower.seconds import Seconds
+from shardc.passes.lower.memory import Sizes
+from shardc.passes.lower.record import is_view
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
@@ -61,9 +62,9 @@ _DTYPES = {
 }
 
 
-def mark_pieces(graph: fx.Graph, seconds: Seconds, least: int | None = None) -> None:
+def mark_pieces(graph: fx.Graph, sizes: Sizes, least: int | None = None) -> None:
     """Number the pieces of a text, and move their lines together. least: bytes that a piece has to save (LEAST)."""
-    order = _Cut(graph, seconds, LEAST if least is None else least).order()
+    order = _Cut(graph, sizes, LEAST if least is None else least).order()
     output = graph.output_node()
     for n in order:
         output.prepend(n)
@@ -78,8 +79,8 @@ class _Open:
 
 
 class _Cut:
-    def __init__(self, graph: fx.Graph, seconds: Seconds, least: int) -> None:
-        self._graph, self._seconds, self._least = graph, seconds, least
+    def __init__(self, graph: fx.Graph, sizes: Sizes, least: int) -> None:
+        self._graph, self._sizes, self._least = graph, sizes, least
         self._was = {n: i for i, n in enumerate(graph.nodes)}
         self._order: list[fx.Node | _Open] = []
         self._place: dict[fx.Node, int] = {}  # of lines in no piece
@@ -181,8 +182,8 @@ class _Cut:
         return self._place.get(x, len(self._order)) < piece.place
 
     def _small(self, these: Iterable[fx.Node], beside: Iterable[fx.Node]) -> bool:
-        largest = max(map(self._seconds.bytes_of, beside), default=0)
-        sizes = (self._seconds.bytes_of(x) for x in these if x.op == "call_function" and x.target not in EFFECTS)
+        largest = max(map(self._sizes.bytes_of, beside), default=0)
+        sizes = (self._sizes.bytes_of(x) for x in these if x.op == "call_function" and x.target not in EFFECTS)
         return sum(sizes) * SMALL <= largest
 
     def _pull_views(self) -> None:
@@ -202,7 +203,7 @@ class _Cut:
         if sum(map(_fuses, lines)) < 2:
             return False
         piece = piece_of(0, lines)
-        one_by_one, together = moved(piece, self._seconds.bytes_of, shares_memory)
+        one_by_one, together = moved(piece, self._sizes.bytes_of, shares_memory)
         reads = any(x.name not in ("mesh", "rng") for x in piece.takes)
         return reads and one_by_one - together >= self._least
 
@@ -251,9 +252,7 @@ def shares_memory(n: fx.Node) -> bool:
 
 
 def _is_view(n: fx.Node) -> bool:
-    if n.target is operator.getitem or n.target is aten.reshape.default:
-        return True
-    return isinstance(n.target, OpOverload) and bool(n.target.is_view)
+    return is_view(n.target)
 
 
 def _fuses(n: fx.Node) -> bool:

@@ -22,9 +22,13 @@ class Rank:
         self._mesh.step.set_microbatch(0, program.microbatches)
         self._rng = Rng(0)
 
+    def named(self, name: str) -> Any:
+        """What "mesh" or "rng" stands for."""
+        return self._mesh if name == "mesh" else self._rng
+
     def value(self, r: Ref, operands: Sequence[Any]) -> Any:
         """What a Ref stands for in a call: "x" one of these operands, "mesh", "rng"."""
-        return self._mesh if r.kind == "mesh" else self._rng if r.kind == "rng" else operands[r.index]
+        return self.named(r.kind) if r.kind in ("mesh", "rng") else operands[r.index]
 
     def run(self, call: Template, operands: Sequence[Any]) -> list[Any]:
         """The call's result, or results."""

@@ -183,6 +183,12 @@ def _out_of_place(func: OpOverload) -> OpOverload | None:
     return None
 
 
+def is_view(target: Any) -> bool:
+    """Is a call's result (perhaps: a reshape may copy) in the memory of its first operand?"""
+    reshapes = target in (operator.getitem, aten.reshape.default)
+    return reshapes or (isinstance(target, OpOverload) and bool(target.is_view))
+
+
 def memory_of(x: Tensor) -> StorageWeakRef:
     """Equal for tensors that share memory, and only for them."""
     return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]

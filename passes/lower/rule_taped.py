@@ -85,6 +85,6 @@ def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, 
             )
         again = tuple(k for k, x in enumerate(xs) if memory_of(x) in packed)
         return _Saved(again, tuple(None if x is None else Type.of(x) for x in found), True)
-    except Exception:
+    except Exception:  # whatever torch's Python, or a user's op, raises on tensors without data
         like = (ask.operands[places[k]] for k in needs)
         return _Saved(tuple(range(len(places))), tuple(Type.contiguous(t.shape, t.dtype) for t in like), False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor
 
 from shardc.passes.lower.rank import Rank
-from shardc.passes.lower.record import Line, Recorder, Ref, Type, map_refs
+from shardc.passes.lower.record import Line, Recorder, Ref, Type, is_view, map_refs
 from shardc.passes.lower.rule import Ask, Rule
 from shardc.passes.lower.template import Template
-from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -96,7 +94,7 @@ def _moved(
         if r.index in own:
             return False
         line = _renamed(forward[r.index], ours)
-        if _is_view(line) and all(visit(x) for x in line.refs()):
+        if is_view(line.target) and all(visit(x) for x in line.refs()):
             moved[r.index] = line
             return True
         return False
@@ -109,15 +107,6 @@ def _moved(
         if g is not None and not visit(g):
             own.add(g.index)
     return [moved[i] for i in sorted(moved)], own
-
-
-def _is_view(line: Line) -> bool:
-    target = line.target
-    return (
-        target is operator.getitem
-        or target is aten.reshape.default
-        or (isinstance(target, OpOverload) and bool(target.is_view))
-    )
 
 
 def _tidied(lines: list[Line], grads: tuple[Ref | None, ...], ask: Ask) -> tuple[list[Line], tuple[Ref | None, ...]]:

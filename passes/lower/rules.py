@@ -62,10 +62,10 @@ class Facts:
 
 
 class Rules:
-    """The rules of one program's calls."""
+    """The rules of one program's calls. rank: on which they were found."""
 
     def __init__(self, program: Program) -> None:
-        self._program, self._rank = program, Rank(program)
+        self._program, self.rank = program, Rank(program)
         self._templates: dict[fx.Node, Template] = {}
         self._facts: dict[Hashable, Facts] = {}
         self._rules: dict[Hashable, Rule] = {}
@@ -97,9 +97,9 @@ class Rules:
         return Facts(tuple(Type.contiguous(*each) for each in shapes), (-1,) * len(shapes))
 
     def _run(self, call: Template, operands: Sequence[Type]) -> Facts:
-        with self._rank.mode, torch.enable_grad():
+        with self.rank.mode, torch.enable_grad():
             xs = [t.empty() for t in operands]
-            made = self._rank.run(call, xs)
+            made = self.rank.run(call, xs)
         ragged = call.target in _RAGGED or (call.target is not ops.experts_combine and any(t.ragged for t in operands))
         types = tuple(replace(Type.of(y), ragged=ragged) if isinstance(y, Tensor) else None for y in made)
         memory = {memory_of(x): i for i, x in reversed(list(enumerate(xs)))}
@@ -114,16 +114,16 @@ class Rules:
         if key not in self._rules:
             by_hand = transposed if call.target in CONVERSIONS or call.target in LINEAR else None
             by_hand = _PARTS[part] or by_hand
-            self._rules[key] = by_hand(self._rank, call, ask) if by_hand is not None else self._derive(node, call, ask)
+            self._rules[key] = by_hand(self.rank, call, ask) if by_hand is not None else self._derive(node, call, ask)
         return self._rules[key]
 
     def _derive(self, node: fx.Node, call: Template, ask: Ask) -> Rule:
         if self._traceable(call) and not any(t.ragged for t in ask.operands):
             try:
-                return traced(self._rank, call, ask)
+                return traced(self.rank, call, ask)
             except Exception:  # anything that torch's Python, or a user's op, raises on tensors without data
                 pass
-        return taped(self._rank, call, ask, self.facts(node, ask.operands).types)
+        return taped(self.rank, call, ask, self.facts(node, ask.operands).types)
 
     def _traceable(self, call: Template) -> bool:
         if not isinstance(call.target, OpOverload):

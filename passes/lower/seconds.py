@@ -1,6 +1,6 @@
-"""How long a line of a lowered text takes on the assumed machine (shardc.ir.assumed_machine).
+"""What a line of a lowered text takes: seconds on the assumed machine (shardc.ir.assumed_machine), and bytes.
 
-A call's floating-point operations and bytes of memory are counted once for every distinct one, by running it on tensors
+A call's floating-point operations and memory traffic are counted once for every distinct one, by running it on tensors
 without data. That is rough, and enough to say what fits beside a collective; what a step takes on a given device, with
 what hides which collective, says shardc.cost.
 """
@@ -8,7 +8,9 @@ what hides which collective, says shardc.cost.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,30 +19,57 @@ from torch import Tensor, fx
 from shardc.artifact.emit import target_text
 from shardc.ir import assumed_machine as machine
 from shardc.ir.conversions import SENT
-from shardc.ir.flops import flops_of
+from shardc.ir.flops import flops_of, traffic_of
 from shardc.ir.graph import is_call, map_value, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Collective, Program
+from shardc.passes.lower.rank import Rank
 from shardc.runtime import ops
-from shardc.runtime.mesh.shapes import ShapeMesh
-from shardc.runtime.rng import Rng
-from shardc.torch_private import FakeTensorMode, TorchDispatchMode, pytree
+from shardc.runtime.ops.taped import tensors_in
+from shardc.torch_private import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one line. inside: bytes beside its operands and results, at most, while it runs; tape: that it leaves for its
+    backward (ops.taped).
+    """
+
+    seconds: float = 0.0
+    inside: int = 0
+    tape: int = 0
 
 
 class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """seconds: of the ops that run while it is open."""
+    """seconds: of the ops that run while it is open; live, most: bytes of what they make, now and at most."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seconds = 0.0
+        self.seconds, self.live, self.most = 0.0, 0, 0
+        self._alive: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        tensors = [x for x in pytree.tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
-        if tensors and not func.is_view:
-            flops = flops_of(func, args, kwargs or {}, result)
-            self.seconds += seconds(flops, sum(x.numel() * x.element_size() for x in tensors))
+        if (traffic := traffic_of(func, args, kwargs or {}, result)) is not None:
+            self.seconds += seconds(flops_of(func, args, kwargs or {}, result), traffic)
+        if not func.is_view:
+            taken = {x.untyped_storage()._cdata for x in tensors_in((args, kwargs or {}))}
+            for x in tensors_in(result):
+                self._made(x.untyped_storage(), taken)
         return result
+
+    def _made(self, storage: torch.UntypedStorage, taken: set[int]) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive or key in taken:
+            return
+
+        def freed(_: Any) -> None:
+            self._alive.pop(key)
+            self.live -= size
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.live += size
+        self.most = max(self.most, self.live)
 
 
 def seconds(flops: float, traffic: float) -> float:
@@ -59,53 +88,71 @@ def collective_seconds(kind: str, nbytes: float, ranks: Sequence[int]) -> float:
 
 
 class Seconds:
-    """Of the lines of one program's texts."""
+    """Of the lines of one program's texts. rank: on which they are run."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, rank: Rank) -> None:
         self._layout: Mesh = program.mesh
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._mesh = ShapeMesh(program.mesh, 0)
-        self._mesh.step.set_microbatch(0, program.microbatches)
-        self._rng = Rng(0)
-        self._found: dict[str, float] = {}
-        self._of_tapes: dict[str, float] = {}  # by the tape's name: what the op itself took
+        self._rank = rank
+        self._found: dict[str, Work] = {}
+        self._back: dict[str, Work] = {}  # of taped calls: their backward
+        self._tapes: dict[str, str] = {}  # by the tape's name: the call's key
 
-    def of(self, n: fx.Node) -> float:
-        """Computing alone."""
+    def of(self, n: fx.Node) -> Work:
+        """Without what it sends."""
+        if n.op == "placeholder" and n.name in self._tapes:
+            return self._found[self._tapes[n.name]]
         if not is_call(n) or n.target in _NOTHING:
-            return 0.0
-        if n.target is ops.untaped:  # two products for each of forward's
+            return Work()
+        if n.target is ops.untaped:
             tape: Any = n.args[0]
-            return 2 * self._of_tapes.get(tape.name, machine.LAUNCH / 2)
+            return self._back[self._tapes[tape.name]]
         key = repr((target_text(n.target), _with_types(n.args), _with_types(n.kwargs, leave=("tag",))))
         if key not in self._found:
-            self._found[key] = self._run(n)
+            self._found[key] = self._run(n, key)
         if n.target is ops.taped:
-            self._of_tapes.update((u.name, self._found[key]) for u in n.users)
+            self._tapes.update((u.name, key) for u in n.users if u.meta.get("value") is None)
         return self._found[key]
 
     def sent(self, c: Collective) -> float:
         """Of the collective of a line."""
         return collective_seconds(c.kind, c.bytes, self._layout.group(0, c.axes))
 
-    def _run(self, n: fx.Node) -> float:
+    def _run(self, n: fx.Node, key: str) -> Work:
         target: Any = n.target
-        with self._mode, torch.no_grad():
+        with self._rank.mode, torch.no_grad():
             args, kwargs = fx.map_arg(n.args, self._operand), fx.map_arg(dict(n.kwargs), self._operand)
             try:
                 with _Count() as count:
-                    target(*args, **kwargs)
+                    made = target(*args, **kwargs)
             except Exception:  # code that was not written for tensors without data: it moves what it takes and gives
-                return seconds(0, sum(self.bytes_of(x) for x in (*n.all_input_nodes, n)))
-        return float(count.seconds)
+                values = [v for x in (*n.all_input_nodes, n) for v in values_of(x) if v is not None]
+                guess = seconds(0, sum(v.nbytes(self._layout) for v in values))
+                self._back[key] = Work(2 * guess)
+                return Work(guess)
+            inside = count.most - count.live
+            if target is not ops.taped:
+                return Work(count.seconds, inside)
+            results = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors_in(made)}
+            work = Work(count.seconds, inside, max(count.live - sum(results.values()), 0))
+            self._back[key] = self._run_back(args, kwargs, made, work)
+            return work
 
-    def bytes_of(self, n: fx.Node) -> int:
-        """Of its result, or of all results, on one rank."""
-        return sum(v.nbytes(self._layout) for v in values_of(n) if v is not None)
+    def _run_back(self, args: Any, kwargs: Any, made: Any, forward: Work) -> Work:
+        """Of `ops.untaped`, of what `ops.taped` made."""
+        *results, tape = made
+        operands = list(tensors_in((args[3:], kwargs)))
+        grads = [torch.empty_like(y) if isinstance(y, Tensor) else None for y in results]
+        given = [g if begin is not None else None for g, begin in zip(grads, tape.begins, strict=True)]
+        try:
+            with _Count() as count:
+                ops.untaped(tape, given, [None] * len(args[1]), [operands[i] for i in args[2]])
+        except Exception:  # as above: two products for each of forward's
+            return Work(2 * forward.seconds, forward.inside)
+        return Work(count.seconds, count.most - count.live)
 
     def _operand(self, x: fx.Node) -> Any:
         if x.name in ("mesh", "rng"):
-            return self._mesh if x.name == "mesh" else self._rng
+            return self._rank.named(x.name)
         return map_value(lambda v: torch.empty(v.local_shape(self._layout), dtype=v.dtype), x.meta["value"])
 
 

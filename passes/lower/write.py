@@ -21,7 +21,7 @@ from shardc.ir.program import Collective, Lowered, Program, Value
 from shardc.ir.types import op_name
 from shardc.passes.lower.again import Again, Plan, Wanted
 from shardc.passes.lower.order import BucketComplete, Complete, Event, GatheredComplete, Gradient, RuleRuns
-from shardc.passes.lower.record import Line, Ref, Type, map_refs
+from shardc.passes.lower.record import Line, Ref, Type, is_view, map_refs
 from shardc.passes.lower.rules import Facts, Rules
 from shardc.passes.lower.template import Made
 from shardc.runtime import ops
@@ -68,7 +68,7 @@ class Writer:
         self._write_backward(saved)
         halves = _halves(self._back) if divided else [self._back]
         for graph in halves:
-            _add_in_place(graph)
+            _take_over_memory(graph)
             graph.lint()
         output = forward.output_node()
         given: Any = output.args[0]
@@ -299,6 +299,8 @@ class Writer:
         if isinstance(e, Complete):
             param = self._look(e.param)
             node = _add(self._back, ops.put, (param, self._gradients[e.gradient]), name=f"{param.name}_put")
+            given: Any = e.param[0]
+            meta["param"] = given.args[0][e.param[1]].name if given.target is ops.updated else given.name
         elif isinstance(e, BucketComplete):
             name = f"bucket{e.bucket}"
             node = _add(self._back, ops.launch, (self._placeholders["mesh"], name), name=f"{name}_launch")
@@ -454,9 +456,13 @@ _REARRANGES = {
 }
 
 
-def _add_in_place(graph: fx.Graph) -> None:
-    """Sums of gradients take the memory of what they are added to, as autograd's do, where nothing else looks at it."""
+def _take_over_memory(graph: fx.Graph) -> None:
+    """As with autograd, where nothing else looks at a gradient's memory: a sum takes that of what it is added to, and a
+    parameter's `.grad` is the gradient itself.
+    """
     for n in graph.nodes:
+        if n.target is ops.put and _nobody_elses(n.args[1]):
+            n.kwargs = {"own": True}
         if n.target is not aten.add.Tensor or len(n.args) != 2 or n.kwargs:
             continue
         x, y = n.args
@@ -478,9 +484,4 @@ def _nobody_elses(x: fx.Node | None) -> bool:
 
 def _fresh(n: fx.Node) -> bool:
     """Does the op make new memory, that nothing else has?"""
-    return (
-        isinstance(n.target, OpOverload)
-        and not n.target.is_view
-        and n.target is not aten.reshape.default
-        and isinstance(n.meta["value"], Value)
-    )
+    return isinstance(n.target, OpOverload) and not is_view(n.target) and isinstance(n.meta["value"], Value)

@@ -67,18 +67,19 @@ def launch(mesh: Any, tag: str = "") -> None:
     mesh.step.launch()
 
 
-def put(param: Tensor, grad: Tensor) -> None:
+def put(param: Tensor, grad: Tensor, *, own: bool = False) -> None:
     """Backward has a parameter's gradient: what autograd does at a leaf. Where a bucket waits for it, it is copied
     there, and `launch` begins the bucket's sum.
 
-    Autograd takes a gradient over if nobody else holds it, and copies it otherwise; here the caller does. Where a
-    bucket waits for it, which copies it to its own place, that would be one copy too many.
+    own: nothing else looks at the gradient's memory. Autograd takes a gradient over if nobody else holds it, and copies
+    it otherwise; here the caller holds it, so the text says. Where a bucket waits for it, which copies it to its own
+    place, that would be one copy too many in any case.
     """
     arrived: Any = getattr(param, "_post_accumulate_grad_hooks", None)
     plain = param.grad is None and not param._backward_hooks and param.dtype == grad.dtype
-    if arrived and plain and param.shape == grad.shape:
+    if plain and param.shape == grad.shape and (arrived or (own and param.stride() == grad.stride())):
         param.grad = grad
-        for hook in list(arrived.values()):
+        for hook in list(arrived.values()) if arrived else ():
             hook(param)
     else:
         torch.autograd.backward((param,), (grad,))

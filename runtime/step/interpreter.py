@@ -41,7 +41,7 @@ from shardc.runtime.step import op_errors, outputs
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.lowered import LoweredStage
 from shardc.runtime.step.profiler_ranges import with_ranges
-from shardc.runtime.step.recompute import taped
+from shardc.runtime.step.recompute import with_regions
 from shardc.runtime.step.split_backward import SplitBackward, split_stage
 
 #: Sends that a rank has under way, each of all values of one edge. More would keep more activations alive.
@@ -92,7 +92,7 @@ def runnable(
     if device.type != "cpu":
         graph = on_device(graph, device)
     with _WRITING:
-        return taped(graph, program, offloaded)
+        return with_regions(graph, program, offloaded)
 
 
 @dataclass

@@ -129,16 +129,16 @@ class _Plan:
 
 
 class Regions:
-    """The regions of one graph. weights: nodes that follow from parameters and buffers alone. `tape(mesh, rng)` begins
-    a run. offloaded: where regions with `offload: cpu` keep tensors.
+    """The regions of one graph. weights: nodes that follow from parameters and buffers alone. `recording(mesh, rng)`
+    begins a run. offloaded: where regions with `offload: cpu` keep tensors.
     """
 
     def __init__(self, ops: dict[int, _Op], weights: frozenset[int], offloaded: type[OffloadedTensors]) -> None:
         self.ops, self.weights, self.offloaded = ops, weights, offloaded
         self._asked_after: dict[tuple[int, int], int] = {}
 
-    def tape(self, mesh: Any, rng: Any) -> Tape:
-        return Tape(self, mesh, rng)
+    def recording(self, mesh: Any, rng: Any) -> Recording:
+        return Recording(self, mesh, rng)
 
     def offloads(self, device: torch.device) -> OffloadedTensors:
         """Where a run of forward keeps tensors until its backward."""
@@ -173,8 +173,10 @@ class Regions:
         return _Plan(frozenset(needed), tuple((i, tuple(gone[i])) for i in order), tuple(inputs))
 
 
-def taped(graph: fx.Graph, program: Program, offloaded: type[OffloadedTensors] = OffloadedTensors) -> fx.GraphModule:
-    """A stage's graph as a module in which the ops of regions run on a tape. A graph without regions stays as it is."""
+def with_regions(
+    graph: fx.Graph, program: Program, offloaded: type[OffloadedTensors] = OffloadedTensors
+) -> fx.GraphModule:
+    """A stage's graph as a module in which the ops of regions are recorded. A graph without regions stays as it is."""
     index = {n: i for i, n in enumerate(graph.nodes)}
     tagged = [n for n in graph.nodes if "region" in n.meta]
     if not tagged:
@@ -219,14 +221,14 @@ def _weights(graph: fx.Graph, program: Program, index: dict[fx.Node, int]) -> fr
 
 def _module(graph: fx.Graph, regions: Regions) -> fx.GraphModule:
     copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    tape: fx.Node | None = None
+    recording: fx.Node | None = None
     for i, n in enumerate(graph.nodes):
         if i in regions.ops:
-            if tape is None:
+            if recording is None:
                 first = {n.name: env[n] for n in graph.nodes if n in env and n.op == "placeholder"}
-                tape = copy.call_method("tape", (copy.get_attr("regions"), first["mesh"], first["rng"]))
+                recording = copy.call_method("recording", (copy.get_attr("regions"), first["mesh"], first["rng"]))
             env[n] = copy.create_node(
-                "call_method", "run", (tape, i, *(env[u] for u in n.all_input_nodes)), name=n.name
+                "call_method", "run", (recording, i, *(env[u] for u in n.all_input_nodes)), name=n.name
             )
         else:
             env[n] = copy.node_copy(n, env.__getitem__)
@@ -380,7 +382,7 @@ def _never(_: None) -> Tensor:
 
 @dataclass(frozen=True)
 class _Packing:
-    """Collects what one op saves. Autograd keeps this as long as what was saved: it must not know the tape."""
+    """Collects what one op saves. Autograd keeps this as long as what was saved: it must not know the recording."""
 
     pending: list[tuple[Saved, Tensor]]
 
@@ -389,8 +391,8 @@ class _Packing:
         return saved
 
 
-class Tape:
-    """One run of a graph with regions, used by the code that `taped` writes. It ends with forward."""
+class Recording:
+    """One run of a graph with regions, used by the code that `with_regions` writes. It ends with forward."""
 
     def __init__(self, regions: Regions, mesh: Any, rng: Any) -> None:
         self.regions, self.mesh = regions, mesh

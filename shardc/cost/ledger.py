@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardc.ir.flops import flops_of
+from shardc.ir.flops import flops_of, traffic_of
 from shardc.runtime.mesh import CommRecord
 from shardc.torch_private import TorchDispatchMode, current_backward, fake_device, pytree
 
@@ -209,10 +209,9 @@ class Ledger(TorchDispatchMode):
         results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         for x in results:
             self.observe(x)
-        if results and not func.is_view:
+        if (traffic := traffic_of(func, args, kwargs or {}, result)) is not None:
             operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             floating = [x.dtype for x in (*operands, *results) if x.dtype.is_floating_point]
-            traffic = sum(x.numel() * x.element_size() for x in (*operands, *results))
             op = Op(flops_of(func, args, kwargs or {}, result), traffic, floating[0] if floating else results[0].dtype)
             if op.flops:
                 op = op._replace(of=self._forward_op(), shape=tuple(map(int, results[0].shape)))

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import shardc
+from shardc.passes.lower.memory import Sizes
+from shardc.passes.lower.rank import Rank
 from shardc.passes.lower.seconds import Seconds, collective_seconds
 from shardc.report.comm import timed
 
@@ -29,7 +31,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, width: int = WIDTH, layers: int = 3) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = 6) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
 
@@ -49,7 +51,7 @@ def compiled(lower: bool, **more: Any) -> Any:
         "lower": lower,
         **more,
     }
-    return shardc.compile(model, {"x": torch.empty(4096, WIDTH, device="meta")}, spec, prove=False)
+    return shardc.compile(model, {"x": torch.empty(8192, WIDTH, device="meta")}, spec, prove=False)
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +69,19 @@ def test_backward_waits_for_less_than_half_of_what_it_waits_for_under_autograd(p
 
 
 def test_an_order_keeps_the_lines_and_takes_no_more_memory(program: Any) -> None:
-    seconds = Seconds(program)
+    seconds, sizes = Seconds(program, Rank(program)), Sizes(program)
     for graph in program.stages[0].lowered.texts.values():
-        text = overlap.Text(graph, seconds)
-        most = text.peak(text.nodes)
+        text = overlap.Text(graph, seconds, sizes)
+        most = text.uses.peak(text.nodes)
         for reserve in overlap.RESERVES:
-            order = overlap.Scheduler(text, reserve, most).order()
+            order = overlap.fitting(text, reserve, most)
+            assert all(overlap.within(alive, most) for alive in text.uses.alive(order))
             assert sorted(order, key=text.place.__getitem__) == text.nodes
             seen: set[Any] = set()
             for n in order:
                 assert seen >= set(text.before[n])
                 seen.add(n)
-            assert text.simulate(order) <= 1.001 * text.simulate(text.nodes)
+            assert text.simulate(order) <= 1.03 * text.simulate(text.nodes)
 
 
 def test_every_start_has_its_wait(program: Any) -> None:

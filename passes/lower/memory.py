@@ -1,0 +1,160 @@
+"""The bytes that are alive while the lines of a lowered text run, in any order of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from shardc.ir.graph import values_of
+from shardc.ir.program import Bucket, Program
+from shardc.passes.lower.record import is_view
+from shardc.passes.lower.seconds import Work
+from shardc.runtime import ops
+from shardc.runtime.zero.flat_partition import Flat
+
+GATHERS = {ops.gather_start: ops.gather_wait, ops.regather_start: ops.regather_wait}
+STARTS = {ops.start, ops.transpose_start, *GATHERS}
+WAITS = {ops.wait, *GATHERS.values()}
+
+
+class Sizes:
+    """What values of one program's texts take, on one rank. stays: parameters, buffers and inputs, by name."""
+
+    def __init__(self, program: Program) -> None:
+        self._layout = program.mesh
+        self.stays = frozenset(x.name for x in program.stored)
+        self._of = {name: f"bucket{i}" for i, b in enumerate(program.buckets) for name in b.params}
+        self.buckets = {
+            f"bucket{i}": _bucket(program, b)
+            for i, b in enumerate(program.buckets)
+            if b.zero or math.prod(map(program.mesh.size, b.axes)) > 1
+        }
+
+    def bytes_of(self, n: fx.Node) -> int:
+        """Of its result, or of all results, on one rank."""
+        return sum(v.nbytes(self._layout) for v in values_of(n) if v is not None)
+
+    def bucket_of(self, put: fx.Node) -> str:
+        """Where a parameter's gradient is put; "": it becomes the parameter's."""
+        name = self._of.get(put.meta["param"], "")
+        return name if name in self.buckets else ""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Of a bucket's gradients. whole, part: bytes before their sum over ranks, and of what is left of it here. each:
+    they are summed in every backward, and its memory is free soon afterwards.
+    """
+
+    whole: int
+    part: int
+    each: bool
+
+
+def _bucket(program: Program, b: Bucket) -> Buffer:
+    whole = Flat.of(program, b).padded * b.dtype.itemsize
+    return Buffer(whole, whole // program.mesh.size(b.shard) if b.shard else whole, b.each)
+
+
+class Uses:
+    """Whose memory each value of a graph is in, and how often it is used. What the text returns is used to its end."""
+
+    def __init__(self, graph: fx.Graph, sizes: Sizes, work: Mapping[fx.Node, Work]) -> None:
+        self.sizes, self.work = sizes, work
+        self.owner: dict[fx.Node, fx.Node] = {}
+        for n in graph.nodes:
+            shares = n.op == "call_function" and (is_view(n.target) or n.target in (ops.add_into, *WAITS))
+            base = n.args[0] if shares else None
+            self.owner[n] = self.owner[base] if isinstance(base, fx.Node) else n
+        self.bytes = {n: sizes.bytes_of(n) + work[n].tape for n in graph.nodes}
+        self.counts: Counter[fx.Node] = Counter()
+        for n in graph.nodes:
+            self.counts.update(self.of(n))
+
+    def of(self, n: fx.Node) -> set[fx.Node]:
+        """The owners of the memory that a line uses. What a collective sends is there until it is waited for."""
+        used = list(n.all_input_nodes)
+        if n.target in WAITS:
+            used += used[0].all_input_nodes
+        return {self.owner[x] for x in used}
+
+    def alive(self, order: Iterable[fx.Node]) -> list[tuple[int, int]]:
+        """The bytes that are alive at each line: in the first backward of a step, which makes gradients, and in one
+        that adds to them.
+        """
+        memory = Memory(self)
+        return [memory.run(n) for n in order]
+
+    def peak(self, order: Iterable[fx.Node]) -> tuple[int, int]:
+        """The most of both."""
+        first, later = zip(*self.alive(order), strict=True)
+        return max(first), max(later)
+
+
+class Memory:
+    """live: bytes of what the text takes from forward and makes itself, at some point of an order; gradients: of those
+    that are complete, in the first backward of a step.
+
+    A bucket that is summed in every backward has a buffer, from its first gradient (ops.put) or its last (ops.scatter)
+    on, until the next one's sum has begun (shardc.runtime.zero.bucket_launch).
+    """
+
+    def __init__(self, uses: Uses) -> None:
+        self._uses, self._left = uses, Counter(uses.counts)
+        self.live = sum(uses.bytes[n] for n in uses.counts if n.op == "placeholder" and n.name not in uses.sizes.stays)
+        self.gradients = 0
+        self._begun: set[str] = set()
+        self._summed = 0  # bytes of the buffer whose sum is under way
+
+    def would_be(self, n: fx.Node) -> tuple[int, int]:
+        """What is alive while a line runs: see `Uses.alive`."""
+        buffer, gradients = self._filled(n)
+        if n.target is ops.put and n.kwargs.get("own"):
+            gradients = 0  # it is alive already
+        later = self.live + self._added(n) + buffer + self._uses.work[n].inside
+        return later + self.gradients + gradients, later
+
+    def _added(self, n: fx.Node) -> int:
+        """Bytes that a line makes."""
+        return self._uses.bytes[n] if self._uses.owner[n] is n else 0
+
+    def _filled(self, n: fx.Node) -> tuple[int, int]:
+        """Bytes that a line takes for gradients: (of a buffer that is summed in every backward, till the step ends)."""
+        sizes = self._uses.sizes
+        if n.target is ops.put:
+            name = sizes.bucket_of(n)
+            if not name:
+                return 0, sizes.bytes_of(n.args[1])  # type: ignore[arg-type]
+        elif n.target is ops.scatter:
+            name = str(n.args[2])
+        else:
+            return 0, 0
+        if name in self._begun:
+            return 0, 0
+        b = sizes.buckets[name]
+        return (b.whole, b.part) if b.each else (0, b.whole)
+
+    def run(self, n: fx.Node) -> tuple[int, int]:
+        """What is alive while a line runs; afterwards, what it used last is gone."""
+        uses, most = self._uses, self.would_be(n)
+        buffer, gradients = self._filled(n)
+        self.live += self._added(n) + buffer
+        self.gradients += gradients
+        if n.target is ops.put:
+            self._begun.add(uses.sizes.bucket_of(n))
+            self._begun.discard("")
+        elif n.target in (ops.scatter, ops.launch):
+            b = uses.sizes.buckets[str(n.args[2 if n.target is ops.scatter else 1])]
+            self.live -= self._summed
+            self._summed = b.whole if b.each else 0
+        if not uses.counts[uses.owner[n]]:
+            self.live -= self._added(n)
+        for x in uses.of(n):
+            self._left[x] -= 1
+            if not self._left[x] and not (x.op == "placeholder" and x.name in uses.sizes.stays):
+                self.live -= uses.bytes[x]
+        return most
