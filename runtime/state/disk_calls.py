@@ -206,6 +206,11 @@ def _open(path: Path, flags: int) -> Iterator[int]:
 # --- one writer at a time
 
 
+def named(path: str | Path) -> Path:
+    """The path that a user wrote, of which `~` is the home folder, as in a shell."""
+    return Path(path).expanduser()
+
+
 class Lock:
     """A lock on a folder, held by a process until it lets go or ends, however it ends. file: made if it is missing.
 

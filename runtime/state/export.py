@@ -137,11 +137,12 @@ def export_safetensors(
     floating-point tensors; None: as they are held. A tied tensor is stored once, under the model's first name for it;
     the other names stand in the file's metadata, as `safetensors.torch.load_model` expects.
     """
+    path = disk_calls.named(path)
     stored: list[Param | Buffer] = [*program.params, *(b for b in kept(program) if b.persistent)]
     tensors = {n: (x, shape) for x in stored for n, shape in x.shapes.items() if x.members or n == x.fqn}
     ties = {alias: x.fqn for x in stored for alias in x.aliases}
     shapes = {n: (shape, x.dtype) for n, (x, shape) in tensors.items()}
-    layouts = plan(Path(path), shapes, ties, model, carried, dtype)
+    layouts = plan(path, shapes, ties, model, carried, dtype)
     parts = model_parts(program, params, buffers, runs or {}, mesh)
 
     def held(name: str) -> Iterator[tuple[Ranges, Tensor]]:
@@ -158,7 +159,7 @@ def export_safetensors(
         return x.by_name(gathered_entry(program, mesh, x, own))[name]
 
     for layout in layouts:
-        write(layout, held, gathered, mesh, max_file_bytes, Path(path) if Path(path).suffix == ".safetensors" else None)
+        write(layout, held, gathered, mesh, max_file_bytes, path if path.suffix == ".safetensors" else None)
     return [layout.folder for layout in layouts]
 
 

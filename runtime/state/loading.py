@@ -63,7 +63,7 @@ def load(
     Raises ShardcError, on all ranks, naming them, if the checkpoint has other parameters, shapes or another optimizer,
     before anything changes; DamagedError where a file is not what was saved: what was read until then is changed."""
     problems: list[ShardcError] = []
-    for path in candidates(Path(folder), mesh, last_good=last_good):
+    for path in candidates(disk_calls.named(folder), mesh, last_good=last_good):
         loading = _Loading(path, program, mesh, params, buffers, optimizer, runs or {}, room, accept)
         try:
             _together(mesh, path, loading.check)

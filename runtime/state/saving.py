@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
+from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Runs, model_parts
 from shardc.runtime.state.checkpoint_folder import Known, SavingError, is_one
 from shardc.runtime.state.one_save import Cancelled, Save
@@ -84,9 +85,10 @@ class Saves:
             for draft in save.drafts.values():
                 draft.copy_to_host()
 
-    def loaded(self, folder: Path) -> None:
+    def loaded(self, folder: str | Path) -> None:
         """The checkpoints of a folder, or those beside one of them, are those that this run goes on from."""
-        self._known.see(folder.parent if is_one(folder) else folder)
+        path = disk_calls.named(folder)
+        self._known.see(path.parent if is_one(path) else path)
 
     def poll(self) -> None:
         """Have all ranks written? Then rank 0 makes the checkpoint visible, in the background too. Between two steps.
@@ -212,7 +214,7 @@ def save(
         return planned(parts, facts, mesh)
 
     step = int((extra or {}).get("step", 0))
-    (saves or Saves(mesh)).save(Path(folder), state, step=step, keep=keep, wait=wait, overwrite=overwrite)
+    (saves or Saves(mesh)).save(disk_calls.named(folder), state, step=step, keep=keep, wait=wait, overwrite=overwrite)
 
 
 def program_hash(program: Program) -> str:

@@ -53,6 +53,7 @@ def weights(source: Any, seed: int) -> Weights:
     if isinstance(source, Recipe):
         return _of_recipe(source, seed)
     if isinstance(source, Mapping):
+        check_flat(source)
         return _of_tensors({k: x for k, x in source.items() if isinstance(x, Tensor)}, "state_dict")
     if isinstance(source, (str, Path)):
         return _of_files(source)
@@ -63,6 +64,16 @@ def weights(source: Any, seed: int) -> Weights:
         return replace(made, model=model, notes=recipe.notes, folder=recipe.folder, overruled=overruled)
     fix = "pass a model, a function that builds it, a state_dict or the path of one"
     raise ShardcError(f"weights cannot come from a {type(source).__name__}", fix=fix)
+
+
+def check_flat(state_dict: Mapping[str, Any]) -> None:
+    """Raises ShardcError for a dict that has a state_dict in it, as training loops save one with other things."""
+    if any(isinstance(x, Tensor) for x in state_dict.values()):
+        return
+    for key, x in state_dict.items():
+        if isinstance(x, Mapping) and any(isinstance(y, Tensor) for y in x.values()):
+            fix = f"pass that one: state_dict[{key!r}]"
+            raise ShardcError(f"the weights are a state_dict under the key {key!r}", where="state_dict", fix=fix)
 
 
 def _overruled(model: nn.Module, given: int, seed: int) -> str:
@@ -81,6 +92,8 @@ def weights_for(model: Any, files: Any, seed: int) -> Weights:
     """
     if isinstance(model, (str, Path)) and files is None:
         model, files = None, model
+    if isinstance(files, Mapping):
+        check_flat(files)
     if model is None and files is not None and not isinstance(files, Mapping):
         model = hf_builder(Path(files))
     if model is None:

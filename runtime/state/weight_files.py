@@ -9,6 +9,7 @@ A rank reads what it holds of a tensor and nothing else, so that a model of any 
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardc.errors import ShardcError
+from shardc.runtime.state import disk_calls
 from shardc.runtime.state.checked_slices import read_box
 from shardc.runtime.state.checkpoint_folder import generations, is_one, newest, read_index
 from shardc.runtime.state.checkpoint_index import Index
@@ -74,7 +76,7 @@ def open_weights(path: str | Path | Mapping[str, Any]) -> WeightFiles:
     if isinstance(path, Mapping):
         tensors = {k: InMemory(x) for k, x in path.items() if isinstance(x, Tensor)}
         return WeightFiles(Path("the state_dict"), "in memory", tensors)
-    path = Path(path)
+    path = disk_calls.named(path)
     if (checkpoint := _checkpoint(path)) is not None:
         return _of_checkpoint(path, checkpoint)
     files = weight_files(path)
@@ -162,6 +164,8 @@ def torch_file(file: Path) -> dict[str, Tensor]:
     except Exception as e:  # torch.load raises errors of many kinds; the cause is chained
         fix = "save a plain state_dict: torch.save(model.state_dict(), FILE)"
         first = str(e).splitlines()[0] if str(e) else type(e).__name__
+        if isinstance(e, pickle.UnpicklingError):  # whose text is about options that there are not here
+            first = "it holds other objects than tensors, such as a whole model (torch.save(model)), which are code"
         raise ShardcError(f"the weights cannot be read: {first}", where=str(file), fix=fix) from e
     for key in ("state_dict", "model_state_dict", "model"):  # what training loops put it under
         if isinstance(held, Mapping) and isinstance(held.get(key), Mapping):

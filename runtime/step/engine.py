@@ -60,6 +60,16 @@ OptimizerOf = Callable[[param_groups.NamedParameters], Any]
 _WRITE_ALIKE = "write to engine.params, under torch.no_grad(), on all ranks alike"
 
 
+def _stepped(*_: Any, **__: Any) -> None:
+    """In place of the method `backward` of the loss that a step returns."""
+    fix = "leave .backward() out; or write the loop around program.module(model), whose loss has one"
+    raise ShardcError("the engine has run backward: this is a detached number", where="loss.backward()", fix=fix)
+
+
+def _no_state() -> None:
+    """Nothing beside the tensor, where the loss is saved."""
+
+
 def adamw(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
     """What trains where the user names no optimizer: AdamW(3e-4)."""
     return torch.optim.AdamW(params, lr=3e-4)
@@ -229,6 +239,20 @@ class Engine:
             raise AttributeError(f"an engine has no {name!r}: {engine_options.INSTEAD[name]}", name=name, obj=self)
         return object.__getattribute__(self, name)  # raises: where a property failed, that property's own error
 
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        fix = (
+            "engine.step(batch) trains, engine.evaluate(batch) evaluates; program.module(model) is called as a model is"
+        )
+        raise ShardcError("an engine is not called", where="engine(...)", fix=fix)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardcError(
+            "an engine of one rank of a running world can be neither pickled nor copied",
+            where="copy or pickle of an engine",
+            fix="engine.save(folder), or engine.full_state_dict(), the whole model's weights; an average of weights:"
+            " tensors of your own beside engine.params, or copy.deepcopy(program.module(model))",
+        )
+
     def _optimizer(self, make: OptimizerOf) -> torch.optim.Optimizer | None:
         """The user's optimizer on what this rank owns. It is made from parameters of the shapes that the model's layers
         have here.
@@ -370,6 +394,8 @@ class Engine:
         self._buffers_before = self.buffers
         if not self._skipping:
             self.buffers = {**self.buffers, **news}
+        total.backward = _stepped  # type: ignore[method-assign]
+        total.__getstate__ = _no_state  # type: ignore[method-assign]
         return outputs.result(interpreter.program, self.mesh, total, beside, gather=gather)
 
     def _facts(self) -> list[Fact]:
@@ -646,7 +672,7 @@ class Engine:
                 accept=self._accept,
                 changing=self._changing,
             )
-        self._saves.loaded(Path(folder))
+        self._saves.loaded(folder)
         self._offload.changed()
         if self._paged is not None:
             self._paged.rest()

@@ -58,6 +58,9 @@ def check(*, clip_norm: Any, nonfinite: Any, seed: Any, check_every: Any, optimi
 
 #: What other trainers have, and what an engine has in its place.
 INSTEAD = {
+    **dict.fromkeys(
+        ("model", "module"), "it holds parts of weights, no module: program.module(model) is one; see full_state_dict()"
+    ),
     **dict.fromkeys(("train", "eval"), "step(batch) trains, evaluate(batch) evaluates"),
     **dict.fromkeys(
         ("zero_grad", "forward"), "step(batch) does all of it; backward(batch) and update() are its halves"

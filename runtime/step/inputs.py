@@ -124,14 +124,16 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
                 what, where=name_of(x.path), fix="pass the whole batch, without local=True, or make the size divide"
             )
             continue
-        want = x.layout.local_shape(x.shape, program.mesh) if given_local else x.shape
+        part = x.layout.local_shape(x.shape, program.mesh)
+        want = part if given_local else x.shape
+        part = part if wanted_local else x.shape
         leaf = by_path.get(x.path)
         if isinstance(leaf, Tensor) and tuple(leaf.shape) == want and leaf.dtype == x.dtype:
             coords = program.mesh.coords(rank)
             parts[x.name] = leaf if given_local else x.layout.local(leaf, program.mesh, coords, copies=True)
         else:
             errors.add(
-                _mismatch(x, by_path, want, given_local), where=name_of(x.path), fix=_fix(x, by_path, given_local)
+                _mismatch(x, by_path, want, given_local), where=name_of(x.path), fix=_fix(x, by_path, given_local, part)
             )
     errors.raise_any()
     return parts
@@ -252,8 +254,20 @@ def _mismatch(x: Input, by_path: Mapping[Path, Any], want: Sequence[int], local:
     return f"the batch gives {got}, but {expected}"
 
 
-def _fix(x: Input, by_path: Mapping[Path, Any], local: bool) -> str:
+def _fix(x: Input, by_path: Mapping[Path, Any], local: bool, part: Sequence[int]) -> str:
+    """part: the shape of a rank's part, where that is asked for."""
     leaf = by_path.get(x.path)
+    if isinstance(leaf, Tensor) and leaf.dtype == x.dtype and tuple(part) != x.shape and leaf.shape[1:] == x.shape[1:]:
+        if not local and tuple(leaf.shape) == tuple(part):
+            return (
+                "if this is a rank's part already, as local(batch) gives it: take it as it is; a smaller batch: see"
+                " engine.step, which compiles for it, or leave it out (drop_last=True)"
+            )
+        if leaf.shape[0] < (part if local else x.shape)[0]:
+            return (
+                "leave the last, smaller batch of an epoch out (drop_last=True), or use engine.step, which compiles"
+                " for it"
+            )
     if type(leaf).__module__ == "numpy":
         return "make it a tensor: torch.from_numpy(...)"
     if leaf is None and any(path[: len(x.path)] == x.path and not isinstance(v, Tensor) for path, v in by_path.items()):
@@ -299,6 +313,9 @@ def from_call(
     if heads == {None}:
         return next(iter((*args, *kwargs.values())), None)
     if any(isinstance(h, str) for h in heads):
+        if len(args) == 1 and not kwargs and isinstance(args[0], Mapping) and heads <= set(args[0]):
+            what = "the batch came as one argument, and was compiled as keyword arguments"
+            raise ShardcError(what, where="module(batch)", fix="spread it out: module(**batch)")
         return {**dict(zip(names, args, strict=False)), **kwargs}
     return {**dict(enumerate(args)), **{(names.index(k) if k in names else k): v for k, v in kwargs.items()}}
 

@@ -459,7 +459,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                 runs=r.buckets.runs,
                 last_good=last_good,
             )
-        r.saves.loaded(Path(folder))
+        r.saves.loaded(folder)
         r.updates.note()
         r.rng.step, r.rng.seed = int(extra["step"]), int(extra["seed"])
         return dict(extra.get("module", {}))
@@ -528,12 +528,24 @@ def _check_marks(module: ShardedModule, given: Mapping[str, Any], prefix: str, m
         r.unmarked = True
 
 
+class _Part(nn.Module):
+    """What holds the parameters of a submodule, and runs nothing."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise ShardcError(
+            "a part of the module cannot run by itself: the program is that of the whole forward",
+            where="a submodule of program.module(...)",
+            fix="let the loss function return the value: it comes back beside the loss; or compile that part as a model"
+            " of its own",
+        )
+
+
 def _home(root: nn.Module, fqn: str) -> tuple[nn.Module, str]:
     """The module that holds `fqn` (made if need be), and the last part of the name."""
     *path, name = fqn.split(".")
     for part in path:
         if part not in root._modules:
-            root.add_module(part, nn.Module())
+            root.add_module(part, _Part())
         child = root._modules[part]
         assert child is not None
         root = child

@@ -138,6 +138,12 @@ def part(x: Tensor, dims: Collection[int] | None = None) -> Tensor:
 
 
 def _refuse(name: str) -> None:
+    if name.startswith("_amp"):
+        raise ShardcError(
+            "each rank would look for overflows in its part alone: some would skip an update that others make",
+            where="torch.amp.GradScaler",
+            fix="use program.engine(...) with `precision: {loss_scale: dynamic}`, which skips on all ranks",
+        )
     raise ShardcError(
         "this would take the part of the gradient which this rank has for the whole: another result on every rank",
         where=f"{name.strip('_').removeprefix('linalg_')} of a parameter's .grad",

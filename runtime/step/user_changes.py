@@ -272,17 +272,19 @@ def check_held(held: Iterable[Held]) -> None:
     """Raises ShardcError for parameters of a module that were replaced, or whose memory was: the program would go on
     with those that it has.
     """
-    errors = Errors()
+    replaced: list[Held] = []
     for h in held:
         p = h.parameters[h.name]
         if p is not h.parameter or p.dtype != h.dtype or (h.pointer and p.data_ptr() != h.pointer):
-            errors.add(
-                "the module's parameter, or its memory, was replaced: the program has the one that it was made with",
-                where=h.fqn,
-                fix="write into it: load_state_dict without assign=True, or p.copy_(value) under torch.no_grad();"
-                " a dtype is the spec's `precision`",
-            )
-    errors.raise_any()
+            replaced.append(h)
+    if replaced:
+        more = f" ({len(replaced)} such)" if len(replaced) > 1 else ""
+        raise ShardcError(
+            f"the module's parameter, or its memory, was replaced: the program has the one that it was made with{more}",
+            where=replaced[0].fqn,
+            fix="write into it: load_state_dict without assign=True, or p.copy_(value) under torch.no_grad();"
+            " a dtype is the spec's `precision`",
+        )
 
 
 def _add(errors: Errors, fqn: str, *, trains: bool) -> None:
@@ -300,7 +302,15 @@ def _mode(m: nn.Module) -> str:
 
 
 class NoWrapper:
-    """Wrappers that sum gradients themselves ask a module for this attribute first (DistributedDataParallel)."""
+    """Wrappers ask a module for these attributes first: DistributedDataParallel, and torch.compile."""
+
+    @property
+    def _torchdynamo_orig_callable(self) -> Any:
+        raise ShardcError(
+            "forward is a program with collectives, which torch.compile would cut into many small pieces",
+            where="torch.compile(module)",
+            fix="leave it out: use the module as it is",
+        )
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:

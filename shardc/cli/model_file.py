@@ -31,6 +31,7 @@ from torch.utils.data import Dataset
 from shardc.artifact.model_source import WHOLE
 from shardc.cli.training_data import seed_everything
 from shardc.errors import ShardcError
+from shardc.runtime.state import disk_calls
 from shardc.runtime.state.reading_calls import lazily
 from shardc.runtime.state.weight_files import has_weights
 
@@ -136,8 +137,9 @@ def _weights(named: Any, path: Path) -> Path | None:
         raise ShardcError("weights is a state_dict, not the path of one", where=str(path), fix=fix)
     if not isinstance(named, (str, Path)):
         return None
-    beside = path.resolve().parent / named
-    return beside if beside.exists() else Path(named).resolve()
+    there = disk_calls.named(named)
+    beside = path.resolve().parent / there
+    return beside if beside.exists() else there.resolve()
 
 
 def imported(ref: str) -> ModuleType:

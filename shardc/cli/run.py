@@ -154,6 +154,8 @@ def command(
     from shardc.runtime.mesh import presence
     from shardc.spec import Run
 
+    # a shell leaves the `~` of --save=~/runs as it is
+    save, log, resume, weights = (x.expanduser() if x else None for x in (save, log, resume, weights))
     one_rank = any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
     lasting_output.install(tell=as_json or one_rank)  # else rank 0, which writes the lines, says it
     with reporting(debug, as_json) as show, ExitStack() as stack:
@@ -287,6 +289,8 @@ def _check_options(**options: Any) -> None:
 def _settings(run: Run, **options: Any) -> Run:
     """The spec's section with the options that were given. Raises ShardcError where they do not go together."""
     run = run.model_copy(update={name: value for name, value in options.items() if value is not None})
+    paths = {name: str(Path(x).expanduser()) for name in ("save", "log") if (x := getattr(run, name))}
+    run = run.model_copy(update=paths)
     for name, wanted in (
         ("tensorboard", run.tensorboard),
         ("trace", run.trace),

@@ -96,7 +96,13 @@ def batches(engine: Any, file: Any, split: str, seed: int) -> Batches | None:
     # ranks of other parts draw other rows; the epoch stands between, since a 0 at the end seeds as nothing does
     seed_everything(seed, 0, *((part,) if apart else ()))
     ours = torch.initial_seed()
-    source, train = make(), split == "train"
+    try:
+        source, train = make(), split == "train"
+    except KeyError as e:
+        if split == "valid" and e.args == (split,):
+            what, fix = "data('valid') raises KeyError: 'valid'", "return None for 'valid' where nothing is held out"
+            raise ShardcError(what, where="data", fix=fix) from e
+        raise
     if source is None:
         return None
     found = _batches(source, make, engine, file, split, seed, apart=apart)

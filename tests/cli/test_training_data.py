@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from shardc.cli.training_data import Batches, batches
 from shardc.cli.training_loop import Training
+from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.agreement import DisagreementError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
@@ -148,3 +149,11 @@ def test_held_out_data_without_a_batch_are_told_once() -> None:
 
     loopback(Mesh.of({"dp": 2}), work)
     assert told == ["note: data('valid') gives no batch: there is no held-out loss (return None where none is meant)"]
+
+
+def test_a_table_of_splits_without_held_out_data_is_told_what_to_return() -> None:
+    file = SimpleNamespace(data=lambda split: {"train": [1]}[split], collate=None)
+    with pytest.raises(ShardcError, match=r"data\('valid'\) raises KeyError(.|\n)*return None for 'valid'"):
+        batches(SimpleNamespace(), file, "valid", 0)
+    with pytest.raises(KeyError, match="other"):
+        batches(SimpleNamespace(), SimpleNamespace(data=lambda split: {}["other"], collate=None), "valid", 0)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +14,13 @@ import torch
 from torch import nn
 
 import shardc
+from shardc.cli.run import _settings
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.state.weight_files import open_weights
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
+from shardc.spec import Run
 
 
 class Net(nn.Module):
@@ -34,6 +41,13 @@ PROGRAM = shardc.compile(
 SAMPLES = [{"x": torch.randn(4 + i % 3)} for i in range(16)]
 SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 
+
+def scaled(module: ShardedModule) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(module(**module.local(BATCH))).backward()
+    scaler.unscale_(torch.optim.SGD(module.parameters(), lr=0.1))
+
+
 MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     "whole weights": (
         lambda m: m.load_state_dict(MODEL.state_dict()),
@@ -48,6 +62,34 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
         lambda m: m(**(m.local(BATCH) | {"strength": 3.0})),
         r"strength: the batch gives the number 3.0, but the program was compiled with 2.0 in its place\n"
         r"  fix: pass it as a tensor, also to compile: torch.tensor\(3.0\)",
+    ),
+    "another dtype, told once": (
+        lambda m: m.half()(**m.local(BATCH)),
+        r"was replaced: the program has the one that it was made with \(4 such\)\n  fix: [^\n]*$",
+    ),
+    "torch.compile": (
+        lambda m: torch.compile(m, backend="eager"),
+        r"torch.compile\(module\): forward is a program with collectives(.|\n)*leave it out",
+    ),
+    "a part by itself": (
+        lambda m: m.get_submodule("up")(BATCH["x"]),
+        r"a submodule of program.module\(...\): a part of the module cannot run by itself(.|\n)*loss function return",
+    ),
+    "a batch as one argument": (
+        lambda m: m(m.local(BATCH)),
+        r"module\(batch\): the batch came as one argument, (.|\n)*module\(\*\*batch\)",
+    ),
+    "a part of a part": (
+        lambda m: m.local(m.local(BATCH)),
+        r"if this is a rank's part already, as local\(batch\) gives it: take it as it is",
+    ),
+    "a smaller last batch": (
+        lambda m: m(x=m.local(BATCH)["x"][:2], strength=2.0),
+        r"leave the last, smaller batch of an epoch out \(drop_last=True\), or use engine.step",
+    ),
+    "a gradient scaler": (
+        scaled,
+        r"torch.amp.GradScaler: each rank would look for overflows(.|\n)*`precision: \{loss_scale: dynamic\}`",
     ),
     "an argument that was not compiled": (
         lambda m: m(**m.local(BATCH), temperature=0.5),
@@ -104,6 +146,27 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "x": BATCH["x"].to("meta")}),  # type: ignore[attr-defined]
         r"x: f32\[8, 8\] is on the device 'meta', so it has no numbers\n  fix: give a tensor with data",
     ),
+    "backward of what a step returns": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step(BATCH).backward(),
+        r"loss.backward\(\): the engine has run backward(.|\n)*leave .backward\(\) out",
+    ),
+    "a call": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh)(BATCH),
+        r"engine\(...\): an engine is not called\n  fix: engine.step\(batch\) trains",
+    ),
+    "a pickle": (
+        lambda mesh: pickle.dumps(Engine(PROGRAM, MODEL, mesh=mesh)),
+        r"neither pickled nor copied\n  fix: engine.save\(folder\)",
+    ),
+    "a copy": (lambda mesh: copy.deepcopy(Engine(PROGRAM, MODEL, mesh=mesh)), "neither pickled nor copied"),
+    "a state_dict in a dict": (
+        lambda mesh: Engine(PROGRAM, {"net": MODEL.state_dict(), "epoch": 3}, mesh=mesh),
+        r"the weights are a state_dict under the key 'net'\n  fix: pass that one: state_dict\['net'\]",
+    ),
+    "weights in a dict": (
+        lambda mesh: Engine(PROGRAM, MODEL, weights={"net": MODEL.state_dict()}, mesh=mesh),
+        r"the weights are a state_dict under the key 'net'",
+    ),
     "a seed as text": (
         lambda mesh: PROGRAM.verify(seed="a"),  # type: ignore[arg-type]
         "program.verify: 'a' is no seed",
@@ -155,6 +218,43 @@ def test_a_misspelled_option_of_a_step_is_no_part_of_the_batch() -> None:
         assert engine.step(batch=BATCH) > 0
 
     loopback(PROGRAM.mesh, work)
+
+
+def test_the_loss_of_a_step_is_a_number_as_any() -> None:
+    def work(mesh: LoopbackMesh) -> None:
+        loss = Engine(PROGRAM, MODEL, mesh=mesh).step(BATCH)
+        file = io.BytesIO()
+        torch.save([loss, copy.deepcopy(loss)], file)
+        file.seek(0)
+        assert torch.load(file) == [loss, loss]
+        assert torch.stack([loss, 2 * loss]).mean() == 1.5 * loss
+
+    loopback(PROGRAM.mesh, work)
+
+
+def test_a_whole_model_in_a_file_is_told_in_plain_words(tmp_path: Path) -> None:
+    torch.save(MODEL, tmp_path / "whole.pt")
+    with pytest.raises(ShardcError, match=r"it holds other objects than tensors, such as a whole model") as e:
+        open_weights(tmp_path / "whole.pt")
+    assert "\x1b" not in str(e.value)
+
+
+def test_a_home_folder_is_that_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def work(mesh: LoopbackMesh) -> None:
+        engine = Engine(PROGRAM, MODEL, mesh=mesh)
+        engine.save("~/saved")
+        engine.load("~/saved")
+        engine.save("~/saved")
+        engine.export("~/out/w.safetensors")
+        Engine(PROGRAM, MODEL, weights="~/out/w.safetensors", mesh=mesh)
+
+    loopback(PROGRAM.mesh, work)
+    assert {p.name for p in tmp_path.iterdir()} == {"saved", "out"}
+    run = _settings(Run(save="~/a", log="~/b"))
+    assert (run.save, run.log) == (str(tmp_path / "a"), str(tmp_path / "b"))
 
 
 def test_methods_of_other_trainers_are_named() -> None:
