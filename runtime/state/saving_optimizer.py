@@ -191,7 +191,8 @@ def _check_classes(
                 raise ShardcError(
                     f"the checkpoint is of the optimizer {saved}, not {kind}{several}",
                     where=folder,
-                    fix=f"use {saved}{several}, or load it with optimizer=None",
+                    fix=f"use {saved}{several}; or begin from its weights alone: --weights instead of --resume, or"
+                    " program.engine(model, weights=folder)",
                 )
 
 

@@ -317,6 +317,10 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         beside it, as Engine.step gives them. Raises ShardcError for another part than was compiled.
         """
         r = self._running
+        with r.mesh.together(f"forward {r.rng.step + 1} of the module"):
+            return self._forward(r, args, kwargs)
+
+    def _forward(self, r: _Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         torch_modes.check("module.forward", r.mesh.device.type, training=False)
         r.watched.check()
         if self.training and torch.is_grad_enabled():

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 import shardc
 from docs import generate
 from shardc.cli import app
-from tests import zoo
 from tests.docs.pages import README
 
 
@@ -65,20 +64,21 @@ def test_run(example: Path) -> None:
     assert same(done.stdout) == same(output)
 
 
-def test_its_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_python(example: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In one process: what each process of torchrun does is done by the one rank of a mesh of one."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "spec.yaml").write_text("shardc: 1\nmesh: {tp: 1}\nshard: {use: structure}\n")
+    monkeypatch.syspath_prepend(example)
+    monkeypatch.setitem(sys.modules, "model", None)  # type: ignore[arg-type]  # so that it is forgotten after the test
+    del sys.modules["model"]
+    (example / "spec.yaml").write_text("shardc: 1\nmesh: {tp: 1}\nshard: {use: structure}\n")
     code = next(b.text for b in README.blocks("python") if "shardc.compile" in b.text)
     assert len(code.splitlines()) == 8
     whole, each = code.split("engine = ", 1)
-    model, batch = zoo.mlp()
-    names: dict[str, Any] = {"model": model, "batch": batch}
+    names: dict[str, Any] = {}
     exec(compile(whole, "README.md", "exec"), names)
     assert names["program"].mesh.axes == (("tp", 4),)
     assert names["sim"].loss.isfinite()
     assert "ops.all_reduce" in capsys.readouterr().out
-    names["program"] = shardc.compile(model, batch, "spec.yaml")
+    names["program"] = shardc.compile(names["model"], names["batch"], "spec.yaml")
     exec(compile("engine = " + each.replace("devices=64", "devices=2"), "README.md", "exec"), names)
     assert float(names["loss"]) == pytest.approx(float(names["sim"].loss), rel=1e-6)
     assert isinstance(names["module"], torch.nn.Module)

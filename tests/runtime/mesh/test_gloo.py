@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import shardc
+from shardc.errors import ShardcError
 from shardc.runtime import launch, state
 from tests import warm, zoo
 from tests.test_equal import reference, spec_of
@@ -58,3 +59,27 @@ def test_real_processes_equal_one_device(name: str, mesh: dict[str, int], tmp_pa
 
 def _positional(rank: int, run: functools.partial[None]) -> None:
     run(rank)
+
+
+def leaves_the_loop(rank: int, port: int, folder: str) -> None:
+    """A loop of a user's own around a module, which rank 1 breaks out of."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 4), torch.ones(4, 4)
+    program = shardc.compile(model, x, {"shardc": 1, "mesh": {"dp": 2}}, loss=lambda output, _: output.square().mean())
+    module = program.module(model)
+    try:
+        for step in range(3):
+            if rank == 1 and step == 2:
+                break
+            module(module.local(x)).backward()
+    except ShardcError as e:
+        (Path(folder) / "said").write_text(str(e))
+    os._exit(0)  # as the process of a rank that has nothing left to do
+
+
+def test_a_rank_that_breaks_out_of_a_loop_of_ones_own_is_named(tmp_path: Path) -> None:
+    """The others wait for it in their next forward."""
+    warm.ranks(leaves_the_loop, launch.free_port(), str(tmp_path), world=2)
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("forward 3 of the module: rank 1 (dp=1) was killed, or ended without a word"), said
