@@ -2,6 +2,7 @@
 
 engine                the step: takes a batch, runs forward and backward, sums gradients, updates
 module                a program as an nn.Module for a loop of one's own; state_dict_marks: whose slices its state has
+parameter_updates     whether a module's parameters changed, and are to be gathered
 interpreter           runs the actions of a schedule: stages forward and backward, sends, receives
 communicators         the process groups that a program needs
 context               what ops may know of the step: the microbatch, sums over microbatches

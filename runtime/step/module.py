@@ -37,6 +37,7 @@ from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
 from shardc.runtime.step.interpreter import runnable
 from shardc.runtime.step.optimizer_watch import OptimizerWatch
+from shardc.runtime.step.parameter_updates import Updates
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.optimizer_list import as_one
 from shardc.torch_private import after_backward
@@ -62,45 +63,6 @@ class _Start(Function):
         return g, None, None
 
 
-class _Updates:
-    """Whether parameters may have changed since they were last gathered: by a backward and what follows it, by weights
-    that were loaded, or by anybody who writes to them, as what keeps an average of them does.
-
-    Use: `carry_out()` begins to gather, and `settle()` ends it, before anybody else may write: a gather in the
-    background writes to the memory of parameters too (ZeRO 1 and 2), whenever its bytes come.
-    """
-
-    def __init__(self, buckets: Buckets) -> None:
-        self.buckets, self._noted, self._settled = buckets, False, True
-        self._versions = self._now()
-
-    @property
-    def due(self) -> bool:
-        return self._noted or self.written
-
-    @property
-    def written(self) -> bool:
-        """Has somebody written to parameters?"""
-        self.settle()
-        return self._versions != self._now()
-
-    def note(self, *_: Any) -> None:
-        self._noted = True
-
-    def carry_out(self) -> None:
-        if self.due:
-            self.buckets.publish()
-            self._noted = self._settled = False
-
-    def settle(self) -> None:
-        if not self._settled:
-            self.buckets.wait_for_gathers()
-            self._settled, self._versions = True, self._now()
-
-    def _now(self) -> int:
-        return sum(p._version for p in self.buckets.owned.values())
-
-
 @dataclass
 class _Running:
     """What a ShardedModule holds beside parameters and buffers; one attribute, so that no name of the model can clash
@@ -113,7 +75,7 @@ class _Running:
     rng: Rng
     run: fx.GraphModule
     buckets: Buckets
-    updates: _Updates
+    updates: Updates
     norm: GradNorm
     split: tuple[tuple[nn.Parameter, frozenset[int] | None], ...]  # and the dims that are
     watched: user_changes.Watched
@@ -506,7 +468,7 @@ def _running(
         rng,
         runnable(program.stages[0], mesh.device, program),
         buckets,
-        _Updates(buckets),
+        Updates(buckets),
         GradNorm(program, owned, mesh),
         tuple(partial_grad_guard.split(program, owned, buckets.runs)),
         user_changes.Watched(program, owned, buckets.runs, buckets.names | split),

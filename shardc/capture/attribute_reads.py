@@ -22,12 +22,11 @@ from unittest import mock
 import torch
 from torch import nn
 
+from shardc.capture.global_reads import PLAIN
 from shardc.capture.side_effects import Changes
 from shardc.ir import source
 from shardc.ir.program import Source
 
-#: Values that are compared by what they are.
-PLAIN = (bool, int, float, str, type(None))
 #: Torch's own modules whose use of `self.training` no op of a program switches. Its other dropouts, batch norms,
 #: recurrent layers and attention hand it to ops that `evaluate` switches (compare_eager.SWITCHED).
 NOT_SWITCHED = (
