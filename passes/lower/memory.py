@@ -71,11 +71,15 @@ class Uses:
             base = n.args[0] if shares else None
             self.owner[n] = self.owner[base] if isinstance(base, fx.Node) else n
         self.bytes = {n: sizes.bytes_of(n) + work[n].tape for n in graph.nodes}
+        self.of = {n: self._used(n) for n in graph.nodes}
         self.counts: Counter[fx.Node] = Counter()
         for n in graph.nodes:
-            self.counts.update(self.of(n))
+            self.counts.update(self.of[n])
+        #: Bytes that a line makes.
+        self.added = {n: self.bytes[n] if self.owner[n] is n else 0 for n in graph.nodes}
+        self.stays = {n for n in graph.nodes if n.op == "placeholder" and n.name in sizes.stays}
 
-    def of(self, n: fx.Node) -> set[fx.Node]:
+    def _used(self, n: fx.Node) -> set[fx.Node]:
         """The owners of the memory that a line uses. What a collective sends is there until it is waited for."""
         used = list(n.all_input_nodes)
         if n.target in WAITS:
@@ -105,22 +109,21 @@ class Memory:
 
     def __init__(self, uses: Uses) -> None:
         self._uses, self._left = uses, Counter(uses.counts)
-        self.live = sum(uses.bytes[n] for n in uses.counts if n.op == "placeholder" and n.name not in uses.sizes.stays)
+        self.live = sum(uses.bytes[n] for n in uses.counts if n.op == "placeholder" and n not in uses.stays)
         self.gradients = 0
         self._begun: set[str] = set()
         self._summed = 0  # bytes of the buffer whose sum is under way
 
     def would_be(self, n: fx.Node) -> tuple[int, int]:
         """What is alive while a line runs: see `Uses.alive`."""
-        buffer, gradients = self._filled(n)
-        if n.target is ops.put and n.kwargs.get("own"):
-            gradients = 0  # it is alive already
-        later = self.live + self._added(n) + buffer + self._uses.work[n].inside
-        return later + self.gradients + gradients, later
+        return self._would_be(n, *self._filled(n))
 
-    def _added(self, n: fx.Node) -> int:
-        """Bytes that a line makes."""
-        return self._uses.bytes[n] if self._uses.owner[n] is n else 0
+    def _would_be(self, n: fx.Node, buffer: int, gradients: int) -> tuple[int, int]:
+        uses = self._uses
+        if gradients and n.target is ops.put and n.kwargs.get("own"):
+            gradients = 0  # it is alive already
+        later = self.live + uses.added[n] + buffer + uses.work[n].inside
+        return later + self.gradients + gradients, later
 
     def _filled(self, n: fx.Node) -> tuple[int, int]:
         """Bytes that a line takes for gradients: (of a buffer that is summed in every backward, till the step ends)."""
@@ -140,9 +143,10 @@ class Memory:
 
     def run(self, n: fx.Node) -> tuple[int, int]:
         """What is alive while a line runs; afterwards, what it used last is gone."""
-        uses, most = self._uses, self.would_be(n)
+        uses = self._uses
         buffer, gradients = self._filled(n)
-        self.live += self._added(n) + buffer
+        most = self._would_be(n, buffer, gradients)
+        self.live += uses.added[n] + buffer
         self.gradients += gradients
         if n.target is ops.put:
             self._begun.add(uses.sizes.bucket_of(n))
@@ -151,10 +155,10 @@ class Memory:
             b = uses.sizes.buckets[str(n.args[2 if n.target is ops.scatter else 1])]
             self.live -= self._summed
             self._summed = b.whole if b.each else 0
-        if not uses.counts[uses.owner[n]]:
-            self.live -= self._added(n)
-        for x in uses.of(n):
+        if uses.added[n] and not uses.counts[n]:
+            self.live -= uses.added[n]
+        for x in uses.of[n]:
             self._left[x] -= 1
-            if not self._left[x] and not (x.op == "placeholder" and x.name in uses.sizes.stays):
+            if not self._left[x] and x not in uses.stays:
                 self.live -= uses.bytes[x]
         return most

@@ -54,24 +54,25 @@ def best_order(text: Text, most: tuple[int, int]) -> list[fx.Node]:
     best = text.nodes
     least = text.simulate(best)
     for reserve in RESERVES:
-        order = fitting(text, reserve, most)
-        if (took := text.simulate(order)) < least:
+        order, took = fitting(text, reserve, most)
+        if took < least:
             best, least = order, took
     return best
 
 
-def fitting(text: Text, reserve: int, most: tuple[int, int]) -> list[fx.Node]:
-    """An order that takes no more memory. Where one does, it meets the text's own order: at a line that has too much
-    beside it, all lines before it in the text come before it.
+def fitting(text: Text, reserve: int, most: tuple[int, int]) -> tuple[list[fx.Node], float]:
+    """(an order that takes no more memory, its seconds). Where one does, it meets the text's own order: at a line that
+    has too much beside it, all lines before it in the text come before it.
     """
     meets: set[fx.Node] = set()
     for _ in range(ROUNDS):
-        order = Scheduler(text, reserve, most, meets).order()
-        over = {n for n, alive in zip(order, text.uses.alive(order), strict=True) if not within(alive, most)}
+        made = Scheduler(text, reserve, most, meets)
+        order = made.order()
+        over = {n for n, alive in zip(order, made.alive, strict=True) if not within(alive, most)}
         if not over:
-            return order
+            return order, made.seconds
         meets |= over
-    return text.nodes
+    return text.nodes, text.simulate(text.nodes)
 
 
 def within(bytes_: tuple[int, int], most: tuple[int, int]) -> bool:
@@ -198,7 +199,7 @@ class _Clock:
 
 class Scheduler:
     """One order of a text. reserve: how many of the next collectives lines are put off for; most: the peaks of bytes
-    that may be alive; meets: lines that nothing passes, in either direction.
+    that may be alive; meets: lines that nothing passes, in either direction. alive: bytes at each line of the order.
     """
 
     def __init__(self, text: Text, reserve: int, most: tuple[int, int], meets: Collection[fx.Node] = ()) -> None:
@@ -208,6 +209,7 @@ class Scheduler:
         self._end = 0  # of the part of the text that is being ordered
         self._clock, self._memory = _Clock(text), Memory(text.uses)
         self._order: list[fx.Node] = []
+        self.alive: list[tuple[int, int]] = []
         self._done: set[fx.Node] = set()
         self._missing = {n: len(those) for n, those in text.before.items()}
         self._ready: list[int] = []  # places of lines that could run
@@ -216,7 +218,13 @@ class Scheduler:
             if not self._missing[n]:
                 heapq.heappush(self._ready, text.place[n])
 
+    @property
+    def seconds(self) -> float:
+        """Of the order so far."""
+        return self._clock.end()
+
     def order(self) -> list[fx.Node]:
+        """Once."""
         text = self._text
         targets = deque(enumerate(text.targets))
         for begin, end in self._parts:
@@ -241,7 +249,7 @@ class Scheduler:
 
     def _emit(self, n: fx.Node) -> None:
         self._clock.run(n)
-        self._memory.run(n)
+        self.alive.append(self._memory.run(n))
         self._order.append(n)
         self._done.add(n)
         self._reached = max(self._reached, self._text.place[n])

@@ -57,7 +57,7 @@ def command(
         typer.Option(metavar="MODULE", help="a module's ops, split weights and collectives as a picture, with --svg"),
     ] = None,
     svg: Annotated[
-        Path | None, typer.Option(help="with --schedule, --memory or --draw: write it to an SVG file")
+        Path | None, typer.Option(help="with --schedule, --memory, --comm or --draw: write it to an SVG file")
     ] = None,
     mesh: common.MeshOption = None,
     set_: common.SetOption = None,
@@ -72,9 +72,9 @@ def command(
     """Show a program: its typed text, the captured graph, what a pass changed, its collectives."""
     with common.reporting(debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
         common.check_outputs({"--html": html, "--svg": svg})
-        if svg and [schedule, memory, draw is not None].count(True) != 1:
-            what = "--svg draws one of the schedule, the memory, and a module"
-            raise ShardcError(what, where="--svg", fix="add --schedule, --memory or --draw MODULE")
+        if svg and [schedule, memory, comm, draw is not None].count(True) != 1:
+            what = "--svg draws one of the schedule, the memory, the collectives, and a module"
+            raise ShardcError(what, where="--svg", fix="add --schedule, --memory, --comm or --draw MODULE")
         if draw is not None and svg is None:
             raise ShardcError("a picture needs a file", where="--draw", fix=f"--draw {draw} --svg layer.svg")
         if coverage:
@@ -120,6 +120,8 @@ def command(
                 what, fix = "no stage of this program is lowered", "write `lower: true` in the spec; notes say the rest"
                 raise ShardcError(what, where="--lowered", fix=fix)
             show(json.dumps({"text": text}) if as_json else text)
+        elif comm and svg:
+            _streams(program, device, svg, as_json, show)
         elif as_json:
             show(json.dumps(report.to_json(program)))
         elif diff:
@@ -175,6 +177,15 @@ def _memory(program: Program, device: str, svg: Path | None, as_json: bool, show
         show("\n" + kept_activations.table(cost))
         if svg:
             show(f"written to {svg}")
+
+
+def _streams(program: Program, device: str, svg: Path, as_json: bool, show: common.Show) -> None:
+    from shardc import report
+    from shardc.report import streams_picture
+
+    cost = _cost(program, device, quiet=as_json)
+    svg.write_text(streams_picture.svg(cost), encoding="utf-8")
+    show(json.dumps({"written": str(svg)}) if as_json else f"{report.comm_table(program, cost)}\nwritten to {svg}")
 
 
 def _schedule(program: Program, svg: Path | None, as_json: bool, show: common.Show) -> None:

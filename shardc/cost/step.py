@@ -98,14 +98,17 @@ class Cost:
 
     def spans(self) -> list[list[Span]]:
         """When every collective of a step runs, behind what, and how long it is waited for; of each rank of `ranks`."""
+        return [each.spans for each in self.streams()]
+
+    def streams(self) -> list[Streams]:
+        """When each rank of `ranks` computes, and when its collectives run."""
         schedule = _schedule(self.program)
-        spans = []
+        found = []
         for r in self.dry_runs:
-            clock = Streams(self.device, self.program.mesh, r.rank)
+            found.append(Streams(self.device, self.program.mesh, r.rank))
             for _, part in parts(r, schedule.actions[r.at]):
-                clock.run(part)
-            spans.append(clock.spans)
-        return spans
+                found[-1].run(part)
+        return found
 
     def kept(self) -> list[list[Kept]]:
         """What a microbatch's forward keeps for its backward, and which ops want it; of each rank of `ranks`."""

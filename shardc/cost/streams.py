@@ -35,9 +35,12 @@ class Span:
 
 @dataclass
 class Streams(Clock):
-    """A clock that keeps what it saw. spans: of all collectives that were started, in order."""
+    """A clock that keeps what it saw. spans: of all collectives that were started, in order; computing: (part of the
+    step, begin, end) of what ran without a gap.
+    """
 
     spans: list[Span] = field(default_factory=list)
+    computing: list[tuple[str, float, float]] = field(default_factory=list)
     _open: list[Span] = field(default_factory=list)
     _part: str = ""
 
@@ -49,6 +52,11 @@ class Streams(Clock):
     def compute(self, w: Op) -> None:
         begin = self.now
         super().compute(w)
+        if self.computing and self.computing[-1][0] == self._part and self.computing[-1][2] == begin:
+            begun = self.computing.pop()[1]
+        else:
+            begun = begin
+        self.computing.append((self._part, begun, self.now))
         if self._open:
             self._open = [span for span in self._open if span.end > begin]
         for span in self._open:

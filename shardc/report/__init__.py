@@ -1,6 +1,7 @@
 """What `shardc inspect` shows: pure functions from a Program to text, tables, JSON or one HTML file.
 
 comm, cost, timeline    collectives by axis and cause; memory over a step; who computes what when, and who waits
+streams_picture         when a rank computes, and when each of its communicators sends
 kept_activations        what forward keeps for backward, layer by layer, and why
 layer_picture           a module as boxes and collectives; graph_drawing: where the boxes go
 html_page               a program as one page; svg, colours: what all pictures are made of

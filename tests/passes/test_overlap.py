@@ -74,7 +74,8 @@ def test_an_order_keeps_the_lines_and_takes_no_more_memory(program: Any) -> None
         text = overlap.Text(graph, seconds, sizes)
         most = text.uses.peak(text.nodes)
         for reserve in overlap.RESERVES:
-            order = overlap.fitting(text, reserve, most)
+            order, took = overlap.fitting(text, reserve, most)
+            assert took == text.simulate(order)
             assert all(overlap.within(alive, most) for alive in text.uses.alive(order))
             assert sorted(order, key=text.place.__getitem__) == text.nodes
             seen: set[Any] = set()
