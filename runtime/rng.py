@@ -32,8 +32,8 @@ BLOCK = 1 << 18
 
 
 class Digit(NamedTuple):
-    """The digit of a dim that a mesh axis splits. split: product of the major digits; sections: see
-    shardc.ir.placement.Shard.
+    """The digit of a dim that a mesh axis splits. split: product of the major digits, negative where the shard is
+    mirrored; sections: see shardc.ir.placement.Shard.
     """
 
     dim: int
@@ -244,8 +244,8 @@ def index_vectors(
         for _, padding, blocks in (p for p in paddings if p[0] == d):
             own = widen(own, Shard(0, 1, (), padding, blocks))
         # inner digits first, as in Layout.local
-        for x in sorted((x for x in map(Digit._make, digits) if x.dim == d), key=lambda x: -x.split):
-            own = chunks(own, Shard(0, x.split, tuple(x.sections)), mesh.size(x.axis))[mesh.coordinate(x.axis)]
+        for x in sorted((x for x in map(Digit._make, digits) if x.dim == d), key=lambda x: -abs(x.split)):
+            own = chunks(own, Shard.of_signed(0, x.split, x.sections), mesh.size(x.axis))[mesh.coordinate(x.axis)]
         vectors.append(own * stride)
         stride *= shape[d]
     return vectors[::-1]

@@ -10,6 +10,7 @@ conversions, in the sequence's order; parameters' gradients are summed over the 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -18,13 +19,14 @@ from shardc.errors import Errors
 from shardc.ir.graph import source_of, value_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import did_you_mean, enclosing, match
-from shardc.ir.placement import Layout
+from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Input, Program
 from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded
 from shardc.passes.annotate.spec_layouts import layout_of
 from shardc.rules.attention import OPS
 from shardc.rules.attention_methods import Method
+from shardc.rules.op_call import call_of
 from shardc.spec import DimShard, Spec
 
 aten = torch.ops.aten
@@ -37,6 +39,21 @@ def sequence_dim(spec: Spec, x: Input, name: str) -> int | None:
     assert spec.sequence is not None
     dim = next((d for pattern, d in spec.sequence.dims.items() if match(pattern, name)), None)
     return dim if dim is not None and dim < len(x.shape) and x.shape[dim] > 1 else None
+
+
+def _zigzag(spec: Spec, program: Program, mesh: Mesh, names: dict[str, str]) -> bool:
+    """Whether ranks have two stretches of the sequence each. By itself where attention is causal and the sequences of
+    all inputs divide.
+    """
+    assert spec.sequence is not None
+    if spec.sequence.balance != "auto":
+        return spec.sequence.balance == "zigzag"
+    calls = (call_of(n) for n in program.graph.nodes if n.target in OPS)
+    dims = [(x, sequence_dim(spec, x, names[x.name])) for x in program.inputs]
+    parts = 2 * mesh.size(spec.sequence.axis)
+    return any(c.arg(5, "is_causal", False) for c in calls) and not any(
+        x.shape[d] % parts for x, d in dims if d is not None
+    )
 
 
 def split_sequence(
@@ -57,6 +74,7 @@ def split_sequence(
             fix = did_you_mean(pattern, list(names.values()), known)
             errors.add(f"pattern {pattern!r} matches no input", where=place, fix=fix)
     causes: dict[str, str] = {}
+    zigzag = _zigzag(spec, program, mesh, names)
     for x in program.inputs:
         name = names[x.name]
         dim = sequence_dim(spec, x, name)
@@ -69,14 +87,19 @@ def split_sequence(
                 fix=f"write which dim is the sequence's: sequence: {{dims: {{{name}: 1}}}}, or null for none",
             )
             continue
-        layout = layout_of({dim: (DimShard(axis=axis),)}, mesh)
-        if spec.uneven == "pad":
+        layout = layout_of({dim: (DimShard(axis=axis, split=2 if zigzag else 1),)}, mesh)
+        if zigzag:
+            layout = Layout(
+                tuple((a, replace(p, mirrored=True) if isinstance(p, Shard) else p) for a, p in layout.items)
+            )
+        elif spec.uneven == "pad":
             layout = padded(layout, x.shape, mesh)
         if odd := indivisible_dim(layout, x.shape, mesh):
+            other = ", or balance: none" if zigzag else ""
             errors.add(
                 odd.what(mesh, f"input {name!r}: the sequence of {odd.size} (dim {dim})"),
                 where=where,
-                fix=f"{odd.fix(mesh, size='it')}; if dim {dim} is no sequence: sequence: {{dims: {{{name}: null}}}}",
+                fix=f"{odd.fix(mesh, size='it')}{other}; if dim {dim} is no sequence: dims: {{{name}: null}}",
             )
             continue
         layouts[x.name] = Layout.of({**dict(layouts.get(x.name, Layout()).items), **dict(layout.items)}, mesh)

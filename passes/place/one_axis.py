@@ -243,11 +243,11 @@ class Axis:
             return pin
         own = {a for a, _ in node.meta["pin"].shards(pin.dim)}
         others = [
-            a
+            p.split * self.mesh.size(a)
             for a, s in node.meta["strategies"].items()
             if isinstance(p := s.outputs[0], Shard) and p.dim == pin.dim and a not in own
         ]
-        return replace(pin, split=pin.split * math.prod(map(self.mesh.size, others)))
+        return replace(pin, split=pin.split * max(others, default=1))
 
     def _fits(self, node: fx.Node, strategy: Strategy) -> bool:
         """Whether the digits that other axes took leave room, on every operand and result."""
@@ -294,7 +294,7 @@ class Axis:
             return 0.0
         node, i = operand
         v, nbytes = values_of(node)[i], self._size(operand)
-        free = need == PARTIAL_GRAD or (isinstance(need, Shard) and node in self.splittable)
+        free = need == PARTIAL_GRAD or (isinstance(need, Shard) and not need.mirrored and node in self.splittable)
         if node in self.from_parameters and forms[0] in (REPLICATE, PARTIAL_GRAD) and free:
             return 0.0  # its gradient has to be reduced anyway, and a weight that is only used split is stored split
         cost = min(transfer(v, p, need, self.n, nbytes) for p in forms)
@@ -439,9 +439,10 @@ class Axis:
             if node in self.from_parameters and placement == REPLICATE:
                 needs = self._needs(node)
                 v = values_of(node)[0]
-                if len(needs) == 1 and isinstance(p := next(iter(needs)), Shard) and not self._collides(node, p):
-                    self.stored[node] = p
-                elif PARTIAL_GRAD in needs and needs_sum_grad(v):
+                one = next(iter(needs)) if len(needs) == 1 else None
+                if isinstance(one, Shard) and not one.mirrored and not self._collides(node, one):
+                    self.stored[node] = one
+                elif needs_sum_grad(v) and (PARTIAL_GRAD in needs or (isinstance(one, Shard) and one.mirrored)):
                     self.stored[node] = PARTIAL_GRAD
         # statistics of split channels are stored split, if they are produced and used so
         for node, new in self._updated_buffers():
@@ -449,6 +450,7 @@ class Axis:
             if (
                 self.stored[node] == REPLICATE
                 and isinstance(p, Shard)
+                and not p.mirrored
                 and self._needs(node) == {p}
                 and not self._collides(node, p)
             ):

@@ -217,7 +217,7 @@ class _Held(NamedTuple):
         pad = next(((padding, blocks) for d, padding, blocks in self.paddings if d == dim), (0, 1))
         own = [
             (
-                Shard(d, split, tuple(sections), *pad),
+                Shard.of_signed(d, split, sections, *pad),
                 self.mesh.size(a),
                 coordinate if a == axis else self.mesh.coordinate(a),
             )
@@ -265,6 +265,4 @@ def _ring(
     if mask is not None:
         mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape)
     out = ring_attention(q_, k_, v_, mask, here, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, drop)
-    heads = () if enable_gqa else (k.shape[:-2], v.shape[:-2])
-    lead = torch.broadcast_shapes(q.shape[:-2], *heads)  # type: ignore[no-untyped-call]
-    return out.reshape(*lead, q.shape[-2], v.shape[-1])
+    return out.reshape(*attention_blocks.leading(q, k, v, grouped=enable_gqa), q.shape[-2], v.shape[-1])

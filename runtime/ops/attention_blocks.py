@@ -250,6 +250,13 @@ class _WholeKeys(Function):
         return *(t.to(x.dtype) for t, x in zip(totals, (q, k, v), strict=True)), None, None
 
 
+def leading(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> tuple[int, ...]:
+    """The dims of the result before its queries: the batch's, and heads."""
+    if not grouped:
+        return tuple(torch.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v))))  # type: ignore[no-untyped-call]
+    return (*torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v))), q.shape[-3])  # type: ignore[no-untyped-call]
+
+
 def as_heads(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as [b, heads, ...]: leading dims in one, those that broadcast written out."""
     last = 3 if grouped else 2  # with groups, keys and values have fewer heads
@@ -272,8 +279,7 @@ def of_rows(q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Span], scale: float 
 
     q: f[.., h, s, d], rows: which queries these are; k: f[.., g, t, d], v: f[.., g, t, e], of the whole sequence.
     Returns f[.., h, s, e]."""
-    lead = torch.broadcast_shapes(q.shape[:-2], *([] if grouped else [k.shape[:-2], v.shape[:-2]]))  # type: ignore[no-untyped-call]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     plan = list(blocks(rows, [Span(0, 0, k.shape[-2])], causal=True))
     out: Tensor = _WholeKeys.apply(*as_heads(q, k, v, grouped=grouped), plan, Rule(scale))  # type: ignore[no-untyped-call]
-    return out.reshape(*lead, q.shape[-2], v.shape[-1])
+    return out.reshape(*leading(q, k, v, grouped=grouped), q.shape[-2], v.shape[-1])

@@ -10,10 +10,10 @@ three forms in which programs call the ops:
 overlap=True: backward begins its sum, and waits for it when the gradients of weights are there
 (shardc.runtime.ops.overlap).
 
-`dim`, `split`, `sections` name a digit of the *local* dim (shardc.ir.placement.Shard); padding, blocks: what the whole
-dim lacks of its padded size (0 where another axis still splits it). Uneven parts are padded, so that collectives see
-equal ones: `widen` before a dim is cut, `trim` after it is joined. How much is decided at compile time
-(shardc.passes.annotate.padding); where padding would be counted, the program calls `ops.fill_padding` first.
+`dim`, `split` (negative: mirrored), `sections` name a digit of the *local* dim (shardc.ir.placement.Shard); padding,
+blocks: what the whole dim lacks of its padded size (0 where another axis still splits it). Uneven parts are padded, so
+that collectives see equal ones: `widen` before a dim is cut, `trim` after it is joined. How much is decided at compile
+time (shardc.passes.annotate.padding); where padding would be counted, the program calls `ops.fill_padding` first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Record = dict[str, str]  # for the mesh's record of what ran: "direction", "tag"
 
 
 def _all_gather(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, record: Record) -> Tensor:
-    if mesh.step.gathers.may_end_later and not old.sections and not old.padding and mesh.size(axis) > 1:
+    if mesh.step.gathers.may_end_later and not (old.sections or old.padding or old.mirrored) and mesh.size(axis) > 1:
         return _gathered_later(x, mesh, axis, old, record)
     return trim(shard_parts.unstack(mesh.all_gather(x, axis, **record), old), old)
 
@@ -272,7 +272,7 @@ def _of_digit(op: str, convert_by: Callable[..., Any] = _convert) -> OfDigit:
         tag: str = "",
         overlap: bool = False,
     ) -> Tensor:
-        digit = Shard(dim, split, tuple(sections), padding, blocks)
+        digit = Shard.of_signed(dim, split, sections, padding, blocks)
         old, new = (digit, None) if joins else (None, digit)
         return convert_by(x, op, mesh, axis, old, new, tag, overlap)  # type: ignore[no-any-return]
 
@@ -295,7 +295,8 @@ def _between_digits(op: str, convert_by: Callable[..., Any] = _convert) -> Calla
         *,
         tag: str = "",
     ) -> Tensor:
-        old, new = Shard(dim, split, (), padding, blocks), Shard(to_dim, to_split, (), to_padding, to_blocks)
+        old = Shard.of_signed(dim, split, (), padding, blocks)
+        new = Shard.of_signed(to_dim, to_split, (), to_padding, to_blocks)
         return convert_by(x, op, mesh, axis, old, new, tag)  # type: ignore[no-any-return]
 
     return _named(op, convert)

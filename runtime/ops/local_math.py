@@ -27,21 +27,24 @@ def held(index: Any, size: int, digits: Digits, mesh: Mesh) -> tuple[Any, Any]:
     """Where this rank keeps entries of a dim of `size`, and whether it has them. index: global, an int or a tensor of
     them.
 
-    digits: (axis, split) of each shard of the dim (shardc.ir.placement.Shard). Where `has` is False the local index
-    means nothing."""
+    digits: (axis, split) of each shard of the dim (shardc.ir.placement.Shard), split negative where it is mirrored.
+    Where `has` is False the local index means nothing."""
     has: Any = True
-    for axis, split in sorted(
-        digits, key=lambda d: -d[1]
+    for axis, signed in sorted(
+        digits, key=lambda d: -abs(d[1])
     ):  # inner digits first: taking one out leaves the outer ones alone
-        n = mesh.size(axis)
+        n, split = mesh.size(axis), abs(signed)
         rest = size // (split * n)
         if split == 1:  # the outermost digit: a range
             local = index - mesh.coordinate(axis) * rest
             has = has & (local >= 0) & (local < rest)
         else:
             high = index // rest
-            local = high // n * rest + index % rest
-            has = has & (high % n == mesh.coordinate(axis))
+            block, digit = high // n, high % n
+            if signed < 0:
+                digit = digit + block % 2 * (n - 1 - 2 * digit)
+            local = block * rest + index % rest
+            has = has & (digit == mesh.coordinate(axis))
         index, size = local, size // n
     return index, has
 

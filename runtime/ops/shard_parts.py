@@ -2,8 +2,8 @@
 the dim is the outermost one).
 
 A shard sees its dim as [split, n, rest] (shardc.ir.placement). Collectives send and receive *stacks* [n, ...]: the
-digit moved to the front, part i being what rank i of the axis holds. Sections, which are no digit, take the longer way
-through `chunks`."""
+digit moved to the front, part i being what rank i of the axis holds. Sections, which are no digit, and mirrored digits
+take the longer way through `chunks`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _seen(x: Tensor, s: Shard, n: int) -> Tensor:
 
 def stack(x: Tensor, s: Shard, n: int) -> Tensor:
     """[n, *local]: part i of the shard at index i; contiguous."""
-    if s.sections:
+    if s.sections or s.mirrored:
         return torch.stack(chunks(x, s, n))
     d = s.dim
     return _seen(x, s, n).movedim(d + 1, 0).reshape(n, *x.shape[:d], x.shape[d] // n, *x.shape[d + 1 :]).contiguous()
@@ -36,7 +36,7 @@ def stacked(whole: Tensor, s: Shard, n: int) -> Tensor:
 
 def unstack(parts: Tensor, s: Shard) -> Tensor:
     """The inverse of `stack`: the whole tensor, contiguous."""
-    if s.sections:
+    if s.sections or s.mirrored:
         return unchunk(parts.unbind(0), s)
     d, (n, *local) = s.dim, parts.shape
     size = local[d]
@@ -46,7 +46,7 @@ def unstack(parts: Tensor, s: Shard) -> Tensor:
 
 def cut(x: Tensor, s: Shard, n: int, i: int) -> Tensor:
     """Part i of n, contiguous."""
-    if s.sections:
+    if s.sections or s.mirrored:
         return chunks(x, s, n)[i].contiguous()
     d = s.dim
     return _seen(x, s, n).select(d + 1, i).reshape(*x.shape[:d], x.shape[d] // n, *x.shape[d + 1 :]).contiguous()
@@ -54,7 +54,7 @@ def cut(x: Tensor, s: Shard, n: int, i: int) -> Tensor:
 
 def pad(x: Tensor, s: Shard, n: int, i: int) -> Tensor:
     """The whole tensor that has x as its part i and zeros elsewhere."""
-    if s.sections:
+    if s.sections or s.mirrored:
         zero = torch.zeros_like(x)
         return unchunk([x if j == i else zero for j in range(n)], s)
     d, size = s.dim, x.shape[s.dim]

@@ -34,13 +34,27 @@ class Shard:
     padding, blocks: for sizes that do not divide. The dim is seen as [blocks, size/blocks], and so many elements are
     put behind each block; split counts in the padded dim. Parameters are padded by zeros, inputs by copies of their
     first entries, and the gradient of padding is zero; elsewhere padding may hold any finite number: what sums it away
-    sets it to zero first."""
+    sets it to zero first.
+    mirrored: of the `split` blocks, an even number, every second one is dealt out backwards: with split=2 rank r of n
+    has parts r and 2 n - 1 - r of 2 n, a zigzag, which evens out causal work. Inputs' sequences are (`balance:
+    zigzag`), and what follows from them; parameters never are."""
 
     dim: int
     split: int = 1
     sections: tuple[int, ...] = ()
     padding: int = 0
     blocks: int = 1
+    mirrored: bool = False
+
+    @property
+    def signed(self) -> int:
+        """`split`, negative where it is mirrored: as programs write digits."""
+        return -self.split if self.mirrored else self.split
+
+    @classmethod
+    def of_signed(cls, dim: int, split: int, sections: Sequence[int] = (), padding: int = 0, blocks: int = 1) -> Shard:
+        """The shard that a program writes so."""
+        return cls(dim, abs(split), tuple(sections), padding, blocks, split < 0)
 
     def padded(self, size: int) -> int:
         """The dim's size with its padding."""
@@ -103,7 +117,14 @@ class Layout:
         return list({s.dim: s for _, s in self.shards() if s.padding}.values())
 
     def local_split(self, axis: str, mesh: Mesh) -> int:
-        """`split` of this axis' shard as seen by a tensor that all *other* axes have already cut."""
+        """`split` of this axis' shard as seen by a tensor that all *other* axes have already cut; negative where it is
+        mirrored.
+        """
+        shard = self[axis]
+        assert isinstance(shard, Shard)
+        return -self._free(axis, mesh) if shard.mirrored else self._free(axis, mesh)
+
+    def _free(self, axis: str, mesh: Mesh) -> int:
         shard = self[axis]
         assert isinstance(shard, Shard)
         outer = [mesh.size(a) for a, s in self.shards(shard.dim) if a != axis and s.split < shard.split]
@@ -115,6 +136,10 @@ class Layout:
             n = mesh.size(axis)
             if s.dim >= len(shape):
                 return f"dim {s.dim} does not exist in a tensor of {len(shape)} dims"
+            if s.mirrored and (s.padding or s.sections or self._free(axis, mesh) % 2):
+                return (
+                    f"{axis} deals dim {s.dim} out in a zigzag, which neither padding nor another axis may cut through"
+                )
             if s.padding and (s.sections or s.split % s.blocks or shape[s.dim] % s.blocks):
                 return f"padding of {s.blocks} blocks does not fit {s}"
             for part in s.sections or (s.padded(shape[s.dim]),):
@@ -210,7 +235,10 @@ def runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int
         else:
             free = s.split // before  # digits between that axis and this one: every value of them is held
             stretches = [
-                (start + f * (length // free) + i * (length // free // n), length // free // n)
+                (
+                    start + f * (length // free) + (n - 1 - i if s.mirrored and f % 2 else i) * (length // free // n),
+                    length // free // n,
+                )
                 for start, length in stretches
                 for f in range(free)
             ]

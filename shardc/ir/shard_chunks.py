@@ -52,6 +52,8 @@ def chunks(x: torch.Tensor, shard: Shard, n: int) -> list[torch.Tensor]:
         return list(x.chunk(n, d))
     shape, size = x.shape, x.shape[d]
     seen = x.reshape(*shape[:d], shard.split, n, size // (shard.split * n), *shape[d + 1 :])
+    if shard.mirrored:
+        seen = turned(seen, d)
     return [seen.select(d + 1, i).reshape(*shape[:d], size // n, *shape[d + 1 :]) for i in range(n)]
 
 
@@ -67,4 +69,16 @@ def unchunk(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
         return torch.cat(list(parts), d)
     shape = parts[0].shape
     seen = [p.reshape(*shape[:d], shard.split, shape[d] // shard.split, *shape[d + 1 :]) for p in parts]
+    if shard.mirrored:
+        whole = torch.stack([p.reshape(*shape[:d], shard.split, -1, *shape[d + 1 :]) for p in parts], d + 1)
+        return turned(whole, d).reshape(*shape[:d], shape[d] * n, *shape[d + 1 :])
     return torch.cat(seen, d + 1).reshape(*shape[:d], shape[d] * n, *shape[d + 1 :])
+
+
+def turned(x: torch.Tensor, d: int) -> torch.Tensor:
+    """x [..., split, n, rest, ...], split in front of it being dim d: with n backwards in every second block. Its own
+    inverse.
+    """
+    pairs = x.reshape(*x.shape[:d], x.shape[d] // 2, 2, *x.shape[d + 1 :])
+    even, odd = pairs.unbind(d + 1)
+    return torch.stack([even, odd.flip(d + 1)], d + 1).reshape(x.shape)

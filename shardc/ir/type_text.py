@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial, PartialGrad, Placement, Shard
 
+#: Behind the axis of a mirrored shard.
+MIRRORED = "↔"
 DTYPES = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -32,7 +35,7 @@ DTYPES = {
 
 def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
     """A value's type as programs print it: `f32[8, 512@tp]`, `f32[8, 3·512@tp]` (split=3), `f32[8, 510+2@tp]`, `f32[8,
-    512] +tp ~dp`.
+    512] +tp ~dp`, `i64[8, 2·512@cp↔]` (mirrored).
     """
     dims = []
     for d, size in enumerate(shape):
@@ -40,7 +43,8 @@ def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
         # sizes too
         axes = sorted(layout.shards(d), key=lambda item: (not item[1].sections, item[1].split))
         text = str(size)
-        for i, (axis, s) in enumerate(axes):
+        for i, (name, s) in enumerate(axes):
+            axis = name + MIRRORED if s.mirrored else name
             if i == 0 and s.sections:
                 text = "|".join(map(str, s.sections))
             elif i == 0 and s.padding:
@@ -79,7 +83,9 @@ def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]
         for i, axis in enumerate(dim[6].split("@")[1:]):
             name, _, written = axis.partition("/")
             own = split if i == 0 and not written else int(written or 1)
-            placements.append((name, Shard(d, own, sections if i == 0 else (), *pad)))
+            mirrored, name = name.endswith(MIRRORED), name.removesuffix(MIRRORED)
+            shard = Shard(d, own, sections if i == 0 else (), *pad)
+            placements.append((name, replace(shard, mirrored=True) if mirrored else shard))
     for mark in match[3].split():
         op, _, axis = mark[1:].rpartition(":")
         placements.append((axis, PARTIAL_GRAD if mark[0] == "~" else Partial(op or "sum")))

@@ -115,7 +115,7 @@ def local_attention(call: LocalCall) -> fx.Node:
         args = (*call.args[:10], call.mesh_node, weights, digits, *((paddings,) if paddings else ()))
         return call.emit(call.call.target, args, {}) if digits else call.same()
     keys = call.inputs[1]
-    digits = (*digits, *((last, axis, s.split, s.sections) for axis, s in keys.shards(t)))
+    digits = (*digits, *((last, axis, s.signed, s.sections) for axis, s in keys.shards(t)))
     paddings = (*paddings, *((last, s.padding, s.blocks) for s in keys.paddings() if s.dim == t))
     (axis,) = call.mesh.merge(ring)
     args = (*call.args[:10], call.mesh_node, weights, digits, paddings, axis)

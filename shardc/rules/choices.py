@@ -82,9 +82,17 @@ class Choices:
         return strategies
 
     def split(
-        self, factor: str, digit: int, n: int, sections: tuple[int, ...] = (), padding: int = 0, blocks: int = 1
+        self,
+        factor: str,
+        digit: int,
+        n: int,
+        sections: tuple[int, ...] = (),
+        padding: int = 0,
+        blocks: int = 1,
+        *,
+        mirrored: bool = False,
     ) -> Strategy | None:
-        """Split a factor at an inner digit (or in sections, or padded) over n ranks; None if it does not divide.
+        """Split a factor at an inner digit (or in sections, padded, mirrored) over n ranks; None if it does not divide.
 
         padding, blocks: as in `Shard`, counted in this factor. What sums a padded factor away gets operands whose
         padding is zero."""
@@ -92,7 +100,7 @@ class Choices:
         if padding and (sections or digit % blocks or sig.sizes[factor] % blocks):
             return None
         size = sig.sizes[factor] + blocks * padding
-        if size % (digit * n) or any(s % n for s in sections):
+        if size % (digit * n) or any(s % n for s in sections) or (mirrored and digit % 2):
             return None
 
         def shard(v: Value, operand: notation.Operand, place: tuple[int, int]) -> Shard | None:
@@ -100,7 +108,7 @@ class Choices:
             if sections and len(operand[dim]) != 1:
                 return None
             if not padding:
-                return Shard(dim, major * digit, sections)
+                return Shard(dim, major * digit, sections, mirrored=mirrored)
             return Shard(
                 dim, major * digit, (), padding * (v.shape[dim] // (major * sig.sizes[factor])), major * blocks
             )
@@ -128,6 +136,7 @@ class Choices:
             else:
                 outs.append(PARTIAL)
         name = f"{factor} by sections" if sections else factor if digit == 1 else f"{factor}/{digit}"
+        name += " mirrored" if mirrored else ""
         return Strategy("split", tuple(ins), tuple(outs), name)
 
     def from_operand(self, i: int, placement: Placement, n: int) -> Strategy | None:
@@ -155,8 +164,8 @@ class Choices:
             if place is None or place[0] != p.dim or p.split % place[1] or (p.sections and len(operand[p.dim]) != 1):
                 continue
             digit = p.split // place[1]
-            if sizes[factor] % (digit * n) == 0:
-                return self.split(factor, digit, n, p.sections)
+            if sizes[factor] % (digit * n) == 0 and not (p.mirrored and digit % 2):
+                return self.split(factor, digit, n, p.sections, mirrored=p.mirrored)
         return None
 
     def _padded(self, side: int, i: int, p: Shard, n: int) -> Strategy | None:

@@ -37,7 +37,7 @@ def local_embedding(call: LocalCall) -> fx.Node:
     if not axes:
         return call.same()
     shards = call.inputs[0].shards(0)
-    digits, rows = tuple((a, s.split) for a, s in shards), shards[0][1].padded(call.call.operands[0].shape[0])
+    digits, rows = tuple((a, s.signed) for a, s in shards), shards[0][1].padded(call.call.operands[0].shape[0])
     return call.emit(
         ops.embedding_partial, (*call.args[:2], call.mesh_node, digits, rows, call.call.arg(2, "padding_idx", -1)), {}
     )

@@ -55,7 +55,7 @@ def local_nll(call: LocalCall) -> fx.Node:
         return call.same()
     axes, c = call.mesh.merge(split), _class_dim(call.call)
     shards = call.inputs[0].shards(c)
-    digits, classes = tuple((a, s.split) for a, s in shards), call.call.operands[0].shape[c]
+    digits, classes = tuple((a, s.signed) for a, s in shards), call.call.operands[0].shape[c]
     logits, target, ignore = call.args
     if shards[0][1].padding:
         logits = call.without_padding(logits, 0, c, -math.inf)

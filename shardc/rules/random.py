@@ -17,7 +17,7 @@ from shardc.runtime.rng import Digits, Paddings
 def part_held(call: LocalCall) -> tuple[Digits, Paddings]:
     """Which part of its result a rank holds."""
     layout = call.outputs[0]
-    digits = tuple((s.dim, axis, s.split, s.sections) for axis, s in layout.shards())
+    digits = tuple((s.dim, axis, s.signed, s.sections) for axis, s in layout.shards())
     return digits, tuple((s.dim, s.padding, s.blocks) for s in layout.paddings())
 
 

@@ -256,7 +256,7 @@ def local_select(call: LocalCall) -> fx.Node:
     if not call.axes("owner"):
         return call.same()
     shards, size = call.inputs[0].shards(d), call.call.operands[0].shape[d]
-    digits, wide = tuple((a, s.split) for a, s in shards), shards[0][1].padded(size)
+    digits, wide = tuple((a, s.signed) for a, s in shards), shards[0][1].padded(size)
     index = call.call.arg(2, "index") % size
     s = shards[0][1]
     index += index // (size // s.blocks) * s.padding  # its index in the padded dim

@@ -1,7 +1,7 @@
 """The sharding spec: a frozen `Spec` from YAML or a dict. All mistakes are reported at once, with line and column.
 
 yaml_reader.py   text -> values and the places of each     explain.py    errors of the grammar -> where, what, fix
-schema.py        the grammar of every section              check.py      axes, sizes, what is not built yet
+schema.py        the grammar of every section              check.py      axes, sizes
 
 fields.py        kinds of values, such as an axis           names.py      patterns against the names of a model
 run_section.py   `run:`, how `shardc run` trains            foreign_words.py   words of other libraries, as hints
@@ -23,7 +23,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import nearest
 from shardc.spec import yaml_reader
-from shardc.spec.check import Check, data_axes, refuse_unbuilt, resolve_mesh
+from shardc.spec.check import Check, data_axes, resolve_mesh
 from shardc.spec.explain import check_form
 from shardc.spec.fields import Section
 from shardc.spec.names import Names
@@ -129,15 +129,14 @@ class Spec:
         mesh: Mapping[str, int] | None = None,
         overrides: Iterable[str] = (),
         world: int | None = None,
-        refuse: bool = True,
         names: Names | None = None,
     ) -> Spec:
         """Read a spec from a path, a dict or another Spec.
 
         mesh: sizes instead of the spec's (`--mesh`). overrides: settings such as "data.zero=3" (`--set`), checked like
         the rest. world: number of ranks, where known: it fills in a size of -1, and has to be what the mesh needs.
-        refuse: False accepts sections that no pass implements yet. names: of the model; if the spec has mistakes,
-        patterns that match none of them are told too. Raises ShardcError with every mistake.
+        names: of the model; if the spec has mistakes, patterns that match none of them are told too. Raises
+        ShardcError with every mistake.
         """
         if isinstance(source, Spec):
             document = Document(source.to_dict(), Places(dict(source.places.keys), dict(source.places.values)))
@@ -150,10 +149,9 @@ class Spec:
                 mesh=mesh,
                 overrides=overrides,
                 world=world,
-                refuse=refuse,
                 names=names,
             )
-        return cls._of(document, Errors(), mesh, overrides, world, refuse, names)
+        return cls._of(document, Errors(), mesh, overrides, world, names)
 
     @classmethod
     def parse(
@@ -164,7 +162,6 @@ class Spec:
         mesh: Mapping[str, int] | None = None,
         overrides: Iterable[str] = (),
         world: int | None = None,
-        refuse: bool = True,
         names: Names | None = None,
     ) -> Spec:
         """Read a spec from YAML text; `file` is its name in errors. The rest as in `load`."""
@@ -175,7 +172,7 @@ class Spec:
             errors.found.extend(fatal.errors)
             errors.raise_any()
             raise
-        return cls._of(document, errors, mesh, overrides, world, refuse, names)
+        return cls._of(document, errors, mesh, overrides, world, names)
 
     @classmethod
     def _of(
@@ -185,7 +182,6 @@ class Spec:
         mesh: Mapping[str, int] | None,
         overrides: Iterable[str],
         world: int | None,
-        refuse: bool,
         names: Names | None,
     ) -> Spec:
         _check_arguments(mesh, overrides)
@@ -212,8 +208,6 @@ class Spec:
             axes = ()
         if ("mesh",) not in cut:
             Check(form, document.value, axes, resolved, places, errors).run()
-        if refuse:
-            refuse_unbuilt(form, places, errors)
         if errors.found and names is not None:
             names.check(form, places, errors)
         errors.found.sort(key=lambda e: _line(e.where))

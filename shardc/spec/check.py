@@ -1,9 +1,9 @@
-"""Checks beyond the grammar: axes against the mesh, sizes against each other, sections that are not built yet."""
+"""Checks beyond the grammar: axes against the mesh, sizes against each other."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from shardc.errors import Errors
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import nearest
 from shardc.spec.schema import EXPERTS_AXIS, Batch, Data, DimShard, Form, Sequence
-from shardc.spec.yaml_reader import Path, Places, dotted, reach
+from shardc.spec.yaml_reader import Path, Places, reach
 
 #: Of a mesh. The largest clusters have a tenth of it.
 MAX_RANKS = 1 << 20
@@ -295,17 +295,3 @@ class Check:
                     "keep one of them",
                     value=False,
                 )
-
-
-# --- what is not built yet: an issue that builds one of these deletes its row
-
-UNBUILT: tuple[tuple[Path, Callable[[Form], bool], str], ...] = (
-    (("sequence", "balance"), lambda f: f.sequence is not None and f.sequence.balance != "none", "write balance: none"),
-)
-
-
-def refuse_unbuilt(form: Form, places: Places, errors: Errors) -> None:
-    """Refuse by name sections that no pass implements yet: ignoring one would train another model."""
-    for path, is_used, fix in UNBUILT:
-        if is_used(form):
-            errors.add(f"`{dotted(path)}` is not built yet", where=places.where(path), fix=fix)

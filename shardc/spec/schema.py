@@ -276,8 +276,10 @@ class Sequence(Section):
         description="how queries meet the keys of other ranks; or {module: method}, the first that matches counts",
         examples=["ring"],
     )
-    balance: Literal["none", "zigzag"] = Field(
-        default="none", description="which tokens a rank has: none = a stretch of the sequence, one behind the other"
+    balance: Literal["auto", "zigzag", "none"] = Field(
+        default="auto",
+        description="tokens of a rank: zigzag = two stretches, whose causal work is even; none = one; auto = zigzag"
+        " where attention is causal and the sequence divides",
     )
 
 

@@ -18,6 +18,10 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.capture import capture
+from shardc.ir.placement import Shard, runs
+from shardc.runtime.mesh.loopback import loopback
+from shardc.runtime.ops.attention_blocks import Span, blocks
+from shardc.runtime.step.engine import Engine
 from tests import equality, zoo
 from tests.equality import assert_equal
 from tests.zoo import BATCH, HEADS, HIDDEN, SEQ, VOCAB, hf, hf_more, labels, ready, tokens
@@ -31,8 +35,11 @@ def reference(name: str) -> equality.Reference:
     return equality.reference(zoo.ALL[name] if name in zoo.ALL else lambda: hf.build(families[name]))
 
 
-def check(one: equality.Reference, mesh: dict[str, int], method: Any = "gather", **more: Any) -> shardc.Program:
-    program = one.compile({"shardc": 1, "mesh": mesh, "sequence": CP | {"method": method}, **more})
+def check(
+    one: equality.Reference, mesh: dict[str, int], method: Any = "gather", balance: str = "auto", **more: Any
+) -> shardc.Program:
+    section = CP | {"method": method, "balance": balance}
+    program = one.compile({"shardc": 1, "mesh": mesh, "sequence": section, **more})
     assert_equal(shardc.verify.simulate(program, one.model, one.batch), one.loss, one.grads)
     assert equality.unnoticed(program) == []
     return program
@@ -194,7 +201,8 @@ READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 def test_positions(what: str) -> None:
     """Details 1 and 2: the sequence's order is one device's for all that reads it, and shifts cross ranks' borders."""
     one = equality.reference(lambda: (ready(Reads(READS[what]), torch.float64), {"ids": tokens(), "targets": labels()}))
-    check(one, {"cp": 4})
+    check(one, {"cp": 4}, balance="none")
+    check(one, {"cp": 4}, balance="zigzag")
 
 
 # --- attention
@@ -306,10 +314,10 @@ def test_masks(what: str) -> None:
     """Details 3 (no mask is dropped), 4 (global indices), 6 (rows without keys), 7 (gradients of all ranks' keys),
     8 (fewer kv heads than ranks), 13 (a sink's gradient is a sum over ranks)."""
     one = built(*HOW[what])
-    check(one, {"cp": 4})
+    check(one, {"cp": 4}, balance="zigzag")
     check(one, {"cp": 3}, uneven="pad")
     if what not in ("sinks", "linear") and "eager" not in what:
-        check(one, {"cp": 4}, "ring")
+        check(one, {"cp": 4}, "ring", "zigzag")
         check(one, {"cp": 3}, "ring", uneven="pad")
     if what not in ("is_causal, 2 kv heads", "is_causal, 1 kv head", "linear"):
         check(one, {"cp": 4}, "ulysses")
@@ -319,7 +327,7 @@ def test_documents() -> None:
     """Detail 15: documents that cross ranks' borders, by ids of the batch."""
     one = built(documents, document=documents_of_uneven_lengths())
     for method in ("gather", "ring", "ulysses"):
-        check(one, {"cp": 4}, method)
+        check(one, {"cp": 4}, method, "zigzag")
 
 
 @pytest.mark.parametrize("name", ["gpt", "bert", "t5"])
@@ -339,6 +347,61 @@ def test_dropout_does_not_know_the_mesh(name: str) -> None:
         assert_equal(shardc.verify.simulate(program, model, batch, seed=7), want.loss, want.grads)
 
 
+# --- causal work
+
+LONG = 512
+
+
+def pairs(rows: int, keys: int, causal: bool) -> int:
+    return sum(min(i + 1, keys) for i in range(rows)) if causal else rows * keys
+
+
+def causal_blocks(cp: int, balance: str) -> list[int]:
+    """Pairs of a query and a key that a rank computes, by rank."""
+    shard = Shard(0, 2, mirrored=True) if balance == "zigzag" else Shard(0)
+    work = []
+    for rank in range(cp):
+        rows = [Span(start, local, n) for local, start, n in runs(LONG, [(shard, cp, rank)])]
+        every = blocks(rows, [Span(0, 0, LONG)], causal=True)
+        work.append(sum(pairs(b.rows.stop - b.rows.start, b.keys.stop - b.keys.start, b.causal) for b in every))
+    return work
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_a_zigzag_evens_out_causal_work(cp: int) -> None:
+    """Detail 4: nothing above the diagonal is computed, and every rank has as many of the other pairs."""
+    work = causal_blocks(cp, "zigzag")
+    assert len(set(work)) == 1
+    assert sum(work) == LONG * (LONG + 1) // 2
+    uneven = causal_blocks(cp, "none")
+    assert sum(uneven) == sum(work)
+    assert uneven[-1] > 1.4 * work[-1]
+
+
+def sent(balance: str, method: str) -> int:
+    """Elements of keys and values that ranks sent in forward, by what ran."""
+    one = reference("gpt")
+    spec = {"shardc": 1, "mesh": {"cp": 4}, "sequence": CP | {"method": method, "balance": balance}}
+    found: list[int] = []
+
+    def work(mesh: Any) -> None:
+        engine = Engine(program, one.model, None, 0, mesh=mesh, check=False)
+        engine.backward(one.batch)
+        found.extend(r.bytes for r in mesh.records if r.kind == "all_to_all" and r.direction == "forward")
+
+    program = one.compile(spec)
+    loopback(program.mesh, work)
+    return sum(found) // 8
+
+
+def test_a_ring_sends_what_queries_see() -> None:
+    """Under a causal mask a contiguous rank sends its keys to those behind it alone: half of what a gather sends."""
+    layers, whole = 2, 2 * BATCH * SEQ * HIDDEN
+    assert sent("none", "ring") == layers * whole * (4 - 1) // 2
+    # of a zigzag, ranks with lower numbers send their first stretch, those with higher ones both
+    assert sent("zigzag", "ring") == layers * whole * (4 - 1) * 3 // 4
+
+
 # --- what is refused
 
 
@@ -354,6 +417,13 @@ def test_sizes_that_do_not_divide() -> None:
     assert "input 'ids': the sequence of 16 (dim 1) does not divide by cp=3" in str(error)
     assert "cp=2 or 4" in error.fix
     assert "{ids: null}" in error.fix
+
+
+def test_a_zigzag_that_does_not_divide() -> None:
+    """It is not padded: a rank's last stretch would be padding of another's."""
+    error = refused({"sequence": CP | {"balance": "zigzag"}, "uneven": "pad"})
+    assert "does not divide by cp=3 in 2 parts" in str(error)
+    assert "balance: none" in error.fix
 
 
 def test_dims_that_are_not_there() -> None:

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 import shardc
 from shardc.errors import ShardcError
 from shardc.spec import Spec
-from shardc.spec.check import UNBUILT
 from shardc.spec.foreign_words import KEYS, VALUES, ours
 from shardc.spec.schema import DTYPES, STYLES, Form
-from shardc.spec.yaml_reader import dotted
 
 HEAD = "shardc: 1\nmesh: {dp: 2, tp: 2}\n"  # wrong specs go on in line 3
 
@@ -232,7 +230,7 @@ WRONG = WHOLE + [(HEAD + text, *rest) for text, *rest in SECTIONS]
 
 @pytest.mark.parametrize(("text", "place", "what", "fix"), WRONG, ids=[w[2][:40] for w in WRONG])
 def test_wrong(text: str, place: str, what: str, fix: str) -> None:
-    found = errors_of(text, refuse=False)
+    found = errors_of(text)
     assert len(found) == 1, [str(e) for e in found]
     assert found[0].where == f"spec.yaml:{place}"
     assert what in found[0].what
@@ -273,23 +271,6 @@ def test_one_mistake_is_said_once() -> None:
     assert [e.where for e in errors_of(text)] == ["spec.yaml:2:19"]
     text = "shardc: 1\nmesh: *m\nshard: {a: row}\nbatch: {axes: [dp]}\n"
     assert [e.where for e in errors_of(text)] == ["spec.yaml:2:7"]
-
-
-# --- not built yet
-
-ASKED: dict[str, Any] = {
-    "sequence.balance": {"sequence": {"axis": "cp", "balance": "zigzag"}},
-}
-
-
-@pytest.mark.parametrize("path", [dotted(p) for p, _, _ in UNBUILT])
-def test_unbuilt(path: str) -> None:
-    spec = {"shardc": 1, "mesh": {"pp": 1, "dp": 2, "cp": 1, "tp": 2}, **ASKED[path]}
-    with pytest.raises(ShardcError, match=f"`{path}` is not built yet") as e:
-        Spec.load(spec)
-    assert [(x.where, bool(x.fix)) for x in e.value.errors] == [(f"spec: {path}", True)]
-    parsed = Spec.load(spec, refuse=False)
-    assert Spec.parse(str(parsed), refuse=False) == parsed
 
 
 # --- mesh, overrides, files
@@ -341,7 +322,7 @@ def test_world_that_does_not_fit(sizes: str, world: int, what: str, fix: str) ->
 )
 def test_wrong_override(setting: str, what: str, fix: str) -> None:
     text = HEAD + "data: {zero: 0}\n" + ("experts: [{match: a, axis: tp}]\n" if "experts" in setting else "")
-    found = errors_of(text, overrides=[setting], refuse="experts" not in setting)
+    found = errors_of(text, overrides=[setting])
     assert len(found) == 1
     assert found[0].where == f"--set {setting}"
     assert what in found[0].what

@@ -97,7 +97,7 @@ def errors_of(text: str, **options: Any) -> list[ShardcError]:
 
 
 def test_example() -> None:
-    spec = Spec.parse(EXAMPLE, "spec.yaml", refuse=False, overrides=AXES)
+    spec = Spec.parse(EXAMPLE, "spec.yaml", overrides=AXES)
     assert spec.mesh == Mesh.of({"pp": 2, "dp": 2, "tp": 2, "cp": 1, "ep": 1})
     assert spec.batch.dims == {"*": 0}
     assert (spec.batch.axes, spec.batch.microbatches, spec.data_axes) == (("dp",), 8, ("dp",))
@@ -120,13 +120,6 @@ def test_example() -> None:
     assert spec.checkpoint[0].save == ("linear", "attention", "collective")
     assert (spec.precision.compute, spec.precision.loss_scale) == ("bfloat16", None)
     assert (spec.batch_norm, spec.unknown_ops, spec.strict) == ("sync", "error", False)
-
-
-def test_example_is_refused_by_name() -> None:
-    found = errors_of(EXAMPLE, overrides=AXES)
-    names = ["sequence.balance"]
-    assert [e.what for e in found] == [f"`{n}` is not built yet" for n in names]
-    assert [e.where for e in found] == [f"spec.yaml:{p}" for p in ("28:3",)]
 
 
 def test_defaults() -> None:
@@ -184,9 +177,9 @@ def test_forms_of_a_rule(written: Any, rule: ShardRule) -> None:
 
 def test_replicate_needs_no_axis_and_use_is_no_pattern() -> None:
     assert Spec.load({"shardc": 1, "shard": {"w": "replicate"}}).shard == (ShardRule("w", "replicate"),)
-    spec = Spec.load({"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "model", "w": "row"}}, refuse=False)
+    spec = Spec.load({"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "model", "w": "row"}})
     assert (spec.shard_use, spec.shard) == ("model", (ShardRule("w", "row"),))
-    assert Spec.parse(str(spec), refuse=False) == spec
+    assert Spec.parse(str(spec)) == spec
 
 
 def test_activation_inputs() -> None:
@@ -195,7 +188,7 @@ def test_activation_inputs() -> None:
 
 
 def test_a_spec_is_frozen_and_pickles() -> None:
-    spec = Spec.parse(EXAMPLE, "spec.yaml", refuse=False, overrides=AXES)
+    spec = Spec.parse(EXAMPLE, "spec.yaml", overrides=AXES)
     with pytest.raises(AttributeError, match="strict"):
         spec.strict = True  # type: ignore[misc]
     with pytest.raises(ValueError, match="frozen"):
@@ -209,7 +202,7 @@ def test_a_spec_is_frozen_and_pickles() -> None:
 
 
 def test_where() -> None:
-    spec = Spec.parse(EXAMPLE, "spec.yaml", refuse=False, overrides=AXES)
+    spec = Spec.parse(EXAMPLE, "spec.yaml", overrides=AXES)
     assert spec.where(("shard", "*.o_proj")) == "spec.yaml:13:3"
     assert spec.where(("shard", "*.qkv_proj.weight", 0, "sections")) == "spec.yaml:17:39"
     assert spec.where(("shard", "*.o_proj", "no", "such")) == "spec.yaml:13:3"
@@ -230,7 +223,7 @@ def test_where_in_a_dict() -> None:
         "experts": [{"match": "x", "axis": "tp", "capacity": 0}],
     }
     with pytest.raises(ShardcError) as e:
-        Spec.load(wrong, refuse=False)
+        Spec.load(wrong)
     assert [x.where for x in e.value.errors] == ["spec: experts[0].capacity", 'spec: shard."*.a".0']
     assert wrong["shard"] == {"*.a": {0: "tq"}}, "the caller's dict is left alone"
 
@@ -307,7 +300,6 @@ def test_overrides() -> None:
             "mesh.tp=4",
             "pipeline=null",
         ],
-        refuse=False,
     )
     assert [(r.pattern, r.style) for r in spec.shard] == [("*.o_proj", "column"), ("b", None), ("c.w", None)]
     assert spec.shard[1].dims == {0: (DimShard(axis="dp"), DimShard(axis="tp"))}
@@ -336,10 +328,10 @@ def test_file(tmp_path: Path) -> None:
 
 
 def test_prints_back() -> None:
-    spec = Spec.parse(EXAMPLE, refuse=False, overrides=AXES)
-    assert Spec.parse(str(spec), refuse=False) == spec
-    assert Spec.load(spec.to_dict(), refuse=False) == spec
-    assert Spec.load(spec, refuse=False) == spec
+    spec = Spec.parse(EXAMPLE, overrides=AXES)
+    assert Spec.parse(str(spec)) == spec
+    assert Spec.load(spec.to_dict()) == spec
+    assert Spec.load(spec) == spec
     assert (
         str(Spec.load({"shardc": 1, "mesh": {"tp": 2}, "shard": {"a": "row"}, "strict": True}))
         == "shardc: 1\nmesh: {tp: 2}\n\nshard:\n  a: row\n\nstrict: true\n"
@@ -402,9 +394,9 @@ SPECS = st.fixed_dictionaries(
 @given(SPECS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_spec_prints_back(written: dict[str, Any]) -> None:
-    spec = Spec.load(written, refuse=False)
-    assert Spec.parse(str(spec), refuse=False) == spec
-    assert Spec.load(spec, refuse=False) == spec
+    spec = Spec.load(written)
+    assert Spec.parse(str(spec)) == spec
+    assert Spec.load(spec) == spec
     jsonschema.validate(json.loads(json.dumps(spec.to_dict())), Spec.json_schema())
 
 

@@ -52,6 +52,8 @@ def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strat
             tried.append(choices.split(factor, 1, n, (n, size - n)))
         if deep and size % n and size > 1:
             tried.append(choices.split(factor, 1, n, (), -size % n))
+        if deep:
+            tried += [choices.split(factor, d, n, mirrored=True) for d in digits]
         yield from (s for s in tried if s is not None)
     if choices.rule.extra:
         yield from choices.rule.extra(choices.call, n, [Anything()] * len(choices.call.operands))

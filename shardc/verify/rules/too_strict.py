@@ -15,12 +15,14 @@ from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.verify.rules.case import TRUSTING, UNDEFINED, Case, Finding, call_text, name_of
 from shardc.verify.rules.prove import summable
 
+_HEADS = "fused kernels want q, k and v of one head size"
 _CONSTANT = "a constant: its operand gives only shape or dtype"
 _WEIGHTS = "a norm's weights that are still to be summed over ranks do not occur"
 _EMPTY = "only because the other operands are empty"
 #: (op, what) that a rule forbids though it would be right, and why it stays so.
 KNOWN = {
-    ("aten.scaled_dot_product_attention.default", "split e"): "fused kernels want q, k and v of one head size",
+    ("aten.scaled_dot_product_attention.default", "split e"): _HEADS,
+    ("attention", "split e"): _HEADS,
     ("aten.layer_norm.default", "linear in 1 2"): _WEIGHTS,
     ("aten.layer_norm.default", "linear in 1"): _WEIGHTS,
     ("aten.rms_norm.default", "linear in 1"): _WEIGHTS,
