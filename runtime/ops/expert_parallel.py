@@ -149,7 +149,7 @@ def _places_on(
 
 
 def _layout(digits: Digits, padding: int, blocks: int) -> Layout:
-    return Layout(tuple((a, Shard(0, split, tuple(sections), padding, blocks)) for a, split, *sections in digits))
+    return Layout(tuple((a, Shard.of_signed(0, split, sections, padding, blocks)) for a, split, *sections in digits))
 
 
 # --- tensors without data (a dry run): every expert gets as much as any other ---------------------------------------

@@ -89,7 +89,7 @@ def local(call: LocalCall) -> fx.Node:
     types = call.call.operands
     experts, (t, k), h = types[UP].shape[0], types[INDEX].shape, types[X].shape[1]
     digits, padding, blocks = (
-        tuple((a, s.split, *s.sections) for a, s in shards),
+        tuple((a, s.signed, *s.sections) for a, s in shards),
         shards[0][1].padding,
         shards[0][1].blocks,
     )
