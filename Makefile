@@ -1,4 +1,4 @@
-# make train | test | gpu | fuzz | hostile | faults | lowered | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | test | gpu | fuzz | hostile | faults | lowered | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
@@ -12,7 +12,7 @@ define link
 	@for d in passes runtime specs; do ln -s ../../../$$d $(1)/shardc/$$d; done
 endef
 
-.PHONY: train test gpu fuzz hostile faults lowered lint bench table docs types clean
+.PHONY: train test gpu fuzz hostile faults lowered mutants lint bench table docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -53,6 +53,9 @@ faults: $(READY)   ## damaged and hostile checkpoints, faults at every call that
 
 lowered: $(READY)   ## every model of the zoo, lowered and under autograd: equal to the bit, and peaks of memory; ONLY='gpt*' for some
 	$(BIN)/python tests/bench/lowered.py --only '$(or $(ONLY),*)'
+
+mutants: $(READY)   ## programs broken in every way that we thought of, and who notices: EACH of a kind, model and setting; MODELS
+	$(BIN)/python -m tests.verify.mutants --each $(or $(EACH),2) --models '$(or $(MODELS),gpt llama bert t5 mixtral resnet lstm vit unet mamba)'
 
 lint: $(READY) types
 	$(BIN)/ruff check .

@@ -171,6 +171,8 @@ def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> 
                 return
             ran.append(True)
             check(program, model, batch, want)
+            proof = program.prove()
+            assert proof.ok, str(proof)
             if fuzz:
                 written(program)
 

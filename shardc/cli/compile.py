@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from shardc.ir.program import Program
 
 
+#: A proof that takes longer is left to `shardc verify --static`.
+PROOF_SECONDS = 1.0
+
+
 def command(
     model: common.Source,
     spec: common.SpecFile = None,
@@ -59,6 +63,7 @@ def _summary(program: Program) -> str:
     from shardc.folded_messages import note_lines
     from shardc.ir.units import size
     from shardc.report.comm import bytes_sent
+    from shardc.verify.static import prove_within
 
     total = sum(p.value.nbytes() for p in program.params)
     mine, sent = program.parameter_bytes(), bytes_sent(program)
@@ -69,6 +74,8 @@ def _summary(program: Program) -> str:
         f" {program.meta.get('compile_seconds')} s",
         f"parameters {size(total)}, {size(mine)} {a_rank}; collectives of {size(sent)} {step}",
     ]
+    proof = prove_within(program, PROOF_SECONDS)
+    lines.append(str(proof) if proof is not None else "not proven yet: it takes longer (shardc verify --static)")
     if entries := program.meta.get("shard"):
         lines += ["shard:  # what `use` came to", *entries]
     return "\n".join([*lines, *note_lines(program.notes)])

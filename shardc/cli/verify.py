@@ -1,4 +1,4 @@
-"""`shardc verify`: one step of all ranks in this process, compared with one device."""
+"""`shardc verify`: a proof without running, or one step of all ranks in this process, compared with one device."""
 
 from __future__ import annotations
 
@@ -22,16 +22,32 @@ def command(
     lowered: Annotated[
         bool, typer.Option("--lowered", help="also compare the step under autograd, lowered and compiled (`lower:`)")
     ] = False,
+    static: Annotated[
+        bool, typer.Option("--static", help="prove it without running: any number of ranks, no weights, no devices")
+    ] = False,
     trust: common.TrustOption = False,
     model_: common.ModelOption = None,
     as_json: common.JsonOption = False,
     debug: common.DebugOption = False,
 ) -> None:
-    """Run one step on all ranks in this process, in float64, and compare loss and every gradient with one device."""
+    """Run one step on all ranks in this process, in float64, and compare loss and every gradient with one device.
+
+    With --static nothing is run: every line of a rank's program is proven to compute its part of what the model does.
+    """
     with common.reporting(debug, as_json) as show:
         program = common.program_of(
             model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, model=model_, as_compiled=True
         )
+        if static:
+            with common.console.status(f"proving the program of {program.mesh.world} ranks"):
+                proof = program.prove()
+            gaps = [{"where": g.where, "what": g.what, "line": g.line, "model": g.source} for g in proof.gaps]
+            show(
+                json.dumps({"ok": proof.ok, "lines": proof.lines, "seconds": proof.seconds, "gaps": gaps})
+                if as_json
+                else str(proof)
+            )
+            raise typer.Exit(0 if proof.ok else 1)
         with common.console.status(f"running {program.mesh.world} ranks in float64"):
             report = program.verify(seed=seed, lowered=lowered)
         if as_json:

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from shardc.runtime.step.module import ShardedModule
     from shardc.spec import Spec
     from shardc.verify import Report
+    from shardc.verify.static import Proof
 
 
 @dataclass(frozen=True)
@@ -597,6 +598,14 @@ class Program:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ShardcError(f"{seed!r} is no seed", where="program.verify", fix="give a whole number")
         return verify(self, seed=seed, lowered=lowered)
+
+    def prove(self) -> Proof:
+        """Check without running, for every rank, that the program computes what one device does: values, gradients,
+        updates. `.ok`, `.gaps`, `.seconds`. See shardc.verify.static.
+        """
+        from shardc.verify.static import prove
+
+        return prove(self)
 
     def cost(
         self,

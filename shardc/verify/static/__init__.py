@@ -1,0 +1,20 @@
+"""The proof without running: every rank's program is type-checked against the model as one device runs it.
+
+What is trusted: the rules of ops (each is proven by itself, shardc.verify.rules) and the table of conversions
+(shardc.ir.conversions). What is checked: everything that the compiler made of them. No code of placement, partition or
+the passes after them is used, so that a mistake there is not made twice.
+
+statement          what is claimed of a value of a rank's text: this slice, replica or summand of a value of the model
+conversion_types   what a conversion makes of such a claim, by its arguments
+op_types           by which rule an op computes its claim, and what the rule makes of the op for a rank's part
+chunked_loss       losses that are computed in chunks of rows, together with the layer before them
+text               one text, line by line: each op is the model's, on operands that are claimed
+gradient_sums      every parameter's gradient ends summed over exactly the right axes, once; each element has one owner
+proof              the whole program: texts, microbatches, stages, schedule, buckets; the verdict
+
+Work is done once for a text, whatever the number of ranks: claims are the same on all of them.
+"""
+
+from shardc.verify.static.proof import Gap, Proof, prove, prove_within
+
+__all__ = ["Gap", "Proof", "prove", "prove_within"]

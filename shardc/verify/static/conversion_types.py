@@ -1,0 +1,131 @@
+"""What a conversion makes of a claim: its row of the table, read from the op's name, axes and digits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from shardc.ir.conversions import BY_OP, Conversion
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Shard
+from shardc.ir.program import Value
+from shardc.runtime import ops
+from shardc.verify.static.statement import Claim, normal, on_axis
+
+#: The functions of conversions, and their rows.
+ROWS: dict[Any, Conversion] = {getattr(ops, row.op): row for row in BY_OP.values()}
+_PLAIN: dict[type, Placement] = {type(p): p for p in (REPLICATE, PARTIAL, PARTIAL_GRAD)}
+
+
+class WrongError(Exception):
+    """Why a conversion does not fit what it is given."""
+
+
+def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
+    """The claim of a conversion's result. claim: of its operand; value: what the operand is a part of, with its global
+    shape. Raises WrongError where the operand is not what the conversion takes, or where its digits name another part.
+    """
+    row, over = ROWS[node.target], node.args[2]
+    axes: Any = over if isinstance(over, tuple | list) else (over,)
+    digits = tuple(node.args[3:])
+    try:
+        parts = [part for a in axes for part in mesh.parts(a)]
+    except KeyError:
+        raise WrongError(f"the mesh has no axis {over!r}") from None
+    for part in parts:
+        there = claim.layout[part]
+        if not isinstance(there, row.source) and not (row.source is PartialGrad and there == REPLICATE == _less(value)):
+            raise WrongError(f"{row.op} over {part} takes {_kind(row.source)}, and its operand is {_kind(type(there))}")
+        if isinstance(there, Partial) and there.op != "sum":
+            raise WrongError(f"{row.op} over {part} adds up what is to be a maximum")
+    if row.source is not Shard and row.target is not Shard:
+        if digits:
+            raise WrongError(f"{row.op} cuts nothing, and names the digits {digits}")
+        new = claim.layout
+        for part in parts:
+            new = new.replace(part, _PLAIN[row.target], mesh)
+        return replace(claim, layout=normal(new, value))
+    (axis,) = axes
+    for new in _candidates(row, axis, claim.layout, digits, value, mesh):
+        if _digits(axis, claim.layout, new, mesh) == digits and not new.fits(value.shape, mesh):
+            return Claim(claim.of, normal(new, value), _zeros(row, claim, new))
+    raise WrongError(f"{row.op} names the digits {digits}: no part of a value that is {claim.layout or 'whole'}")
+
+
+def _less(value: Value) -> Placement:
+    """What "replicated with partial gradient" is for a value: replicated, where it has none."""
+    return on_axis(PARTIAL_GRAD, value)
+
+
+def _zeros(row: Conversion, claim: Claim, new: Layout) -> frozenset[tuple[int, float]]:
+    """What is known of padding: a slice and a scatter pad with zeros; what was known of other dims stays."""
+    padded = {s.dim for s in new.paddings()}
+    before = {s.dim for s in claim.layout.paddings()}
+    kept = {(d, x) for d, x in claim.fills if d in padded}
+    return frozenset(kept | {(d, 0.0) for d in padded - before})
+
+
+def _candidates(
+    row: Conversion, axis: str, old: Layout, digits: Sequence[Any], value: Value, mesh: Mesh
+) -> Iterator[Layout]:
+    """The layouts to which a conversion of one axis could lead."""
+    if row.target is not Shard:
+        yield old.replace(axis, _PLAIN[row.target], mesh)
+        return
+    sides = 2 if row.source is Shard else 1
+    if len(digits) < 2 * sides:
+        return
+    dim, split = digits[2 * sides - 2 : 2 * sides]
+    rest = digits[2 * sides :]
+    sections: tuple[int, ...] = ()
+    if sides == 1:
+        sections, rest = (tuple(rest[0]) if rest else ()), rest[1:]
+    own = tuple(rest[-2:]) if rest else (0, 1)
+    without = old.replace(axis, REPLICATE, mesh)
+    there = sorted(without.shards(dim), key=lambda item: item[1].split)
+    paddings = dict.fromkeys([own, *((s.padding, s.blocks) for _, s in there)])
+    for padding, blocks in paddings:
+        outer = 1
+        for k in range(len(there) + 1):
+            if k:
+                outer *= mesh.size(there[k - 1][0])
+            shard = Shard(dim, split * outer, sections, padding, blocks)
+            before = [s.split < shard.split for _, s in there]
+            if before == [i < k for i in range(len(there))]:
+                yield without.replace(axis, shard, mesh)
+
+
+def _digits(axis: str, old: Layout, new: Layout, mesh: Mesh) -> tuple[Any, ...]:
+    """The arguments that say which digits are joined and cut: (dim, split of the tensor as it lies) of each side that
+    is a shard; of a single side its sections; and, if anything is padded, (padding, blocks) that come on or off.
+    """
+    first = mesh.parts(axis)[0]
+    sides = [(a[first], a, b) for a, b in ((old, new), (new, old)) if isinstance(a[first], Shard)]
+    found: list[Any] = []
+    for s, layout, _ in sides:
+        assert isinstance(s, Shard)
+        outer = math.prod(
+            mesh.size(a) for a, o in layout.shards(s.dim) if a not in mesh.parts(axis) and o.split < s.split
+        )
+        found += [s.dim, s.split // outer]
+    if len(sides) == 1:
+        found.append(sides[0][0].sections)  # type: ignore[union-attr]
+    if any(s.padding for s, _, _ in sides):  # type: ignore[union-attr]
+        for s, _, other in sides:
+            assert isinstance(s, Shard)
+            still = any(a not in mesh.parts(axis) for a, _ in other.shards(s.dim))
+            found += [0, 1] if still else [s.padding, s.blocks]
+    return tuple(found)
+
+
+def _kind(placement: type) -> str:
+    return {
+        "Replicate": "whole",
+        "Shard": "in parts",
+        "Partial": "a sum still to be done",
+        "PartialGrad": "whole with a gradient in summands",
+    }[placement.__name__]

@@ -1,0 +1,91 @@
+"""Every parameter's gradient ends summed over exactly the axes on which ranks have summands of it, once; and each
+element is updated by one owner and published.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+from shardc.ir.placement import PartialGrad, Shard
+from shardc.ir.program import Param, Program
+from shardc.runtime.zero.flat_partition import Flat
+
+#: Which parameter, and what is wrong with it.
+Wrong = tuple[str, str]
+
+
+def wrong(program: Program) -> Iterator[Wrong]:
+    """What is wrong with the sums of gradients and the owners of parameters. The texts' use of parameters is checked
+    against `Param.reduce` elsewhere (shardc.verify.static.proof); here, that what is to be summed is.
+    """
+    placed = Counter(name for b in program.buckets for name in b.params)
+    known = {p.name for p in program.params}
+    for name, times in placed.items():
+        if name not in known:
+            yield name, "a bucket has it, and it is no parameter"
+        if times > 1:
+            yield name, f"{times} buckets have it: its gradient is summed {times} times"
+    for p in program.params:
+        yield from _of_param(program, p, placed[p.name])
+    for i, b in enumerate(program.buckets):
+        yield from _owners(program, i)
+        late = any("[" in a for a in b.axes)
+        if late != b.late:
+            yield (
+                f"bucket{i}",
+                "ranks of other stages sum it too, and it begins before they have all got there"
+                if late
+                else ("it waits for other stages, and sums over none"),
+            )
+
+
+def _of_param(program: Program, p: Param, times: int) -> Iterator[Wrong]:
+    mesh = program.mesh
+    summed = {part for a in p.reduce for part in mesh.parts(a)}
+    declared = {a for a, x in p.layout.items if isinstance(x, PartialGrad)} if p.requires_grad else set()
+    shared = program.replica_axis(p) if p.requires_grad else ""
+    if missing := sorted((declared | ({shared} if shared else set())) - summed):
+        yield p.fqn, f"ranks of {', '.join(missing)} have summands of its gradient, and nothing sums them"
+    if extra := sorted(summed - declared - {shared}):
+        yield p.fqn, f"its gradient is summed over {', '.join(extra)}, where ranks have the whole of it"
+    if p.reduce and not times:
+        yield p.fqn, f"its gradient is summed over {', '.join(p.reduce)}, and no bucket has it"
+    b = program.bucket(p)
+    if b is None:
+        if times:
+            yield p.fqn, "a bucket has it, and it names none"
+        return
+    if p.name not in b.params:
+        yield p.fqn, f"it is to lie in bucket{p.bucket}, which does not have it"
+    if p.requires_grad and set(b.axes) != set(p.reduce):
+        yield p.fqn, f"bucket{p.bucket} sums over ({', '.join(b.axes)}), its gradient wants ({', '.join(p.reduce)})"
+    if p.dtype.is_floating_point and any(x.dtype != p.dtype for x in map(program.param, b.params)):
+        yield p.fqn, f"bucket{p.bucket} has parameters of other dtypes"
+    if p.stages and set(p.stages) != set(b.stages):
+        yield p.fqn, f"stages {list(p.stages)} use it, and bucket{p.bucket} is of stages {list(b.stages)}"
+
+
+def _owners(program: Program, i: int) -> Iterator[Wrong]:
+    """A cut bucket: its axis has copies of every parameter, and the ranks' parts are all of it, once."""
+    b = program.buckets[i]
+    if not b.zero:
+        if b.shard:
+            yield f"bucket{i}", f"it is cut over {b.shard}, at zero 0"
+        return
+    if b.shard not in {a.partition(".")[0] for a in program.mesh.names} | set(program.mesh.names):
+        yield f"bucket{i}", f"it is cut over {b.shard!r}, which is no axis"
+        return
+    parts = program.mesh.parts(b.shard)
+    for p in map(program.param, b.params):
+        if any(isinstance(p.layout[part], Shard) for part in parts):
+            yield p.fqn, f"it is split over {b.shard}, and bucket{i} cuts it there again"
+    flat = Flat.of(program, b)
+    ends = sorted(zip(flat.starts, flat.sizes, strict=True))
+    if any(start + size > after for (start, size), (after, _) in pairwise(ends)):
+        yield f"bucket{i}", "two of its parameters lie in the same place"
+    if any(start + size > flat.part * flat.ranks for start, size in ends):
+        yield f"bucket{i}", "no rank keeps its end"
+    if flat.ranks != program.mesh.size(b.shard):
+        yield f"bucket{i}", f"{flat.ranks} ranks keep a part, and {b.shard} has {program.mesh.size(b.shard)}"

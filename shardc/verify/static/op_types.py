@@ -1,0 +1,183 @@
+"""By which rule an op computes its result: the strategies that fit how its operands lie, and the op as each rank runs
+it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from torch import fx
+
+from shardc.ir.graph import operands_of, values_of
+from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
+from shardc.rules import registry
+from shardc.rules.choices import Choices
+from shardc.rules.notation import Signature
+from shardc.rules.pointwise import poles
+from shardc.rules.registry import LocalCall
+from shardc.rules.strategy import Strategy
+from shardc.verify.static.statement import Claim, on_axis
+
+#: Of a call, by axis.
+Strategies = dict[str, Strategy]
+
+
+def fitting(
+    choices: Choices, claims: Sequence[Claim], hint: Mapping[str, Sequence[Placement]], mesh: Mesh
+) -> Iterator[Strategies]:
+    """Every way in which the rule lets an op run on operands that lie so.
+
+    hint: of an op without operands, what its result may be on each axis; the way itself is checked all the same.
+    """
+    each: list[list[Strategy]] = []
+    for axis, n in mesh.axes:
+        have = [on_axis(c.layout[axis], v) for c, v in zip(claims, choices.call.operands, strict=True)]
+        found = [s for s in _possible(choices, have, hint.get(axis, ()), n) if _takes(s, have, choices)]
+        if not found:
+            return
+        each.append(list(dict.fromkeys(found)))
+    for combination in product(*each):
+        yield dict(zip(mesh.names, combination, strict=True))
+
+
+def misfit(choices: Choices, claims: Sequence[Claim], mesh: Mesh) -> str:
+    """On which axis no strategy takes such operands, in words; "" if there is one on each."""
+    for axis, n in mesh.axes:
+        have = [on_axis(c.layout[axis], v) for c, v in zip(claims, choices.call.operands, strict=True)]
+        if not any(_takes(s, have, choices) for s in _possible(choices, have, (), n)):
+            shown = ", ".join(_shown(p) for p in have)
+            return f"on {axis} its operands are ({shown}), and no way to run it takes them so"
+    return ""
+
+
+def _shown(p: Placement) -> str:
+    if isinstance(p, Shard):
+        return f"split by dim {p.dim}" + (f" after {p.split}" if p.split > 1 else "")
+    if isinstance(p, Partial):
+        return "a sum still to be done" if p.op == "sum" else f"a {p.op} still to be done"
+    return "whole" if p == REPLICATE else "whole with a gradient in summands"
+
+
+def _possible(choices: Choices, have: Sequence[Placement], hint: Sequence[Placement], n: int) -> Iterator[Strategy]:
+    yield choices.replicate
+    yield choices.partial_grad
+    yield from choices.partials
+    for i, p in enumerate(have):
+        if (s := choices.from_operand(i, p, n)) is not None:
+            yield s
+    for p in hint:
+        for i in range(len(choices.call.results)):
+            if (s := choices.from_result(i, p, n)) is not None:
+                yield s
+    if choices.rule.extra is not None:
+        yield from choices.rule.extra(choices.call, n, [frozenset({p}) for p in have])
+
+
+def _takes(strategy: Strategy, have: Sequence[Placement], choices: Choices) -> bool:
+    need = (on_axis(p, v) for p, v in zip(strategy.inputs, choices.call.operands, strict=True))
+    return all(a == b for a, b in zip(need, have, strict=True))
+
+
+def results(choices: Choices, strategies: Strategies, mesh: Mesh) -> tuple[Layout, ...] | None:
+    """The layouts of an op's results; None where two axes would take the same part."""
+    layouts = []
+    for i, v in enumerate(choices.call.results):
+        layout = Layout.of({a: on_axis(s.outputs[i], v) for a, s in strategies.items()}, mesh)
+        if layout.fits(v.shape, mesh):
+            return None
+        layouts.append(layout)
+    return tuple(layouts)
+
+
+def harm_of_padding(node: fx.Node, strategies: Strategies, claims: Sequence[Claim], weights: set[fx.Node]) -> str:
+    """ "" where what an op sums away is padded by zeros, and what might meet a pole by a number that does not; else
+    what is wrong.
+    """
+    at_poles, away = poles(node.target, node.args)
+    for i, (operand, claim) in enumerate(zip(operands_of(node), claims, strict=True)):
+        padded = {s.dim for s in claim.layout.paddings()}
+        if not padded:
+            continue
+        fills = dict(claim.fills)
+        if operand in at_poles and any(fills.get(d) != away for d in padded):
+            return f"the padding of its operand {operand.name} is not {away:g}, and it has a pole"
+        summed = {
+            p.dim
+            for s in strategies.values()
+            if s.kind == "split" and any(isinstance(o, Partial) for o in s.outputs)
+            for p in (s.inputs[i],)
+            if isinstance(p, Shard)
+        }
+        if operand not in weights and any(fills.get(d) != 0 for d in summed & padded):
+            return f"it sums over the padding of its operand {operand.name}, which is not zero"
+    return ""
+
+
+def written(
+    choices: Choices,
+    strategies: Strategies,
+    layouts: tuple[tuple[Layout, ...], tuple[Layout, ...]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: Mesh,
+    mesh_node: fx.Node,
+    find: Callable[[Any, tuple[Any, ...], dict[str, Any]], fx.Node],
+) -> fx.Node:
+    """The node of a text that is this op as each rank runs it: what the op's rule makes of it, looked for line by line.
+
+    layouts: of operands and results. args, kwargs: with the text's nodes in the place of operands. find: gives the node
+    of a text that is this call, and raises LookupError where there is none.
+    """
+
+    def emit(target: Any, a: tuple[Any, ...], k: dict[str, Any], **_: Any) -> fx.Node:
+        return find(target, a, k)
+
+    rule = registry.find(choices.call.target)
+    split = any(s.kind not in ("replicate", "partial_grad", "partial") for s in strategies.values())
+    if rule is not None and rule.local is not None and split:
+        return rule.local(LocalCall(choices.call, mesh, strategies, *layouts, args, kwargs, mesh_node, emit))
+    return find(choices.call.target, args, kwargs)
+
+
+def hints(call: fx.Node, signature: Signature, declared: Sequence[Layout], mesh: Mesh) -> dict[str, list[Placement]]:
+    """What the result of an op may be on each axis where its operands do not say, as a constant's: split as something
+    else is, or by any dim at any digit that the sizes of axes make.
+    """
+    found: dict[str, dict[Placement, None]] = {a: {} for a in mesh.names}
+    microbatches = mesh.size(MICROBATCH) if MICROBATCH in mesh.names else 1
+    for layout in declared:
+        for axis, p in layout.items:
+            if isinstance(p, Shard) and axis in found:
+                found[axis] |= {p: None, replace(p, split=p.split * microbatches): None}  # a text shows one microbatch
+    sizes = [n for _, n in mesh.axes if n > 1]
+    digits = sorted({math.prod(sizes[i:j]) for i in range(len(sizes)) for j in range(i, len(sizes) + 1)} | {1})
+    paddings = {(p.padding, p.blocks) for each in found.values() for p in each if isinstance(p, Shard)} | {(0, 1)}
+    for v in values_of(call)[:1]:
+        for (axis, n), (d, size), (padding, blocks) in product(mesh.axes, enumerate(v.shape), paddings):
+            if n > 1:
+                found[axis] |= dict.fromkeys(
+                    Shard(d, digit, (), padding, blocks)
+                    for digit in digits
+                    if (size + padding * blocks) % (digit * n) == 0
+                )
+    return {a: list(each) for a, each in found.items()}
+
+
+def weight_like(graph: fx.Graph, params: set[str]) -> set[fx.Node]:
+    """Parameters, and what only moves their elements: their padding is zero."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if node.name in params:
+                found.add(node)
+            continue
+        operands = operands_of(node) if node.op == "call_function" else []
+        rule = registry.find(node.target) if len(operands) == 1 else None
+        if operands and operands[0] in found and rule is not None and rule.linear == ((0,),):
+            found.add(node)
+    return found

@@ -1,0 +1,327 @@
+"""The whole program: its texts, microbatches, stages, schedule and buckets; and the verdict."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from shardc.artifact import emit
+from shardc.errors import ShardcError
+from shardc.ir.graph import operands_of, source_of, values_of
+from shardc.ir.mesh import MICROBATCH
+from shardc.ir.placement import REPLICATE, Partial
+from shardc.ir.program import Program, Stage
+from shardc.ir.units import plural
+from shardc.runtime.schedule import proof as schedule_proof
+from shardc.verify.static import gradient_sums
+from shardc.verify.static.op_types import misfit
+from shardc.verify.static.statement import Claim, mesh_of, normal, of_input, with_partial_grad
+from shardc.verify.static.text import Model, Text, TooLongError, shown
+
+
+@dataclass(frozen=True)
+class Gap:
+    """One thing that is not proven. where: the stage and line of the program; line: its text; source: the model's
+    module and line; what: what is wrong; right: what would be right, "" if that is not known.
+    """
+
+    where: str
+    what: str
+    line: str = ""
+    source: str = ""
+    right: str = ""
+
+    def __str__(self) -> str:
+        rest = [
+            f"  {name}: {text}"
+            for name, text in (("line", self.line), ("model", self.source), ("right", self.right))
+            if text
+        ]
+        return "\n".join([f"{self.where}: {self.what}", *rest])
+
+
+@dataclass(frozen=True)
+class Proof:
+    """gaps: what is not proven. lines: that were checked; texts: of how many stages; ranks: that run them. seconds: it
+    took. lowered: the step runs other texts (`lower:`), which are not looked at.
+    """
+
+    gaps: tuple[Gap, ...]
+    lines: int
+    texts: int
+    ranks: int
+    seconds: float
+    lowered: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return not self.gaps
+
+    def __repr__(self) -> str:
+        return f"<Proof: {str(self).partition(chr(10))[0]}>"
+
+    def __str__(self) -> str:
+        texts = f"{plural(self.lines, 'line')} in {plural(self.texts, 'text')}"
+        of = f"{texts} for {plural(self.ranks, 'rank')}, {self.seconds:.1f} s"
+        rest = ["its lowered texts are not looked at: shardc verify --lowered runs them"] if self.lowered else []
+        if self.ok:
+            return "\n".join([f"proven equal to one device: {of}", *rest])
+        return "\n".join([f"not proven: {plural(len(self.gaps), 'gap')}; {of}", *map(str, self.gaps), *rest])
+
+
+def prove(program: Program) -> Proof:
+    """Check that the program of every rank computes what the model's graph does, its gradients and its update, without
+    running it. See the package's docstring for what is trusted. Takes a compiled or loaded program; nothing is written.
+    """
+    proof = prove_within(program, math.inf)
+    assert proof is not None
+    return proof
+
+
+def prove_within(program: Program, seconds: float) -> Proof | None:
+    """`prove`, or None if it takes longer."""
+    start = time.perf_counter()
+    checker = _Checker(program, start + seconds)
+    try:
+        gaps = tuple(checker.run())
+    except TooLongError:
+        return None
+    lowered = any(s.lowered is not None for s in program.stages)
+    took = time.perf_counter() - start
+    return Proof(gaps, checker.lines, len(program.stages), program.mesh.world, took, lowered)
+
+
+@dataclass
+class _Checker:
+    program: Program
+    until: float
+    lines: int = 0
+    sent: dict[str, Claim] = field(default_factory=dict)
+
+    def run(self) -> Iterator[Gap]:
+        program = self.program
+        if not program.stages:
+            yield Gap("program", "it is not compiled: there is no text to prove")
+            return
+        self.mesh = mesh_of(program)
+        self.model = Model(program)
+        nodes = {n.name: n for n in self.model.graph.nodes if n.op == "placeholder"}
+        self.stored = {x.name: self._stored(x, nodes[x.name]) for x in program.stored if x.name in nodes}
+        self.model.seen = [c.layout for c in self.stored.values()]
+        totals: tuple[tuple[Claim, ...], ...] = ()
+        if program.prologue is not None:
+            text = yield from self._text(program.prologue, ())
+            returned: Any = program.prologue.graph.output_node().args[0]
+            missing = [n for n in returned[0] if n not in text.claims]
+            if missing:
+                return
+            totals = tuple(tuple(text.claims[n]) for n in returned[0])
+        texts = []
+        for stage in program.stages:
+            text = yield from self._text(stage, totals)
+            texts.append(text)
+            for name in stage.sends:
+                node = next(n for n in stage.graph.nodes if n.name == name)
+                if node in text.claims:
+                    self.sent[name] = text.claims[node][0]
+        yield from self._results(texts)
+        for name, what in gradient_sums.wrong(program):
+            yield Gap(name, what)
+        yield from self._pipeline()
+
+    def _stored(self, x: Any, node: fx.Node) -> Claim:
+        """What a placeholder holds: the gradient of a parameter is a summand where it is summed later."""
+        names = {p.name for p in self.program.params}
+        layout = of_input(x, self.mesh) if hasattr(x, "microbatch") else x.layout
+        if x.name in names:
+            axes = tuple(a for a in x.reduce if "[" not in a)
+            layout = with_partial_grad(
+                layout, (*axes, MICROBATCH) if MICROBATCH in self.mesh.names else axes, self.mesh
+            )
+        fills = {(s.dim, 0.0) for s in layout.paddings()} if x.name in names else set()
+        return Claim(node, normal(layout, node.meta["value"]), frozenset(fills))
+
+    def _text(self, stage: Stage, totals: tuple[tuple[Claim, ...], ...]) -> Any:
+        claims: dict[fx.Node, Claim] = {}
+        known = {**self.stored}
+        for n in stage.graph.nodes:
+            if n.op != "placeholder" or n.meta.get("value") is None:
+                continue
+            if n.name in known and "collective" not in n.meta:
+                claims[n] = known[n.name]
+            elif n.name in self.sent:
+                claims[n] = self.sent[n.name]
+            else:
+                yield self._gap(stage, n, "no earlier stage makes it, and it is neither stored nor an input")
+        text = Text(self.model, stage.graph, claims, totals, self.until)
+        text.run()
+        self.lines += sum(n.op == "call_function" for n in stage.graph.nodes)
+        for node in text.unexplained():
+            yield self._gap(stage, node, text.wrong.get(node) or self._why(text, node), self._right(text, node))
+        for node, why in text.wrong.items():
+            if node in text.explained:
+                yield self._gap(stage, node, why)
+        yield from self._declared(stage, text)
+        yield from self._unpublished(stage, text)
+        return text
+
+    def _declared(self, stage: Stage, text: Text) -> Iterator[Gap]:
+        """The types that a text shows are those that follow."""
+        for node, claims in text.claims.items():
+            value = node.meta.get("value")
+            if (
+                value is None
+                or isinstance(value, tuple)
+                or (node.op == "placeholder" and "collective" not in node.meta)
+            ):
+                continue  # those are as stored
+            right = [shown(c.layout, self.mesh, own=True) for c in claims]
+            if shown(value.layout, self.mesh) not in right:
+                yield self._gap(
+                    stage, node, f"its type says ({value.layout or 'whole'}), it is ({claims[0].layout or 'whole'})"
+                )
+
+    def _unpublished(self, stage: Stage, text: Text) -> Iterator[Gap]:
+        """A parameter of a cut bucket is read where its owners have published it."""
+        cut = {n for b in self.program.buckets if b.zero for n in b.params}
+        fetchers = {"gather_start", "updated"}
+        for n in stage.graph.nodes:
+            if n.op == "placeholder" and n.name in cut:
+                for u in n.users:
+                    if getattr(u.target, "__name__", "") not in fetchers and u.op == "call_function":
+                        yield self._gap(stage, u, f"it reads {n.name} before the owners of its parts have sent them")
+
+    def _results(self, texts: list[Text]) -> Iterator[Gap]:
+        """The loss, new values of buffers and outputs are the model's, and lie as the program says."""
+        program = self.program
+        given_back: Any = self.model.graph.output_node().args[0]
+        model_loss, model_news = given_back
+        news = dict(zip([b.name for b in program.buffers if b.updated], model_news, strict=False))
+        outs = dict(zip([o.name for o in program.outputs], model_news[len(news) :], strict=True))
+        stored = {b.name: b for b in program.buffers}
+        given = {o.name: o for o in program.outputs}
+        losses = 0
+        for stage, text in zip(program.stages, texts, strict=True):
+            returned: Any = stage.graph.output_node().args[0]
+            loss, mine = returned[0], returned[1]
+            if loss is not None:
+                losses += 1
+                yield from self._loss(stage, text, loss, model_loss)
+            updates = stage.updates or (tuple(news) if len(program.stages) == 1 else ())
+            for name, node in zip((*updates, *stage.outputs), mine, strict=True):
+                buffer, output = stored.get(name), given.get(name)
+                of = news[name] if name in updates else outs[name]
+                declared = buffer if name in updates else output
+                yield from self._result(stage, text, node, of, declared)
+        if losses != 1:
+            yield Gap("program", f"{losses} stages give the loss", right="one does")
+
+    def _loss(self, stage: Stage, text: Text, node: fx.Node, of: fx.Node) -> Iterator[Gap]:
+        claims = text.claims.get(node)
+        if claims is None:
+            return
+        claim = next((c for c in claims if c.of is self.model.one[of]), claims[0])
+        if claim.of is not self.model.one[of]:
+            yield self._gap(stage, node, "the loss that the stage returns is another value of the model", of.name)
+        for axis in self.mesh.names:
+            p = claim.layout[axis]
+            if axis == MICROBATCH and p != Partial():
+                yield self._gap(
+                    stage,
+                    node,
+                    "each microbatch gives the whole loss: the step counts it as often",
+                    "a summand in each",
+                )
+            elif p not in (REPLICATE, Partial()):
+                yield self._gap(stage, node, f"the loss is {claim.layout}", "whole, or a summand of each rank")
+
+    def _result(self, stage: Stage, text: Text, node: fx.Node, of: fx.Node, declared: Any) -> Iterator[Gap]:
+        """declared: the buffer or output that it is the new value of, with its layout; adds: microbatches add up."""
+        name, wanted, adds = declared.name, declared.layout, declared.adds
+        claims = text.claims.get(node)
+        if claims is None:
+            return
+        same = [c for c in claims if c.of is self.model.one[of]]
+        claim = next(
+            (c for c in same if shown(c.layout, self.mesh, own=True) == shown(wanted, self.mesh)), (same or claims)[0]
+        )
+        if claim.of is not self.model.one[of]:
+            yield self._gap(stage, node, f"{name} is another value of the model", of.name)
+            return
+        layout = claim.layout
+        if MICROBATCH in self.mesh.names and adds != (layout[MICROBATCH] == Partial()):
+            yield self._gap(stage, node, f"{name}: its microbatches {'are no summands' if adds else 'are summands'}")
+        if shown(layout, self.mesh, own=True) != shown(wanted, self.mesh):
+            yield self._gap(stage, node, f"{name} is ({layout or 'whole'})", f"({wanted or 'whole'})")
+
+    def _pipeline(self) -> Iterator[Gap]:
+        """Sends and receives of the stages belong together, and their schedule ends."""
+        program = self.program
+        if program.schedule is None:
+            return
+        makers = {name: i for i, s in enumerate(program.stages) for name in s.sends}
+        for i, stage in enumerate(program.stages):
+            for name, value in stage.receives.items():
+                made = makers.get(name)
+                if made is None or made == i:
+                    yield Gap(f"{stage.name}: {name}", "no other stage sends it")
+                    continue
+                node = next(n for n in program.stages[made].graph.nodes if n.name == name)
+                (sent,) = values_of(node)
+                if (sent.shape, sent.dtype, sent.layout) != (value.shape, value.dtype, value.layout):
+                    yield Gap(
+                        f"{stage.name}: {name}", f"it receives {value}, and {program.stages[made].name} sends {sent}"
+                    )
+        used: dict[str, set[int]] = {}
+        for i, stage in enumerate(program.stages):
+            for name in stage.takes:
+                used.setdefault(name, set()).add(i)
+        for p in program.params:
+            if p.stages and not used.get(p.name, set()) <= set(p.stages):
+                yield Gap(p.fqn, f"stages {sorted(used[p.name])} use it, and it is of stages {list(p.stages)}")
+        try:
+            schedule_proof.prove(program.schedule, program.edges)
+        except ShardcError as e:
+            for error in e.errors:
+                yield Gap("schedule", error.what, right=error.fix or "")
+
+    # --- what is said
+
+    def _gap(self, stage: Stage, node: fx.Node, what: str, right: str = "") -> Gap:
+        return Gap(
+            f"{stage.name}: {node.name}", what, _line(stage.graph, self.program, node), str(source_of(node)), right
+        )
+
+    def _why(self, text: Text, node: fx.Node) -> str:
+        """Why a line is no op of the model's: by the op of its name, if there is one."""
+        call = next((n for n in self.model.calls if n.name == node.name), None)
+        if call is None or call.target != node.target:
+            return "it is no op of the model on these operands, nor what a rule makes of one"
+        wanted = [self.model.one[x] for x in operands_of(call)]
+        each = [text.claims.get(x, []) for x in operands_of(node)]
+        have = [
+            next((c for c in claims if c.of is w), claims[0]) for claims, w in zip(each, wanted, strict=False) if claims
+        ]
+        others = [f"{c.of.name} for {w.name}" for c, w in zip(have, wanted, strict=False) if c.of is not w]
+        if others:
+            return f"it takes other values than the model's op: {', '.join(others)}"
+        choices = self.model.choices_of(call)
+        if len(have) == len(choices.call.operands) and (why := misfit(choices, have, self.mesh)):
+            return why
+        return "its sizes, digits or constants are not those that its rule gives a rank's part"
+
+    def _right(self, text: Text, node: fx.Node) -> str:
+        call = next((n for n in self.model.calls if n.name == node.name), None)
+        return f"{call.target} by its rule" if call is not None and node not in text.wrong else ""
+
+
+def _line(graph: fx.Graph, program: Program, node: fx.Node) -> str:
+    """The line of the program's text that a node is."""
+    start = f"    {node.name} = "
+    text = emit.function(graph, program)
+    return next((line.strip() for line in text.splitlines() if line.startswith(start)), "")

@@ -1,0 +1,81 @@
+"""What is claimed of a value in a rank's text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, PartialGrad, Placement, Shard
+from shardc.ir.program import Input, Program, Value
+from shardc.rules.strategy import needs_sum_grad
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A local value is this part of a value that one device computes.
+
+    of: the value's node in the model's graph. layout: which part, on every axis of `mesh_of`. fills: (dim, number) of
+    dims whose padding is known to hold that number.
+    """
+
+    of: fx.Node
+    layout: Layout
+    fills: frozenset[tuple[int, float]] = frozenset()
+
+
+def mesh_of(program: Program) -> Mesh:
+    """The axes on which a value of a text has a placement: the program's without the pipeline's, and microbatches, the
+    innermost. The microbatches of a step are what the ranks of an axis would be: each has other rows, and their
+    results are added up.
+    """
+    axes = [(a, n) for a, n in program.mesh.axes if a != program.axis]
+    return Mesh((*axes, (MICROBATCH, program.microbatches)) if program.microbatches > 1 else tuple(axes))
+
+
+def normal(layout: Layout, value: Value) -> Layout:
+    """The layout without a difference that is none: where no gradient flows, "replicated with partial gradient" is
+    replicated.
+    """
+    if needs_sum_grad(value):
+        return layout
+    return Layout(tuple((a, p) for a, p in layout.items if p != PARTIAL_GRAD))
+
+
+def on_axis(placement: Placement, value: Value) -> Placement:
+    """`normal`, of one axis."""
+    return REPLICATE if placement == PARTIAL_GRAD and not needs_sum_grad(value) else placement
+
+
+def of_input(x: Input, mesh: Mesh) -> Layout:
+    """The layout of an input, with the digit that its microbatches take."""
+    if x.microbatch is None or MICROBATCH not in mesh.names:
+        return x.layout
+    s = x.microbatch
+    outer = 1
+    for axis, _ in x.layout.shards(s.dim):
+        outer *= mesh.size(axis)
+    return Layout((*x.layout.items, (MICROBATCH, replace(s, split=s.split * outer))))
+
+
+def of_one_microbatch(layout: Layout, mesh: Mesh) -> Layout:
+    """The layout as a text shows it: of a microbatch's value by itself, on the other axes."""
+    s = layout[MICROBATCH]
+    rest = tuple((a, p) for a, p in layout.items if a != MICROBATCH)
+    if not isinstance(s, Shard):
+        return Layout(rest)
+    m = mesh.size(MICROBATCH)
+
+    def inner(p: Placement) -> Placement:
+        if not isinstance(p, Shard) or p.dim != s.dim:
+            return p
+        return replace(p, split=p.split // m if p.split > s.split else p.split, padding=0, blocks=1)
+
+    return Layout(tuple((a, inner(p)) for a, p in rest))
+
+
+def with_partial_grad(layout: Layout, axes: tuple[str, ...], mesh: Mesh) -> Layout:
+    """The layout with a gradient that is a summand on some axes."""
+    placed = {a: p for a, p in layout.items if not isinstance(p, PartialGrad)}
+    return Layout.of(placed | dict.fromkeys(axes, PARTIAL_GRAD), mesh)

@@ -1,0 +1,118 @@
+"""The proof without running: what is right is proven, what is broken is not, and the gap says where."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import shardc
+from shardc.ir.graph import copy_graph
+from shardc.ir.program import Program
+from shardc.verify.static import prove, prove_within
+from tests import zoo
+from tests.bench.lowered import builders, settings
+from tests.verify import mutants
+
+TP, MICRO, ZERO3 = "dp=2, tp=2", "dp=2, tp=2, zero 1, 2 microbatches", "dp=2, tp=2, zero 3, recompute cheap"
+PADDED, ZB_V = "dp=3, padded", "pp=2, dp=2, zb-v, zero 3"
+
+
+@lru_cache
+def model(name: str) -> tuple[Any, Any]:
+    return builders()[name]()
+
+
+def program(name: str, setting: str, **more: Any) -> Program:
+    with zoo.Wide(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        built, batch = model(name)
+        return shardc.compile(built, batch, {"shardc": 1, **settings(built)[setting], **more}, prove=False)
+
+
+@pytest.mark.parametrize("setting", [TP, MICRO, ZERO3, PADDED, ZB_V, "dp=2, bfloat16"])
+@pytest.mark.parametrize("name", ["gpt", "t5", "mixtral", "resnet", "attention_weights"])
+def test_right_programs_are_proven(name: str, setting: str) -> None:
+    try:
+        compiled = program(name, setting)
+    except shardc.ShardcError:
+        return  # batch statistics over microbatches
+    assert prove(compiled).ok, str(prove(compiled))
+
+
+@pytest.mark.parametrize("setting", [TP, MICRO, PADDED, ZB_V])
+def test_losses_in_chunks_are_proven(setting: str) -> None:
+    compiled = program("llama", setting, loss={"chunks": 3})
+    assert "linear_nll" in compiled.text()
+    assert prove(compiled).ok, str(prove(compiled))
+
+
+def test_a_loaded_program_is_proven(tmp_path: Path) -> None:
+    program("gpt", MICRO, activations={"h.*": {1: "tp"}}).save(tmp_path / "a")
+    assert prove(shardc.load(tmp_path / "a")).ok
+
+
+@pytest.mark.parametrize("setting", [TP, MICRO, ZERO3, PADDED, ZB_V])
+def test_mutants_are_noticed(setting: str) -> None:
+    """Of each kind one: a mutant that is not noticed has to be none, its step that of one device."""
+    counts, missed, alarms = mutants.tried(iter([("gpt", program("gpt", setting))]), 1, run=False)
+    assert not missed
+    assert not alarms
+    assert sum(c.made for c in counts.values()) > 10
+
+
+def test_a_gap_names_line_module_and_what_would_be_right() -> None:
+    compiled = program("gpt", TP)
+    (stage,) = compiled.stages
+    graph = copy_graph(stage.graph)
+    total = next(n for n in graph.nodes if n.name == "linear_1_sum")
+    total.replace_all_uses_with(total.args[0])  # type: ignore[arg-type]
+    graph.erase_node(total)
+    proof = prove(replace(compiled, stages=(replace(stage, graph=graph),)))
+    first = proof.gaps[0]
+    assert not proof.ok
+    assert first.where == "stage0: add_tensor_1"
+    assert first.what == "on tp its operands are (whole, a sum still to be done), and no way to run it takes them so"
+    assert first.line.startswith("add_tensor_1 = aten.add.Tensor(add_tensor, linear_1)")
+    assert first.source.startswith("h.0 ")
+    assert len(proof.gaps) == 1, "what follows of a gap is not told again"
+
+
+def test_many_ranks_cost_no_more() -> None:
+    """The texts are those of any number of ranks."""
+    with zoo.Wide():
+        built, batch = model("gpt")
+        big = {k: x.repeat(512, 1) for k, x in batch.items()}
+        spec = {"shardc": 1, "mesh": {"dp": 2048, "tp": 4}, "shard": {"use": "structure"}}
+        proof = prove(shardc.compile(built, big, spec, prove=False))
+    assert proof.ok
+    assert proof.ranks == 8192
+    assert proof.lines == prove(program("gpt", TP)).lines
+
+
+def test_it_gives_up_in_time() -> None:
+    assert prove_within(program("gpt", TP), 0.0) is None
+
+
+def test_lowered_texts_are_said_not_to_be_looked_at() -> None:
+    proof = program("gpt", TP, lower=True).prove()
+    assert proof.ok
+    assert "its lowered texts are not looked at" in str(proof)
+
+
+def test_cli(tmp_path: Path) -> None:
+    from shardc.cli import app
+
+    program("gpt", ZB_V).save(tmp_path / "a")
+    said = CliRunner().invoke(app, ["verify", str(tmp_path / "a"), "--static"])
+    assert said.exit_code == 0, said.output
+    assert said.output.startswith("proven equal to one device: ")
+    document = json.loads(CliRunner().invoke(app, ["verify", str(tmp_path / "a"), "--static", "--json"]).output)
+    assert document["ok"]
+    assert document["gaps"] == []
