@@ -53,6 +53,17 @@ def test_losses_in_chunks_are_proven(setting: str) -> None:
     assert prove(compiled).ok, str(prove(compiled))
 
 
+@pytest.mark.parametrize("method", ["gather", "ulysses", "ring"])
+@pytest.mark.parametrize("balance", ["none", "zigzag"])
+def test_split_sequences_are_proven(method: str, balance: str) -> None:
+    section = {"axis": "cp", "method": method, "balance": balance}
+    with zoo.Wide():
+        built, batch = model("llama")
+        spec = {"shardc": 1, "mesh": {"dp": 2, "cp": 2}, "sequence": section, "batch": {"microbatches": 2}}
+        proof = prove(shardc.compile(built, batch, spec, prove=False))
+    assert proof.ok, str(proof)
+
+
 def test_a_loaded_program_is_proven(tmp_path: Path) -> None:
     program("gpt", MICRO, activations={"h.*": {1: "tp"}}).save(tmp_path / "a")
     assert prove(shardc.load(tmp_path / "a")).ok

@@ -93,7 +93,7 @@ def _candidates(
         for k in range(len(there) + 1):
             if k:
                 outer *= mesh.size(there[k - 1][0])
-            shard = Shard(dim, split * outer, sections, padding, blocks)
+            shard = Shard(dim, abs(split) * outer, sections, padding, blocks, mirrored=split < 0)
             before = [s.split < shard.split for _, s in there]
             if before == [i < k for i in range(len(there))]:
                 yield without.replace(axis, shard, mesh)
@@ -111,7 +111,8 @@ def _digits(axis: str, old: Layout, new: Layout, mesh: Mesh) -> tuple[Any, ...]:
         outer = math.prod(
             mesh.size(a) for a, o in layout.shards(s.dim) if a not in mesh.parts(axis) and o.split < s.split
         )
-        found += [s.dim, s.split // outer]
+        local = s.split // outer
+        found += [s.dim, -local if s.mirrored else local]
     if len(sides) == 1:
         found.append(sides[0][0].sections)  # type: ignore[union-attr]
     if any(s.padding for s, _, _ in sides):  # type: ignore[union-attr]
