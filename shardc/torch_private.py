@@ -64,9 +64,9 @@ __all__ = [
     "fake_mode",
     "fake_tensor",
     "functionalized",
-    "generated_kernels",
     "inductor_compiled",
     "is_transform",
+    "kernels_of",
     "no_compiler",
     "norms",
     "outer_hooks",
@@ -366,11 +366,10 @@ def no_compiler(device: torch.device) -> str:
     return ""
 
 
-def generated_kernels() -> int:
-    """How many kernels Inductor has generated in this process so far."""
-    from torch._inductor import metrics
-
-    return int(metrics.generated_kernel_count)
+def kernels_of(compiled: Any) -> int:
+    """How many kernels a call of what `inductor_compiled` gives runs."""
+    calls = r"^\s+(?:\w+_fused\w*(?:\.run)?|extern_kernels\.\w+)\("
+    return len(re.findall(calls, compiled.source_code, re.MULTILINE))
 
 
 def flight_record() -> bytes:

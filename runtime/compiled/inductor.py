@@ -35,6 +35,18 @@ _EXPECTED: dict[str, None] = {}
 _TOLD: set[str] = set()
 
 
+def compiled_runs() -> list[Run]:
+    """What this process has compiled, each distinct piece once."""
+    return [run for run in _DONE.values() if not isinstance(run, str)]
+
+
+def forget() -> None:
+    """Everything that this process has compiled. (What is on disk stays.)"""
+    with _LOCK:
+        _DONE.clear()
+        _EXPECTED.clear()
+
+
 class Compiler:
     """Of one program. strict: what cannot be compiled is an error, and not a note."""
 

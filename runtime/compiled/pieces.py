@@ -133,7 +133,7 @@ class _PieceCall:
         self.named = {x.name: x for x in piece.takes if x.name in ("mesh", "rng")}
         self.takes = tuple(x for x in piece.takes if x.name not in self.named)
         self._masks = [_mask(n) for n in piece.lines if n.target is ops.dropout]
-        self._text = _text(piece, self.takes)
+        self._text = piece_text(piece)
         self._written = sorted(self._text.writes.items())
         self._piece = piece
         self._lines: fx.GraphModule | None = None
@@ -179,7 +179,9 @@ def _mask(n: fx.Node) -> partial[list[Tensor]]:
     return partial(masks.inputs, stream=given["index"], shape=shape, **options)
 
 
-def _text(piece: Piece, takes: Sequence[fx.Node]) -> PieceText:
+def piece_text(piece: Piece) -> PieceText:
+    """A piece as others that are equal have it, too."""
+    takes = [x for x in piece.takes if x.name not in ("mesh", "rng")]
     numbered: dict[fx.Node, Any] = {n: _Take(i) for i, n in enumerate(takes)}
     numbered |= {n: _Line(i) for i, n in enumerate(piece.lines)}
     lines = []

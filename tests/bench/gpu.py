@@ -1,5 +1,5 @@
-"""Write docs/measured/gpu.md: a Llama on one GPU, as the plain model, under torch.compile, and as shardc's program. `make
-gpu` runs it on a machine with a GPU.
+"""Write docs/measured/gpu.md: a Llama on one GPU, as the plain model, under torch.compile, and as shardc's program: under
+autograd, lowered, and lowered with compiled pieces. `make gpu` runs it on a machine with a GPU.
 
 `--device cpu`: tries the harness on the CPU, with a model whose figures say nothing; prints, and writes nothing.
 """
@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,23 +118,32 @@ def in_turns(makes: dict[str, Callable[[], Step]], batch: Any, device: torch.dev
     return {name: statistics.median(each) for name, each in took.items()}
 
 
+def _step(program: Any, source: Any, optimizer: Any, mesh: TorchMesh) -> Step:
+    return program.engine(source, optimizer, mesh=mesh).step  # type: ignore[no-any-return]
+
+
 def rows(
     llama: Any, source: Any, setting: str, device: torch.device, machine: Any, rounds: int, compiles: bool
 ) -> list[str]:
     """The table's lines of a setting. source: the model whose weights all begin with."""
     batch = llama.batch()
-    program = shardc.compile(source, batch, {"shardc": 1, "mesh": {"dp": 1}, **SETTINGS[setting][0]}, prove=False)
+    spec = {"shardc": 1, "mesh": {"dp": 1}, **SETTINGS[setting][0]}
+    program = shardc.compile(source, batch, spec, prove=False)
     mesh = TorchMesh(program.mesh, device=device)
     makes: dict[str, Callable[[], Step]] = {"plain": lambda: plain(llama, source, device, setting, compiled=False)}
     if compiles:
         makes["torch.compile"] = lambda: plain(llama, source, device, setting, compiled=True)
     makes["shardc"] = lambda: program.engine(source, llama.optimizer, mesh=mesh).step
+    for label, how in {"shardc, lowered": True, "shardc, compiled": {"compile": "layers"}}.items():
+        if compiles or how is True:
+            other = shardc.compile(source, batch, {**spec, "lower": how}, prove=False)
+            makes[label] = partial(_step, other, source, llama.optimizer, mesh)
     peaks, lines = {}, []
     for name in list(makes):
         try:
             peaks[name] = alone(makes[name], batch, device)
         except Exception as e:  # a peer that does not run here; shardc has to
-            if name == "shardc":
+            if name in ("shardc", "shardc, lowered"):
                 raise
             lines.append(f"| {setting} | {name} | {type(e).__name__}: {str(e).splitlines()[0][:80]} | | | | |")
             del makes[name]

@@ -1,0 +1,142 @@
+"""A step under autograd, lowered, and lowered with compiled pieces: seconds, kernels, bytes that element-wise ops move.
+
+    python tests/bench/fused.py [--only 'gpt*'] [--rounds 15]
+
+One process, one thread, float32. The three take turns, one step each, round after round, in an order that rotates:
+what the machine does meanwhile falls on all alike. A ratio is the median over rounds of (this step / the step under
+autograd). Prints a table for docs/lowering.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import shardc  # noqa: E402
+from shardc.capture import capture  # noqa: E402
+from shardc.ir.graph import values_of  # noqa: E402
+from shardc.ir.pieces import moved, pieces_of  # noqa: E402
+from shardc.ir.units import size  # noqa: E402
+from shardc.passes.lower.pieces import shares_memory  # noqa: E402
+from shardc.passes.lower.record import is_view  # noqa: E402
+from shardc.runtime.compiled import inductor  # noqa: E402
+from shardc.runtime.compiled.pieces import piece_text  # noqa: E402
+from shardc.torch_private import kernels_of  # noqa: E402
+from tests.gpt3 import GPT3  # noqa: E402
+
+WAYS: dict[str, Any] = {"autograd": False, "lowered": True, "compiled": {"compile": "layers"}}
+HEAD = """\
+| model | lowered / autograd | compiled / autograd | autograd, ms | pieces | distinct | lines of these | kernels | bytes one by one | bytes fused |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
+"""
+Built = tuple[nn.Module, Any]
+
+
+class ElementWise(nn.Module):
+    """A gated mixture of what transformers' blocks write out: RMS norm, rotation, gelu by tanh, dropout, gates. One
+    small product a layer.
+    """
+
+    def __init__(self, layers: int = 4, width: int = 256) -> None:
+        super().__init__()
+        self.mix = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        angle = torch.arange(x.shape[1]).float()[:, None] / 100 * torch.linspace(1, 0.1, half)
+        cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+        for mix, scale in zip(self.mix, self.scales, strict=True):
+            y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale
+            y = y * cos + torch.cat([-y[..., half:], y[..., :half]], -1) * sin
+            y = mix(y)
+            y = 0.5 * y * (1 + torch.tanh(0.79788456 * (y + 0.044715 * y * y * y)))
+            x = x + nn.functional.dropout(y * torch.sigmoid(x), 0.1, self.training)
+        return x.square().mean()
+
+
+def element_wise() -> Built:
+    return ElementWise(), {"x": torch.randn(8, 256, 256)}
+
+
+def gpt() -> Built:
+    ids = torch.randint(4096, (4, 128))
+    return GPT3(4, 384, 6, 128, 4096), {"ids": ids, "targets": ids.roll(1)}
+
+
+def llama() -> Built:
+    from tests.bench import llama as of_bench
+
+    return of_bench.model(), of_bench.batch()
+
+
+MODELS: dict[str, Callable[[], Built]] = {"gpt": gpt, "llama": llama, "element_wise": element_wise}
+
+
+def compared(name: str, rounds: int) -> str:
+    """A row of the table."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    model.train()
+    captured = capture(model, batch, prove=False)
+    spec = {"shardc": 1, "mesh": {"dp": 1}}
+    programs = {
+        way: shardc.compile(model, batch, {**spec, "lower": how}, captured=captured, prove=False)
+        for way, how in WAYS.items()
+    }
+    inductor.forget()
+    engines = {way: p.engine(model) for way, p in programs.items()}
+    for engine in engines.values():  # this compiles
+        engine.step(batch)
+        engine.step(batch)
+    distinct = inductor.compiled_runs()
+    kernels = sum(map(kernels_of, distinct))
+    took: dict[str, list[float]] = {way: [] for way in WAYS}
+    order = list(WAYS)
+    for r in range(rounds):
+        for way in order[r % 3 :] + order[: r % 3]:
+            begin = time.perf_counter()
+            engines[way].step(batch)
+            took[way].append(time.perf_counter() - begin)
+    for engine in engines.values():
+        engine.close()
+    ratios = {way: statistics.median(a / b for a, b in zip(took[way], took["autograd"], strict=True)) for way in WAYS}
+    pieces = [p for s in programs["compiled"].stages for g in s.lowered.texts.values() for p in pieces_of(g)]  # type: ignore[union-attr]
+    of_text = {piece_text(p).key: sum(not is_view(n.target) for n in p.lines) for p in pieces}
+    traffic = [
+        moved(p, lambda n: sum(v.nbytes() for v in values_of(n) if v is not None), shares_memory) for p in pieces
+    ]
+    one_by_one, fused = (sum(x) for x in zip(*traffic, strict=True))
+    milliseconds = 1000 * statistics.median(took["autograd"])
+    return (
+        f"| {name} | {ratios['lowered']:.2f} | {ratios['compiled']:.2f} | {milliseconds:.0f} | {len(pieces)} |"
+        f" {len(distinct)} | {sum(of_text.values())} | {kernels} | {size(one_by_one)} | {size(fused)} |\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="*", help="models whose names match")
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(HEAD, end="", flush=True)
+    for name in MODELS:
+        if fnmatch(name, options.only):
+            print(compared(name, options.rounds), end="", flush=True)
+
+
+if __name__ == "__main__":
+    main()
