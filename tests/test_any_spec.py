@@ -49,6 +49,10 @@ MESHES: tuple[dict[str, int], ...] = (
     {"pp": 2, "dp": 2, "tp": 2},
     {"dp": 4, "tp": 2},
     {"dp_outer": 2, "dp": 2, "tp": 2},
+    {"cp": 2},
+    {"dp": 2, "cp": 2},
+    {"cp": 2, "tp": 2},
+    {"pp": 2, "cp": 2},
 )
 CHECKPOINTS: tuple[dict[str, Any], ...] = (
     {"save": []},
@@ -119,6 +123,11 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
     if "dp" in mesh:
         axis = ["dp_outer", "dp"] if "dp_outer" in mesh else "dp"
         spec["data"] = {"axis": axis, "zero": draw(st.integers(0, 3)), "bucket_mb": draw(st.sampled_from((25, 0.01)))}
+    if "cp" in mesh:
+        methods, balances = st.sampled_from(("auto", "gather", "ring", "ulysses")), st.sampled_from(("auto", "none"))
+        spec["sequence"] = {"axis": "cp", "method": draw(methods), "balance": draw(balances)}
+        if draw(st.booleans()):
+            spec["data"] = {"axis": ["dp", "cp"] if "dp" in mesh else "cp", "zero": draw(st.integers(0, 3))}
     if draw(st.booleans()):
         spec["loss"] = {"chunks": draw(st.integers(2, 5))}
     if draw(st.booleans()):
