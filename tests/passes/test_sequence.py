@@ -104,7 +104,7 @@ TOGETHER: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses", "gather"])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
 @pytest.mark.parametrize("what", TOGETHER)
 def test_with_every_other_section(what: str, method: str) -> None:
     mesh, more = TOGETHER[what]
