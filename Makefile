@@ -55,7 +55,7 @@ lowered: $(READY)   ## every model of the zoo, lowered and under autograd: equal
 	$(BIN)/python tests/bench/lowered.py --only '$(or $(ONLY),*)'
 
 mutants: $(READY)   ## programs broken in every way that we thought of, and who notices: EACH of a kind, model and setting; MODELS
-	$(BIN)/python -m tests.verify.mutants --each $(or $(EACH),2) --models '$(or $(MODELS),gpt llama bert t5 mixtral resnet lstm vit unet mamba)'
+	$(BIN)/python -m tests.verify.mutants --write --each $(or $(EACH),2) --models '$(or $(MODELS),gpt llama bert t5 mixtral resnet lstm vit unet mamba)'
 
 lint: $(READY) types
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Programs broken on purpose, and who notices: the proof without running, or a step on the loopback mesh.
 
-    python -m tests.verify.mutants [--models 'gpt llama'] [--each 3] [--run]
+    python -m tests.verify.mutants [--models 'gpt llama'] [--each 3] [--run] [--write]
 
 Each kind of `KINDS` breaks a program in one place; of each kind, model and mesh a few places are tried. A mutant that
 nothing notices is run (with --run: all are): if its step equals one device, it is no mutant at all, and not counted.
@@ -16,7 +16,7 @@ import random
 import sys
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -655,7 +655,17 @@ def programs(names: list[str], wanted: str = "*") -> Iterator[tuple[str, Program
                     yield f"{name}, {setting}", program
 
 
+BEGIN, END = "<!-- mutants:begin -->", "<!-- mutants:end -->"
 MODELS = "gpt llama bert t5 mixtral resnet lstm vit unet mamba"
+
+
+def table(counts: dict[str, Counted], *, run: bool) -> str:
+    lines = ["| broken by | mutants | noticed by the proof |" + (" noticed by a step |" if run else "")]
+    lines += ["|---|---:|---:|" + ("---:|" if run else "")]
+    rows = sorted(counts.items())
+    rows += [("all", Counted(*(sum(getattr(c, k) for _, c in rows) for k in ("made", "static", "run"))))]
+    lines += [f"| {what} | {c.made} | {c.static} |" + (f" {c.run} |" if run else "") for what, c in rows]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -664,16 +674,18 @@ def main() -> None:
     parser.add_argument("--settings", default="*")
     parser.add_argument("--each", type=int, default=2)
     parser.add_argument("--run", action="store_true")
+    parser.add_argument("--write", action="store_true", help="the table into docs/proof.md")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     start = time.perf_counter()
     counts, missed, alarms = tried(programs(options.models.split(), options.settings), options.each, run=options.run)
-    print("| broken by | mutants | noticed by the proof |" + (" noticed by a step |" if options.run else ""))
-    print("|---|---:|---:|" + ("---:|" if options.run else ""))
-    for what, c in sorted(counts.items()):
-        print(f"| {what} | {c.made} | {c.static} |" + (f" {c.run} |" if options.run else ""))
-    total = Counter({k: sum(getattr(c, k) for c in counts.values()) for k in ("made", "static", "run")})
-    print(f"| all | {total['made']} | {total['static']} |" + (f" {total['run']} |" if options.run else ""))
+    text = table(counts, run=options.run)
+    print(text)
+    if options.write:
+        page = ROOT / "docs" / "proof.md"
+        head, _, rest = page.read_text().partition(BEGIN)
+        where = f"{options.models}, on the settings of `tests/bench/lowered.py`, {time.strftime('%Y-%m-%d')}:"
+        page.write_text(f"{head}{BEGIN}\n{where}\n\n{text}\n{END}{rest.partition(END)[2]}")
     print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
     for line in (*(f"missed: {m}" for m in missed), *(f"not proven as it is: {a}" for a in alarms)):
         print(line, file=sys.stderr)
