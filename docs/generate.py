@@ -386,10 +386,26 @@ def pictures() -> dict[str, str]:
 
 
 #: page of docs/ -> what makes its blocks
+def field_bugs() -> Blocks:
+    """Bugs of other frameworks, by chapter, and what happens here."""
+    sys.path.insert(0, str(ROOT))
+    from tests.verify.field_bugs import BUGS, CHAPTERS
+
+    found = []
+    for title, bugs in CHAPTERS.items():
+        rows = [[f"[{b.name}]({b.link})", b.wrong, b.here, b.mutant] for b in bugs]
+        found.append(f"## {title}\n\n" + table(["bug", "what went wrong", "here", "mutant"], rows))
+    refused = sum(b.here != "equal" for b in BUGS)
+    threads, mutants = len({b.thread for b in BUGS}), sum(bool(b.mutant) for b in BUGS)
+    said = f"{len(BUGS)} bugs of {threads} threads: {len(BUGS) - refused} equal to one device here, {refused} refused."
+    return {"bugs": f"{said} {mutants} are a kind of mutant, too.\n\n" + "\n\n".join(found)}
+
+
 PAGES: dict[str, Callable[[], Blocks]] = {
     "architecture.md": architecture,
     "algebra.md": algebra,
     "experts.md": experts,
+    "field-bugs.md": field_bugs,
     "lowering.md": lowering,
     "spec.md": spec,
 }

@@ -46,7 +46,7 @@ def test_pages_stand_alone(page: Page) -> None:
 
 def test_every_page_is_in_the_contents() -> None:
     contents = (ROOT / "docs" / "index.md").read_text()
-    listed = set(re.findall(r"[\w/]+", " ".join(re.findall(r"```\{toctree\}\n(.*?)```", contents, re.DOTALL))))
+    listed = set(re.findall(r"[\w/-]+", " ".join(re.findall(r"```\{toctree\}\n(.*?)```", contents, re.DOTALL))))
     there = {str(p.file.relative_to(ROOT / "docs"))[:-3] for p in PAGES if p.file.is_relative_to(ROOT / "docs")}
     assert there - listed == {"index"}
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 import shardc  # noqa: E402
 from shardc.ir.graph import copy_graph, operands_of, values_of  # noqa: E402
 from shardc.ir.placement import Shard  # noqa: E402
-from shardc.ir.program import Program, Stage  # noqa: E402
+from shardc.ir.program import Bucket, Param, Program, Stage  # noqa: E402
 from shardc.runtime import ops  # noqa: E402
 from shardc.verify.static import prove  # noqa: E402
 from shardc.verify.static.conversion_types import ROWS  # noqa: E402
@@ -366,11 +366,25 @@ def with_param(program: Program, name: str, **changes: Any) -> Program:
     return replace(program, params=tuple(replace(p, **changes) if p.name == name else p for p in program.params))
 
 
+def with_sum(program: Program, p: Param, axes: tuple[str, ...]) -> Program:
+    """A parameter's gradient summed over other axes, by a bucket of its own."""
+    buckets, at = list(program.buckets), p.bucket
+    if at < 0 or buckets[at].params != (p.name,):
+        one = Bucket(axes, p.dtype, (p.name,))
+        if at >= 0:
+            one = replace(buckets[at], axes=axes, params=(p.name,))
+            buckets[at] = replace(buckets[at], params=tuple(n for n in buckets[at].params if n != p.name))
+        at = len(buckets)
+        buckets.append(one)
+    buckets[at] = replace(buckets[at], axes=axes)
+    return replace(with_param(program, p.name, reduce=axes, bucket=at), buckets=tuple(buckets))
+
+
 @kind("gradient not summed")
 def unsummed(program: Program) -> Iterator[Callable[[], Program]]:
     for p in program.params:
         if p.reduce:
-            yield lambda p=p: with_param(program, p.name, reduce=p.reduce[:-1])  # type: ignore[misc]
+            yield lambda p=p: with_sum(program, p, p.reduce[:-1])  # type: ignore[misc]
 
 
 @kind("gradient summed where it is whole")
@@ -379,8 +393,8 @@ def oversummed(program: Program) -> Iterator[Callable[[], Program]]:
         more = [a for a in program.mesh.names if a not in p.reduce and a != program.axis and not p.layout.shards()]
         parts = {x for a in p.reduce if "[" not in a for x in program.mesh.parts(a)}
         more = [a for a in more if a not in parts]
-        if p.requires_grad and more:
-            yield lambda p=p, more=more: with_param(program, p.name, reduce=(*p.reduce, more[0]))  # type: ignore[misc]
+        if p.requires_grad and more and (p.bucket >= 0 or not program.axis):
+            yield lambda p=p, more=more: with_sum(program, p, (*p.reduce, more[0]))  # type: ignore[misc]
 
 
 @kind("gradient in no bucket")
