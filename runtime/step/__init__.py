@@ -1,6 +1,7 @@
 """One rank's training step, from a batch to updated parameters.
 
-engine                the step: takes a batch, runs forward and backward, sums gradients, updates
+engine                the step: takes a batch, runs forward and backward, sums gradients, updates; engine_state: what it
+                      saves, loads and hands out
 module                a program as an nn.Module for a loop of one's own; state_dict_marks: whose slices its state has
 parameter_updates     whether a module's parameters changed, and are to be gathered
 interpreter           runs the actions of a schedule: stages forward and backward, sends, receives

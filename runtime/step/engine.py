@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from shardc.runtime.mesh.agreement import Fact, hashed, stated
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.optimizer import Paged
 from shardc.runtime.rng import Rng
-from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.step import (
     batch_sizes,
     engine_options,
@@ -36,12 +34,12 @@ from shardc.runtime.step import (
     param_groups,
     partial_grad_guard,
     random_fill,
-    resumed,
     user_changes,
 )
 from shardc.runtime.step.batch_argument import one_batch
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
+from shardc.runtime.step.engine_state import WRITE_ALIKE, EngineState
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.interpreter import Interpreter, StepHooks
 from shardc.runtime.step.loss_scale import LossScaler
@@ -55,9 +53,6 @@ from shardc.runtime.zero.optimizer_list import as_one
 
 #: Returns a torch.optim.Optimizer, or a list of them
 OptimizerOf = Callable[[param_groups.NamedParameters], Any]
-
-
-_WRITE_ALIKE = "write to engine.params, under torch.no_grad(), on all ranks alike"
 
 
 def _stepped(*_: Any, **__: Any) -> None:
@@ -75,7 +70,7 @@ def adamw(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=3e-4)
 
 
-class Engine:
+class Engine(EngineState):
     """Trains one rank's part of a model. Made by `program.engine(...)`, in each process of torchrun or thread of
     loopback.
 
@@ -406,7 +401,7 @@ class Engine:
             stated("the number of steps done", self.rng.step, fix="load one checkpoint into all ranks"),
             stated("the seed", self.rng.seed, fix="give all ranks one seed"),
             Fact("the learning rate", hashed(rates), stage, fix=same, shown=", ".join(map(str, dict.fromkeys(rates)))),
-            stated("whether parameters were written to", self.buckets.written, stage, fix=_WRITE_ALIKE),
+            stated("whether parameters were written to", self.buckets.written, stage, fix=WRITE_ALIKE),
         ]
 
     def _take(self, batch: Any, *, local: bool) -> tuple[Interpreter, list[dict[str, Any]]]:
@@ -594,162 +589,3 @@ class Engine:
         """(the number of this rank's part of a global batch, how many there are): for data of one's own that reads only
         this rank's rows, and gives them to `step(rows, local=True)`. Ranks of one number need the same rows."""
         return inputs.part_of(self.program, self.mesh.rank)
-
-    # --- state
-
-    def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = KEEP, overwrite: bool = False) -> None:
-        """Write a checkpoint that any mesh can load, `folder/step-N`: parameters, buffers, optimizer, scheduler,
-        loaders, step, seed. Collective.
-
-        wait: False copies the state and returns; it is written in the background, at most one at a time, and what goes
-            wrong is raised by the next `step` or `save`, on all ranks. `finish_save` waits for it, as `close` does.
-        keep: how many checkpoints of the folder stay, the last ones; None: all.
-        overwrite: replace those of another run, too: that this engine has neither saved nor loaded.
-        Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
-        """
-        self._check()
-        extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed}
-        if self.scaler is not None:
-            extra["loss_scale"] = self.scaler.state_dict()
-        if self._schedulers is not None:
-            extra["scheduler"] = self._schedulers.state_dict()
-        extra["loaders"] = self.loaders.state_dict()
-        if not wait and isinstance(self.mesh, TorchMesh):
-            self._saves.finish_at_exit()
-        with self.mesh.together(f"saving step {self.rng.step}"), self._offload.at_home():
-            if self._check_every:
-                self._compare_replicas("saving")
-            elif self._checks:
-                agreement.check(self.mesh, [], "saving")
-            state.save(
-                folder,
-                self.program,
-                self.mesh,
-                self.params,
-                self.buffers,
-                self.optimizer,
-                extra,
-                runs=self.buckets.runs,
-                saves=self._saves,
-                keep=keep,
-                wait=wait,
-                overwrite=overwrite,
-            )
-
-    def finish_save(self) -> None:
-        """Wait until a save in the background is on the disk. Collective. Raises what went wrong."""
-        with self.mesh.together("saving"):
-            self._saves.finish()
-
-    @property
-    def saving(self) -> tuple[int, int] | None:
-        """(bytes written, bytes to write) by this rank of the save in the background; None without one."""
-        return self._saves.progress
-
-    def load(self, folder: str | Path, *, last_good: bool = False) -> None:
-        """Read a checkpoint that any mesh wrote. Collective.
-
-        folder: where checkpoints were saved to: the last one is read; or one of them. last_good: if that one is
-            damaged, read the last one that is not.
-        The seed and the settings of optimizer and schedulers are then the checkpoint's; what they replace is told.
-        """
-        before, seed = resumed.settings(self.optimizer, self._schedulers), self.rng.seed
-        self.finish_save()
-        self.buckets.reset(forward=True)
-        self.buckets.wait_for_gathers()
-        room = self._paged.room if self._paged is not None else None
-        with self.mesh.together("loading a checkpoint"), self._offload.at_home():
-            extra = state.load(
-                folder,
-                self.program,
-                self.mesh,
-                self.params,
-                self.buffers,
-                self.optimizer,
-                runs=self.buckets.runs,
-                room=room,
-                last_good=last_good,
-                accept=self._accept,
-                changing=self._changing,
-            )
-        self._saves.loaded(folder)
-        self._offload.changed()
-        if self._paged is not None:
-            self._paged.rest()
-        self.buckets.publish()
-        self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
-        if self.scaler is not None and "loss_scale" in extra:
-            self.scaler.load_state_dict(extra["loss_scale"])
-        if self._schedulers is not None and "scheduler" in extra:
-            self._schedulers.load_state_dict(extra["scheduler"])
-            self._note_schedulers()
-        self.loaders.load_state_dict(extra.get("loaders", {}))
-        self._whole = True
-        for note in resumed.replaced(before, resumed.settings(self.optimizer, self._schedulers)):
-            self._tell(note)
-        if self.rng.seed != seed:
-            self._tell(f"seed: the checkpoint's {self.rng.seed} is used, not {seed}")
-
-    def _accept(self, extra: Mapping[str, Any]) -> None:
-        """Do schedulers and loaders continue these?"""
-        if self._schedulers is not None and "scheduler" in extra:
-            self._schedulers.check(extra["scheduler"])
-        self.loaders.check(extra.get("loaders", {}))
-
-    def _changing(self) -> None:
-        self._whole = False  # if what follows fails, or does not fit
-
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
-        """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank; rank0_only: on
-        the first, and {} on the others, which then keep nothing. Collective.
-        """
-        with self.mesh.together("full_state_dict"):
-            if self._checks:
-                stage = (self.program.axis,) if self.program.axis else ()
-                written = stated("whether parameters were written to", self.buckets.written, stage, fix=_WRITE_ALIKE)
-                agreement.check(self.mesh, [stated("rank0_only", rank0_only), written], "full_state_dict")
-            return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers, rank0_only=rank0_only)
-
-    def export(
-        self, folder: str | Path, *, dtype: torch.dtype | None = None, max_file_bytes: int = 5_000_000_000
-    ) -> list[Path]:
-        """Write the weights for others: a folder that transformers (or peft, of a model with adapters) loads, with
-        config and tokenizer; of other models safetensors files; of a `.safetensors` path one file. All ranks write, and
-        see one file system. Collective.
-
-        dtype: of floating-point tensors; None: as they are held. max_file_bytes: what is more goes into numbered files
-        with an index. Returns the folders written. Raises ShardcError, on all ranks, where it cannot be written.
-        """
-        self._check()
-        self._gather_written()
-        self.buckets.wait_for_gathers()
-        with self.mesh.together("exporting"), self._offload.at_home():
-            return state.export_safetensors(
-                folder,
-                self.program,
-                self.mesh,
-                self.params,
-                self.buffers,
-                runs=self.buckets.runs,
-                wholes=self.wholes(),
-                model=self._skeleton,
-                carried=self._folder,
-                dtype=dtype,
-                max_file_bytes=max_file_bytes,
-            )
-
-    def wholes(self) -> Mapping[str, Tensor]:
-        """{placeholder name: this rank's whole local part, detached}. What ZeRO keeps cut is gathered when it is asked
-        for, a bucket at a time: all ranks must ask alike.
-        """
-        self._gather_written()
-        return self.buckets.wholes()
-
-    def close(self) -> None:
-        """Wait for a save in the background; remove the files of `data.offload`; leave torch.distributed's world, if
-        this engine joined it.
-        """
-        self._saves.finish()
-        self._offload.close()
-        if isinstance(self.mesh, TorchMesh):
-            self.mesh.close()

@@ -53,7 +53,8 @@ def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strat
         if deep and size % n and size > 1:
             tried.append(choices.split(factor, 1, n, (), -size % n))
         if deep:
-            tried += [choices.split(factor, d, n, mirrored=True) for d in digits]
+            even = [d for d in digits if d % 2 == 0]  # of a zigzag's stretches two are enough
+            tried += [choices.split(factor, d, n, mirrored=True) for d in even[:1]]
         yield from (s for s in tried if s is not None)
     if choices.rule.extra:
         yield from choices.rule.extra(choices.call, n, [Anything()] * len(choices.call.operands))

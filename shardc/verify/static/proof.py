@@ -264,12 +264,13 @@ class _Checker:
         program = self.program
         if program.schedule is None:
             return
-        makers = {name: i for i, s in enumerate(program.stages) for name in s.sends}
+        makers, found = {name: i for i, s in enumerate(program.stages) for name in s.sends}, True
         for i, stage in enumerate(program.stages):
             for name, value in stage.receives.items():
                 made = makers.get(name)
                 if made is None or made == i:
                     yield Gap(f"{stage.name}: {name}", "no other stage sends it")
+                    found = False
                     continue
                 node = next(n for n in program.stages[made].graph.nodes if n.name == name)
                 (sent,) = values_of(node)
@@ -285,7 +286,7 @@ class _Checker:
             if p.stages and not used.get(p.name, set()) <= set(p.stages):
                 yield Gap(p.fqn, f"stages {sorted(used[p.name])} use it, and it is of stages {list(p.stages)}")
         try:
-            schedule_proof.prove(program.schedule, program.edges)
+            schedule_proof.prove(program.schedule, program.edges if found else None)
         except ShardcError as e:
             for error in e.errors:
                 yield Gap("schedule", error.what, right=error.fix or "")

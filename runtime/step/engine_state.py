@@ -1,0 +1,221 @@
+"""What an engine saves, loads and hands out: the state of its training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.ir.program import Program
+from shardc.runtime import state
+from shardc.runtime.data.loader import Loaders
+from shardc.runtime.mesh import TorchMesh, agreement
+from shardc.runtime.mesh.agreement import stated
+from shardc.runtime.offload import Offload
+from shardc.runtime.offload.optimizer import Paged
+from shardc.runtime.rng import Rng
+from shardc.runtime.state.checkpoint_folder import KEEP
+from shardc.runtime.step import lr, resumed
+from shardc.runtime.step.loss_scale import LossScaler
+from shardc.runtime.zero.bucket_launch import Buckets
+
+#: What to do instead of writing to parameters on some ranks.
+WRITE_ALIKE = "write to engine.params, under torch.no_grad(), on all ranks alike"
+
+
+class EngineState:
+    """The part of `shardc.runtime.step.engine.Engine` that deals with its state."""
+
+    program: Program
+    mesh: Any
+    params: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    buckets: Buckets
+    optimizer: torch.optim.Optimizer | None
+    scaler: LossScaler | None
+    loaders: Loaders
+    rng: Rng
+    _schedulers: lr.Schedulers | None
+    _saves: state.Saves
+    _offload: Offload
+    _paged: Paged | None
+    _checks: bool
+    _check_every: int
+    _whole: bool
+    _skeleton: Any
+    _folder: Any
+
+    def _check(self) -> None:
+        raise NotImplementedError
+
+    def _compare_replicas(self, call: str) -> None:
+        raise NotImplementedError
+
+    def _gather_written(self) -> None:
+        raise NotImplementedError
+
+    def _note_schedulers(self) -> None:
+        raise NotImplementedError
+
+    def _tell(self, note: str) -> None:
+        raise NotImplementedError
+
+    def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = KEEP, overwrite: bool = False) -> None:
+        """Write a checkpoint that any mesh can load, `folder/step-N`: parameters, buffers, optimizer, scheduler,
+        loaders, step, seed. Collective.
+
+        wait: False copies the state and returns; it is written in the background, at most one at a time, and what goes
+            wrong is raised by the next `step` or `save`, on all ranks. `finish_save` waits for it, as `close` does.
+        keep: how many checkpoints of the folder stay, the last ones; None: all.
+        overwrite: replace those of another run, too: that this engine has neither saved nor loaded.
+        Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
+        """
+        self._check()
+        extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed}
+        if self.scaler is not None:
+            extra["loss_scale"] = self.scaler.state_dict()
+        if self._schedulers is not None:
+            extra["scheduler"] = self._schedulers.state_dict()
+        extra["loaders"] = self.loaders.state_dict()
+        if not wait and isinstance(self.mesh, TorchMesh):
+            self._saves.finish_at_exit()
+        with self.mesh.together(f"saving step {self.rng.step}"), self._offload.at_home():
+            if self._check_every:
+                self._compare_replicas("saving")
+            elif self._checks:
+                agreement.check(self.mesh, [], "saving")
+            state.save(
+                folder,
+                self.program,
+                self.mesh,
+                self.params,
+                self.buffers,
+                self.optimizer,
+                extra,
+                runs=self.buckets.runs,
+                saves=self._saves,
+                keep=keep,
+                wait=wait,
+                overwrite=overwrite,
+            )
+
+    def finish_save(self) -> None:
+        """Wait until a save in the background is on the disk. Collective. Raises what went wrong."""
+        with self.mesh.together("saving"):
+            self._saves.finish()
+
+    @property
+    def saving(self) -> tuple[int, int] | None:
+        """(bytes written, bytes to write) by this rank of the save in the background; None without one."""
+        return self._saves.progress
+
+    def load(self, folder: str | Path, *, last_good: bool = False) -> None:
+        """Read a checkpoint that any mesh wrote. Collective.
+
+        folder: where checkpoints were saved to: the last one is read; or one of them. last_good: if that one is
+            damaged, read the last one that is not.
+        The seed and the settings of optimizer and schedulers are then the checkpoint's; what they replace is told.
+        """
+        before, seed = resumed.settings(self.optimizer, self._schedulers), self.rng.seed
+        self.finish_save()
+        self.buckets.reset(forward=True)
+        self.buckets.wait_for_gathers()
+        room = self._paged.room if self._paged is not None else None
+        with self.mesh.together("loading a checkpoint"), self._offload.at_home():
+            extra = state.load(
+                folder,
+                self.program,
+                self.mesh,
+                self.params,
+                self.buffers,
+                self.optimizer,
+                runs=self.buckets.runs,
+                room=room,
+                last_good=last_good,
+                accept=self._accept,
+                changing=self._changing,
+            )
+        self._saves.loaded(folder)
+        self._offload.changed()
+        if self._paged is not None:
+            self._paged.rest()
+        self.buckets.publish()
+        self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
+        if self.scaler is not None and "loss_scale" in extra:
+            self.scaler.load_state_dict(extra["loss_scale"])
+        if self._schedulers is not None and "scheduler" in extra:
+            self._schedulers.load_state_dict(extra["scheduler"])
+            self._note_schedulers()
+        self.loaders.load_state_dict(extra.get("loaders", {}))
+        self._whole = True
+        for note in resumed.replaced(before, resumed.settings(self.optimizer, self._schedulers)):
+            self._tell(note)
+        if self.rng.seed != seed:
+            self._tell(f"seed: the checkpoint's {self.rng.seed} is used, not {seed}")
+
+    def _accept(self, extra: Mapping[str, Any]) -> None:
+        """Do schedulers and loaders continue these?"""
+        if self._schedulers is not None and "scheduler" in extra:
+            self._schedulers.check(extra["scheduler"])
+        self.loaders.check(extra.get("loaders", {}))
+
+    def _changing(self) -> None:
+        self._whole = False  # if what follows fails, or does not fit
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank; rank0_only: on
+        the first, and {} on the others, which then keep nothing. Collective.
+        """
+        with self.mesh.together("full_state_dict"):
+            if self._checks:
+                stage = (self.program.axis,) if self.program.axis else ()
+                written = stated("whether parameters were written to", self.buckets.written, stage, fix=WRITE_ALIKE)
+                agreement.check(self.mesh, [stated("rank0_only", rank0_only), written], "full_state_dict")
+            return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers, rank0_only=rank0_only)
+
+    def export(
+        self, folder: str | Path, *, dtype: torch.dtype | None = None, max_file_bytes: int = 5_000_000_000
+    ) -> list[Path]:
+        """Write the weights for others: a folder that transformers (or peft, of a model with adapters) loads, with
+        config and tokenizer; of other models safetensors files; of a `.safetensors` path one file. All ranks write, and
+        see one file system. Collective.
+
+        dtype: of floating-point tensors; None: as they are held. max_file_bytes: what is more goes into numbered files
+        with an index. Returns the folders written. Raises ShardcError, on all ranks, where it cannot be written.
+        """
+        self._check()
+        self._gather_written()
+        self.buckets.wait_for_gathers()
+        with self.mesh.together("exporting"), self._offload.at_home():
+            return state.export_safetensors(
+                folder,
+                self.program,
+                self.mesh,
+                self.params,
+                self.buffers,
+                runs=self.buckets.runs,
+                wholes=self.wholes(),
+                model=self._skeleton,
+                carried=self._folder,
+                dtype=dtype,
+                max_file_bytes=max_file_bytes,
+            )
+
+    def wholes(self) -> Mapping[str, Tensor]:
+        """{placeholder name: this rank's whole local part, detached}. What ZeRO keeps cut is gathered when it is asked
+        for, a bucket at a time: all ranks must ask alike.
+        """
+        self._gather_written()
+        return self.buckets.wholes()
+
+    def close(self) -> None:
+        """Wait for a save in the background; remove the files of `data.offload`; leave torch.distributed's world, if
+        this engine joined it.
+        """
+        self._saves.finish()
+        self._offload.close()
+        if isinstance(self.mesh, TorchMesh):
+            self.mesh.close()
