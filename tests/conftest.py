@@ -22,6 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz", type=int, default=None, metavar="N", help="tests/test_any_spec.py: N random specs of every model"
     )
+    parser.addoption(
+        "--all-families", action="store_true", help="tests/test_models_hf.py: every family, not half of them"
+    )
     parser.addoption("--fuzz-models", default="", metavar="NAMES", help="... of these models only")
 
 

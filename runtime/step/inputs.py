@@ -263,7 +263,7 @@ def _fix(x: Input, by_path: Mapping[Path, Any], local: bool, part: Sequence[int]
                 "if this is a rank's part already, as local(batch) gives it: take it as it is; a smaller batch: see"
                 " engine.step, which compiles for it, or leave it out (drop_last=True)"
             )
-        if leaf.shape[0] < (part if local else x.shape)[0]:
+        if 0 < leaf.shape[0] < (part if local else x.shape)[0]:
             return (
                 "leave the last, smaller batch of an epoch out (drop_last=True), or use engine.step, which compiles"
                 " for it"

@@ -65,7 +65,8 @@ def main(argv: list[str]) -> int:
         if argv[:1] == ["--from"]:
             report = Path(argv[1])
         else:
-            options = ["-q", "-n", "2", "--dist", "worksteal", "-o", "junit_family=xunit1", f"--junitxml={report}"]
+            options = ["-q", "-n", "2", "--dist", "worksteal", "--all-families"]
+            options += ["-o", "junit_family=xunit1", f"--junitxml={report}"]
             command = [sys.executable, "-m", "pytest", *options, *tests]
             status = subprocess.run(command, cwd=ROOT, check=False).returncode
         table = rows(report)

@@ -382,12 +382,6 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
         "dp=4,tp=1",
     ),
     ("unknown --set", ["compile", "model.py", "spec.yaml", "--set", "data.zerro=1"], "zerro", "zero"),
-    (
-        "what is not built",
-        ["compile", "model.py", "spec.yaml", "--set", "sequence={axis: tp, balance: zigzag}"],
-        "not built",
-        "",
-    ),
     ("a folder that is no artifact", ["inspect", "."], "is not a shardc artifact", "shardc compile -o DIR"),
     ("a folder to compile", ["compile", "."], "is a folder", "name a model file"),
     (

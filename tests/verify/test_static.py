@@ -36,8 +36,8 @@ def program(name: str, setting: str, **more: Any) -> Program:
         return shardc.compile(built, batch, {"shardc": 1, **settings(built)[setting], **more}, prove=False)
 
 
-@pytest.mark.parametrize("setting", [TP, MICRO, ZERO3, PADDED, ZB_V, "dp=2, bfloat16"])
-@pytest.mark.parametrize("name", ["gpt", "t5", "mixtral", "resnet", "attention_weights"])
+@pytest.mark.parametrize("setting", [TP, MICRO, ZERO3, PADDED, ZB_V])
+@pytest.mark.parametrize("name", ["t5", "mixtral", "resnet", "attention_weights"])
 def test_right_programs_are_proven(name: str, setting: str) -> None:
     try:
         compiled = program(name, setting)

@@ -312,8 +312,8 @@ def test_checkpoints_do_not_know_it(staged: bool, tmp_path: Path) -> None:
     same(run(away, "", "a"), run(plain, "", "b"))
     want = run(plain, "b", "c")
     same(run(away, "a", "d"), want)
-    same(run(away, "b", "d"), want)
-    same(run(plain, "a", "d"), want)
+    same(run(away, "b", "e"), want)
+    same(run(plain, "a", "f"), want)
 
 
 # --- memory
