@@ -47,7 +47,8 @@ def _mean(emit: Emit, per: fx.Node, weights: fx.Node, reduction: int) -> fx.Node
 def cross_entropy(emit: Emit, a: Args, out: Value) -> Result:
     """Class indices: see above; weights scale both sums. Probabilities: -sum(log_softmax * target).
 
-    Label smoothing mixes in the mean over all classes.
+    Label smoothing mixes in the mean over all classes: -sum(w log_softmax(x)) is sum(w) logsumexp(x) - sum(w x), of
+    which nothing is as large as the logits.
     """
     x, target, weight, smoothing = a.self, a.target, a.weight, a.label_smoothing
     d = _class_dim(x)
@@ -62,10 +63,13 @@ def cross_entropy(emit: Emit, a: Args, out: Value) -> Result:
         return emit.reduce(per, a.reduction)
     per, valid, weights = _hard(emit, _nll(emit, x, target, a.ignore_index), target, weight, a.ignore_index)
     if smoothing:
-        logp = emit(aten.log_softmax.int, x, d)
-        if weight is not None:
-            logp = emit(aten.mul.Tensor, logp, _along(emit, weight, x, d))
-        smooth = emit(aten.neg.default, emit(aten.sum.dim_IntList, logp, [d]))
+        lse, total = emit(aten.logsumexp.default, x, [d]), x
+        if weight is None:
+            lse = emit(aten.mul.Tensor, lse, classes)
+        else:
+            lse = emit(aten.mul.Tensor, lse, emit(aten.sum.default, weight))
+            total = emit(aten.mul.Tensor, x, _along(emit, weight, x, d))
+        smooth = emit(aten.sub.Tensor, lse, emit(aten.sum.dim_IntList, total, [d]))
         smooth = emit(aten.masked_fill.Scalar, smooth, emit(aten.logical_not.default, valid), 0.0)
         per = emit(
             aten.add.Tensor,

@@ -42,7 +42,7 @@ _BY_DATA = {aten.prod.default, aten.prod.dim_int, aten.cumprod.default}
 #: Those whose derivative hangs on the device where they are told a dtype.
 _BY_DEVICE_AND_DTYPE = {aten.softmax.int, aten.log_softmax.int}
 #: Ops of ours that are ops of torch inside.
-_OF_TORCH = {ops.nll, ops.nll_join, ops.nll_alone, ops.nll_exp, ops.partial_mean}
+_OF_TORCH = {ops.log_sum, ops.nll, ops.nll_join, ops.nll_alone, ops.nll_exp, ops.partial_mean}
 #: Those of which only the types say what they give: they look at buckets, or at sums over a step.
 _BY_TYPE = {ops.gather_start, ops.gather_wait, ops.updated, ops.total, ops.summed, ops.random}
 #: Those whose results have as many rows as the router says.

@@ -65,9 +65,11 @@ _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
     ops.linear_nll: lambda ins, outs: Saved(
         tuple(range(len(ins) - 1)), own=9 * _elements(ins[-1]) + outs[0].nbytes() // 2
     ),
+    ops.sum_exp: lambda ins, outs: Saved(own=_elements(ins[0]) * ins[1].dtype.itemsize),  # exponentials
     ops.nll_exp: lambda ins, outs: Saved(own=outs[0].nbytes() // 2),
     ops.nll_alone: lambda ins, outs: Saved(own=_elements(outs[0])),
     ops.nll_join: lambda ins, outs: Saved((0,), own=_elements(outs[0])),
+    ops.gather_partial: lambda ins, outs: Saved(own=9 * _elements(ins[1])),  # indices; bools
     ops.embedding_partial: lambda ins, outs: Saved(own=9 * _elements(ins[1])),  # indices; bools
     ops.experts_send: lambda ins, outs: Saved((1, 2)),
     ops.experts_apply: lambda ins, outs: Saved((0, 2, 3), own=_first(ins[0].shape[0], ins[0], ins[2])),
@@ -81,7 +83,7 @@ _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
 #: Those whose result is their operand, seen differently, on some rank at least.
 _VIEWS = {getattr(ops, row.op) for row in CONVERSIONS if row.forward in ("slice", "first", "identity")} | UNEQUAL
 #: Those that are plain torch inside.
-_PLAIN = (ops.nll, ops.batch_stat, ops.partial_mean)
+_PLAIN = (ops.nll, ops.batch_stat, ops.log_sum, ops.partial_mean)
 
 
 class SavedOf:

@@ -13,6 +13,7 @@ attention         with dropout, or of a part of the queries: attention_blocks; a
 expert_parallel   tokens to experts and back; expert_products: what experts compute, by grouped_mm and
                   expert_activation; experts_op: the op in a captured graph
 linear_nll        a linear layer and its cross entropy in chunks of rows
+softmax_parts     a softmax's normaliser over dims that are split
 local_math        losses on split classes, look-ups in a part of a table
 taped             an op with its backward as one op, for lowered programs
 torch_library     ops of torch that a captured graph cannot hold
@@ -55,6 +56,7 @@ from shardc.runtime.ops.local_math import (
     batch_stat,
     embedding_partial,
     fill_padding,
+    gather_partial,
     nll,
     nll_alone,
     nll_join,
@@ -66,6 +68,7 @@ from shardc.runtime.ops.local_math import (
     total,
 )
 from shardc.runtime.ops.random_ops import random
+from shardc.runtime.ops.softmax_parts import largest, log_sum, sum_exp
 from shardc.runtime.ops.taped import taped, untaped
 from shardc.runtime.ops.zero import (
     add_into,
@@ -105,10 +108,13 @@ __all__ = [
     "experts_send",
     "fill_padding",
     "first_grad",
+    "gather_partial",
     "gather_start",
     "gather_wait",
+    "largest",
     "launch",
     "linear_nll",
+    "log_sum",
     "nll",
     "nll_alone",
     "nll_exp",
@@ -128,6 +134,7 @@ __all__ = [
     "shard",
     "shard_partial_grad",
     "start",
+    "sum_exp",
     "sum_grad",
     "summed",
     "taped",

@@ -213,6 +213,15 @@ def select_partial(x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, i
     return entry if mine else entry.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
+def gather_partial(x: Tensor, index: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int) -> Tensor:
+    """x.gather(dim, index) of a dim of `size` that is split by `digits` (see `held`): x's entries where this rank has
+    them, else zeros. index: global.
+    """
+    check_range(index, size, "index")
+    local, here = held(index, size, digits, mesh)
+    return x.gather(dim, local.masked_fill(~here, 0)).masked_fill(~here, 0)
+
+
 def embedding_partial(
     weight: Tensor, ids: Tensor, mesh: Mesh, digits: Digits, rows: int, padding_idx: int = -1
 ) -> Tensor:

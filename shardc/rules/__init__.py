@@ -7,7 +7,7 @@ shared_signatures       what rules of several families have in common
 samples                 calls of every op, on which its rule is proven (shardc.verify.rules)
 
 Rules, a file a family: pointwise, reduce, views, writes, create, index, matmul, linalg, conv, norm, attention, experts,
-recurrent, random, fourier, loss. attention_methods: what `sequence: {method: ...}` allows attention.
+recurrent, random, fourier, softmax, loss. attention_methods: what `sequence: {method: ...}` allows attention.
 """
 
 from importlib import import_module
@@ -35,6 +35,7 @@ FAMILIES = (
     "random",
     "recurrent",
     "reduce",
+    "softmax",
     "views",
     "writes",
 )

@@ -68,7 +68,24 @@ def gather(call: Call) -> Signature:
     return Signature((left, right), (right,), sizes, frozenset(), frozenset(whole))
 
 
-rule(aten.gather.default, gather, linear="0")
+def by_entries(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
+    """The dim that indices point into is split: as `by_vocabulary`."""
+    x, d = call.operands[0].shape, call.dim(call.arg(1, "dim"))
+    for p in sorted(available[0], key=repr):
+        if isinstance(p, Shard) and p.dim == d and not p.sections and p.padded(x[d]) % (p.split * n) == 0:
+            yield Strategy("entries", (p, REPLICATE), (PARTIAL,))
+
+
+def local_gather(call: LocalCall) -> fx.Node:
+    if not call.axes("entries"):
+        return call.same()
+    d = call.call.dim(call.call.arg(1, "dim"))
+    shards = call.inputs[0].shards(d)
+    digits, size = tuple((a, s.signed) for a, s in shards), shards[0][1].padded(call.call.operands[0].shape[d])
+    return call.emit(ops.gather_partial, (call.args[0], call.args[2], call.mesh_node, d, digits, size), {})
+
+
+rule(aten.gather.default, gather, linear="0", local=local_gather, extra=by_entries)
 
 
 def index_select(call: Call) -> Signature:

@@ -1,4 +1,4 @@
-"""Reductions over dims, and ops that need one dim whole (softmax, cumsum, sort)."""
+"""Reductions over dims, and ops that need one dim whole (cumsum, sort)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,6 @@ for _op in (
     aten.all.dims,
     aten.argmax.default,
     aten.argmin.default,
-    aten.logsumexp.default,
     aten.max.dim,
     aten.min.dim,
     aten.prod.dim_int,
@@ -112,10 +111,6 @@ rule(aten.linalg_vector_norm.default, reduced(2, "dim", summed=False, keep=(3, "
 rule(aten.norm.ScalarOpt_dim, reduced(2, "dim", summed=False, keep=(3, "keepdim")))
 
 for _op in (
-    aten.softmax.int,
-    aten._softmax.default,
-    aten.log_softmax.int,
-    aten._log_softmax.default,
     aten.cumprod.default,
     aten.logcumsumexp.default,
     aten.cummax.default,

@@ -1,0 +1,58 @@
+"""A softmax's normaliser over dims that are split: what one rank does between two sums over ranks.
+
+    top = all_reduce_max(largest(x))          sums = all_reduce(sum_exp(x, top))          lse = log_sum(sums, top)
+
+All of it in float32 at least, as torch's kernels do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What normalisers are computed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def largest(x: Tensor, dims: list[int]) -> Tensor:
+    """The largest element along `dims`, which are kept; detached."""
+    return x.detach().amax(dims, keepdim=True).to(wide(x.dtype))
+
+
+class _SumExp(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, top: Tensor, dims: list[int]) -> Tensor:
+        exps = (x - _finite(top)).exp_()
+        ctx.save_for_backward(exps)
+        ctx.dtype = x.dtype
+        return exps.sum(dims, keepdim=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (exps,) = ctx.saved_tensors
+        return exps.mul_(g).to(ctx.dtype), None, None  # as in `nll_parts`: the saved buffer becomes the gradient
+
+
+def sum_exp(x: Tensor, top: Tensor, dims: list[int]) -> Tensor:
+    """This rank's summand of a normaliser: the sum of exp(x - top) along `dims`, which are kept.
+
+    top: the largest elements, of all ranks. Saves one buffer of the size of x, in float32 at least. Backward works on
+    it in place, so it can run once."""
+    sums: Tensor = _SumExp.apply(x, top, dims)  # type: ignore[no-untyped-call]
+    return sums
+
+
+def log_sum(sums: Tensor, top: Tensor) -> Tensor:
+    """The log of the sum of exponentials, from the normaliser of `sum_exp`."""
+    return sums.log() + _finite(top)
+
+
+def _finite(top: Tensor) -> Tensor:
+    """0 where all is -inf, or anything inf: what is less by that would be nan."""
+    return top.masked_fill(top.abs() == torch.inf, 0.0)

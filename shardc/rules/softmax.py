@@ -1,0 +1,123 @@
+"""Softmax, its logarithm, and the logarithm of its normaliser; also over a dim that is split, so that logits split by
+their classes are never gathered (label smoothing, a z-loss, entropies, distillation)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
+from shardc.ir.program import Collective, Value
+from shardc.rules.op_call import Call
+from shardc.rules.reduce import reduced
+from shardc.rules.registry import LocalCall, rule
+from shardc.rules.shared_signatures import whole_dims
+from shardc.rules.strategy import Strategy, needs_sum_grad
+from shardc.runtime import ops
+from shardc.runtime.ops.softmax_parts import wide
+
+aten = torch.ops.aten
+#: The kind of the strategy by which a dim of the softmax is split.
+PARTS = "normaliser"
+
+
+def _dims(call: Call) -> list[int]:
+    """The dims that the softmax is over."""
+    dims, ndim = call.arg(1, "dim", -1), len(call.operands[0].shape)
+    return sorted(call.dim(d) for d in ([dims] if isinstance(dims, int) else dims or range(ndim)))
+
+
+def by_parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
+    """Each rank has some of the elements that are normalised together; two small sums over ranks make the normaliser.
+
+    As the vocabulary-parallel loss does (Megatron-LM, Shoeybi et al. 2019, section 3)."""
+    x, result = call.operands[0].shape, call.results[0].shape
+    for p in sorted(available[0], key=repr):
+        if not isinstance(p, Shard) or p.dim not in _dims(call) or p.sections or p.mirrored:
+            continue
+        if p.padded(x[p.dim]) % (p.split * n) == 0:
+            yield Strategy(PARTS, (p,), (p if result == x else REPLICATE,))
+
+
+def local_softmax(call: LocalCall) -> fx.Node:
+    """The largest element of all ranks, the sum of exponentials over them, and what is made of it."""
+    split = call.axes(PARTS)
+    if not split:
+        return call.same()
+    x, out, dims = call.call.operands[0], call.call.results[0], _dims(call.call)
+    axes, layout, dtype = call.mesh.merge(split), call.inputs[0], wide(call.call.operands[0].dtype)
+    shape = tuple(1 if i in dims else s for i, s in enumerate(x.shape))
+    kept = Layout(tuple((a, p) for a, p in layout.items if not isinstance(p, Shard) or p.dim not in dims))
+    grad = out.requires_grad
+
+    def value(p: Placement, *, grad: bool = grad) -> Value:
+        """The type of a number for each softmax, placed so on its axes."""
+        own = kept
+        for a in split:
+            own = own.replace(a, p, call.mesh)
+        return Value(shape, dtype, grad, own)
+
+    terms = call.args[0]
+    for s in layout.paddings():
+        if s.dim in dims:
+            terms = call.without_padding(terms, 0, s.dim, -math.inf)
+    whole = value(REPLICATE)
+    size = whole.nbytes(call.mesh)
+    top = call.emit(ops.largest, (terms, dims), {}, value=value(Partial("max"), grad=False))
+    top = call.emit(
+        ops.all_reduce_max,
+        (top, call.mesh_node, axes),
+        {},
+        value=value(REPLICATE, grad=False),
+        collective=Collective("all_reduce", "none", axes, size, "softmax over a split dim: the largest element"),
+    )
+    sums = call.emit(ops.sum_exp, (terms, top, dims), {}, value=value(PARTIAL))
+    sums = call.emit(
+        ops.all_reduce,
+        (sums, call.mesh_node, axes),
+        {},
+        value=whole,
+        collective=Collective("all_reduce", "none", axes, size, "softmax over a split dim: the normaliser"),
+    )
+    lse = call.emit(ops.log_sum, (sums, top), {}, value=whole)
+    if out.shape != x.shape or call.call.target is aten.logsumexp.default:
+        if out.shape != shape:
+            squeezed = _without(kept, dims)
+            lse = call.emit(aten.squeeze.dims, (lse, dims), {}, value=Value(out.shape, dtype, grad, squeezed))
+        return _cast(call, lse, dtype)
+    if needs_sum_grad(whole):  # each rank has used it for its part alone
+        lse = call.emit(
+            ops.sum_grad,
+            (lse, call.mesh_node, axes),
+            {},
+            value=whole,
+            collective=Collective("none", "all_reduce", axes, size, "softmax over a split dim: the normaliser"),
+        )
+    each = Value(x.shape, dtype, grad, layout)
+    y = call.emit(aten.sub.Tensor, (call.args[0], lse), {}, value=each)
+    if "log" not in str(call.call.target):
+        y = call.emit(aten.exp.default, (y,), {}, value=each)
+    return _cast(call, y, dtype)
+
+
+def _without(layout: Layout, dims: list[int]) -> Layout:
+    """A layout where dims of size one are gone."""
+
+    def moved(p: Placement) -> Placement:
+        return replace(p, dim=p.dim - sum(d < p.dim for d in dims)) if isinstance(p, Shard) else p
+
+    return Layout(tuple((a, moved(p)) for a, p in layout.items))
+
+
+def _cast(call: LocalCall, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    wanted = call.call.results[0].dtype
+    return x if wanted == dtype else call.emit(aten._to_copy.default, (x,), {"dtype": wanted})
+
+
+rule(aten.logsumexp.default, reduced(1, "dim", summed=False), local=local_softmax, extra=by_parts)
+for _op in (aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default):
+    rule(_op, whole_dims((1, "dim", -1)), local=local_softmax, extra=by_parts)
