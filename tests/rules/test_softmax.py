@@ -54,24 +54,22 @@ def by_hand(z: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
 
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "label smoothing": lambda z, y, w: F.cross_entropy(*rows(z, y), label_smoothing=0.1),
-    "label smoothing, classes weighted": lambda z, y, w: F.cross_entropy(
-        *rows(z, y), by_class(z), label_smoothing=0.1
-    ),
+    "label smoothing, classes weighted": lambda z, y, w: F.cross_entropy(*rows(z, y), by_class(z), label_smoothing=0.1),
     "z-loss": lambda z, y, w: F.cross_entropy(*rows(z, y)) + 1e-2 * z.logsumexp(-1).square().mean(),
-    "tokens weighted": lambda z, y, w: (
-        (F.cross_entropy(*rows(z, y), reduction="none") * w.flatten()).sum() / w.sum()
-    ),
+    "tokens weighted": lambda z, y, w: (F.cross_entropy(*rows(z, y), reduction="none") * w.flatten()).sum() / w.sum(),
     "all of them": lambda z, y, w: (
         (F.cross_entropy(*rows(z, y), label_smoothing=0.1, reduction="none") * w.flatten()).sum() / w.sum()
         + 1e-2 * (z.logsumexp(-1).square() * w).sum()
     ),
-    "probabilities as targets": lambda z, y, w: F.cross_entropy(z.flatten(0, 1), z.detach().roll(1, 0).softmax(-1).flatten(0, 1)),
-    "distillation": lambda z, y, w: F.kl_div(
-        z.log_softmax(-1), (2 * z.detach()).softmax(-1), reduction="none"
-    ).sum(-1).mean(),
+    "probabilities as targets": lambda z, y, w: F.cross_entropy(
+        z.flatten(0, 1), z.detach().roll(1, 0).softmax(-1).flatten(0, 1)
+    ),
+    "distillation": lambda z, y, w: (
+        F.kl_div(z.log_softmax(-1), (2 * z.detach()).softmax(-1), reduction="none").sum(-1).mean()
+    ),
     "policy": policy,
     "log-probabilities by hand": by_hand,
-}  # fmt: skip
+}
 
 
 def reference(loss: Callable[..., Tensor], classes: int = 32) -> equality.Reference:
@@ -102,7 +100,7 @@ def test_logits_stay_split(what: str, spec: str) -> None:
     sim = shardc.verify.simulate(program, one.model, one.batch)
     assert_equal(sim, one.loss, one.grads)
     tokens = ROWS * SEQ // (2 if "cp" in program.mesh.names else 1)
-    sent = [c for c in sim.comms if c.axis == "tp" and "loss" in c.cause or "softmax" in c.cause]
+    sent = [c for c in sim.comms if c.axis == "tp" and ("loss" in c.cause or "softmax" in c.cause)]
     assert sent
     assert all(c.bytes <= 2 * tokens * 8 for c in sent)
 
