@@ -88,7 +88,7 @@ def plan(
         assert devices is not None
         result = planner.search(devices, global_batch)
     if largest is not None:
-        result = planner.largest(result, largest)
+        result = planner.largest(result, largest, given=given is not None)
     if fewest:
         result = planner.fewest(result)
     return replace(result, seconds=time.perf_counter() - started)

@@ -40,6 +40,8 @@ def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
         mesh.append(f"tp={sizes['tp']} {inside}: {c.shares.get('tp', 0):.0%} of a step waits for it")
     if sizes.get("pp", 1) > 1:
         mesh.append(f"pp={sizes['pp']}: {c.shares.get('bubble', 0):.0%} of a step is bubble")
+    if sizes.get("cp", 1) > 1:
+        mesh.append(f"cp={sizes['cp']}: {c.shares.get('cp', 0):.0%} of a step waits for the rest of the sequence")
     if sizes.get("ep", 1) > 1:
         mesh.append(f"ep={sizes['ep']}: experts over ranks that split the batch too")
     if sizes.get("dp", 1) > 1:
@@ -55,6 +57,10 @@ def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
     if s.shard_use:
         structure = "derived from the graph: weights that can be split with nothing gathered between them"
         reasons["shard"] = "the plan that the model carries" if s.shard_use == "model" else structure
+    if s.sequence:
+        reasons["sequence"] = (
+            "each rank has a part of the tokens of every row, in two stretches where attention is causal"
+        )
     if s.activations:
         reasons["activations"] = "sequence parallel: what layers pass on is split over tp, for the same bytes sent"
     if s.pipeline:

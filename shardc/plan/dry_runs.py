@@ -23,7 +23,7 @@ from shardc.errors import ShardcError
 from shardc.ir.graph import calls, operands_of
 from shardc.ir.program import Program
 from shardc.plan.few_layers import UNITS, Subject
-from shardc.plan.space import Choice, Keep, SpecTemplate, budget, spec
+from shardc.plan.space import Choice, Core, SpecTemplate, budget, spec
 from shardc.plan.stage_vectors import FLOPS, Stage, Vector, lines, part_of, stage
 from shardc.runtime import ops
 from shardc.runtime.schedule import SCHEDULES
@@ -91,21 +91,18 @@ class Library:
     device: Device
     sequence: int | None = None
     microbatches: int = 2
-    _cores: dict[tuple[int, int, bool, Keep], Stages | ShardcError] = field(default_factory=dict)
+    _cores: dict[Core, Stages | ShardcError] = field(default_factory=dict)
     _pipelined: dict[str, Stages] = field(default_factory=dict)
     _alone: dict[str, Stage] = field(default_factory=dict)
 
     def core(self, choice: Choice) -> Stages:
-        """The stages for a choice's (tp, ep, sequence parallel, checkpoint): one row a microbatch, no data axis. Raises
-        ShardcError if compile refuses it.
+        """The stages for a choice's core: one row a microbatch, no data axis. Raises ShardcError if compile refuses
+        it.
         """
         key = choice.core
         if key not in self._cores:
-            tp, ep, sp, keep = key
             try:
-                self._cores[key] = self._core(
-                    Choice(ep=ep, tp=tp, sequence_parallel=sp, checkpoint=keep, microbatches=self.microbatches)
-                )
+                self._cores[key] = self._core(Choice(**key._asdict(), microbatches=self.microbatches))
             except ShardcError as e:
                 self._cores[key] = e
         core = self._cores[key]

@@ -107,11 +107,11 @@ class Estimates:
         cast = min(x.cast, x.resident[p])
         if c.zero:
             if c.zero == 3:
-                state[p] /= c.dp
+                state[p] /= c.sharded
             elif cast:  # whole in the dtype of products, and a part of the master weights; without casts both are one
-                state[p] = cast + state[p] / c.dp
-            state[o] /= c.dp
-            state[g] /= c.dp if c.zero > 1 else 1
+                state[p] = cast + state[p] / c.sharded
+            state[o] /= c.sharded
+            state[g] /= c.sharded if c.zero > 1 else 1
         kept = x.kept.copy()
         # weights that are cast: a copy for all microbatches, unless they are stored in that dtype or gathered
         casts = cast * casts_kept(c.checkpoint)
@@ -127,7 +127,7 @@ class Estimates:
         scale = np.array([1 if w == "launch" else c.rows for w in WHAT])  # small ops take as long with more rows
         forward, backward = x.forward * scale, x.backward * scale
         spent = dict(zip(WHAT, map(float, m * (forward + backward) + x.ends), strict=True))
-        if c.dp * c.ep > 1:
+        if c.dp * c.ep > 1 or (c.zero and c.cp > 1):
             spent["dp"] += self._sums(c, float(x.resident[g]), float(cast or x.resident[p]), forward, backward)
         spent["bubble"] = bubble(c, float(forward.sum()), float(backward.sum()))
         if c.pp > 1:
@@ -136,8 +136,9 @@ class Estimates:
         return np.maximum(kinds, 0), spent
 
     def _sums(self, c: Choice, grads: float, weights: float, forward: Vector, backward: Vector) -> float:
-        """Seconds of collectives over the data axes that do not overlap. grads, weights: bytes of a rank's gradients,
-        and of weights as gathered.
+        """Seconds of collectives over the data axes that do not overlap, or of ZeRO's over the sequence's axis: what is
+        not sharded there is summed in the dry run. grads, weights: bytes of a rank's gradients, and of weights as
+        gathered.
         """
         if c.zero == 3:
             gather, scatter = self._comm(c, "all_gather", weights), self._comm(c, "reduce_scatter", grads)
@@ -153,10 +154,11 @@ class Estimates:
         return late + max(gather - float(forward.sum()), 0.05 * gather)
 
     def _comm(self, c: Choice, kind: str, nbytes: float) -> float:
-        """Seconds of a collective over the data axes: linear in bytes."""
-        key = kind, c.dp, c.ep, c.tp
+        """Seconds of a collective over the data axes, or the sequence's: linear in bytes."""
+        key = kind, c.dp, c.cp, c.ep, c.tp
         if key not in self._lines:
-            ranks = Mesh((("dp", c.dp), ("ep", c.ep), ("tp", c.tp))).group(0, ("dp", "ep"))
+            mesh = Mesh((("dp", c.dp), ("cp", c.cp), ("ep", c.ep), ("tp", c.tp)))
+            ranks = mesh.group(0, ("dp", "ep") if c.dp * c.ep > 1 else ("cp",))
             none = collective_seconds(self.library.device, kind, 0, ranks)
             self._lines[key] = none, (collective_seconds(self.library.device, kind, 1e9, ranks) - none) / 1e9
         none, each = self._lines[key]

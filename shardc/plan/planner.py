@@ -5,7 +5,7 @@ sequence, and the fewest devices that fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +23,8 @@ from shardc.plan.few_layers import UNITS, Subject, cuts, experts, regions, seque
 from shardc.plan.headroom import usable
 from shardc.plan.largest_that_fits import Largest
 from shardc.plan.result import Candidate, Plan, Target
-from shardc.plan.search import FAR, Core, Search
-from shardc.plan.space import Choice, SpecTemplate, spec
+from shardc.plan.search import FAR, Search
+from shardc.plan.space import Choice, Core, Keep, SpecTemplate, spec
 from shardc.spec import Spec
 
 #: `--precision`, as the section of a spec.
@@ -128,9 +128,13 @@ class Planner:
 
     def _batch(self, devices: int, batch: int | None, cores: list[Core]) -> tuple[int, str]:
         """Rows of the global batch, and a note on their source. cores: the splits for so many devices."""
-        rows = self.subject.rows
+        rows, finder = self.subject.rows, self.finder
+
+        def spreads(rows: int, cores: Iterable[Core] = cores) -> bool:
+            return any(True for core in cores for _ in finder.choices([core], devices, rows))
+
         if batch is not None:
-            if not any(True for _ in self.finder.choices(cores, devices, batch)):
+            if not spreads(batch) and not spreads(batch, finder.long_rows(cores, devices)):
                 what = f"a global batch of {batch} rows cannot be spread over {devices} devices"
                 raise ShardcError(
                     what,
@@ -139,7 +143,7 @@ class Planner:
                 )
             return batch, f"global batch of {batch} rows (--global-batch)"
         for k in (1, *(2**i for i in range(1, 40) if 2**i * rows < 2 * devices), devices):
-            if any(True for _ in self.finder.choices(cores, devices, k * rows)):
+            if spreads(k * rows) or (k == 1 and spreads(rows, finder.long_rows(cores, devices))):
                 times = (
                     f", times {k}: as some of {devices} devices would be idle with fewer"
                     if k > 1
@@ -166,53 +170,70 @@ class Planner:
 
     # --- how much, how few
 
-    def largest(self, plan: Plan, what: str) -> Plan:
-        """Answers how many rows (what: "batch"), or how long a sequence, the best candidate can take."""
+    def largest(self, plan: Plan, what: str, *, given: bool = False) -> Plan:
+        """Answers how many rows (what: "batch"), or how long a sequence, the best candidate can take. A sequence also
+        with the meshes that take the longest, unless the candidate's spec was given.
+        """
         best = plan.candidates[0] if plan.candidates else None
         if best is None:
             raise plan.lacking()
-        data = best.spec.data_ranks * best.spec.batch.microbatches
         if what == "batch":
+            data = best.spec.data_ranks * best.spec.batch.microbatches
 
             def peak(n: int) -> float:
                 self.on(f"a global batch of {n * data} rows", 0, 0)
                 return price(self.library, best.spec, n * data).peak
 
-            unit, start, name = data, max(best.priced.batch // data, 1), "rows of the global batch"
-        else:
-            long = self.subject.sequence
-            if long is None:
-                raise ShardcError(
-                    "the inputs have no sequence dim in common",
-                    where="--largest sequence",
-                    fix="use --largest batch",
-                )
-            split = best.devices // best.spec.data_ranks
-            unit = math.lcm(128 if long >= 128 else 1, split)
-            start, name = max(long // unit, 1), "tokens of a row"
+            solver = Largest(peak, self.usable)
+            answer = _answer(solver, solver.solve(max(best.priced.batch // data, 1)), data, best.spec)
+            answer["what"] = "rows of the global batch"
+            return replace(plan, answers={**plan.answers, "largest batch": answer})
+        if self.subject.sequence is None:
+            raise ShardcError(
+                "the inputs have no sequence dim in common", where="--largest sequence", fix="use --largest batch"
+            )
+        answer = self._longest(best.spec, best.priced.batch, self.subject.sequence)
+        for one in () if given else self._for_long_rows(best):
+            longer = self._longest(one, best.priced.batch, 2 * answer["value"], above=answer["value"])
+            if longer["value"] > answer["value"]:
+                answer = {**longer, "priced": answer["priced"] + longer["priced"]}
+        answer["what"] = "tokens of a row"
+        return replace(plan, answers={**plan.answers, "largest sequence": answer})
 
-            def peak(n: int) -> float:
-                self.on(f"a sequence of {n * unit} tokens", 0, 0)
-                try:
-                    return price(
-                        Library(self.subject, self.template, self.device, n * unit), best.spec, best.priced.batch
-                    ).peak
-                except ShardcError:
-                    return math.inf  # too long for the model
+    def _for_long_rows(self, best: Candidate) -> list[Spec]:
+        """Specs on the devices of a candidate that take the longest rows: one row at a time, its tokens over all ranks
+        that do not split weights, every layer recomputed, all state sharded.
+        """
+        rows, found = best.priced.batch, []
+        ep = dict(best.spec.mesh.axes).get("ep", 1)
+        for core in self.finder.cores(best.devices):
+            cp = best.devices // (core.tp * ep)
+            if cp > 1 and core.ep == ep and best.devices % (core.tp * ep) == 0:
+                keep: Keep = "full" if self.template.regions else "none"
+                each = self.library.microbatches > 1
+                choice = Choice(cp=cp, ep=ep, tp=core.tp, sequence_parallel=core.sequence_parallel, checkpoint=keep)
+                choice = replace(choice, zero=3, rows=1 if each else rows, microbatches=rows if each else 1)
+                found.append(Spec.load(spec(choice, self.template)))
+        return sorted(found, key=lambda s: s.sequence is not None and -s.mesh.size(s.sequence.axis))
+
+    def _longest(self, one: Spec, rows: int, start: int, above: int = 0) -> dict[str, Any]:
+        """How long rows may be for a spec. above: an answer is of no use unless it is longer."""
+        split = one.mesh.world // one.data_ranks
+        zigzag = 2 * one.mesh.size(one.sequence.axis) if one.sequence else 1
+        unit = math.lcm(128 if start >= 128 else 1, split, zigzag)
+
+        def peak(n: int) -> float:
+            self.on(f"a sequence of {n * unit} tokens", 0, 0)
+            try:
+                library = Library(self.subject, self.template, self.device, n * unit)
+                return price(library, one, rows).peak
+            except ShardcError:
+                return math.inf  # too long for the model
 
         solver = Largest(peak, self.usable)
-        n = solver.solve(start)
-        answer = {
-            "what": name,
-            "value": n * unit,
-            "step": unit,
-            "peak_bytes": solver.peaks.get(n),
-            "next": (n + 1) * unit,
-            "next_peak_bytes": solver.peaks.get(n + 1) if math.isfinite(solver.peaks.get(n + 1, math.inf)) else None,
-            "spec": best.spec.to_dict(),
-            "priced": len(solver.peaks),
-        }
-        return replace(plan, answers={**plan.answers, f"largest {what}": answer})
+        if above and solver.at(above // unit + 1) > self.usable:
+            return {"value": 0, "priced": 1}
+        return _answer(solver, solver.solve(max(start // unit, 1)), unit, one)
 
     def fewest(self, plan: Plan) -> Plan:
         """Answers on how few devices anything fits, for the same global batch: by halving the number while something
@@ -251,3 +272,17 @@ class Planner:
             if one.fits:
                 return one
         return None
+
+
+def _answer(solver: Largest, n: int, unit: int, one: Spec) -> dict[str, Any]:
+    """What was found out, of numbers that are multiples of a unit."""
+    following = solver.peaks.get(n + 1, math.inf)
+    return {
+        "value": n * unit,
+        "step": unit,
+        "peak_bytes": solver.peaks.get(n),
+        "next": (n + 1) * unit,
+        "next_peak_bytes": following if math.isfinite(following) else None,
+        "spec": one.to_dict(),
+        "priced": len(solver.peaks),
+    }

@@ -1,6 +1,7 @@
 """The search: all choices, their estimated prices, and exact prices of the best.
 
-1  dry_runs   a microbatch for every (tp, ep) that compile accepts; recomputed where something does not fit otherwise
+1  dry_runs   a microbatch for every (tp, ep) that compile accepts; recomputed where something does not fit otherwise,
+              and with the sequence split where no row fits as it is, or rows are too few for the devices
 2  estimate   a price of every mesh × ZeRO × schedule × microbatches
 3  exact      a price of the best, from dry runs at their own mesh; these rank the result
 """
@@ -15,7 +16,7 @@ from shardc.errors import ShardcError
 from shardc.plan.dry_runs import Library
 from shardc.plan.estimate import Estimates
 from shardc.plan.exact_price import Priced, price
-from shardc.plan.space import CHECKPOINTS, Choice, Keep, choices, divisors, spec, tensor_widths
+from shardc.plan.space import CHECKPOINTS, Choice, Core, Keep, choices, divisors, sequence_widths, spec, tensor_widths
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
 
@@ -30,7 +31,6 @@ SECOND = 4
 FAR = 2
 #: A choice estimated at so many times a device's memory is not tried with more rows.
 HOPELESS = 4
-Core = tuple[int, int, bool, Keep]
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -65,28 +65,27 @@ class Search:
         experts = [e for e in divisors(devices) if e in some and self.experts % e == 0] if self.experts else [1]
         splits = [(t, e) for t in widths for e in experts if devices % (t * e) == 0]
         cores = (
-            self._core(tp, ep, (True, False) if tp > 1 and self.library.template.sequences else (False,), "none")
+            self._core(Core(tp, ep, sequence_parallel=tp > 1 and bool(self.library.template.sequences)))
             for tp, ep in splits
         )
         return [core for core in cores if core is not None]
 
     def recomputing(self, core: Core) -> list[Core]:
         """A split with every kind of recomputation that compile accepts."""
-        tp, ep, sp, _ = core
-        keeps = [k for k in CHECKPOINTS if k != "none"] if self.library.template.regions else []
-        cores = (self._core(tp, ep, dict.fromkeys((sp, False)), keep) for keep in keeps)
+        keeps: list[Keep] = [k for k in CHECKPOINTS if k != "none"] if self.library.template.regions else []
+        cores = (self._core(core._replace(checkpoint=keep)) for keep in keeps)
         return [core for core in cores if core is not None]
 
-    def _core(self, tp: int, ep: int, sequence_parallel: Iterable[bool], keep: Keep) -> Core | None:
-        """The first of the kinds, with or without sequence parallelism, that compile accepts; None if neither."""
-        mesh = f"tp={tp}" + (f", ep={ep}" if ep > 1 else "")
-        name = mesh if keep == "none" else f"{mesh}, recompute {keep}"
+    def _core(self, core: Core) -> Core | None:
+        """It, or the same without sequence parallelism, if compile accepts that; None if neither."""
+        mesh = ", ".join([f"tp={core.tp}", *(f"{a}={n}" for a, n in (("ep", core.ep), ("cp", core.cp)) if n > 1)])
+        name = mesh if core.checkpoint == "none" else f"{mesh}, recompute {core.checkpoint}"
         if name in self.refused:
             return None
-        for sp in sequence_parallel:
-            choice = Choice(tp=tp, ep=ep, sequence_parallel=sp, checkpoint=keep)
+        for sp in dict.fromkeys((core.sequence_parallel, False)):
+            choice = Choice(**core._replace(sequence_parallel=sp)._asdict())
             if not self.library.knows(choice):
-                self.on(f"one microbatch at {mesh}, recompute {keep}", 0, 0)
+                self.on(f"one microbatch at {mesh}, recompute {core.checkpoint}", 0, 0)
             try:
                 self.library.core(choice)
             except ShardcError as e:
@@ -102,15 +101,38 @@ class Search:
         return choices(list(cores), devices, batch, self.cuts, most)
 
     def estimate(self, devices: int, batch: int, cores: Iterable[Core]) -> list[tuple[Choice, Priced]]:
-        """Every choice, unordered; with recomputation, which costs time, only where something does not fit without."""
+        """Every choice, unordered; with recomputation, which costs time, only where something does not fit without, and
+        with the sequence split only where nothing does, or rows are too few for all devices.
+        """
         estimates: list[tuple[Choice, Priced]] = []
         for core in cores:
-            plain = self._estimate(devices, batch, [core])
-            estimates += plain
-            if any(p.peak > self.memory for _, p in plain):
-                estimates += self._estimate(devices, batch, self.recomputing(core))
+            of_core, fits = self._of_core(devices, batch, core)
+            estimates += of_core
+            cp, ranks = 1, devices // (core.tp * core.ep)
+            split = self.long_rows([core], devices)
+            while not (fits and batch * cp >= ranks) and (longer := next(split, None)) is not None:
+                cp, (of_core, fits) = longer.cp, self._of_core(devices, batch, longer)
+                estimates += of_core
         self.considered += len(estimates)
         return estimates
+
+    def long_rows(self, cores: Iterable[Core], devices: int) -> Iterator[Core]:
+        """The splits that cut the sequence too, as compile accepts them: the fewest parts first, made as they are asked
+        for.
+        """
+        for core in cores:
+            widths = sequence_widths(
+                devices // (core.tp * core.ep), self.library.sequence or self.library.subject.sequence
+            )
+            split = (self._core(core._replace(cp=cp)) for cp in widths)
+            yield from (core for core in split if core is not None)
+
+    def _of_core(self, devices: int, batch: int, core: Core) -> tuple[list[tuple[Choice, Priced]], bool]:
+        """The choices of a core, recomputed ones where it takes them, and whether one fits without."""
+        plain = self._estimate(devices, batch, [core])
+        short = [p for _, p in plain if p.peak > self.memory]
+        again = self._estimate(devices, batch, self.recomputing(core)) if short else []
+        return [*plain, *again], len(short) < len(plain)
 
     def _estimate(self, devices: int, batch: int, cores: Iterable[Core]) -> list[tuple[Choice, Priced]]:
         estimates: list[tuple[Choice, Priced]] = []

@@ -1,6 +1,6 @@
 """The space that a plan searches. A point of it is a `Choice`, which can be written as a spec.
 
-mesh         pp × dp × ep × tp, outermost first: neighbours in tp share a node
+mesh         pp × dp × cp × ep × tp, outermost first: neighbours in tp share a node
 the rest     sequence parallel, ZeRO, what is recomputed, the schedule, rows of a microbatch
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardc.runtime.schedule import SCHEDULES
 
@@ -52,12 +52,23 @@ class Layers:
     period: int = 1
 
 
+class Core(NamedTuple):
+    """What decides the work that one row of one layer is on a rank."""
+
+    tp: int = 1
+    ep: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+    checkpoint: Keep = "none"
+
+
 @dataclass(frozen=True)
 class Choice:
     """One way to train. rows: of a microbatch, on one rank. per_rank: stages on each rank of a pipeline."""
 
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     ep: int = 1
     tp: int = 1
     sequence_parallel: bool = False
@@ -70,12 +81,12 @@ class Choice:
 
     @property
     def mesh(self) -> dict[str, int]:
-        sizes = {"pp": self.pp, "dp": self.dp, "ep": self.ep, "tp": self.tp}
+        sizes = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep, "tp": self.tp}
         return {a: n for a, n in sizes.items() if n > 1} or {"dp": 1}
 
     @property
     def devices(self) -> int:
-        return self.pp * self.dp * self.ep * self.tp
+        return self.pp * self.dp * self.cp * self.ep * self.tp
 
     @property
     def batch(self) -> int:
@@ -87,14 +98,23 @@ class Choice:
         return self.pp * self.per_rank
 
     @property
-    def core(self) -> tuple[int, int, bool, Keep]:
-        """What decides the work that one row of one layer is on a rank."""
-        return self.tp, self.ep, self.sequence_parallel, self.checkpoint
+    def sharding(self) -> str:
+        """The axis that ZeRO shards over: the data's, or the sequence's where there is none."""
+        return "cp" if self.dp == 1 and self.cp > 1 else "dp"
+
+    @property
+    def sharded(self) -> int:
+        """The number of ranks that ZeRO shards over."""
+        return self.mesh.get(self.sharding, 1)
+
+    @property
+    def core(self) -> Core:
+        return Core(self.tp, self.ep, self.cp, self.sequence_parallel, self.checkpoint)
 
     def __str__(self) -> str:
         said = [f"{a}={n}" for a, n in self.mesh.items()]
         said += ["sp"] if self.sequence_parallel else []
-        said += [f"zero {self.zero}"] if self.dp > 1 else []
+        said += [f"zero {self.zero}"] if self.sharded > 1 else []
         said += [self.schedule + (f" ×{self.per_rank}" if self.per_rank > 1 else "")] if self.pp > 1 else []
         return ", ".join([*said, f"recompute {self.checkpoint}", f"{self.microbatches} microbatches of {self.rows}"])
 
@@ -121,6 +141,8 @@ def spec(choice: Choice, template: SpecTemplate, counts: tuple[int, ...] = ()) -
     if choice.microbatches > 1:
         batch["microbatches"] = choice.microbatches
     document |= {"batch": batch} if batch else {}
+    if choice.cp > 1:
+        document["sequence"] = {"axis": "cp"}
     if choice.tp > 1:
         document["shard"] = dict(template.shard)
     if choice.sequence_parallel:
@@ -131,8 +153,8 @@ def spec(choice: Choice, template: SpecTemplate, counts: tuple[int, ...] = ()) -
             **({"balance": list(counts)} if counts else {"stages": choice.stages}),
             "schedule": choice.schedule,
         }
-    if choice.zero and choice.dp > 1:
-        document["data"] = {"axis": "dp", "zero": choice.zero}
+    if choice.zero and choice.sharded > 1:
+        document["data"] = {"axis": choice.sharding, "zero": choice.zero}
     if choice.ep > 1:
         document["experts"] = [{"match": name, "axis": "ep"} for name in template.experts]
     if (how := CHECKPOINTS[choice.checkpoint]) is not None:
@@ -157,25 +179,39 @@ def tensor_widths(devices: int, node: int) -> tuple[list[int], list[int]]:
     return inside, [t for t in divisors(devices) if t in range(2 * node, 4 * node + 1, node)]
 
 
-def choices(
-    cores: list[tuple[int, int, bool, Keep]], devices: int, batch: int, layers: int, most: int = 1 << 30
-) -> Iterator[Choice]:
-    """All of them for so many devices and rows, given what there is of (tp, ep, sequence parallel, checkpoint). layers:
-    that a pipeline may cut; most: microbatches that the model takes."""
-    for tp, ep, sp, keep in cores:
-        if devices % (tp * ep):
+#: A rank of the sequence's axis has so many tokens of a row at least: with fewer, what it sends is soon more than what
+#: it computes.
+TOKENS = 1024
+
+
+def sequence_widths(ranks: int, tokens: int | None) -> list[int]:
+    """Sizes of the sequence's axis, smallest first: those that cut so many tokens into two equal stretches for each
+    rank (a zigzag).
+
+    >>> sequence_widths(12, 8192)
+    [2, 4]
+    """
+    return [c for c in divisors(ranks) if c > 1 and tokens and tokens % (2 * c) == 0 and tokens // c >= TOKENS]
+
+
+def choices(cores: list[Core], devices: int, batch: int, layers: int, most: int = 1 << 30) -> Iterator[Choice]:
+    """All of them for so many devices and rows, given what there is of cores. layers: that a pipeline may cut; most:
+    microbatches that the model takes.
+    """
+    for tp, ep, cp, sp, keep in cores:
+        if devices % (tp * ep * cp):
             continue
-        for pp in (d for d in divisors(devices // (tp * ep)) if d <= layers):
-            dp = devices // (tp * ep * pp)
+        for pp in (d for d in divisors(devices // (tp * ep * cp)) if d <= layers):
+            dp = devices // (tp * ep * cp * pp)
             if batch % (dp * ep):
                 continue
             each = batch // (dp * ep)
-            base = Choice(pp, dp, ep, tp, sp, checkpoint=keep)
+            base = Choice(pp, dp, cp, ep, tp, sp, checkpoint=keep)
             for rows in (r for r in divisors(each) if r & (r - 1) == 0 or r == each):
                 if each // rows > most:
                     continue
                 sized = replace(base, rows=rows, microbatches=each // rows)
-                for zero in range(4) if dp > 1 else (0,):
+                for zero in range(4) if base.sharded > 1 else (0,):
                     one = replace(sized, zero=zero)
                     if pp == 1:
                         yield one

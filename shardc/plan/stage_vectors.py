@@ -26,10 +26,10 @@ from shardc.spec import Spec
 Vector = NDArray[np.float64]
 N = len(KINDS)
 #: Columns: bytes left behind, bytes at the highest moment, flops, bytes sent to the next stage, seconds by cause.
-NET, HIGH, FLOPS, SENT, CAUSES = slice(0, N), slice(N, 2 * N), 2 * N, 2 * N + 1, slice(2 * N + 2, 2 * N + 9)
-WIDTH = 2 * N + 9
+NET, HIGH, FLOPS, SENT, CAUSES = slice(0, N), slice(N, 2 * N), 2 * N, 2 * N + 1, slice(2 * N + 2, 2 * N + 10)
+WIDTH = 2 * N + 10
 #: What a rank does in a second: products, memory traffic, starting small ops, waiting for the collectives of an axis.
-WHAT = ("compute", "memory", "launch", "tp", "ep", "dp", "pp")
+WHAT = ("compute", "memory", "launch", "tp", "cp", "ep", "dp", "pp")
 GRADIENTS = KINDS.index("gradients")
 PARAMETERS = KINDS.index("parameters")
 
@@ -42,8 +42,9 @@ Stage = dict[Key, Vector]
 def roles(spec: Spec) -> dict[str, str]:
     """The role of each axis of the mesh, as named in WHAT."""
     stages = spec.pipeline.axis if spec.pipeline else ""
-    data, own = spec.data_axes, spec.expert_axes
-    return {a: "pp" if a == stages else "ep" if a in own else "dp" if a in data else "tp" for a in spec.mesh.names}
+    sequence = spec.sequence.axis if spec.sequence else ""
+    of = {**dict.fromkeys(spec.data_axes, "dp"), **dict.fromkeys(spec.expert_axes, "ep"), sequence: "cp", stages: "pp"}
+    return {a: of.get(a, "tp") for a in spec.mesh.names}
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Meter(Clock):
 
     def _named(self, record: CommRecord) -> str:
         roles = {self.roles[a.partition("[")[0].partition(".")[0]] for a in record.axes}
-        return next(a for a in ("pp", "dp", "ep", "tp") if a in roles)
+        return next(a for a in ("pp", "dp", "ep", "cp", "tp") if a in roles)
 
 
 def meter(device: Device, program: Program, rank: int) -> Meter:

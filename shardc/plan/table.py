@@ -21,6 +21,7 @@ CAUSES = {
     "memory": "yellow",
     "launch": "bright_black",
     "tp": "magenta",
+    "cp": "bright_magenta",
     "ep": "cyan",
     "dp": "blue",
     "pp": "red",
@@ -43,6 +44,7 @@ LETTERS = {
     "memory": "m",
     "launch": "s",
     "tp": "t",
+    "cp": "q",
     "ep": "e",
     "dp": "d",
     "pp": "p",
@@ -182,7 +184,7 @@ def alike(rows: Sequence[tuple[Candidate, Sequence[Candidate]]]) -> Text:
 
 
 def cause(name: str) -> str:
-    return f"waiting for {name}" if name in ("tp", "ep", "dp", "pp") else name
+    return f"waiting for {name}" if name in ("tp", "cp", "ep", "dp", "pp") else name
 
 
 def heading(plan: Plan) -> Text:

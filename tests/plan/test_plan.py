@@ -25,7 +25,7 @@ from shardc.plan.exact_price import Priced, price
 from shardc.plan.few_layers import Subject
 from shardc.plan.largest_that_fits import Largest
 from shardc.plan.planner import Planner
-from shardc.plan.space import Choice, choices, spec
+from shardc.plan.space import Choice, Core, choices, sequence_widths, spec
 from shardc.plan.table import distinct, named
 from shardc.spec import Spec
 from tests import zoo
@@ -121,6 +121,7 @@ def blocks() -> Plan:
         Choice(pp=2, dp=2, rows=1, microbatches=5, schedule="1f1b", zero=1),
         Choice(pp=2, dp=2, zero=3, rows=2, microbatches=4, schedule="interleaved", per_rank=2, checkpoint="selective"),
         Choice(pp=2, tp=2, rows=4, microbatches=4, schedule="zb-v", per_rank=2),
+        Choice(cp=2, tp=2, zero=3, rows=4, microbatches=4, sequence_parallel=True, checkpoint="full"),
     ],
     ids=str,
 )
@@ -233,8 +234,8 @@ def test_a_second_choice_that_fits_is_priced() -> None:
 def prices() -> tuple[tuple[Choice, Priced], ...]:
     """Estimates for eight devices of one node."""
     q = stacked()
-    cores = [(t, 1, t > 1, k) for t in (1, 2) for k in ("none", "full")]
-    return tuple((c, q.finder.estimates(c)) for c in choices(cores, 8, 64, 6))  # type: ignore[arg-type]
+    cores = [Core(t, sequence_parallel=t > 1, checkpoint=k) for t in (1, 2) for k in ("none", "full")]  # type: ignore[arg-type]
+    return tuple((c, q.finder.estimates(c)) for c in choices(cores, 8, 64, 6))
 
 
 def test_small_memory_makes_it_split_and_recompute() -> None:
@@ -285,10 +286,60 @@ def test_estimates_lie_near_exact_prices() -> None:
         assert rough.peak == pytest.approx(exact.peak, rel=0.3)
 
 
+class Attends(nn.Module):
+    """Causal attention over long rows, of sizes that two ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.qkv, self.head = nn.Embedding(63, 45), nn.Linear(45, 135), nn.Linear(45, 63)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        q, k, v = (y.unflatten(-1, (3, 15)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.nn.functional.cross_entropy(self.head(y.transpose(1, 2).flatten(2)).flatten(0, 1), ids.flatten())
+
+
+@functools.cache
+def long_rows() -> Plan:
+    """Of one row of 8192 tokens on two devices, which is too long for one."""
+    with torch.device("meta"):
+        model, batch = Attends(), {"ids": torch.empty(1, 8192, dtype=torch.long)}
+    little = H100.model_copy(update={"memory": 12e6})
+    return shardc.plan(model, batch, devices=2, device=little, largest="sequence")
+
+
+def test_the_sequence_is_split_where_a_row_is_too_long() -> None:
+    found = long_rows()
+    best = found.best
+    assert best.spec.to_dict()["sequence"] == {"axis": "cp"}
+    assert "# cp=2: " in found.spec()
+    assert best.shares["cp"] > 0
+    with torch.device("meta"):
+        model, batch = Attends(), {"ids": torch.empty(1, 8192, dtype=torch.long)}
+    whole = shardc.compile(model, batch, best.spec, prove=False).cost(best.target.device)
+    assert best.step_seconds == pytest.approx(whole.step_seconds, rel=0.03)
+    assert best.peak == pytest.approx(whole.memory.peak, rel=0.03)
+
+
+def test_the_longest_sequence_is_that_of_the_mesh_that_takes_it() -> None:
+    found = long_rows()
+    answer = found.answers["largest sequence"]
+    assert answer["peak_bytes"] <= found.target.usable < answer["next_peak_bytes"]
+    assert answer["spec"]["mesh"] == {"cp": 2}
+    assert answer["value"] > 8192
+
+
+def test_short_rows_are_not_split() -> None:
+    assert sequence_widths(8, 1024) == []
+    assert sequence_widths(8, None) == []
+    assert all("cp" not in c.spec.mesh.names for c in blocks().candidates)
+
+
 def test_slow_links_keep_tensor_parallel_in_a_node() -> None:
     slow = H100.model_copy(update={"node": 2, "between": Link(bandwidth=1e9, latency=1e-4)})
     q = planner(*stack(2), on=slow)
-    assert max(core[0] for core in q.finder.cores(8)) == 2
+    assert max(core.tp for core in q.finder.cores(8)) == 2
     inside, across = (
         price(q.library, Spec.load(spec(Choice(dp=8 // t, tp=t, rows=2 * t), q.template)), 16) for t in (2, 4)
     )
@@ -332,7 +383,7 @@ def test_experts_are_offered() -> None:
     found = q.search(2, 8)
     (sparse,) = [c for c in found.candidates if "ep" in c.spec.mesh.names][:1]
     assert sparse.spec.to_dict()["experts"] == [{"match": "mixture", "axis": "ep"}]
-    assert 2 in {core[1] for core in q.finder.cores(2)}
+    assert 2 in {core.ep for core in q.finder.cores(2)}
 
 
 class Convolutions(nn.Module):
