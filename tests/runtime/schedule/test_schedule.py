@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardc.errors import ShardcError
-from shardc.plan.space import choices
+from shardc.plan.space import Core, choices
 from shardc.runtime import schedule
 from shardc.runtime.schedule import SCHEDULES, Action, Link, Maker, Schedule, make, parse, prove
 from shardc.spec import Spec
@@ -548,7 +548,7 @@ def breadth_first(stages: int, ranks: int, microbatches: int) -> list[list[Actio
 
 def planned(keep: Literal["none", "full"]) -> set[str]:
     """The schedules that a planner tries for two stages."""
-    return {c.schedule for c in choices([(1, 1, False, keep)], devices=2, batch=4, layers=2) if c.pp == 2}
+    return {c.schedule for c in choices([Core(checkpoint=keep)], devices=2, batch=4, layers=2) if c.pp == 2}
 
 
 def test_a_new_schedule_is_a_file_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
