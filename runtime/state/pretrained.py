@@ -30,6 +30,9 @@ from shardc.runtime.state.weight_files import WeightFiles
 
 #: Names that an error or a note gives.
 SHOWN = 4
+#: Where fewer tensors than one in so many fit, of the files' and of the model's as well, the files are another model's:
+#: a name such as lm_head.weight is in all of them. An adapter is few of a model's tensors, but all of its own file's.
+FEW = 8
 #: What peft puts into names: the layer that an adapter is around, the copies that are trained, the adapter's name.
 _PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
@@ -39,18 +42,20 @@ class Placed:
     """Weights of files under a model's names. tensors: on the recorder's tape, without memory.
 
     missing: names of the model that the files do not have; extra: names of the files that the model does not have.
+    read: how many of the model's names the files have; `tensors` has all names of a tied one.
     """
 
     files: WeightFiles
     tensors: Mapping[str, Tensor]
     missing: tuple[str, ...]
     extra: tuple[str, ...]
+    read: int
 
     def notes(self, model: nn.Module) -> list[str]:
         """What a user should know, in lines."""
         held = sorted({_name(x.dtype) for x in named_state(model).values() if x.is_floating_point()})
         stored = Counter(_name(x.dtype) for x in self.files.tensors.values() if x.dtype.is_floating_point)
-        lines = [f"weights: {len(self.tensors)} tensors of {self.files.path} ({self.files.what})"]
+        lines = [f"weights: {self.read} tensors of {self.files.path} ({self.files.what})"]
         other = {dtype: n for dtype, n in stored.items() if dtype not in held}
         lines += [f"{n} of them are stored as {dtype} and held as {', '.join(held)}" for dtype, n in other.items()]
         if self.missing:
@@ -110,13 +115,20 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> Placed:
                 fix="make the model with the config of these weights, or rename what is new in it",
             )
     _fold(errors)
-    tied = {id(own[n]) for n in mapped}
-    missing = [n for n, x in own.items() if id(x) not in tied]
-    if not mapped:
-        what = f"none of its {len(files.tensors)} tensors is in the model: {_names(files.tensors)}; the model has"
+    first = {id(own[n]): x for n, x in reversed(mapped.items())}
+    missing = [n for n, x in own.items() if id(x) not in first]
+    if len(mapped) * FEW <= min(len(files.tensors), len({id(x) for x in own.values()})):
+        count = f"{len(mapped)} ({_names(mapped)})" if mapped else "none"
+        what = f"{count} of its {len(files.tensors)} tensors is in the model: {_names(files.tensors)}; the model has"
         fix = "compile the model that these weights are of"
+        if mapped:
+            fix += ", or put into it what it has of them alone: program.engine(model, weights={name: tensor})"
         raise ShardcError(f"{what} {_names(own)}", where=str(files.path), fix=fix)
-    return Placed(files, mapped, tuple(missing), tuple(extra))
+    # a tied tensor may be in the files under any one of its names: it is that under all of them, or the others would
+    # be what the model begins with
+    read = len(mapped)
+    mapped |= {n: first[id(x)] for n, x in own.items() if n not in mapped and id(x) in first}
+    return Placed(files, mapped, tuple(missing), tuple(extra), read)
 
 
 def _names(names: Iterable[str]) -> str:

@@ -394,7 +394,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["wte.weight", "head.weight"])
-@pytest.mark.parametrize("source", ["model", "builder", "meta"])
+@pytest.mark.parametrize("source", ["model", "builder", "meta", "reading builder"])
 def test_a_file_may_have_any_name_of_a_tied_weight(source: str, name: str, tmp_path: Path) -> None:
     """What the model would begin with under the other names does not win over what was read."""
     weight, ids = torch.randn(12, 8), torch.arange(12)
@@ -402,9 +402,39 @@ def test_a_file_may_have_any_name_of_a_tied_weight(source: str, name: str, tmp_p
     program = shardc.compile(Tied(), ids, {"shardc": 1, "mesh": {"dp": 2}}, prove=False)
     with torch.device("meta" if source == "meta" else "cpu"):
         model = Tied()
-    given = Tied if source == "builder" else model
+    torch.save({"wte.weight": torch.zeros(12, 8), "head.weight": torch.zeros(12, 8)}, before := tmp_path / "before.pt")
 
-    def read(mesh: Any) -> Any:
-        return program.engine(given, mesh=mesh, weights=tmp_path).full_state_dict()["wte.weight"]
+    def reading() -> nn.Module:
+        made = Tied()
+        made.load_state_dict(torch.load(before))
+        return made
+
+    given = {"builder": Tied, "reading builder": reading}.get(source, model)
+
+    def read(mesh: Any, broadcast: bool = False) -> Any:
+        return program.engine(given, mesh=mesh, weights=tmp_path, broadcast=broadcast).full_state_dict()["wte.weight"]
 
     assert all(torch.equal(found, weight) for found in loopback(program.mesh, read))
+    if source != "meta":
+        assert all(torch.equal(found, weight) for found in loopback(program.mesh, lambda mesh: read(mesh, True)))
+
+
+def test_a_tied_weight_that_differs_under_its_names_is_refused(tmp_path: Path) -> None:
+    same = torch.randn(12, 8)
+    program = shardc.compile(Tied(), torch.arange(12), {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+    mesh = loopback(program.mesh, lambda m: m)[0]
+    save_file({"wte.weight": same, "head.weight": same.clone()}, tmp_path / "model.safetensors")
+    assert torch.equal(program.engine(Tied, mesh=mesh, weights=tmp_path).full_state_dict()["wte.weight"], same)
+    save_file({"wte.weight": same, "head.weight": same + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(ShardcError, match=r"wte.weight and head.weight as one tensor, but in the .* they differ"):
+        program.engine(Tied, mesh=mesh, weights=tmp_path)
+
+
+def test_one_name_in_common_is_another_model(folders: Any) -> None:
+    """Every language model has an lm_head.weight: files of another one are refused, not read as that alone."""
+    other = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False))
+    program = shardc.compile(FAMILIES["gpt2"](True), batch(), SPECS["zero3"], prove=False)
+    with pytest.raises(ShardcError, match=r"1 \(lm_head.weight\) of its 25 tensors is in the model: .*the model has"):
+        loopback(
+            program.mesh, lambda mesh: program.engine(FAMILIES["gpt2"](True), mesh=mesh, weights=other.state_dict())
+        )
