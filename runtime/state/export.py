@@ -38,7 +38,8 @@ from shardc.runtime.state.init_tape import Tape
 from shardc.runtime.state.pretrained import pretrained_modules
 from shardc.runtime.state.sliced_tensors import Ranges, index, stretches, whole
 from shardc.runtime.state.tape_slices import OnTape, Piece
-from shardc.runtime.state.tensor_file import NAMES, Entry, bytes_of, header
+from shardc.runtime.state.tensor_file import NAMES, Entry, TensorFile, bytes_of, header
+from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
 
 #: Files of a folder that belong to a model and not to its weights: they are carried along.
@@ -47,6 +48,9 @@ _CARRIED = re.compile(
     r"|(pre|video_pre)?processor_config\.json|chat_template.*|generation_config\.json"
 )
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+#: In the metadata of every file that is written here: it may be written again, and nobody else's is without a word.
+_MARK = {"written by": "shardc"}
 
 #: What a rank holds of a tensor: (ranges of the global tensor, what is there).
 Held = Callable[[str], Iterable[tuple[Ranges, Tensor]]]
@@ -127,6 +131,7 @@ def export_safetensors(
     carried: Path | None = None,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
 ) -> list[Path]:
     """Write the model's weights for others. Collective: all ranks write, and see one file system. Returns the folders.
 
@@ -135,7 +140,8 @@ def export_safetensors(
     model: of transformers or peft, on the meta device: its config and adapters are written too, and names are as its
     own checkpoints have them. carried: the folder that the weights came from, whose tokenizer goes along. dtype: of
     floating-point tensors; None: as they are held. A tied tensor is stored once, under the model's first name for it;
-    the other names stand in the file's metadata, as `safetensors.torch.load_model` expects.
+    the other names stand in the file's metadata, as `safetensors.torch.load_model` expects. overwrite: replace weights,
+    too, that shardc did not write. Raises ShardcError, on all ranks.
     """
     path = disk_calls.named(path)
     stored: list[Param | Buffer] = [*program.params, *(b for b in kept(program) if b.persistent)]
@@ -143,6 +149,12 @@ def export_safetensors(
     ties = {alias: x.fqn for x in stored for alias in x.aliases}
     shapes = {n: (shape, x.dtype) for n, (x, shape) in tensors.items()}
     layouts = plan(path, shapes, ties, model, carried, dtype)
+    targets = [path] if path.suffix == ".safetensors" else [x.folder for x in layouts]
+    asked = targets if mesh.rank == 0 and not overwrite else []
+    foreign = next((file for x in asked if (file := foreign_weights(x)) is not None), None)
+    _, words = agreement.failures(mesh, None if foreign is None else str(foreign))
+    if words:
+        raise refused(Path(words), "pass overwrite=True")
     parts = model_parts(program, params, buffers, runs or {}, mesh)
 
     def held(name: str) -> Iterator[tuple[Ranges, Tensor]]:
@@ -161,6 +173,28 @@ def export_safetensors(
     for layout in layouts:
         write(layout, held, gathered, mesh, max_file_bytes, path if path.suffix == ".safetensors" else None)
     return [layout.folder for layout in layouts]
+
+
+def foreign_weights(path: Path) -> Path | None:
+    """Weights at the place of an export (a folder, or one file) that shardc did not write, such as pretrained ones."""
+    try:
+        files = weight_files(path)
+    except ShardcError:  # an index without its files
+        return path
+    for file in files:
+        try:
+            ours = file.suffix == ".safetensors" and _MARK.items() <= TensorFile(file).metadata.items()
+        except (ShardcError, OSError):
+            ours = False
+        if not ours:
+            return file
+    return None
+
+
+def refused(file: Path, how: str) -> ShardcError:
+    """The error where weights of somebody else would be replaced. how: to say that they may be."""
+    what = f"the weights in {file.name} were not written by shardc, and would be replaced"
+    return ShardcError(what, where=str(file), fix=f"name another folder, or {how}")
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
@@ -312,7 +346,7 @@ def write(
     """
     groups = [list(layout.outputs)] if single is not None else layout.split(max_bytes)
     parts = [layout.folder / f".{layout.stem}-{i}.writing" for i in range(len(groups))]
-    headers = [header([x.entry for x in group], layout.metadata) for group in groups]
+    headers = [header([x.entry for x in group], {**layout.metadata, **_MARK}) for group in groups]
     problem: OSError | None = None
     try:
         if mesh.rank == 0:

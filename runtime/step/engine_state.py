@@ -177,14 +177,20 @@ class EngineState:
             return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers, rank0_only=rank0_only)
 
     def export(
-        self, folder: str | Path, *, dtype: torch.dtype | None = None, max_file_bytes: int = 5_000_000_000
+        self,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        max_file_bytes: int = 5_000_000_000,
+        overwrite: bool = False,
     ) -> list[Path]:
         """Write the weights for others: a folder that transformers (or peft, of a model with adapters) loads, with
         config and tokenizer; of other models safetensors files; of a `.safetensors` path one file. All ranks write, and
         see one file system. Collective.
 
         dtype: of floating-point tensors; None: as they are held. max_file_bytes: what is more goes into numbered files
-        with an index. Returns the folders written. Raises ShardcError, on all ranks, where it cannot be written.
+        with an index. overwrite: replace weights, too, that shardc did not write, such as those of a pretrained model.
+        Returns the folders written. Raises ShardcError, on all ranks, where it cannot be written.
         """
         self._check()
         self._gather_written()
@@ -202,6 +208,7 @@ class EngineState:
                 carried=self._folder,
                 dtype=dtype,
                 max_file_bytes=max_file_bytes,
+                overwrite=overwrite,
             )
 
     def wholes(self) -> Mapping[str, Tensor]:

@@ -27,6 +27,9 @@ def command(
     out: Annotated[Path, typer.Argument(help="folder to write, or FILE.safetensors", show_default=False)],
     dtype: Annotated[Dtype | None, typer.Option(help="of floating-point weights; default: as saved")] = None,
     max_file_gb: Annotated[float, typer.Option(min=0.001, help="a file has at most so many GB")] = 5.0,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace weights in OUT that shardc did not write")
+    ] = False,
     debug: DebugOption = False,
 ) -> None:
     """Write the weights of a checkpoint for others. Reads and writes a slice at a time, in one process."""
@@ -36,12 +39,14 @@ def command(
         from shardc.cli import model_file
         from shardc.ir.mesh import Mesh
         from shardc.runtime.mesh.loopback import loopback
-        from shardc.runtime.state.export import plan, skeleton, write
+        from shardc.runtime.state.export import foreign_weights, plan, refused, skeleton, write
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
         from shardc.runtime.state.weight_files import is_checkpoint, open_weights
 
         check_outputs(folders={"OUT": out.parent if out.suffix == ".safetensors" else out})
+        if not overwrite and (foreign := foreign_weights(out)) is not None:
+            raise refused(foreign, "add --overwrite")
         if not is_checkpoint(checkpoint):
             fix = "name a folder that `shardc run --save` wrote"
             raise ShardcError(f"there is no checkpoint in {checkpoint}", where=str(checkpoint), fix=fix)

@@ -82,7 +82,7 @@ def command(
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace what an earlier run left in --save and --log")
+        bool, typer.Option("--overwrite", help="replace what is in --save and --log: an earlier run's, or weights")
     ] = False,
     resume: Annotated[Path | None, typer.Option(help="folder that --save wrote, on any mesh")] = None,
     auto_resume: Annotated[
@@ -344,7 +344,11 @@ def _check_weights(weights: Path | None) -> None:
 
 
 def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, overwrite: bool) -> None:
-    """Try where the run will write, before it begins; and refuse to replace what an earlier run left there."""
+    """Try where the run will write, before it begins; and refuse to replace what an earlier run left there, or weights
+    that no run wrote.
+    """
+    from shardc.runtime.state.export import foreign_weights, refused
+
     for folder, option, kept in ((save, "--save", "checkpoint"), (log, "--log", "steps.jsonl")):
         if folder is None:
             continue
@@ -361,6 +365,9 @@ def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, 
         if _in_use(folder / kept) and not overwrite and not goes_on:
             fix = f"go on with it (--resume {folder}), name another folder, or add --overwrite"
             raise ShardcError(f"an earlier run's {kept} is in {folder}", where=option, fix=fix)
+        if option == "--save" and not overwrite and not goes_on and (file := foreign_weights(folder)) is not None:
+            error = refused(file, "add --overwrite")
+            raise ShardcError(error.what, where=f"{option} {folder}", fix=error.fix)
 
 
 def _in_use(path: Path) -> bool:

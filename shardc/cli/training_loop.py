@@ -396,7 +396,8 @@ class Training:
         self._tell_saved()
 
     def export(self) -> None:
-        self.engine.export(self.settings.save)
+        """`shardc run` has asked about weights of somebody else, too, before its first step."""
+        self.engine.export(self.settings.save, overwrite=True)
 
     def _save_and_describe(self) -> str:
         """Save, if the user named a folder, and say so."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from shardc.cli import app
@@ -136,6 +137,22 @@ def test_a_model_file_names_its_weights_and_an_option_names_others(folder: Path)
     assert first["loss"] == pytest.approx(float(model(**batch).detach()), rel=1e-5)
     said = run(folder, "model.py", "spec.yaml", "--steps", "0", "--weights", "a", "--mesh", "tp=1")
     assert f"weights: 4 tensors of {folder / 'a'} (checkpoint)" in said
+
+
+def test_a_folder_of_weights_is_not_saved_over(folder: Path) -> None:
+    (folder / "pre").mkdir()
+    save_file({"a": torch.ones(1)}, there := folder / "pre" / "model.safetensors")
+    before = there.read_bytes()
+    args = ["run", str(folder / "model.py"), str(folder / "spec.yaml"), "--save", str(folder / "pre")]
+    found = CliRunner().invoke(app, args)
+    assert found.exit_code == 2
+    said = " ".join(found.stderr.split())
+    assert "the weights in model.safetensors were not written by shardc, and would be replaced" in said
+    assert "add --overwrite" in said
+    assert there.read_bytes() == before
+    torch.save({"up.bias": torch.zeros(16)}, folder / "w.pt")
+    run(folder, "model.py", "spec.yaml", "--steps", "0", "--save", "pre", "--overwrite")
+    assert "up.weight" in load_file(there)
 
 
 def test_weights_that_are_not_there(folder: Path) -> None:

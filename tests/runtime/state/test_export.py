@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import shardc
@@ -126,6 +126,26 @@ def test_another_dtype_and_an_earlier_export_of_more_files(tmp_path: Path) -> No
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, x in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], x.to(torch.bfloat16)), name
+
+
+def test_weights_of_somebody_else_are_replaced_only_on_request(tmp_path: Path) -> None:
+    model = family("gpt2")
+    model.save_pretrained(tmp_path / "pre")  # type: ignore[operator]
+    save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")
+    before = (tmp_path / "pre" / "model.safetensors").read_bytes()
+    program = shardc.compile(model, batch(), SPECS["tp"], prove=False)
+
+    def export(engine: Any) -> None:
+        for out in (tmp_path / "pre", tmp_path / "one.safetensors"):
+            with pytest.raises(ShardcError, match="were not written by shardc, and would be replaced"):
+                engine.export(out)
+        assert (tmp_path / "pre" / "model.safetensors").read_bytes() == before
+        engine.mesh.barrier()
+        engine.export(tmp_path / "pre", overwrite=True)
+        engine.export(tmp_path / "pre")  # an earlier export's
+
+    trained(program, model, steps=1, then=export)
+    assert (tmp_path / "pre" / "model.safetensors").read_bytes() != before
 
 
 def test_a_computed_tensor_is_gathered_and_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
