@@ -82,6 +82,8 @@ def compile(
         "compile_seconds": round(time.perf_counter() - start, 3),
         "pass_seconds": passes.seconds,
     }
+    if spec.text:  # what causes cite by line; a saved program's spec.yaml is written anew
+        meta["spec"] = {"file": spec.file, "text": spec.text}
     return replace(
         program,
         spec=spec,

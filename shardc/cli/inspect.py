@@ -42,12 +42,14 @@ def command(
     lowered: Annotated[
         bool, typer.Option("--lowered", help="forward and backward of a step as texts, where the spec says `lower:`")
     ] = False,
-    html: Annotated[Path | None, typer.Option(help="write one HTML file")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="write a page to look around in: graphs, timeline, memory, proof; one HTML file")
+    ] = None,
     memory: Annotated[
         bool, typer.Option("--memory", help="what a step holds on each rank, by kind; the op at the peak")
     ] = False,
     device: Annotated[
-        str, typer.Option(help="with --memory and --comm: a name that `shardc device` lists, or a YAML file")
+        str, typer.Option(help="with --memory, --comm and --html: a name that `shardc device` lists, or a YAML file")
     ] = "h100-80g",
     schedule: Annotated[
         bool, typer.Option("--schedule", help="who computes what when in a pipeline: bubbles, live activations")
@@ -104,7 +106,7 @@ def command(
             last = len(program.stages) - 1
             raise ShardcError(f"there is no stage {stage}", where="--stage", fix=f"name one of stages 0 to {last}")
         if html:
-            html.write_text(report.html(program, full=full), encoding="utf-8")
+            _page(program, html, device, full=full, quiet=as_json)
         if draw is not None and svg is not None:
             from shardc.report import layer_picture
 
@@ -161,6 +163,19 @@ def _cost(program: Program, device: str, *, quiet: bool) -> Cost:
         return program.cost(
             device, on=lambda rank, done, total: told(f"running a step of {rank} without data", done, total)
         )
+
+
+def _page(program: Program, file: Path, device: str, *, full: bool, quiet: bool) -> None:
+    """Write the page. A program that is not compiled has no step to price and nothing to prove."""
+    from shardc import report
+
+    if not program.stages:
+        file.write_text(report.html(program, full=full), encoding="utf-8")
+        return
+    cost = _cost(program, device, quiet=quiet)
+    with common.console.status("proving"):
+        proof = program.prove()
+    file.write_text(report.html(program, cost, proof, full=full), encoding="utf-8")
 
 
 def _memory(program: Program, device: str, svg: Path | None, as_json: bool, show: common.Show) -> None:

@@ -22,7 +22,7 @@ from shardc.ir.program import Program, Source
 from shardc.ir.units import seconds as duration
 from shardc.ir.units import si, size
 from shardc.runtime import schedule as schedules
-from shardc.runtime.schedule import Costs, Schedule
+from shardc.runtime.schedule import Costs, Schedule, Timeline
 from shardc.runtime.schedule.actions import COMPUTE
 from shardc.runtime.step.engine import OptimizerOf
 
@@ -64,7 +64,7 @@ class Cost:
 
     memory, flops, comm: of the rank that has the most.
     step_seconds: with overlap as in the program: buckets during backward, gathers ahead of their use. bubble: share of
-    time in which ranks wait for other stages.
+    time in which ranks wait for other stages. timeline: of a pipeline, when each action runs, in seconds.
     """
 
     device: Device
@@ -73,6 +73,7 @@ class Cost:
     bubble: float
     program: Program = field(repr=False)
     dry_runs: tuple[DryRun, ...] = field(repr=False, default=())
+    timeline: Timeline | None = field(repr=False, default=None)
 
     def __repr__(self) -> str:
         peak = f"peak {size(self.memory.peak)} of {size(self.device.memory)}{'' if self.fits else ', does not fit'}"
@@ -180,7 +181,8 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
         )
     timeline = schedules.timeline(schedule, _costs(of_stage, schedule.stages, transfer), program.edges)
     late = max(first - of_stage["F", 0], 0.0)
-    return Cost(device, tuple(ranks), late + timeline.end + max(ends), timeline.bubble(), program, tuple(dry_runs))
+    seconds = late + timeline.end + max(ends)
+    return Cost(device, tuple(ranks), seconds, timeline.bubble(), program, tuple(dry_runs), timeline)
 
 
 def _add(comm: Counter[tuple[str, str]], part: Part) -> None:

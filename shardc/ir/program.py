@@ -607,6 +607,17 @@ class Program:
 
         return prove(self)
 
+    def html(self, device: str | Path | Device = "h100-80g", *, full: bool = False) -> str:
+        """One HTML page to look around in, which needs nothing else: modules and their weights, graphs before and after
+        the passes, a step's timeline, memory and collectives on a device, the proof, and which line of the spec caused
+        what. See shardc.report.page.
+
+        device: of `cost`. full: also layers that are equal to one that is shown. Raises ShardcError for a device that
+        is not known."""
+        from shardc.report import html
+
+        return html(self, self.cost(device), self.prove(), full=full) if self.stages else html(self, full=full)
+
     def cost(
         self,
         device: str | Path | Device = "h100-80g",

@@ -1,17 +1,17 @@
-"""What `shardc inspect` shows: pure functions from a Program to text, tables, JSON or one HTML file.
+"""What `shardc inspect` shows: pure functions from a Program to text, tables, JSON or one page.
 
 comm, cost, timeline    collectives by axis and cause; memory over a step; who computes what when, and who waits
 streams_picture         when a rank computes, and when each of its communicators sends
 kept_activations        what forward keeps for backward, layer by layer, and why
-layer_picture           a module as boxes and collectives; graph_drawing: where the boxes go
-html_page               a program as one page; svg, colours: what all pictures are made of
+layer_picture           a module as boxes and collectives; drawn_ops: which ops are boxes; graph_drawing: where they go
+page                    a program as one HTML file to look around in; svg, colours: what all pictures are made of
 coverage, rule_table    ops of a model without a rule; all rules, and what a check of them found
 device_table            the table of `shardc device`
 """
 
 from shardc.report.comm import Row, comm_rows, comm_table
 from shardc.report.coverage import Coverage, coverage
-from shardc.report.html_page import html
+from shardc.report.page import html
 from shardc.report.text import before, to_json
 
 __all__ = ["Coverage", "Row", "before", "comm_rows", "comm_table", "coverage", "html", "to_json"]

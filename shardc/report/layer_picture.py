@@ -6,7 +6,6 @@ the mesh a weight is split.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,17 +18,12 @@ from shardc.ir.patterns import nearest
 from shardc.ir.program import Collective, Program, Value
 from shardc.ir.units import size
 from shardc.report.colours import DARK_GREY, DEEP_RED, INK, PALE, PALE_GREY, SOFT, WHITE
+from shardc.report.drawn_ops import is_view, op_name, traced
 from shardc.report.graph_drawing import Placed, place
 from shardc.report.svg import Picture
 from shardc.rules import registry
 from shardc.runtime import ops
 
-#: Ops that compute nothing: their operand's users are drawn as users of what it was made from.
-_VIEWS = {
-    "alias", "clone", "contiguous", "detach", "expand", "flatten", "getitem", "narrow", "permute", "reshape", "select",
-    "slice", "split", "split_with_sizes", "squeeze", "swapaxes", "t", "to_partial", "transpose", "unflatten",
-    "unsqueeze", "view", "chunk", "unbind",
-}  # fmt: skip
 #: One colour for each way of splitting weights.
 _SPLIT, _WHOLE, _COLLECTIVE = PALE, PALE_GREY, DEEP_RED
 _ROW, _LINE, _CHARACTER = 30.0, 15.0, 6.2
@@ -93,9 +87,9 @@ def _within(name: str, module: str) -> bool:
 def _boxes(program: Program, module: str, inside: set[fx.Node]) -> dict[fx.Node, _Box]:
     params = {p.name: p for p in program.params}
     boxes: dict[fx.Node, _Box] = {}
-    for n in (n for n in _in_order(inside) if not _is_view(n)):
+    for n in (n for n in _in_order(inside) if not is_view(n)):
         sent: Collective | None = n.meta.get("collective")
-        operands = [(x, _traced(x)) for x in n.all_input_nodes]
+        operands = [(x, traced(x)) for x in n.all_input_nodes]
         weights = [params[t.name] for _, t in operands if t.name in params]
         if sent is not None:
             if weights or n.target in (ops.gather_start, ops.gather_wait):
@@ -115,7 +109,7 @@ def _merged(boxes: dict[fx.Node, _Box], module: str) -> dict[fx.Node, _Box]:
         if not box.pill and source_of(n).module not in (module, ""):
             by_module.setdefault(source_of(n).module, []).append(n)
     for group in (g for g in by_module.values() if len(g) > 1 and _together(boxes, g)):
-        names = list(dict.fromkeys(_op(n) for n in sorted(group, key=_no_product)))
+        names = list(dict.fromkeys(op_name(n) for n in sorted(group, key=_no_product)))
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more ops" if len(names) > 3 else "")
         one = _Box(group[-1], [_title(group[0], module).rpartition(": ")[0], listed])
         one.lines += [line for n in group for line in boxes[n].lines[1:]]
@@ -150,39 +144,10 @@ def _in_order(nodes: set[fx.Node]) -> Iterator[fx.Node]:
     return (n for n in graph.nodes if n in nodes)
 
 
-def _is_view(n: fx.Node) -> bool:
-    return _op(n) in _VIEWS
-
-
-def _traced(n: fx.Node) -> fx.Node:
-    """What a value was made from, through views; through the gather of a parameter that ZeRO 3 splits."""
-    while n.op == "call_function":
-        gathered = n.args[0] if n.target is operator.getitem else None
-        if isinstance(gathered, fx.Node) and gathered.target is ops.gather_wait:
-            started: Any = gathered.args[0]
-            n = started.args[0][n.args[1]]
-        elif _is_view(n) or ("collective" in n.meta and _of_parameter(n)):
-            n = n.all_input_nodes[0]
-        else:
-            break
-    return n
-
-
-def _of_parameter(n: fx.Node) -> bool:
-    """Whether a collective is on a parameter: it is told by the parameter's own type."""
-    source = n.all_input_nodes[0]
-    return source.op == "placeholder" and "collective" not in source.meta and source.meta["value"].requires_grad
-
-
-def _op(n: fx.Node) -> str:
-    name = getattr(n.target, "__name__", str(n.target))
-    return name.split(".")[0].lstrip("_")
-
-
 def _title(n: fx.Node, module: str) -> str:
     own = source_of(n).module
     own = own.removeprefix(module).lstrip(".") if module != "." else own
-    return f"{own}: {_op(n)}" if own else _op(n)
+    return f"{own}: {op_name(n)}" if own else op_name(n)
 
 
 def _weight(p: Any, module: str) -> str:
@@ -202,7 +167,7 @@ def _pill(c: Collective) -> list[str]:
 def _origin(n: fx.Node) -> str:
     if n.op == "placeholder":
         return n.name
-    return f"from {source_of(n).module or _op(n)}"
+    return f"from {source_of(n).module or op_name(n)}"
 
 
 def _type(n: fx.Node) -> str:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,7 +97,7 @@ class Spec:
     """A spec that is valid in itself; whether it fits a model is checked later. Equality ignores the places of keys.
 
     mesh: every size known. shard, activations: in the order written: the first match wins. shard_use: the other weights
-    are split by this plan, over the axis shard_axis.
+    are split by this plan, over the axis shard_axis. file, text: what it was read from; "" where it was a dict.
     """
 
     mesh: Mesh
@@ -120,6 +120,8 @@ class Spec:
     uneven: Literal["error", "pad"] = "error"
     strict: bool = False
     places: Places = field(default_factory=Places, compare=False, repr=False)
+    file: str = field(default="", compare=False, repr=False)
+    text: str = field(default="", compare=False, repr=False)
 
     @classmethod
     def load(
@@ -140,7 +142,9 @@ class Spec:
         """
         if isinstance(source, Spec):
             document = Document(source.to_dict(), Places(dict(source.places.keys), dict(source.places.values)))
-        elif isinstance(source, Mapping):
+            spec = cls._of(document, Errors(), mesh, overrides, world, names)
+            return replace(spec, file=source.file, text=source.text)
+        if isinstance(source, Mapping):
             document = Document(yaml_reader.of_mapping(source), Places())
         else:
             return cls.parse(
@@ -172,7 +176,7 @@ class Spec:
             errors.found.extend(fatal.errors)
             errors.raise_any()
             raise
-        return cls._of(document, errors, mesh, overrides, world, names)
+        return replace(cls._of(document, errors, mesh, overrides, world, names), file=file, text=text)
 
     @classmethod
     def _of(

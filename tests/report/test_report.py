@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import shardc
@@ -60,37 +58,6 @@ def test_json_is_json() -> None:
     assert {"name", "type", "kind", "backward", "axes", "bytes", "cause", "module", "line"} <= found["collectives"][
         0
     ].keys()
-
-
-def test_html_is_whole_and_needs_nothing_else() -> None:
-    text = report.html(program("gpt"))
-    opened: list[str] = []
-
-    class Check(HTMLParser):
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            assert tag not in ("script", "link", "img")
-            if tag not in ("meta",):
-                opened.append(tag)
-
-        def handle_endtag(self, tag: str) -> None:
-            assert opened.pop() == tag
-
-    Check().feed(text)
-    assert not opened
-    assert "reduce_scatter" in text
-    assert "prefers-color-scheme:dark" in text
-
-
-def test_html_shows_what_the_program_holds() -> None:
-    p = example_text.program()
-    p.meta["model"] = "<MLP>"
-    text = report.html(p)
-    assert "<h1>&lt;MLP&gt; on dp=2 × tp=2</h1>" in text
-    assert "<MLP>" not in text
-    assert "<li>new: all_reduce that no annotation implies</li>" in text
-    assert '<td>scale = tied.scale</td><td>f64[6] ~dp</td><td class="n">48 B</td><td>dp</td>' in text
-    assert text.count('<span class="x">') == 4  # its collectives
-    assert "<p>None.</p>" in report.html(replace(p, stages=(), buckets=()))
 
 
 def test_a_difference_shows_what_a_pass_did() -> None:

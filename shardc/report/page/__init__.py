@@ -1,0 +1,73 @@
+"""`shardc inspect --html FILE`: a program as one page that needs nothing else, not even a network.
+
+data            all that the page shows, as JSON: graphs, spec_lines, messages (collectives, buckets), step (when and
+                how much), equal_layers (80 equal layers are shown once)
+page.html       the frame: header, panels, dialogs; page.css: both themes
+*.js            the scripts, in the order of `SCRIPTS`: each panel is one file
+dagre.min.js    lays graphs out: @dagrejs/dagre 3.1.3, MIT (dagre.LICENSE), unchanged from npm
+
+Data and scripts stand in the file apart from each other: names of a model are JSON, and become text of the page, never
+HTML. A content security policy allows the page's own scripts, by their digests, and nothing from anywhere else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from html import escape
+from importlib.resources import files
+
+from shardc.cost import Cost
+from shardc.ir.program import Program
+from shardc.report.page.data import data
+from shardc.verify.static import Proof
+
+#: In the order in which they are run: what others use comes first.
+SCRIPTS = (
+    "dagre.min.js",
+    *("base.js", "spec.js", "tree.js", "graph.js", "timeline.js", "memory.js", "panels.js", "page.js"),
+)
+
+
+def html(program: Program, cost: Cost | None = None, proof: Proof | None = None, *, full: bool = False) -> str:
+    """The page. cost: `program.cost(device)`; without it the page has no times and no memory. proof: `program.prove()`;
+    without it the page has no verdict. full: also layers that are equal to one that is shown.
+    """
+    return of_data(data(program, cost, proof, full=full))
+
+
+def of_data(shown: dict[str, object]) -> str:
+    """The page that shows this data."""
+    scripts = [_read(name) for name in SCRIPTS]
+    facts = shown["facts"]
+    assert isinstance(facts, dict)
+    title = f"{facts['model']} on {' × '.join(f'{axis}={n}' for axis, n in facts['mesh']) or 'one device'}"
+    # `<` cannot end the element that the JSON is in, or begin a comment in it
+    encoded = json.dumps(shown, ensure_ascii=True, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+        f"script-src {' '.join(map(_digest, scripts))}"
+    )
+    parts = {
+        "POLICY": policy,
+        "TITLE": escape(title),
+        "STYLE": _read("page.css"),
+        "DATA": encoded,
+        "LICENSE": _read("dagre.LICENSE"),
+        "SCRIPTS": "\n".join(f"<script>{text}</script>" for text in scripts),
+    }
+    page = _read("page.html")
+    before, *rest = page.split("{{")
+    for piece in rest:
+        name, _, after = piece.partition("}}")
+        before += parts[name] + after
+    return before
+
+
+def _read(name: str) -> str:
+    return files(__name__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

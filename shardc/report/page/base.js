@@ -1,0 +1,266 @@
+// What all panels share: the data, making elements, numbers for people, and what lights what.
+// Nothing here or elsewhere makes HTML from text: elements are made one by one, and names become their text.
+"use strict";
+
+const D = JSON.parse(document.getElementById("data").textContent);
+const F = D.facts;
+
+// --- elements
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** An element with attributes, handlers (`onclick`) and children (elements, or texts). */
+function el(tag, attributes = {}, ...children) {
+  return filled(document.createElement(tag), attributes, children);
+}
+
+/** The same, of SVG. */
+function svg(tag, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, tag), attributes, children);
+}
+
+function filled(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== undefined && value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""));
+  return element;
+}
+
+function byId(id) {
+  return document.getElementById(id);
+}
+
+/** Style by the style sheet's rules only: a content policy may forbid style attributes. */
+function sized(element, styles) {
+  for (const [name, value] of Object.entries(styles)) element.style.setProperty(name, value);
+  return element;
+}
+
+// --- numbers, in the units of shardc.ir.units
+
+function size(n) {
+  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
+    if (Math.abs(n) < 1024) return unit === "B" ? `${Math.round(n)} B` : `${n.toFixed(1)} ${unit}`;
+    n /= 1024;
+  }
+  return `${n.toFixed(1)} TiB`;
+}
+
+function seconds(s) {
+  return s >= 1 ? `${s.toFixed(2)} s` : s >= 1e-3 ? `${(s * 1e3).toFixed(2)} ms` : `${Math.round(s * 1e6)} µs`;
+}
+
+function count(n) {
+  for (const [unit, each] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["k", 1e3]]) if (n >= each) return `${(n / each).toFixed(1)} ${unit}`;
+  return String(n);
+}
+
+function percent(share) {
+  return `${(100 * share).toFixed(1)} %`;
+}
+
+function several(n, what, plural = `${what}s`) {
+  return `${n.toLocaleString("en")} ${n === 1 ? what : plural}`;
+}
+
+// --- facts about the data
+
+const ways = (m) => m.ways || [];
+const exposedOf = (m) => sum(ways(m).map((w) => w.exposed || 0));
+const secondsOf = (m) => sum(ways(m).map((w) => w.seconds || 0));
+const bytesOf = (m) => sum(ways(m).map((w) => w.bytes * w.count));
+const isTimed = (m) => ways(m).some((w) => typeof w.seconds === "number");
+
+function sum(numbers) {
+  return numbers.reduce((a, b) => a + b, 0);
+}
+
+/** How much of a message is waited for: "e" exposed, "h" hidden, "u" not known. A hundredth of its time does not count. */
+function exposure(m) {
+  if (!isTimed(m)) return "u";
+  return exposedOf(m) > 0.01 * secondsOf(m) ? "e" : "h";
+}
+
+const EXPOSURE = { e: "the rank waits for it", h: "hidden behind computing", u: "its time is not known" };
+
+/** What is between the rank waiting for all of it and for none: words. */
+function exposedText(m) {
+  if (!isTimed(m)) return ways(m).some((w) => w.kind === "send_recv") ? "waits: see the timeline" : "no device: no times";
+  const all = secondsOf(m), waited = exposedOf(m);
+  return exposure(m) === "h" ? `hidden, ${seconds(all)}` : waited > 0.99 * all ? `exposed, ${seconds(all)}` : `exposed ${seconds(waited)} of ${seconds(all)}`;
+}
+
+/** `all_reduce` of forward, or of backward where forward sends nothing. */
+function kindOf(m) {
+  const kinds = [...new Set(ways(m).map((w) => w.kind))];
+  return kinds.join(", ") || "no message";
+}
+
+function axesOf(m) {
+  return (m.axes || []).join("+");
+}
+
+const axisSizes = Object.fromEntries(F.mesh);
+const splits = [...new Set(D.weights.map((w) => (w.split || []).map((s) => s[0]).join("+")).filter(Boolean))].sort();
+
+/** The colour class of weights that are split over these axes. */
+function splitClass(axes) {
+  const at = splits.indexOf(axes);
+  return at < 0 ? "" : `s${at % 5}`;
+}
+
+const weightAxes = (w) => (w.split || []).map((s) => s[0]).join("+");
+
+/** `column` and `row` are words of linear layers; a dim and an axis say the same of every weight. */
+function splitText(w) {
+  return (w.split || []).map(([axis, dim]) => `dim ${dim} over ${axis}`).join(", ") || "whole on every rank";
+}
+
+// The modules by path, their children, and what is in each and below it.
+D.modules.forEach((m, i) => Object.assign(m, { i, path: m.path || "", children: [], weights: [], messages: [] }));
+const moduleAt = new Map(D.modules.map((m) => [m.path, m]));
+D.modules.forEach((m) => m.parent >= 0 && D.modules[m.parent].children.push(m));
+D.weights.forEach((w, i) => { w.i = i; D.modules[w.module || 0].weights.push(w); });
+// a message is at home where its box is: what passes between layers that are not shown, around them
+D.messages.forEach((m, i) => Object.assign(m, { i, home: shownPath(m.module || "") }));
+D.after.forEach((o) => { if (o.message !== undefined) D.messages[o.message].home = shownPath(o.module || ""); });
+D.messages.forEach((m) => m.bucket === undefined && moduleAt.get(m.home).messages.push(m));
+
+/** The nearest module of the tree around a name; a layer that is not shown stands under the one that is equal to it. */
+function shownPath(path) {
+  const parts = path.split(".");
+  let found = "";
+  for (const part of parts.filter(Boolean)) {
+    const exact = found ? `${found}.${part}` : part;
+    const module = moduleAt.get(exact) || (/^\d+$/.test(part) && equalLayer(found, Number(part)));
+    if (!module) break;
+    found = module.path;
+  }
+  return found;
+}
+
+function equalLayer(list, number) {
+  const parent = moduleAt.get(list);
+  return parent && parent.children.find((m) => m.layers && within(m.layers, number));
+}
+
+/** Is a number in "0–3, 7"? */
+function within(ranges, number) {
+  return ranges.split(", ").some((range) => {
+    const [first, last = first] = range.split("–").map(Number);
+    return first <= number && number <= last;
+  });
+}
+
+function below(module) {
+  return [module, ...module.children.flatMap(below)];
+}
+
+const titleOf = (m) => m.path ? (m.layers ? `${m.path.replace(/\d+$/, "")}{${m.layers}}` : m.path) : F.model;
+
+// --- what lights what
+//
+// A thing of the page says which lines of the spec caused it (data-l), and which message, weight or module it is (data-x).
+// Pointing at a line lights all that it caused; pointing at a thing lights its lines, and the same thing elsewhere.
+
+const state = { tab: "overview", module: "", picked: null, graph: "after" };
+
+/** Mark an element as a thing. x: "m3" message 3, "w3" weight 3, "o3" op 3 of the program, "l3" line 3 of the spec. */
+function thing(element, x, lines) {
+  if (x) element.setAttribute("data-x", x);
+  if (lines && lines.length) element.setAttribute("data-l", lines.join(" "));
+  return element;
+}
+
+function linesOfThing(x) {
+  const i = Number(x.slice(1));
+  if (x[0] === "m") return D.messages[i].lines || [];
+  if (x[0] === "w") return D.weights[i].lines || [];
+  if (x[0] === "r") return D.rows[i].lines || [];
+  if (x[0] === "l") return [i];
+  if (x[0] === "o") {
+    const op = D.after[i];
+    return [...new Set([...(op.message !== undefined ? D.messages[op.message].lines || [] : []), ...(op.params || []).flatMap((p) => D.weights[p].lines || [])])];
+  }
+  return [];
+}
+
+/** Things that a line caused. */
+function causedBy(line) {
+  const has = (t) => (t.lines || []).includes(line);
+  return {
+    messages: D.messages.filter(has),
+    weights: D.weights.filter(has),
+    regions: D.regions.filter(has),
+    inputs: D.inputs.filter(has),
+    rows: D.rows.filter(has),
+    stages: D.stage_lines.includes(line),
+  };
+}
+
+function selectorOf(x) {
+  if (x[0] === "l") return `[data-l~="${x.slice(1)}"], [data-x="${x}"]`;
+  const lines = linesOfThing(x).map((line) => `[data-x="l${line}"]`);
+  return [`[data-x="${x}"]`, `[data-with~="${x}"]`, ...lines].join(", ");
+}
+
+function light(x) {
+  document.querySelectorAll(".lit").forEach((e) => e.classList.remove("lit"));
+  const shown = x || state.picked;
+  if (shown) document.querySelectorAll(selectorOf(shown)).forEach((e) => e.classList.add("lit"));
+  document.querySelectorAll(".picked").forEach((e) => e.classList.remove("picked"));
+  if (state.picked) document.querySelectorAll(`[data-x="${state.picked}"]`).forEach((e) => e.classList.add("picked"));
+  counts(shown);
+}
+
+/** Which other panels show something of what is lit. */
+function counts(x) {
+  const line = x && x[0] === "l" ? causedBy(Number(x.slice(1))) : null;
+  const found = line ? { graph: line.messages.filter((m) => m.bucket === undefined).length, comm: line.rows.length, timeline: line.messages.filter(isTimed).length } : {};
+  document.querySelectorAll("#tabs button").forEach((button) => {
+    const n = found[button.dataset.tab];
+    const old = button.querySelector("i");
+    if (old) old.remove();
+    if (n) button.append(el("i", { title: "things that the line of the spec caused" }, String(n)));
+  });
+}
+
+// --- a tip beside the pointer, for what has more to say than room
+
+function tip(text, at) {
+  const box = byId("tip");
+  box.hidden = !text;
+  if (!text) return;
+  box.textContent = text;
+  const left = Math.min(at.clientX + 14, innerWidth - box.offsetWidth - 8);
+  const top = at.clientY + 18 + box.offsetHeight > innerHeight ? at.clientY - box.offsetHeight - 10 : at.clientY + 18;
+  sized(box, { left: `${Math.max(left, 4)}px`, top: `${Math.max(top, 4)}px` });
+}
+
+/** Light by pointer and by focus, everywhere at once. */
+function follow() {
+  const thingOf = (e) => e.target.closest && e.target.closest("[data-x]");
+  document.addEventListener("pointerover", (e) => {
+    const found = thingOf(e);
+    light(found ? found.dataset.x : null);
+    const said = e.target.closest && e.target.closest("[data-tip]");
+    tip(said ? said.dataset.tip : "", e);
+  });
+  document.addEventListener("pointermove", (e) => {
+    const said = e.target.closest && e.target.closest("[data-tip]");
+    if (said) tip(said.dataset.tip, e);
+  });
+  document.addEventListener("pointerleave", () => { light(null); tip("", {}); });
+  document.addEventListener("focusin", (e) => { const found = thingOf(e); if (found) light(found.dataset.x); });
+}
+
+/** A click, Enter or space. */
+function acts(element, act) {
+  element.addEventListener("click", act);
+  element.addEventListener("keydown", (e) => {
+    if (e.key === "Enter" || e.key === " ") { e.preventDefault(); e.stopPropagation(); act(e); }
+  });
+  return element;
+}

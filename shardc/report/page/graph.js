@@ -1,0 +1,385 @@
+// The graph of a module, before and after the passes. Ops are boxes, modules in it frames; a collective is a coloured
+// line from what makes its operand to what uses its result, with a label in its middle.
+"use strict";
+
+const MOST = 70;       // more boxes than that, and modules in the module become one box each
+const FEWEST_OPS = 2;  // a module of so many ops without a collective, such as a norm, is one box
+const MOST_APART = 3;  // one of so many with a collective stays in parts, also where modules are not opened
+const WIDEST = 46;     // characters of a line of a box
+const LINE = 15;       // pixels from a line of text to the next
+const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
+const pen = document.createElement("canvas").getContext("2d");
+const zoom = { before: 1, after: 1 };
+
+function openModule(path) {
+  state.module = moduleAt.has(path) ? path : shownPath(path);
+  unfold(state.module);
+  opened.add(state.module);
+  drawTree();
+  show("graph");
+}
+
+function drawGraph(panel) {
+  const module = moduleAt.get(state.module) || D.modules[0];
+  const crumbs = [];
+  for (let m = module; m; m = m.parent >= 0 ? D.modules[m.parent] : null) crumbs.unshift(m);
+  const which = state.graph === "both" ? ["before", "after"] : [state.graph];
+  const tools = el("div", { class: "bar-of-tools" },
+    el("nav", { class: "path", "aria-label": "The modules around" }, crumbs.map((m, i) => [i ? el("span", { class: "soft" }, "›") : "",
+      m === module ? el("b", {}, m.layers ? `${m.layers} (${m.count} equal)` : m.path ? m.label : F.model)
+        : el("button", { type: "button", class: "link", onclick: () => openModule(m.path) }, m.layers ? m.layers : m.path ? m.label : F.model)])),
+    el("span", { class: "group", role: "group", "aria-label": "Which graph" }, [["before", "one device", "before the passes: the model as one device runs it"], ["after", "one rank", "after the passes: what a rank runs"], ["both", "both", "side by side"]].map(([key, text, about]) =>
+      el("button", { type: "button", title: about, "aria-pressed": String(state.graph === key), onclick: () => { state.graph = key; redraw(); remember(); } }, text))),
+    el("span", { class: "group", role: "group", "aria-label": "Size" }, [["−", 0.8, "smaller (−)"], ["fit", 0, "fit the width (0)"], ["+", 1.25, "larger (+)"]].map(([text, by, about]) =>
+      el("button", { type: "button", title: about, "aria-label": about, onclick: () => scaleGraph(by) }, text))));
+  const legend = el("div", { class: "legend" },
+    ...["e", "h", "u"].filter((kind) => D.messages.some((m) => exposure(m) === kind)).map((kind) => mark(`var(--${{ e: "exposed", h: "hidden", u: "unknown" }[kind]})`, { e: "collective that is waited for", h: "collective hidden behind computing", u: "between stages, or of unknown time" }[kind])),
+    el("span", {}, "- - only in backward"),
+    ...splits.map((axes, i) => mark(`var(--split${i % 5})`, `weights split over ${axes}`)));
+  const sheets = el("div", { class: `sheets ${which.length > 1 ? "both" : ""}` }, which.map((key) => sheet(key, module)));
+  panel.replaceChildren(el("div", { class: "bench" }, tools, legend, sheets));
+  which.forEach((key) => fitGraph(key));
+  light(null);
+}
+
+function mark(colour, text) {
+  return el("span", {}, sized(el("i"), { background: colour }), text);
+}
+
+function sheet(key, module) {
+  const said = { before: "one device: the model's graph", after: `one rank: ${F.axis ? "the stages, one after the other" : "what every rank runs"}` }[key];
+  const ops = D[key];
+  if (!ops.length) return el("div", { class: "sheet" }, el("p", {}, said), el("p", { class: "hint" }, "This program is not compiled: there is nothing after the passes."));
+  const found = units(ops, module, key);
+  const drawing = found.list.length ? draw(found, key) : null;
+  const head = `${said}${drawing ? `, ${several(found.list.length, "box", "boxes")}` : ""}`;
+  return el("div", { class: "sheet" }, el("p", {}, head),
+    drawing ? el("div", { class: "scroll", id: `sheet-${key}`, tabindex: "0", role: "group", "aria-label": `${said}. Tab goes from box to box, arrows along the lines, Enter selects, o opens a module.` }, drawing)
+      : el("p", { class: "hint" }, "No op runs in this module here: after the passes, or in this layer, it is empty."));
+}
+
+// --- what is a box
+
+/** The boxes of a module: {list, of: by number of op, uses}. A box is {ops, module, title, lines, kind, uses}. */
+function units(ops, module, key) {
+  const inside = (path) => module.path === "" || path === module.path || path.startsWith(`${module.path}.`);
+  // a stage's input from another one belongs where it is used
+  const mine = ops.map((o, i) => i).filter((i) => inside(ops[i].module || "") && !(ops[i].input && module.path));
+  let of = grouped(ops, mine, module, (path) => path);
+  if (new Set(of.values()).size > MOST || mine.some((i) => ops[i].op === "layers")) of = grouped(ops, mine, module, (path) => childOf(module, path));
+  const list = [];
+  const byKey = new Map();
+  mine.forEach((i) => {
+    const name = of.get(i);
+    if (!byKey.has(name)) {
+      byKey.set(name, { ops: [], at: list.length, uses: new Set(), users: new Set(), ghosts: [] });
+      list.push(byKey.get(name));
+    }
+    byKey.get(name).ops.push(i);
+  });
+  const unitOf = new Map(mine.map((i) => [i, byKey.get(of.get(i))]));
+  const ghosts = new Map();
+  mine.forEach((i) => (ops[i].uses || []).forEach((u) => {
+    const user = unitOf.get(i), maker = unitOf.get(u) || ghost(ops, u, ghosts);
+    if (maker !== user) { user.uses.add(maker); maker.users.add(user); }
+  }));
+  const next = new Map();
+  ops.forEach((o, i) => unitOf.has(i) || (o.uses || []).forEach((u) => {
+    if (!unitOf.has(u)) return;
+    const name = o.op === "layers" ? o.like : o.module || "";
+    if (!next.has(name) && next.size < 4) next.set(name, { ops: [], to: i, uses: new Set(), users: new Set(), about: `to ${o.op === "layers" ? `layers ${o.layers}` : shortened(name, module.path) || o.op}`, kind: "ghost" });
+    if (next.has(name)) { next.get(name).uses.add(unitOf.get(u)); unitOf.get(u).users.add(next.get(name)); }
+  }));
+  for (const unit of list) describe(unit, ops, module, key);
+  for (const given of ghosts.values()) describeGhost(given, ops, module);
+  for (const given of next.values()) { given.title = given.about; given.lines = []; }
+  return { list, all: [...ghosts.values(), ...list, ...next.values()], ops, module };
+}
+
+/** Which ops are one box: {number of op: name of its box}. at: the module whose box the ops of a module are in. */
+function grouped(ops, mine, module, at) {
+  const members = new Map();
+  for (const i of mine) {
+    const o = ops[i], path = o.module || "";
+    const alone = o.op === "layers" || o.op === "receive" || o.input || path === module.path;
+    const name = alone ? `op ${i}` : `${at(path)} of stage ${o.stage}`;
+    members.set(name, [...(members.get(name) || []), i]);
+  }
+  const of = new Map();
+  for (const [name, those] of members) {
+    const sends = those.some((i) => ops[i].message !== undefined);
+    const oneModule = new Set(those.map((i) => ops[i].module)).size === 1;
+    const apart = those.length < FEWEST_OPS || (sends && (oneModule || those.length <= MOST_APART));
+    those.forEach((i) => of.set(i, apart ? `op ${i}` : name));
+  }
+  return of;
+}
+
+const isLayer = (m) => Boolean(m.layers) || /^\d+$/.test(m.label || "");
+const holdsLayers = (m) => m.children.some((c) => isLayer(c) || holdsLayers(c));
+
+/** The box of a path where modules are not opened: the module directly in this one, or in what holds the layers. */
+function childOf(module, path) {
+  let box = module;
+  while (box.path !== path) {
+    const child = box.children.find((c) => path === c.path || path.startsWith(`${c.path}.`));
+    if (!child) break;
+    box = child;
+    if (isLayer(box) || !holdsLayers(box)) break;
+  }
+  return box.path;
+}
+
+function ghost(ops, i, ghosts) {
+  const o = ops[i];
+  const name = o.input ? `input ${o.name}` : `module ${o.module || o.op} ${o.message !== undefined ? i : ""}`;
+  if (!ghosts.has(name)) ghosts.set(name, { ops: [], from: i, uses: new Set(), users: new Set(), kind: "ghost" });
+  return ghosts.get(name);
+}
+
+function describeGhost(given, ops, module) {
+  const o = ops[given.from];
+  given.title = o.input ? o.name : `from ${o.op === "layers" ? `layers ${o.layers}` : shortened(o.module || "", module.path) || o.op}`;
+  given.lines = [];
+}
+
+/** A module's name within another: what they share is left out. */
+function shortened(path, around) {
+  const parts = path.split("."), outer = around.split(".");
+  while (parts.length > 1 && outer.length && parts[0] === outer[0]) { parts.shift(); outer.shift(); }
+  return parts.join(".");
+}
+
+function describe(unit, ops, module, key) {
+  const first = ops[unit.ops[0]], last = ops[unit.ops[unit.ops.length - 1]];
+  const own = (path) => shortened(path, module.path);
+  const weightText = (w) => `${w.name.split(".").pop()} ${key === "before" ? w.plain : w.type}`;
+  const messages = unit.ops.map((i) => ops[i].message).filter((m) => m !== undefined);
+  const weights = [...new Set(unit.ops.flatMap((i) => ops[i].params || []))].map((p) => D.weights[p]);
+  unit.messages = messages;
+  unit.weights = weights;
+  unit.type = last.type || "";
+  unit.kind = "op";
+  unit.path = first.module || "";
+  if (unit.ops.length === 1 && first.message !== undefined) {
+    const m = D.messages[first.message];
+    unit.kind = "message";
+    unit.exposure = exposure(m);
+    unit.back = ways(m).every((w) => w.direction === "backward");
+    unit.title = `${kindOf(m)} over ${axesOf(m)}`;
+    const biggest = Math.max(0, ...ways(m).map((w) => w.bytes));
+    unit.lines = [`${size(biggest)}${unit.back ? ", in backward" : ways(m).some((w) => w.direction === "backward") ? ", and in backward" : ""}`, exposedText(m)];
+    return;
+  }
+  if (first.op === "layers") {
+    const like = moduleAt.get(first.like);
+    unit.kind = "module";
+    unit.opens = first.like;
+    unit.title = `layers ${first.layers}`;
+    unit.lines = [`as ${first.like}`, ...(key === "after" ? chipsOf(below(like).flatMap((m) => m.messages)) : [])];
+    if (key === "after") unit.split = [...new Set(below(like).flatMap((m) => m.weights).map(weightAxes).filter(Boolean))][0];
+    return;
+  }
+  const name = own(first.module || "");
+  const box = moduleAt.get(unit.path);
+  if (unit.ops.length === 1) {
+    const path = first.module === module.path ? "" : name;
+    unit.title = first.input ? first.name : path ? `${path}: ${first.op}` : first.op;
+    unit.lines = weights.slice(0, 3).map(weightText);
+    if (first.input) unit.kind = "ghost";
+  } else {
+    const paths = [...new Set(unit.ops.map((i) => ops[i].module || ""))];
+    const common = paths.reduce(prefix);
+    unit.path = common;
+    unit.opens = moduleAt.has(common) && common !== module.path ? common : undefined;
+    unit.title = own(common) || "ops";
+    const names = [...new Set(unit.ops.map((i) => ops[i].op))];
+    unit.lines = [`${unit.ops.length} ops: ${names.slice(0, 3).join(", ")}${names.length > 3 ? ", …" : ""}`];
+    if (box && paths.length === 1) unit.lines.push(...weights.slice(0, 2).map(weightText));
+    unit.lines.push(...chipsOf(messages.map((m) => D.messages[m])));
+    unit.kind = "module";
+  }
+  unit.split = key === "after" ? [...new Set(weights.map(weightAxes).filter(Boolean))][0] : undefined;
+}
+
+/** Collectives in a box that is not opened: a line for each axis. */
+function chipsOf(messages) {
+  const byAxes = new Map();
+  messages.forEach((m) => byAxes.set(axesOf(m), [...(byAxes.get(axesOf(m)) || []), m]));
+  return [...byAxes].map(([axes, those]) => ({ text: `⇄ ${several(those.length, "collective")} over ${axes}${those.some((m) => exposure(m) === "e") ? ", waited for" : those.every((m) => exposure(m) === "h") ? ", hidden" : ""}`, kind: those.some((m) => exposure(m) === "e") ? "e" : those.every((m) => exposure(m) === "h") ? "h" : "u" }));
+}
+
+function prefix(a, b) {
+  const x = a.split("."), y = b.split(".");
+  let i = 0;
+  while (i < x.length && x[i] === y[i]) i += 1;
+  return x.slice(0, i).join(".");
+}
+
+// --- where it goes: dagre, by layers from top to bottom
+
+function width(text, font) {
+  pen.font = font;
+  return pen.measureText(text).width;
+}
+
+const clipped = (text) => (text.length > WIDEST ? `${text.slice(0, WIDEST - 1)}…` : text);
+
+function layout(found) {
+  const g = new dagre.graphlib.Graph({ compound: true, multigraph: false });
+  g.setGraph({ rankdir: "TB", nodesep: 22, ranksep: 26, marginx: 14, marginy: 14 });
+  g.setDefaultEdgeLabel(() => ({}));
+  found.all.forEach((unit, i) => {
+    unit.id = `u${i}`;
+    unit.text = [unit.title, ...unit.lines].map((line) => (typeof line === "string" ? { text: clipped(line) } : { ...line, text: clipped(line.text) }));
+    const font = (i, line) => (i === 0 || unit.kind === "message" || line.kind ? `600 12px ${FONT}` : "10.5px ui-monospace, monospace");
+    unit.w = (unit.kind === "message" ? 32 : 20) + Math.max(...unit.text.map((line, i) => width(line.text, font(i, line))));
+    unit.h = 10 + LINE * unit.text.length;
+    g.setNode(unit.id, { width: unit.w, height: unit.h });
+  });
+  frames(found, g);
+  found.all.forEach((unit) => unit.uses.forEach((maker) => g.setEdge(maker.id, unit.id)));
+  dagre.layout(g);
+  return g;
+}
+
+/** A frame around the boxes of a module, where it has several that are apart. */
+function frames(found, g) {
+  const inner = new Map();
+  for (const unit of found.list) {
+    if (unit.kind === "ghost") continue;
+    for (let m = moduleAt.get(unit.path); m && m.path !== found.module.path && m.parent >= 0; m = D.modules[m.parent]) {
+      inner.set(m.path, [...(inner.get(m.path) || []), unit]);
+    }
+  }
+  const kept = new Set([...inner].filter(([path, those]) => those.length > 1 && those.length < found.list.length && moduleAt.get(path).children.length > 0 && path !== found.module.path).map(([path]) => path));
+  const nearest = (m) => { while (m && !kept.has(m.path)) m = m.parent >= 0 ? D.modules[m.parent] : null; return m; };
+  kept.forEach((path) => g.setNode(`f${path}`, { frame: path }));
+  kept.forEach((path) => {
+    const outer = nearest(D.modules[moduleAt.get(path).parent]);
+    if (outer && outer.path !== path) g.setParent(`f${path}`, `f${outer.path}`);
+  });
+  for (const unit of found.list) {
+    const m = unit.kind === "ghost" ? null : nearest(moduleAt.get(unit.path));
+    if (m) g.setParent(unit.id, `f${m.path}`);
+  }
+}
+
+// --- drawing
+
+function draw(found, key) {
+  let g;
+  try {
+    g = layout(found);
+  } catch (error) {  // dagre cannot lay out some frames: the same without them
+    g = layout({ ...found, list: [] });
+  }
+  const size_ = g.graph();
+  const picture = svg("svg", { width: size_.width, height: size_.height, viewBox: `0 0 ${size_.width} ${size_.height}`, role: "group", "data-width": size_.width, "data-height": size_.height });
+  g.nodes().filter((name) => name.startsWith("f")).forEach((name) => {
+    const box = g.node(name);
+    picture.append(svg("rect", { class: "frame", x: box.x - box.width / 2, y: box.y - box.height / 2, width: box.width, height: box.height, rx: 6 }));
+    const label = svg("text", { class: "soft", x: box.x - box.width / 2 + 6, y: box.y - box.height / 2 + 13 }, shortened(name.slice(1), found.module.path));
+    picture.append(label);
+  });
+  picture.append(svg("defs", {}, ["", "e", "h", "u"].map((kind) => svg("marker", { id: `head-${key}${kind}`, class: `head ${kind}`, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, markerUnits: "userSpaceOnUse", orient: "auto" }, svg("path", { d: "M0,0L8,4L0,8Z" })))));
+  g.edges().forEach((edge) => {
+    const from = found.all[Number(edge.v.slice(1))], to = found.all[Number(edge.w.slice(1))];
+    const message = from.kind === "message" ? from : to.kind === "message" ? to : null;
+    const wire = svg("path", { class: `wire ${message ? message.exposure : ""} ${message && message.back ? "back" : ""}`, d: curve(g.edge(edge).points), "marker-end": `url(#head-${key}${message ? message.exposure : ""})` });
+    if (message) {
+      thing(wire, `m${message.messages[0]}`, D.messages[message.messages[0]].lines);
+      wire.addEventListener("click", () => pick(`m${message.messages[0]}`));
+    }
+    wire.setAttribute("data-tip", `${from.title} → ${to.title}\n${from.type || ""}`);
+    picture.append(wire);
+  });
+  found.all.forEach((unit) => picture.append(boxOf(unit, g.node(unit.id), key, found)));
+  const across = found.list.filter((unit) => unit.kind !== "ghost").map((unit) => unit.place.x).sort((a, b) => a - b);
+  picture.dataset.middle = across[across.length >> 1] || size_.width / 2;  // where most boxes are
+  return picture;
+}
+
+function boxOf(unit, at, key, found) {
+  const kind = unit.kind === "message" ? `message ${unit.exposure}` : `${unit.kind} ${splitClass(unit.split || "")}`;
+  const group = svg("g", { class: `box ${kind}`, tabindex: "0", role: "button", transform: `translate(${at.x - unit.w / 2} ${at.y - unit.h / 2})`, "aria-label": [unit.title, ...unit.text.slice(1).map((l) => l.text), unit.type].join(", ") },
+    svg("rect", { class: "shape", width: unit.w, height: unit.h, rx: unit.kind === "message" ? unit.h / 2 : 4 }),
+    unit.text.map((line, i) => svg("text", {
+      x: unit.w / 2, y: 17 + LINE * i, "text-anchor": "middle", "font-weight": i ? null : "600",
+      class: unit.kind === "message" ? (i === 2 ? "strong" : "") : line.kind ? "strong" : i ? "type" : "",
+    }, line.text)));
+  unit.text.forEach((line, i) => { if (line.kind) group.children[i + 1].style.fill = `var(--${{ e: "exposed", h: "hidden", u: "unknown" }[line.kind]})`; });
+  const first = unit.ops[0];
+  const x = unit.kind === "message" ? `m${unit.messages[0]}` : unit.kind === "ghost" && first === undefined ? null
+    : unit.opens !== undefined ? `t${moduleAt.get(unit.opens).i}` : `${key === "after" ? "o" : "b"}${first}`;
+  const lines = [...new Set([...(unit.messages || []).flatMap((m) => D.messages[m].lines || []), ...(unit.weights || []).flatMap((w) => w.lines || [])])];
+  if (x) thing(group, x, key === "after" || unit.kind !== "message" ? lines : []);
+  group.setAttribute("data-with", [...(unit.messages || []).map((m) => `m${m}`), ...(unit.weights || []).map((w) => `w${w.i}`)].join(" "));
+  if (unit.type) group.setAttribute("data-tip", [unit.title, unit.type, unit.opens !== undefined ? "double click, or o: open it" : ""].filter(Boolean).join("\n"));
+  const open = () => {
+    if (unit.opens !== undefined) openModule(unit.opens);
+    else if (unit.kind === "ghost") openGhost(unit, found);
+  };
+  acts(group, () => (x ? pick(x) : open()));
+  group.addEventListener("dblclick", open);
+  group.addEventListener("keydown", (e) => {
+    const to = e.key === "ArrowDown" ? [...unit.users] : e.key === "ArrowUp" ? [...unit.uses] : null;
+    const beside = { ArrowRight: 1, ArrowLeft: -1 }[e.key];
+    if (e.key === "o") open();
+    else if (to && to.length) to[0].element.focus();
+    else if (beside) neighbour(unit, found, beside);
+    else return;
+    e.preventDefault();
+    e.stopPropagation();
+  });
+  unit.element = group;
+  unit.place = at;
+  return group;
+}
+
+function openGhost(unit, found) {
+  const o = found.ops[unit.from !== undefined ? unit.from : unit.to];
+  if (o && !o.input) openModule(o.op === "layers" ? o.like : o.module || "");
+}
+
+/** The box to the right or left, in about the same row. */
+function neighbour(unit, found, way) {
+  const row = found.all.filter((u) => u !== unit && Math.abs(u.place.y - unit.place.y) < 40 && (u.place.x - unit.place.x) * way > 0);
+  row.sort((a, b) => Math.abs(a.place.x - unit.place.x) - Math.abs(b.place.x - unit.place.x));
+  if (row.length) row[0].element.focus();
+}
+
+/** Through the points, smoothly: quadratic curves between the middles. */
+function curve(points) {
+  if (points.length < 3) return `M${points.map((p) => `${p.x},${p.y}`).join("L")}`;
+  let d = `M${points[0].x},${points[0].y}`;
+  for (let i = 1; i < points.length - 1; i += 1) {
+    const end = i === points.length - 2 ? points[i + 1] : { x: (points[i].x + points[i + 1].x) / 2, y: (points[i].y + points[i + 1].y) / 2 };
+    d += `Q${points[i].x},${points[i].y} ${end.x},${end.y}`;
+  }
+  return d;
+}
+
+function scaleGraph(by) {
+  for (const key of ["before", "after"]) {
+    if (!byId(`sheet-${key}`)) continue;
+    if (by) { zoom[key] = Math.min(Math.max(zoom[key] * by, 0.1), 3); apply(key); } else fitGraph(key);
+  }
+}
+
+/** Fit the width, but keep text legible: a wide graph is scrolled. */
+function fitGraph(key) {
+  const sheet_ = byId(`sheet-${key}`);
+  if (!sheet_) return;
+  const wide = Number(sheet_.firstChild.dataset.width);
+  zoom[key] = Math.min(1, Math.max(state.graph === "both" ? 0.5 : 0.62, (sheet_.clientWidth - 4) / wide));
+  apply(key);
+  sheet_.scrollLeft = Number(sheet_.firstChild.dataset.middle) * zoom[key] - sheet_.clientWidth / 2;
+}
+
+function apply(key) {
+  const picture = byId(`sheet-${key}`).firstChild;
+  picture.setAttribute("width", picture.dataset.width * zoom[key]);
+  picture.setAttribute("height", picture.dataset.height * zoom[key]);
+  sized(picture, { margin: "0 auto" });
+}

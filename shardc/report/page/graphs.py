@@ -1,0 +1,169 @@
+"""The graphs of the page: the model as one device runs it, and what the ranks run, as ops with what they take.
+
+Views and copies are left out, as in shardc.report.layer_picture. Layers that are equal to one that is shown become one
+op in place of each run of them: "layers 1–79, as layer 0".
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from shardc.artifact.emit import value_text
+from shardc.ir.graph import source_of
+from shardc.ir.program import Program
+from shardc.report.drawn_ops import bucket_of, is_view, op_name, traced
+from shardc.report.page.equal_layers import EqualLayers, prefixes, ranges
+from shardc.runtime import ops
+
+#: Ops that only hand on what another op has begun.
+_PLUMBING = (ops.wait, ops.gather_wait, ops.updated)
+
+
+@dataclass
+class Op:
+    """A box of a graph. name: of the program's line; op: what it calls; module, line, code: of the model; type: of its
+    result.
+
+    uses: the boxes that it takes from, by number. params: the parameters that it takes, by number. message: of a
+    collective, its number. stage: -1 in the model's own graph. layers: of a run of equal layers, their numbers, like:
+    the one that is shown.
+    """
+
+    name: str
+    op: str
+    module: str
+    type: str = ""
+    line: str = ""
+    code: str = ""
+    stage: int = -1
+    uses: list[int] = field(default_factory=list)
+    params: list[int] = field(default_factory=list)
+    message: int | None = None
+    layers: str = ""
+    like: str = ""
+    input: bool = False
+
+
+class Graph:
+    """Collects the boxes of a graph. params, messages: numbers of what boxes cite, by name of parameter and node."""
+
+    def __init__(self, layers: EqualLayers, params: Mapping[str, int], messages: Mapping[fx.Node, int]) -> None:
+        self.ops: list[Op] = []
+        self._layers, self._params, self._messages = layers, params, messages
+        self._box: dict[fx.Node, int] = {}
+        self._run: dict[tuple[int, str], int] = {}  # of (stage, a layer that is left out): its box
+        self._sent: dict[str, fx.Node] = {}  # what stages make for others
+
+    def add(self, graph: fx.Graph, stage: int = -1, sends: Iterable[str] = ()) -> None:
+        """The boxes of one graph. Stages come in the order in which they use each other."""
+        names = set(sends)
+        runs = dict(self._runs(graph))
+        for n in graph.nodes:
+            if n.name in names and n.op != "placeholder":
+                self._sent[n.name] = n
+            if n.op == "placeholder":
+                self._placeholder(n, stage)
+            elif n.op == "call_function" and not is_view(n) and n.target not in _PLUMBING:
+                layer = self._layers.left_out(source_of(n).module)
+                if layer:
+                    self._left_out(n, layer, runs[layer], stage)
+                else:
+                    self._op(n, stage)
+
+    def _placeholder(self, n: fx.Node, stage: int) -> None:
+        if n.meta.get("value") is None or n.name in self._params:
+            return
+        box = Op(n.name, "input", "", value_text(n.meta["value"]), stage=stage, input=True)
+        if "collective" in n.meta:  # from another stage
+            maker = self._sent.get(n.name)
+            source = source_of(n)
+            box = Op(n.name, "receive", source.module, box.type, source.line, source.code, stage)
+            box.uses = [self._box[maker]] if maker in self._box else []
+            box.message = self._messages.get(n)
+            if self._layers.left_out(box.module):
+                box.module = ""  # between layers that are one box each
+        self._box[n] = len(self.ops)
+        self.ops.append(box)
+
+    def _op(self, n: fx.Node, stage: int) -> None:
+        source = source_of(n)
+        box = Op(n.name, op_name(n), source.module, value_text(n.meta.get("value")), source.line, source.code, stage)
+        box.message = self._messages.get(n) if "collective" in n.meta else None
+        box.uses, box.params = self._operands(n)
+        self._box[n] = len(self.ops)
+        self.ops.append(box)
+
+    def _left_out(self, n: fx.Node, layer: str, run: Sequence[str], stage: int) -> None:
+        at = self._run.get((stage, layer))
+        if at is None:
+            at = len(self.ops)
+            of = layer.rpartition(".")[0]
+            numbers = ranges(x.rpartition(".")[2] for x in run)
+            like = self._layers.first[layer]
+            self.ops.append(Op(n.name, "layers", of, stage=stage, layers=numbers, like=like))
+            self._run |= {(stage, x): at for x in run}
+        self._box[n] = at
+        box = self.ops[at]
+        box.uses += [x for x in self._operands(n)[0] if x != at and x not in box.uses]
+        box.type = value_text(n.meta.get("value"))  # in the end, of its last op
+
+    def _runs(self, graph: fx.Graph) -> Iterator[tuple[str, list[str]]]:
+        """(layer, the layers of its run) for those that are left out: neighbours that are like the same one."""
+        order: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        for n in graph.nodes:
+            if n.op == "call_function" and not is_view(n):
+                module = source_of(n).module
+                for layer in prefixes(module):
+                    order[layer.rpartition(".")[0]].setdefault(layer)
+                    if layer in self._layers.first:
+                        break
+        for layers in order.values():
+            run: list[str] = []
+            for layer in layers:
+                like = self._layers.first.get(layer)
+                if run and self._layers.first.get(run[0]) != like:
+                    run = []
+                if like is not None:
+                    run.append(layer)
+                    yield layer, run
+
+    def _operands(self, n: fx.Node) -> tuple[list[int], list[int]]:
+        """(boxes, parameters) that an op takes."""
+        uses: dict[int, None] = {}
+        params: dict[int, None] = {}
+        for operand in n.all_input_nodes:
+            x, weight = drawn(operand), traced(operand)
+            if weight.op == "placeholder" and weight.name in self._params:
+                params.setdefault(self._params[weight.name])
+            if x in self._box:
+                uses.setdefault(self._box[x])
+        return list(uses), list(params)
+
+
+def drawn(n: fx.Node) -> fx.Node:
+    """The op that a value is drawn as coming from: through views, and waiting for what was begun. Of a parameter that
+    is gathered, the begin of the gather.
+    """
+    while n.op == "call_function" and (is_view(n) or n.target is ops.wait):
+        if n.target is operator.getitem and (bucket := bucket_of(n.args[0])) is not None:
+            return bucket
+        n = n.all_input_nodes[0]
+    return n
+
+
+def graphs(
+    program: Program, layers: EqualLayers, params: Mapping[str, int], messages: Mapping[fx.Node, int]
+) -> tuple[list[Op], list[Op]]:
+    """(before, after) the passes; after is empty for a program that is not compiled."""
+    before, after = Graph(layers, params, {}), Graph(layers, params, messages)
+    before.add(program.graph)
+    if program.prologue is not None:
+        after.add(program.prologue.graph, -1)
+    for i, stage in enumerate(program.stages):
+        after.add(stage.graph, i, stage.sends)
+    return before.ops, after.ops

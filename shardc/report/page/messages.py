@@ -1,0 +1,245 @@
+"""Everything that ranks send each other in a step, each with its cause and, on a device, whether computing hides it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from shardc.artifact.emit import bucket_text, value_text
+from shardc.cost import Cost
+from shardc.ir.graph import source_of
+from shardc.ir.program import Bucket, Collective, Program
+from shardc.report.comm import IMPLICIT, Row, comm_rows, timed
+from shardc.report.drawn_ops import of_parameter, traced
+from shardc.report.page.equal_layers import EqualLayers
+from shardc.report.page.spec_lines import SpecLines
+from shardc.runtime import ops
+from shardc.runtime.mesh import CommRecord
+from shardc.runtime.zero.flat_partition import Flat
+
+
+@dataclass
+class Way:
+    """A message's collectives of one direction in a step. count: of one rank of each coordinate of the pipeline's axis,
+    with those of equal layers; bytes: of each. seconds, exposed: of all; None where no device is known. behind: what
+    runs beside them for the longest time.
+    """
+
+    direction: str
+    kind: str
+    axes: str
+    count: int
+    bytes: int
+    seconds: float | None = None
+    exposed: float | None = None
+    behind: str = ""
+
+
+@dataclass
+class Message:
+    """A collective of the program, or a bucket's, with those of equal layers. title: what it is; before, after: the
+    types between which it converts; lines: of the spec; ways: what runs when.
+
+    params: the numbers of a bucket's parameters. layers: how many are alike.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    cause: str
+    lines: list[int]
+    ways: list[Way]
+    title: str = ""
+    module: str = ""
+    line: str = ""
+    code: str = ""
+    before: str = ""
+    after: str = ""
+    stage: int = -1
+    implicit: bool = False
+    layers: int = 1
+    bucket: int | None = None
+    params: list[int] = field(default_factory=list)
+
+
+class Messages:
+    """all: in the order in which forward begins them, then those of buckets and of the step. of_node: their numbers by
+    node of a stage, of_bucket by bucket.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        layers: EqualLayers,
+        spec: SpecLines,
+        params: Mapping[str, int],
+        cost: Cost | None,
+    ) -> None:
+        self.all: list[Message] = []
+        self.of_node: dict[fx.Node, int] = {}
+        self._tags: dict[str, int] = {}  # names of nodes and of buckets
+        self._program, self._spec, self._params = program, spec, params
+        m = program.microbatches
+        for i, stage in enumerate(program.stages):
+            for n in stage.graph.nodes:
+                c = n.meta.get("collective")
+                if c is None or (n.op == "placeholder" and self._same_rank(n.name, i)):
+                    continue
+                one = layers.same(n) if n.op == "call_function" else n
+                if one in self.of_node:
+                    self._again(self.all[self.of_node[one]])
+                else:
+                    self.of_node[one] = len(self.all)
+                    self.all.append(self._of_node(n, c, i, m))
+                self.of_node[n] = self._tags[n.name] = self.of_node[one]
+        for i, b in enumerate(program.buckets):
+            if ways := list(_ways_of_bucket(program, b)):
+                self._tags[f"bucket{i}"] = len(self.all)
+                cause = bucket_text(b, program)
+                axes = tuple(dict.fromkeys((*b.axes, *filter(None, (b.shard,)))))
+                title = "gradients of a bucket" if b.zero != 3 else "parameters and gradients of a bucket"
+                mine = list(dict.fromkeys(params[n] for n in b.params if n in params))
+                self.all.append(
+                    Message(
+                        f"bucket {i}",
+                        axes,
+                        cause,
+                        spec.of_bucket(b),
+                        ways,
+                        title,
+                        bucket=i,
+                        params=mine,
+                        stage=b.stages[0] if program.axis else -1,
+                    )
+                )
+        self.rows = self._rows(cost)
+        if cost is not None:
+            self._timed(cost)
+
+    def _same_rank(self, name: str, stage: int) -> bool:
+        """Whether what a stage receives is made on its own rank."""
+        if self._program.schedule is None:
+            return False
+        place = self._program.schedule.placement
+        return any(name in s.sends and place[i] == place[stage] for i, s in enumerate(self._program.stages))
+
+    def _again(self, message: Message) -> None:
+        """One more layer has it."""
+        for way in message.ways:
+            way.count = way.count // message.layers * (message.layers + 1)
+        message.layers += 1
+
+    def _of_node(self, n: fx.Node, c: Collective, stage: int, times: int) -> Message:
+        source, axes = source_of(n), "+".join(c.axes)
+        ways = [Way("forward", c.kind, axes, times, c.bytes)] if c.kind != "none" else []
+        if c.kind != "none" and (again := n.meta.get("again", 0)):
+            ways.append(Way("recompute", c.kind, axes, times * again, c.bytes))
+        if c.backward != "none":
+            ways.append(Way("backward", c.backward, axes, times, c.bytes))
+        if n.target is ops.total:
+            ways = [Way("forward", c.kind, axes, 1, c.bytes)]
+        operand = next((x for x in n.all_input_nodes if x.meta.get("value") is not None), None)
+        what = "between stages" if n.op == "placeholder" else ""
+        if operand is not None and n.op == "call_function" and of_parameter(n):
+            weight = next((p for p in self._program.params if p.name == traced(operand).name), None)
+            what = f"of the weight {weight.fqn}" if weight is not None else ""
+        return Message(
+            n.name,
+            c.axes,
+            c.cause or IMPLICIT,
+            self._spec.of(c.cause) or self._spec.of_axes(c.axes),
+            ways,
+            what,
+            source.module,
+            source.line,
+            source.code,
+            value_text(operand.meta["value"]) if operand is not None else "",
+            value_text(n.meta.get("value")),
+            stage if self._program.axis else -1,
+            c.implicit,
+        )
+
+    def number(self, record: CommRecord) -> int | None:
+        """Which message a collective that ran belongs to."""
+        return self._tags.get(record.tag)
+
+    def _timed(self, cost: Cost) -> None:
+        """Replaces what the program says of a message's collectives by what a dry run of the step saw."""
+        found: defaultdict[tuple[int, str, str, str], list[tuple[int, float, float, Mapping[tuple[str, str], float]]]]
+        found = defaultdict(list)
+        for span in (s for of_rank in cost.spans() for s in of_rank):
+            r = span.record
+            number = self.number(r)
+            if number is not None and r.kind != "send_recv":
+                found[number, r.direction, r.kind, r.axis].append((r.bytes, span.seconds, span.exposed, span.behind))
+        ways: defaultdict[int, list[Way]] = defaultdict(list)
+        for (number, direction, kind, axes), spans in found.items():
+            beside: defaultdict[str, float] = defaultdict(float)
+            for _, _, _, behind in spans:
+                for (part, op), together in behind.items():
+                    beside[f"{part} of {cost.sources[op].module}" if op in cost.sources else part] += together
+            way = Way(direction, kind, axes, len(spans), max(x[0] for x in spans), sum(x[1] for x in spans))
+            way.exposed = sum(x[2] for x in spans)
+            way.behind = max(beside, key=beside.__getitem__) if beside else ""
+            ways[number].append(way)
+        for number, those in ways.items():
+            self.all[number].ways = sorted(those, key=lambda w: _ORDER.get(w.direction, 9))
+
+    def _rows(self, cost: Cost | None) -> list[dict[str, object]]:
+        """The table of `inspect --comm`, each row with the messages that it counts."""
+        times = timed(cost) if cost is not None else {}
+        rows = []
+        for r in comm_rows(self._program):
+            t = times.get((r.axes, r.direction, r.kind, r.cause))
+            rows.append(
+                {
+                    "axes": r.axes,
+                    "direction": r.direction,
+                    "kind": r.kind,
+                    "count": r.count,
+                    "bytes": r.bytes,
+                    "cause": r.cause,
+                    "lines": self._lines(r),
+                    "seconds": t.seconds if t is not None else None,
+                    "exposed": t.exposed if t is not None else None,
+                    "behind": t.behind if t is not None else "",
+                    "messages": [i for i, x in enumerate(self.all) if self._counts(r, x)],
+                }
+            )
+        return rows
+
+    def _lines(self, r: Row) -> list[int]:
+        cited = self._spec.of(r.cause)
+        of_zero = self._spec.at("data", "zero") if r.cause == "updated parameters" else []
+        if r.cause == "gradients, in buckets":
+            of_zero = list(dict.fromkeys(line for b in self._program.buckets for line in self._spec.of_bucket(b)))
+        return cited or of_zero or self._spec.of_axes(tuple(r.axes.split("+")))
+
+    def _counts(self, r: Row, x: Message) -> bool:
+        ways = any((w.direction, w.kind, w.axes) == (r.direction, r.kind, r.axes) for w in x.ways)
+        return ways and (x.cause == r.cause if x.bucket is None else r.cause in _OF_BUCKETS)
+
+
+#: Causes of rows whose collectives are those of buckets.
+_OF_BUCKETS = ("gradients, in buckets", "updated parameters")
+_ORDER = {"forward": 0, "recompute": 1, "backward": 2, "update": 3}
+
+
+def _ways_of_bucket(program: Program, b: Bucket) -> Iterator[Way]:
+    """What the program says of a bucket; as `shardc.report.comm.comm_rows` counts."""
+    flat = Flat.of(program, b)
+    m, sums = program.microbatches, b.dtype.itemsize
+    place = program.schedule.placement if program.schedule is not None else (0,)
+    ranks = len({place[s] for s in b.stages})
+    dtype = b.compute or program.param(b.params[0]).dtype
+    rest = tuple(a for a in b.axes if a != b.shard) if b.zero else b.axes
+    if b.zero and b.shard in b.axes:
+        yield Way("backward", "reduce_scatter", b.shard, m * len(b.stages) if b.each else ranks, flat.padded * sums)
+    if rest:
+        yield Way("backward", "all_reduce", "+".join(rest), ranks, flat.part * sums)
+    if b.zero in (1, 2):
+        yield Way("update", "all_gather", b.shard, ranks, flat.padded * dtype.itemsize)
+    if b.zero == 3:
+        yield Way("forward", "all_gather", b.shard, 1 if b.keep else m, flat.padded * dtype.itemsize)

@@ -1,0 +1,183 @@
+// Panels, search, keys, themes, and the address: begins when all else is there.
+"use strict";
+
+const TABS = { overview: "Overview", graph: "Graph", timeline: "Timeline", memory: "Memory", comm: "Communication", proof: "Proof", text: "Text", tree: "Modules", spec: "Spec" };
+const DRAW = { overview: drawOverview, graph: drawGraph, timeline: drawTimeline, memory: drawMemory, comm: drawComm, proof: drawProof, text: drawText, tree: borrowed("modules", "tree"), spec: borrowed("lines", "spec") };
+const NARROW = ["tree", "spec"];  // panels of their own where there is no room beside
+
+/** On a narrow screen what stands at the side becomes a panel, and goes back afterwards. */
+function borrowed(id, home) {
+  return (panel) => panel.replaceChildren(Object.assign(byId(id), { home }));
+}
+
+function giveBack() {
+  for (const [id, home] of [["modules", "tree"], ["lines", "spec"]]) {
+    const part = byId(id);
+    if (part && part.parentElement === byId("panel")) byId(home).append(part);
+  }
+}
+
+function drawTabs() {
+  byId("tabs").replaceChildren(...Object.entries(TABS).map(([key, text], i) => {
+    const button = el("button", { type: "button", role: "tab", id: `tab-${key}`, "data-tab": key, "aria-selected": String(key === state.tab), "aria-controls": "panel", tabindex: key === state.tab ? "0" : "-1", class: NARROW.includes(key) ? "narrow" : "", title: NARROW.includes(key) ? text : `${text} (${i + 1})`, onclick: () => show(key) }, text);
+    button.addEventListener("keydown", (e) => {
+      const by = { ArrowRight: 1, ArrowLeft: -1 }[e.key];
+      if (!by) return;
+      const shown = Object.keys(TABS).filter((k) => byId(`tab-${k}`).offsetParent);
+      const to = shown[(shown.indexOf(key) + by + shown.length) % shown.length];
+      show(to);
+      byId(`tab-${to}`).focus();
+      e.preventDefault();
+    });
+    return button;
+  }));
+}
+
+function show(tab, { quiet = false } = {}) {
+  state.tab = TABS[tab] ? tab : "overview";
+  drawTabs();
+  redraw();
+  if (!quiet) remember();
+}
+
+function redraw() {
+  giveBack();
+  const panel = byId("panel");
+  panel.setAttribute("aria-labelledby", `tab-${state.tab}`);
+  DRAW[state.tab](panel);
+  panel.scrollTop = 0;
+  light(null);
+}
+
+/** Scroll to where a thing stands in the panel. */
+function reveal(x) {
+  const found = document.querySelector(`#panel [data-x="${x}"]`) || document.querySelector(`#panel [data-with~="${x}"]`);
+  if (!found) return;
+  found.scrollIntoView({ block: "center", inline: "center" });
+  if (found.focus) found.focus({ preventScroll: true });
+}
+
+// --- the address: what is shown can be sent as a link, and "back" goes back
+
+function remember() {
+  const parts = [state.tab, state.tab === "graph" ? `${state.graph}:${state.module}` : "", state.picked || ""];
+  const hash = `#${parts.map(encodeURIComponent).join("/").replace(/\/+$/, "")}`;
+  if (hash !== location.hash) history.pushState(null, "", hash);
+}
+
+function recall() {
+  const [tab, module, picked] = location.hash.slice(1).split("/").map((part) => { try { return decodeURIComponent(part); } catch { return ""; } });
+  if (module) {
+    const at = module.indexOf(":");
+    state.graph = ["before", "after", "both"].includes(module.slice(0, at)) ? module.slice(0, at) : "after";
+    state.module = shownPath(module.slice(at + 1));
+    unfold(state.module);
+    drawTree();
+  }
+  const known = /^[mwlrobt]\d+$/.test(picked || "") && exists(picked);
+  state.picked = known ? picked : null;
+  show(tab || "overview", { quiet: true });
+  pick(state.picked, { quiet: true });
+}
+
+function exists(x) {
+  const i = Number(x.slice(1));
+  return i < { m: D.messages, w: D.weights, l: [0, ...D.spec.lines], r: D.rows, o: D.after, b: D.before, t: D.modules }[x[0]].length;
+}
+
+// --- search
+
+const INDEX = [];
+
+function buildIndex() {
+  D.modules.forEach((m) => m.path && INDEX.push({ text: m.path, about: m.layers ? `module; layers ${m.layers} are equal` : "module", act: () => { openModule(m.path); pick(`t${m.i}`); } }));
+  D.messages.forEach((m) => INDEX.push({ text: `${kindOf(m)} over ${axesOf(m)}${m.bucket !== undefined ? `, ${m.name}` : ""}`, about: [m.module, m.cause, m.name].filter(Boolean).join(" · "), act: () => pick(tagOf(m)) }));
+  D.weights.forEach((w) => INDEX.push({ text: w.name, about: `weight · ${w.type}`, act: () => pick(`w${w.i}`) }));
+  D.spec.lines.forEach((line, i) => line.trim() && INDEX.push({ text: line.trim(), about: `line ${i + 1} of the spec`, act: () => pick(`l${i + 1}`) }));
+  D.after.forEach((o, i) => o.message === undefined && !o.like && INDEX.push({ text: o.name, about: `${o.op} in ${o.module || F.model} · ${o.type || ""}`, act: () => { state.graph = "after"; openModule(shownPath(o.module || "")); pick(`o${i}`); reveal(`o${i}`); } }));
+  Object.entries(TABS).forEach(([key, text]) => INDEX.push({ text, about: "panel", act: () => show(key) }));
+}
+
+/** What all words are in, best first: those whose text begins with the words, then those that have them in the text. */
+function found(words) {
+  const parts = words.toLowerCase().split(/\s+/).filter(Boolean);
+  const hits = INDEX.filter((entry) => { const all = `${entry.text} ${entry.about}`.toLowerCase(); return parts.every((p) => all.includes(p)); });
+  const rank = (entry) => { const text = entry.text.toLowerCase(); return text === words.toLowerCase() ? 0 : text.startsWith(parts[0]) ? 1 : parts.every((p) => text.includes(p)) ? 2 : 3; };
+  hits.sort((a, b) => rank(a) - rank(b));
+  // a layer that is not shown by itself: model.layers.37
+  const named = /^[\w.]+\.\d+(\.[\w.]*)?$/.test(words) ? shownPath(words) : "";
+  const layer = named && !moduleAt.has(words) ? [{ text: words, about: `shown as ${named}`, act: () => { openModule(named); pick(`t${moduleAt.get(named).i}`); } }] : [];
+  return [...layer, ...hits].slice(0, 40);
+}
+
+function search() {
+  const box = byId("search"), results = byId("found");
+  let hits = [], at = 0;
+  const close = () => { results.hidden = true; box.setAttribute("aria-expanded", "false"); box.removeAttribute("aria-activedescendant"); };
+  const mark_ = () => { [...results.children].forEach((li, i) => li.setAttribute("aria-selected", String(i === at))); box.setAttribute("aria-activedescendant", `hit${at}`); if (results.children[at]) results.children[at].scrollIntoView({ block: "nearest" }); };
+  const go = (i) => { const hit = hits[i]; if (!hit) return; box.value = ""; close(); box.blur(); hit.act(); };
+  box.addEventListener("input", () => {
+    hits = box.value.trim() ? found(box.value.trim()) : [];
+    at = 0;
+    results.replaceChildren(...(hits.length ? hits.map((hit, i) => el("li", { role: "option", id: `hit${i}`, onpointerdown: (e) => { e.preventDefault(); go(i); } }, hit.text, el("small", {}, hit.about))) : [el("li", { class: "soft" }, "nothing has all of these words")]));
+    results.hidden = !box.value.trim();
+    box.setAttribute("aria-expanded", String(!results.hidden));
+    if (hits.length) mark_();
+  });
+  box.addEventListener("keydown", (e) => {
+    if (e.key === "ArrowDown") at = Math.min(at + 1, hits.length - 1);
+    else if (e.key === "ArrowUp") at = Math.max(at - 1, 0);
+    else if (e.key === "Enter") { go(at); return; }
+    else if (e.key === "Escape") { box.value = ""; close(); box.blur(); return; }
+    else return;
+    mark_();
+    e.preventDefault();
+  });
+  box.addEventListener("blur", close);
+}
+
+// --- keys and themes
+
+const KEYS = [["/", "search"], ["1 … 7", "the panels"], ["Tab, Enter", "go to a thing, select it"], ["arrows", "in the graph along the lines, in the tree, along the memory"], ["o", "in the graph: open the module of a box"], ["+ − 0", "size of the graph or the timeline"], ["u", "the module around"], ["Esc", "select nothing"], ["d", "dark or light"], ["?", "this"]];
+
+function help() {
+  const box = byId("keys");
+  box.replaceChildren(el("h2", {}, "Keys"), el("table", {}, el("tbody", {}, KEYS.map(([key, about]) => el("tr", {}, el("td", {}, el("kbd", {}, key)), el("td", {}, about))))), el("h3", {}, "Types and words"), typesHelp(), el("p", {}, el("button", { type: "button", onclick: () => box.close() }, "close")));
+  box.showModal();
+}
+
+function theme() {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+}
+
+function keys(e) {
+  if (e.ctrlKey || e.metaKey || e.altKey || e.target.matches("input") || byId("keys").open) return;
+  const resize = { "+": 1.25, "=": 1.25, "-": 0.8, 0: 0 }[e.key];
+  const shown = Object.keys(TABS).filter((k) => !NARROW.includes(k));
+  if (e.key === "/") byId("search").focus();
+  else if (e.key === "?") help();
+  else if (e.key === "d") theme();
+  else if (e.key === "Escape") pick(null);
+  else if (e.key === "u" && state.module) openModule(D.modules[moduleAt.get(state.module).parent].path);
+  else if (/^[1-9]$/.test(e.key) && shown[e.key - 1]) show(shown[e.key - 1]);
+  else if (resize !== undefined && state.tab === "graph") scaleGraph(resize);
+  else if (resize !== undefined && state.tab === "timeline" && D.timeline) zoomTimeline(resize);
+  else return;
+  e.preventDefault();
+}
+
+buildIndex();
+drawFacts();
+drawSpec();
+drawTree();
+recall();
+follow();
+search();
+byId("theme").addEventListener("click", theme);
+byId("help").addEventListener("click", help);
+document.addEventListener("keydown", keys);
+addEventListener("popstate", recall);
+addEventListener("resize", () => { if (["timeline", "memory"].includes(state.tab)) redraw(); });
+document.documentElement.dataset.ready = String(Math.round(performance.now()));

@@ -1,0 +1,140 @@
+// The overview, communication by axis, the proof, and the program's text.
+"use strict";
+
+function drawFacts() {
+  byId("model").textContent = F.model;
+  byId("mesh").textContent = F.mesh.length ? F.mesh.map(([axis, n]) => `${axis}=${n}`).join(" × ") : "one device";
+  const fact = (panel, value, about, kind = "", extra = null) => el("button", { type: "button", onclick: () => show(panel), title: `open: ${TABS[panel]}` }, el("b", { class: kind }, value), extra, el("span", {}, about));
+  const facts = [
+    fact("overview", several(F.ranks, "rank"), F.axis ? `${several(F.stages, "stage")} over ${F.axis}, ${F.schedule}` : "every rank runs the same"),
+    fact("overview", `${count(F.numbers)} parameters`, `${size(F.mine)} on a rank`),
+  ];
+  if (F.device) {
+    facts.push(fact("timeline", `${seconds(F.seconds)} a step`, `on ${F.device}${F.axis ? `; bubble ${percent(F.bubble)}` : ""}`));
+    const share = F.peak / F.limit;
+    const meter = sized(el("i"), { width: `${Math.min(100 * share, 100)}%` });
+    facts.push(fact("memory", `${size(F.peak)} peak`, `${percent(share)} of ${size(F.limit)}: ${F.fits ? "fits" : "does not fit"}`, F.fits ? "" : "bad", el("div", { class: `meter ${F.fits ? "" : "over"}` }, meter)));
+    const waited = sum(Object.values(F.exposed));
+    facts.push(fact("comm", `${seconds(waited)} exposed`, `waiting for collectives, ${percent(waited / F.seconds || 0)}`));
+  }
+  const p = D.proof;
+  facts.push(fact("proof", p ? (p.ok ? "✓ proven" : `✗ ${several(p.gaps.length, "gap")}`) : "not checked", p && p.ok ? "equal to one device" : p ? "not proven equal to one device" : "no proof was asked for", p ? (p.ok ? "good" : "bad") : ""));
+  byId("facts").replaceChildren(...facts);
+}
+
+function drawOverview(panel) {
+  const cards = [];
+  cards.push(el("section", {}, el("h2", {}, "Communication of a step, by axis"), axisBars(true), el("button", { type: "button", class: "link", onclick: () => show("comm") }, "all collectives")));
+  const worst = D.messages.filter(ways_).sort((a, b) => exposedOf(b) - exposedOf(a) || bytesOf(b) - bytesOf(a)).slice(0, 7);
+  cards.push(el("section", {}, el("h2", {}, F.device ? "Collectives that a step waits for longest" : "The largest collectives"), worst.length ? messageList(worst) : el("p", { class: "soft" }, "None: ranks send nothing to each other.")));
+  if (D.memory) {
+    const worstPanel = D.memory.panels.reduce((a, b) => (b.peak > a.peak ? b : a));
+    const kinds = Object.entries(worstPanel.kinds);
+    cards.push(el("section", {}, el("h2", {}, `Memory at the peak ${F.axis ? `(${placeOf(worstPanel)})` : ""}`), el("div", { class: "bar", role: "img", "aria-label": kinds.map(([k, n]) => `${k} ${size(n)}`).join(", ") },
+      kinds.map(([k, n]) => sized(el("i", { "data-tip": `${k} ${size(n)}` }), { background: KINDS[k], width: `${100 * n / worstPanel.peak}%` }))),
+    el("div", { class: "legend" }, kinds.map(([k, n]) => mark(KINDS[k], `${k} ${size(n)}`))), el("p", { class: "soft" }, `at ${worstPanel.where}`)));
+  }
+  cards.push(el("section", {}, el("h2", {}, "How weights are split"), el("div", {}, splitSummary())));
+  cards.push(el("section", {}, el("h2", {}, "Inputs"), el("ul", {}, D.inputs.map((i) => thing(el("li", {}, `${i.name} `, code(i.type)), "", i.lines)))));
+  if (D.regions.length) cards.push(el("section", {}, el("h2", {}, "Computed again in backward"), el("ul", {}, D.regions.map((r) => thing(el("li", {}, r.text), "", r.lines)))));
+  if (D.notes.length) cards.push(el("section", {}, el("h2", {}, "Notes of the compiler"), el("ul", {}, D.notes.map((n) => thing(el("li", {}, n.text), "", n.lines)))));
+  cards.push(el("section", {}, el("h2", {}, "How to read this page"), typesHelp()));
+  panel.replaceChildren(el("div", { class: "cards" }, cards));
+}
+
+const ways_ = (m) => ways(m).length > 0;
+
+function typesHelp() {
+  const rows = [["bf16[32@dp, 4096]", "32 rows, spread over axis dp; 4096 columns, whole"], ["+tp", "a partial sum: the value is the sum over the ranks of tp"], ["~dp", "its gradient is a partial sum over dp"], ["exposed", "the rank waits for a collective: nothing is computed meanwhile"], ["hidden", "it runs while the rank computes"], ["⇄2", "two collectives in this module"], ["0–39, 41", "layers that are equal, shown once"]];
+  return el("table", {}, el("tbody", {}, rows.map(([sign, about]) => el("tr", {}, el("td", {}, code(sign)), el("td", {}, about)))));
+}
+
+function splitSummary() {
+  const by = new Map();
+  D.weights.forEach((w) => by.set(weightAxes(w), [...(by.get(weightAxes(w)) || []), w]));
+  return [...by].map(([axes, weights]) => {
+    const lines = [...new Set(weights.flatMap((w) => w.lines || []))];
+    const text = `${several(sum(weights.map((w) => w.count || 1)), "weight")}, ${size(sum(weights.map((w) => (w.whole || 0) * (w.count || 1))))} of one device`;
+    return thing(el("p", {}, el("span", { class: `chip ${splitClass(axes)}` }, axes || "whole"), ` ${text}`), "", axes ? lines : []);
+  });
+}
+
+/** Time of each axis's collectives, hidden and exposed; bytes where no device is known. */
+function axisBars(short = false) {
+  const axes = [...new Set(D.rows.map((r) => r.axes))];
+  if (!axes.length) return el("p", { class: "soft" }, "Ranks send nothing to each other.");
+  const of = (a, key) => sum(D.rows.filter((r) => r.axes === a).map((r) => r[key] || 0));
+  const timed = D.rows.some((r) => typeof r.seconds === "number");
+  const most = Math.max(...axes.map((a) => of(a, timed ? "seconds" : "bytes"))) || 1;
+  const head = el("thead", {}, el("tr", {}, el("th", {}, "axis"), el("th", {}, ""), short ? "" : el("th", { class: "number" }, "bytes"), el("th", { class: "number" }, timed ? "exposed, of" : "")));
+  return el("table", { class: "axes" }, head, el("tbody", {}, axes.map((a) => {
+    const taken = of(a, "seconds"), waited = of(a, "exposed");
+    const lines = [...new Set(D.rows.filter((r) => r.axes === a).flatMap((r) => r.lines || []))];
+    const bar_ = el("div", { class: "bar", role: "img", "aria-label": `${seconds(waited)} exposed of ${seconds(taken)}` },
+      timed ? [sized(el("i", { "data-tip": `exposed ${seconds(waited)}` }), { background: "var(--exposed)", width: `${100 * waited / most}%` }), sized(el("i", { "data-tip": `hidden ${seconds(taken - waited)}` }), { background: "var(--hidden)", width: `${100 * Math.max(taken - waited, 0) / most}%` })]
+        : sized(el("i"), { background: "var(--unknown)", width: `${100 * of(a, "bytes") / most}%` }));
+    return thing(el("tr", {}, el("td", {}, el("b", {}, a)), el("td", { class: "fill" }, bar_), short ? "" : number(size(of(a, "bytes"))), number(taken ? `${seconds(waited)} of ${seconds(taken)}` : timed ? "see timeline" : "", waited > 0.01 * taken ? "exposed" : "soft")), "", lines);
+  })));
+}
+
+function drawComm(panel) {
+  const axes = [...new Set(D.rows.map((r) => r.axes))];
+  if (!axes.length) { panel.replaceChildren(el("p", {}, "Ranks send nothing to each other.")); return; }
+  const head = ["cause", "collective", "a step", F.axis ? "bytes, all stages" : "bytes a rank", "takes", "exposed", "behind"];
+  const numbers = [2, 3, 4, 5];
+  const sections = axes.map((a) => {
+    const rows = D.rows.map((r, i) => [r, i]).filter(([r]) => r.axes === a);
+    const ranks = a.split("+").map((axis) => axisSizes[axis.split("[")[0]] || 1).reduce((p, q) => p * q, 1);
+    return el("section", {}, el("h3", {}, a, " ", el("small", {}, `${several(ranks, "rank")} in a group`)), el("div", { class: "wide" }, el("table", {},
+      el("thead", {}, el("tr", {}, head.map((h, i) => el("th", { class: numbers.includes(i) ? "number" : "" }, h)))),
+      el("tbody", {}, rows.map(([r, i]) => {
+        const row = el("tr", { class: "item", tabindex: "0", "aria-label": `${r.kind} over ${r.axes}: its cause` }, el("td", { class: "why" }, r.cause), el("td", {}, `${r.kind}, ${r.direction}`), number(r.count.toLocaleString("en")), number(size(r.bytes)),
+          number(typeof r.seconds === "number" ? seconds(r.seconds) : "–"), number(typeof r.exposed === "number" ? seconds(r.exposed) : "–", r.exposed > 0.01 * r.seconds ? "exposed" : ""), el("td", {}, r.behind || ""));
+        thing(row, `r${i}`, r.lines);
+        row.setAttribute("data-with", r.messages.map((m) => `m${m}`).join(" "));
+        return acts(row, () => pick(r.messages.length === 1 ? `m${r.messages[0]}` : `r${i}`));
+      })))));
+  });
+  panel.replaceChildren(el("h2", {}, "Collectives of a step, by axis and cause"), axisBars(),
+    el("p", { class: "hint" }, "A click on a row says which collectives of the program it counts, and why they are there."), ...sections);
+}
+
+function drawProof(panel) {
+  const p = D.proof;
+  if (!p) { panel.replaceChildren(el("p", { class: "hint" }, "The program was not checked. `shardc inspect --html FILE` checks it, as `shardc verify --static` does.")); return; }
+  panel.replaceChildren(
+    el("p", { class: `verdict ${p.ok ? "good" : "bad"}` }, p.said),
+    el("p", {}, "An independent checker reads the text of every stage and the captured graph, runs nothing, and follows every value: which slice, replica or partial sum of which value of the model it is; that each collective turns one into the other; that gradients are summed over the right axes, once; that every parameter is updated by its owners and published."),
+    p.lowered ? el("p", { class: "soft" }, "The spec says `lower:`. The lowered texts are not looked at: shardc verify --lowered runs them.") : "",
+    p.gaps.length ? el("h3", {}, "What is not proven") : "",
+    ...p.gaps.map((g) => el("div", { class: "gap" }, el("b", {}, g.where), ": ", g.what, list([["line", g.line ? code(g.line) : ""], ["model", g.source], ["right", g.right]]))));
+}
+
+const CALL = /^    (\w+) = /;
+
+function drawText(panel) {
+  const byName = new Map();
+  D.after.forEach((o, i) => byName.set(`${o.stage} ${o.name}`, i));
+  let stage = -1;
+  const rows = D.text.map((text) => {
+    const begun = /^def stage(\d+)\(/.exec(text);
+    if (begun) stage = Number(begun[1]);
+    const row = el("div", {}, text || " ");
+    if (/^\s*#/.test(text)) row.className = "source";
+    const bucket = /^# bucket (\d+): /.exec(text);
+    const m = bucket ? D.messages.find((b) => b.bucket === Number(bucket[1])) : null;
+    const called = CALL.exec(text) || /^    (\w+),  # .* \| \w+\/\w+ /.exec(text);
+    const i = called ? byName.get(`${stage} ${called[1]}`) : undefined;
+    const message = m ? m.i : i !== undefined ? D.after[i].message : undefined;
+    if (message !== undefined) {
+      row.className = `message ${exposure(D.messages[message])}`;
+      thing(row, `m${message}`, D.messages[message].lines).setAttribute("tabindex", "0");
+      acts(row, () => pick(`m${message}`));
+    } else if (i !== undefined) {
+      thing(row, `o${i}`, linesOfThing(`o${i}`));
+      row.addEventListener("click", () => pick(`o${i}`));
+    }
+    return row;
+  });
+  panel.replaceChildren(el("div", { id: "text", tabindex: "0", role: "group", "aria-label": "The program as text" }, rows));
+}

@@ -1,0 +1,211 @@
+// The spec, line by line, and the details of what is selected.
+"use strict";
+
+function drawSpec() {
+  const spec = D.spec;
+  byId("file").textContent = spec.file || "as YAML: it was given in Python";
+  const rows = spec.lines.map((text, i) => {
+    const line = i + 1, caused = causedBy(line);
+    const any = caused.messages.length + caused.weights.length + caused.regions.length + caused.inputs.length + caused.rows.length || caused.stages;
+    const waits = caused.messages.some((m) => exposure(m) === "e");
+    const hash = /^\s*#/.test(text) ? 0 : text.search(/\s#/);
+    const row = el("div", { class: `line${any ? " cause" : ""}${waits ? " waits" : ""}`, role: "listitem", "data-tip": any ? lineTip(caused) : null },
+      el("span", { class: "no" }, String(line)),
+      el("span", { class: "dot", "aria-hidden": "true" }, any ? (caused.messages.length || caused.rows.length ? "●" : "○") : ""),
+      el("span", { class: "what" }, hash < 0 ? text : text.slice(0, hash), hash < 0 ? "" : el("span", { class: "comment" }, text.slice(hash))));
+    thing(row, `l${line}`);
+    if (any) {
+      row.setAttribute("tabindex", "0");
+      row.setAttribute("aria-label", `line ${line}: ${text.trim()}. ${lineTip(caused)}`);
+      acts(row, () => pick(`l${line}`));
+    }
+    return row;
+  });
+  byId("lines").replaceChildren(...(rows.length ? rows : [el("p", { class: "hint" }, "The program has no spec.")]));
+  if (spec.use.length) byId("lines").after(el("details", {}, el("summary", { class: "soft" }, "what `use` came to"), el("pre", {}, spec.use.join("\n"))));
+}
+
+/** What a line caused, in short. */
+function lineTip(c) {
+  const parts = [];
+  const ran = sum(c.messages.map((m) => sum(ways(m).map((w) => w.count))));
+  if (c.messages.length) parts.push(`${several(ran, "collective")} a step, ${size(sum(c.messages.map(bytesOf)))}`);
+  const waited = sum(c.messages.map(exposedOf));
+  if (waited > 0) parts.push(`${seconds(waited)} exposed`);
+  if (c.weights.length) parts.push(`splits ${several(sum(c.weights.map((w) => w.count || 1)), "weight")}`);
+  if (c.inputs.length) parts.push(`splits ${several(c.inputs.length, "input")}`);
+  if (c.regions.length) parts.push("regions that are computed again");
+  if (c.stages) parts.push(several(F.stages, "stage"));
+  if (!parts.length && c.rows.length) parts.push(several(c.rows.length, "row") + " of communication");
+  return parts.join("\n");
+}
+
+/** Select a thing, or nothing, and say all about it. */
+function pick(x, { quiet = false } = {}) {
+  state.picked = x;
+  drawDetails();
+  light(null);
+  document.body.classList.toggle("selected", Boolean(x));
+  if (x && x[0] !== "l") {
+    const line = linesOfThing(x)[0];
+    const row = line && document.querySelector(`#lines [data-x="l${line}"]`);
+    if (row) row.scrollIntoView({ block: "nearest" });
+  }
+  if (!quiet) remember();
+}
+
+function drawDetails() {
+  const box = byId("details"), x = state.picked;
+  box.classList.toggle("empty", !x);
+  if (!x) {
+    box.replaceChildren(el("p", { class: "hint" }, "Nothing is selected. Click a collective, a weight, an op or a line of the spec: here stands its cause, its bytes, and whether a rank waits for it."));
+    return;
+  }
+  const i = Number(x.slice(1));
+  const [title, ...parts] = x[0] === "m" ? ofMessage(D.messages[i]) : x[0] === "w" ? ofWeight(D.weights[i])
+    : x[0] === "l" ? ofLine(i) : x[0] === "r" ? ofRow(D.rows[i]) : x[0] === "o" ? ofOp(D.after[i], i, "after") : x[0] === "b" ? ofOp(D.before[i], i, "before") : ofModule(D.modules[i]);
+  const close = el("button", { type: "button", title: "select nothing (Esc)", "aria-label": "select nothing", onclick: () => pick(null) }, "×");
+  box.replaceChildren(el("div", { class: "title" }, el("h2", {}, title), close), ...parts);
+  box.scrollTop = 0;
+}
+
+function list(pairs) {
+  return el("dl", {}, pairs.filter((pair) => pair && pair[1] !== undefined && pair[1] !== "" && pair[1] !== null).flatMap(([term, about]) =>
+    [el("dt", {}, term), el("dd", {}, about)]));
+}
+
+function lineLinks(lines) {
+  return (lines || []).map((line) => {
+    const text = D.spec.lines[line - 1] || "";
+    return el("div", {}, el("button", { type: "button", class: "link mono", onclick: () => pick(`l${line}`) }, `line ${line}: ${text.trim()}`));
+  });
+}
+
+const code = (text) => el("code", {}, text);
+
+function modelLine(x) {
+  return x.line ? [code(x.line), x.code ? [el("br"), code(x.code.trim())] : ""].flat() : "";
+}
+
+function ofMessage(m) {
+  const op = D.after.findIndex((o) => o.message === m.i);
+  const lines = lineLinks(m.lines);
+  const path = shownPath(m.module || "");
+  const what = m.bucket !== undefined ? `${m.name}: ${m.title || ""}` : `${kindOf(m)} over ${axesOf(m)}`;
+  const bucket = (m.params || []).length ? [el("h3", {}, "Its weights"), weightList(m.params.map((p) => D.weights[p]))] : [];
+  return [what,
+    el("p", { class: exposure(m) === "e" ? "exposed" : exposure(m) === "h" ? "hidden" : "soft" }, exposedText(m)),
+    list([
+      ["cause", el("span", {}, m.cause)],
+      ["spec", lines.length ? el("span", {}, lines) : ""],
+      m.before ? ["turns", el("span", {}, code(m.before), el("br"), "into ", code(m.after || ""))] : ["type", m.after ? code(m.after) : ""],
+      ["of", m.bucket === undefined ? m.title : ""],
+      ["module", path ? moduleLink(path) : ""],
+      ["model", el("span", {}, modelLine(m))],
+      ["layers", (m.layers || 1) > 1 ? `${m.layers} equal layers have it; figures are of all` : ""],
+      ["stage", F.axis && m.stage !== undefined && m.stage >= 0 ? `${m.stage}${(m.layers || 1) > 1 ? ", the first of them" : ""}` : ""],
+      m.implicit ? ["note", "no annotation of the spec implies it"] : null,
+    ]),
+    el("div", { class: "acts" },
+      op >= 0 ? el("button", { type: "button", onclick: () => { state.graph = "after"; openModule(m.home); pick(tagOf(m)); reveal(tagOf(m)); } }, "show in the graph") : "",
+      isTimed(m) && m.i !== undefined ? el("button", { type: "button", onclick: () => { show("timeline"); reveal(tagOf(m)); } }, "in the timeline") : "",
+      el("button", { type: "button", onclick: () => { show("text"); reveal(tagOf(m)); } }, "in the text")),
+    wayTable(m), ...bucket];
+}
+
+const tagOf = (m) => `m${m.i}`;
+
+function wayTable(m) {
+  if (!ways(m).length) return "";
+  return el("div", { class: "wide" }, el("table", {},
+    el("caption", { class: "soft" }, F.axis ? "in a step, of one rank of each stage" : "in a step, of one rank"),
+    el("thead", {}, el("tr", {}, ...["", "collective"].map((t) => el("th", {}, t)), ...["×", "each", "takes", "exposed"].map((t) => el("th", { class: "number" }, t)), el("th", {}, "behind"))),
+    el("tbody", {}, ways(m).map((w) => el("tr", {},
+      el("td", {}, w.direction), el("td", {}, m.axes.length > 1 && w.axes ? `${w.kind} ${w.axes}` : w.kind), number(w.count.toLocaleString("en")), number(size(w.bytes)),
+      number(typeof w.seconds === "number" ? seconds(w.seconds) : "–"), number(typeof w.exposed === "number" ? seconds(w.exposed) : "–", w.exposed > 0.01 * w.seconds ? "exposed" : ""), el("td", {}, w.behind || ""))))));
+}
+
+function number(text, kind = "") {
+  return el("td", { class: `number ${kind}` }, text);
+}
+
+function ofWeight(w) {
+  const bucket = D.messages.find((m) => m.bucket === w.bucket && m.bucket !== undefined);
+  return [w.name,
+    list([
+      ["type", code(w.type)],
+      ["split", splitText(w)],
+      ["spec", el("span", {}, lineLinks(w.lines))],
+      ["a rank", `${size(w.bytes || 0)} of ${size(w.whole || 0)}`],
+      ["layers", (w.count || 1) > 1 ? `${w.count} equal layers have one` : ""],
+      ["gradient", w.frozen ? "none: it is frozen" : (w.reduce || []).length ? `summed over ${w.reduce.join("+")}` : "needs no sum"],
+      ["bucket", bucket ? el("button", { type: "button", class: "link", onclick: () => pick(tagOf(bucket)) }, bucket.name) : ""],
+      ["also called", (w.aliases || []).join(", ")],
+    ]),
+    el("div", { class: "acts" }, el("button", { type: "button", onclick: () => { state.graph = "after"; openModule(D.modules[w.module || 0].path); pick(`w${w.i}`, { quiet: true }); } }, "show in the graph"))];
+}
+
+function ofModule(m) {
+  const all = below(m), messages = all.flatMap((c) => c.messages), weights = all.flatMap((c) => c.weights);
+  const stages = Object.entries(m.stages || {}).map(([stage, layers]) => `${layers ? `${layers}: ` : ""}stage ${stage}`).join("; ");
+  return [titleOf(m),
+    list([
+      ["layers", m.layers ? `${m.layers}: ${m.count} equal layers, figures are of all` : ""],
+      ["stages", F.axis ? stages : ""],
+      ["weights", weights.length ? `${size(sum(weights.map((w) => (w.bytes || 0) * (w.count || 1))))} on the ranks that have them, ${size(sum(weights.map((w) => (w.whole || 0) * (w.count || 1))))} on one device` : "none"],
+    ]),
+    el("div", { class: "acts" }, el("button", { type: "button", onclick: () => openModule(m.path) }, "open the graph")),
+    messages.length ? el("h3", {}, "Collectives") : "", messageList(messages),
+    weights.length ? el("h3", {}, "Weights") : "", weightList(weights)];
+}
+
+function ofLine(line) {
+  const c = causedBy(line);
+  return [`line ${line} of ${D.spec.file || "the spec"}`, el("pre", {}, (D.spec.lines[line - 1] || "").trim()), el("p", { class: "soft" }, lineTip(c).replaceAll("\n", "; ")),
+    c.stages ? el("div", { class: "acts" }, el("button", { type: "button", onclick: () => show("timeline") }, `${several(F.stages, "stage")}: the timeline`)) : "",
+    c.messages.length ? el("h3", {}, "Collectives that it causes") : "", messageList(c.messages),
+    c.weights.length ? el("h3", {}, "Weights that it splits") : "", weightList(c.weights),
+    c.inputs.length ? el("h3", {}, "Inputs that it splits") : "", el("ul", {}, c.inputs.map((i) => el("li", {}, `${i.name} `, code(i.type)))),
+    c.regions.length ? el("h3", {}, "Computed again in backward") : "", el("ul", {}, c.regions.map((r) => el("li", {}, r.text)))];
+}
+
+function ofRow(r) {
+  const messages = r.messages.map((i) => D.messages[i]);
+  return [`${r.kind} over ${r.axes}, ${r.direction}`,
+    list([
+      ["cause", r.cause], ["spec", el("span", {}, lineLinks(r.lines))], ["a step", `${r.count.toLocaleString("en")} of ${size(r.bytes)} in all`],
+      ["takes", typeof r.seconds === "number" ? seconds(r.seconds) : ""], ["exposed", typeof r.exposed === "number" ? seconds(r.exposed) : ""], ["behind", r.behind],
+    ]), messages.length ? el("h3", {}, "Where in the program") : "", messageList(messages)];
+}
+
+function ofOp(o, i, graph) {
+  if (o.message !== undefined && graph === "after") return ofMessage(D.messages[o.message]);
+  if (o.like) return ofModule(moduleAt.get(o.like));
+  const other = graph === "before" ? "" : (D.before.find((b) => b.name === o.name) || {}).type;
+  return [`${o.name} = ${o.op}`,
+    list([
+      ["type", o.type ? code(o.type) : ""],
+      ["one device", other && other !== o.type ? code(other) : ""],
+      ["module", o.module ? moduleLink(shownPath(o.module)) : ""],
+      ["model", el("span", {}, modelLine(o))],
+      ["stage", F.axis && o.stage >= 0 ? String(o.stage) : ""],
+    ]),
+    graph === "after" ? el("div", { class: "acts" }, el("button", { type: "button", onclick: () => { show("text"); reveal(`o${i}`); } }, "in the text")) : "",
+    (o.params || []).length ? el("h3", {}, "Weights") : "", weightList((o.params || []).map((p) => D.weights[p]))];
+}
+
+function moduleLink(path) {
+  return el("button", { type: "button", class: "link", onclick: () => openModule(path) }, path || F.model);
+}
+
+function messageList(messages) {
+  return el("ul", {}, messages.map((m) => {
+    const button = el("button", { type: "button", class: "link", onclick: () => pick(tagOf(m)) }, `${m.bucket !== undefined ? `${m.name}: ` : ""}${kindOf(m)} over ${axesOf(m)}`);
+    const place = m.home ? `${titleOf(moduleAt.get(m.home))} · ` : "";
+    return thing(el("li", { class: "two" }, button, " ", el("span", { class: exposure(m) === "e" ? "exposed" : "soft" }, exposedText(m)), el("small", {}, `${place}${size(bytesOf(m))} a step`)), tagOf(m), m.lines);
+  }));
+}
+
+function weightList(weights) {
+  return el("ul", {}, weights.map((w) => thing(el("li", {}, el("button", { type: "button", class: "link", onclick: () => pick(`w${w.i}`) }, w.name), " ", code(w.type), (w.count || 1) > 1 ? ` × ${w.count}` : ""), `w${w.i}`, w.lines)));
+}

@@ -1,0 +1,109 @@
+"""The spec as the page shows it, and which of its lines caused what."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+
+from shardc.errors import Errors
+from shardc.ir.patterns import match, names_weight
+from shardc.ir.program import Bucket, Param, Program
+from shardc.spec import Spec
+from shardc.spec.yaml_reader import Places, dotted, read
+
+#: Settings of the command line, as places cite them: `--mesh dp=4`, `--set data.zero=3`.
+_OPTION = re.compile(r"--(?:mesh|set) \S+")
+
+
+class SpecLines:
+    """The lines of a program's spec, as it was written; of one that was given as a dict, as `str` writes it. Settings
+    of the command line that caused something follow as lines of their own.
+
+    Lines are numbered from 1 in all that is returned.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.spec: Spec | None = program.spec
+        said = program.meta.get("spec", {})
+        text = said.get("text") or (str(self.spec) if self.spec is not None else "")
+        self.file: str = said.get("file", "")
+        self.lines: list[str] = text.rstrip().splitlines()
+        self._written = len(self.lines)
+        self._cited = re.compile(rf"{re.escape(self.file)}:(\d+):\d+") if self.file else None
+
+    @cached_property
+    def _places(self) -> Places:
+        """Of all keys of the text, whose file is called "" here."""
+        return read("\n".join(self.lines[: self._written]), "", Errors()).places if self._written else Places()
+
+    @cached_property
+    def _by_path(self) -> list[tuple[str, int]]:
+        """("spec: shard.use", its line), as a dict's places are cited, the longest first."""
+        found = [(f"spec: {dotted(path)}", _line(place)) for path, place in self._places.keys.items() if path]
+        return sorted(found, key=lambda x: -len(x[0]))
+
+    def of(self, cause: str) -> list[int]:
+        """The lines that a cause cites."""
+        found = [self._option(text) for text in _OPTION.findall(cause)]
+        if self._cited is not None:
+            found += [int(n) for n in self._cited.findall(cause) if int(n) <= self._written]
+        elif cause.startswith("spec: "):
+            found += [line for place, line in self._by_path if cause.startswith(place)][:1]
+        return list(dict.fromkeys(found))
+
+    def _option(self, text: str) -> int:
+        if text not in self.lines[self._written :]:
+            self.lines.append(text)
+        return self.lines.index(text, self._written) + 1
+
+    def at(self, *path: str | int) -> list[int]:
+        """The line of a key, or of the nearest one around it."""
+        own = self.spec.where(path) if self.spec is not None else ""
+        if _OPTION.match(own):
+            return [self._option(own)]
+        for n in range(len(path), 0, -1):
+            if (key := path[:n]) in self._places.keys:
+                return [_line(self._places.keys[key])]
+        return []
+
+    def of_axes(self, axes: tuple[str, ...]) -> list[int]:
+        """Where axes get their sizes."""
+        return list(dict.fromkeys(line for axis in axes for line in self.at("mesh", axis)))
+
+    def of_param(self, p: Param) -> list[int]:
+        """What splits a parameter: an entry that names it, `use`, experts, or else the axes that it is split over."""
+        found: list[int] = []
+        if self.spec is None:
+            return found
+        for axis, _ in p.layout.shards():
+            found += self._of_split(p, axis)
+        return list(dict.fromkeys(found))
+
+    def _of_split(self, p: Param, axis: str) -> list[int]:
+        assert self.spec is not None
+        base = axis.partition("[")[0]  # tp[0], a part of an axis
+        for rule in self.spec.shard:
+            named = match if rule.dims is not None else names_weight
+            if any(named(rule.pattern, name) for name in (p.fqn, *p.names)):
+                return self.at("shard", rule.pattern)
+        for i, entry in enumerate(self.spec.experts):
+            if entry.axis == base and any(_within(entry.match, name) for name in (p.fqn, *p.names)):
+                return self.at("experts", i)
+        if self.spec.shard_use and self.spec.shard_axis == base:
+            return self.at("shard", "use")
+        return self.of_axes((base,))
+
+    def of_bucket(self, b: Bucket) -> list[int]:
+        """Why gradients are summed so: ZeRO, and the axes over which the batch is split."""
+        zero = self.at("data", "zero") if b.zero else []
+        return list(dict.fromkeys([*zero, *self.of_axes(tuple(dict.fromkeys((*b.axes, *filter(None, (b.shard,))))))]))
+
+
+def _within(pattern: str, weight: str) -> bool:
+    """Whether a weight is in a module that the pattern names."""
+    parts = weight.split(".")
+    return any(match(pattern, ".".join(parts[:i])) for i in range(1, len(parts) + 1))
+
+
+def _line(place: str) -> int:
+    return int(place.split(":")[-2])

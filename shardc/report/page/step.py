@@ -1,0 +1,151 @@
+"""A step on a device, for the page: who computes what when, what is sent meanwhile, and what is held."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+from shardc.cost import Cost
+from shardc.cost.ledger import KINDS
+from shardc.cost.peak_memory import parts
+from shardc.cost.streams import Streams
+from shardc.report.cost import op_place, part_name, peak_place
+from shardc.report.page.messages import Messages
+from shardc.runtime import schedule as schedules
+from shardc.runtime.schedule import Slot
+from shardc.runtime.schedule.actions import COMPUTE
+
+#: Collectives of a rank that are drawn, at most: of the first ones of a step.
+SPANS = 6000
+
+
+def timeline(cost: Cost, messages: Messages) -> dict[str, Any]:
+    """{end, bubble, rows: one a rank of `cost.ranks`}: slots [action, microbatch, begin, end, stage], computing
+    [part, begin, end], and for each axis the collectives [begin, end, exposed, message or -1, direction].
+
+    Times are in nanoseconds, whole. Of a pipeline they are those of the timeline of all ranks: a rank's own clock,
+    which does not wait for other stages, is moved to the begins of its actions.
+    """
+    program = cost.program
+    schedule = program.schedule or schedules.alone(program.microbatches)
+    rows = []
+    for i, r in enumerate(cost.dry_runs):
+        clock = Streams(cost.device, program.mesh, r.rank)
+        ran: list[tuple[Any, str, float, float]] = []
+        for action, part in parts(r, schedule.actions[r.at]):
+            begin = clock.now
+            clock.run(part)
+            ran.append((action, part.name, begin, clock.now))
+        slots = cost.timeline.slots[i] if cost.timeline is not None else ()
+        at = _Wall(ran, slots)
+        rows.append(
+            {
+                "rank": r.rank,
+                "at": r.at,
+                "stages": list(schedule.stages_of(i)) if program.axis else [0],
+                "bubble": cost.timeline.bubble(i) if cost.timeline is not None else 0.0,
+                "live": cost.timeline.live[i] if cost.timeline is not None else 0,
+                "slots": [
+                    [a.kind, a.microbatch, at.begin(begin), at.end(end), a.stage]
+                    for a, _, begin, end in ran
+                    if a is not None and a.kind in COMPUTE
+                ],
+                "tail": [
+                    [name, at.begin(begin), at.begin(begin) + round((end - begin) * 1e9)]
+                    for a, name, begin, end in ran
+                    if a is None and end > begin
+                ],
+                "computing": [
+                    [part, at.begin(begin), at.end(end)]
+                    for part, *times in clock.computing
+                    for begin, end in at.cut(*times)
+                ],
+                "streams": _streams(clock, messages, at),
+                "left_out": max(len(clock.spans) - SPANS, 0),
+                "waits": {axes: round(s * 1e9) for axes, s in cost.ranks[i].exposed.items() if s > 0},
+            }
+        )
+    return {"end": round(cost.step_seconds * 1e9), "bubble": cost.bubble, "rows": rows}
+
+
+def _streams(clock: Streams, messages: Messages, at: _Wall) -> dict[str, list[list[Any]]]:
+    found: dict[str, list[list[Any]]] = {}
+    for span in clock.spans[:SPANS]:
+        number = messages.number(span.record)
+        begin = at.begin(span.begin)
+        end = max(at.end(span.end), begin)
+        exposed = min(round(span.exposed * 1e9), end - begin)
+        here = [begin, end, exposed, -1 if number is None else number, span.record.direction, span.record.kind]
+        found.setdefault(span.record.axis, []).append(here)
+    return found
+
+
+class _Wall:
+    """From a rank's own clock to the time of all ranks, in nanoseconds. ran: (action, name, begin, end) of all parts of
+    the rank's step, by its own clock; slots: when its actions run, () if there is one rank.
+
+    A moment between two actions belongs to the end of one and to the begin of the other, which are not the same there.
+    """
+
+    def __init__(self, ran: Sequence[tuple[Any, str, float, float]], slots: Sequence[Slot]) -> None:
+        self._own, self._wall, self._rate = [0.0], [0.0], [1.0]
+        for (_, _, begin, end), slot in zip(
+            [x for x in ran if x[0] is not None and x[0].kind in COMPUTE] if slots else [], slots, strict=True
+        ):
+            self._own += [begin, end]
+            self._wall += [slot.start, slot.end]
+            self._rate += [(slot.end - slot.start) / (end - begin) if end > begin else 1.0, 1.0]
+
+    def begin(self, t: float) -> int:
+        """Of what begins at a time of the rank's clock."""
+        return self._at(t, max(bisect.bisect_right(self._own, t) - 1, 0))
+
+    def end(self, t: float) -> int:
+        return self._at(t, max(bisect.bisect_left(self._own, t) - 1, 0))
+
+    def _at(self, t: float, i: int) -> int:
+        return round((self._wall[i] + (t - self._own[i]) * self._rate[i]) * 1e9)
+
+    def cut(self, begin: float, end: float) -> list[tuple[float, float]]:
+        """The parts of a stretch that belong to different actions."""
+        inner = self._own[bisect.bisect_right(self._own, begin) : bisect.bisect_left(self._own, end)]
+        return [(a, b) for a, b in pairwise([begin, *inner, end]) if b > a]
+
+
+def memory(cost: Cost) -> dict[str, Any]:
+    """{limit, panels: one for each kind of rank}: live bytes by kind at moments of a step, the parts of the step, and
+    where the peak is. Ranks whose memory is the same share one.
+    """
+    panels: list[dict[str, Any]] = []
+    seen: dict[object, dict[str, Any]] = {}
+    for r in cost.ranks:
+        m = r.memory
+        key = tuple(sorted(m.kinds.items())), tuple(tuple(sorted(p.live.items())) for p in m.curve)
+        if key in seen:
+            seen[key]["at"].append(r.at)
+            continue
+        starts, begin = [], 0
+        for part, points in groupby(m.curve, lambda p: p.part):
+            starts.append([part_name(part, cost), begin])
+            begin += len(list(points))
+        places = [op_place(cost, p.op) if p.op else "" for p in m.curve]
+        names = list(dict.fromkeys(places))
+        index = {name: i for i, name in enumerate(names)}
+        panel = {
+            "at": [r.at],
+            "rank": r.rank,
+            "peak": m.peak,
+            "kinds": dict(m.kinds),
+            "where": peak_place(cost, m),
+            "resident": dict(m.resident),
+            "host": m.host,
+            "curve": {k: [p.live.get(k, 0) for p in m.curve] for k in KINDS if any(p.live.get(k) for p in m.curve)},
+            "parts": starts,
+            "names": names,
+            "ops": [index[p] for p in places],
+        }
+        seen[key] = panel
+        panels.append(panel)
+    return {"limit": cost.device.memory, "panels": panels}
