@@ -36,7 +36,8 @@ def test_the_data_files_are_installed() -> None:
     assert {f.name for f in data["shardc.specs"]} >= {"gpt.yaml", "llama.yaml", "mixtral.yaml"}
     listed = {f for files in data.values() for f in files}
     tops = [ROOT / name for name in SETUPTOOLS["package-dir"].values()]
-    assert {f for top in tops for f in top.rglob("*.yaml")} == listed
+    kinds = ("*.yaml", "*.html", "*.css", "*.js", "*.LICENSE")
+    assert {f for top in tops for kind in kinds for f in top.rglob(kind)} == listed
 
 
 def in_a_new_process(code: str) -> str:
