@@ -7,7 +7,7 @@ weights.py       `shard`: patterns and style words        inputs.py        `batc
 model_plan.py    `use: model`: the plan of the model      activations.py   `activations`: pins
 structure.py     `use: structure`: pairs in the graph     experts.py       `experts`: the experts' dim of weights
 padding.py       `uneven: pad`                            indivisible.py   sizes that an axis does not divide, as errors
-sequence.py      `sequence`: the dim of inputs, and how attention meets it
+sequence.py      `sequence`: the dim of inputs, and how attention meets it; attention_bands.py: which keys rows see
 
 What is not annotated, placement decides.
 
@@ -29,6 +29,7 @@ from shardc.ir.program import Buffer, Param, Program
 from shardc.passes.accumulate import widened
 from shardc.passes.annotate import kv_heads, model_plan, padding, structure, to_spec
 from shardc.passes.annotate.activations import pin_activations
+from shardc.passes.annotate.attention_bands import use_bands
 from shardc.passes.annotate.experts import Experts
 from shardc.passes.annotate.inputs import batch_axes, input_layouts
 from shardc.passes.annotate.model_plan import Plan
@@ -54,6 +55,7 @@ class Annotate(Pass):
         mesh = spec.mesh
         for axis in sorted(_weight_axes(spec)):
             mesh = kv_heads.refine(mesh, axis, shared.values())
+        use_bands(spec, program, mesh)
         errors, layouts, notes = Errors(), dict[str, Layout](), list[str]()
         weights = Weights(spec, program, mesh, shared)
         with errors.collect():

@@ -51,7 +51,7 @@ def _zigzag(spec: Spec, program: Program, mesh: Mesh, names: dict[str, str]) -> 
     calls = (call_of(n) for n in program.graph.nodes if n.target in OPS)
     dims = [(x, sequence_dim(spec, x, names[x.name])) for x in program.inputs]
     parts = 2 * mesh.size(spec.sequence.axis)
-    return any(c.arg(5, "is_causal", False) for c in calls) and not any(
+    return any(c.arg(5, "is_causal", False) or dict(c.kwargs).get("window") == (None, 0) for c in calls) and not any(
         x.shape[d] % parts for x, d in dims if d is not None
     )
 

@@ -18,7 +18,7 @@ from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partia
 from shardc.ir.program import Program
 from shardc.passes.place.transfer_cost import TOUCH, UNDO, transfer
 from shardc.rules import attention_methods
-from shardc.rules.attention import RING
+from shardc.rules.attention import RING, sent_by_ring
 from shardc.rules.choices import Choices
 from shardc.rules.strategy import Strategy, needs_sum_grad
 
@@ -311,7 +311,12 @@ class Axis:
         pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
         # a part that becomes a summand moves nothing; what it costs is its sum, which here is done anyway
         cost = sum(self._conversion_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
-        cost += sum(self._travelling(o) for o in operands[1:3]) if strategy.kind == RING else 0.0
+        if strategy.kind == RING:
+            rows, keys, *_ = strategy.inputs
+            assert isinstance(rows, Shard)
+            assert isinstance(keys, Shard)
+            share = sent_by_ring(self.choices[node].call, rows, keys, self.n) / self.n
+            cost += sum(3 * share * self._size(o) for o in operands[1:3])  # forward, backward, and gradients
         if strategy.kind == "pin":
             return cost
         choices = self.choices[node]
@@ -330,10 +335,6 @@ class Axis:
             if isinstance(out, Partial) and not later and node not in self.summed_after:
                 cost += transfer(v, out, REPLICATE, self.n, nbytes)
         return cost
-
-    def _travelling(self, operand: Key) -> float:
-        """Bytes that a rank sends of keys or values in a ring: forward, in backward again, and their gradients."""
-        return 3 * self._size(operand) * (self.n - 1) / self.n
 
     def _joins_a_sum(self, node: fx.Node) -> bool:
         """Whether all that uses a result can add it to another partial value, which nothing else needs whole."""

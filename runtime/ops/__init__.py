@@ -9,7 +9,8 @@ convert           conversions between placements, at once or begun; shard_parts:
 cast_once         weights in the dtype of products, one copy a step
 zero              the gathers of ZeRO 3, gradients for buckets; host_copy: copies that stop nothing
 random_ops        random numbers by global index; dropout, dropout_kernel: masks by the same
-attention         with dropout, or of a part of the queries: attention_blocks; attention_ring: of a part of the keys too
+attention         with dropout, or of a part of the queries: attention_blocks; attention_ring: of a part of the keys
+                  too; attention_spans: which keys rows see
 expert_parallel   tokens to experts and back; expert_products: what experts compute, by grouped_mm and
                   expert_activation; experts_op: the op in a captured graph
 linear_nll        a linear layer and its cross entropy in chunks of rows

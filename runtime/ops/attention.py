@@ -26,13 +26,11 @@ from torch.autograd.function import once_differentiable
 
 from shardc.ir.placement import Shard, runs
 from shardc.runtime.ops import attention_blocks
-from shardc.runtime.ops.attention_blocks import Drop, Span
+from shardc.runtime.ops.attention_blocks import Drop
 from shardc.runtime.ops.attention_ring import Ring, ring_attention
+from shardc.runtime.ops.attention_spans import ALL, CAUSAL, QUERIES, Band, Span
 from shardc.runtime.ops.dropout import dropped
 from shardc.runtime.rng import Digits, Paddings, Rng
-
-#: Rows of queries that are computed at a time.
-QUERIES = 128
 
 
 @dataclass(frozen=True)
@@ -168,6 +166,7 @@ def attention(
     paddings: Paddings = (),
     ring: str = "",
     tag: str = "",
+    window: tuple[int | None, int | None] | None = None,
 ) -> Tensor:
     """softmax(q @ k^T * scale + mask) @ v, each weight zeroed with probability p < 1 and the others scaled by
     1 / (1 - p). torch's fused op, without dropout, when rng is not training; in blocks where this rank has a part of
@@ -178,16 +177,22 @@ def attention(
     index: ordinal of this op in the graph. shape: of the *global* weights [.., h, s, t] (default: this rank's); digits,
     paddings: which part of them this rank holds, as of `ops.dropout`. ring: an axis over which keys are split too: k
     and v are a rank's part, which travels (shardc.runtime.ops.attention_ring); digits then tell the keys' as well.
+    window: (low, high) of a band (shardc.runtime.ops.attention_spans): row i sees key j only if low <= j - i <= high.
+    Where a mask is given too, which then says it of each pair, only a ring looks at it: for what is not to be sent.
     Returns f[.., h, s, e]."""
     if ring:
         assert shape is not None
         drop = p if rng is not None and rng.training else 0.0
         held_by = _Held(tuple(shape), digits, paddings, mesh)
-        return _ring(q, k, v, mask, drop, is_causal, scale, enable_gqa, rng, index, held_by, ring, tag)
-    rows_held = _spans(shape, digits, paddings, mesh) if is_causal else None
+        band = CAUSAL if is_causal else Band(*window) if window else ALL
+        return _ring(q, k, v, mask, drop, band, scale, enable_gqa, rng, index, held_by, ring, tag)
+    windowed = window is not None and mask is None
+    rows_held = _spans(shape, digits, paddings, mesh) if is_causal or windowed else None
     if rng is None or not rng.training or p == 0:
-        if rows_held is not None:
-            return attention_blocks.of_rows(q, k, v, rows_held, scale, grouped=enable_gqa)
+        if rows_held is not None or windowed:
+            rows_ = [Span(0, 0, q.shape[-2])] if rows_held is None else rows_held
+            band = CAUSAL if is_causal or window is None else Band(*window)
+            return attention_blocks.of_rows(q, k, v, rows_, band, scale, grouped=enable_gqa)
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     last = 3 if enable_gqa else 2  # with groups, keys and values have fewer heads
     others = [(*x.shape[:-last], *[1] * (last - 2)) for x in (k, v)]
@@ -239,7 +244,7 @@ def _ring(
     v: Tensor,
     mask: Tensor | None,
     p: float,
-    is_causal: bool,
+    band: Band,
     scale: float | None,
     enable_gqa: bool,
     rng: Rng | None,
@@ -254,7 +259,7 @@ def _ring(
     def of(dim: int) -> tuple[tuple[Span, ...], ...]:
         return tuple(tuple(held.spans(dim, axis, i) or [Span(0, 0, held.shape[dim])]) for i in every)
 
-    here = Ring(mesh, axis, of(last - 1), of(last), is_causal, tag)
+    here = Ring(mesh, axis, of(last - 1), of(last), band, tag)
     q_, k_, v_ = attention_blocks.as_heads(q, k, v, grouped=enable_gqa)
     drop = None
     if p and rng is not None:

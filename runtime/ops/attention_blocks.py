@@ -1,9 +1,5 @@
-"""Attention of a part of the queries, block by block: rows of queries against stretches of keys, joined by their
-log-sum-exps.
-
-    rank 1 of 2, contiguous: queries 4..7 of 8                 causal, zigzag: queries 2..5 of 8
-    keys 0..3   every query sees every key                     keys 0..1   all, for all four
-    keys 4..7   the diagonal: a causal block                   keys 2..5   the diagonal
+"""Attention of a part of the queries, block by block (shardc.runtime.ops.attention_spans): rows of queries against
+stretches of keys, joined by their log-sum-exps.
 
 A block gives (out, lse): the softmax over its own keys, and the log of what it divided by. Two blocks of the same
 queries are joined by
@@ -20,7 +16,7 @@ P = exp(scores - lse), and dV = P^T dO, dS = P (dO V^T - sum(dO out)): each bloc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,51 +25,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shardc.runtime.ops.attention_spans import ALL, CAUSAL, QUERIES, UPPER, Band, Block, Span, blocks
 from shardc.runtime.ops.dropout import dropped
 
 aten = torch.ops.aten
-#: Rows of queries for which scores exist at a time, where no kernel does it.
-QUERIES = 128
-
-
-class Span(NamedTuple):
-    """A stretch of a dim: its first element's place in the whole dim, its place in what this rank has, its length."""
-
-    start: int
-    local: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
-class Block(NamedTuple):
-    """rows, keys: slices of what the rank has. causal: the n-th row sees the first n + 1 keys; else all of them."""
-
-    rows: slice
-    keys: slice
-    causal: bool
-
-
-def blocks(rows: Sequence[Span], keys: Sequence[Span], *, causal: bool) -> Iterator[Block]:
-    """The blocks in which rows see keys; where a causal mask leaves nothing there is none."""
-    for r in rows:
-        for k in keys:
-            if not causal:
-                yield _block(r, k, 0, r.length, 0, k.length, False)
-                continue
-            before = min(max(r.start - k.start, 0), k.length)  # keys that the first row sees, but for its own
-            if before:
-                yield _block(r, k, 0, r.length, 0, before, False)
-            late = max(k.start - r.start, 0)  # rows before the first key
-            seen = min(k.end, r.end) - k.start
-            if late < r.length and seen > before:
-                yield _block(r, k, late, r.length, before, seen, True)
-
-
-def _block(r: Span, k: Span, top: int, bottom: int, left: int, right: int, causal: bool) -> Block:
-    return Block(slice(r.local + top, r.local + bottom), slice(k.local + left, k.local + right), causal)
 
 
 # --- one block
@@ -120,15 +75,19 @@ class Rule:
         return self.mask is None and self.drop is None
 
 
-def forward(rule: Rule, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def forward(rule: Rule, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
     """(out f[b, h, s, e], lse f[b, h, s]) of one block. lse: in float32 at least."""
-    if _fused(rule, q, v):
+    if _fused(rule, q, k, v, band):
+        if band == UPPER:  # from behind it is causal
+            out, lse = forward(rule, q.flip(2), k.flip(2), v.flip(2), CAUSAL)
+            return out.flip(2), lse.flip(2)
+        causal = band == CAUSAL
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=rule.scale)
         return out, lse
     outs, lses = [], []
     for top in range(0, q.shape[2], QUERIES):
         part = rule.of(slice(top, top + QUERIES), slice(None))
-        scores, v_ = _scores(part, q[:, :, top : top + QUERIES], k, top if causal else None), _heads(v, q)
+        scores, v_ = _scores(part, q[:, :, top : top + QUERIES], k, band, top), _heads(v, q)
         lse = torch.logsumexp(scores, -1)
         weights = _weights(scores, lse)
         outs.append((part.drop(weights) if part.drop else weights) @ v_.to(scores.dtype))
@@ -137,12 +96,16 @@ def forward(rule: Rule, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tup
 
 
 def backward(
-    rule: Rule, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    rule: Rule, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v by one block. g: of the joined result; out, lse: joined."""
-    if _fused(rule, q, v):
+    if _fused(rule, q, k, v, band):
+        if band == UPPER:
+            g, q, k, v, out, lse = (x.flip(2) for x in (g, q, k, v, out, lse))
+            dq, dk, dv = backward(rule, g, q, k, v, out, lse, CAUSAL)
+            return dq.flip(2), dk.flip(2), dv.flip(2)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, k, v, out, lse, 0.0, causal, scale=rule.scale
+            g, q, k, v, out, lse, 0.0, band == CAUSAL, scale=rule.scale
         )
         return dq, dk, dv
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -151,7 +114,7 @@ def backward(
     for top in range(0, q.shape[2], QUERIES):
         rows = slice(top, top + QUERIES)
         part = rule.of(rows, slice(None))
-        weights = _weights(_scores(part, q[:, :, rows], k, top if causal else None), lse[:, :, rows])
+        weights = _weights(_scores(part, q[:, :, rows], k, band, top), lse[:, :, rows])
         dout = g[:, :, rows].to(wide)
         delta = (dout * out[:, :, rows].to(wide)).sum(-1, keepdim=True)
         dweights, kept = dout @ v_.transpose(-2, -1), weights
@@ -164,23 +127,30 @@ def backward(
     return torch.cat(dqs, 2), _grouped(dk, k), _grouped(dv, v)
 
 
-def _fused(rule: Rule, q: Tensor, v: Tensor) -> bool:
-    """Whether torch's kernel that returns the log-sum-exp runs here: the CPU's, with heads of one size."""
-    return rule.plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.dtype in _DTYPES
+def _fused(rule: Rule, q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
+    """Whether torch's kernel that returns the log-sum-exp runs here: the CPU's, with heads of one size, for rows that
+    see all keys, or up to the diagonal, or from it on.
+    """
+    square = band in (CAUSAL, UPPER) and q.shape[2] == k.shape[2]
+    kernel = q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.dtype in _DTYPES
+    return rule.plain and kernel and (band == ALL or square)
 
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def _scores(rule: Rule, q: Tensor, k: Tensor, top: int | None) -> Tensor:
-    """f[b, h, rows, keys] in float32 at least, -inf where a row does not see a key. top: the first row's number where a
-    causal mask counts them.
+def _scores(rule: Rule, q: Tensor, k: Tensor, band: Band, top: int) -> Tensor:
+    """f[b, h, rows, keys] in float32 at least, -inf where a row does not see a key. top: the first row's number in the
+    block.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ _heads(k, q).to(wide).transpose(-2, -1) * rule.scale
-    if top is not None:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(top + 1)
-        scores = scores.masked_fill(hidden, -torch.inf)
+    low, high = band
+    ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device) if band != ALL else None
+    if ones is not None and high is not None:
+        scores = scores.masked_fill(ones.triu(top + high + 1), -torch.inf)
+    if ones is not None and low is not None:
+        scores = scores.masked_fill(ones.tril(top + low - 1), -torch.inf)
     if rule.mask is None:
         return scores
     return scores.masked_fill(~rule.mask, -torch.inf) if rule.mask.dtype == torch.bool else scores + rule.mask
@@ -229,9 +199,9 @@ class _WholeKeys(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: list[Block], rule: Rule) -> Tensor:
         joined = Joined(q, v.shape[-1])
-        for rows, keys, causal in plan:
+        for rows, keys, band in plan:
             part = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-            joined.add(rows, *forward(rule.of(rows, keys), *part, causal=causal))
+            joined.add(rows, *forward(rule.of(rows, keys), *part, band))
         out = joined.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, joined.lse)
         ctx.plan, ctx.rule = plan, rule
@@ -242,9 +212,9 @@ class _WholeKeys(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         totals = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]  # sums over blocks
-        for r, c, causal in ctx.plan:
+        for r, c, band in ctx.plan:
             part = q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], lse[:, :, r]
-            grads = backward(ctx.rule.of(r, c), g[:, :, r], *part, causal=causal)
+            grads = backward(ctx.rule.of(r, c), g[:, :, r], *part, band)
             for total, at, grad in zip(totals, (r, c, c), grads, strict=True):
                 total[:, :, at] += grad
         return *(t.to(x.dtype) for t, x in zip(totals, (q, k, v), strict=True)), None, None
@@ -274,12 +244,22 @@ def as_heads(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> tuple[Tensor,
     return q, k, v
 
 
-def of_rows(q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Span], scale: float | None, *, grouped: bool) -> Tensor:
-    """Causal attention of the queries that a rank has, against all keys: query i sees the keys up to i.
+def of_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Sequence[Span],
+    band: Band,
+    scale: float | None,
+    *,
+    grouped: bool,
+) -> Tensor:
+    """Attention of the queries that a rank has, against all keys, of which each sees those of a band.
 
     q: f[.., h, s, d], rows: which queries these are; k: f[.., g, t, d], v: f[.., g, t, e], of the whole sequence.
     Returns f[.., h, s, e]."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    plan = list(blocks(rows, [Span(0, 0, k.shape[-2])], causal=True))
-    out: Tensor = _WholeKeys.apply(*as_heads(q, k, v, grouped=grouped), plan, Rule(scale))  # type: ignore[no-untyped-call]
+    plan = list(blocks(rows, [Span(0, 0, k.shape[-2])], band))
+    heads = as_heads(q, k, v, grouped=grouped)
+    out: Tensor = _WholeKeys.apply(*heads, plan, Rule(scale))  # type: ignore[no-untyped-call]
     return out.reshape(*leading(q, k, v, grouped=grouped), q.shape[-2], v.shape[-1])

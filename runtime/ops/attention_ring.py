@@ -6,7 +6,8 @@ al. 2023).
 
 A rank holds three parts of keys and values at most: its own, those that it works on, and those that arrive. Each part
 comes from the rank that owns it, in one exchange of all ranks a step; only what the queries there see is sent: under a
-causal mask nothing from ranks whose keys all lie ahead. Of grouped queries it is the key-value heads that travel.
+causal mask nothing from ranks whose keys all lie ahead, of a window only the keys near the border. Of grouped queries
+it is the key-value heads that travel.
 
 Results are joined by their log-sum-exps (shardc.runtime.ops.attention_blocks). Backward sends keys and values again,
 takes the joined out and log-sum-exp for every part, and sends each part's gradients to the rank that owns it, which
@@ -25,7 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from shardc.runtime.mesh.base import Work
 from shardc.runtime.ops import attention_blocks
-from shardc.runtime.ops.attention_blocks import Drop, Joined, Rule, Span, blocks
+from shardc.runtime.ops.attention_blocks import Drop, Joined, Rule
+from shardc.runtime.ops.attention_spans import Band, Span, blocks, seen
 
 Mesh = Any
 
@@ -38,7 +40,7 @@ class Ring:
     axis: str
     rows: tuple[tuple[Span, ...], ...]
     keys: tuple[tuple[Span, ...], ...]
-    causal: bool
+    band: Band
     tag: str
 
     @property
@@ -51,10 +53,7 @@ class Ring:
 
     def sees(self, rank: int, owner: int) -> list[Span]:
         """Of the owner's keys those that a query of another rank sees."""
-        if not self.causal:
-            return list(self.keys[owner])
-        last = max((r.end for r in self.rows[rank]), default=0)
-        return [k._replace(length=min(k.end, last) - k.start) for k in self.keys[owner] if k.start < last]
+        return seen(self.rows[rank], self.keys[owner], self.band)
 
     def steps(self) -> list[int]:
         """The steps after the first in which anything is sent, between any two ranks: the same on all of them."""
@@ -138,9 +137,9 @@ class _Ring(Function):
         for at in range(len(steps) + 1):
             arriving = _travel(ring, own, steps[at], "forward") if at < len(steps) else None
             of = _of_keys(rule, part.spans)
-            for rows, keys, causal in blocks(ring.rows[ring.here], part.spans, causal=ring.causal):
+            for rows, keys, band in blocks(ring.rows[ring.here], part.spans, ring.band):
                 block = q[:, :, rows], part.k[:, :, keys], part.v[:, :, keys]
-                joined.add(rows, *attention_blocks.forward(of.of(rows, keys), *block, causal=causal))
+                joined.add(rows, *attention_blocks.forward(of.of(rows, keys), *block, band))
             if arriving is not None:
                 part = arriving.wait()
         out = joined.out.to(q.dtype)
@@ -165,9 +164,9 @@ class _Ring(Function):
             zeros = [torch.zeros_like(x, dtype=lse.dtype) for x in (part.k, part.v)]
             grads = _Part(zeros[0], zeros[1], part.spans)
             into = (dk, dv) if step == 0 else (grads.k, grads.v)
-            for r, c, causal in blocks(ring.rows[ring.here], part.spans, causal=ring.causal):
+            for r, c, band in blocks(ring.rows[ring.here], part.spans, ring.band):
                 block = q[:, :, r], part.k[:, :, c], part.v[:, :, c], out[:, :, r], lse[:, :, r]
-                one = attention_blocks.backward(of.of(r, c), g[:, :, r], *block, causal=causal)
+                one = attention_blocks.backward(of.of(r, c), g[:, :, r], *block, band)
                 for total, where, grad in zip((dq, *into), (r, c, c), one, strict=True):
                     total[:, :, where] += grad
             if home is not None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.ir.placement import REPLICATE, Placement, Shard
+from shardc.ir.placement import REPLICATE, Placement, Shard, runs
 from shardc.ir.program import Collective, Value
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
@@ -18,6 +18,7 @@ from shardc.rules.random import part_held
 from shardc.rules.registry import LocalCall, rule
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
+from shardc.runtime.ops.attention_spans import ALL, CAUSAL, Band, Span, seen
 
 aten = torch.ops.aten
 #: Both have queries, keys and values first, and their other arguments in one order.
@@ -102,6 +103,22 @@ def by_ring(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> It
             yield Strategy(RING, tuple(ins), (at(out, rows),))
 
 
+def sent_by_ring(call: Call, rows: Shard, keys: Shard, n: int) -> float:
+    """What a rank sends of its keys in a ring over n ranks, in parts as large as a rank's, on the mean of ranks: n - 1
+    where every row sees every key.
+    """
+    q, k = call.operands[:2]
+
+    def spans(p: Shard, size: int, rank: int) -> list[Span]:
+        return [Span(start, local, length) for local, start, length in runs(size, [(p, n, rank)])]
+
+    band = CAUSAL if call.arg(5, "is_causal", False) else Band(*(dict(call.kwargs).get("window") or ALL))
+    held = [spans(keys, k.shape[-2], r) for r in range(n)]
+    asked = [spans(rows, q.shape[-2], r) for r in range(n)]
+    sent = sum(s.length for r in range(n) for o in range(n) if o != r for s in seen(asked[r], held[o], band))
+    return sent / (keys.padded(k.shape[-2]) or 1)
+
+
 def local_attention(call: LocalCall) -> fx.Node:
     """The weights that a rank drops are split as its result is, but for the last dim: every rank has all keys, or gets
     them (a ring).
@@ -111,9 +128,10 @@ def local_attention(call: LocalCall) -> fx.Node:
     last, t = len(weights) - 1, len(call.call.operands[1].shape) - 2
     digits = tuple(d for d in digits if d[0] != last)
     ring = call.axes(RING)
+    window = {k: v for k, v in call.kwargs.items() if k == "window"}
     if not ring:
         args = (*call.args[:10], call.mesh_node, weights, digits, *((paddings,) if paddings else ()))
-        return call.emit(call.call.target, args, {}) if digits else call.same()
+        return call.emit(call.call.target, args, window) if digits else call.same()
     keys = call.inputs[1]
     digits = (*digits, *((last, axis, s.signed, s.sections) for axis, s in keys.shards(t)))
     paddings = (*paddings, *((last, s.padding, s.blocks) for s in keys.paddings() if s.dim == t))
@@ -122,8 +140,12 @@ def local_attention(call: LocalCall) -> fx.Node:
     size = sum(
         replace(v, layout=p).nbytes(call.mesh) for v, p in zip(call.call.operands[1:3], call.inputs[1:], strict=False)
     )
-    size *= call.mesh.size(axis) - 1
-    return call.emit(call.call.target, args, {}, collective=Collective("all_to_all", "all_to_all", (axis,), size))
+    rows, own = call.inputs[0][axis], keys[axis]
+    assert isinstance(rows, Shard)
+    assert isinstance(own, Shard)
+    size = round(size * sent_by_ring(call.call, rows, own, call.mesh.size(axis)))
+    collective = Collective("all_to_all", "all_to_all", (axis,), size)
+    return call.emit(call.call.target, args, window, collective=collective)
 
 
 def local_torch(call: LocalCall) -> fx.Node:

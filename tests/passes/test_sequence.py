@@ -8,6 +8,7 @@ the detail stands in the test's docstring.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.capture import capture
+from shardc.ir.graph import values_of
 from shardc.ir.placement import Shard, runs
+from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.ops.attention_blocks import Span, blocks
+from shardc.runtime.ops.attention_spans import CAUSAL, Span, blocks
 from shardc.runtime.step.engine import Engine
 from tests import equality, zoo
 from tests.equality import assert_equal
@@ -352,18 +355,13 @@ def test_dropout_does_not_know_the_mesh(name: str) -> None:
 LONG = 512
 
 
-def pairs(rows: int, keys: int, causal: bool) -> int:
-    return sum(min(i + 1, keys) for i in range(rows)) if causal else rows * keys
-
-
 def causal_blocks(cp: int, balance: str) -> list[int]:
     """Pairs of a query and a key that a rank computes, by rank."""
     shard = Shard(0, 2, mirrored=True) if balance == "zigzag" else Shard(0)
     work = []
     for rank in range(cp):
         rows = [Span(start, local, n) for local, start, n in runs(LONG, [(shard, cp, rank)])]
-        every = blocks(rows, [Span(0, 0, LONG)], causal=True)
-        work.append(sum(pairs(b.rows.stop - b.rows.start, b.keys.stop - b.keys.start, b.causal) for b in every))
+        work.append(sum(b.pairs for b in blocks(rows, [Span(0, 0, LONG)], CAUSAL)))
     return work
 
 
@@ -400,6 +398,127 @@ def test_a_ring_sends_what_queries_see() -> None:
     assert sent("none", "ring") == layers * whole * (4 - 1) // 2
     # of a zigzag, ranks with lower numbers send their first stretch, those with higher ones both
     assert sent("zigzag", "ring") == layers * whole * (4 - 1) * 3 // 4
+
+
+# --- windows
+
+
+def window_of(program: shardc.Program) -> set[object]:
+    """What is known of the masks of a program's attention: (window, whether a mask is left)."""
+    nodes = [n for s in program.stages for n in s.graph.nodes if n.target is ops.attention]
+    return {((None, 0) if n.args[5] else n.kwargs.get("window"), n.args[3] is not None) for n in nodes}
+
+
+def rows_and_keys() -> tuple[Tensor, Tensor]:
+    return torch.arange(SEQ)[:, None], torch.arange(SEQ)[None, :]
+
+
+#: Ways to write a mask, what follows of it (low, high), and whether anything else of it has to be kept.
+SPELLED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int | None, int | None] | None, bool]] = {
+    "comparisons": (lambda i, j: (j <= i) & (i - j < 5), (-4, 0), False),
+    "shifted": (lambda i, j: ~(j > i + 1) & (j >= i - 2), (-2, 1), False),
+    "triangles": (lambda i, j: torch.ones(SEQ, SEQ, dtype=torch.bool).tril(1).triu(-3), (-3, 1), False),
+    "chunks of five": (lambda i, j: (i // 5 == j // 5) & (j <= i), (-4, 0), True),
+    "a window or a prefix": (lambda i, j: (j < 3) | ((j <= i) & (i - j < 5)), None, True),
+    "either of two": (lambda i, j: ((j <= i) & (j > i - 3)) | ((j <= i) & (j > i - 6)), (-5, 0), True),
+    "beside a number of each": (lambda i, j: (j <= i) & (i * j < 40), (None, 0), True),
+    "the other way": (lambda i, j: 2 * j <= 2 * i, None, True),
+}
+
+
+@pytest.mark.parametrize("how", SPELLED)
+def test_masks_of_positions_are_understood(how: str) -> None:
+    mask, window, left = SPELLED[how]
+    one = built(lambda m, q, k, v: sdpa(q, k, v, mask(*rows_and_keys())))
+    program = check(one, {"cp": 4}, "ring")
+    assert window_of(program) == {(window, left)}
+    assert program.prove().ok
+
+
+def test_windows_and_padding() -> None:
+    """What a batch hides stays a mask; what positions hide is not sent."""
+
+    def how(m: Any, q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+        return sdpa(q, k, v, seen(*places())["window"] & padding[:, None, None, :])
+
+    padding = torch.arange(SEQ)[None] < torch.tensor([[SEQ - i] for i in range(BATCH)])
+    one = built(how, padding=padding)
+    for method in ("ring", "gather", "ulysses"):
+        program = check(one, {"cp": 4}, method)
+    assert window_of(check(one, {"cp": 4}, "ring", "zigzag")) == {((-4, 0), True)}
+    assert window_of(program) == {((-4, 0), True)}
+
+
+def test_models_windows_are_found() -> None:
+    """As transformers writes them."""
+    for name in ("mistral", "gemma3"):
+        program = reference(name).compile({"shardc": 1, "mesh": {"cp": 2}, "sequence": CP | {"method": "ring"}})
+        assert window_of(program) == {((-7, 0), False)}
+
+
+def test_dropout_within_a_window() -> None:
+    """Weights are dropped by global index, also of keys that came from other ranks."""
+
+    def how(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v, seen(*places())["window"], dropout_p=0.3)
+
+    one = built(how)
+    programs = [
+        one.compile({"shardc": 1, "mesh": {"cp": n}, "sequence": CP | {"method": method}})
+        for n, method in ((1, "auto"), (4, "ring"), (4, "gather"), (2, "ulysses"))
+    ]
+    want = shardc.verify.simulate(programs[0], one.model, one.batch, seed=7)
+    for program in programs[1:]:
+        assert_equal(shardc.verify.simulate(program, one.model, one.batch, seed=7), want.loss, want.grads)
+
+
+class Local(nn.Module):
+    """A window of 1024, in a sequence of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Embedding(VOCAB, 64), nn.Linear(64, 192), nn.Linear(64, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (4, 16)).transpose(1, 2) for x in self.qkv(self.embed(ids)).chunk(3, -1))
+        i, j = torch.arange(ids.shape[1])[:, None], torch.arange(ids.shape[1])[None, :]
+        y = sdpa(q, k, v, (j <= i) & (j > i - 1024)).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.out(y).flatten(0, 1), ids.flatten())
+
+
+def test_a_window_sends_its_border() -> None:
+    """Detail 5: at W=1024, S=131072, cp=8 a fiftieth of what a gather sends; and nothing is of the square's size."""
+    length = 131072
+    with torch.device("meta"):
+        model, batch = Local(), {"ids": torch.zeros(1, length, dtype=torch.long)}
+    sizes = {}
+    for method in ("gather", "ring"):
+        spec = {"shardc": 1, "mesh": {"cp": 8}, "sequence": CP | {"method": method}}
+        program = shardc.compile(model, batch, spec, prove=False)
+        nodes = program.stages[0].graph.nodes
+        kind = {"gather": "all_gather", "ring": "all_to_all"}[method]
+        found = [n.meta["collective"] for n in nodes if "collective" in n.meta]
+        sizes[method] = sum(c.bytes for c in found if c.kind == kind)
+        assert max(math.prod(v.shape) for n in nodes if n.op == "call_function" for v in values_of(n)) <= length * 192
+    assert sizes["gather"] > 50 * sizes["ring"] > 0
+
+
+@pytest.mark.parametrize("balance", ["none", "zigzag"])
+@pytest.mark.parametrize("what", ["is_causal", "a mask: window", "full"])
+def test_what_a_program_says_a_ring_sends_is_what_it_sends(what: str, balance: str) -> None:
+    """Detail 17: bytes as printed, forward and backward, on the mean of ranks."""
+    one = built(*HOW[what])
+    program = one.compile({"shardc": 1, "mesh": {"cp": 4}, "sequence": CP | {"method": "ring", "balance": balance}})
+    (said,) = [n.meta["collective"].bytes for n in program.stages[0].graph.nodes if n.target is ops.attention]
+    for direction, times in (("forward", 1), ("backward", 2)):  # again, and gradients home
+        found: list[int] = []
+
+        def work(mesh: Any, direction: str = direction, found: list[int] = found) -> None:
+            Engine(program, one.model, None, 0, mesh=mesh, check=False).backward(one.batch)
+            found.extend(r.bytes for r in mesh.records if r.kind == "all_to_all" and r.direction == direction)
+
+        loopback(program.mesh, work)
+        assert sum(found) == times * 4 * said
 
 
 # --- what is refused

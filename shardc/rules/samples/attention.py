@@ -56,6 +56,19 @@ sample(
     lambda t: call(t.real(2, 24, 4, 3), t.real(2, 1, 6, 3), t.real(2, 1, 6, 4), None, 0.3, False, None, True, RNG, 6),
     lambda t: call(t.real(12, 4, 3), t.real(12, 6, 3), t.real(12, 6, 4), None, 0.3, True, None, False, RNG, 7),
     lambda t: call(
+        t.real(2, 12, 12, 3),
+        t.real(2, 12, 12, 3),
+        t.real(2, 12, 12, 3),
+        None,
+        0.0,
+        False,
+        None,
+        False,
+        None,
+        0,
+        window=(-3, 1),
+    ),
+    lambda t: call(
         t.real(2, 12, 4, 3), t.real(1, 12, 6, 3), t.real(1, 12, 6, 4), None, 0.3, False, None, False, RNG, 8
     ),
 )

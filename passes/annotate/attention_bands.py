@@ -1,0 +1,262 @@
+"""Masks that a model makes of positions, as bands: which keys a row may see, known before anything runs.
+
+    before   mask = (keys > rows - 1024) & (keys <= rows); scaled_dot_product_attention(q, k, v, mask)
+    after    attention(q, k, v, window=(-1023, 0))
+
+Values are followed from `arange` on: sums of places (j - i + 3), comparisons of them (a half of the square, bounded by
+a diagonal), and what `and`, `or`, `not` make of these. What is not known may be seen: so the band is a bound, and the
+mask stays beside it, unless all of the mask is known. Only where the sequence is split: then a bound says which keys
+need not be sent. Elsewhere attention is left as the model has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import value_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.program import Program, Value
+from shardc.rules.attention import OPS
+from shardc.rules.op_call import call_of
+from shardc.runtime import ops
+from shardc.spec import Spec
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Integers: the sum over dims of scale * index, and a constant; then divided by `over`, rounded down. Dims count
+    from behind, so that they are the same in what it is broadcast to.
+    """
+
+    scale: dict[int, int] = field(default_factory=dict)
+    constant: int = 0
+    over: int = 1
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Truths: False where j - i is below low or above high, i and j being the indices of the last two dims; None: no
+    bound. exact: True elsewhere.
+    """
+
+    low: int | None = None
+    high: int | None = None
+    exact: bool = False
+
+
+_Known = _Place | _Seen
+
+
+def use_bands(spec: Spec, program: Program, mesh: Mesh) -> None:
+    """Puts what is known of masks on the attention that has them, and drops masks that are known whole."""
+    if spec.sequence is None or mesh.size(spec.sequence.axis) == 1:
+        return
+    known: dict[fx.Node, _Known | None] = {}
+    for node in program.graph.nodes:
+        known[node] = _known(node, known) if node.op == "call_function" else None
+        if node.target in OPS:
+            _use(program.graph, node, known)
+    for node in reversed(list(program.graph.nodes)):
+        if node in known and isinstance(known[node], _Known) and not node.users:
+            program.graph.erase_node(node)
+
+
+def _use(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, _Known | None]) -> None:
+    call = call_of(node)
+    position = {"query": 0, "key": 1, "value": 2, "attn_mask": 3}
+    args: list[Any] = [*node.args[:4], *[None] * (4 - len(node.args))]
+    for name, i in position.items():
+        args[i] = node.kwargs.get(name, args[i])
+    mask = args[3]
+    seen = known.get(mask) if isinstance(mask, fx.Node) else None
+    if not isinstance(seen, _Seen) or (seen.low, seen.high) == (None, None):
+        return
+    rows, keys = call.operands[0].shape[-2], call.operands[1].shape[-2]
+    if value_of(mask).shape[-2:] != (rows, keys):
+        return
+    p, scale, grouped = call.arg(4, "dropout_p", 0.0), call.arg(6, "scale"), call.arg(7, "enable_gqa", False)
+    rng, index = (node.args[8], node.args[9]) if node.target is OPS[1] else (None, 0)
+    whole = seen.exact and not p
+    causal = whole and (seen.low, seen.high) == (None, 0) and rows == keys
+    window: dict[str, Any] = {} if causal else {"window": (seen.low, seen.high)}
+    with graph.inserting_before(node):
+        new = graph.call_function(
+            ops.attention, (*args[:3], None if whole else mask, p, causal, scale, grouped, rng, index), window
+        )
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _known(node: fx.Node, known: dict[fx.Node, _Known | None]) -> _Known | None:
+    value = node.meta.get("value")
+    if not isinstance(value, Value) or value.dtype.is_floating_point or value.dtype.is_complex:
+        return None
+    made = _MAKE.get(node.target)
+    xs = [known.get(a) if isinstance(a, fx.Node) else a for a in node.args]
+    return made(node, xs) if made is not None else None
+
+
+def _arange(node: fx.Node, xs: list[Any]) -> _Known | None:
+    start, step = (xs[0] if len(xs) > 1 else 0), (xs[2] if len(xs) > 2 else 1)
+    return _Place({-1: step}, start) if isinstance(start, int) and isinstance(step, int) else None
+
+
+def _full(node: fx.Node, xs: list[Any]) -> _Known | None:
+    """A number; of truths only True, which is no bound."""
+    fill = xs[1]
+    if isinstance(fill, (bool, int)) and value_of(node).dtype == torch.bool:
+        return _Seen(exact=True) if fill else None
+    return _Place({}, fill) if isinstance(fill, int) else None
+
+
+def _same(node: fx.Node, xs: list[Any]) -> _Known | None:
+    """Another shape of the same elements, copies along new dims, another integer type."""
+    x = xs[0]
+    old, new = value_of(node.args[0]).shape, value_of(node).shape  # type: ignore[arg-type]
+    if isinstance(x, _Seen):
+        small = len(old) < 2 or 1 in old[-2:]
+        free = (x.low, x.high) == (None, None)
+        return x if (old[-2:] == new[-2:] and not small) or free else None
+    if not isinstance(x, _Place) or value_of(node).dtype == torch.bool:
+        return None
+    if not x.scale:
+        return x
+    if node.target is aten.expand.default:
+        return x  # dims of size one have no index
+    long_old = [d - len(old) for d, s in enumerate(old) if s != 1]
+    long_new = [d - len(new) for d, s in enumerate(new) if s != 1]
+    if [old[d] for d in long_old] != [new[d] for d in long_new]:
+        return None
+    moved = dict(zip(long_old, long_new, strict=True))
+    return _Place({moved[d]: s for d, s in x.scale.items() if d in moved}, x.constant, x.over)
+
+
+def _place(x: Any) -> _Place | None:
+    return _Place({}, x) if isinstance(x, int) and not isinstance(x, bool) else x if isinstance(x, _Place) else None
+
+
+def _plus(a: Any, b: Any, sign: int) -> _Place | None:
+    """a + sign * b."""
+    a, b = _place(a), _place(b)
+    if a is None or b is None or a.over != 1 or b.over != 1:
+        return None
+    scale = {d: a.scale.get(d, 0) + sign * b.scale.get(d, 0) for d in {**a.scale, **b.scale}}
+    return _Place({d: s for d, s in scale.items() if s}, a.constant + sign * b.constant)
+
+
+def _sum(sign: int) -> Any:
+    def add(node: fx.Node, xs: list[Any]) -> _Known | None:
+        return None if node.kwargs.get("alpha", 1) != 1 or len(xs) > 2 else _plus(xs[0], xs[1], sign)
+
+    return add
+
+
+def _times(node: fx.Node, xs: list[Any]) -> _Known | None:
+    if value_of(node).dtype == torch.bool:
+        return _and(node, xs)
+    a, b = _place(xs[0]), _place(xs[1])
+    if a is None or b is None or a.over != 1 or b.over != 1:
+        return None
+    if a.scale and b.scale:
+        return None
+    a, b = (a, b) if a.scale else (b, a)
+    return _Place({d: s * b.constant for d, s in a.scale.items() if s * b.constant}, a.constant * b.constant)
+
+
+def _divided(node: fx.Node, xs: list[Any]) -> _Known | None:
+    x, by = _place(xs[0]), xs[1]
+    floor = node.kwargs.get("rounding_mode", "floor") == "floor"
+    return _Place(x.scale, x.constant, by) if x and x.over == 1 and floor and isinstance(by, int) and by > 0 else None
+
+
+#: Comparisons a ? b as bounds of a - b: (low, high).
+_SIGNS: dict[str, tuple[int | None, int | None]] = {
+    "lt": (None, -1), "le": (None, 0), "gt": (1, None), "ge": (0, None), "eq": (0, 0),
+}  # fmt: skip
+
+
+def _compared(name: str) -> Any:
+    low, high = _SIGNS[name]
+
+    def compare(node: fx.Node, xs: list[Any]) -> _Known | None:
+        a, b = _place(xs[0]), _place(xs[1])
+        if a is None or b is None:
+            return None
+        loose = 0
+        if name == "eq" and a.over == b.over > 1:  # of one stretch: less than its length apart
+            loose, a, b = a.over - 1, _Place(a.scale, a.constant), _Place(b.scale, b.constant)
+        if (x := _plus(a, b, -1)) is None:
+            return None
+        bounds = tuple(None if n is None else n - x.constant for n in (low, high))
+        if x.scale == {-1: -1, -2: 1}:  # i - j
+            bounds = tuple(None if n is None else -n for n in reversed(bounds))
+        elif x.scale != {-1: 1, -2: -1}:
+            return None
+        least, most = bounds
+        return _Seen(None if least is None else least - loose, None if most is None else most + loose, not loose)
+
+    return compare
+
+
+def _and(node: fx.Node, xs: list[Any]) -> _Known | None:
+    parts = [x if isinstance(x, _Seen) else _Seen() for x in xs[:2]]
+    lows, highs = [s.low for s in parts if s.low is not None], [s.high for s in parts if s.high is not None]
+    return _Seen(max(lows, default=None), min(highs, default=None), all(s.exact for s in parts))
+
+
+def _or(node: fx.Node, xs: list[Any]) -> _Known | None:
+    parts = [x if isinstance(x, _Seen) else _Seen() for x in xs[:2]]
+    lows, highs = [s.low for s in parts if s.low is not None], [s.high for s in parts if s.high is not None]
+    low, high = (min(lows) if len(lows) == 2 else None), (max(highs) if len(highs) == 2 else None)
+    return _Seen(low, high, parts[0] == parts[1] and parts[0].exact)
+
+
+def _not(node: fx.Node, xs: list[Any]) -> _Known | None:
+    x = xs[0]
+    if not isinstance(x, _Seen) or not x.exact or (x.low is None) == (x.high is None):
+        return None
+    return _Seen(x.high + 1, None, True) if x.high is not None else _Seen(None, x.low - 1, True)  # type: ignore[operator]
+
+
+def _triangle(lower: bool) -> Any:
+    def cut(node: fx.Node, xs: list[Any]) -> _Known | None:
+        diagonal = xs[1] if len(xs) > 1 else 0
+        if not isinstance(xs[0], _Seen) or not isinstance(diagonal, int):
+            return None
+        return _and(node, [xs[0], _Seen(None, diagonal, True) if lower else _Seen(diagonal, None, True)])
+
+    return cut
+
+
+_MAKE: dict[Any, Any] = {
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
+    aten.full.default: _full,
+    aten.ones.default: lambda node, xs: _full(node, [xs[0], True if value_of(node).dtype == torch.bool else 1]),
+    aten.zeros.default: lambda node, xs: _full(node, [xs[0], False if value_of(node).dtype == torch.bool else 0]),
+    **dict.fromkeys(
+        (
+            aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+            aten.expand.default, aten.alias.default, aten.clone.default, aten._to_copy.default,
+        ),
+        _same,
+    ),
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _sum(1)),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), _sum(-1)),
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _times),
+    **dict.fromkeys((aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode), _divided),
+    **{getattr(getattr(aten, n), form): _compared(n) for n in _SIGNS for form in ("Tensor", "Scalar")},
+    **dict.fromkeys((aten.bitwise_and.Tensor, aten.logical_and.default), _and),
+    **dict.fromkeys((aten.bitwise_or.Tensor, aten.logical_or.default), _or),
+    **dict.fromkeys((aten.bitwise_not.default, aten.logical_not.default), _not),
+    aten.tril.default: _triangle(True),
+    aten.triu.default: _triangle(False),
+}  # fmt: skip

@@ -1,0 +1,126 @@
+"""Which keys the rows of attention see, as stretches and blocks: numbers alone, before anything is computed.
+
+A band says it for all rows at once: row i sees key j only if low <= j - i <= high. Causal attention is the band
+(None, 0), a sliding window of W keys (1 - W, 0).
+
+    causal, zigzag: queries 2..5 of 8                 a window of 4, queries 4..7 of 8
+    keys 0..1   all, for all four                     keys 1..3   of which query n sees the last 3 - n
+    keys 2..5   the diagonal                          keys 4..7   the diagonal
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+#: Rows of queries for which scores exist at a time, where no kernel does it.
+QUERIES = 128
+
+
+class Band(NamedTuple):
+    """Row i sees key j only if low <= j - i <= high; None: no bound."""
+
+    low: int | None = None
+    high: int | None = None
+
+    def keys(self, first: int, end: int, k: Span) -> tuple[int, int]:
+        """(first, end) of those keys of k that any of the rows first ... end - 1 sees; first >= end if none is."""
+        low = k.start if self.low is None else max(k.start, first + self.low)
+        return low, k.end if self.high is None else min(k.end, end + self.high)
+
+
+ALL, CAUSAL, UPPER = Band(), Band(None, 0), Band(0, None)
+
+
+class Span(NamedTuple):
+    """A stretch of a dim: its first element's place in the whole dim, its place in what this rank has, its length."""
+
+    start: int
+    local: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class Block(NamedTuple):
+    """rows, keys: slices of what the rank has. band: which keys rows see, both counted from the block's first."""
+
+    rows: slice
+    keys: slice
+    band: Band
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a row and a key that it sees."""
+        rows, keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+        low, high = self.band
+        return sum(
+            max(0, min(keys, keys if high is None else i + high + 1) - max(0, 0 if low is None else i + low))
+            for i in range(rows)
+        ) if self.band != ALL else rows * keys  # fmt: skip
+
+
+def blocks(rows: Sequence[Span], keys: Sequence[Span], band: Band) -> Iterator[Block]:
+    """The blocks in which rows see keys; where a band leaves nothing there is none.
+
+    Of most, a kernel can do each: rows see all keys, or block and band are square and it ends or begins at the
+    diagonal."""
+    for r in rows:
+        for top, bottom in _stretches(r, band):
+            for k in keys:
+                for first, end, left, right, own in _parts(top, bottom, k, band):
+                    if first < end and left < right:
+                        at = slice(first - r.start + r.local, end - r.start + r.local)
+                        yield Block(at, slice(left - k.start + k.local, right - k.start + k.local), own)
+
+
+def _stretches(r: Span, band: Band) -> Iterator[tuple[int, int]]:
+    """(first, end) of rows, few enough that some keys are seen by all of them."""
+    low, high = band
+    step = r.length if low is None or high is None else max(QUERIES, (high - low) // 2)
+    for top in range(r.start, r.end, step or 1):
+        yield top, min(top + step, r.end)
+
+
+def _parts(a: int, b: int, k: Span, band: Band) -> Iterator[tuple[int, int, int, int, Band]]:
+    """(first row, end, first key, end, band) of the rectangles in which rows a ... b - 1 see keys of k; some are
+    empty.
+    """
+    low, high = band
+    first, last = band.keys(a, b, k)
+    if first >= last:
+        return
+    if low is not None and high is not None and high - low < b - a:  # no key is seen by all
+        top, bottom = max(a, first - high), min(b, last - low)
+        yield top, bottom, first, last, Band(top + low - first, top + high - first)
+        return
+    left, right = first, last  # what lies between is seen by all
+    if low is not None:
+        left = min(max(first, b + low), last)
+        yield a, first - low, first, left, ALL
+        yield max(a, first - low), min(b, left - low), first, left, UPPER
+    if high is not None:
+        right = min(max(left, a + high), last)
+        yield max(a, right - high), last - high, right, last, CAUSAL
+        yield max(a, last - high), b, right, last, ALL
+    yield a, b, left, right, ALL
+
+
+def seen(rows: Iterable[Span], keys: Sequence[Span], band: Band) -> list[Span]:
+    """Of keys those that any of the rows sees, in their order."""
+    found: list[Span] = []
+    for k in keys:
+        ranges = sorted(x for x in (band.keys(r.start, r.end, k) for r in rows if r.length) if x[0] < x[1])
+        at = k.start
+        for first, end in ranges:
+            first = max(first, at)
+            if first >= end:
+                continue
+            if found and found[-1].end == first and found[-1].local + found[-1].length == first - k.start + k.local:
+                found[-1] = found[-1]._replace(length=end - found[-1].start)
+            else:
+                found.append(Span(first, first - k.start + k.local, end - first))
+            at = end
+    return found
