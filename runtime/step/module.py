@@ -36,6 +36,7 @@ from shardc.runtime.step import (
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
 from shardc.runtime.step.interpreter import runnable
+from shardc.runtime.step.loop_watch import LoopWatch
 from shardc.runtime.step.optimizer_watch import OptimizerWatch
 from shardc.runtime.step.parameter_updates import Updates
 from shardc.runtime.zero.bucket_launch import Buckets
@@ -49,8 +50,10 @@ class _Start(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, buckets: Buckets, finish: Callable[[], None]) -> Tensor:
-        ctx.buckets, ctx.finish = buckets, finish
+    def forward(
+        ctx: Any, loss: Tensor, buckets: Buckets, finish: Callable[[], None], note: Callable[[Tensor], None]
+    ) -> Tensor:
+        ctx.buckets, ctx.finish, ctx.note = buckets, finish, note
         return loss.view_as(loss)
 
     @staticmethod
@@ -60,7 +63,8 @@ class _Start(Function):
         if not buckets.active:  # of two losses in one backward, the first one opens
             buckets.start()
             after_backward(ctx.finish)
-        return g, None, None
+        ctx.note(g)
+        return g, None, None, None
 
 
 @dataclass
@@ -80,6 +84,7 @@ class _Running:
     split: tuple[tuple[nn.Parameter, frozenset[int] | None], ...]  # and the dims that are
     watched: user_changes.Watched
     optimizers: OptimizerWatch
+    loop: LoopWatch
     same_rows: agreement.SameRows
     check_every: int
     check: bool
@@ -299,7 +304,10 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                 stated("whether parameters changed", r.updates.due, fix="update parameters on all ranks alike"),
                 stated("whether weights were loaded", r.unmarked, fix="load weights on all ranks alike"),
             ]
-            alike = agreement.check(r.mesh, [*facts, *calls], "forward")
+            after_step = r.loop.others
+            alike = agreement.check(r.mesh, [*facts, *calls, *r.loop.facts()], "forward")
+            if after_step:
+                r.loop.check_others(r.mesh)
             if r.unmarked:
                 r.check_loaded()
             r.same_rows.look(r.program, batch, facts, alike, r.tell)
@@ -322,7 +330,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=False):
                 self._replace_buffer(b.name, new.detach().clone(memory_format=torch.contiguous_format))
         if loss.requires_grad:
-            loss = _Start.apply(loss, r.buckets, r.finish_backward)  # type: ignore[no-untyped-call]
+            loss = _Start.apply(loss, r.buckets, r.finish_backward, r.loop.note_gradient)  # type: ignore[no-untyped-call]
             loss.register_hook(r.updates.note)
         beside = outputs.combined(program, r.mesh, self._outputs(program, news))
         return outputs.result(program, r.mesh, loss, beside, gather=False)
@@ -473,6 +481,7 @@ def _running(
         tuple(partial_grad_guard.split(program, owned, buckets.runs)),
         user_changes.Watched(program, owned, buckets.runs, buckets.names | split),
         OptimizerWatch(program, owned, buckets.runs, model),
+        LoopWatch(owned.values(), noting=check),
         agreement.SameRows(),
         check_every,
         check,

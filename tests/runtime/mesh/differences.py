@@ -262,6 +262,42 @@ def _(r: Rank) -> None:
     module(**module.local(BATCH))
 
 
+def steps(r: Rank, weight: float = 1.0, lr: float = 0.1, probe: bool = False) -> None:
+    """Two steps of a loop of one's own, and the forward that finds what differed in the second."""
+    module, scale = r.module(), nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.SGD([*module.parameters(), scale], lr=lr)
+    for _ in range(3):
+        part = module.local(BATCH)
+        extra = (part["x"] * scale).square().sum() if probe else 0.0
+        (module(**part) * weight + extra).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(
+    "a factor on a module's loss, such as of one's own rows",
+    "loss.backward(): the gradient of the loss in backward differs on rank 3 (dp=1, tp=1): 1 on rank 0, 2 on rank 3",
+)
+def _(r: Rank) -> None:
+    steps(r, weight=1.0 + r.odd)
+
+
+@case(
+    "the learning rate of a loop around a module",
+    "optimizer.step(): the learning rate differs on rank 3 (dp=1, tp=1): 0.1 on rank 0, 0.2 on rank 3",
+)
+def _(r: Rank) -> None:
+    steps(r, lr=0.1 * (1 + r.odd))
+
+
+@case(
+    "parameters beside a module, trained on one's own rows",
+    "the optimizer SGD: it also steps parameters that are not the module's (1), and nobody sums their gradients",
+)
+def _(r: Rank) -> None:
+    steps(r, probe=True)
+
+
 def flip(x: torch.Tensor) -> None:
     """One bit of the last element, such as the lowest of its fraction."""
     x.detach().view(-1)[-1:].view(torch.int32).bitwise_xor_(1)

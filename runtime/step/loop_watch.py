@@ -1,0 +1,156 @@
+"""What a user's own loop around a module does between two forwards, as far as all ranks have to do it alike: the
+gradient that it gives to the loss, and what its optimizers' groups are set to.
+
+    loss = module(**part); (loss * weight).backward()      the loss is the whole batch's: so is its gradient
+    optimizer.step()                                       replicas stay alike by equal learning rates
+
+Both are noted as they happen, and compared in the next forward, by the sum that compares the batch. An optimizer may
+also step parameters that are no module's, such as those of a probe on `module.local(batch)`: nobody sums their
+gradients over ranks. They are looked at once, after the first step: what was alike on all ranks before it and is not
+any longer drifts.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardc.runtime.mesh.agreement import SAME_OPTIMIZER, DisagreementError, Fact, fingerprint, hashed
+from shardc.runtime.zero.optimizer_list import class_of
+
+_SAME_LOSS = (
+    "the loss that the module returns is the whole batch's, alike on all ranks: a factor or another term that is made"
+    " of this rank's part of the batch belongs into the loss function, shardc.compile(model, batch, spec,"
+    " loss=lambda output, batch: ...), which sees the whole batch"
+)
+_OTHERS_FIX = (
+    "make them part of the model that is compiled; or average their gradients before each step:"
+    " torch.distributed.all_reduce(p.grad, torch.distributed.ReduceOp.AVG)"
+)
+_PLAIN = (bool, int, float, str, tuple, type(None))
+
+
+class LoopWatch:
+    """params: the module's own, as optimizers have them. noting: False for a module whose ranks compare nothing."""
+
+    def __init__(self, params: Iterable[Tensor], *, noting: bool) -> None:
+        self._noting = noting
+        self.ids = frozenset(map(id, params))
+        self._gradients: list[tuple[Tensor, Any]] = []  # on the host, or on the way there: with the event of that
+        self._rates: list[float] = []
+        self._settings: list[object] = []
+        self._others: list[tuple[str, list[Tensor], int]] = []  # (optimizer, its parameters of no module, their hash)
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        _register(self)
+
+    def note_gradient(self, g: Tensor) -> None:
+        """Of the loss, 0-dim, in a backward. Nothing waits for a device."""
+        if not self._noting:
+            return
+        copy = g.detach().to("cpu", non_blocking=True, copy=True)
+        event = torch.cuda.Event() if g.is_cuda else None  # type: ignore[no-untyped-call]
+        if event is not None:
+            event.record()
+        self._gradients.append((copy, event))
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """This optimizer is about to step. It may be none of the module's."""
+        groups = optimizer.param_groups
+        if not self._noting or not any(id(p) in self.ids for g in groups for p in g["params"]):
+            return
+        self._rates += [_number(g.get("lr", 0.0)) for g in groups]
+        settings = [{k: v for k, v in sorted(g.items()) if isinstance(v, _PLAIN) and k != "lr"} for g in groups]
+        if optimizer not in self._seen:
+            self._seen.add(optimizer)
+            known = frozenset[int]().union(*(w.ids for w in _alive()))
+            others = [p for g in groups for p in g["params"] if id(p) not in known]
+            if others:
+                self._others.append((type(optimizer).__name__, others, fingerprint(others)))
+        self._settings.append((class_of(optimizer), settings, len(self._others)))
+
+    def facts(self) -> list[Fact]:
+        """Of what was done since the last call. Collective in that all ranks have done the same."""
+        ready = self._gradients
+        if ready and ready[-1][1] is not None:  # the last one may still be on its way: it is compared a forward later
+            ready = ready[:-1]
+        self._gradients = self._gradients[len(ready) :]
+        for _, event in ready:
+            if event is not None:
+                event.synchronize()
+        values = [float(x) for x, _ in ready]
+        rates, settings, self._rates, self._settings = self._rates, self._settings, [], []
+        return [
+            Fact(
+                "the gradient of the loss in backward", hashed(values), (), "loss.backward()", _SAME_LOSS, _said(values)
+            ),
+            Fact("the learning rate", hashed(rates), (), "optimizer.step()", SAME_OPTIMIZER, _said(rates)),
+            Fact("the setting of the optimizer", hashed(settings), (), "optimizer.step()", SAME_OPTIMIZER),
+        ]
+
+    def check_others(self, mesh: Any) -> None:
+        """After a step with parameters that are no module's. Collective. Raises DisagreementError, on all ranks, where
+        they were alike on all ranks, and are not any longer."""
+        mine = [len(self._others)]
+        others, self._others = self._others, []
+        for _, params, before in others:
+            after = fingerprint(params)
+            mine += [before, before**2, after, after**2]
+        n = mesh.layout.world
+        _, *sums = mesh.sum_on_host(mine)
+        for i, (name, params, _) in enumerate(others):
+            before, squares, after, squares_after = sums[4 * i : 4 * i + 4]
+            if n * squares == before**2 and n * squares_after != after**2:
+                raise DisagreementError(
+                    f"it also steps parameters that are not the module's ({len(params)}), and nobody sums their"
+                    " gradients over ranks: they were alike on all ranks before its first step, and differ after it",
+                    where=f"the optimizer {name}",
+                    fix=_OTHERS_FIX,
+                )
+
+    @property
+    def others(self) -> bool:
+        """Is there an optimizer for `check_others`? Alike on all ranks whose facts are alike."""
+        return bool(self._others)
+
+
+def _number(x: Any) -> float:
+    """A learning rate; one that lies on a device is not read."""
+    return float(x) if not isinstance(x, Tensor) or x.device.type == "cpu" else -1.0
+
+
+def _said(values: list[float]) -> str:
+    return ", ".join(f"{x:g}" for x in dict.fromkeys(values))
+
+
+# --- every optimizer of the process -----------------------------------------------------------------------------------
+
+_watches: tuple[weakref.ref[LoopWatch], ...] = ()  # replaced, never changed: ranks may be threads
+_registering = threading.Lock()
+_hooked = False
+
+
+def _alive() -> list[LoopWatch]:
+    return [w for ref in _watches if (w := ref()) is not None]
+
+
+def _register(watch: LoopWatch) -> None:
+    global _watches, _hooked
+    with _registering:
+        _watches = (*(ref for ref in _watches if ref() is not None), weakref.ref(watch))
+        if not _hooked:
+            _hooked = True
+            register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """torch calls it at the beginning of every step of every optimizer."""
+    if _watches and not torch.compiler.is_compiling():
+        for watch in _alive():
+            watch.stepping(optimizer)

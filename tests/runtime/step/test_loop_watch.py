@@ -1,0 +1,150 @@
+"""What a loop of one's own does alike on all ranks, and where it does not: as wrong as it would be, it is an error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.errors import ShardcError
+from shardc.runtime.mesh.agreement import DisagreementError
+from shardc.runtime.mesh.loopback import loopback
+from shardc.runtime.step.module import ShardedModule
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(self.up(x).relu()) - x).square().mean()
+
+
+torch.manual_seed(0)
+NET = Net()
+BATCH = {"x": torch.linspace(-1, 1, 64).view(8, 8).sin()}
+SPECS: dict[str, dict[str, Any]] = {
+    "dp": {"mesh": {"dp": 2}},
+    "tp": {"mesh": {"tp": 2}, "shard": {"use": "structure"}},
+    "zero 3": {"mesh": {"dp": 2}, "data": {"zero": 3}},
+}
+PROGRAMS = {
+    name: shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **s}, prove=False) for name, s in SPECS.items()
+}
+
+
+def trained(spec: str, work: Callable[[ShardedModule, int], Any], **options: Any) -> list[Any]:
+    program = PROGRAMS[spec]
+
+    def rank(mesh: Any) -> Any:
+        return work(program.module(copy.deepcopy(NET), mesh=mesh, **options), mesh.rank)
+
+    return loopback(program.mesh, rank)
+
+
+@pytest.mark.parametrize("spec", ["tp", "zero 3"])
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"lr": 0.2}, "the learning rate differs between rank 0.*0.1 on rank 0, 0.2 on rank 1"),
+        ({"momentum": 0.5}, "the setting of the optimizer differs between rank 0"),
+    ],
+)
+def test_another_setting_on_one_rank(spec: str, odd: dict[str, float], message: str) -> None:
+    def work(module: ShardedModule, rank: int) -> None:
+        optimizer = torch.optim.SGD(module.parameters(), **({"lr": 0.1} | (odd if rank else {})))
+        for _ in range(2):
+            module(**module.local(BATCH)).backward()
+            optimizer.step()
+
+    with pytest.raises(DisagreementError, match=message):
+        trained(spec, work)
+
+
+def test_a_schedule_that_one_rank_steps() -> None:
+    def work(module: ShardedModule, rank: int) -> int:
+        optimizer = torch.optim.AdamW(module.parameters())
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        done = 0
+        try:
+            for _ in range(4):
+                module(**module.local(BATCH)).backward()
+                optimizer.step()
+                done += 1
+                if rank == 0:
+                    schedule.step()
+        except DisagreementError as e:
+            assert "the learning rate differs" in str(e)  # noqa: PT017
+        return done
+
+    assert trained("dp", work) == [2, 2]  # the second step is the first that differs
+
+
+def test_a_factor_of_ones_own_rows() -> None:
+    def work(module: ShardedModule, rank: int) -> None:
+        for _ in range(2):
+            part = module.local(BATCH)
+            (module(**part) * (1 + part["x"].mean())).backward()
+
+    with pytest.raises(DisagreementError, match="the gradient of the loss in backward differs") as found:
+        trained("dp", work)
+    assert "loss=lambda output, batch" in str(found.value)
+    trained("dp", work, check=False)  # compares nothing, and keeps nothing
+
+
+@pytest.mark.parametrize("spec", list(SPECS))
+def test_what_all_ranks_do_alike_is_right(spec: str) -> None:
+    """Accumulation, a scaled loss, a factor of the loss itself, two optimizers, a schedule, a closure."""
+
+    def work(module: ShardedModule, rank: int) -> None:
+        some, *others = module.parameters()
+        optimizers = [torch.optim.SGD([some], lr=0.1), torch.optim.AdamW(others, lr=torch.tensor(0.01))]
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], 10)
+        for _ in range(3):
+            for k in range(2):
+                loss = module(**module.local(BATCH))
+                (loss * 128 / (1 + loss.detach()) / (k + 1)).backward()
+            for x in optimizers:
+                x.step()
+                x.zero_grad()
+            schedule.step()
+        module.eval()(**module.local(BATCH))
+
+    trained(spec, work)
+
+
+@pytest.mark.parametrize("spec", ["dp", "tp"])
+@pytest.mark.parametrize("kind", ["alone", "summed", "another on each rank", "another module's"])
+def test_parameters_beside_the_module(spec: str, kind: str) -> None:
+    """Refused where they drift: not where somebody sums them, where all ranks have the same rows, where each rank has
+    its own from the start, or where they are another module's."""
+
+    def work(module: ShardedModule, rank: int) -> None:
+        mesh = module._running.mesh
+        other = PROGRAMS[spec].module(copy.deepcopy(NET), mesh=mesh)
+        own = nn.Parameter(torch.full((8,), 1.0 + rank * (kind == "another on each rank")))
+        beside = [*other.parameters()] if kind == "another module's" else [own]
+        optimizer = torch.optim.SGD([*module.parameters(), *beside], lr=0.1)
+        for _ in range(3):
+            part = module.local(BATCH)
+            loss = module(**part)
+            (loss + other(**part) if kind == "another module's" else loss + (part["x"] * own).square().sum()).backward()
+            if kind == "summed" and spec == "dp":
+                assert own.grad is not None
+                own.grad = mesh.all_reduce(own.grad, ("dp",))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if spec == "dp" and kind == "alone":
+        with pytest.raises(DisagreementError, match="SGD: it also steps parameters that are not the module's") as found:
+            trained(spec, work)
+        assert isinstance(found.value, ShardcError)
+        assert "all_reduce" in found.value.fix
+    else:
+        trained(spec, work)
