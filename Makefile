@@ -39,8 +39,9 @@ gpu:   ## what wants a GPU: the checks of tests/gpu, then docs/measured/gpu.md. 
 	@status=0; $(GPU_PYTHON) -m pytest -q -o pythonpath='build/gpu .' -W default tests/gpu || status=$$?; \
 		$(GPU_PYTHON) tests/bench/gpu.py && exit $$status
 
-hostile: $(READY)   ## hostile specs: each refused in a second and 100 MB; EXAMPLES mutations and as many random ones besides
-	PYTHONPATH=. $(BIN)/python tests/spec/hostile.py $(or $(EXAMPLES),700)
+hostile: $(READY)   ## hostile specs and compiled folders: each refused with a place, none runs anything; EXAMPLES random ones of each besides
+	$(BIN)/python -m tests.spec.hostile $(or $(EXAMPLES),800)
+	$(BIN)/python -m tests.artifact.hostile $(or $(EXAMPLES),800)
 
 fuzz: $(READY)   ## random specs of every model, or of MODELS, against one device: what differs is shrunk to the smallest spec that does
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal tests/test_any_spec.py --fuzz $(or $(EXAMPLES),50) --fuzz-models '$(MODELS)'

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -249,15 +249,15 @@ class LocalProgram:
     def _summable(
         self, node: fx.Node, local: fx.Node, i: int, layout: Layout, strategies: dict[str, Strategy]
     ) -> fx.Node:
-        """Operand i with zeros in the padding of dims that the op sums away. Weights have them already."""
-        sums = {
-            s.inputs[i]
-            for s in strategies.values()
-            if s.kind == "split" and any(isinstance(o, Partial) for o in s.outputs)
-        }
-        if not any(isinstance(s, Shard) and s.padding for s in sums) or self._is_weight(node):
+        """Operand i with zeros in the padding of dims that the op sums away.
+
+        Weights have them already. So has their gradient, where it is a product with another operand that has them; of
+        a sum of the weight itself it has not, and an optimizer would fill the padding with it.
+        """
+        sums = [s for s in strategies.values() if s.sums_padding(i)]
+        if not sums or (self._is_weight(node) and all(s.multiplies_padding(i) for s in sums)):
             return local
-        dims = {p.dim for p in sums if isinstance(p, Shard)}
+        dims = {p.dim for s in sums if isinstance(p := s.inputs[i], Shard)}
         return self._filled(node, local, layout, [s for s in layout.paddings() if s.dim in dims], 0.0)
 
     def _filled(self, node: fx.Node, local: fx.Node, layout: Layout, paddings: Sequence[Shard], fill: float) -> fx.Node:
@@ -308,7 +308,7 @@ class LocalProgram:
                 return have[need]
         start = min(have, key=lambda layout: self._distance(layout, need))
         layout, local = start, have[start]
-        for row, axes in self._steps(start, need):
+        for row, axes in self._in_order(start, need, value):
             layout, local = self._step(row, axes, layout, need, local, value, key[0], user)
             have[layout] = local
         assert layout == need, f"{node}: {start} -> {need} ended at {layout}"
@@ -316,6 +316,40 @@ class LocalProgram:
 
     def _distance(self, old: Layout, new: Layout) -> int:
         return sum(conversions.distance(old[axis], new[axis]) for axis in self.mesh.names)
+
+    def _in_order(self, old: Layout, new: Layout, v: Value) -> Iterator[tuple[Conversion, tuple[str, ...]]]:
+        """The conversions, each where it leads to a layout that there is: a dim that another axis leaves is cut
+        afterwards. Where two axes change places, one of them is gathered, and cut again when the other has moved.
+        """
+        steps, layout = self._steps(old, new), old
+        while len(steps) > 1:
+            ready = (
+                i
+                for i, (row, axes) in enumerate(steps)
+                if not any({*self._parts(axes)} & {*self._parts(earlier)} for _, earlier in steps[:i])
+                and not self._after(row, axes, layout, new).fits(v.shape, self.mesh)
+            )
+            turned = next((i for i, (row, _) in enumerate(steps) if row.source is row.target), 0)
+            if (i := next(ready, None)) is None and steps[turned][0].source is steps[turned][0].target:
+                _, axes = steps[turned]
+                steps[turned : turned + 1] = [(row, axes) for row in conversions.by_way_of_replicate(Shard, Shard)]
+                continue
+            row, axes = steps.pop(i or 0)
+            layout = self._after(row, axes, layout, new)
+            yield row, axes
+        yield from steps
+
+    def _parts(self, axes: Iterable[str]) -> Iterator[str]:
+        return (part for a in axes for part in self.mesh.parts(a))
+
+    def _after(self, row: Conversion, axes: tuple[str, ...], old: Layout, need: Layout) -> Layout:
+        """The layout that a conversion leads to on the way to the one that is needed."""
+        digit = self.mesh.parts(axes[0])[0]  # the outermost of an axis that is converted as one
+        # the first of two conversions leads to Replicate, whatever is needed in the end
+        target = need[digit] if isinstance(need[digit], row.target) else REPLICATE
+        for axis in axes:
+            old = old.replace(axis, target, self.mesh)
+        return old
 
     def _steps(self, old: Layout, new: Layout) -> list[tuple[Conversion, tuple[str, ...]]]:
         """The conversions in order, each with the axes of one call: several axes where the op does them at once."""
@@ -356,12 +390,7 @@ class LocalProgram:
 
         x: the local node; v: its global value; producer: the global node that it comes from; user: that needs it.
         """
-        digit = self.mesh.parts(axes[0])[0]  # the outermost of an axis that is converted as one
-        # the first of two conversions leads to Replicate, whatever is needed in the end
-        target = need[digit] if isinstance(need[digit], row.target) else REPLICATE
-        new = old
-        for axis in axes:
-            new = new.replace(axis, target, self.mesh)
+        digit, new = self.mesh.parts(axes[0])[0], self._after(row, axes, old, need)
         over = axes if row.joint else axes[0]
         args = (x, self.mesh_node, over, *self._digit_arguments(digit, old, new))
         cause = producer if row.source is Partial else user  # a sum is due to what it sums, all else to what needs it

@@ -23,8 +23,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("ir",),
     ("runtime",),
     ("spec",),  # it lists what the runtime can do: the schedules
-    ("artifact", "nn"),
-    ("rules",),
+    ("rules", "nn"),
+    ("artifact",),
     ("passes",),
     ("cost", "verify"),
     ("capture",),

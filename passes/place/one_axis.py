@@ -90,6 +90,12 @@ class Axis:
     #: Of a value in a placement: its cost (`_cheapest`), and how deep that looked.
     known_costs: dict[tuple[Key, Placement], tuple[int, float]] = field(default_factory=dict)
 
+    @property
+    def of_time(self) -> bool:
+        """Are its "ranks" microbatches? They run one after the other on one rank, which stores all that it has for all
+        of them."""
+        return self.name == MICROBATCH
+
     def run(self) -> None:
         self._classify()
         for _ in range(SWEEPS):
@@ -118,7 +124,8 @@ class Axis:
                 self.stored[node] = by_name[node.name].layout[self.name]
                 if node.name in params:
                     self.from_parameters.add(node)
-                    self.splittable.add(node)
+                    if not self.of_time:
+                        self.splittable.add(node)
                 elif node.name in buffers:
                     constant.add(node)
                 if self.stored[node] != REPLICATE:
@@ -301,7 +308,7 @@ class Axis:
         if isinstance(forms[0], Partial) and not isinstance(need, Partial):
             others = self.demands.get(operand, {}).get(need, set()) - {user}
             cost = 0.0 if others and not fresh else cost / len(node.users)  # one sum does for all users
-        kept = node in self.annotated or self.name == MICROBATCH
+        kept = node in self.annotated or self.of_time
         return cost * UNDO if kept and isinstance(forms[0], Shard) else cost
 
     def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
@@ -441,7 +448,7 @@ class Axis:
                 needs = self._needs(node)
                 v = values_of(node)[0]
                 one = next(iter(needs)) if len(needs) == 1 else None
-                if isinstance(one, Shard) and not one.mirrored and not self._collides(node, one):
+                if isinstance(one, Shard) and not one.mirrored and not self.of_time and not self._collides(node, one):
                     self.stored[node] = one
                 elif needs_sum_grad(v) and (PARTIAL_GRAD in needs or (isinstance(one, Shard) and one.mirrored)):
                     self.stored[node] = PARTIAL_GRAD
@@ -450,6 +457,7 @@ class Axis:
             p = self.available[new][0]
             if (
                 self.stored[node] == REPLICATE
+                and not self.of_time
                 and isinstance(p, Shard)
                 and not p.mirrored
                 and self._needs(node) == {p}

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import re
 
-from shardc.errors import Errors
+from shardc.errors import SHOWN, Errors
 from shardc.runtime.schedule.actions import RECEIVES, SENDS, Action, Kind, Schedule
 
-_RANK = re.compile(r"\s*rank\s+(\d+)\s*:")
+#: Digits of a number at most: tables are made of so many stages and microbatches.
+_N = r"\d{1,5}"
+_RANK = re.compile(rf"\s*rank\s+({_N})\s*:")
 _TITLE = re.compile(r"# (.+): \d+ stages? on \d+ ranks?, \d+ microbatch(?:es)?\n")
 _WORD = re.compile(r"[^\s,]+")
 _ACTION = re.compile(
-    r"(?:(?P<stage>\d+)(?:(?P<kind>[FBIW]|SEND_[FB]|RECV_[FB])(?P<microbatch>\d+)(?:(?P<way>[<>])(?P<peer>\d+))?|REDUCE)|STEP)"
+    rf"(?:(?P<stage>{_N})(?:(?P<kind>[FBIW]|SEND_[FB]|RECV_[FB])(?P<microbatch>{_N})(?:(?P<way>[<>])(?P<peer>{_N}))?|REDUCE)|STEP)"
 )
 
 
@@ -47,17 +49,19 @@ def parse(text: str, file: str = "schedule") -> Schedule:
         if header or (not named and line.strip(" ,\t")):
             actions.append([])
             places.append([])
+        if len(errors.found) > SHOWN:
+            break
         for word in _WORD.finditer(line, start):
             where = f"{file}:{n}:{word.start() + 1}"
             if not actions:
-                errors.add(f"{word[0]} comes before the first rank", where=where, fix="begin with `rank 0:`")
+                errors.add(f"{word[0][:40]} comes before the first rank", where=where, fix="begin with `rank 0:`")
                 break
             action = _action(word[0])
             if isinstance(action, Action):
                 actions[-1].append(action)
                 places[-1].append(where)
             else:
-                errors.add(f"{word[0]!r} is not an action", where=where, fix=action)
+                errors.add(f"{word[0][:40]!r} is not an action", where=where, fix=action)
     if not any(actions):
         errors.add("the schedule has no actions", where=file, fix="write a line a rank: `rank 0: 0F0 0B0`")
     errors.raise_any()

@@ -11,12 +11,13 @@ schedule.txt            of a pipeline: who runs which stage when (shardc.runtime
 constants.safetensors   tensors that capture found in the code
 
 emit writes the Python, parser reads it back, repeated_layers says which of its lines can be left out when it is shown,
-model_source whether the user's code is still that of which the folder was compiled; this file writes and reads it.
+model_source whether the user's code is still that of which the folder was compiled; this file writes and reads it. A
+folder may be anybody's: folder_files reads its files, tables checks what the two tables say, program_ops which ops its
+texts may call.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -27,28 +28,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, fx
 
 from shardc.artifact import emit, model_source
+from shardc.artifact.folder_files import CONSTANTS, LAYOUTS, MANIFEST, SCHEDULE, SPEC, FolderFiles, digest
+from shardc.artifact.folder_files import dtype as dtype_of
 from shardc.artifact.parser import graph_of
+from shardc.artifact.tables import Checked, Facts, Layouts, Manifest, of_form, shard_of
 from shardc.errors import Errors, ShardcError
-from shardc.ir.mesh import Mesh
 from shardc.ir.outputs import Output
-from shardc.ir.placement import Layout, Shard
+from shardc.ir.placement import Shard
 from shardc.ir.program import Bucket, Buffer, Input, Lowered, OffloadPlaces, Param, Program, Region, Stage, Value
-from shardc.ir.type_text import parse, show
+from shardc.ir.type_text import show
 from shardc.runtime import schedule
 from shardc.spec import Spec
 
 FORMAT = 1
-MANIFEST, LAYOUTS, SPEC, CONSTANTS, SCHEDULE = (
-    "manifest.json",
-    "layouts.json",
-    "spec.yaml",
-    "constants.safetensors",
-    "schedule.txt",
-)
 
 
 def save(program: Program, folder: str | Path) -> None:
@@ -137,13 +133,9 @@ def _write(program: Program, folder: Path) -> None:
         "baked": program.baked,
         "offload": asdict(program.offload),
         "meta": program.meta | model_source.record(program.origins),
-        "sha256": {f.name: _hash(f) for f in sorted(folder.iterdir())},
+        "sha256": {f.name: digest(f) for f in sorted(folder.iterdir())},
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
-
-
-def _hash(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _layouts(program: Program) -> dict[str, Any]:
@@ -210,45 +202,22 @@ def _layouts(program: Program) -> dict[str, Any]:
 
 
 def load(folder: str | Path, *, trust: bool = False, as_compiled: bool = False) -> Program:
-    """Read a program that `save` wrote. Nothing that is read is executed.
+    """Read a program that `save` wrote. Nothing that is read is executed, and no file outside of the folder is read but
+    the source that it was compiled from, to see whether that has changed.
 
     trust: accept files that were edited since, and artifacts of another torch. as_compiled: do not look whether the
     source of forward and loss changed since, which is a note on the first rank's stderr.
-    Raises ShardcError for a folder that is not an artifact, is damaged or edited, or is of another version; all damaged
-    files at once.
+    Raises ShardcError for a folder that is not an artifact, is damaged or edited, is of another version, or holds what
+    `shardc compile` would not have written; all damaged files at once.
     """
     folder = Path(folder)
-    manifest = _manifest(folder, trust)
-    try:
-        program = _tables(folder, manifest)
-        stages = [(str(s["name"]), tuple(s["updates"]), tuple(s.get("outputs", ()))) for s in manifest["stages"]]
-        program.axis = str(manifest["axis"])
-    except (KeyError, TypeError, ValueError, AttributeError) as e:  # edited tables: shardc writes every entry
-        what = f"the artifact's tables cannot be read: {type(e).__name__}: {e}"
-        raise ShardcError(
-            what, where=str(folder), fix=f"undo the changes in {LAYOUTS} and {MANIFEST}, or compile again"
-        ) from e
-    local = {x.name: x.value for x in program.stored}
-    whole = {n: Value(v.shape, v.dtype, v.requires_grad) for n, v in local.items()}
-
-    def graph(name: str, types: dict[str, Value], **kind: bool) -> fx.Graph:
-        return graph_of((folder / name).read_text(encoding="utf-8"), program.mesh, types, str(folder / name), **kind)
-
-    def lowered(stage: str) -> Lowered | None:
-        if f"{stage}_forward.py" not in manifest["sha256"]:
-            return None
-        files = [f"{stage}_{way}.py" for way in ("forward", "backward", "weights")]
-        return Lowered(*(graph(f, local, lowered=True) for f in files if f in manifest["sha256"]))
-
-    program.graph = graph("single.py", whole)
-    program.stages = tuple(
-        Stage(graph(f"stage{i}.py", local, piped=bool(program.axis)), *rest, lowered(f"stage{i}"))
-        for i, rest in enumerate(stages)
-    )
-    if program.axis:
-        program.schedule = schedule.parse((folder / SCHEDULE).read_text(encoding="utf-8"), str(folder / SCHEDULE))
-    program.prologue = Stage(graph("counts.py", local), "counts") if "counts.py" in manifest["sha256"] else None
-    program.spec = Spec.load(folder / SPEC) if SPEC in manifest["sha256"] else None
+    files = FolderFiles(folder, trust=trust)
+    manifest = _manifest(files)
+    layouts = of_form(Layouts, files.table(LAYOUTS), files.path(LAYOUTS))
+    tables = Checked(manifest, layouts, str(folder))
+    tables.run()
+    program = _program(tables, files)
+    _fill(program, manifest, files)
     if not as_compiled and os.environ.get("RANK", "0") == "0":
         what, _ = model_source.stale(program.meta)
         if what:
@@ -257,155 +226,199 @@ def load(folder: str | Path, *, trust: bool = False, as_compiled: bool = False) 
     return program
 
 
-def _manifest(folder: Path, trust: bool) -> dict[str, Any]:
+def read_facts(folder: str | Path, *, trust: bool = False) -> dict[str, Any]:
+    """The facts in a folder's manifest: which model it was compiled from, and when. Also of one that `load` refuses for
+    an op that nobody has registered. Raises ShardcError as `load` does for a manifest that is none.
+    """
+    return _manifest(FolderFiles(Path(folder), trust=trust)).meta
+
+
+def _manifest(files: FolderFiles) -> Manifest:
     """The manifest, after checking that the files are those it lists."""
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        what = f"{folder} is not a shardc artifact: it has no {MANIFEST}"
-        raise ShardcError(what, where=str(folder), fix="make one with `shardc compile -o DIR`") from None
-    except json.JSONDecodeError as e:
-        raise ShardcError(
-            f"{MANIFEST} is not JSON: {e.msg}", where=f"{path}:{e.lineno}:{e.colno}", fix="compile again"
-        ) from None
-    if not isinstance(manifest, dict) or not {"format", "torch", "sha256"} <= manifest.keys():
-        raise ShardcError(
-            f"{MANIFEST} is not the manifest of a shardc artifact",
-            where=str(path),
-            fix="make one with `shardc compile -o DIR`",
-        )
-    if manifest["format"] != FORMAT:
-        raise ShardcError(
-            f"artifact of format {manifest['format']}, this shardc reads {FORMAT}",
-            where=str(folder),
-            fix="compile again",
-        )
+    where, folder = files.path(MANIFEST), str(files.folder)
+    found = files.table(MANIFEST)
+    if not isinstance(found, dict) or not {"format", "torch", "sha256"} <= found.keys():
+        fix = "make one with `shardc compile -o DIR`"
+        raise ShardcError(f"{MANIFEST} is not the manifest of a shardc artifact", where=where, fix=fix)
+    if found["format"] != FORMAT:
+        what = f"artifact of format {str(found['format'])[:20]}, this shardc reads {FORMAT}"
+        raise ShardcError(what, where=folder, fix="compile again")
+    # earlier artifacts have these three among the facts
+    facts = found.get("meta")
+    if isinstance(facts, dict):
+        for key in ("shared_modules", "loss_scale", "offload"):
+            if key not in found and key in facts:
+                found[key] = facts.pop(key)
+    manifest = of_form(Manifest, found, where)
+    of_form(Facts, manifest.meta, where, "meta")
     errors = Errors()
-    then, here = (".".join(str(v).split(".")[:2]) for v in (manifest["torch"], torch.__version__))
-    if then != here and not trust:
+    then, here = (".".join(str(v).split(".")[:2]) for v in (manifest.torch, torch.__version__))
+    if then != here and not files.trust:
         what = f"compiled with torch {then}, but this is torch {here}, whose ops may differ"
-        errors.add(what, where=str(folder), fix="compile again, or load it with trust=True (--trust)")
-    for name, expected in manifest["sha256"].items():
-        file = folder / name
-        if not file.is_file():
-            errors.add(f"{name} is missing", where=str(file), fix="compile again")
-        elif _hash(file) != expected and not trust:
-            errors.add(
-                f"{name} was edited after it was written",
-                where=str(file),
-                fix="compile again, or load it with trust=True (--trust)",
-            )
+        errors.add(what, where=folder, fix="compile again, or load it with trust=True (--trust)")
+    files.check(manifest.sha256, errors)
     errors.raise_any()
     return manifest
 
 
-def _tables(folder: Path, manifest: dict[str, Any]) -> Program:
+def _program(tables: Checked, files: FolderFiles) -> Program:
     """The program without its graphs and its spec."""
-    mesh = Mesh.of(manifest["mesh"])
-    tables = json.loads((folder / LAYOUTS).read_text(encoding="utf-8"))
-    constants = load_file(folder / CONSTANTS) if CONSTANTS in manifest["sha256"] else {}
+    manifest, layouts = tables.manifest, tables.layouts
+    constants = files.constants()
 
-    def typed(x: dict[str, Any]) -> dict[str, Any]:
-        shape, dtype, placements = parse(x["type"])
-        return {"name": x["name"], "shape": shape, "dtype": dtype, "layout": Layout.of(placements, mesh)}
+    def typed(row: Any) -> dict[str, Any]:
+        shape, dtype, layout = tables.typed(row.type)
+        return {"name": row.name, "shape": shape, "dtype": dtype, "layout": layout}
 
-    def dtype(text: str) -> torch.dtype:
-        actual: torch.dtype = getattr(torch, text.removeprefix("torch."))
-        return actual
+    def constant(row: Any) -> Tensor | None:
+        """The tensor of a constant. Raises ShardcError for one that is not of its type."""
+        if not row.constant:
+            return None
+        shape, dtype, _ = tables.typed(row.type)
+        held = constants.get(row.name)
+        held = None if held is None else _as(held, dtype)
+        if held is None or tuple(held.shape) != shape or held.dtype != dtype:
+            what = f"the constant {row.name} is {'missing' if held is None else f'not {row.type}'}"
+            raise ShardcError(what, where=files.path(CONSTANTS), fix="compile again")
+        return held
 
     params = tuple(
         Param(
             **typed(p),
-            fqn=p["fqn"],
-            aliases=tuple(p["aliases"]),
-            members=tuple(p.get("members", ())),
-            requires_grad=p["trained"],
-            reduce=tuple(p["reduce"]),
-            order=p["order"],
-            bucket=p["bucket"],
-            stages=tuple(p["stages"]),
+            fqn=p.fqn,
+            aliases=tuple(p.aliases),
+            members=tuple(p.members),
+            requires_grad=p.trained,
+            reduce=tuple(p.reduce),
+            order=p.order,
+            bucket=p.bucket,
+            stages=tuple(p.stages),
         )
-        for p in tables["params"]
+        for p in layouts.params
     )
     buffers = tuple(
         Buffer(
             **typed(b),
-            fqn=b["fqn"],
-            aliases=tuple(b["aliases"]),
-            updated=b["updated"],
-            adds=b["adds"],
-            persistent=b["persistent"],
-            constant=_as(constants[b["name"]], typed(b)["dtype"]) if b["constant"] else None,
-            stages=tuple(b["stages"]),
+            fqn=b.fqn,
+            aliases=tuple(b.aliases),
+            updated=b.updated,
+            adds=b.adds,
+            persistent=b.persistent,
+            constant=constant(b),
+            stages=tuple(b.stages),
         )
-        for b in tables["buffers"]
+        for b in layouts.buffers
     )
-    inputs = tuple(
-        Input(**typed(i), path=tuple(i["path"]), microbatch=_shard(i["microbatch"])) for i in tables["inputs"]
-    )
+    inputs = tuple(Input(**typed(i), path=tuple(i.path), microbatch=shard_of(i.microbatch)) for i in layouts.inputs)
     outputs = tuple(
-        Output(
-            **typed(o),
-            microbatch=_shard(o["microbatch"]),
-            adds=o["adds"],
-            divisor=o["divisor"],
-            stage=o["stage"],
-        )
-        for o in tables.get("outputs", ())
+        Output(**typed(o), microbatch=shard_of(o.microbatch), adds=o.adds, divisor=o.divisor, stage=o.stage)
+        for o in layouts.outputs
     )
     buckets = tuple(
         Bucket(
-            tuple(b["axes"]),
-            dtype(b["dtype"]),
-            tuple(b["params"]),
-            b["shard"],
-            b["zero"],
-            dtype(b["compute"]) if b["compute"] else None,
-            b["prefetch"],
-            tuple(b["stages"]),
-            b["late"],
-            b["keep"],
+            tuple(b.axes),
+            dtype_of(b.dtype),
+            tuple(b.params),
+            b.shard,
+            b.zero,
+            dtype_of(b.compute) if b.compute else None,
+            b.prefetch,
+            tuple(b.stages),
+            b.late,
+            b.keep,
         )
-        for b in tables["buckets"]
-    )
-    notes, microbatches = tuple(manifest["notes"]), int(tables["microbatches"])
-    regions = tuple(Region(**r) for r in tables.get("regions", ()))
-    meta: dict[str, Any] = dict(manifest["meta"])
-    # earlier artifacts have these three among the facts
-    shared, loss_scale, offload = (
-        manifest[key] if key in manifest else meta.pop(key, default)
-        for key, default in (("shared_modules", ()), ("loss_scale", None), ("offload", {}))
+        for b in layouts.buckets
     )
     return Program(
-        mesh,
+        tables.mesh,
         fx.Graph(),
         params,
         buffers,
         inputs,
         (),
         buckets,
-        microbatches,
+        layouts.microbatches,
         outputs=outputs,
-        notes=notes,
-        meta=meta,
-        regions=regions,
-        shared_modules=tuple(tuple(names) for names in shared),
-        loss_scale=loss_scale,
-        offload=OffloadPlaces(**offload),
-        evaluates=manifest.get("evaluates", "alike"),
-        eval_mode=manifest.get("eval_mode", False),
-        still=tuple(manifest.get("still", ())),
-        baked=tuple((tuple(path), value) for path, value in manifest.get("baked", ())),
+        notes=tuple(manifest.notes),
+        meta=manifest.meta,
+        axis=manifest.axis,
+        regions=tuple(Region(**dict(r)) for r in layouts.regions),
+        shared_modules=tuple(map(tuple, manifest.shared_modules)),
+        loss_scale=manifest.loss_scale,
+        offload=OffloadPlaces(**dict(manifest.offload)),
+        evaluates=manifest.evaluates,
+        eval_mode=manifest.eval_mode,
+        still=tuple(manifest.still),
+        baked=tuple((tuple(path), value) for path, value in manifest.baked),
     )
+
+
+def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
+    """Read the texts, the schedule and the spec."""
+    local = {x.name: x.value for x in program.stored}
+    whole = {n: Value(v.shape, v.dtype, v.requires_grad) for n, v in local.items()}
+    program.spec = Spec.parse(files.text(SPEC), files.path(SPEC)) if SPEC in files else None
+    regions = {r.name for r in program.regions}
+    unknown = program.spec is not None and program.spec.unknown_ops == "replicate"
+
+    def graph(name: str, types: dict[str, Value], *, piped: bool = False, lowered: bool = False) -> fx.Graph:
+        return graph_of(
+            files.text(name),
+            program.mesh,
+            types,
+            files.path(name),
+            piped=piped,
+            lowered=lowered,
+            regions=regions,
+            unknown_ops=unknown,
+        )
+
+    def lowered(stage: str) -> Lowered | None:
+        if f"{stage}_forward.py" not in files:
+            return None
+        halves = [f"{stage}_{way}.py" for way in ("forward", "backward", "weights")]
+        return Lowered(*(graph(f, local, lowered=True) for f in halves if f in files or f.endswith("backward.py")))
+
+    def returns(name: str, graph: fx.Graph, counts: tuple[int, ...]) -> fx.Graph:
+        """Checks that a text returns so many values: see the conventions of shardc.ir.program."""
+        returned: Any = graph.output_node().args[0]
+        ok = isinstance(returned, tuple) and len(returned) == 1 + len(counts)
+        parts = returned[1:] if ok else ()
+        if not all(isinstance(x, tuple) and n in (-1, len(x)) for x, n in zip(parts, counts, strict=ok)):
+            ok = False
+        if not ok or not all(isinstance(x, fx.Node) for part in parts for x in part):
+            what = "it does not return the loss, and what the tables list beside it"
+            raise ShardcError(what, where=files.path(name), fix="compile again")
+        return graph
+
+    beside = sum(b.updated for b in program.buffers) + len(program.outputs)
+    program.graph = returns("single.py", graph("single.py", whole), (beside,))
+    stages = []
+    for i, row in enumerate(manifest.stages):
+        name, own = f"stage{i}.py", len(row.updates) + len(row.outputs)
+        code = graph(name, local, piped=bool(program.axis))
+        returns(name, code, (own, -1) if program.axis else (beside,))
+        stages.append(Stage(code, row.name, tuple(row.updates), tuple(row.outputs), lowered(f"stage{i}")))
+    program.stages = tuple(stages)
+    if program.axis:
+        text, most = files.text(SCHEDULE), 100 * (8 * len(stages) * program.microbatches + 100)
+        if len(text) > most:  # an action has some ten characters, and each stage up to eight of a microbatch
+            what = f"it is longer than any of {len(stages)} stages and {program.microbatches} microbatches"
+            raise ShardcError(what, where=files.path(SCHEDULE), fix="compile again")
+        program.schedule = schedule.parse(text, files.path(SCHEDULE))
+        if program.schedule.stages != len(stages) or program.schedule.microbatches != program.microbatches:
+            what = f"it is for {program.schedule.stages} stages and {program.schedule.microbatches} microbatches"
+            raise ShardcError(what, where=files.path(SCHEDULE), fix="compile again")
+    if "counts.py" in files:
+        counts = graph("counts.py", local)
+        returned: Any = counts.output_node().args[0]
+        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], tuple):
+            raise ShardcError("it does not return the summands", where=files.path("counts.py"), fix="compile again")
+        program.prologue = Stage(counts, "counts")
 
 
 def _cut(s: Shard | None) -> dict[str, int] | None:
     return {"dim": s.dim, "split": s.split, "padding": s.padding, "blocks": s.blocks} if s is not None else None
-
-
-def _shard(cut: dict[str, int] | None) -> Shard | None:
-    return Shard(cut["dim"], cut["split"], (), cut["padding"], cut["blocks"]) if cut is not None else None
 
 
 def _reals(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ from torch import nn
 
 from shardc.ir.source import is_users
 
+#: Bytes of a source file that is looked at; the longest of transformers has a fifth.
+LIMIT = 1 << 20
 #: All of a file, as a name in it.
 WHOLE = "*"
 #: A file of the user's, and a name at its top level that forward and loss come from.
@@ -120,8 +123,13 @@ def changed(recorded: Digests, main: Path, *, other: bool = False) -> list[str]:
 def _file(path: Path) -> _File | None:
     """A file of the user's, or None if it is not there, or not Python."""
     try:
-        return _read(path, path.stat().st_mtime_ns, path.stat().st_size)
-    except (OSError, SyntaxError, ValueError):
+        if path.suffix not in (".py", ".json"):  # Python, or the config of a model of transformers
+            return None
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > LIMIT:  # a folder that is anybody's may name any file
+            return None
+        return _read(path, found.st_mtime_ns, found.st_size)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 

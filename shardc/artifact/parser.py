@@ -7,16 +7,18 @@ import contextlib
 import json
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardc.artifact.emit import HEADER, NO_TENSOR, value_text
+from shardc.artifact.program_ops import refusal
+from shardc.artifact.tables import axis_fault, layout_of
 from shardc.errors import ShardcError
+from shardc.ir.conversions import SENT
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import Layout
 from shardc.ir.program import Collective, Source, Value
 from shardc.ir.type_text import parse as parse_type
 from shardc.runtime import ops
@@ -24,12 +26,11 @@ from shardc.runtime.ops import torch_library  # noqa: F401 (it registers torch.o
 from shardc.torch_private import OpOverload
 
 _OF = re.compile(r"# (\w+) (backward|again), (.*)$")
-_SOURCE = re.compile(r"# (.+?) \((.*?)\)(?:: (.*))?$")
 #: `unasked` is what earlier versions wrote for `implicit`.
-_COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (\d+) (implicit |unasked )?(\".*\")$")
+_COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (\d{1,18}) (implicit |unasked )?(\".*\")$")
 _NAME = r'"(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-f]{4})*"'  # as JSON writes strings
-_REGION = re.compile(rf"({_NAME})(?: kept ({_NAME}(?: {_NAME})*))?(?: again (\d+))?(?: \| |$)")
-_PIECE = re.compile(r"piece (\d+)(?: \| |$)")
+_REGION = re.compile(rf"({_NAME})(?: kept ({_NAME}(?: {_NAME})*))?(?: again (\d{{1,9}}))?(?: \| |$)")
+_PIECE = re.compile(r"piece (\d{1,9})(?: \| |$)")
 #: Ops that programs written by earlier versions call by another name.
 _RENAMED = {
     "vary": "sum_grad",
@@ -38,7 +39,30 @@ _RENAMED = {
     "shard_varying": "shard_partial_grad",
     "varying_to_partial": "partial_grad_to_partial",
 }
-_PREAMBLE = [ast.unparse(s) for s in ast.parse(HEADER).body]
+_PREAMBLE = set(HEADER.splitlines())
+_ARGUMENT = re.compile(r"    (\w+),(?:\s*# ?(.*))?$", re.ASCII)
+#: What a collective may be called: moves, what runs between stages, and what there is none of.
+_KINDS = {*SENT, "send_recv", "none"}
+#: Parts of a line: Python makes up to a kilobyte of each. A stage of 126 layers returns some four thousand.
+PARTS = 30_000
+LENGTH = 1_000_000
+#: Braces of a line, for each of which Python reads a formatted string again. Programs have none but in their strings.
+BRACES = 200
+_SEPARATORS = " ,.([{+-*/%<>=&|^~@"
+
+
+def source_of_text(comment: str) -> Source | None:
+    """The source that `emit.source_text` wrote: `# module (file.py:31): code`; None for another comment."""
+    start = comment.find(" (", 3)
+    if not comment.startswith("# ") or start < 0:
+        return None
+    end = comment.find(")", start)
+    while end >= 0:
+        module, line, rest = comment[2:start], comment[start + 2 : end], comment[end + 1 :]
+        if not rest or rest.startswith(": "):
+            return Source("" if module == "·" else module, line, rest[2:])
+        end = comment.find(")", end + 1)
+    return None
 
 
 def graph_of(
@@ -49,15 +73,21 @@ def graph_of(
     *,
     piped: bool = False,
     lowered: bool = False,
+    regions: Collection[str] | None = None,
+    unknown_ops: bool = False,
 ) -> fx.Graph:
     """The graph of the one function in a text.
 
     types: of params, buffers and inputs, in order, by name (from the artifact's layouts); those in the text have to
     agree. piped: the function is a pipeline's stage: it takes some of them, and after them values of other stages.
-    lowered: it is a half of a lowered stage: it takes any of them, and others. Raises ShardcError with file and line
-    for anything that `shardc.artifact.emit` would not have written.
+    lowered: it is a half of a lowered stage: it takes any of them, and others. regions: the names of those that there
+    are, None: any. unknown_ops: ops without a rule may be called, too. Raises ShardcError with file and line for
+    anything that `shardc.artifact.emit` would not have written. Lines are read one by one: nothing is made of those
+    behind a wrong one.
     """
-    return _Reader(text, mesh, types, file, piped, lowered).run()
+    reader = _Reader(text, mesh, types, file, piped, lowered)
+    reader.regions, reader.unknown_ops = regions, unknown_ops
+    return reader.run()
 
 
 class MissingOpError(ShardcError):
@@ -77,6 +107,8 @@ class _Reader:
         self.gone: dict[str, int] = {}  # deleted name -> line
         self.seen: dict[str, Any] = {}
         self.targets: dict[tuple[str, ...], Any] = {}
+        self.regions: Collection[str] | None = None
+        self.unknown_ops = False
 
     def wrong(self, line: int, what: str) -> ShardcError:
         return ShardcError(
@@ -84,104 +116,122 @@ class _Reader:
         )
 
     def unreadable(self, node: ast.AST, line: int, what: str = "") -> ShardcError:
-        return self.wrong(line, f"cannot read {what}{ast.unparse(node)[:60]!r}")
+        return self.wrong(line, f"cannot read {what}{_written(node)!r}")
 
     def run(self) -> fx.Graph:
-        function = self._function()
         source, returned = Source(), False
-        read = max((x.lineno for x in function.args.args), default=function.lineno)  # lines up to `read` are done with
-        for statement in function.body:
-            line = statement.lineno
-            if returned:
-                raise self.wrong(line, "nothing can follow the return")
-            for comment in self.lines[read : line - 1]:
-                said = comment.strip()
+        body = self._function()
+        for line, text in enumerate(self.lines[body:], body + 1):
+            said = text.strip()
+            if not said:
+                continue
+            if said.startswith("#"):
                 if self.lowered and (of := _OF.match(said)):
                     self.of = {"of": of[1], **({"repeats": True} if of[2] == "again" else {})}
                     said = f"# {of[3]}"
-                if m := _SOURCE.match(said):
-                    source = Source("" if m[1] == "·" else m[1], m[2], m[3] or "")
-            read = statement.end_lineno or line
+                source = source_of_text(said) or source
+                continue
+            if returned:
+                raise self.wrong(line, "nothing can follow the return")
+            statement = self._statement(said, line)
+            comment = _rest_of_line(said, statement).strip().removeprefix("# ")
             match statement:
                 case ast.Return(value=ast.expr() as value):
-                    self.graph.output(self._arg(value))
+                    self.graph.output(self._arg(value, line))
                     returned = True
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    self._op(name, value, self._rest_of_line(statement).strip().removeprefix("# "), source, line)
+                    self._op(name, value, comment, source, line)
                 case ast.Expr(value=ast.Call(func=ast.Attribute(attr="launch" | "put" | "scatter")) as value) if (
                     self.lowered
                 ):
-                    comment = self._rest_of_line(statement).strip().removeprefix("# ")
                     self._op("", value, f"{NO_TENSOR} | {comment}" if comment else NO_TENSOR, source, line)
                 case ast.Delete(targets=targets):
                     self._delete(targets, line)
                 case _:
                     raise self.unreadable(statement, line)
         if not returned:
-            raise self.wrong(read, "the function returns nothing")
+            raise self.wrong(len(self.lines), "the function returns nothing")
         self.graph.lint()
         return self.graph
 
-    def _function(self) -> ast.FunctionDef:
-        """The only function in the text. Makes its placeholders."""
+    def _statement(self, text: str, line: int) -> ast.stmt:
+        """The one statement that stands on a line."""
+        parts = sum(map(text.count, _SEPARATORS)) if PARTS < len(text) < LENGTH else 0
+        if parts > PARTS or len(text) >= LENGTH or text.count("{") > BRACES:
+            raise self.wrong(line, f"a line of more than {PARTS:,} parts, {LENGTH:,} characters or {BRACES} braces")
         try:
-            tree = ast.parse(self.text)
+            tree = ast.parse(text, self.file)  # Python reads the line of an error in the file that it is given
         except SyntaxError as e:
-            raise self.wrong(e.lineno or 1, f"not Python: {e.msg}") from None
+            raise self.wrong(line, f"not Python: {e.msg}") from None
         except ValueError as e:  # a null byte, before Python 3.12
-            raise self.wrong(1, f"not Python: {e}") from None
-        functions = [s for s in tree.body if isinstance(s, ast.FunctionDef)]
-        if len(functions) != 1:
-            raise self.wrong(1, f"{len(functions)} functions, not one")
-        function = functions[0]
-        others = [s for s in tree.body if s is not function]
-        if others and isinstance(others[0], ast.Expr) and isinstance(others[0].value, ast.Constant):
-            del others[0]  # the docstring
-        for s in others:
-            if ast.unparse(s) not in _PREAMBLE:
-                raise self.unreadable(s, s.lineno)
-        a = function.args
+            raise self.wrong(line, f"not Python: {e}") from None
+        except (RecursionError, MemoryError):  # the latter is what Python's parser calls the former
+            raise self.wrong(line, "nested too deeply") from None
+        if len(tree.body) != 1:
+            raise self.unreadable(tree.body[0], line)
+        return tree.body[0]
+
+    def _function(self) -> int:
+        """Make the placeholders of the only function in the text. Returns how many lines its head ends with."""
+        begins = [i for i, line in enumerate(self.lines) if line.startswith(("def ", "async def ", "class "))]
+        if len(begins) != 1:
+            raise self.wrong(1, f"{len(begins)} functions, not one")
+        (begin,) = begins
+        in_docstring = False
+        for i, line in enumerate(self.lines[:begin], 1):
+            quotes = line.count('"""')
+            inside, in_docstring = in_docstring, in_docstring != (quotes % 2 == 1)
+            if not inside and not quotes and line not in _PREAMBLE and not line.startswith("#"):
+                raise self.wrong(i, f"cannot read {line.strip()[:60]!r}")
+        if not re.fullmatch(r"def \w+\(", self.lines[begin], re.ASCII):
+            raise self.wrong(begin + 1, "not Python that shardc writes: a program begins with a line `def forward(`")
+        end = next((i for i, line in enumerate(self.lines[begin:], begin) if line == "):"), None)
+        if end is None:
+            raise self.wrong(begin + 1, "not Python that shardc writes: no line `):` ends the function's arguments")
+        found: list[tuple[str, str, int]] = []  # (name, comment, line)
+        for at, text in enumerate(self.lines[begin + 1 : end], begin + 2):
+            if not (argument := _ARGUMENT.match(text)):
+                if text.lstrip().startswith("#"):
+                    continue
+                raise self.wrong(
+                    at, "the function's arguments are not those that the layouts list: another order or form"
+                )
+            found.append((argument[1], (argument[2] or "").strip(), at))
+        taken = [name for name, _, _ in found]
         names = ["mesh", "rng", *self.types]
         if self.piped:
-            taken = [x.arg for x in a.args]
             names = [n for n in names if n in taken] + [n for n in taken if n not in names]
-        if a.posonlyargs or a.vararg or a.kwonlyargs or a.kwarg or a.defaults or [x.arg for x in a.args] != names:
-            actual = {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)}
-            off = [f"{n!r} is missing" for n in names if n not in actual] + [
-                f"{n!r} is not listed" for n in sorted(actual - set(names))
+        if taken != names:
+            off = [f"{n!r} is missing" for n in names if n not in taken] + [
+                f"{n!r} is not listed" for n in sorted({*taken} - set(names))
             ]
             why = ", ".join(off[:5]) or "another order or form"
-            raise self.wrong(function.lineno, f"the function's arguments are not those that the layouts list: {why}")
-        for x in a.args:
-            self.env[x.arg] = node = self.graph.placeholder(x.arg)
-            node.meta = {"value": self.types.get(x.arg), "source": Source()}
-            if x.arg not in ("mesh", "rng", *self.types):
-                if self.lowered and (after := self._rest_of_line(x).partition("# ")[2]).partition(" | ")[2] == "":
-                    node.meta["value"] = self._types(after.strip(), x.lineno)
-                    continue
-                self._received(node, self._rest_of_line(x).removeprefix(",").strip().removeprefix("# "), x.lineno)
+            raise self.wrong(begin + 1, f"the function's arguments are not those that the layouts list: {why}")
+        for name, comment, at in found:
+            node = self.graph.placeholder(name)
+            if node.name != name:
+                raise self.wrong(at, f"{name} is a name that Python uses")
+            self.env[name] = node
+            node.meta = {"value": self.types.get(name), "source": Source()}
+            if name not in ("mesh", "rng", *self.types):
+                if self.lowered and comment.partition(" | ")[2] == "":
+                    node.meta["value"] = self._types(comment, at)
+                else:
+                    self._received(node, comment, at)
                 continue
-            written = self._rest_of_line(x).removeprefix(",").strip().removeprefix("# ").partition("  ")[0]
-            if written and x.arg in self.types and written != value_text(self.types[x.arg]):
+            written = comment.partition("  ")[0]
+            if written and name in self.types and written != value_text(self.types[name]):
                 raise self.wrong(
-                    x.lineno, f"{x.arg} is {written} here, but {value_text(self.types[x.arg])} in the layouts"
+                    at, f"{name} is {written[:80]} here, but {value_text(self.types[name])} in the layouts"
                 )
-        return function
+        return end + 1
 
     def _received(self, node: fx.Node, comment: str, line: int) -> None:
         """A value of another stage; the line before it has its source."""
-        m = _SOURCE.match(self.lines[line - 2].strip())
-        source = Source("" if m[1] == "·" else m[1], m[2], m[3] or "") if m else Source()
+        source = source_of_text(self.lines[line - 2].strip()) or Source()
         self._describe(node, comment, source, line)
         if "collective" not in node.meta:
             raise self.wrong(line, f"{node.name} is not in the layouts, and no collective is given that sends it")
-
-    def _rest_of_line(self, node: ast.stmt | ast.arg) -> str:
-        """The rest of the last line of a piece of code. (ast counts bytes, so other than ASCII is encoded for it.)"""
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        line = self.lines[node.end_lineno - 1]
-        return line[node.end_col_offset :] if line.isascii() else line.encode()[node.end_col_offset :].decode()
 
     def _delete(self, targets: Iterable[ast.expr], line: int) -> None:
         for t in targets:
@@ -194,14 +244,14 @@ class _Reader:
         match value:
             case ast.Subscript():
                 target: Any = operator.getitem
-                args: tuple[Any, ...] = (self._arg(value.value), self._arg(value.slice))
+                args: tuple[Any, ...] = (self._arg(value.value, line), self._arg(value.slice, line))
                 kwargs: dict[str, Any] = {}
             case ast.Call() if all(k.arg for k in value.keywords):
-                target = self._target(value.func)
-                args = tuple([self._arg(a) for a in value.args])
+                target = self._target(value.func, line)
+                args = tuple([self._arg(a, line) for a in value.args])
                 if target is ops.taped:
                     self._taped(args[0] if args else None, line)
-                kwargs = {str(k.arg): self._arg(k.value) for k in value.keywords}
+                kwargs = {str(k.arg): self._arg(k.value, line) for k in value.keywords}
             case _:
                 raise self.unreadable(value, line)
         node = self.graph.create_node("call_function", target, args, kwargs, name=name or None)
@@ -214,8 +264,9 @@ class _Reader:
     def _taped(self, name: Any, line: int) -> None:
         """The op that `ops.taped` is to call stands as a text, which the reader of ops has to accept, too."""
         try:
-            op = self._target(ast.parse(name, mode="eval").body) if isinstance(name, str) else None
-        except (SyntaxError, ValueError):
+            named = isinstance(name, str) and len(name) < 200
+            op = self._target(ast.parse(name, self.file, mode="eval").body, line) if named else None
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
             op = None
         if op is None or getattr(op, "__name__", "") in ops.OF_LOWERED:
             raise self.wrong(line, f"ops.taped of {str(name)[:60]!r}: that is not an op that programs call")
@@ -232,21 +283,29 @@ class _Reader:
         if collective:
             m = _COLLECTIVE.match(collective)
             if not m:
-                raise self.wrong(line, f"cannot read the collective {collective!r}")
+                raise self.wrong(line, f"cannot read the collective {collective[:80]!r}")
             try:
                 cause = json.loads(m[6])
             except json.JSONDecodeError as e:
-                raise self.wrong(line, f"cannot read the cause {m[6]}: {e.msg}") from None
-            node.meta["collective"] = Collective(m[1], m[2], tuple(m[3].split("+")), int(m[4]), cause, bool(m[5]))
+                raise self.wrong(line, f"cannot read the cause {m[6][:80]}: {e.msg}") from None
+            axes = tuple(m[3].split("+"))
+            if not {m[1], m[2]} <= _KINDS:
+                raise self.wrong(line, f"there is no collective {m[1]}/{m[2]}")
+            if why := next(filter(None, (axis_fault(a, self.mesh) for a in axes)), ""):
+                raise self.wrong(line, why)
+            node.meta["collective"] = Collective(m[1], m[2], axes, int(m[4]), cause, bool(m[5]))
 
     def _region(self, node: fx.Node, text: str, line: int) -> str:
         """Read the region, who keeps the result, and how often it is repeated. Returns the rest of the text."""
         m = _REGION.match(text)
         if not m:
-            raise self.wrong(line, f"cannot read the region {text!r}")
+            raise self.wrong(line, f"cannot read the region {text[:80]!r}")
         node.meta["region"] = json.loads(m[1])
         if m[2]:
             node.meta["kept"] = tuple(json.loads(name) for name in re.findall(_NAME, m[2]))
+        for name in (node.meta["region"], *node.meta.get("kept", ())):
+            if self.regions is not None and name not in self.regions:
+                raise self.wrong(line, f"there is no region {name[:60]!r} in the layouts")
         if m[3]:
             node.meta["again"] = int(m[3])
         return text[m.end() :]
@@ -267,67 +326,69 @@ class _Reader:
             return None
         bare = text.removesuffix(" grad")
         shape, dtype, placements = parse_type(bare)
-        if unknown := set(placements) - set(self.mesh.names):
-            raise ValueError(f"the mesh has no axis {', '.join(sorted(unknown))}")
-        return Value(shape, dtype, bare != text, Layout.of(placements, self.mesh))
+        return Value(shape, dtype, bare != text, layout_of(shape, placements, self.mesh))
 
-    def _target(self, func: ast.expr) -> Any:
+    def _target(self, func: ast.expr, line: int) -> Any:
         """The op that `aten.add.Tensor`, `torch.ops.lib.op.default` or `ops.all_reduce` names, and nothing else."""
         path: tuple[str, ...] = ()
         head = func
-        while isinstance(head, ast.Attribute):
+        while isinstance(head, ast.Attribute) and len(path) < 5:
             path, head = (head.attr, *path), head.value
         path = (head.id, *path) if isinstance(head, ast.Name) else ()
         if path not in self.targets:
-            self.targets[path] = self._resolve(path, func)
+            self.targets[path] = self._resolve(path, _written(func), line)
         return self.targets[path]
 
-    def _resolve(self, path: tuple[str, ...], func: ast.expr) -> Any:
-        text = ast.unparse(func)[:60]
+    def _resolve(self, path: tuple[str, ...], text: str, line: int) -> Any:
         if path[:1] == ("ops",) and len(path) == 2:
             name = _RENAMED.get(path[1], path[1])
             if name in ops.__all__ and (self.lowered or name not in ops.OF_LOWERED):
                 return getattr(ops, name)
         if path[:1] == ("aten",):
             path = ("torch", "ops", *path)
-        if path[:2] != ("torch", "ops"):
-            raise self.wrong(func.lineno, f"{text} is not an op that programs call")
+        # an op, not what the objects that hold ops can do: load a library, name the files that were loaded
+        if path[:2] != ("torch", "ops") or len(path) != 5:
+            if path[:2] == ("torch", "ops") and len(path) == 4:
+                raise self.wrong(
+                    line,
+                    f"{text} is not an op that programs call: name an op with its overload, such as aten.add.Tensor",
+                )
+            raise self.wrong(line, f"{text} is not an op that programs call")
         op: Any = torch.ops
         try:
             for name in path[2:]:
                 op = getattr(op, name)
-        except AttributeError:
+        except (AttributeError, RuntimeError):
             if path[2] == "aten":
-                raise self.wrong(func.lineno, f"there is no op {text} in this version of torch") from None
+                raise self.wrong(line, f"there is no op {text} in this version of torch") from None
             fix = (
                 "import the module that registers it before shardc.load; on the command line, name the model file that"
                 " does: --model model.py"
             )
             raise MissingOpError(
-                f"nothing has registered the op {text} in this process", where=f"{self.file}:{func.lineno}", fix=fix
+                f"nothing has registered the op {text} in this process", where=f"{self.file}:{line}", fix=fix
             ) from None
         if not isinstance(op, OpOverload):
             raise self.wrong(
-                func.lineno,
-                f"{text} is not an op that programs call: name an op with its overload, such as aten.add.Tensor",
+                line, f"{text} is not an op that programs call: name an op with its overload, such as aten.add.Tensor"
             )
-        if why := _effect(op):
-            raise self.wrong(func.lineno, f"{text} {why}: programs call ops that only compute")
+        if why := refusal(op, lowered=self.lowered, unknown=self.unknown_ops):
+            raise self.wrong(line, f"{text} {why}")
         return op
 
-    def _arg(self, a: ast.expr) -> Any:
+    def _arg(self, a: ast.expr, line: int) -> Any:
         match a:
             case ast.Name(id=name):
                 if name in self.env:
                     return self.env[name]
                 why = f"was deleted in line {self.gone[name]}" if name in self.gone else "is not defined"
-                raise self.wrong(a.lineno, f"{name} {why}")
+                raise self.wrong(line, f"{name[:60]} {why}")
             case ast.Constant(value=None | bool() | int() | float() | str()):
                 return a.value
             case ast.Tuple():
-                return tuple([self._arg(x) for x in a.elts])
+                return tuple([self._arg(x, line) for x in a.elts])
             case ast.List():
-                return [self._arg(x) for x in a.elts]
+                return [self._arg(x, line) for x in a.elts]
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
                 return -number
             case ast.Attribute(value=ast.Name(id="torch"), attr=name):
@@ -339,19 +400,24 @@ class _Reader:
             ):
                 return float(text)
             case ast.Call(func=func, args=[ast.Constant(value=str(text))], keywords=[]):
-                make: Any = {"complex": complex, "torch.device": torch.device}.get(ast.unparse(func))
+                make: Any = {"complex": complex, "torch.device": torch.device}.get(_written(func))
                 with contextlib.suppress(ValueError, RuntimeError):  # the text is not a complex number or a device
                     if make is not None:
                         return make(text)
-        raise self.unreadable(a, a.lineno, "the argument ")
+        raise self.unreadable(a, line, "the argument ")
 
 
-def _effect(op: OpOverload) -> str:
-    """What the op does beside computing its result; "" for those that shardc writes. Programs may come from anybody."""
-    arguments = op._schema.arguments
-    if any(a.alias_info is not None and a.alias_info.is_write for a in arguments):
-        return "changes its arguments"
-    from_text = any(str(a.type) in ("str", "Optional[str]") for a in arguments)
-    if from_text and not any("Tensor" in str(a.type) for a in arguments):
-        return "opens a file"
-    return "" if op._schema.returns else "returns nothing"
+def _written(node: ast.AST) -> str:
+    """The beginning of a piece of code."""
+    try:
+        return ast.unparse(node)[:60]
+    except (RecursionError, ValueError):
+        return "what is nested very deeply, or a number of thousands of digits"
+
+
+def _rest_of_line(line: str, statement: ast.stmt) -> str:
+    """What follows a statement on its line. (ast counts bytes, so other than ASCII is encoded for it.)"""
+    assert statement.end_col_offset is not None
+    if line.isascii():
+        return line[statement.end_col_offset :]
+    return line.encode()[statement.end_col_offset :].decode()

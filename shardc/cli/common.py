@@ -255,20 +255,43 @@ def _loaded(folder: str, *, trust: bool, model: str | None) -> Program:
     """The program in a compiled folder. Reading it runs nothing; where it calls an op of the user's own, the Python
     file that registers the op is imported, which is said.
     """
-    from shardc.artifact import load, parser
+    from shardc.artifact import load, parser, read_facts
     from shardc.cli import model_file
 
     try:
         return load(folder, trust=trust, as_compiled=True)
     except parser.MissingOpError as e:
-        recorded = json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))["meta"].get("model_ref")
-        file = model_file.path_of(model or recorded or "")
+        file = model_file.path_of(model or model_of(read_facts(folder, trust=trust)))
         if not file or not Path(file).is_file():
             lost = f"; the file that the program was compiled from, {file}, is not there" if file else ""
             raise ShardcError(f"{e.what}{lost}", where=e.where, fix=e.fix) from None
         console.print(f"importing {file}: {folder} calls an op that it registers", markup=False)
         model_file.imported(file)
         return load(folder, trust=trust, as_compiled=True)
+
+
+def model_of(facts: Mapping[str, Any]) -> str:
+    """The model reference that a compiled folder names, "" if none. The folder may be anybody's, and what it names is
+    run: a path that depends on where the command runs, or that lies in no file, is nobody's to name.
+    """
+    from shardc.cli import model_file
+
+    ref = str(facts.get("model_ref") or "")
+    file = model_file.path_of(ref) or ref.rpartition(":")[2]
+    return ref if os.path.isabs(file) else ""
+
+
+def say_whose(folder: str, ref: str, writes: Mapping[str, str]) -> None:
+    """Before a compiled folder's model file is imported: whose code that is, and where the folder's spec writes to.
+
+    writes: {what: folder}.
+    """
+    from shardc.cli import model_file
+
+    if file := model_file.path_of(ref):
+        console.print(f"importing {file}, which {folder} names; --model FILE imports another", markup=False)
+    for what, place in writes.items():
+        console.print(f"{what}: {place}, as the spec in {folder} says", markup=False)
 
 
 def _mesh_sizes(options: list[str]) -> dict[str, int]:

@@ -28,11 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from shardc import text_file
 from shardc.artifact.model_source import WHOLE
 from shardc.cli.training_data import seed_everything
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.reading_calls import lazily
+from shardc.runtime.state.tensor_file import unique
 from shardc.runtime.state.weight_files import has_weights
 
 #: What a model file may have besides model() and batch(), with the arguments that each is called with. data() may take
@@ -45,6 +47,8 @@ OPTIONAL = {
     "scheduler": ("optimizer",),
 }
 PARTS = ("part", "parts")
+#: Of a transformers config.json: bytes (the longest has some 20 thousand), and values.
+MAX_CONFIG, MAX_NUMBER, MAX_LAYERS = 1 << 20, 1e15, 100_000
 #: What torch says where a model without weights, or a machine without that device, is moved.
 _OF_DEVICE = re.compile(r"CUDA|meta tensor|HIP|No NVIDIA|device", re.IGNORECASE)
 
@@ -304,14 +308,7 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
         raise ShardcError("hf: models need transformers", where=ref, fix="pip install transformers") from None
     path = _config_file(file, ref)
     folder = path.parent if path != Path(file) else None  # a folder was named, or a model of the hub
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as e:
-        raise ShardcError(f"cannot read {file}: {e}", where=ref, fix="name a transformers config.json") from None
-    except json.JSONDecodeError as e:
-        raise ShardcError(
-            f"not JSON: {e.msg}", where=f"{file}:{e.lineno}:{e.colno}", fix="name a transformers config.json"
-        ) from None
+    values = _config(path, file, ref)
     if not isinstance(values, dict) or "model_type" not in values:
         raise ShardcError("the config has no model_type", where=file, fix='add "model_type": "llama", for example')
     if cls and not hasattr(transformers, cls):
@@ -323,7 +320,7 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
         )
     try:
         config = transformers.AutoConfig.for_model(**values)
-    except (ValueError, TypeError, KeyError) as e:
+    except Exception as e:  # of any kind: each model's config checks its own values, or does not
         fix = "make it a config that this version of transformers reads"
         raise ShardcError(f"transformers refuses the config: {e}", where=file, fix=fix) from None
 
@@ -339,8 +336,9 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
         try:
             if cls:
                 return getattr(transformers, cls)(config)  # type: ignore[no-any-return]
-            return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
+            auto = transformers.AutoModelForCausalLM
+            return auto.from_config(config, trust_remote_code=False)  # type: ignore[no-any-return, no-untyped-call]
+        except Exception as e:  # of any kind: the sizes go through all of the model's code
             what = f"transformers cannot make the model: {type(e).__name__}: {e}"
             raise ShardcError(what, where=file, fix="correct the sizes in the config; --debug shows more") from e
 
@@ -351,6 +349,34 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
     if folder is None and has_weights(path.parent):
         note = f"weights: random; those beside the config are not read (hf:{path.parent} reads them)"
     return ModelFile(full, build, {"input_ids": ids, "labels": ids.clone()}, weights=weights, note=note)
+
+
+def _config(path: Path, file: str, ref: str) -> Any:
+    """The values of a config.json, which may be anybody's. Raises ShardcError for what is none, for sizes that take
+    hours to build, and for code that it asks transformers to fetch.
+    """
+    fix = "name a transformers config.json"
+    text = text_file.read(path, "config", where=ref, fix=fix, limit=MAX_CONFIG)
+    try:
+        values = json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as e:
+        raise ShardcError(f"not JSON: {e.msg}", where=f"{file}:{e.lineno}:{e.colno}", fix=fix) from None
+    except (ValueError, RecursionError) as e:  # a number of thousands of digits, a key that stands twice, a nest
+        what = "it is nested too deeply" if isinstance(e, RecursionError) else str(e)
+        raise ShardcError(f"the config cannot be read: {what}", where=file, fix=fix) from None
+    boxes: list[tuple[str, Any]] = [("", values)]
+    while boxes:
+        key, value = boxes.pop()
+        if isinstance(value, dict):
+            boxes += value.items()
+        elif isinstance(value, list):
+            boxes += ((key, x) for x in value)
+        elif isinstance(value, (int, float)) and abs(value) > (MAX_NUMBER if "layers" not in key else MAX_LAYERS):
+            raise ShardcError(f"{key}: {value:.3g} is larger than any model's", where=file, fix="correct it")
+        elif "attn_implementation" in key and isinstance(value, str) and "/" in value:
+            what = f"{key}: {value[:60]!r} would fetch code from the hub and run it"
+            raise ShardcError(what, where=file, fix="leave it out, or name one of transformers' own: sdpa, eager")
+    return values
 
 
 def _config_file(name: str, ref: str) -> Path:

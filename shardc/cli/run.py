@@ -30,8 +30,10 @@ from shardc.cli.common import (
     TrustOption,
     check_outputs,
     is_artifact,
+    model_of,
     program_of,
     reporting,
+    say_whose,
 )
 from shardc.cli.run_folder import run_folder
 from shardc.errors import ShardcError
@@ -156,6 +158,7 @@ def command(
 
     # a shell leaves the `~` of --save=~/runs as it is
     save, log, resume, weights = (x.expanduser() if x else None for x in (save, log, resume, weights))
+    save_given, log_given = save, log
     one_rank = any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
     lasting_output.install(tell=as_json or one_rank)  # else rank 0, which writes the lines, says it
     with reporting(debug, as_json) as show, ExitStack() as stack:
@@ -219,10 +222,17 @@ def command(
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun's own --max-restarts
             resume = _checkpoint(save) or resume
             overwrite = overwrite or resume is None
-        _check(program, model_ or program.meta.get("model_ref"), model, resume, world)
+        compiled_before = is_artifact(model)
+        ref = model_ or (model_of(program.meta) if compiled_before else program.meta["model_ref"])
+        _check(program, ref, model, resume, world)
+        if compiled_before and first:
+            given = {"save": save_given, "log": log_given}
+            writes = {n: str(getattr(run, n)) for n, x in given.items() if x is None and getattr(run, n)}
+            writes |= {f"offload: {n}": x for n, x in program.offload.used.items() if x != "cpu"}
+            say_whose(model, "" if model_ else ref, writes)
         _check_weights(weights)
         _check_folders(save, log, resume, overwrite=overwrite)
-        if is_artifact(model):
+        if compiled_before:
             artifact = Path(model)
         else:
             artifact = folder / "program"
@@ -230,7 +240,7 @@ def command(
         example = program.meta.get("example", {})
         job = worker.Job(
             program=str(artifact),
-            model=model_ or program.meta["model_ref"],
+            model=ref,
             batch=example.get("batch"),
             seq=example.get("seq"),
             run=run.model_dump(),

@@ -115,7 +115,11 @@ _BY_PLACEMENTS = {(row.source, row.target): row for row in CONVERSIONS}
 def between(source: type[Placement], target: type[Placement]) -> tuple[Conversion, ...]:
     """The conversions from one kind of placement to another: one row, or two by way of Replicate."""
     row = _BY_PLACEMENTS.get((source, target))
-    return (row,) if row else (_BY_PLACEMENTS[source, Replicate], _BY_PLACEMENTS[Replicate, target])
+    return (row,) if row else by_way_of_replicate(source, target)
+
+
+def by_way_of_replicate(source: type[Placement], target: type[Placement]) -> tuple[Conversion, Conversion]:
+    return _BY_PLACEMENTS[source, Replicate], _BY_PLACEMENTS[Replicate, target]
 
 
 def path(old: Placement, new: Placement) -> tuple[Conversion, ...]:
@@ -123,7 +127,7 @@ def path(old: Placement, new: Placement) -> tuple[Conversion, ...]:
     if old == new:
         return ()
     if isinstance(old, Shard) and isinstance(new, Shard) and old.dim == new.dim:
-        return _BY_PLACEMENTS[Shard, Replicate], _BY_PLACEMENTS[Replicate, Shard]
+        return by_way_of_replicate(Shard, Shard)
     return between(type(old), type(new))
 
 

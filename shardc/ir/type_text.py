@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,8 @@ import torch
 
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial, PartialGrad, Placement, Shard
 
+#: Elements that a tensor has at most: more than any machine holds.
+ELEMENTS = 1 << 56
 #: Behind the axis of a mirrored shard.
 MIRRORED = "↔"
 DTYPES = {
@@ -60,22 +63,24 @@ def show(shape: Sequence[int], dtype: torch.dtype, layout: Layout) -> str:
     return " ".join([f"{DTYPES.get(dtype, str(dtype))}[{', '.join(dims)}]", *marks])
 
 
-_TYPE = re.compile(r"(\w+)\[(.*)\]((?: [+~]\S+)*)$")
-_DIM = re.compile(r"(?:(\d+)|([1-9]\d*)·(\d+)|(\d+(?:\|\d+)+))(?:\+([1-9]\d*))?((?:@[^@/\s]+(?:/[1-9]\d*)?)*)$")
+_TYPE = re.compile(r"(\w+)\[(.*)\]((?: [+~]\S+)*)$", re.ASCII)
+#: Sizes have 18 digits at most: longer numbers take time and memory, and no tensor is so large.
+_N, _N1 = r"\d{1,18}", r"[1-9]\d{0,17}"
+_DIM = re.compile(rf"(?:({_N})|({_N1})·({_N})|({_N}(?:\|{_N})+))(?:\+({_N1}))?((?:@[^@/\s]+(?:/{_N1})?)*)$", re.ASCII)
 
 
 def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]]:
     """The inverse of `show`: (global shape, dtype, placements by axis). Raises ValueError on anything else."""
-    match = _TYPE.match(text)
+    match = _TYPE.match(text) if len(text) < 10_000 else None
     names = {v: k for k, v in DTYPES.items()}
     if not match or match[1] not in names:
-        raise ValueError(f"not a type: {text!r}")
+        raise ValueError(f"not a type: {text[:80]!r}")
     shape: list[int] = []
     placements: list[tuple[str, Placement]] = []
     for d, part in enumerate(match[2].split(", ") if match[2] else ()):
         dim = _DIM.match(part)
         if not dim:
-            raise ValueError(f"not a type: {text!r} (its dim {d})")
+            raise ValueError(f"not a type: {text[:80]!r} (its dim {d})")
         sections = tuple(int(x) for x in dim[4].split("|")) if dim[4] else ()
         split = int(dim[2]) if dim[2] else 1
         shape.append(sum(sections) if sections else split * int(dim[3]) if dim[3] else int(dim[1]))
@@ -89,6 +94,8 @@ def parse(text: str) -> tuple[tuple[int, ...], torch.dtype, dict[str, Placement]
     for mark in match[3].split():
         op, _, axis = mark[1:].rpartition(":")
         placements.append((axis, PARTIAL_GRAD if mark[0] == "~" else Partial(op or "sum")))
+    if math.prod(s for s in shape if s) > ELEMENTS:
+        raise ValueError(f"not a type: {text[:80]!r} (larger than any machine)")
     if len({axis for axis, _ in placements}) < len(placements):
-        raise ValueError(f"not a type: {text!r} (an axis appears twice)")
+        raise ValueError(f"not a type: {text[:80]!r} (an axis appears twice)")
     return tuple(shape), names[match[1]], dict(placements)

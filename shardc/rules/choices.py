@@ -172,7 +172,10 @@ class Choices:
         """The split of the innermost factor that has whole blocks of padding: the same one for all axes that split the
         dim.
         """
-        size, best = (self.call.operands, self.call.results)[side][i].shape[p.dim], None
+        shape, best = (self.call.operands, self.call.results)[side][i].shape, None
+        if p.dim >= len(shape):
+            return None
+        size = shape[p.dim]
         for factor, places in self.places.items():
             if (place := places[side][i]) is None or place[0] != p.dim or p.blocks % place[1]:
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardc.ir.placement import Placement
+from shardc.ir.placement import Partial, Placement, Shard
 from shardc.ir.program import Value
 
 
@@ -26,6 +26,16 @@ class Strategy:
     def base(self) -> str:
         """The factor alone, without the digit ("f/2") or the sections ("f by sections") of it that are split."""
         return self.factor.partition(" ")[0].partition("/")[0]
+
+    def sums_padding(self, i: int) -> bool:
+        """Does it sum a padded dim of operand i away?"""
+        p = self.inputs[i]
+        partial = any(isinstance(o, Partial) for o in self.outputs)
+        return self.kind == "split" and partial and isinstance(p, Shard) and p.padding > 0
+
+    def multiplies_padding(self, i: int) -> bool:
+        """Where `sums_padding`: is the sum one of products with another operand, which is padded there, too?"""
+        return any(isinstance(p, Shard) and p.padding > 0 for j, p in enumerate(self.inputs) if j != i)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.factor}".strip()

@@ -2,7 +2,8 @@
 
     python tests/spec/hostile.py [N]      N mutations and N random specs besides the fixed ones, with times and memory
 
-Each has to be compiled or refused by a ShardcError, in a second and 100 MB (`SECONDS`, `BYTES`).
+Each has to be compiled, in a second and 100 MB (`SECONDS`, `BYTES`), or refused by a ShardcError with a place; none
+runs anything, or opens a file that it does not name as its schedule.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import faulthandler
 import random
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from shardc.capture import capture
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.spec import Spec
+from tests import harm
 
 SECONDS, BYTES, HANG = 1.0, 100 << 20, 20
 Source = str | dict[Any, Any]
+#: Where files may be opened: `schedule: FILE` names one, as a spec's author may.
+SCHEDULES = (Path("/dev"), Path("/proc"), Path("/etc"), Path.cwd())
 
 
 class Block(nn.Module):
@@ -295,17 +299,20 @@ def shaped(random_: random.Random) -> dict[Any, Any]:
     return {**spec, "shardc": 1, "mesh": {"dp": 2, "tp": 2, "pp": 2}} if isinstance(spec, dict) else {"shardc": spec}
 
 
-def tried(source: Source, model: nn.Module, batch: Any, captured: Program) -> str:
-    """ "compiled", or the text of the error. Every other exception passes."""
+def tried(source: Source, model: nn.Module, batch: Any, captured: Program, seen: harm.Watch | None = None) -> str:
+    """ "compiled", or the text of the error. Every other exception passes. seen: what it did and took."""
     try:
-        spec = Spec.parse(source, "spec.yaml") if isinstance(source, str) else Spec.load(source)
-        shardc.compile(model, batch, spec, captured=captured)
+        with seen or nullcontext():
+            spec = Spec.parse(source, "spec.yaml") if isinstance(source, str) else Spec.load(source)
+            shardc.compile(model, batch, spec, captured=captured)
+            return "compiled"
     except ShardcError as e:
-        text = str(e)
-        assert text.replace("\n", "").isprintable(), "a terminal would obey it"
-        assert len(text) < 100_000, f"an error of {len(text):,} characters"
-        return text
-    return "compiled"
+        error = e
+    text = str(error)
+    assert all(x.where and x.what for x in error.errors), f"no place: {text[:200]}"
+    assert text.replace("\n", "").isprintable(), "a terminal would obey it"
+    assert len(text) < 100_000, f"an error of {len(text):,} characters"
+    return text
 
 
 def every(count: int, seed: int = 0) -> Iterator[tuple[str, Source]]:
@@ -315,30 +322,28 @@ def every(count: int, seed: int = 0) -> Iterator[tuple[str, Source]]:
         yield f"random {i}", shaped(random.Random(f"{seed} random {i}"))
 
 
-def _status(key: str) -> int:
-    """Bytes, of this process (Linux)."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
-    return int(line.split()[1]) * 1024
-
-
 def main(count: int) -> None:
     model, batch, captured = subject()
-    slow, large, wrong, total, compiled = [], [], [], 0, 0
+    slow, large, wrong, total, compiled, quick = [], [], [], 0, 0, 0
     for name, source in every(count):
         faulthandler.dump_traceback_later(HANG, exit=True)
         print(name, end="\r", file=sys.stderr)
-        before, start = _status("VmRSS"), time.process_time()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        seen = harm.Watch(*SCHEDULES)
         try:
-            compiled += tried(source, model, batch, captured) == "compiled"
+            result = tried(source, model, batch, captured, seen)
+            compiled += result == "compiled"
+            quick += result != "compiled" and seen.seconds < 0.05 and seen.nbytes < 50 << 20
         except Exception as e:  # what the search is for
             wrong.append((name, f"{type(e).__name__}: {str(e)[:200]}"))
-        seconds, grown = time.process_time() - start, _status("VmHWM") - before
-        slow.append((seconds, name))
-        large.append((grown, name))
+        if seen.harm:
+            wrong.append((name, f"HARM: {seen.harm}"))
+        slow.append((seen.seconds, name))
+        large.append((seen.nbytes, name))
         total += 1
     faulthandler.cancel_dump_traceback_later()
-    print(f"{total} specs: {compiled} compiled, {total - compiled - len(wrong)} refused, {len(wrong)} tracebacks")
+    refused = total - compiled - len(wrong)
+    print(f"{total} specs: {compiled} compiled, {refused} refused, {len(wrong)} tracebacks or harm")
+    print(f"refused in 50 ms of CPU and 50 MB: {quick} of {refused}")
     late, much = [s for s in slow if s[0] > SECONDS], [s for s in large if s[0] > BYTES]
     print(f"over {SECONDS} s of CPU: {len(late)}; over {BYTES >> 20} MB: {len(much)}")
     for seconds, name in sorted(slow)[-5:]:

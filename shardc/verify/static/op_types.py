@@ -115,6 +115,9 @@ def harm_of_padding(node: fx.Node, strategies: Strategies, claims: Sequence[Clai
         }
         if operand not in weights and any(fills.get(d) != 0 for d in summed & padded):
             return f"it sums over the padding of its operand {operand.name}, which is not zero"
+        alone = any(s.sums_padding(i) and not s.multiplies_padding(i) for s in strategies.values())
+        if operand in weights and alone and values_of(operand)[0].requires_grad:
+            return f"the gradient of its sum reaches the padding of the parameter {operand.name}"
     return ""
 
 
@@ -178,6 +181,7 @@ def weight_like(graph: fx.Graph, params: set[str]) -> set[fx.Node]:
             continue
         operands = operands_of(node) if node.op == "call_function" else []
         rule = registry.find(node.target) if len(operands) == 1 else None
-        if operands and operands[0] in found and rule is not None and rule.linear == ((0,),):
+        filled = getattr(node.target, "__name__", "") == "fill_padding"  # zeroes the gradient's padding, too
+        if operands and operands[0] in found and rule is not None and rule.linear == ((0,),) and not filled:
             found.add(node)
     return found

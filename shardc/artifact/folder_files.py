@@ -1,0 +1,173 @@
+"""Reads the files of a compiled folder, which may be anybody's: only those that `shardc compile` writes, none through a
+link, none larger than a program can be; a JSON table only after its values have been counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.errors import Errors, ShardcError
+from shardc.runtime.state import disk_calls
+from shardc.runtime.state.tensor_file import TensorFile, unique
+
+MANIFEST, LAYOUTS, SPEC, CONSTANTS, SCHEDULE = (
+    "manifest.json",
+    "layouts.json",
+    "spec.yaml",
+    "constants.safetensors",
+    "schedule.txt",
+)
+#: Bytes of a text, or of a table: ten times what a model of 400 billion parameters on 8,192 ranks takes.
+LIMIT = 16 << 20
+#: Values of a table, of some 64 bytes each once it is read.
+VALUES = 500_000
+_TEXT = re.compile(r"(?:single|counts|stage\d{1,5}(?:_(?:forward|backward|weights))?)\.py", re.ASCII)
+#: What a terminal would obey, and what would begin another line for some readers. Written programs have none.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+AGAIN = "compile again"
+
+
+def may_hold(name: str) -> bool:
+    """Whether `shardc compile` writes a file of this name beside the manifest."""
+    return name in (LAYOUTS, SPEC, CONSTANTS, SCHEDULE) or _TEXT.fullmatch(name) is not None
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a regular file, block by block. Raises OSError for anything else, and for a link."""
+    sha = hashlib.sha256()
+    with disk_calls.opened(file) as descriptor, open(descriptor, "rb", closefd=False) as f:
+        while block := f.read(1 << 20):
+            sha.update(block)
+    return sha.hexdigest()
+
+
+class FolderFiles:
+    """The files that a manifest lists, read once: what was hashed is what is used.
+
+    trust: files may be others than those that were written.
+    """
+
+    def __init__(self, folder: Path, *, trust: bool) -> None:
+        self.folder, self.trust = folder, trust
+        self._held: dict[str, bytes] = {}
+        try:
+            self._held[MANIFEST] = disk_calls.read_file(folder / MANIFEST, LIMIT)
+        except (FileNotFoundError, NotADirectoryError):
+            what = f"{folder} is not a shardc artifact: it has no {MANIFEST}"
+            raise ShardcError(what, where=str(folder), fix="make one with `shardc compile -o DIR`") from None
+        except (OSError, ValueError) as e:  # a null byte in the path
+            raise self._unreadable(MANIFEST, e) from None
+
+    def check(self, listed: dict[str, str], errors: Errors) -> None:
+        """Read what the manifest lists. Adds every file that is missing, edited, or none of an artifact's."""
+        for name, expected in listed.items():
+            path = self.folder / name
+            if not may_hold(name):
+                what = f"the manifest lists {name!r}, which is no file of an artifact"
+                errors.add(what, where=str(self.folder / MANIFEST), fix=AGAIN)
+                continue
+            try:
+                if name == CONSTANTS:  # as large as the model's own: not held, and its header is looked at first
+                    TensorFile(path)
+                    actual = digest(path)
+                else:
+                    self._held[name] = disk_calls.read_file(path, LIMIT)
+                    actual = hashlib.sha256(self._held[name]).hexdigest()
+            except ShardcError as e:
+                errors.found.append(e)
+            except FileNotFoundError:
+                errors.add(f"{name} is missing", where=str(path), fix=AGAIN)
+            except OSError as e:
+                errors.found.append(self._unreadable(name, e))
+            else:
+                if actual != expected and not self.trust:
+                    fix = "compile again, or load it with trust=True (--trust)"
+                    errors.add(f"{name} was edited after it was written", where=str(path), fix=fix)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._held or (name == CONSTANTS and (self.folder / name).is_file())
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def text(self, name: str) -> str:
+        """A text of the folder. Raises ShardcError with the place of what no shardc writes into one."""
+        if name not in self._held:
+            raise ShardcError(f"{name} is missing from the manifest", where=self.path(MANIFEST), fix=AGAIN)
+        try:
+            text = self._held[name].decode()
+        except UnicodeDecodeError as e:
+            raise ShardcError(
+                f"{name} is not UTF-8 text", where=f"{self.path(name)}:{self._line(name, e.start)}", fix=AGAIN
+            ) from None
+        if odd := _CONTROL.search(text):
+            what = f"a character U+{ord(odd[0]):04X}, which no program has"
+            line = text.count("\n", 0, odd.start()) + 1
+            raise ShardcError(what, where=f"{self.path(name)}:{line}", fix=AGAIN)
+        return text
+
+    def table(self, name: str) -> Any:
+        """The values of a JSON file. Raises ShardcError for what is none, for keys that stand twice, and, before they
+        are made, for more values than any program has.
+        """
+        if (count := sum(map(self._held.get(name, b"").count, (b",", b"[", b"{")))) > VALUES:
+            what = f"{name} has {count:,} values, more than the {VALUES:,} of any program"
+            raise ShardcError(what, where=self.path(name), fix=AGAIN)
+        text = self.text(name)
+        try:
+            found = json.loads(text, object_pairs_hook=unique)
+            if "\\" in text:  # what was escaped
+                self._check_texts(name, found)
+            return found
+        except json.JSONDecodeError as e:
+            where = f"{self.path(name)}:{e.lineno}:{e.colno}"
+            raise ShardcError(f"{name} is not JSON: {e.msg}", where=where, fix=AGAIN) from None
+        except RecursionError:
+            raise ShardcError(f"{name} is nested too deeply", where=self.path(name), fix=AGAIN) from None
+        except ValueError as e:  # a key that stands twice, a number of thousands of digits
+            raise ShardcError(f"{name} cannot be read: {e}", where=self.path(name), fix=AGAIN) from None
+
+    def _check_texts(self, name: str, found: Any) -> None:
+        inside = [found]
+        while inside:
+            x = inside.pop()
+            if isinstance(x, dict):
+                inside += (*x, *x.values())
+            elif isinstance(x, list):
+                inside += x
+            elif isinstance(x, str) and (odd := _CONTROL.search(x)):
+                raise ValueError(f"a character U+{ord(odd[0]):04X} in {x[:40]!r}")
+
+    def constants(self) -> dict[str, Tensor]:
+        """The tensors that capture found in the code, by name. Raises ShardcError for a file of something else."""
+        if CONSTANTS not in self:
+            return {}
+        try:
+            held = TensorFile(self.folder / CONSTANTS)
+            return {name: held.read(name) for name in held.entries}
+        except OSError as e:
+            raise self._unreadable(CONSTANTS, e) from None
+
+    def _line(self, name: str, place: int) -> int:
+        return self._held[name].count(b"\n", 0, place) + 1
+
+    def _unreadable(self, name: str, e: Exception) -> ShardcError:
+        why = getattr(e, "strerror", None) or str(e)
+        if (self.folder / name).is_symlink():
+            why = "it is a link, which may lead out of the folder"
+        return ShardcError(f"{name} cannot be read: {why}", where=self.path(name), fix=AGAIN)
+
+
+def dtype(text: str) -> torch.dtype:
+    """`torch.float32`. Raises ValueError for the name of anything else."""
+    found = getattr(torch, text.removeprefix("torch."), None) if text.isascii() else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{text[:40]!r} is no dtype")
+    return found
