@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch.fx import operator_schemas
+
 import shardc
 
 #: Events of Python's audit hooks.
@@ -43,6 +45,8 @@ FORBIDDEN = (
 )
 #: Where Python's own modules lie, torch's, and ours.
 OURS = tuple(os.path.realpath(Path(x).parents[n]) + os.sep for x, n in ((os.__file__, 0), (shardc.__file__, 1)))
+#: They run code that they write themselves: methods of classes, types of an op's schema.
+WRITERS = (dataclasses.__file__, collections.__file__, operator_schemas.__file__)
 _watched: list[tuple[str, Any]] | None = None
 _hooked = False
 
@@ -87,7 +91,7 @@ class Watch:
             file = args[0].co_filename
             if os.path.isabs(file) and os.path.realpath(file).startswith(OURS):
                 return False  # a module, imported late
-            return args[-1] not in (dataclasses.__file__, collections.__file__)  # which write methods of classes
+            return args[-1] not in WRITERS
         if event != "open":
             return True
         path, mode = args[0], args[1]

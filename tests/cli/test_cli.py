@@ -634,3 +634,33 @@ def test_outputs_are_tried_before_the_work(tmp_path: Path, monkeypatch: pytest.M
     ):
         with pytest.raises(ShardcError, match=said):
             common.check_outputs(files, where)
+
+
+def test_a_compiled_folder_is_run_with_the_python_that_it_says_or_another(files: Path) -> None:
+    """Before it is imported, it is said whose it is, and what the folder's spec writes; `--model` replaces it."""
+    spec = SPEC.replace("dp: 2, tp: 2", "dp: 1, tp: 1")
+    (files / "spec.yaml").write_text(f"{spec}\nrun: {{save: {files / 'saved'}}}\n")
+    assert call("compile", "model.py", "spec.yaml", "-o", "out").exit_code == 0
+    (files / "other.py").write_text(f"{(files / 'model.py').read_text()}\nprint('the other one')\n")
+    run = ("run", "out", "--steps", "1")
+    done = warm.run(*run, cwd=files)
+    assert done.returncode == 0, done.stderr
+    assert f"importing {files / 'model.py'}, which out names; --model FILE imports another" in flat(done.stderr)
+    assert f"save: {files / 'saved'}, as the spec in out says" in flat(done.stderr)
+    done = warm.run(*run, "--model", "other.py", "--save", "mine", cwd=files)
+    assert done.returncode == 0, done.stderr
+    assert "importing" not in done.stderr
+    assert "as the spec" not in done.stderr
+    assert "the other one" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("ref", ["model.py", "../model.py", "out/model.py", ""])
+def test_a_compiled_folder_cannot_name_what_lies_where_the_command_runs(ref: str, files: Path) -> None:
+    assert call("compile", "model.py", "spec.yaml", "-o", "out").exit_code == 0
+    manifest = files / "out" / "manifest.json"
+    table = json.loads(manifest.read_text())
+    table["meta"]["model_ref"] = ref
+    manifest.write_text(json.dumps(table))
+    done = call("run", "out", "--steps", "1")
+    assert done.exit_code == 2
+    assert "does not say which model file it was compiled from" in flat(done.output)
