@@ -74,7 +74,7 @@ def _refused(program: Program) -> str:
 
 
 def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds, sizes: Sizes, how: How) -> Lowered:
-    types, facts = _types(program, stage.graph, rules)
+    types, facts = types_of(program, stage.graph, rules)
     returned: tuple[fx.Node | None, ...] = stage.graph.output_node().args[0]  # type: ignore[assignment]
     loss, _, *sent = returned
     crossing = {name for e in program.edges for name, _ in e.differentiable()}
@@ -93,7 +93,7 @@ def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds, sizes
     return lowered
 
 
-def _types(program: Program, graph: fx.Graph, rules: Rules) -> tuple[dict[Made, Type | None], dict[fx.Node, Facts]]:
+def types_of(program: Program, graph: fx.Graph, rules: Rules) -> tuple[dict[Made, Type | None], dict[fx.Node, Facts]]:
     """The type of every value on one rank, and what is known of every call."""
     local = SavedOf(program)
     trained = {p.name for p in program.params if p.requires_grad}

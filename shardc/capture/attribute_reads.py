@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -27,27 +27,24 @@ from shardc.capture.side_effects import Changes
 from shardc.ir import source
 from shardc.ir.program import Source
 
-#: Torch's own modules whose use of `self.training` no op of a program switches. Its other dropouts, batch norms,
-#: recurrent layers and attention hand it to ops that `evaluate` switches (compare_eager.SWITCHED).
-NOT_SWITCHED = (
-    nn.RReLU,
-    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-#: Those that do something else in training mode, unless their rate of dropout (`p`, or `dropout`) is 0.
+#: Torch's own modules that hand `self.training` to ops which `evaluate` switches (compare_eager.SWITCHED): unless their
+#: rate of dropout (`p`, or `dropout`) is 0, they do something else in training mode. No op switches what its others do
+#: with it: alpha dropouts, instance norms, RReLU, spectral norm.
 _SWITCHED = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.RNNBase, nn.MultiheadAttention),
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
 )
+#: They ask whether they train to choose a faster way to the same numbers.
+_ALIKE = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder, nn.TransformerDecoderLayer)
 _WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: its attributes can be replaced
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module), *vars(nn.Module())})
 
 
 @dataclass
 class Reads:
-    """training: the lines that read `.training`, but for what torch's own modules do with it; own: one of them is of no
-    library; reading: the names of the modules that those of no library read it of. values: by module's name the plain
-    attributes that were read, as they were.
+    """training: the lines that read `.training`, or call a module of torch's that does, but for those whose ops are
+    switched; own: one of them is of no library, or such a module's; reading: the names of the modules that those read
+    it of. values: by module's name the plain attributes that were read, as they were.
     """
 
     training: dict[str, Source] = field(default_factory=dict)
@@ -86,8 +83,15 @@ class Reads:
 
 
 def _switched(m: nn.Module) -> bool:
-    """Does one of torch's own modules do something else in training mode?"""
-    return isinstance(m, (*_SWITCHED, *NOT_SWITCHED)) and getattr(m, "p", getattr(m, "dropout", 1)) != 0
+    """Does one of torch's own modules do something else in training mode, by ops that are switched?"""
+    return isinstance(m, _SWITCHED) and getattr(m, "p", getattr(m, "dropout", 1)) != 0
+
+
+def _torch_reads_its_own(m: nn.Module, frame: FrameType) -> bool:
+    """Does the code of one of torch's modules ask whether it trains, to do something that no op switches?"""
+    if frame.f_locals.get("self") is not m or source.is_models(frame.f_code.co_filename):
+        return False
+    return not isinstance(m, (*_SWITCHED, *_ALIKE)) and getattr(m, "p", 1) != 0
 
 
 @contextmanager
@@ -104,12 +108,11 @@ def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
         if type(value) in PLAIN and (path := names.get(id(self))) is not None:
             if name == "training":
                 frame = sys._getframe(1)
-                if isinstance(self, NOT_SWITCHED) or source.is_models(frame.f_code.co_filename):
-                    place = (
-                        source.of_call() if isinstance(self, NOT_SWITCHED) else source.of_frame(frame, frame.f_lineno)
-                    )
+                torchs = _torch_reads_its_own(self, frame)
+                if torchs or source.is_models(frame.f_code.co_filename):
+                    place = source.of_call() if torchs else source.of_frame(frame, frame.f_lineno)
                     reads.training.setdefault(place.line or path, place)
-                    if source.is_users(frame.f_code.co_filename):
+                    if torchs or source.is_users(frame.f_code.co_filename):
                         reads.own = True
                         reads.reading.add(path)
             elif name not in _OF_EVERY_MODULE and (f"{path}.{name}" if path else name) not in changes.written:

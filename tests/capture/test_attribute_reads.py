@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import shardc
 from shardc.capture import capture, global_reads
+from shardc.capture.compare_eager import KEEPS_DROPOUT
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
@@ -40,6 +41,7 @@ class Net(nn.Module):
             "rrelu": nn.RReLU(),
             "instance norm": nn.InstanceNorm1d(4, track_running_stats=True),
             "alpha dropout": nn.AlphaDropout(0.2),
+            "spectral norm": nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
         }
         self.middle = middles.get(kind, nn.Identity())
 
@@ -51,6 +53,8 @@ class Net(nn.Module):
             y = y + torch.tensor([1.0 if self.training else 2.0])
         elif self.kind == "functional":
             y = F.dropout(y, self.rate, self.training)
+        elif self.kind == "always drops":
+            y = F.dropout(y, self.rate)
         elif self.kind == "counter":
             self.calls += 1
             y = y * 0 if self.calls > 100 else y
@@ -74,7 +78,10 @@ def test_branches_of_ones_own_that_do_nothing_else_in_eval_mode(kind: str) -> No
     assert not any("eval mode" in note for note in program.notes)
 
 
-@pytest.mark.parametrize("kind", ["noise", "constant", "rrelu", "instance norm", "alpha dropout", "no loss"])
+OTHERWISE = ["noise", "constant", "rrelu", "instance norm", "alpha dropout", "spectral norm", "no loss"]
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
 def test_branches_that_do_are_told_with_their_line(kind: str) -> None:
     program = capture(net(kind), BATCH)
     assert program.evaluates == "otherwise"
@@ -85,6 +92,12 @@ def test_branches_that_do_are_told_with_their_line(kind: str) -> None:
     assert capture(net(kind).eval().requires_grad_(), BATCH, loss=_first).evaluates == "alike"
 
 
+def test_a_dropout_that_does_not_ask_is_told() -> None:
+    program = capture(net("always drops"), BATCH)
+    assert program.notes == (KEEPS_DROPOUT,)
+    assert program.evaluates == "alike"
+
+
 def _first(output: Any, batch: Any) -> torch.Tensor:
     y: torch.Tensor = output["y"].square().mean() if isinstance(output, dict) else output
     return y
@@ -92,7 +105,7 @@ def _first(output: Any, batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("prove", [True, False])
 @pytest.mark.parametrize("how", ["engine", "module", "pipeline", "zero 3"])
-@pytest.mark.parametrize("kind", ["", "functional", "noise", "constant", "rrelu", "instance norm", "alpha dropout"])
+@pytest.mark.parametrize("kind", ["", "functional", *OTHERWISE[:-1]])
 def test_what_is_evaluated_is_the_model_in_eval_mode(kind: str, how: str, prove: bool) -> None:
     model = net(kind)
     spec: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"up": "column", "down": "row"}}

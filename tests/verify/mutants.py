@@ -36,6 +36,7 @@ from shardc.ir.program import Bucket, Param, Program, Stage  # noqa: E402
 from shardc.runtime import ops  # noqa: E402
 from shardc.verify.static import prove  # noqa: E402
 from shardc.verify.static.conversion_types import ROWS  # noqa: E402
+from tests.verify.mutants_lowered import LOWERED  # noqa: E402
 
 aten = torch.ops.aten
 #: (a program, with copies of its graphs that may be changed) -> broken programs, lazily: a thunk each.
@@ -618,7 +619,9 @@ def noticed_by_run(program: Program) -> bool:
 def tried(
     programs: Iterator[tuple[str, Program]], each: int, *, run: bool, seed: int = 0
 ) -> tuple[dict[str, Counted], list[str], list[str]]:
-    """Counts by kind; the mutants that the proof missed; the programs that it did not prove as they are."""
+    """Counts by kind; the mutants that the proof missed; the programs that it did not prove as they are. Of a lowered
+    program, its lowered texts are broken.
+    """
     draw = random.Random(seed)
     counts: dict[str, Counted] = defaultdict(Counted)
     missed, alarms = [], []
@@ -626,7 +629,7 @@ def tried(
         if not (proof := prove(program)).ok:
             alarms.append(f"{name}: {proof}")
             continue
-        for what, make in KINDS.items():
+        for what, make in (LOWERED if any(s.lowered is not None for s in program.stages) else KINDS).items():
             try:
                 mutants = list(make(program))
             except NothingError:
@@ -635,6 +638,8 @@ def tried(
                 try:
                     mutant = thunk()
                 except NothingError:
+                    continue
+                if mutant is None:
                     continue
                 static = not prove(mutant).ok
                 ran = noticed_by_run(mutant) if run or not static else False
@@ -662,11 +667,14 @@ def programs(names: list[str], wanted: str = "*") -> Iterator[tuple[str, Program
             model, batch = builders()[name]()
             for setting, spec in settings(model).items():
                 if fnmatch(setting, wanted):
-                    try:
-                        program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
-                    except shardc.ShardcError:
-                        continue
-                    yield f"{name}, {setting}", program
+                    for lower in (False, True):
+                        try:
+                            program = shardc.compile(model, batch, {"shardc": 1, "lower": lower, **spec}, prove=False)
+                        except shardc.ShardcError:
+                            continue
+                        if lower and all(s.lowered is None for s in program.stages):
+                            continue
+                        yield f"{name}, {setting}{', lowered' if lower else ''}", program
 
 
 BEGIN, END = "<!-- mutants:begin -->", "<!-- mutants:end -->"

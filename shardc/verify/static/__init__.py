@@ -1,8 +1,9 @@
 """The proof without running: every rank's program is type-checked against the model as one device runs it.
 
-What is trusted: the rules of ops (each is proven by itself, shardc.verify.rules) and the table of conversions
-(shardc.ir.conversions). What is checked: everything that the compiler made of them. No code of placement, partition or
-the passes after them is used, so that a mistake there is not made twice.
+What is trusted: the rules of ops (each is proven by itself, shardc.verify.rules), the table of conversions
+(shardc.ir.conversions), and of lowered programs the derivative of each call by itself (shardc.passes.lower.rules: it is
+what autograd runs). What is checked: everything that the compiler made of them. No code of placement, partition or the
+passes after them is used, so that a mistake there is not made twice.
 
 statement          what is claimed of a value of a rank's text: this slice, replica or summand of a value of the model
 conversion_types   what a conversion makes of such a claim, by its arguments
@@ -10,6 +11,9 @@ op_types           by which rule an op computes its claim, and what the rule mak
 chunked_loss       losses that are computed in chunks of rows, together with the layer before them
 text               one text, line by line: each op is the model's, on operands that are claimed
 gradient_sums      every parameter's gradient ends summed over exactly the right axes, once; each element has one owner
+terms              values as ops on ops, down to what a text is given
+chain_rule         a stage's gradients as such terms, by the chain rule
+lowered            the texts of a lowered stage: they compute its results and these gradients
 proof              the whole program: texts, microbatches, stages, schedule, buckets; the verdict
 
 Work is done once for a text, whatever the number of ranks: claims are the same on all of them.

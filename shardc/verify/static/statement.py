@@ -59,8 +59,10 @@ def of_input(x: Input, mesh: Mesh) -> Layout:
     return Layout((*x.layout.items, (MICROBATCH, replace(s, split=s.split * outer))))
 
 
-def of_one_microbatch(layout: Layout, mesh: Mesh) -> Layout:
-    """The layout as a text shows it: of a microbatch's value by itself, on the other axes."""
+def of_one_microbatch(layout: Layout, mesh: Mesh, *, padded: bool = False) -> Layout:
+    """The layout as a text shows it: of a microbatch's value by itself, on the other axes. padded: with the padding of
+    all microbatches together, as an output of the program has it.
+    """
     s = layout[MICROBATCH]
     rest = tuple((a, p) for a, p in layout.items if a != MICROBATCH)
     if not isinstance(s, Shard):
@@ -70,7 +72,8 @@ def of_one_microbatch(layout: Layout, mesh: Mesh) -> Layout:
     def inner(p: Placement) -> Placement:
         if not isinstance(p, Shard) or p.dim != s.dim:
             return p
-        return replace(p, split=p.split // m if p.split > s.split else p.split, padding=0, blocks=1)
+        split = p.split // m if p.split > s.split else p.split
+        return replace(p, split=split, padding=p.padding if padded else 0, blocks=1)
 
     return Layout(tuple((a, inner(p)) for a, p in rest))
 

@@ -439,10 +439,10 @@ class Text:
         return False
 
 
-def shown(layout: Layout, mesh: Mesh, *, own: bool = False) -> dict[str, Placement]:
+def shown(layout: Layout, mesh: Mesh, *, own: bool = False, padded: bool = False) -> dict[str, Placement]:
     """A layout as texts show it, by axis; whether a gradient is a summand is left out. own: it is not a text's, but has
-    the microbatches too.
+    the microbatches too. padded: `of_one_microbatch`.
     """
     if own and MICROBATCH in mesh.names:
-        layout = of_one_microbatch(layout, mesh)
+        layout = of_one_microbatch(layout, mesh, padded=padded)
     return {a: p for a, p in layout.items if not isinstance(p, PartialGrad)}

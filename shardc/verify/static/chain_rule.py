@@ -1,0 +1,233 @@
+"""What a stage's gradients are by the chain rule: as terms, from the stage's text and the derivative of each call.
+
+    y = linear(x, w)    w's gradient is mm(t(y's gradient), x)
+
+The calls are gone through from the last to the first; what a value has of its gradient is added up. The derivative of
+a call by itself is what autograd runs for it (shardc.passes.lower.rules), and is trusted, as the rules of ops are.
+Nothing is planned here: what is kept or computed again, in which order, in whose memory, the lowered texts decided.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from shardc.ir.graph import is_call, producer_of
+from shardc.ir.program import Program, Stage
+from shardc.passes.lower import types_of
+from shardc.passes.lower.record import Line, Ref, Type, map_refs
+from shardc.passes.lower.rule import Ask, Rule
+from shardc.passes.lower.rules import Rules
+from shardc.passes.lower.template import Made
+from shardc.runtime import ops
+from shardc.verify.static.terms import Term, Terms
+from shardc.verify.static.text import TooLongError
+
+
+@dataclass
+class Results:
+    """Of one stage. returned: terms of what it returns, as its text does; puts: by the term of a parameter, its name
+    and its gradient; scatters: by gathered bucket, those of its parameters; received: by received value, its gradient.
+    """
+
+    returned: tuple[Any, ...]
+    puts: dict[int, tuple[str, int]] = field(default_factory=dict)
+    scatters: dict[str, tuple[int | None, ...]] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Step:
+    """One call's derivative. before: types are known; terms follow when forward's are."""
+
+    node: fx.Node
+    rule: Rule
+    tangents: tuple[int | None, ...]
+    before: tuple[int | None, ...]
+    after: tuple[int | None, ...]
+
+
+class ChainRule:
+    """rules: kept from stage to stage, as equal calls have one derivative. until: when to give up."""
+
+    def __init__(self, program: Program, stage: Stage, rules: Rules, terms: Terms, until: float) -> None:
+        self._program, self._stage, self._rules, self._terms, self._until = program, stage, rules, terms, until
+        self._types, _ = types_of(program, stage.graph, rules)
+        self._steps: list[_Step] = []
+        self._grads: list[Type] = []  # each a sum so far, by number
+        self._of: dict[Made, int] = {}  # what a value has by now
+        self._begin: dict[int, Made] = {}
+        self._leaves: list[tuple[Made, int]] = []
+        self._gathered: list[tuple[fx.Node, tuple[int | None, ...]]] = []
+        self._values: dict[Made, int] = {}
+        self._lines: dict[fx.Node, dict[int, int]] = {}
+
+    def results(self) -> Results:
+        """All of it."""
+        self._derive()
+        self._forward()
+        grads: dict[int, int] = {
+            g: self._terms.given(f"{item_name(*made)}_grad", self._type(made).shape) for g, made in self._begin.items()
+        }
+        for step in self._steps:
+            self._back(step, grads)
+        returned: Any = self._stage.graph.output_node().args[0]
+
+        def value(n: fx.Node) -> Any:
+            return Term(self._values[producer_of(n)])
+
+        found = Results(fx.map_arg(returned, value))
+        for (n, i), g in self._leaves:
+            if "collective" in n.meta and n.op == "placeholder":
+                found.received[n.name] = grads[g]
+            else:
+                of: Any = n if n.op == "placeholder" else n.args[0][i]  # type: ignore[index]
+                found.puts[self._values[n, i]] = (of.name, grads[g])
+        for start, each in self._gathered:
+            found.scatters[start.args[1]] = tuple(None if g is None else grads[g] for g in each)  # type: ignore[index]
+        return found
+
+    # --- which derivatives there are, and what they add to
+
+    def _derive(self) -> None:
+        for made in self._roots():
+            self._begin[self._new(self._type(made))] = made
+            self._of[made] = len(self._grads) - 1
+        for n in reversed(list(self._stage.graph.nodes)):
+            if time.perf_counter() > self._until:
+                raise TooLongError
+            results = [(n, i) for i in range(len(n.meta["value"]))] if _several(n) else [(n, 0)]
+            tangents = tuple(self._of.get(m) for m in results)
+            if all(g is None for g in tangents):
+                continue
+            if n.target is ops.gather_wait:
+                self._gathered.append((n.args[0], tangents))
+            elif n.op == "placeholder" or n.target is ops.updated:
+                self._leaves += [(m, g) for m, g in zip(results, tangents, strict=True) if g is not None]
+            elif is_call(n):
+                self._step(n, tangents)
+
+    def _step(self, n: fx.Node, tangents: tuple[int | None, ...]) -> None:
+        operands = self._rules.template(n).operands
+        wanted = tuple(self._type(m).grad for m in operands)
+        before = tuple(self._of.get(m) if w else None for m, w in zip(operands, wanted, strict=True))
+        known = tuple(map(self._type, operands))
+        rule = self._rules.rule(n, Ask(known, self._type_of(tangents), self._type_of(before), wanted))
+        after: list[int | None] = []
+        for made, w, t in zip(operands, wanted, rule.types, strict=True):
+            after.append(None if t is None or not w else self._new(t))
+            if after[-1] is not None:
+                self._of[made] = after[-1]
+        self._steps.append(_Step(n, rule, tangents, before, tuple(after)))
+
+    def _roots(self) -> list[Made]:
+        """The values whose gradients are given: the loss, and what other stages give one for."""
+        returned: Any = self._stage.graph.output_node().args[0]
+        loss, _, *sent = returned
+        crossing = {name for e in self._program.edges for name, _ in e.differentiable()}
+        each = [n for n in (sent[0] if sent else ()) if n.name in crossing]
+        each += [loss] if loss is not None else []
+        roots = dict.fromkeys(map(producer_of, each))
+        return [made for made in roots if (t := self._types[made]) is not None and t.grad]
+
+    def _new(self, t: Type) -> int:
+        self._grads.append(t)
+        return len(self._grads) - 1
+
+    def _type(self, made: Made) -> Type:
+        t = self._types[made]
+        assert t is not None
+        return t
+
+    def _type_of(self, grads: tuple[int | None, ...]) -> tuple[Type | None, ...]:
+        return tuple(None if g is None else self._grads[g] for g in grads)
+
+    # --- terms
+
+    def _forward(self) -> None:
+        rules = {s.node: s.rule for s in self._steps}
+        for n in self._stage.graph.nodes:
+            if n.op == "placeholder":
+                self._values[n, 0] = self._terms.given(n.name, self._shape(n, 0))
+            elif is_call(n):
+                rule = rules.get(n)
+                if rule is not None and rule.forward is not None:
+                    self._decomposed(n, rule)
+                else:
+                    self._called(n)
+
+    def _called(self, n: fx.Node) -> None:
+        def put(x: fx.Node) -> Any:
+            return Term(self._values[producer_of(x)])
+
+        alone = not _several(n) or n.target is ops.gather_start  # which gives a handle
+        args, kwargs = fx.map_arg(n.args, put), fx.map_arg(dict(n.kwargs), put)
+        made = self._terms.call(n.target, args, kwargs, self._shape(n, 0) if alone else None)
+        if alone:
+            self._values[n, 0] = made
+        else:
+            for i in range(len(n.meta["value"])):
+                self._values[n, i] = self._terms.call(operator.getitem, (Term(made), i), {}, self._shape(n, i))
+
+    def _shape(self, n: fx.Node, i: int) -> tuple[int, ...] | None:
+        t = self._types.get((n, i))
+        return None if t is None or t.ragged else t.shape
+
+    def _decomposed(self, n: fx.Node, rule: Rule) -> None:
+        """A call whose backward wants more than its results, as the ops that it consists of."""
+        made = self._lines[n] = {}
+        assert rule.forward is not None
+        for line in rule.forward:
+            made[line.number] = self._line(n, line, made, ())
+        for i, r in enumerate(rule.results):
+            if r.kind != "none":
+                self._values[n, i] = self._at(n, r, made, ())
+
+    def _back(self, step: _Step, grads: dict[int, int]) -> None:
+        n = step.node
+        made = dict(self._lines.get(n, {}))
+        have = (tuple(None if g is None else grads[g] for g in each) for each in (step.tangents, step.before))
+        given = dict(zip("gp", have, strict=True))
+        for line in step.rule.backward:
+            made[line.number] = self._line(n, line, made, given)
+        for r, g in zip(step.rule.grads, step.after, strict=True):
+            if r is not None and g is not None:
+                grads[g] = self._at(n, r, made, given)
+
+    def _line(self, n: fx.Node, line: Line, made: Mapping[int, int], given: Any) -> int:
+        def put(r: Ref) -> Any:
+            if r.kind == "n":
+                return self._rules.template(n).names[r.index]
+            return Term(self._at(n, r, made, given))
+
+        args, kwargs = map_refs(line.args, put), {k: map_refs(v, put) for k, v in line.kwargs}
+        shape = line.types.shape if isinstance(line.types, Type) and not line.types.ragged else None
+        return self._terms.call(line.target, args, kwargs, shape)
+
+    def _at(self, n: fx.Node, r: Ref, made: Mapping[int, int], given: Any) -> int:
+        if r.kind == "x":
+            return self._values[self._rules.template(n).operands[r.index]]
+        if r.kind == "y":
+            return self._values[n, r.index]
+        if r.kind == "t":
+            return made[r.index]
+        if r.kind in ("g", "p"):
+            return given[r.kind][r.index]  # type: ignore[no-any-return]
+        return self._terms.given(r.kind)  # "mesh", "rng"
+
+
+def item_name(n: fx.Node, i: int) -> str:
+    """What a stage's text calls a result of a call."""
+    if not _several(n):
+        return n.name
+    of = (u.name for u in n.users if u.target is operator.getitem and u.args[1] == i)
+    return next(of, f"{n.name}_{i}")
+
+
+def _several(n: fx.Node) -> bool:
+    return isinstance(n.meta.get("value"), tuple)

@@ -1,0 +1,289 @@
+"""The texts of a lowered stage: forward computes what the stage does, backward its gradients by the chain rule.
+
+Each text is read as terms (shardc.verify.static.terms). So it does not matter what is kept and what is computed again,
+which line comes when, and where a sum is written; that no line reads memory that another one took over is looked at by
+itself. One text serves all ranks, so collectives have one order on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import operands_of
+from shardc.ir.program import Program, Stage, Value
+from shardc.passes.lower.record import is_view
+from shardc.passes.lower.rules import Rules
+from shardc.runtime import ops
+from shardc.torch_private import OpOverload
+from shardc.verify.static.chain_rule import ChainRule, Results
+from shardc.verify.static.terms import Term, Terms
+
+aten = torch.ops.aten
+
+#: What begins a collective, and the line that waits for it.
+_WAITS = {
+    ops.start: ops.wait,
+    ops.transpose_start: ops.wait,
+    ops.gather_start: ops.gather_wait,
+    ops.regather_start: ops.regather_wait,
+}
+#: Lines whose result may lie in the memory of an operand, whatever their names say.
+_MEMORY_OF_FIRST = {ops.add_into}
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """text: "forward", "backward" or "weights"; line: where, if it is one; what is, and what would be right."""
+
+    text: str
+    line: fx.Node | None
+    what: str
+    right: str = ""
+
+
+def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf) -> Iterator[Wrong]:
+    """What is wrong in the lowered texts of a stage. rules: the derivatives, kept from stage to stage. until: when to
+    give up, on time.perf_counter.
+    """
+    assert stage.lowered is not None
+    terms = Terms()
+    expected = ChainRule(program, stage, rules, terms, until).results()
+    yield from _Texts(program, stage, terms, expected).wrong()
+    for name, graph in stage.lowered.texts.items():
+        for node, what in _overwritten(graph):
+            yield Wrong(name, node, what)
+        for node, what in _unfinished(graph):
+            yield Wrong(name, node, what)
+
+
+class _Texts:
+    """One stage's texts as terms, beside what they should be."""
+
+    def __init__(self, program: Program, stage: Stage, terms: Terms, expected: Results) -> None:
+        assert stage.lowered is not None
+        self._program, self._stage, self._terms, self._expected = program, stage, terms, expected
+        self._texts = stage.lowered.texts
+        self._env: dict[str, dict[fx.Node, Term]] = {name: {} for name in self._texts}
+        #: A line of any text that computes a term.
+        self._line_of: dict[int, tuple[str, fx.Node]] = {}
+
+    def wrong(self) -> Iterator[Wrong]:
+        forward = self._texts["forward"]
+        self._read("forward", {})
+        returned: Any = forward.output_node().args[0]
+        *results, kept = returned
+        yield from self._returned(results)
+        given = {n.name: self._env["forward"][n] for n in kept}
+        if len(given) != len(kept):
+            yield Wrong("forward", None, "two values that are kept have one name")
+        backward = self._texts["backward"]
+        self._read("backward", given)
+        grads: Any = backward.output_node().args[0]
+        if "weights" in self._texts:
+            grads, crossing = grads
+            given |= {n.name: self._env["backward"][n] for n in crossing}
+            self._read("weights", given)
+        yield from self._received(grads)
+        yield from self._parameters()
+
+    def _read(self, text: str, given: dict[str, Term]) -> None:
+        """The term of every line. given: what comes by name from another text; the rest is the stage's own."""
+        env = self._env[text]
+
+        def put(n: fx.Node) -> Any:
+            return env[n]
+
+        for n in self._texts[text].nodes:
+            if n.op == "placeholder":
+                env[n] = given[n.name] if n.name in given else Term(self._terms.given(n.name))
+            elif n.op == "call_function":
+                args, kwargs = fx.map_arg(n.args, put), fx.map_arg(dict(n.kwargs), put)
+                env[n] = Term(self._terms.call(n.target, args, kwargs, self._shape(n)))
+                self._line_of.setdefault(env[n].number, (text, n))
+
+    def _shape(self, n: fx.Node) -> tuple[int, ...] | None:
+        """Of one tensor: types of lowered texts are those of a rank."""
+        value = n.meta.get("value")
+        return tuple(value.shape) if isinstance(value, Value) else None
+
+    def _returned(self, results: list[Any]) -> Iterator[Wrong]:
+        wanted = [*self._expected.returned, *[()] * (len(results) - len(self._expected.returned))]
+
+        def put(n: fx.Node) -> Any:
+            return self._env["forward"][n]
+
+        named = ("the loss", "new values and outputs", "what is sent")
+        for what, nodes, right in zip(named, results, wanted, strict=True):
+            found: Any = fx.map_arg(nodes, put)
+            if isinstance(nodes, tuple | list):
+                each = list(zip(nodes, found, right, strict=True)) if len(found) == len(right) else None
+            else:
+                each = [(nodes, found, right)]
+            if each is None:
+                yield Wrong("forward", None, f"{what}: {len(found)} values", f"{len(right)}")
+                continue
+            for node, have, want in each:
+                if have != want:
+                    yield self._differs("forward", node, f"{what}: {node}", have, want)
+
+    def _received(self, grads: Any) -> Iterator[Wrong]:
+        """The gradients that go to earlier stages."""
+        named = [
+            n.name
+            for n in self._stage.graph.find_nodes(op="placeholder")
+            if "collective" in n.meta and n.meta["value"].requires_grad
+        ]
+        if len(named) != len(grads):
+            yield Wrong("backward", None, f"it returns {len(grads)} gradients", f"{len(named)}: {', '.join(named)}")
+            return
+        for name, node in zip(named, grads, strict=True):
+            right = self._expected.received.get(name)
+            have = None if node is None else self._env["backward"][node]
+            want = None if right is None else Term(right)
+            if have != want:
+                yield self._differs("backward", node, f"the gradient of {name}", have, want)
+
+    def _parameters(self) -> Iterator[Wrong]:
+        """Each parameter's gradient is put once, each bucket's sum begun once, when it has all."""
+        begun: Counter[str] = Counter()
+        puts: Counter[int] = Counter()
+        bucket_of = {name: f"bucket{i}" for i, b in enumerate(self._program.buckets) for name in b.params}
+        for text in ("backward", "weights"):
+            for n in self._texts[text].nodes if text in self._texts else ():
+                args: Any = n.args
+                if n.target is ops.put:
+                    to = self._env[text][args[0]].number
+                    name, want = self._expected.puts.get(to, (args[0].name, None))
+                    puts[to] += 1
+                    have = self._env[text][args[1]]
+                    if have != (right := None if want is None else Term(want)):
+                        yield self._differs(text, n, f"the gradient of {name}", have, right)
+                    if begun[bucket_of.get(name, "")]:
+                        yield Wrong(text, n, f"{name}'s bucket is being summed already", "put it before")
+                elif n.target is ops.launch:
+                    begun[args[1]] += 1
+                elif n.target is ops.scatter:
+                    begun[args[2]] += 1
+                    yield from self._scattered(text, n)
+        for to, (name, _) in self._expected.puts.items():
+            if puts[to] != 1:
+                yield Wrong("backward", None, f"{name} gets its gradient {puts[to]} times", "once")
+        yield from self._begun(begun)
+
+    def _begun(self, begun: Counter[str]) -> Iterator[Wrong]:
+        """The sums of buckets."""
+        for name in self._expected.scatters:
+            if begun[name] != 1:
+                yield Wrong("backward", None, f"the sum of {name} begins {begun[name]} times", "once")
+        for name, times in begun.items():
+            if times > 1 and name not in self._expected.scatters:
+                yield Wrong("backward", None, f"the sum of {name} begins {times} times", "once")
+
+    def _scattered(self, text: str, n: fx.Node) -> Iterator[Wrong]:
+        params, grads, name = n.args
+        bucket = next((b for i, b in enumerate(self._program.buckets) if f"bucket{i}" == name), None)
+        if bucket is None or tuple(p.name for p in params) != tuple(bucket.params):  # type: ignore[union-attr]
+            yield Wrong(text, n, f"{name} has other parameters")
+        want = self._expected.scatters.get(str(name), ())
+        have = tuple(None if g is None else self._env[text][g] for g in grads)  # type: ignore[union-attr, index]
+        right = tuple(None if g is None else Term(g) for g in want)
+        if have != right:
+            k = next((i for i, (a, b) in enumerate(zip(have, right, strict=False)) if a != b), 0)
+            param = params[k].name  # type: ignore[index, union-attr]
+            yield self._differs(
+                text, n, f"the gradient of {param}", have[k] if have else None, right[k] if right else None
+            )
+
+    # --- what is said
+
+    def _differs(self, text: str, node: Any, what: str, have: Term | None, want: Term | None) -> Wrong:
+        """Two terms that are not equal, told by the first line, from the inputs on, in which they are not."""
+        if have is None or want is None:
+            there = "it is there" if have is not None else "there is none"
+            return Wrong(text, node, f"{what}: {there}", "none" if want is None else "one")
+        a, b = self._deepest(have.number, want.number)
+        where, line = self._line_of.get(a, (text, node))
+        return Wrong(where, line, f"{what} is not what the chain rule gives: this line differs", self._shown(b))
+
+    def _deepest(self, have: int, want: int) -> tuple[int, int]:
+        """The innermost terms, in the same place of both, that are not equal."""
+        while True:
+            (op, mine), (other, theirs) = self._terms.parts(have), self._terms.parts(want)
+            if op == "sum" and other == "sum":
+                extra, missing = (
+                    list((Counter(x) - Counter(y)).elements()) for x, y in ((mine, theirs), (theirs, mine))
+                )
+                mine, theirs = (extra, missing) if len(extra) == len(missing) else ([], [])
+            if op != other or len(mine) != len(theirs):
+                return have, want
+            pairs = [(x, y) for x, y in zip(mine, theirs, strict=True) if x != y]
+            if not pairs or sorted(mine) == sorted(theirs):  # of other constants, or swapped
+                return have, want
+            have, want = pairs[0]
+
+    def _shown(self, term: int, depth: int = 2) -> str:
+        what, parts = self._terms.parts(term)
+        if isinstance(what, str) and what != "sum":
+            return what
+        if depth == 0 or term in self._line_of:
+            return self._line_of[term][1].name if term in self._line_of else "..."
+        name = what if what == "sum" else getattr(what, "__name__", str(what))
+        return f"{name}({', '.join(self._shown(t, depth - 1) for t in parts)})"
+
+
+def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
+    """Lines that take over memory that something else still looks at."""
+    nodes = list(graph.nodes)
+    place = {n: i for i, n in enumerate(nodes)}
+    memory: dict[fx.Node, fx.Node] = {}  # the line that made it
+    sharing: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for n in nodes:
+        first = n.args[0] if n.args and isinstance(n.args[0], fx.Node) else None
+        shares = first is not None and (is_view(n.target) or n.target in _MEMORY_OF_FIRST)
+        memory[n] = memory[first] if shares and first is not None else n
+        sharing[memory[n]].append(n)
+    for n in nodes:
+        own = n.target is ops.put and bool(n.kwargs.get("own"))
+        if n.target is not ops.add_into and not own:
+            continue
+        x: Any = n.args[1] if own else n.args[0]
+        maker = memory[x]
+        fresh = isinstance(maker.target, OpOverload) and not maker.meta.get("repeats")
+        if maker.op != "call_function" or not fresh:
+            yield n, f"it takes over the memory of {maker.name}, which is not this text's own"
+            continue
+        rest = {n, *_views_of(n)} if not own else {n}
+        for y in sharing[maker]:
+            later = [u for u in y.users if place[u] > place[n] and u not in rest] if y not in rest else []
+            if later:
+                yield n, f"it takes over the memory of {y.name}, which {later[0].name} reads later"
+        if not own and any(y in operands_of(n)[1:] for y in sharing[maker] if y is not x):
+            yield n, "it is added to another view of itself"
+
+
+def _views_of(n: fx.Node) -> Iterator[fx.Node]:
+    for u in n.users:
+        if u.args and u.args[0] is n and (is_view(u.target) or u.target in _MEMORY_OF_FIRST):
+            yield u
+            yield from _views_of(u)
+
+
+def _unfinished(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
+    """Collectives that are begun and not waited for exactly once, or read before."""
+    for n in graph.nodes:
+        wait = _WAITS.get(n.target) if n.op == "call_function" else None
+        if wait is None:
+            continue
+        waits = [u for u in n.users if u.target is wait]
+        if len(waits) != 1:
+            yield n, f"what it begins is waited for {len(waits)} times"
+        others = [u for u in n.users if u.target is not wait]
+        if others:
+            yield n, f"{others[0].name} reads what is still on its way"

@@ -1,0 +1,179 @@
+"""Values as terms: an op on terms, down to what a text is given. Equal terms are equal numbers.
+
+    y = add(mm(x, w), b)    ("sum", (("mm", "x", "w"), "b"))
+
+A term is a number: each distinct one is kept once, so that a comparison takes no time. Normal forms make terms equal
+that are: a collective in two lines and in one; a sum in whatever order and memory (the last bits are the business of
+`verify --lowered`); two transposes or reshapes in a row; a product of rows and that of a matrix; what is computed a
+second time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardc.runtime import ops
+from shardc.runtime.ops.overlap import PRODUCTS, factors
+
+aten = torch.ops.aten
+
+#: Named arguments that change nothing of what is computed: names, and whose memory it is.
+_ASIDE = {"tag", "overlap", "own"}
+#: A collective in two lines: what the first of them begins.
+_BEGIN = {ops.start: None, ops.transpose_start: ops.transpose}
+#: What reads a bucket again gets what forward got: within a step nobody writes to a parameter.
+_AGAIN = {ops.regather_start: ops.gather_start, ops.regather_wait: ops.gather_wait}
+_SUMS = {aten.add.Tensor, ops.add_into}
+_COPIES = {aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default}
+_RESHAPES = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+
+
+class Terms:
+    """The distinct terms of one stage."""
+
+    def __init__(self) -> None:
+        self._number: dict[Any, int] = {}
+        self._known: list[tuple[Any, ...]] = []
+        self._shape: dict[int, tuple[int, ...]] = {}
+
+    def given(self, name: str, shape: tuple[int, ...] | None = None) -> int:
+        """What a text is given under a name."""
+        return self._with(self._kept(("given", name)), shape)
+
+    def call(
+        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: tuple[int, ...] | None = None
+    ) -> int:
+        """The value of a call. Its arguments are as in a graph, with a `Term` in the place of each node. shape: of the
+        result on a rank, where it is known.
+        """
+        if _RESHAPES.get(target, target) is aten.reshape.default and shape is not None:
+            return self._reshaped(args[0].number, shape)
+        if target in _COPIES:
+            return args[0].number  # type: ignore[no-any-return]
+        if target in PRODUCTS and not kwargs and (term := self._product(target, args, shape)) is not None:
+            return term
+        if target is aten.sum.dim_IntList and shape is not None and args[1]:
+            return self._summed(args, kwargs, shape)
+        return self._with(self._called(target, args, kwargs), shape)
+
+    def _summed(self, args: tuple[Any, ...], kwargs: Any, shape: tuple[int, ...]) -> int:
+        """A sum over dims: without them where it keeps them, and over leading ones as over rows."""
+        x, dims, *keeps = args
+        if keeps == [True]:
+            gone = {d % len(shape) for d in dims}
+            rest = tuple(n for d, n in enumerate(shape) if d not in gone)
+            return self._reshaped(self._summed((x, dims), kwargs, rest), shape)
+        known = self._shape.get(x.number)
+        if known is not None and len(dims) > 1 and sorted(dims) == list(range(len(dims))):
+            flat = (math.prod(known[: len(dims)]), *known[len(dims) :])
+            args = (Term(self._reshaped(x.number, flat)), [0])
+        return self._with(self._called(aten.sum.dim_IntList, args, kwargs), shape)
+
+    def _product(self, target: Any, args: tuple[Any, ...], shape: tuple[int, ...] | None) -> int | None:
+        """As the product of two matrices; None if it is not one, or sizes are not known."""
+        x, w, bias = factors(target, args)
+        rows, matrix = self._shape.get(x.number), self._shape.get(w.number)
+        if rows is None or matrix is None or shape is None or len(rows) < 2 or len(matrix) != 2:
+            return None
+        if target is aten.linear.default:
+            w, matrix = Term(self._with(self._called(aten.t.default, (w,), {}), matrix[::-1])), matrix[::-1]
+        flat = (math.prod(rows[:-1]), rows[-1])
+        made = self._with(
+            self._kept((aten.mm.default, (Term(self._reshaped(x.number, flat)), w), ())), (flat[0], matrix[1])
+        )
+        made = self._reshaped(made, shape)
+        return made if bias is None else self._with(self.sum(made, bias.number), shape)
+
+    def _with(self, term: int, shape: tuple[int, ...] | None) -> int:
+        if shape is not None:
+            self._shape[term] = tuple(shape)
+        return term
+
+    def _reshaped(self, x: int, shape: tuple[int, ...]) -> int:
+        what, *rest = self._known[x]
+        if what == "reshaped":
+            x = rest[0]
+        return x if self._shape.get(x) == tuple(shape) else self._with(self._kept(("reshaped", x, tuple(shape))), shape)
+
+    def _called(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        if target in _SUMS and len(args) == 2 and not kwargs and all(isinstance(a, Term) for a in args):
+            return self.sum(args[0].number, args[1].number)
+        if target in _BEGIN:
+            op, *rest = args
+            inner = (getattr(ops, op), tuple(rest)) if _BEGIN[target] is None else (_BEGIN[target], args)
+            return self._kept(("begun", self._called(inner[0], inner[1], kwargs)))
+        if target is ops.wait:
+            begun = self._known[args[0].number]
+            return begun[1] if begun[0] == "begun" else self._kept(("wait of what was not begun", args[0].number))
+        if target is aten.t.default:
+            inside = self._known[args[0].number]
+            if inside[0] is aten.t.default:
+                ((x,), _) = inside[1:]
+                return x.number  # type: ignore[no-any-return]
+        target = _AGAIN.get(target, _RESHAPES.get(target, target))
+        named = tuple(sorted((k, _key(v)) for k, v in kwargs.items() if k not in _ASIDE))
+        return self._kept((target, tuple(map(_key, args)), named))
+
+    def sum(self, *terms: int) -> int:
+        """Of several, in whatever order."""
+        each: list[int] = []
+        for t in terms:
+            known = self._known[t]
+            each += known[1] if known[0] == "sum" else (t,)
+        return self._kept(("sum", tuple(sorted(each))))
+
+    def _kept(self, key: tuple[Any, ...]) -> int:
+        if key not in self._number:
+            self._number[key] = len(self._known)
+            self._known.append(key)
+        return self._number[key]
+
+    def parts(self, term: int) -> tuple[Any, list[int]]:
+        """(what it is, the terms that it is made of)."""
+        what, *rest = self._known[term]
+        if what == "sum":
+            return what, list(rest[0])
+        if what in ("begun", "reshaped"):
+            return what if what == "begun" else f"reshape to {list(rest[1])} of", [rest[0]]
+        found: list[int] = []
+
+        def visit(a: Any) -> None:
+            if isinstance(a, Term):
+                found.append(a.number)
+            elif isinstance(a, tuple):
+                for x in a:
+                    visit(x)
+
+        visit(tuple(rest))
+        return what if what != "given" else rest[0], found
+
+
+class Term:
+    """A term among arguments, which are numbers too."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Term) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return hash(("term", self.number))
+
+    def __lt__(self, other: Any) -> bool:
+        return self.number < other.number  # type: ignore[no-any-return]
+
+
+def _key(a: Any) -> Any:
+    """Equal for equal arguments alone: 1, 1.0 and True are not, nor are 0.0 and -0.0."""
+    if isinstance(a, tuple | list):
+        return tuple(map(_key, a))
+    if isinstance(a, slice):
+        return ("slice", a.start, a.stop, a.step)
+    return a if isinstance(a, Term | str) or a is None else (type(a).__name__, repr(a))
