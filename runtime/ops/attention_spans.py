@@ -55,11 +55,19 @@ class Block(NamedTuple):
     def pairs(self) -> int:
         """Pairs of a row and a key that it sees."""
         rows, keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+
+        def below(high: int) -> int:
+            """Of pairs with key - row <= high: the sum over rows i of i + high + 1, but at least 0 and at most keys."""
+            return _clipped(rows + high, keys) - _clipped(high, keys)
+
         low, high = self.band
-        return sum(
-            max(0, min(keys, keys if high is None else i + high + 1) - max(0, 0 if low is None else i + low))
-            for i in range(rows)
-        ) if self.band != ALL else rows * keys  # fmt: skip
+        return below(keys if high is None else high) - below(-rows - 1 if low is None else low - 1)
+
+
+def _clipped(n: int, most: int) -> int:
+    """1 + 2 + ... + n, where each is at most `most`."""
+    some = max(0, min(n, most))
+    return some * (some + 1) // 2 + max(0, n - most) * most
 
 
 def blocks(rows: Sequence[Span], keys: Sequence[Span], band: Band) -> Iterator[Block]:

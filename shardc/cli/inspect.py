@@ -54,12 +54,15 @@ def command(
     schedule: Annotated[
         bool, typer.Option("--schedule", help="who computes what when in a pipeline: bubbles, live activations")
     ] = False,
+    scores: Annotated[
+        bool, typer.Option("--scores", help="attention: what each rank computes of the square of queries and keys")
+    ] = False,
     draw: Annotated[
         str | None,
         typer.Option(metavar="MODULE", help="a module's ops, split weights and collectives as a picture, with --svg"),
     ] = None,
     svg: Annotated[
-        Path | None, typer.Option(help="with --schedule, --memory, --comm or --draw: write it to an SVG file")
+        Path | None, typer.Option(help="with --schedule, --memory, --comm, --scores or --draw: write it to an SVG file")
     ] = None,
     mesh: common.MeshOption = None,
     set_: common.SetOption = None,
@@ -74,9 +77,9 @@ def command(
     """Show a program: its typed text, the captured graph, what a pass changed, its collectives."""
     with common.reporting(debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
         common.check_outputs({"--html": html, "--svg": svg})
-        if svg and [schedule, memory, comm, draw is not None].count(True) != 1:
-            what = "--svg draws one of the schedule, the memory, the collectives, and a module"
-            raise ShardcError(what, where="--svg", fix="add --schedule, --memory, --comm or --draw MODULE")
+        if svg and [schedule, memory, comm, scores, draw is not None].count(True) != 1:
+            what = "--svg draws one of the schedule, the memory, the collectives, attention's scores, and a module"
+            raise ShardcError(what, where="--svg", fix="add --schedule, --memory, --comm, --scores or --draw MODULE")
         if draw is not None and svg is None:
             raise ShardcError("a picture needs a file", where="--draw", fix=f"--draw {draw} --svg layer.svg")
         if coverage:
@@ -112,6 +115,8 @@ def command(
 
             svg.write_text(layer_picture.draw(program, draw), encoding="utf-8")
             show(json.dumps({"written": str(svg)}) if as_json else f"written to {svg}")
+        elif scores:
+            _scores(program, svg, as_json, show)
         elif schedule:
             _schedule(program, svg, as_json, show)
         elif memory:
@@ -201,6 +206,17 @@ def _streams(program: Program, device: str, svg: Path, as_json: bool, show: comm
     cost = _cost(program, device, quiet=as_json)
     svg.write_text(streams_picture.svg(cost), encoding="utf-8")
     show(json.dumps({"written": str(svg)}) if as_json else f"{report.comm_table(program, cost)}\nwritten to {svg}")
+
+
+def _scores(program: Program, svg: Path | None, as_json: bool, show: common.Show) -> None:
+    from shardc.report import scores
+
+    if svg:
+        svg.write_text(scores.svg(program), encoding="utf-8")
+    if as_json:
+        show(json.dumps(scores.to_json(program)))
+    else:
+        show(f"written to {svg}" if svg else scores.text(program))
 
 
 def _schedule(program: Program, svg: Path | None, as_json: bool, show: common.Show) -> None:

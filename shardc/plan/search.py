@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -109,21 +110,24 @@ class Search:
             of_core, fits = self._of_core(devices, batch, core)
             estimates += of_core
             cp, ranks = 1, devices // (core.tp * core.ep)
-            split = self.long_rows([core], devices)
+            least = min((p.peak for _, p in of_core), default=0.0) / self.memory  # a part of a row takes a part of it
+            split = self.long_rows([core], devices, math.ceil(max(least, ranks / batch)))
             while not (fits and batch * cp >= ranks) and (longer := next(split, None)) is not None:
                 cp, (of_core, fits) = longer.cp, self._of_core(devices, batch, longer)
                 estimates += of_core
         self.considered += len(estimates)
         return estimates
 
-    def long_rows(self, cores: Iterable[Core], devices: int) -> Iterator[Core]:
+    def long_rows(self, cores: Iterable[Core], devices: int, least: int = 1) -> Iterator[Core]:
         """The splits that cut the sequence too, as compile accepts them: the fewest parts first, made as they are asked
-        for.
+        for. least: of parts, or as many as there may be: with fewer than ranks / rows, pipelines have more stages than
+        microbatches.
         """
         for core in cores:
             widths = sequence_widths(
                 devices // (core.tp * core.ep), self.library.sequence or self.library.subject.sequence
             )
+            widths = [cp for cp in widths if cp >= least] or widths[-1:]
             split = (self._core(core._replace(cp=cp)) for cp in widths)
             yield from (core for core in split if core is not None)
 

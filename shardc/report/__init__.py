@@ -2,6 +2,7 @@
 
 comm, cost, timeline    collectives by axis and cause; memory over a step; who computes what when, and who waits
 streams_picture         when a rank computes, and when each of its communicators sends
+scores                  what each rank computes of attention's square
 kept_activations        what forward keeps for backward, layer by layer, and why
 layer_picture           a module as boxes and collectives; drawn_ops: which ops are boxes; graph_drawing: where they go
 page                    a program as one HTML file to look around in; svg, colours: what all pictures are made of

@@ -401,8 +401,8 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     (
         "svg alone",
         ["inspect", "model.py", "spec.yaml", "--svg", "time.svg"],
-        "--svg draws one of the schedule, the memory, the collectives, and a module",
-        "add --schedule, --memory, --comm or --draw MODULE",
+        "--svg draws one of the schedule, the memory, the collectives, attention's scores, and a module",
+        "add --schedule, --memory, --comm, --scores or --draw MODULE",
     ),
     ("draw without a file", ["inspect", "model.py", "spec.yaml", "--draw", "up"], "a picture needs a file", "--svg"),
     ("processes", ["run", "model.py", "spec.yaml", "--nproc", "3"], "", ""),

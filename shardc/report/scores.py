@@ -1,0 +1,203 @@
+"""What each rank computes of the square of attention's scores: a row for each query, a column for each key.
+
+model.layers.*.self_attn: 8 heads of 4096 queries and 4096 keys, causal, ring over cp=4, 12.0 MiB a rank
+  0 . . . . . . .        rank 0 has the first eighth and the last: as many pairs as any other
+  1 1 . . . . . .
+  ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from shardc.ir.graph import calls, source_of, values_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.patterns import of_every_layer
+from shardc.ir.placement import Layout, runs
+from shardc.ir.program import Collective, Program
+from shardc.ir.units import count, size
+from shardc.report.colours import BLUE, CYAN, GREEN, LINE, PALE_GREY, RED, SOFT, VIOLET, WHITE, YELLOW
+from shardc.report.svg import Picture
+from shardc.rules.attention import OPS
+from shardc.rules.op_call import call_of
+from shardc.runtime.ops.attention_spans import ALL, CAUSAL, Band, Span, blocks
+
+#: Cells of a side of the drawn square.
+CELLS = 32
+_NAMES = "0123456789abcdefghijklmnopqrstuvwxyz"
+_COLOURS = (BLUE, GREEN, YELLOW, RED, VIOLET, CYAN)
+
+
+@dataclass(frozen=True)
+class Square:
+    """One kind of attention. modules: that attend so; heads: of queries, those of a rank and all; rows, keys: of the
+    whole sequence; band: which keys a row sees; masked: a mask hides more; over: axes that split rows, with their
+    sizes; method: how rows and keys of other ranks meet; sent: bytes of a rank, forward; held: by rank of `over`, the
+    rows that it has; pairs: by rank, of a row and a key that it sees, of one head.
+    """
+
+    modules: tuple[str, ...]
+    heads: tuple[int, int]
+    rows: int
+    keys: int
+    band: Band
+    masked: bool
+    over: tuple[tuple[str, int], ...]
+    method: str
+    sent: int
+    held: tuple[tuple[Span, ...], ...] = field(repr=False)
+
+    @property
+    def pairs(self) -> tuple[int, ...]:
+        whole = [Span(0, 0, self.keys)]
+        return tuple(sum(b.pairs for b in blocks(rows, whole, self.band)) for rows in self.held)
+
+    @property
+    def uneven(self) -> float:
+        """The most that a rank computes, over the mean."""
+        return max(self.pairs) * len(self.pairs) / (sum(self.pairs) or 1)
+
+    def owner(self, row: int) -> int:
+        return next(r for r, spans in enumerate(self.held) if any(s.start <= row < s.end for s in spans))
+
+    def cells(self) -> list[list[int | None]]:
+        """By rows and columns of cells, the rank that computes anything there."""
+        n, m = min(CELLS, self.rows), min(CELLS, self.keys)
+        drawn: list[list[int | None]] = []
+        for i in range(n):
+            top, bottom = i * self.rows // n, (i + 1) * self.rows // n
+            sees = self.band.keys(top, bottom, Span(0, 0, self.keys))
+            columns = ((j * self.keys // m, (j + 1) * self.keys // m) for j in range(m))
+            owner = self.owner((top + bottom) // 2)
+            drawn.append([owner if max(a, sees[0]) < min(b, sees[1]) else None for a, b in columns])
+        return drawn
+
+
+def squares(program: Program) -> list[Square]:
+    """Every kind of attention of a program, in its order: torch's op, or ours. What a model writes out is not among
+    them.
+    """
+    found: dict[Any, tuple[list[str], tuple[Any, ...]]] = {}
+    for stage in program.stages:
+        for node in calls(stage.graph):
+            if node.target in OPS:
+                what = _square(node, program.mesh)
+                found.setdefault(what, ([], what))[0].append(of_every_layer(source_of(node).module) or ".")
+    return [Square(tuple(dict.fromkeys(modules)), *what) for modules, what in found.values()]
+
+
+def _square(node: fx.Node, mesh: Mesh) -> tuple[Any, ...]:
+    call = call_of(node)
+    q, k = call.operands[:2]
+    dim, out = len(q.shape) - 2, values_of(node)[0]
+    heads = out.shape[-3] if len(out.shape) > 2 else 1
+    own = out.layout.local_shape(out.shape, mesh)[-3] if len(out.shape) > 2 else 1
+    over = tuple((a, mesh.size(a)) for a, _ in q.layout.shards(dim) if mesh.size(a) > 1)
+    window = dict(call.kwargs).get("window")
+    band = CAUSAL if call.arg(5, "is_causal", False) else Band(*window) if window else ALL
+    masked = len(call.operands) > 3
+    ring: Collective | None = node.meta.get("collective")
+    method = "ring" if ring else "keys of all ranks" if over else "heads split" if own < heads else "whole"
+    held = tuple(_rows(q.layout, q.shape[dim], dim, mesh, rank) for rank in range(_ranks(over)))
+    sizes = (own, heads), q.shape[-2], k.shape[-2]
+    return *sizes, band, masked, over, method, ring.bytes if ring else 0, held
+
+
+def _ranks(over: tuple[tuple[str, int], ...]) -> int:
+    n = 1
+    for _, size_ in over:
+        n *= size_
+    return n
+
+
+def _rows(layout: Layout, length: int, dim: int, mesh: Mesh, rank: int) -> tuple[Span, ...]:
+    """The rows that a rank has; ranks count through the axes that split them, the last one fastest."""
+    digits = []
+    for axis, shard in reversed(layout.shards(dim)):
+        n = mesh.size(axis)
+        digits.append((shard, n, rank % n))
+        rank //= n
+    return tuple(Span(start, local, n) for local, start, n in runs(length, digits))
+
+
+# --- shown
+
+
+def _told(s: Square) -> str:
+    heads = f"{s.heads[0]} of {s.heads[1]} heads" if s.heads[0] < s.heads[1] else f"{s.heads[1]} heads"
+    low, high = s.band
+    band = {ALL: "all keys", CAUSAL: "causal"}.get(s.band, f"keys from {low} to {high}, counted from the query")
+    mask = ", and a mask" if s.masked else ""
+    over = " x ".join(f"{a}={n}" for a, n in s.over)
+    sent = f", {size(s.sent)} a rank" if s.sent else ""
+    how = s.method + (f" over {over}" if over else "")
+    return f"{heads} of {s.rows} queries and {s.keys} keys, {band}{mask}: {how}{sent}"
+
+
+def _work(s: Square) -> str:
+    pairs = s.pairs
+    if len(pairs) == 1:
+        return f"{count(pairs[0])} pairs of a query and a key, for each head"
+    even = "as many on every rank" if s.uneven < 1.005 else f"the most of a rank is {s.uneven:.2f} times the mean"
+    return f"{count(sum(pairs) / len(pairs))} pairs of a query and a key a rank, for each head: {even}"
+
+
+def text(program: Program) -> str:
+    """Every square in characters: the rank that computes a cell, a dot where nobody does."""
+    parts = []
+    for s in squares(program):
+        rows = [" ".join("." if r is None else _NAMES[r % len(_NAMES)] for r in line) for line in s.cells()]
+        parts.append("\n".join([", ".join(s.modules), f"  {_told(s)}", f"  {_work(s)}", *(f"    {r}" for r in rows)]))
+    return "\n\n".join(parts) or "no attention that is one op: what a model writes out is products and a softmax"
+
+
+def to_json(program: Program) -> list[dict[str, Any]]:
+    return [
+        {
+            "modules": list(s.modules),
+            "heads": s.heads[1],
+            "heads_a_rank": s.heads[0],
+            "queries": s.rows,
+            "keys": s.keys,
+            "band": list(s.band),
+            "mask": s.masked,
+            "over": dict(s.over),
+            "method": s.method,
+            "bytes": s.sent,
+            "pairs": list(s.pairs),
+        }
+        for s in squares(program)
+    ]
+
+
+def svg(program: Program) -> str:
+    """The squares as a picture, one colour for each rank."""
+    every = squares(program)
+    side, top = 320.0, 26.0
+    picture = Picture(720, max(top + len(every) * (side + 70), 60), "scores")
+    for s in every:
+        picture.text(12, top, ", ".join(s.modules), size=13, bold=True)
+        picture.text(12, top + 18, _told(s), size=11, kind="soft")
+        picture.text(12, top + 34, _work(s), size=11, kind="soft")
+        lines = s.cells()
+        high, wide = side / len(lines), side / len(lines[0])
+        for i, line in enumerate(lines):
+            for j, rank in enumerate(line):
+                fill = PALE_GREY if rank is None else _COLOURS[rank % len(_COLOURS)]
+                told = "nothing is computed" if rank is None else f"rank {rank}"
+                x, y = 12 + j * wide, top + 44 + i * high
+                picture.rect(x, y, wide, high, fill, stroke=WHITE, title=told)
+        picture.rect(12, top + 44, side, side, "none", stroke=LINE)
+        shown = [(_COLOURS[r % len(_COLOURS)], f"rank {r}: {count(p)}") for r, p in enumerate(s.pairs[:12])]
+        y = top + 50
+        for colour, words in shown:
+            picture.rect(side + 30, y, 14, 14, colour)
+            picture.text(side + 50, y + 11.5, words, kind="soft")
+            y += 20
+        if len(s.pairs) > len(shown):
+            picture.text(side + 30, y + 11.5, f"and {len(s.pairs) - len(shown)} more", fill=SOFT)
+        top += side + 70
+    return str(picture)
