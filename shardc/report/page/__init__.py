@@ -4,7 +4,7 @@ data            all that the page shows, as JSON: graphs, spec_lines, messages (
                 how much), equal_layers (80 equal layers are shown once)
 page.html       the frame: header, panels, dialogs; page.css: both themes
 *.js            the scripts, in the order of `SCRIPTS`: each panel is one file
-dagre.min.js    lays graphs out: @dagrejs/dagre 3.1.3, MIT (dagre.LICENSE), unchanged from npm
+dagre.min.js    lays graphs out (docs/decisions.md, 68): @dagrejs/dagre 3.1.3, MIT (dagre.LICENSE), unchanged from npm
 
 Data and scripts stand in the file apart from each other: names of a model are JSON, and become text of the page, never
 HTML. A content security policy allows the page's own scripts, by their digests, and nothing from anywhere else.

@@ -126,7 +126,7 @@ D.weights.forEach((w, i) => { w.i = i; D.modules[w.module || 0].weights.push(w);
 // a message is at home where its box is: what passes between layers that are not shown, around them
 D.messages.forEach((m, i) => Object.assign(m, { i, home: shownPath(m.module || "") }));
 D.after.forEach((o) => { if (o.message !== undefined) D.messages[o.message].home = shownPath(o.module || ""); });
-D.messages.forEach((m) => m.bucket === undefined && moduleAt.get(m.home).messages.push(m));
+D.messages.forEach((m) => !m.buckets && moduleAt.get(m.home).messages.push(m));
 
 /** The nearest module of the tree around a name; a layer that is not shown stands under the one that is equal to it. */
 function shownPath(path) {
@@ -195,6 +195,7 @@ function causedBy(line) {
     weights: D.weights.filter(has),
     regions: D.regions.filter(has),
     inputs: D.inputs.filter(has),
+    activations: D.activations.filter(has),
     rows: D.rows.filter(has),
     stages: D.stage_lines.includes(line),
   };
@@ -218,7 +219,7 @@ function light(x) {
 /** Which other panels show something of what is lit. */
 function counts(x) {
   const line = x && x[0] === "l" ? causedBy(Number(x.slice(1))) : null;
-  const found = line ? { graph: line.messages.filter((m) => m.bucket === undefined).length, comm: line.rows.length, timeline: line.messages.filter(isTimed).length } : {};
+  const found = line ? { graph: line.messages.filter((m) => !m.buckets).length, comm: line.rows.length, timeline: line.messages.filter(isTimed).length } : {};
   document.querySelectorAll("#tabs button").forEach((button) => {
     const n = found[button.dataset.tab];
     const old = button.querySelector("i");

@@ -14,6 +14,7 @@ from shardc.ir.graph import source_of
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.type_text import show
+from shardc.ir.units import size
 from shardc.report.page import step
 from shardc.report.page.equal_layers import EqualLayers, equal_layers, ranges
 from shardc.report.page.graphs import graphs
@@ -70,7 +71,10 @@ def data(program: Program, cost: Cost | None, proof: Proof | None, *, full: bool
     messages = Messages(program, layers, spec, numbers, cost)
     before, after = graphs(program, layers, numbers, messages.of_node)
     regions = [
-        {"name": r.name, "text": f"{r.name}: keeps {r.kept}, computes {r.dropped} again", "lines": spec.of(r.cause)}
+        {
+            "text": f"{r.name}: keeps {size(r.kept)} of a microbatch, computes {size(r.dropped)} again",
+            "lines": spec.of(r.cause),
+        }
         for r in program.regions
         if layers.shown(r.name) == r.name
     ]
@@ -90,6 +94,7 @@ def data(program: Program, cost: Cost | None, proof: Proof | None, *, full: bool
         "rows": messages.rows,
         "regions": regions,
         "inputs": inputs,
+        "activations": spec.activations([m.path for m in modules]),
         "stage_lines": spec.at("pipeline") if program.axis else [],
         "timeline": step.timeline(cost, messages) if cost is not None else None,
         "memory": step.memory(cost) if cost is not None else None,

@@ -87,7 +87,7 @@ function units(ops, module, key) {
   ops.forEach((o, i) => unitOf.has(i) || (o.uses || []).forEach((u) => {
     if (!unitOf.has(u)) return;
     const name = o.op === "layers" ? o.like : o.module || "";
-    if (!next.has(name) && next.size < 4) next.set(name, { ops: [], to: i, uses: new Set(), users: new Set(), about: `to ${o.op === "layers" ? `layers ${o.layers}` : shortened(name, module.path) || o.op}`, kind: "ghost" });
+    if (!next.has(name) && next.size < 4) next.set(name, { ops: [], to: i, uses: new Set(), users: new Set(), about: `to ${outside(o, module)}`, kind: "ghost" });
     if (next.has(name)) { next.get(name).uses.add(unitOf.get(u)); unitOf.get(u).users.add(next.get(name)); }
   }));
   for (const unit of list) describe(unit, ops, module, key);
@@ -139,8 +139,16 @@ function ghost(ops, i, ghosts) {
 
 function describeGhost(given, ops, module) {
   const o = ops[given.from];
-  given.title = o.input ? o.name : `from ${o.op === "layers" ? `layers ${o.layers}` : shortened(o.module || "", module.path) || o.op}`;
+  given.title = o.input ? o.name : `from ${outside(o, module)}`;
   given.lines = [];
+}
+
+/** What an op outside of a module is called there: by its module; in one around this, by itself. */
+function outside(o, module) {
+  if (o.op === "layers") return `layers ${o.layers}`;
+  const path = o.module || "";
+  const around = path === "" || module.path.startsWith(`${path}.`);
+  return around ? o.op : shortened(path, module.path);
 }
 
 /** A module's name within another: what they share is left out. */

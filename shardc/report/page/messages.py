@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -14,7 +14,7 @@ from shardc.ir.graph import source_of
 from shardc.ir.program import Bucket, Collective, Program
 from shardc.report.comm import IMPLICIT, Row, comm_rows, timed
 from shardc.report.drawn_ops import of_parameter, traced
-from shardc.report.page.equal_layers import EqualLayers
+from shardc.report.page.equal_layers import EqualLayers, ranges
 from shardc.report.page.spec_lines import SpecLines
 from shardc.runtime import ops
 from shardc.runtime.mesh import CommRecord
@@ -43,7 +43,7 @@ class Message:
     """A collective of the program, or a bucket's, with those of equal layers. title: what it is; before, after: the
     types between which it converts; lines: of the spec; ways: what runs when.
 
-    params: the numbers of a bucket's parameters. layers: how many are alike.
+    layers: how many are alike. buckets: their numbers; params: the numbers of their parameters.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Message:
     stage: int = -1
     implicit: bool = False
     layers: int = 1
-    bucket: int | None = None
+    buckets: str = ""
     params: list[int] = field(default_factory=list)
 
 
@@ -94,26 +94,14 @@ class Messages:
                     self.of_node[one] = len(self.all)
                     self.all.append(self._of_node(n, c, i, m))
                 self.of_node[n] = self._tags[n.name] = self.of_node[one]
+        equal: dict[Hashable, list[int]] = {}
         for i, b in enumerate(program.buckets):
-            if ways := list(_ways_of_bucket(program, b)):
-                self._tags[f"bucket{i}"] = len(self.all)
-                cause = bucket_text(b, program)
-                axes = tuple(dict.fromkeys((*b.axes, *filter(None, (b.shard,)))))
-                title = "gradients of a bucket" if b.zero != 3 else "parameters and gradients of a bucket"
-                mine = list(dict.fromkeys(params[n] for n in b.params if n in params))
-                self.all.append(
-                    Message(
-                        f"bucket {i}",
-                        axes,
-                        cause,
-                        spec.of_bucket(b),
-                        ways,
-                        title,
-                        bucket=i,
-                        params=mine,
-                        stage=b.stages[0] if program.axis else -1,
-                    )
-                )
+            if list(_ways_of_bucket(program, b)):
+                key = replace(b, params=(), stages=()), tuple(params[n] for n in b.params), Flat.of(program, b).padded
+                equal.setdefault(key, []).append(i)
+        for those in equal.values():
+            self._tags |= {f"bucket{i}": len(self.all) for i in those}
+            self.all.append(self._of_buckets(those))
         self.rows = self._rows(cost)
         if cost is not None:
             self._timed(cost)
@@ -159,6 +147,24 @@ class Messages:
             value_text(n.meta.get("value")),
             stage if self._program.axis else -1,
             c.implicit,
+        )
+
+    def _of_buckets(self, those: Sequence[int]) -> Message:
+        """The message of buckets that are equal, with parameters of equal layers."""
+        b = self._program.buckets[those[0]]
+        each = [_ways_of_bucket(self._program, self._program.buckets[i]) for i in those]
+        ways = [replace(same[0], count=sum(w.count for w in same)) for same in zip(*each, strict=True)]
+        return Message(
+            f"bucket {those[0]}" + (f" and {len(those) - 1} like it" if len(those) > 1 else ""),
+            tuple(dict.fromkeys((*b.axes, *filter(None, (b.shard,))))),
+            bucket_text(b, self._program),
+            self._spec.of_bucket(b),
+            ways,
+            "gradients" if b.zero != 3 else "parameters and gradients",
+            stage=b.stages[0] if self._program.axis else -1,
+            layers=len(those),
+            buckets=ranges(map(str, those)),
+            params=list(dict.fromkeys(self._params[n] for n in b.params)),
         )
 
     def number(self, record: CommRecord) -> int | None:
@@ -219,7 +225,7 @@ class Messages:
 
     def _counts(self, r: Row, x: Message) -> bool:
         ways = any((w.direction, w.kind, w.axes) == (r.direction, r.kind, r.axes) for w in x.ways)
-        return ways and (x.cause == r.cause if x.bucket is None else r.cause in _OF_BUCKETS)
+        return ways and (r.cause in _OF_BUCKETS if x.buckets else x.cause == r.cause)
 
 
 #: Causes of rows whose collectives are those of buckets.

@@ -31,6 +31,8 @@ function drawTabs() {
     });
     return button;
   }));
+  const tabs = byId("tabs"), shown = byId(`tab-${state.tab}`);
+  tabs.scrollLeft = shown.offsetLeft - tabs.offsetLeft - (tabs.clientWidth - shown.offsetWidth) / 2;
 }
 
 function show(tab, { quiet = false } = {}) {
@@ -78,6 +80,7 @@ function recall() {
   state.picked = known ? picked : null;
   show(tab || "overview", { quiet: true });
   pick(state.picked, { quiet: true });
+  if (state.picked && state.tab !== "overview") reveal(state.picked);
 }
 
 function exists(x) {
@@ -91,7 +94,7 @@ const INDEX = [];
 
 function buildIndex() {
   D.modules.forEach((m) => m.path && INDEX.push({ text: m.path, about: m.layers ? `module; layers ${m.layers} are equal` : "module", act: () => { openModule(m.path); pick(`t${m.i}`); } }));
-  D.messages.forEach((m) => INDEX.push({ text: `${kindOf(m)} over ${axesOf(m)}${m.bucket !== undefined ? `, ${m.name}` : ""}`, about: [m.module, m.cause, m.name].filter(Boolean).join(" · "), act: () => pick(tagOf(m)) }));
+  D.messages.forEach((m) => INDEX.push({ text: `${kindOf(m)} over ${axesOf(m)}${m.buckets ? `, ${m.name}` : ""}`, about: [m.module, m.cause, m.name].filter(Boolean).join(" · "), act: () => pick(tagOf(m)) }));
   D.weights.forEach((w) => INDEX.push({ text: w.name, about: `weight · ${w.type}`, act: () => pick(`w${w.i}`) }));
   D.spec.lines.forEach((line, i) => line.trim() && INDEX.push({ text: line.trim(), about: `line ${i + 1} of the spec`, act: () => pick(`l${i + 1}`) }));
   D.after.forEach((o, i) => o.message === undefined && !o.like && INDEX.push({ text: o.name, about: `${o.op} in ${o.module || F.model} · ${o.type || ""}`, act: () => { state.graph = "after"; openModule(shownPath(o.module || "")); pick(`o${i}`); reveal(`o${i}`); } }));

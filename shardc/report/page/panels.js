@@ -15,7 +15,7 @@ function drawFacts() {
     const meter = sized(el("i"), { width: `${Math.min(100 * share, 100)}%` });
     facts.push(fact("memory", `${size(F.peak)} peak`, `${percent(share)} of ${size(F.limit)}: ${F.fits ? "fits" : "does not fit"}`, F.fits ? "" : "bad", el("div", { class: `meter ${F.fits ? "" : "over"}` }, meter)));
     const waited = sum(Object.values(F.exposed));
-    facts.push(fact("comm", `${seconds(waited)} exposed`, `waiting for collectives, ${percent(waited / F.seconds || 0)}`));
+    facts.push(fact("comm", `${seconds(waited)} exposed`, `${percent(waited / F.seconds || 0)}: waits for collectives`));
   }
   const p = D.proof;
   facts.push(fact("proof", p ? (p.ok ? "✓ proven" : `✗ ${several(p.gaps.length, "gap")}`) : "not checked", p && p.ok ? "equal to one device" : p ? "not proven equal to one device" : "no proof was asked for", p ? (p.ok ? "good" : "bad") : ""));
@@ -122,7 +122,7 @@ function drawText(panel) {
     const row = el("div", {}, text || " ");
     if (/^\s*#/.test(text)) row.className = "source";
     const bucket = /^# bucket (\d+): /.exec(text);
-    const m = bucket ? D.messages.find((b) => b.bucket === Number(bucket[1])) : null;
+    const m = bucket ? D.messages.find((b) => b.buckets && within(b.buckets, Number(bucket[1]))) : null;
     const called = CALL.exec(text) || /^    (\w+),  # .* \| \w+\/\w+ /.exec(text);
     const i = called ? byName.get(`${stage} ${called[1]}`) : undefined;
     const message = m ? m.i : i !== undefined ? D.after[i].message : undefined;

@@ -6,7 +6,7 @@ function drawSpec() {
   byId("file").textContent = spec.file || "as YAML: it was given in Python";
   const rows = spec.lines.map((text, i) => {
     const line = i + 1, caused = causedBy(line);
-    const any = caused.messages.length + caused.weights.length + caused.regions.length + caused.inputs.length + caused.rows.length || caused.stages;
+    const any = caused.messages.length + caused.weights.length + caused.regions.length + caused.inputs.length + caused.activations.length + caused.rows.length || caused.stages;
     const waits = caused.messages.some((m) => exposure(m) === "e");
     const hash = /^\s*#/.test(text) ? 0 : text.search(/\s#/);
     const row = el("div", { class: `line${any ? " cause" : ""}${waits ? " waits" : ""}`, role: "listitem", "data-tip": any ? lineTip(caused) : null },
@@ -34,6 +34,7 @@ function lineTip(c) {
   if (waited > 0) parts.push(`${seconds(waited)} exposed`);
   if (c.weights.length) parts.push(`splits ${several(sum(c.weights.map((w) => w.count || 1)), "weight")}`);
   if (c.inputs.length) parts.push(`splits ${several(c.inputs.length, "input")}`);
+  if (c.activations.length) parts.push(c.activations.map((a) => a.text).join("\n"));
   if (c.regions.length) parts.push("regions that are computed again");
   if (c.stages) parts.push(several(F.stages, "stage"));
   if (!parts.length && c.rows.length) parts.push(several(c.rows.length, "row") + " of communication");
@@ -58,7 +59,7 @@ function drawDetails() {
   const box = byId("details"), x = state.picked;
   box.classList.toggle("empty", !x);
   if (!x) {
-    box.replaceChildren(el("p", { class: "hint" }, "Nothing is selected. Click a collective, a weight, an op or a line of the spec: here stands its cause, its bytes, and whether a rank waits for it."));
+    box.replaceChildren(el("p", { class: "hint" }, "Nothing is selected. Point at a line of the spec to light what it caused, or at anything else to light its line; a click keeps it, and tells here its cause, its bytes, and whether a rank waits for it."));
     return;
   }
   const i = Number(x.slice(1));
@@ -91,7 +92,7 @@ function ofMessage(m) {
   const op = D.after.findIndex((o) => o.message === m.i);
   const lines = lineLinks(m.lines);
   const path = shownPath(m.module || "");
-  const what = m.bucket !== undefined ? `${m.name}: ${m.title || ""}` : `${kindOf(m)} over ${axesOf(m)}`;
+  const what = m.buckets ? `${m.name}: ${m.title || ""}` : `${kindOf(m)} over ${axesOf(m)}`;
   const bucket = (m.params || []).length ? [el("h3", {}, "Its weights"), weightList(m.params.map((p) => D.weights[p]))] : [];
   return [what,
     el("p", { class: exposure(m) === "e" ? "exposed" : exposure(m) === "h" ? "hidden" : "soft" }, exposedText(m)),
@@ -99,10 +100,11 @@ function ofMessage(m) {
       ["cause", el("span", {}, m.cause)],
       ["spec", lines.length ? el("span", {}, lines) : ""],
       m.before ? ["turns", el("span", {}, code(m.before), el("br"), "into ", code(m.after || ""))] : ["type", m.after ? code(m.after) : ""],
-      ["of", m.bucket === undefined ? m.title : ""],
+      ["of", m.buckets ? "" : m.title],
       ["module", path ? moduleLink(path) : ""],
       ["model", el("span", {}, modelLine(m))],
-      ["layers", (m.layers || 1) > 1 ? `${m.layers} equal layers have it; figures are of all` : ""],
+      ["buckets", m.layers > 1 ? m.buckets : ""],
+      ["alike", m.layers > 1 ? (m.buckets ? `${m.layers} equal buckets; figures are of all` : `${m.layers} equal layers have it; figures are of all`) : ""],
       ["stage", F.axis && m.stage !== undefined && m.stage >= 0 ? `${m.stage}${(m.layers || 1) > 1 ? ", the first of them" : ""}` : ""],
       m.implicit ? ["note", "no annotation of the spec implies it"] : null,
     ]),
@@ -130,7 +132,7 @@ function number(text, kind = "") {
 }
 
 function ofWeight(w) {
-  const bucket = D.messages.find((m) => m.bucket === w.bucket && m.bucket !== undefined);
+  const bucket = D.messages.find((m) => m.buckets && w.bucket >= 0 && within(m.buckets, w.bucket));
   return [w.name,
     list([
       ["type", code(w.type)],
@@ -166,6 +168,7 @@ function ofLine(line) {
     c.messages.length ? el("h3", {}, "Collectives that it causes") : "", messageList(c.messages),
     c.weights.length ? el("h3", {}, "Weights that it splits") : "", weightList(c.weights),
     c.inputs.length ? el("h3", {}, "Inputs that it splits") : "", el("ul", {}, c.inputs.map((i) => el("li", {}, `${i.name} `, code(i.type)))),
+    c.activations.length ? el("h3", {}, "Values that it places; what follows cites the weights") : "", el("ul", {}, c.activations.map((a) => el("li", {}, a.text, " ", a.modules.map((path) => [moduleLink(path), " "])))),
     c.regions.length ? el("h3", {}, "Computed again in backward") : "", el("ul", {}, c.regions.map((r) => el("li", {}, r.text)))];
 }
 
@@ -200,7 +203,7 @@ function moduleLink(path) {
 
 function messageList(messages) {
   return el("ul", {}, messages.map((m) => {
-    const button = el("button", { type: "button", class: "link", onclick: () => pick(tagOf(m)) }, `${m.bucket !== undefined ? `${m.name}: ` : ""}${kindOf(m)} over ${axesOf(m)}`);
+    const button = el("button", { type: "button", class: "link", onclick: () => pick(tagOf(m)) }, `${m.buckets ? `${m.name}: ` : ""}${kindOf(m)} over ${axesOf(m)}`);
     const place = m.home ? `${titleOf(moduleAt.get(m.home))} · ` : "";
     return thing(el("li", { class: "two" }, button, " ", el("span", { class: exposure(m) === "e" ? "exposed" : "soft" }, exposedText(m)), el("small", {}, `${place}${size(bytesOf(m))} a step`)), tagOf(m), m.lines);
   }));

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from shardc.errors import Errors
 from shardc.ir.patterns import match, names_weight
@@ -78,6 +80,18 @@ class SpecLines:
         for axis, _ in p.layout.shards():
             found += self._of_split(p, axis)
         return list(dict.fromkeys(found))
+
+    def activations(self, modules: Sequence[str]) -> list[dict[str, Any]]:
+        """What the entries of `activations` say, of the modules that they name: outermost ones, as the spec means."""
+        found = []
+        for rule in self.spec.activations if self.spec is not None else ():
+            key = f"{rule.pattern}:in" if rule.at == "input" else rule.pattern
+            named = [m for m in modules if match(rule.pattern, m)]
+            outermost = [m for m in named if not any(m.startswith(f"{other}.") for other in named)]
+            dims = ", ".join(f"dim {d} over {'+'.join(s.axis for s in shards)}" for d, shards in rule.dims.items())
+            text = f"{rule.at} of {', '.join(outermost) or rule.pattern}: {dims or 'whole'}"
+            found.append({"text": text, "lines": self.at("activations", key), "modules": outermost})
+        return found
 
     def _of_split(self, p: Param, axis: str) -> list[int]:
         assert self.spec is not None

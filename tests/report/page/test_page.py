@@ -206,7 +206,7 @@ def test_messages_are_all_that_a_step_sends(timed: bool) -> None:
         ("+".join(m["axes"]), w["direction"], w["kind"], w["count"], w["count"] * w["bytes"])
         for m in found["messages"]
         for w in m["ways"]
-        if m.get("bucket") is None
+        if "buckets" not in m
     )
     named = {"gradients, in buckets", "updated parameters", "the loss, to every rank"}
     of_program = totals(
@@ -216,7 +216,7 @@ def test_messages_are_all_that_a_step_sends(timed: bool) -> None:
     buckets = totals(
         (w["axes"], w["direction"], w["kind"], w["count"], w["count"] * w["bytes"])
         for m in found["messages"]
-        if "bucket" in m
+        if "buckets" in m
         for w in m["ways"]
     )
     counted = totals(
@@ -240,14 +240,14 @@ def test_exposed_time_is_that_of_the_cost() -> None:
 def test_every_message_is_drawn_once_and_knows_its_line() -> None:
     found = shown()
     drawn = [op["message"] for op in found["after"] if "message" in op]
-    assert sorted(drawn) == [i for i, m in enumerate(found["messages"]) if "bucket" not in m]
+    assert sorted(drawn) == [i for i, m in enumerate(found["messages"]) if "buckets" not in m]
     for op in (*found["before"], *found["after"]):
         assert all(0 <= u < len(found["after"]) for u in op.get("uses", []))
     by_cause = {m["cause"]: m["lines"] for m in found["messages"]}
     assert by_cause[f"spec.yaml:{line_of('.proj')}:3 'h.*.proj': row"] == [line_of(".proj")]
     sent = next(m for m in found["messages"] if m["ways"][0]["kind"] == "send_recv")
     assert sent["lines"] == [line_of("pipeline")]
-    bucket = next(m for m in found["messages"] if "bucket" in m)
+    bucket = next(m for m in found["messages"] if "buckets" in m)
     assert bucket["lines"] == [line_of("data:"), line_of("mesh")]
     assert all(m.get("lines") for m in found["messages"])
 
@@ -258,6 +258,7 @@ def test_weights_know_the_line_that_splits_them() -> None:
     assert of["h.0.qkv.weight"]["split"] == [["tp", 0]]
     assert "lines" not in of["h.0.ln_1.weight"]
     assert {tuple(r["lines"]) for r in shown()["regions"]} == {(line_of("match"),)}
+    assert re.fullmatch(r"h\.0: keeps .* KiB of a microbatch, computes .* KiB again", shown()["regions"][0]["text"])
     assert {tuple(i["lines"]) for i in shown()["inputs"]} == {(line_of("mesh"),)}
 
 
@@ -319,6 +320,17 @@ def test_a_spec_of_python_is_shown_as_yaml_and_its_lines_are_found() -> None:
     assert [lines.lines[i - 1].strip() for i in row["lines"]] == ["down: row"]
 
 
+def test_an_activation_s_line_knows_the_modules_that_it_names() -> None:
+    """What it causes cites the weights' lines; without this, nothing would light up."""
+    text = 'shardc: 1\nmesh: {tp: 2}\nshard: {use: structure}\nactivations:\n  "h.*": {1: tp}\n'
+    p = shardc.compile(*zoo.gpt(), shardc.Spec.parse(text, "s.yaml"), prove=False)
+    found = json.loads(json.dumps(data(p, None, None)))
+    (entry,) = found["activations"]
+    assert entry["lines"] == [5]
+    assert entry["modules"] == [m["path"] for m in found["modules"] if m.get("path", "") in ("h.0", "h.1")]
+    assert entry["text"] == f"output of {', '.join(entry['modules'])}: dim 1 over tp"
+
+
 def test_settings_of_the_command_line_are_lines_of_their_own() -> None:
     spec = shardc.Spec.parse(
         "shardc: 1\nmesh: {dp: 2, tp: 2}\nshard: {use: structure}\n",
@@ -329,7 +341,7 @@ def test_settings_of_the_command_line_are_lines_of_their_own() -> None:
     found = data(shardc.compile(*zoo.mlp(), spec, prove=False), None, None)
     mesh, zero = (found["spec"]["lines"].index(text) + 1 for text in ("--mesh dp=4", "--set data.zero=1"))
     assert {mesh, zero} == {4, 5}
-    assert next(m["lines"] for m in found["messages"] if "bucket" in m) == [zero, mesh]
+    assert next(m["lines"] for m in found["messages"] if "buckets" in m) == [zero, mesh]
     assert next(m["lines"] for m in found["messages"] if "batch dim 0" in m["cause"]) == [mesh]
 
 
