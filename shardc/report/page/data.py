@@ -138,7 +138,7 @@ def _proof(proof: Proof | None) -> dict[str, Any] | None:
     if proof is None:
         return None
     gaps = [asdict(gap) for gap in proof.gaps]
-    return {"ok": proof.ok, "gaps": gaps, "said": str(proof).partition("\n")[0], "lowered": proof.lowered}
+    return {"ok": proof.ok, "gaps": gaps, "said": str(proof).partition("\n")[0]}
 
 
 def _modules(program: Program, layers: EqualLayers) -> list[Module]:

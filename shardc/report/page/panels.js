@@ -105,7 +105,6 @@ function drawProof(panel) {
   panel.replaceChildren(
     el("p", { class: `verdict ${p.ok ? "good" : "bad"}` }, p.said),
     el("p", {}, "An independent checker reads the text of every stage and the captured graph, runs nothing, and follows every value: which slice, replica or partial sum of which value of the model it is; that each collective turns one into the other; that gradients are summed over the right axes, once; that every parameter is updated by its owners and published."),
-    p.lowered ? el("p", { class: "soft" }, "The spec says `lower:`. The lowered texts are not looked at: shardc verify --lowered runs them.") : "",
     p.gaps.length ? el("h3", {}, "What is not proven") : "",
     ...p.gaps.map((g) => el("div", { class: "gap" }, el("b", {}, g.where), ": ", g.what, list([["line", g.line ? code(g.line) : ""], ["model", g.source], ["right", g.right]]))));
 }
