@@ -55,7 +55,10 @@ function redraw() {
 function reveal(x) {
   const found = document.querySelector(`#panel [data-x="${x}"]`) || document.querySelector(`#panel [data-with~="${x}"]`);
   if (!found) return;
-  found.scrollIntoView({ block: "center", inline: "center" });
+  const drawn = found instanceof SVGElement;
+  found.scrollIntoView({ block: "center", inline: drawn ? "center" : "nearest" });
+  const beside = drawn ? null : found.closest("#text, .wide");
+  if (beside) beside.scrollLeft = 0;  // lines of text are read from their begin
   if (found.focus) found.focus({ preventScroll: true });
 }
 

@@ -98,6 +98,7 @@ function ofMessage(m) {
     el("p", { class: exposure(m) === "e" ? "exposed" : exposure(m) === "h" ? "hidden" : "soft" }, exposedText(m)),
     list([
       ["cause", el("span", {}, m.cause)],
+      ["does", does(m)],
       ["spec", lines.length ? el("span", {}, lines) : ""],
       m.before ? ["turns", el("span", {}, code(m.before), el("br"), "into ", code(m.after || ""))] : ["type", m.after ? code(m.after) : ""],
       ["of", m.buckets ? "" : m.title],
@@ -116,6 +117,20 @@ function ofMessage(m) {
 }
 
 const tagOf = (m) => `m${m.i}`;
+
+const DOES = {
+  all_reduce: "sums what the ranks have; each gets all of the sum",
+  reduce_scatter: "sums what the ranks have; each gets its slice of the sum",
+  all_gather: "puts the ranks' slices together; each gets all of them",
+  all_to_all: "each rank sends a slice to each other one",
+  send_recv: "a stage sends what it made to the next one, and gets its gradient",
+};
+
+/** What a message's collectives do, in forward or else in backward. */
+function does(m) {
+  const kinds = [...new Set(ways(m).map((w) => w.kind))];
+  return kinds.filter((kind) => DOES[kind]).map((kind) => `${kind}: ${DOES[kind]}`).join(". ");
+}
 
 function wayTable(m) {
   if (!ways(m).length) return "";

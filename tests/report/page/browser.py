@@ -4,7 +4,7 @@ with Browser() as browser:
     browser.open(file, width=1280, height=800, dark=True)
     browser.run("document.title")              # a value of the page's JavaScript
     browser.key("/"); browser.type("o_proj")
-    browser.picture(file)                      # PNG
+    browser.picture(file)
     browser.problems                           # exceptions, console errors, refused and requested addresses
 """
 
@@ -123,7 +123,9 @@ class Browser:
         self._do("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button=button, clickCount=1)
 
     def picture(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self._do("Page.captureScreenshot", format="png")["data"]))
+        """PNG, or WebP by the file's name."""
+        form = {"format": "webp", "quality": 90} if file.suffix == ".webp" else {"format": "png"}
+        file.write_bytes(base64.b64decode(self._do("Page.captureScreenshot", **form)["data"]))
 
     # --- the protocol
 

@@ -31,10 +31,10 @@ def main(page: Path) -> None:
         print(f"| a layer's graph laid out and drawn | {statistics.median(shown) / 1000:.2f} s |")
         sent = "D.messages.find((m) => m.layers > 1 && m.cause.includes('o_proj'))"
         browser.run(f"pick(`m${{({sent}).i}}`); reveal(state.picked); document.activeElement.blur(); light(null)")
-        browser.picture(DOCS / "inspect-graph.png")
+        browser.picture(DOCS / "inspect-graph.webp")
         browser.open(page, dark=True, hash_="#timeline")
         browser.run(f"pick(`m${{({sent}).i}}`)")
-        browser.picture(DOCS / "inspect-timeline.png")
+        browser.picture(DOCS / "inspect-timeline.webp")
         assert browser.problems == []
 
 

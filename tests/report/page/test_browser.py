@@ -116,6 +116,13 @@ def test_a_click_tells_the_cause(browser: Browser, file: Path) -> None:
     assert "all_reduce over tp" in browser.run("document.getElementById('details').innerText")
 
 
+def test_a_link_into_the_text_shows_its_line_from_the_begin(browser: Browser, file: Path) -> None:
+    browser.open(file, hash_=f"#text//m{message(chr(39) + 'h.*.out' + chr(39))}")
+    assert browser.run("document.activeElement.textContent").lstrip().startswith("linear_")
+    assert browser.run("document.getElementById('text').scrollLeft") == 0
+    assert browser.run("document.getElementById('text').scrollTop") > 0
+
+
 def test_every_collective_is_reached_in_every_panel(browser: Browser, file: Path) -> None:
     """From its row, its box, its place in the text and its bars in the timeline, a click tells the cause of each."""
     browser.open(file)
