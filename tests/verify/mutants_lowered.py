@@ -139,6 +139,11 @@ def _(n: fx.Node) -> bool | None:
     return None
 
 
+@kind("lowered: a bucket's sum not begun", _calls(ops.launch, ops.scatter))
+def _(n: fx.Node) -> None:
+    n.graph.erase_node(n)
+
+
 @kind("lowered: a bucket's sum begun twice", _calls(ops.launch, ops.scatter))
 def _(n: fx.Node) -> None:
     with n.graph.inserting_after(n):
