@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
+from shardc.ir.mesh import Mesh
 from shardc.runtime import ops
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.rng import Rng
 from shardc.verify.simulate import simulate
 from tests import equality, live_bytes
@@ -163,3 +165,33 @@ def test_unequal_heads_keep_no_scores() -> None:
     found = program.cost().memory.peak
     assert found == pytest.approx(live_bytes.measured(program, model, x)[0], rel=0.01)
     assert found < 4 * heads * sequence * sequence / 4
+
+
+@pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"window": (-255, 0)}], ids=str)
+def test_what_a_ring_holds_is_a_rank_s_part_of_the_sequence(how: dict[str, Any]) -> None:
+    """Live bytes, in keys and values of a rank, do not grow with the ranks: beside its own, those that it works on,
+    those that arrive, and a copy while it is sent; the result, and what is joined to it; in backward gradients too."""
+    length = 4096
+
+    def peaks(ranks: int) -> tuple[float, float]:
+        def work(mesh: LoopbackMesh) -> tuple[float, float]:
+            mesh.__class__ = live_bytes.Measured
+            assert isinstance(mesh, live_bytes.Measured)
+            q, k, v = (normal(1, 2, length // ranks, 16).float().requires_grad_() for _ in range(3))
+            mesh.live = live = Live(foreign=(q, k, v))
+            digits = ((2, "cp", 1, ()), (3, "cp", 1, ()))
+            causal, window = how.get("is_causal", False), {k: x for k, x in how.items() if k == "window"}
+            options = (None, 0.0, causal, None, False, None, 0, mesh, (1, 2, length, length), digits, (), "cp")
+            with live:
+                y = ops.attention(q, k, v, *options, **window)
+                forward = live.peak
+                y.sum().backward()
+            return forward / (2 * k.nbytes), live.peak / (2 * k.nbytes)
+
+        found = loopback(Mesh((("cp", ranks),)), work)
+        return max(f for f, _ in found), max(b for _, b in found)
+
+    for ranks in (4, 8):
+        forward, step = peaks(ranks)
+        assert forward < 4.6
+        assert step < 9.6
