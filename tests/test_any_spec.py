@@ -26,8 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 import shardc
 from shardc.capture import capture
+from shardc.cost import Cost
 from shardc.ir.program import Program
 from shardc.passes.annotate import model_plan
+from shardc.report.page.data import data as page_data
 from shardc.verify.simulate import Simulation
 from tests import stand_in_compiler, zoo
 from tests.zoo import hf, hf_more, plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
@@ -182,6 +184,7 @@ def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> 
             check(program, model, batch, want)
             proof = program.prove()
             assert proof.ok, str(proof)
+            looked_at(program)
             if fuzz:
                 written(program)
 
@@ -202,9 +205,19 @@ def check(program: Program, model: nn.Module, batch: Any, want: Simulation) -> N
     assert not want.grads.keys() - sim.grads.keys()
 
 
+def looked_at(program: Program, cost: Cost | None = None) -> None:
+    """Its page draws every collective, and every row of the table of collectives leads to those that it counts."""
+    shown = page_data(program, cost, None)
+    drawn = {op["message"] for op in shown["after"] if "message" in op}
+    assert drawn == {i for i, m in enumerate(shown["messages"]) if "buckets" not in m}
+    assert {i for r in shown["rows"] for i in r["messages"]} == set(range(len(shown["messages"])))
+
+
 def written(program: Program) -> None:
     """It has a price, and comes back from disk."""
-    assert program.cost().memory.peak > 0
+    cost = program.cost()
+    assert cost.memory.peak > 0
+    looked_at(program, cost)
     with tempfile.TemporaryDirectory() as folder:
         program.save(folder)
         assert shardc.load(folder).text(full=True) == program.text(full=True)
