@@ -289,6 +289,11 @@ class Engine(EngineState):
         if self.mesh.rank == 0:
             print(f"note: {note}", file=sys.stderr, flush=True)
 
+    def check_schedule(self, steps: int) -> None:
+        """Raises ShardcError where the learning-rate schedule ends before so many more steps."""
+        if self._schedulers is not None:
+            self._schedulers.check_room(steps)
+
     def _note_schedulers(self) -> None:
         self._once.note(self._schedulers.members if self._schedulers is not None else ())
 
@@ -357,6 +362,7 @@ class Engine(EngineState):
     def _backward(self, batch: Any, *, local: bool, gather: bool) -> Any:
         self._check()
         self._once.check()
+        self.check_schedule(1)
         self._saves.poll()
         torch_modes.check("engine.step", self.mesh.device.type)
         self._watched.check()

@@ -4,12 +4,12 @@ checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from shardc.errors import ShardcError
 from shardc.runtime.zero.optimizer_list import OptimizerList
@@ -53,6 +53,30 @@ class Schedulers:
     def step(self) -> None:
         for m in self.members:
             m.step()
+
+    def check_room(self, steps: int = 1) -> None:
+        """Raises ShardcError where a schedule ends before so many more steps are done: torch's OneCycleLR is made for a
+        number of steps, and refuses the next one. One within a SequentialLR, whose milestones say when it steps, does
+        that itself.
+        """
+        for m in self._side_by_side(self.members):
+            if isinstance(m, OneCycleLR) and m.last_epoch + steps > m.total_steps:
+                raise ShardcError(
+                    f"the schedule OneCycleLR is made for {m.total_steps} steps, {m.last_epoch} of which are done, and"
+                    f" {'another one is' if steps == 1 else f'{steps} more are'} to come",
+                    where="scheduler",
+                    fix=f"make it with total_steps={m.last_epoch + steps} or more, or train fewer steps; a checkpoint"
+                    " that is loaded keeps the schedule that it was saved with: to begin another one, begin from its"
+                    " weights alone (weights=FOLDER, --weights FOLDER)",
+                )
+
+    @classmethod
+    def _side_by_side(cls, members: Iterable[Any]) -> Iterator[Any]:
+        """These, and those of a ChainedScheduler, which steps all of its own every time."""
+        for m in members:
+            yield m
+            if isinstance(m, ChainedScheduler):
+                yield from cls._side_by_side(m._schedulers)
 
     def state_dict(self) -> Any:
         """Classes and states as JSON-able values: a list, if the user made one."""

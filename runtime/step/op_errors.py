@@ -95,7 +95,10 @@ def lookup_error(what: str, key: str, where: str) -> OutOfRangeError:
     if key:
         fix = f"correct {key!r} in the batch (does another tokenizer make it?), or make the table larger"
     else:
-        fix = "make the table larger, or the sequences shorter: these numbers are made in forward, as positions are"
+        fix = (
+            "make the table larger, or the sequences shorter (--seq of an hf: model): these numbers are made in"
+            " forward, as positions are, or from the batch's"
+        )
     ids = f"the id in {key!r}" if key else "the id"
     return OutOfRangeError(f"{ids} is outside of the table: {what}", where=where, fix=fix)
 
@@ -134,12 +137,18 @@ def eager_lookup_error(error: IndexError, model: nn.Module, inputs: Mapping[str,
             where = f"{module} ({line})" if module and line else module or line
             if code.co_name == "embedding":
                 what = outside(values["input"], values["weight"].shape[0])
-                ids = next((name for name, x in inputs.items() if x is values["input"]), "")
+                ids = next((name for name, x in inputs.items() if _are(values["input"], x)), "")
                 return lookup_error(what, ids, where) if what else None
             what = outside(values["target"], values["input"].shape[1], values["ignore_index"])
             return label_error(what, where) if what else None
         tb = tb.tb_next
     return None
+
+
+def _are(ids: Tensor, given: Tensor) -> bool:
+    """Are these the batch's numbers, as they were given, or in another shape or dtype?"""
+    same = ids.numel() == given.numel() and ids.device == given.device and not given.is_meta
+    return ids is given or (same and not given.is_floating_point() and torch.equal(ids.flatten(), given.flatten()))
 
 
 def label_error(what: str, where: str) -> OutOfRangeError:

@@ -36,6 +36,15 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
         super().__init__(pairs)
         self.known = dict(known)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("parameters", "named_parameters", "modules", "named_modules", "children"):
+            raise AttributeError(
+                f"optimizer(params) gets (name, parameter) pairs, not the model, so there is no .{name}(): torch's"
+                " optimizers take them as they are, AdamW(params, lr=...); the parameters alone are"
+                " [p for name, p in params]"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @classmethod
     def of(cls, program: Program, params: Mapping[str, nn.Parameter]) -> NamedParameters:
         """params: this rank's, by placeholder name."""

@@ -14,6 +14,7 @@ same parameter would drift apart."""
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,6 +87,11 @@ def _check_sharded(
         ParamSharding((), f"each rank along {program.axis} has those of its stages", "pipeline", "remove the pipeline"),
     )
     fix = f"use an optimizer that updates every element by itself (SGD, Adam, AdamW, ...), or {first.instead}"
+    if closure := _closure_of(optimizer):
+        what = (
+            f"the optimizer {kind} needs whole parameters: its step({closure}) evaluates the loss of all of them again"
+        )
+        raise ShardcError(f"{what}, and {first.why}", where=first.where, fix=fix)
     try:
         whole, pieces, more = (
             TrialCopy(optimizer, shardings),
@@ -120,6 +126,16 @@ def _check_sharded(
             reason = f"it updates their parts in another way, and {m.sharding.why}"
             what = f"the optimizer {kind} needs whole parameters: {reason}"
             raise ShardcError(what, where=m.sharding.where, fix=fix)
+
+
+def _closure_of(optimizer: Optimizer) -> str:
+    """The name of the argument without which an optimizer does not step, such as LBFGS's closure; "" for others."""
+    for member in members_of(optimizer):
+        step = inspect.signature(inspect.unwrap(type(member).step)).parameters.values()
+        for p in [*step][1:]:
+            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+                return p.name
+    return ""
 
 
 def _sharding(program: Program, p: Param, runs: Mapping[str, Run]) -> ParamSharding | None:

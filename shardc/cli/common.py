@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from shardc.cli.compile_once import FirstFailedError
 from shardc.cli.rank_errors import for_this_rank
 from shardc.errors import ShardcError
 
@@ -86,7 +87,8 @@ def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
 
 def _end(error: ShardcError, show_json: Show | None) -> NoReturn:
     """Print an error, unless another rank prints the same, and end the process."""
-    told = for_this_rank("\n".join(f"{_ERROR}{text}" for text in error.texts()))
+    quiet = isinstance(error, FirstFailedError)  # the first process of this machine says it
+    told = for_this_rank("\n".join(f"{_ERROR}{text}" for text in error.texts()), alone=not quiet)
     print_error(told)
     if show_json is not None and told:
         show_json(json.dumps({"errors": error.to_json()}))

@@ -7,11 +7,13 @@ eight times as much, of the machine that is to train.
     others    wait for the folder ── wait for the program ── read it
 
 Whoever does not see the folder within moments (a container that has a temporary folder of its own), or sees that the
-first process failed, compiles for itself; so an error in the model or the spec is met by all of them, as without this.
+first process died, compiles for itself. An error that the first process tells, in the model, the spec or an option, is
+left in the folder: the others end with it at once, also those that come when the first has gone.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -19,7 +21,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
 #: Seconds for which others wait for the folder, which the first process makes before it compiles; between two looks.
 APPEARS, POLL = 10.0, 0.1
 _PROGRAM, _FAILED = "program", "failed"
+#: When this process began: what was left in a folder before that is of an earlier run.
+_BEGAN = time.time()
+
+
+class FirstFailedError(ShardcError):
+    """The error of the first process of this machine, which tells it."""
 
 
 def meeting() -> Path | None:
@@ -56,17 +64,51 @@ def once(
         yield compiled()
     elif first:
         try:
-            try:
-                program = compiled()
-                program.save(folder / _PROGRAM)  # visible at once, when it is whole
-            except BaseException:
-                (folder / _FAILED).touch()
-                raise
+            program = compiled()
+            program.save(folder / _PROGRAM)  # visible at once, when it is whole
             yield program
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        except BaseException as e:
+            _leave(folder, e)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
     else:
-        yield _read(_awaited(folder), compiled, read)
+        found = _awaited(folder)
+        if found is None:
+            check(folder)
+        yield _read(found, compiled, read)
+
+
+def _leave(folder: Path, error: BaseException) -> None:
+    """Say why the first process ends, to those that come yet; the last of them removes the folder."""
+    shutil.rmtree(folder / _PROGRAM, ignore_errors=True)
+    with suppress(OSError):
+        said = error.to_json() if isinstance(error, ShardcError) else []
+        (folder / ".writing").write_text(json.dumps(said))
+        (folder / ".writing").rename(folder / _FAILED)
+
+
+def check(folder: Path | None) -> None:
+    """Raises FirstFailedError where the first process of this machine has ended with an error that it told."""
+    if folder is None or not _failed(folder):
+        return
+    try:
+        said = [ShardcError(**error) for error in json.loads((folder / _FAILED).read_text())]
+        (folder / f"seen{os.environ.get('LOCAL_RANK', '')}").touch()
+        if len(list(folder.glob("seen*"))) >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1:
+            shutil.rmtree(folder, ignore_errors=True)
+    except (OSError, ValueError, TypeError):
+        return
+    if said:
+        first = said[0]
+        raise FirstFailedError(first.what, where=first.where, fix=first.fix, errors=said if said[1:] else ())
+
+
+def _failed(folder: Path) -> bool:
+    """Has the first process of this run failed?"""
+    try:
+        return _ours(folder) and (folder / _FAILED).stat().st_mtime > _BEGAN
+    except OSError:
+        return False
 
 
 def _read(found: Path | None, compiled: Callable[[], Program], read: Callable[[Path], Program]) -> Program:
@@ -117,7 +159,7 @@ def _program(folder: Path) -> Path | None:
         if time.monotonic() > until:
             return None
         time.sleep(POLL)
-    while _ours(folder) and not (folder / _FAILED).exists():
+    while _ours(folder) and not _failed(folder):
         if (folder / _PROGRAM).is_dir():
             return folder / _PROGRAM
         time.sleep(POLL)

@@ -21,8 +21,11 @@ COLLECT, WAIT = 2.0, 4.0
 _DONE, _READ = "shardc/errors/told", "shardc/errors/read"
 
 
-def for_this_rank(text: str) -> str:
-    """What this process is to print of an error: all of it, with the ranks that have it; "" if the first rank does."""
+def for_this_rank(text: str, *, alone: bool = True) -> str:
+    """What this process is to print of an error: all of it, with the ranks that have it; "" if the first rank does.
+
+    alone: speak where nobody else is there to be asked.
+    """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world < 2 or "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         return text
@@ -30,7 +33,7 @@ def for_this_rank(text: str) -> str:
         with _without_frames():
             return _told(text, rank, world)
     except (RuntimeError, OSError, ValueError):  # of the store: nobody is there, or no more
-        return text
+        return text if alone else ""
 
 
 @contextmanager

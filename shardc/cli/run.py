@@ -114,7 +114,7 @@ def command(
         float | None,
         typer.Option(min=0, help="seconds that ranks wait for each other; 0 = torch's, 30 min (10 with NCCL)"),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="of initial weights, dropout and the order of data")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="of initial weights, dropout and the order of data")] = None,
     log: Annotated[Path | None, typer.Option(help="folder for steps.jsonl")] = None,
     tensorboard: Annotated[
         bool | None,
@@ -168,6 +168,8 @@ def command(
         check_outputs(folders={"--save": save, "--log": log if first else None})
         _check_options(clip=clip, seed=seed, watch=watch, timeout=timeout)
         joined = launch.in_world()
+        shared = compile_once.meeting() if joined and not is_artifact(model) else None
+        compile_once.check(shared)  # else this process would wait for a first one that has gone
         here = presence.begin(*(() if watch is None else (watch,))) if joined else None
         world = int(os.environ["WORLD_SIZE"]) if joined else nproc
 
@@ -191,7 +193,6 @@ def command(
                 model_file.imported(model_file.path_of(model))  # it may register ops
             return program_of(str(found), None, None, None, None, None, as_compiled=True)
 
-        shared = compile_once.meeting() if joined and not is_artifact(model) else None
         first = os.environ.get("LOCAL_RANK", "0") == "0"
         with here.activity.during("compiling") if here is not None else nullcontext():
             program = stack.enter_context(compile_once.once(shared, first=first, compiled=compiled, read=read))

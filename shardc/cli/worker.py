@@ -126,6 +126,8 @@ def run(job: Job) -> dict[str, Any]:
     if engine.step_count > settings.steps:
         what = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
         raise ShardcError(what, where="--steps", fix="--steps counts from the first step of all: name a later one")
+    if settings.steps > engine.step_count:
+        _check_training(program, settings.steps - engine.step_count, engine)
     with mesh.together("opening the data"):
         train, valid = _data(job, file, engine)
 
@@ -168,6 +170,15 @@ def run(job: Job) -> dict[str, Any]:
     if log is not None:
         (log / "summary.json").write_text(json.dumps(summary, indent=1))
     return summary
+
+
+def _check_training(program: Program, steps: int, engine: Engine) -> None:
+    """What can be known before the first step of some that would not train, or not to the end."""
+    if not any(p.requires_grad for p in program.params):
+        what = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
+        fix = "let some have it (p.requires_grad_(True)); --steps 0 evaluates and exports without training"
+        raise ShardcError(what, where="model()", fix=fix)
+    engine.check_schedule(steps)
 
 
 def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches | None]:

@@ -18,7 +18,7 @@ class Run(Section):
     """Folders are relative to where the command is run."""
 
     steps: Times = Field(default=100, description="optimizer steps in all, those before a resume counted in")
-    seed: int = Field(default=0, description="of initial weights, dropout and the order of data")
+    seed: Times = Field(default=0, description="of initial weights, dropout and the order of data")
     clip: Positive | None = Field(
         default=None, description="clip gradients to this norm of all of them", examples=[1.0]
     )

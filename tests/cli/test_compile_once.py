@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,11 +62,38 @@ def test_the_folder_goes_with_the_first(tmp_path: Path) -> None:
 
 def test_an_error_of_the_first_is_met_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_once, "APPEARS", 0.5)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
 
     def compile_(rank: int) -> Any:
         raise ShardcError(f"wrong on {rank}", where="spec")
 
-    assert [str(e) for e in meet(tmp_path / "there", compile_)] == [f"spec: wrong on {r}" for r in range(3)]
+    assert [str(e) for e in meet(tmp_path / "there", compile_)] == ["spec: wrong on 0"] * 3
+
+
+def test_who_comes_when_the_first_has_failed_ends_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that failed after it had compiled; what an earlier run has left there is not looked at; the last of the
+    others removes the folder."""
+    folder = tmp_path / "there"
+    two = [ShardcError("a", where="x", fix="y"), ShardcError("b")]
+    with (
+        pytest.raises(ShardcError, match="x: a"),
+        compile_once.once(folder, first=True, compiled=program, read=load),
+    ):
+        raise ShardcError("2 errors", errors=two)
+    assert [f.name for f in folder.iterdir()] == ["failed"]
+    monkeypatch.setattr(compile_once, "_BEGAN", time.time() + 9)
+    compile_once.check(folder)
+    monkeypatch.setattr(compile_once, "_BEGAN", 0.0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    for rank in ("1", "2"):
+        assert folder.exists()
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(compile_once.FirstFailedError) as found:
+            compile_once.check(folder)
+        assert found.value.texts() == ["x: a\n  fix: y", "b"]
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("there", ["nothing", "open to all", "a link"])

@@ -23,7 +23,9 @@ def test_a_store_that_goes_away_is_no_dump_of_frames() -> None:
                     return
 
         threading.Thread(target=gone, daemon=True).start()
-        script = "from shardc.cli.rank_errors import for_this_rank; print(for_this_rank('model.py:3: no'))"
+        script = (
+            "from shardc.cli.rank_errors import for_this_rank as f; print(f('model.py:3: no'), f('no', alone=False))"
+        )
         done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "model.py:3: no\n"
+    assert done.stdout == "model.py:3: no \n"
     assert done.stderr == ""

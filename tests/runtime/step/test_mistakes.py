@@ -20,6 +20,7 @@ from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state.weight_files import open_weights
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
+from shardc.runtime.step.param_groups import NamedParameters
 from shardc.spec import Run
 
 
@@ -302,3 +303,11 @@ def test_a_number_of_the_batch_stays_what_it_was_in_an_artifact(tmp_path: Any) -
     PROGRAM.save(tmp_path / "out")
     loaded = shardc.load(tmp_path / "out")
     assert loaded.baked == PROGRAM.baked == ((("strength",), 2.0),)
+
+
+def test_an_optimizer_function_that_takes_its_argument_for_the_model() -> None:
+    pairs = NamedParameters([("w", nn.Parameter(torch.ones(2)))], {})
+    with pytest.raises(AttributeError, match=r"pairs, not the model, so there is no \.parameters\(\): .*AdamW\(params"):
+        torch.optim.AdamW(pairs.parameters())
+    with pytest.raises(AttributeError, match="has no attribute 'other'"):
+        _ = pairs.other

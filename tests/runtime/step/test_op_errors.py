@@ -70,8 +70,10 @@ def test_what_a_batch_would_raise_is_told_when_it_is_compiled() -> None:
     with torch.device("meta"):
         model = Words()
     one = {"shardc": 1, "mesh": {"dp": 1}}
-    with pytest.raises(ShardcError, match=r"words \(test_op_errors.py:\d+\): the id is outside.*9 is not in 0 ... 7"):
+    said = r"words \(test_op_errors.py:\d+\): the id in 'ids' is outside.*9 is not in 0 ... 7\n  fix: correct 'ids'"
+    with pytest.raises(ShardcError, match=said):
         shardc.compile(model, batch(top=9), one)
+
     with pytest.raises(
         ShardcError, match=r"positions \(.*6 is not in 0 ... 5\n  fix: make the table larger, or the seq"
     ):

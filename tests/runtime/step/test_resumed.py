@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR, StepLR
 
 import shardc
+from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import loopback
 
 Schedule = Callable[[Any], Any] | None
@@ -79,3 +80,41 @@ def test_what_a_checkpoint_replaces_is_told(
     capfd.readouterr()
     loopback(program.mesh, lambda mesh: engine(mesh, *now, seeds[1]).load(tmp_path / "checkpoint"))
     assert capfd.readouterr().err.splitlines() == [f"note: {line}" for line in told]
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w(x).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_schedule_that_ends_before_the_run(chained: bool) -> None:
+    """It is an error before the step that it has no rate for; a run asks before its first step."""
+
+    def schedule(optimizer: Any) -> Any:
+        one = OneCycleLR(optimizer, 1e-2, total_steps=3)
+        return ChainedScheduler([one], optimizer) if chained else one
+
+    batch = {"x": torch.ones(2, 4)}
+    program = shardc.compile(Line(), batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+
+    def train(mesh: Any) -> None:
+        engine = program.engine(Line(), optimizer=torch.optim.AdamW, scheduler=schedule, mesh=mesh)
+        engine.check_schedule(3)
+        with pytest.raises(ShardcError, match="is made for 3 steps, 0 of which are done, and 4 more are to come"):
+            engine.check_schedule(4)
+        for _ in range(3):
+            engine.step(batch)
+        before = engine.full_state_dict()
+        with pytest.raises(
+            ShardcError, match=r"3 of which are done, and another one is to come\n  fix: .*total_steps=4"
+        ):
+            engine.step(batch)
+        assert engine.step_count == 3
+        assert all(torch.equal(x, before[n]) for n, x in engine.full_state_dict().items())
+
+    loopback(program.mesh, train)

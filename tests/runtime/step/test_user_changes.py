@@ -178,12 +178,12 @@ def test_an_error_of_a_scheduler_leaves_the_state_of_a_step() -> None:
 
     def work(mesh: LoopbackMesh) -> None:
         def scheduler(optimizer: Any) -> Any:
-            return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2)
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [1.0, 1.0, 1.0][step])
 
         engine = Engine(program, net(), scheduler=scheduler, mesh=mesh)
         engine.step(BATCH)
         engine.step(BATCH)
-        with pytest.raises(ValueError, match="Tried to step"):
+        with pytest.raises(IndexError):
             engine.step(BATCH)
         assert engine.whole
         assert engine.step_count == 3

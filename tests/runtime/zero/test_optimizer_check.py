@@ -169,3 +169,16 @@ def test_cuts() -> None:
     assert [list(p.shape) for p in ParamSharding((0, 1), "", "", "").parts(x)] == [[2, 2], [2, 3], [2, 2], [2, 3]]
     assert [p.tolist() for p in ParamSharding((), "", "", "").parts(torch.arange(4).view(2, 2))] == [[0, 1], [2, 3]]
     assert [p.numel() for p in ParamSharding((), "", "", "").parts(torch.ones(()))] == [1, 0]
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_as_what_it_is() -> None:
+    program = shardc.compile(Two(), X, {"shardc": 1, **TP})
+
+    def work(mesh: Any) -> None:
+        module = program.module(Two(), mesh=mesh, broadcast=True)
+        optimizer = torch.optim.LBFGS(module.parameters())
+        with pytest.raises(ShardcError, match=r"LBFGS needs whole parameters: its step\(closure\) evaluates the loss"):
+            module(module.local(X))
+        assert optimizer.param_groups
+
+    loopback(program.mesh, work)
