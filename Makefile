@@ -1,4 +1,4 @@
-# make train | test | gpu | fuzz | hostile | faults | lowered | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | test | gpu | fuzz | graphs | hostile | faults | lowered | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
@@ -12,7 +12,7 @@ define link
 	@for d in passes runtime specs; do ln -s ../../../$$d $(1)/shardc/$$d; done
 endef
 
-.PHONY: train test gpu fuzz hostile faults lowered mutants lint bench table docs types clean
+.PHONY: train test gpu fuzz graphs hostile faults lowered mutants lint bench table docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -45,6 +45,9 @@ hostile: $(READY)   ## hostile specs and compiled folders: each refused with a p
 
 fuzz: $(READY)   ## random specs of every model, or of MODELS, against one device: what differs is shrunk to the smallest spec that does
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal tests/test_any_spec.py --fuzz $(or $(EXAMPLES),50) --fuzz-models '$(MODELS)'
+
+graphs: $(READY)   ## random graphs of the ops that have rules, on random specs, against one device and the proof, for SECONDS from SEED
+	$(BIN)/python -m tests.verify.op_graphs --seconds $(or $(SECONDS),600) --seed $(or $(SEED),0)
 
 faults: $(READY)   ## damaged and hostile checkpoints, faults at every call that reaches the disk, ranks that are killed, stopped, raise or differ
 	$(BIN)/python tests/runtime/state/faults.py

@@ -56,6 +56,11 @@ class Shard:
         """The shard that a program writes so."""
         return cls(dim, abs(split), tuple(sections), padding, blocks, split < 0)
 
+    @property
+    def in_order(self) -> bool:
+        """Is an entry's place in the padded dim its number? Not behind padding of an earlier block, nor in sections."""
+        return not self.sections and (self.blocks == 1 or not self.padding)
+
     def padded(self, size: int) -> int:
         """The dim's size with its padding."""
         return size + self.blocks * self.padding

@@ -97,7 +97,7 @@ class Choices:
         padding, blocks: as in `Shard`, counted in this factor. What sums a padded factor away gets operands whose
         padding is zero."""
         sig = self.signature
-        if padding and (sections or digit % blocks or sig.sizes[factor] % blocks):
+        if padding and (sections or digit % blocks or sig.sizes[factor] % blocks or factor in sig.unpadded):
             return None
         size = sig.sizes[factor] + blocks * padding
         if size % (digit * n) or any(s % n for s in sections) or (mirrored and digit % 2):

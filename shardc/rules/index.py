@@ -26,7 +26,7 @@ def by_vocabulary(call: Call, n: int, available: Sequence[frozenset[Placement]])
     sum over ranks is the look-up.
     """
     for rows in sorted(available[0], key=repr):
-        if not isinstance(rows, Shard) or rows.dim != 0 or rows.sections or _by_frequency(call):
+        if not isinstance(rows, Shard) or rows.dim != 0 or not rows.in_order or _by_frequency(call):
             continue
         if rows.padded(call.operands[0].shape[0]) % (rows.split * n) == 0:
             yield Strategy("vocabulary", (rows, REPLICATE), (PARTIAL,))
@@ -72,7 +72,7 @@ def by_entries(call: Call, n: int, available: Sequence[frozenset[Placement]]) ->
     """The dim that indices point into is split: as `by_vocabulary`."""
     x, d = call.operands[0].shape, call.dim(call.arg(1, "dim"))
     for p in sorted(available[0], key=repr):
-        if isinstance(p, Shard) and p.dim == d and not p.sections and p.padded(x[d]) % (p.split * n) == 0:
+        if isinstance(p, Shard) and p.dim == d and p.in_order and p.padded(x[d]) % (p.split * n) == 0:
             yield Strategy("entries", (p, REPLICATE), (PARTIAL,))
 
 

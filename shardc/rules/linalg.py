@@ -88,7 +88,7 @@ def _stacked(call: Call, own: list[int]) -> Signature:
         dims(v.shape, len(batch) * full, f"y{j}_") for j, (v, full) in enumerate(zip(call.results, wanted, strict=True))
     )
     whole = frozenset(f for f in sizes if not f.startswith("e"))
-    return Signature(ins, outs, sizes, frozenset(), whole)
+    return Signature(ins, outs, sizes, frozenset(), whole, frozenset(sizes) - whole)
 
 
 def _flops(call: Call) -> int:

@@ -28,13 +28,18 @@ Operand = tuple[Dim, ...]
 
 @dataclass(frozen=True)
 class Signature:
-    """A rule bound to shapes: factors of every dim of the tensor operands and results, sizes, and what may be split."""
+    """A rule bound to shapes: factors of every dim of the tensor operands and results, sizes, and what may be split.
+
+    unpadded: factors that may be split only where they divide: of any numbers in padding the op would make an error, or
+    gradients that are not finite (the inverse of a matrix of zeros).
+    """
 
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     sizes: Mapping[str, int]
     summed: frozenset[str] = field(default_factory=frozenset)
     whole: frozenset[str] = field(default_factory=frozenset)
+    unpadded: frozenset[str] = field(default_factory=frozenset)
 
     def places(self, operand: Operand, factor: str) -> tuple[int, int] | None:
         """(dim, product of the major factors before it in that dim) of a factor in an operand, None if it has none."""

@@ -430,7 +430,7 @@ def captured(g: Graph) -> Captured:
     graph.eliminate_dead_code()
     graph.lint()
     wanted = [v for v in leaves.values() if v.leaf == "param"]
-    grads = torch.autograd.grad(total, [v.tensor for v in wanted], allow_unused=True)
+    grads = torch.autograd.grad(total, [v.tensor for v in wanted], allow_unused=True, retain_graph=True)
     by_name = {
         names[id(v)]: torch.zeros_like(v.tensor) if g_ is None else g_ for v, g_ in zip(wanted, grads, strict=True)
     }

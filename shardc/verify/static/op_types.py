@@ -94,9 +94,15 @@ def results(choices: Choices, strategies: Strategies, mesh: Mesh) -> tuple[Layou
     return tuple(layouts)
 
 
-def harm_of_padding(node: fx.Node, strategies: Strategies, claims: Sequence[Claim], weights: set[fx.Node]) -> str:
+def harm_of_padding(
+    node: fx.Node,
+    strategies: Strategies,
+    claims: Sequence[Claim],
+    weights: set[fx.Node],
+    lines: Sequence[fx.Node] = (),
+) -> str:
     """ "" where what an op sums away is padded by zeros, and what might meet a pole by a number that does not; else
-    what is wrong.
+    what is wrong. lines: of the text, that give the operands.
     """
     at_poles, away = poles(node.target, node.args)
     for i, (operand, claim) in enumerate(zip(operands_of(node), claims, strict=True)):
@@ -116,7 +122,8 @@ def harm_of_padding(node: fx.Node, strategies: Strategies, claims: Sequence[Clai
         if operand not in weights and any(fills.get(d) != 0 for d in summed & padded):
             return f"it sums over the padding of its operand {operand.name}, which is not zero"
         alone = any(s.sums_padding(i) and not s.multiplies_padding(i) for s in strategies.values())
-        if operand in weights and alone and values_of(operand)[0].requires_grad:
+        cleared = lines[i : i + 1] and getattr(lines[i].target, "__name__", "") == "fill_padding"  # its gradient, too
+        if operand in weights and alone and not cleared and operand.meta["value"].requires_grad:
             return f"the gradient of its sum reaches the padding of the parameter {operand.name}"
     return ""
 
@@ -181,7 +188,6 @@ def weight_like(graph: fx.Graph, params: set[str]) -> set[fx.Node]:
             continue
         operands = operands_of(node) if node.op == "call_function" else []
         rule = registry.find(node.target) if len(operands) == 1 else None
-        filled = getattr(node.target, "__name__", "") == "fill_padding"  # zeroes the gradient's padding, too
-        if operands and operands[0] in found and rule is not None and rule.linear == ((0,),) and not filled:
+        if operands and operands[0] in found and rule is not None and rule.linear == ((0,),):
             found.add(node)
     return found

@@ -382,7 +382,8 @@ class Text:
                 )
             except LookupError:
                 continue
-            if why := op_types.harm_of_padding(call, strategies, claims, self.model.weights):
+            lines = [line for line, _ in forms]
+            if why := op_types.harm_of_padding(call, strategies, claims, self.model.weights, lines):
                 self.wrong[line] = why
                 continue
             found.append((line, touched, layouts))

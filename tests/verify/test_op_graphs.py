@@ -1,0 +1,164 @@
+"""Random graphs of ops, on random specs, equal to one device or are refused, and are proven (tests/verify/op_graphs.py;
+`make graphs` tries many); and what was found so, kept as the smallest model of each.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from tests import equality
+from tests.verify import op_graphs
+
+GRAPHS, SPECS = 20, 3
+
+
+def test_random_graphs() -> None:
+    found: Counter[str] = Counter()
+    for number in range(GRAPHS):
+        built = op_graphs.case(0, number)
+        for i in range(SPECS if built is not None else 0):
+            _, captured = built  # type: ignore[misc]
+            spec = op_graphs.spec_of(captured, random.Random(f"0 {number} {i}"), most=8)
+            result = op_graphs.check(captured, spec)
+            assert not result.endswith("!"), f"case {number}.{i}: {spec}\n{result}"
+            found[result.partition(":")[0]] += 1
+    assert found[""] > 3 * (found.total() - found[""])
+
+
+def test_what_is_wrong_is_noticed_and_made_smaller() -> None:
+    """A search that finds nothing, or shrinks it to something else, would find nothing ever."""
+    cases = (op_graphs.case(0, n) for n in range(20))
+    built = next(b for b in cases if b is not None and len(b[0].calls) > 4)
+    graph, captured = built
+    assert not op_graphs.differences(captured, captured.loss, captured.grads)
+    assert op_graphs.differences(captured, captured.loss + 1, captured.grads) == "the loss differs by 1"
+    smaller = op_graphs.smaller_graph(graph)
+    assert smaller
+    assert all(len(g.calls) <= len(graph.calls) for g in smaller)
+    for g in smaller[:5]:
+        again = op_graphs.captured(g)
+        assert not op_graphs.check(again, {"shardc": 1, "mesh": {"dp": 1}, "batch": {"axes": []}})
+
+
+class Elementwise(nn.Module):
+    """A parameter meets the batch's dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.arange(-5.0, 7.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.p).square().sum()
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.ReLU(), nn.ReLU()
+        self.p = nn.Parameter(torch.arange(48.0, dtype=torch.float64).view(4, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x * self.p) * 2).square().sum()
+
+
+class Summed(nn.Module):
+    """A parameter is summed as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.arange(6.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.p.sum()).square().sum()
+
+
+class Gathered(nn.Module):
+    """Indices point into a dim that is padded in blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.arange(48.0, dtype=torch.float64).view(4, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = (x.long() % 12).view(12, 4)
+        return (self.p.abs().reshape(12, 4).gather(0, index) * x.view(12, 4)).sum()
+
+
+class Inverted(nn.Module):
+    """Zeros in the padding are matrices without an inverse, and without a condition number's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(4, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.linalg.cond(self.p) * x.sum(1)).sum()
+
+
+X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
+
+
+@pytest.mark.parametrize(
+    ("model", "spec"),
+    [
+        pytest.param(
+            Elementwise,
+            {"mesh": {"dp": 2, "tp": 2}, "batch": {"dims": {"x": 1}}, "shard": {"p": {0: "tp"}}},
+            id="a dim that one axis leaves and another takes: it was cut first, and the parts were others",
+        ),
+        pytest.param(
+            Elementwise,
+            {"mesh": {"dp": 2}, "batch": {"dims": {"x": 1}, "microbatches": 3}},
+            id="a parameter was stored in parts of microbatches",
+        ),
+        pytest.param(
+            Turned,
+            {
+                "mesh": {"a": 2, "b": 2},
+                "batch": {"axes": []},
+                "activations": {"first": {0: "a", 1: "b"}, "second": {0: "b", 1: "a"}},
+            },
+            id="two axes change places",
+        ),
+        pytest.param(
+            Summed,
+            {"mesh": {"tp": 4}, "batch": {"axes": []}, "uneven": "pad", "shard": {"p": {0: "tp"}}},
+            id="the gradient of a padded parameter's sum reached its padding, which the optimizer then filled",
+        ),
+        pytest.param(
+            Gathered,
+            {"mesh": {"tp": 2}, "batch": {"axes": []}, "uneven": "pad", "shard": {"p": {1: "tp"}}},
+            id="padding before an entry was counted as entries, in the rule of gather",
+        ),
+        pytest.param(
+            Inverted,
+            {"mesh": {"tp": 3}, "batch": {"axes": []}, "uneven": "pad", "shard": {"p": {0: "tp"}}},
+            id="gradients of matrices in the padding were nan",
+        ),
+        pytest.param(
+            Elementwise,
+            {"mesh": {"a": 2, "b": 2}, "batch": {"dims": {"x": 0}, "axes": ["a"], "microbatches": 2}},
+            id="a summand's type lost one of its axes",
+        ),
+    ],
+)
+def test_what_was_found(model: Callable[[], nn.Module], spec: dict[str, Any]) -> None:
+    one = equality.reference(lambda: (model(), X))
+    program = one.compile({"shardc": 1, **spec})
+    assert program.prove().ok, str(program.prove())
+
+    def momentum(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, 1e-6, momentum=0.9)
+
+    alone = one.compile({"shardc": 1, "mesh": {"dp": 1}})
+    want, sim = (shardc.verify.simulate(p, one.model, X, steps=3, optimizer=momentum) for p in (alone, program))
+    torch.testing.assert_close(sim.loss, want.loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(sim.state, want.state, rtol=1e-12, atol=0)
