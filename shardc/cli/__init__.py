@@ -13,6 +13,7 @@ device, rules, spec         devices that programs are priced for; rules of ops, 
 compile_once                under torchrun, one process of a machine compiles for all
 run_folder                  the temporary folder of a run; save_lock: one run at a time saves to a folder
 lasting_output              output that ends before the run does
+elsewhere                   where options of other trainers are written here
 rank_errors                 an error that all ranks have alike is printed once; user_frames: of the user's code alone
 """
 
@@ -28,9 +29,11 @@ import typer
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from shardc.cli import checkpoint, compile, device, export, inspect, plan, rules, run, spec, verify
+from shardc.cli.elsewhere import Commands
 
 app = typer.Typer(
     name="shardc",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
