@@ -407,9 +407,12 @@ def let_workers_end() -> None:
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Has anybody registered a hook of the optimizer's steps?"""
+    """Has anybody registered a hook of the optimizer's steps? shardc's own, which look and change nothing, do not
+    count: they are marked so (`looks_only`).
+    """
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+    each = (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    return any(not getattr(hook, "looks_only", False) for hooks in each for hook in hooks.values())
 
 
 def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:

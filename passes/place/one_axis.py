@@ -17,7 +17,7 @@ from shardc.ir.outputs import SMALL
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
 from shardc.passes.place.transfer_cost import TOUCH, UNDO, transfer
-from shardc.rules import attention_methods
+from shardc.rules import attention_methods, softmax
 from shardc.rules.attention import RING, sent_by_ring
 from shardc.rules.choices import Choices
 from shardc.rules.strategy import Strategy, needs_sum_grad
@@ -327,6 +327,10 @@ class Axis:
         if strategy.kind == "pin":
             return cost
         choices = self.choices[node]
+        if strategy.kind == softmax.PARTS:  # the largest element and the sum, of each softmax
+            v = choices.call.operands[0]
+            each = self._size(operands[0]) / softmax.elements(choices.call)
+            cost += 2 * transfer(v, PARTIAL, REPLICATE, self.n, each)
         if strategy.kind in ("replicate", "partial_grad", "partial"):
             cost += (3 * choices.flops / FLOPS_PER_LINK_BYTE + TOUCH * choices.touched) * (self.n - 1) / self.n
         for i, (v, out) in enumerate(zip(choices.call.results, strategy.outputs, strict=True)):

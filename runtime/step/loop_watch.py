@@ -154,3 +154,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if _watches and not torch.compiler.is_compiling():
         for watch in _alive():
             watch.stepping(optimizer)
+
+
+_before_step.looks_only = True  # type: ignore[attr-defined]  # an engine's step may be done in parts (step_hooks)

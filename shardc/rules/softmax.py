@@ -31,6 +31,11 @@ def _dims(call: Call) -> list[int]:
     return sorted(call.dim(d) for d in ([dims] if isinstance(dims, int) else dims or range(ndim)))
 
 
+def elements(call: Call) -> int:
+    """How many elements are normalised together."""
+    return math.prod(call.operands[0].shape[d] for d in _dims(call))
+
+
 def by_parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
     """Each rank has some of the elements that are normalised together; two small sums over ranks make the normaliser.
 

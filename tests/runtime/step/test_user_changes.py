@@ -237,9 +237,10 @@ def test_parts_that_were_in_eval_mode_stay_so(tmp_path: Path) -> None:
     assert shardc.load(tmp_path / "out").still == program.still
     plain = frozen()
     losses = [plain(**BATCH).item()] * 2
+    models = iter([frozen(), frozen()])  # ranks are threads, and the seed is the process's
 
     def work(mesh: LoopbackMesh) -> None:
-        module: Any = ShardedModule(program, frozen(), mesh=mesh)
+        module: Any = ShardedModule(program, next(models), mesh=mesh)
         found = [module(**module.local(BATCH)).item()]
         module.train()
         with pytest.raises(ShardcError, match=r"in training mode now(.|\n)*module.enc.eval\(\) after module.train"):
