@@ -22,6 +22,7 @@ from torch import fx
 from shardc.ir.graph import operands_of, placeholders, producer_of, values_of
 from shardc.ir.placement import Partial, Placement, Shard
 from shardc.ir.program import Program, Value
+from shardc.rules import softmax
 from shardc.rules.choices import Choices, choices_of
 from shardc.rules.strategy import Strategy, needs_sum_grad
 
@@ -35,13 +36,14 @@ class SplitGroup:
 
     values: every split value and how. ops: every op that runs by parts. entries: whole values that it reads, whose
     gradients are sums over ranks. exits: partial sums that it hands out. gathers: split values that something needs
-    whole (new buffer values)."""
+    whole (new buffer values). inside: bytes that its ops sum by themselves: normalisers of softmaxes."""
 
     values: dict[Key, Shard] = field(default_factory=dict)
     ops: dict[fx.Node, Strategy] = field(default_factory=dict)
     entries: dict[Key, None] = field(default_factory=dict)
     exits: dict[Key, None] = field(default_factory=dict)
     gathers: dict[Key, None] = field(default_factory=dict)
+    inside: float = 0.0
 
     @property
     def params(self) -> dict[fx.Node, Shard]:
@@ -51,7 +53,7 @@ class SplitGroup:
     def bytes(self) -> float:
         """Bytes that are summed or gathered, forward and backward, up to a factor that is the same for every group."""
         total = sum(2 * _value(k).nbytes() for k in self.exits) + sum(_value(k).nbytes() for k in self.gathers)
-        return total + sum(2 * _value(k).nbytes() for k in self.entries if needs_sum_grad(_value(k)))
+        return total + sum(2 * _value(k).nbytes() for k in self.entries if needs_sum_grad(_value(k))) + self.inside
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,10 @@ class Follower:
         if stopped is not None:  # whatever leads here is blocked as well
             self.blocked |= dict.fromkeys(group.values.items(), stopped)
             return stopped
+        for node, strategy in group.ops.items():
+            if strategy.kind == softmax.PARTS:  # the largest element, the sum, and the sum's gradient
+                call = self.choices(node).call
+                group.inside += 3 * 2 * call.operands[0].nbytes() / softmax.elements(call)
         return group
 
     def _around(self, key: Key, p: Shard, group: SplitGroup, todo: list[tuple[Key, Shard]]) -> Blocked | None:
