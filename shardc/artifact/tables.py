@@ -205,7 +205,7 @@ class Manifest(_Form):
     evaluates: Literal["alike", "otherwise", "untried"] = "alike"
     eval_mode: bool = False
     still: list[str] = []
-    baked: list[Annotated[list[list[str | Number] | float | str], Field(min_length=2, max_length=2)]] = []
+    baked: list[Annotated[tuple[list[str | Number], float | str], Field(strict=False)]] = []  # JSON has lists
 
 
 FormT = TypeVar("FormT", bound=BaseModel)
