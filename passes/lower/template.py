@@ -10,6 +10,7 @@ ran, and the number of its stream of random numbers.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -83,6 +84,14 @@ def template(node: fx.Node) -> Template:
     kwargs = {k: name(node.kwargs[k]) if k in called else put(node.kwargs[k]) for k in sorted(node.kwargs)}
     operands = tuple(map(producer_of, order))
     return Template(node.target, operands, args, kwargs, tuple(names), (node.target, _key(args), *_items(kwargs)))
+
+
+def item_name(node: fx.Node, i: int) -> str:
+    """What a stage's text calls a result of a call."""
+    if not isinstance(node.meta.get("value"), tuple):
+        return node.name
+    of = (u.name for u in node.users if u.target is operator.getitem and u.args[1] == i)
+    return next(of, f"{node.name}_{i}")
 
 
 @cache

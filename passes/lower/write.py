@@ -23,7 +23,7 @@ from shardc.passes.lower.again import Again, Plan, Wanted
 from shardc.passes.lower.order import BucketComplete, Complete, Event, GatheredComplete, Gradient, RuleRuns
 from shardc.passes.lower.record import Line, Ref, Type, is_view, map_refs
 from shardc.passes.lower.rules import Facts, Rules
-from shardc.passes.lower.template import Made
+from shardc.passes.lower.template import Made, item_name
 from shardc.runtime import ops
 from shardc.runtime.zero.flat_partition import Flat
 from shardc.torch_private import OpOverload
@@ -135,7 +135,7 @@ class Writer:
                 return {Wanted(n): node}
             items = {}
             for i, t in enumerate(types):
-                item = _add(graph, operator.getitem, (node, i), name=self._item_name(n, i))
+                item = _add(graph, operator.getitem, (node, i), name=item_name(n, i))
                 item.meta = {**meta, "value": _value(t)}
                 item.meta.pop("collective", None)
                 items[Wanted(n, "y", i)] = item
@@ -152,7 +152,7 @@ class Writer:
                 return names[r.index]
             return made[r.index] if r.kind == "t" else look((self._given[r.kind], 0))
 
-        named = {r.index: self._item_name(n, i) for i, r in enumerate(rule.results) if r.kind == "t"}
+        named = {r.index: item_name(n, i) for i, r in enumerate(rule.results) if r.kind == "t"}
         if rule.kind == "taped":
             named |= {0: f"{n.name}_taped", len(rule.results) + 1: f"{n.name}_tape"}
         for line in rule.forward:
@@ -162,13 +162,6 @@ class Writer:
 
     def _operand(self, x: fx.Node, look: Callable[[Made], fx.Node]) -> fx.Node:
         return look(producer_of(x))
-
-    def _item_name(self, n: fx.Node, i: int) -> str:
-        """What the stage calls a result."""
-        if not isinstance(n.meta["value"], tuple):
-            return n.name
-        of = (u.name for u in n.users if u.target is operator.getitem and u.args[1] == i)
-        return next(of, f"{n.name}_{i}")
 
     def _line(
         self, graph: fx.Graph, line: Line, at: Callable[[Ref], Any], name: str | None, meta: dict[str, Any]
@@ -225,7 +218,7 @@ class Writer:
             self._found[w] = self._placeholders.get(node.name) or self._placeholder(node.name, node.meta)
         for (n, i), gradient in self._begin.items():
             meta = {"value": _value(gradient.type), "source": source_of(n)}
-            self._gradients[gradient] = self._placeholder(f"{self._item_name(n, i)}_grad", meta)
+            self._gradients[gradient] = self._placeholder(f"{item_name(n, i)}_grad", meta)
         for e in self._events:
             self._event(e)
         received = [
@@ -282,7 +275,7 @@ class Writer:
         if collective is not None and collective.backward != "none":
             meta["collective"] = replace(collective, kind=collective.backward, backward="none")
         named = {
-            r.index: f"{self._item_name(*operands[i])}_grad"
+            r.index: f"{item_name(*operands[i])}_grad"
             for i, r in enumerate(rule.grads)
             if r is not None and r.kind == "t" and rule.kind != "begun"
         }
@@ -361,7 +354,7 @@ class Writer:
         there = _add(self._back, ops.regather_wait, (first,), name=n.name)
         there.meta = self._meta(n, repeats=True, value=first.meta["value"])
         for i, t in enumerate(self._facts[n].types):
-            item = _add(self._back, operator.getitem, (there, i), name=self._item_name(n, i))
+            item = _add(self._back, operator.getitem, (there, i), name=item_name(n, i))
             item.meta = self._meta(n, repeats=True, value=_value(t))
             self._found[Wanted(n, "y", i)] = item
         self._gathers.append((n, first, there))

@@ -5,6 +5,7 @@ tests.verify.mutants counts who notices them.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -70,14 +71,10 @@ def _tensor(n: Any) -> Value | None:
     return value if isinstance(value, Value) else None
 
 
-def _alike(n: fx.Node, *, before: bool) -> fx.Node | None:
+def _alike(n: fx.Node) -> fx.Node | None:
     """Another value of the same type, of the lines before."""
-    for x in n.graph.nodes:
-        if x is n:
-            return None
-        if before and x is not n and _tensor(x) is not None and _tensor(x) == _tensor(n):
-            return x
-    return None
+    before = itertools.takewhile(lambda x: x is not n, n.graph.nodes)
+    return next((x for x in before if _tensor(x) is not None and _tensor(x) == _tensor(n)), None)
 
 
 @kind("lowered: a summand of a gradient lost", _calls(aten.add.Tensor, ops.add_into))
@@ -186,7 +183,7 @@ def _(n: fx.Node) -> None:
 )
 def _(n: fx.Node) -> bool | None:
     for x in n.all_input_nodes:
-        other = _alike(x, before=True)
+        other = _alike(x)
         if other is not None and other is not x:
             n.replace_input_with(x, other)
             return None
@@ -195,7 +192,7 @@ def _(n: fx.Node) -> bool | None:
 
 @kind("lowered: saved value of another layer", lambda n: n.op == "placeholder" and _tensor(n) is not None)
 def _(n: fx.Node) -> bool | None:
-    other = _alike(n, before=True)
+    other = _alike(n)
     if other is None or other.op != "placeholder" or not n.users:
         return False
     n.replace_all_uses_with(other)

@@ -23,7 +23,7 @@ from shardc.passes.lower import types_of
 from shardc.passes.lower.record import Line, Ref, Type, map_refs
 from shardc.passes.lower.rule import Ask, Rule
 from shardc.passes.lower.rules import Rules
-from shardc.passes.lower.template import Made
+from shardc.passes.lower.template import Made, item_name
 from shardc.runtime import ops
 from shardc.verify.static.terms import Term, Terms
 from shardc.verify.static.text import TooLongError
@@ -219,14 +219,6 @@ class ChainRule:
         if r.kind in ("g", "p"):
             return given[r.kind][r.index]  # type: ignore[no-any-return]
         return self._terms.given(r.kind)  # "mesh", "rng"
-
-
-def item_name(n: fx.Node, i: int) -> str:
-    """What a stage's text calls a result of a call."""
-    if not _several(n):
-        return n.name
-    of = (u.name for u in n.users if u.target is operator.getitem and u.args[1] == i)
-    return next(of, f"{n.name}_{i}")
 
 
 def _several(n: fx.Node) -> bool:
