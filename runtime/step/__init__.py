@@ -12,7 +12,8 @@ lowered               forward and backward as two texts
 recompute             computes values again in backward; activation_offload: keeps them on the CPU meanwhile
 split_backward        backward in two halves, for zero-bubble schedules
 loss_scale            loss scaling for float16, on all ranks alike
-outputs               what a step gives beside its loss, over microbatches, ranks and batches
+outputs               what a step gives beside its loss, over microbatches, ranks and batches; mean_counts: of how many
+                      things its means are
 batch_sizes           batches of other sizes than were compiled
 clip_grad_norm        the norm of the whole gradient, and clipping by it; partial_grad_guard: a part's norm is not that
 stepped_once          an optimizer or schedule that is stepped beside the engine; random_fill: draws for a part

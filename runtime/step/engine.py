@@ -41,8 +41,9 @@ from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
 from shardc.runtime.step.engine_state import WRITE_ALIKE, EngineState
 from shardc.runtime.step.expert_load import Load, Loads
-from shardc.runtime.step.interpreter import Interpreter, StepHooks
+from shardc.runtime.step.interpreter import Interpreter, StepHooks, Values
 from shardc.runtime.step.loss_scale import LossScaler
+from shardc.runtime.step.mean_counts import MeanCounts
 from shardc.runtime.step.stepped_once import SteppedOnce
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
@@ -539,28 +540,33 @@ class Engine(EngineState):
 
         Where forward has branches of its own on `self.training`, the model is compiled in eval mode for it, once.
         """
-        program, loss, beside = self._evaluate(batch, local=local)
-        return outputs.result(program, self.mesh, loss, beside, gather=gather)
+        interpreter, _, loss, beside = self._evaluate(batch, local=local)
+        return outputs.result(interpreter.program, self.mesh, loss, beside, gather=gather)
 
     def evaluate_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
         """{"loss": ..., name: ...} over all batches, of what `evaluate` gives: (sum, count) pairs by their sums, whole
-        numbers added up, other single numbers and the loss weighed by the batches' rows. {} without any batch.
+        numbers added up; the loss and other means weighed by what they are the mean of, as many tokens as each batch
+        counts (shardc.runtime.step.mean_counts); other single numbers by the batches' rows. {} without any batch.
         """
         means = outputs.Means()
+        counted: dict[int, MeanCounts] = {}
         for batch in batches:
-            program, loss, beside = self._evaluate(batch, local=local)
-            means.add(program, loss, beside, inputs.rows(program))
+            interpreter, values, loss, beside = self._evaluate(batch, local=local)
+            program = interpreter.program
+            if id(program) not in counted:
+                counted[id(program)] = MeanCounts(program)
+            means.add(program, loss, beside, inputs.rows(program), counted[id(program)].of(self.mesh, values))
         return means.values()
 
     @torch.no_grad()
-    def _evaluate(self, batch: Any, *, local: bool) -> tuple[Program, Tensor, outputs.Values]:
+    def _evaluate(self, batch: Any, *, local: bool) -> tuple[Interpreter, Values, Tensor, outputs.Values]:
         self._check()
         torch_modes.check("engine.evaluate", self.mesh.device.type, training=False)
         user_changes.check_attributes(self.program, self._told, self._tell)
         self.buckets.reset(forward=True)
         self.rng.training = False
         interpreter, values = self._take(batch, local=local)
-        return interpreter.program, *interpreter.evaluate(values)
+        return interpreter, values, *interpreter.evaluate(values)
 
     # --- data
 

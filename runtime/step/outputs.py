@@ -38,14 +38,14 @@ def _root(node: fx.Node) -> fx.Node:
 @torch.no_grad()
 def combined(program: Program, mesh: Any, parts: Parts) -> Values:
     """A step's outputs: sums over all ranks; of rows, those of this rank, with what pads them. All ranks together."""
-    here = {o.name: _joined(o, parts[o.name]) for o in program.outputs if o.name in parts}
+    here = {o.name: joined(o, parts[o.name]) for o in program.outputs if o.name in parts}
     found = here | _summed(program, mesh, here)
     if program.schedule is not None:
         found |= _spread(program, mesh, here)
     return {o.name: found[o.name] for o in program.outputs}
 
 
-def _joined(o: Output, parts: Mapping[int, Tensor]) -> Tensor:
+def joined(o: Output, parts: Mapping[int, Tensor]) -> Tensor:
     """One value of those of the microbatches."""
     values = [parts[m] for m in sorted(parts)]
     if o.adds:
@@ -156,28 +156,37 @@ def result(program: Program, mesh: Any, loss: Tensor, values: Values, *, gather:
 
 
 class Means:
-    """Of several batches: sums by their counts, whole numbers added up, all other single numbers, the loss too, weighed
-    by the rows of a batch. What is more than one number is left out.
+    """Of several batches: sums by their counts, whole numbers added up, means by what they are the mean of, all other
+    single numbers by the rows of a batch. What is more than one number is left out.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._weights: dict[str, float] = {}
 
-    def add(self, program: Program, loss: Tensor, values: Values, rows: int) -> None:
-        """values: of one batch, of `rows` rows, undivided."""
-        self._add("loss", float(loss) * rows, rows)
-        counts = outputs.divisors(program.outputs)
+    def add(
+        self, program: Program, loss: Tensor | None, values: Values, rows: int, counts: Mapping[str, float]
+    ) -> None:
+        """values: of one batch, of `rows` rows, undivided. counts: of its means (shardc.runtime.step.mean_counts), of
+        the loss under "".
+        """
+        if loss is not None:
+            self._add_mean("loss", loss, counts.get("", rows))
+        divide = outputs.divisors(program.outputs)
         for o in program.outputs:
-            if o.name in counts or values[o.name].numel() != 1:
+            if o.name in divide or values[o.name].numel() != 1:
                 continue
             number = values[o.name].item()
             if o.divisor:
                 self._add(o.name, number, values[o.divisor].item())
             elif o.dtype.is_floating_point or o.dtype == torch.bool:
-                self._add(o.name, number * rows, rows)
+                self._add_mean(o.name, values[o.name], counts.get(o.name, rows))
             else:
                 self._sums[o.name] = self._sums.get(o.name, 0) + number
+
+    def _add_mean(self, name: str, mean: Tensor, count: float) -> None:
+        """A mean of nothing is no number, and weighs nothing."""
+        self._add(name, float(mean) * count if count else 0.0, count)
 
     def _add(self, name: str, number: float, weight: float) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + number

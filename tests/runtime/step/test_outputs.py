@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import shardc
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import loopback
+from shardc.runtime.step.mean_counts import LOSS, MeanCounts
 
 ROWS, CLASSES = 12, 8
 
@@ -151,23 +153,56 @@ def test_module() -> None:
         )
 
 
-def test_over_batches() -> None:
-    """Means over all rows of all batches, whatever number of them is in each."""
-    program = compiled(SPECS["dp"])
-    batches = [batch_of(2), batch_of(3), batch_of(4, rows=8)]
+@pytest.mark.parametrize("spec", ["dp", "dp tp zero3", "uneven microbatches", "pp"])
+def test_over_batches(spec: str) -> None:
+    """Means over all that counts in all batches, whatever number of it is in each, and in none; on any mesh."""
+    program = compiled(SPECS[spec])
+    batches = [batch_of(2), batch_of(3), batch_of(4, rows=8), batch_of(5)]
+    batches[1]["y"][2:] = -100  # two tokens at most count; one of the rows above
+    batches[3]["y"][:] = -100  # and none
     wholes = {n: torch.cat([b[n] for b in batches]) for n in BATCH}
-    _, beside = plain(wholes)
+    whole, beside = plain(wholes)
 
     def work(mesh: Any) -> dict[str, float]:
         return program.engine(NET, None, mesh=mesh).evaluate_all(batches)
 
     for values in loopback(program.mesh, work):
-        for name in ("accuracy", "right", "mean square"):
-            assert values[name] == pytest.approx(float(beside[name]), rel=1e-6)  # the quotient is in float32
+        assert values["accuracy"] == pytest.approx(float(beside["accuracy"]), rel=1e-6)  # divided in float32
+        assert values["right"] == int(beside["right"])
         assert isinstance(values["right"], int)
         assert "logits" not in values
-        losses = [float(plain(b)[0]) * len(b["y"]) for b in batches]
-        assert values["loss"] == pytest.approx(sum(losses) / len(wholes["y"]), rel=1e-12)
+        assert values["loss"] == pytest.approx(float(whole), rel=1e-12)
+        assert values["loss again"] == pytest.approx(float(whole), rel=1e-12)
+        assert values["mean square"] == pytest.approx(float(beside["mean square"]), rel=1e-12)
+
+
+def mean_of_two(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(output, batch["y"]) + output.square().sum(-1).sqrt().mean()
+
+
+def sum_over_weights(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    y = batch["y"]
+    nll = F.cross_entropy(output, y.clamp(min=0), reduction="none") * (y != -100)
+    return 0.5 * nll.sum() / (y != -100).sum().clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        (lambda o, b: F.cross_entropy(o, b["y"]), 8),
+        (lambda o, b: F.cross_entropy(o, b["y"], label_smoothing=0.1), 8),
+        (lambda o, b: F.mse_loss(o, b["x"]), ROWS * CLASSES),
+        (sum_over_weights, 8),
+        (lambda o, b: F.cross_entropy(o, b["y"]) + 0.1 * F.cross_entropy(2 * o, b["y"]), 8),
+        (mean_of_two, 8),  # of which the batch decides
+        (lambda o, b: F.cross_entropy(o, b["y"]).exp(), None),
+        (lambda o, b: F.cross_entropy(o, b["y"], reduction="sum"), None),
+        (lambda o, b: F.cross_entropy(o, b["y"]) + (o * (b["x"] > 0)).sum() / (b["x"] > 0).sum(), None),
+    ],
+)
+def test_what_a_loss_is_the_mean_of(function: Any, count: float | None) -> None:
+    program = compiled({"mesh": {"dp": 1}}, function=function)
+    assert MeanCounts(program).of(SimpleNamespace(device="cpu"), [BATCH]).get(LOSS) == count
 
 
 class Returns(nn.Module):
