@@ -74,7 +74,7 @@ class EngineState:
         Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
         """
         self._check()
-        extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed}
+        extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed, **resumed.record(self.program)}
         if self.scaler is not None:
             extra["loss_scale"] = self.scaler.state_dict()
         if self._schedulers is not None:
@@ -152,6 +152,8 @@ class EngineState:
         self.loaders.load_state_dict(extra.get("loaders", {}))
         self._whole = True
         for note in resumed.replaced(before, resumed.settings(self.optimizer, self._schedulers)):
+            self._tell(note)
+        for note in resumed.changed(self.program, extra):
             self._tell(note)
         if self.rng.seed != seed:
             self._tell(f"seed: the checkpoint's {self.rng.seed} is used, not {seed}")

@@ -30,6 +30,7 @@ from shardc.runtime.step import (
     outputs,
     partial_grad_guard,
     random_fill,
+    resumed,
     state_dict_marks,
     user_changes,
 )
@@ -394,7 +395,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         loaded. Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
         """
         r = self._running
-        facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})}
+        facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})} | resumed.record(r.program)
         with r.mesh.together(f"saving step {r.rng.step}"):
             if r.check:
                 agreement.check(r.mesh, [stated("the number of steps done", r.rng.step, fix=SAME_CALLS)], "saving")
@@ -436,6 +437,8 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         r.saves.loaded(folder)
         r.updates.note()
         r.rng.step, r.rng.seed = int(extra["step"]), int(extra["seed"])
+        for note in resumed.changed(r.program, extra):
+            r.tell(note)
         return dict(extra.get("module", {}))
 
     def local(self, batch: Any) -> Any:

@@ -1,7 +1,8 @@
-"""What a checkpoint replaced that the engine had been made with: settings of the optimizer and of schedulers.
+"""What is not as it was in a run that goes on from a checkpoint.
 
-As in torch, what was saved wins. That is right for a run that goes on, and a surprise for one that was to go on with
-another learning rate or a longer schedule: so it is said.
+What the checkpoint replaced, settings of the optimizer and of schedulers: as in torch, what was saved wins. That is
+right for a run that goes on, and a surprise for one that was to go on with another learning rate or a longer schedule:
+so it is said. And what it cannot replace, as it is code: forward, loss, and the batch's sizes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.ir.forward_record import ForwardRecord
+from shardc.ir.program import Program
 from shardc.runtime.step.lr import Schedulers
 
 #: Settings by what has them: {"lr of group 1": 0.1, "T_max of CosineAnnealingLR": 100}.
@@ -40,6 +43,20 @@ def replaced(before: Settings, after: Settings) -> Iterator[str]:
     for name, value in after.items():
         if name in before and before[name] != value:
             yield f"{name}: the checkpoint's {_text(value)} is used, not {_text(before[name])}"
+
+
+def record(program: Program) -> dict[str, Any]:
+    """What a checkpoint keeps of the forward that was trained."""
+    return {"forward": program.record.to_json()} if program.record is not None else {}
+
+
+def changed(program: Program, extra: Mapping[str, Any]) -> Iterator[str]:
+    """One line for what the program does otherwise than the one whose checkpoint this is. A checkpoint of an earlier
+    shardc does not say what it was.
+    """
+    then = ForwardRecord.read(extra.get("forward"))
+    if then is not None and program.record is not None:
+        yield from then.differences(program.record)
 
 
 def _of_scheduler(scheduler: Any) -> Iterator[tuple[str, Any]]:

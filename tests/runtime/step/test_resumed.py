@@ -91,6 +91,50 @@ class Line(nn.Module):
         return self.w(x).square().mean()  # type: ignore[no-any-return]
 
 
+class Noisy(Line):
+    """Another forward with the same weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.w(x), 0.5).square().mean()
+
+
+@pytest.mark.parametrize("module", [False, True])
+@pytest.mark.parametrize(
+    ("now", "rows", "mesh", "told"),
+    [
+        (Line, 8, {"dp": 2}, []),
+        (Line, 8, {"tp": 2}, []),
+        (Line, 4, {"dp": 2}, ["batch: the checkpoint was trained with x f32[8, 4], and this run has x f32[4, 4]"]),
+        (Noisy, 8, {"dp": 2}, ["forward or loss differ from those that wrote the checkpoint: test_resumed.py:"]),
+    ],
+)
+def test_what_a_checkpoint_cannot_replace_is_told(
+    now: type[nn.Module],
+    rows: int,
+    mesh: dict[str, int],
+    told: list[str],
+    module: bool,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def saved(kind: type[nn.Module], rows: int, mesh: dict[str, int], call: str) -> None:
+        model, batch = kind(), {"x": torch.ones(rows, 4)}
+        program = shardc.compile(model, batch, {"shardc": 1, "mesh": mesh}, prove=False)
+
+        def rank(on: Any) -> None:
+            made = (program.module if module else program.engine)(model, mesh=on)
+            getattr(made, call)(tmp_path / "checkpoint")
+
+        loopback(program.mesh, rank)
+
+    saved(Line, 8, {"dp": 2}, "save")
+    capfd.readouterr()
+    saved(now, rows, mesh, "load")
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == len(told), lines
+    assert all(line.startswith(f"note: {start}") for line, start in zip(lines, told, strict=True)), lines
+
+
 @pytest.mark.parametrize("chained", [False, True])
 def test_a_schedule_that_ends_before_the_run(chained: bool) -> None:
     """It is an error before the step that it has no rate for; a run asks before its first step."""
