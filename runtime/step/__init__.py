@@ -16,6 +16,7 @@ outputs               what a step gives beside its loss, over microbatches, rank
                       things its means are
 batch_sizes           batches of other sizes than were compiled
 clip_grad_norm        the norm of the whole gradient, and clipping by it; partial_grad_guard: a part's norm is not that
+whole_backward        a module's backward that goes around the sums of gradients
 stepped_once          an optimizer or schedule that is stepped beside the engine; random_fill: draws for a part
 not_finite            a loss or gradient that is nan or inf: stop or skip, and what made it
 engine_options        options that there are not, or that mean nothing; batch_argument: a batch that is spread out

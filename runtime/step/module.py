@@ -33,6 +33,7 @@ from shardc.runtime.step import (
     resumed,
     state_dict_marks,
     user_changes,
+    whole_backward,
 )
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
@@ -52,20 +53,26 @@ class _Start(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, buckets: Buckets, finish: Callable[[], None], note: Callable[[Tensor], None]
+        ctx: Any,
+        loss: Tensor,
+        buckets: Buckets,
+        finish: Callable[[], None],
+        note: Callable[[Tensor], None],
+        *beside: nn.Parameter,
     ) -> Tensor:
-        ctx.buckets, ctx.finish, ctx.note = buckets, finish, note
+        ctx.buckets, ctx.finish, ctx.note, ctx.beside = buckets, finish, note, beside
         return loss.view_as(loss)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
+        whole_backward.check(ctx.beside, ctx.next_functions[0][0])
         buckets: Buckets = ctx.buckets
         if not buckets.active:  # of two losses in one backward, the first one opens
             buckets.start()
             after_backward(ctx.finish)
         ctx.note(g)
-        return g, None, None, None
+        return g, None, None, None, *(None for _ in ctx.beside)
 
 
 @dataclass
@@ -83,6 +90,7 @@ class _Running:
     updates: Updates
     norm: GradNorm
     split: tuple[tuple[nn.Parameter, frozenset[int] | None], ...]  # and the dims that are
+    summed: tuple[str, ...]  # names of those whose gradient is not whole and final when the graph's backward brings it
     watched: user_changes.Watched
     optimizers: OptimizerWatch
     loop: LoopWatch
@@ -331,10 +339,11 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=False):
                 self._replace_buffer(b.name, new.detach().clone(memory_format=torch.contiguous_format))
         if loss.requires_grad:
-            loss = _Start.apply(loss, r.buckets, r.finish_backward, r.loop.note_gradient)  # type: ignore[no-untyped-call]
+            beside = [r.buckets.owned[name] for name in r.summed if r.buckets.owned[name].requires_grad]
+            loss = _Start.apply(loss, r.buckets, r.finish_backward, r.loop.note_gradient, *beside)  # type: ignore[no-untyped-call]
             loss.register_hook(r.updates.note)
-        beside = outputs.combined(program, r.mesh, self._outputs(program, news))
-        return outputs.result(program, r.mesh, loss, beside, gather=False)
+        values = outputs.combined(program, r.mesh, self._outputs(program, news))
+        return outputs.result(program, r.mesh, loss, values, gather=False)
 
     def _outputs(self, program: Program, news: Sequence[Tensor]) -> outputs.Parts:
         """The last of the new values, by name; what may be a parameter's memory as a copy."""
@@ -482,6 +491,7 @@ def _running(
         Updates(buckets),
         GradNorm(program, owned, mesh),
         tuple(partial_grad_guard.split(program, owned, buckets.runs)),
+        tuple(sorted(buckets.names | split)),
         user_changes.Watched(program, owned, buckets.runs, buckets.names | split),
         OptimizerWatch(program, owned, buckets.runs, model),
         LoopWatch(owned.values(), noting=check),

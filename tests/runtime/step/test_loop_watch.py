@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -148,3 +149,28 @@ def test_parameters_beside_the_module(spec: str, kind: str) -> None:
         assert "all_reduce" in found.value.fix
     else:
         trained(spec, work)
+
+
+@pytest.mark.parametrize("spec", list(SPECS))
+@pytest.mark.parametrize("how", ["grad", "grad of one, beside a penalty", "inputs"])
+def test_a_backward_around_the_sums(spec: str, how: str) -> None:
+    """It would give no gradients, or those of the penalty alone: an error, after which the loop may go on."""
+
+    def work(module: ShardedModule, rank: int) -> None:
+        params = list(module.parameters())
+        loss = module(**module.local(BATCH)) + sum(p.square().sum() for p in params)
+        if how == "inputs" and spec == "tp":  # nothing there is summed in buckets
+            loss.backward(inputs=params)
+            return
+        asked = params if how == "grad" else params[:1]
+        backward = (
+            functools.partial(loss.backward, inputs=params)
+            if how == "inputs"
+            else functools.partial(torch.autograd.grad, loss, asked, allow_unused=True)
+        )
+        with pytest.raises(ShardcError, match=r"call loss.backward\(\)"):
+            backward()
+        module(**module.local(BATCH)).backward()
+        assert all(p.grad is not None for p in params)
+
+    trained(spec, work)

@@ -398,18 +398,6 @@ def test_what_is_added_to_the_loss_by_parameters_is_as_of_a_plain_model(spec: st
     loopback(program.mesh, work)
 
 
-def test_gradients_that_backward_does_not_bring_are_no_plain_ones() -> None:
-    """torch.autograd.grad would not sum over ranks: torch says that the loss does not depend on these parameters."""
-    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, "mesh": {"dp": 2}})
-
-    def work(mesh: LoopbackMesh) -> None:
-        module = ShardedModule(program, NET, mesh=mesh)
-        with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
-            torch.autograd.grad(module(**module.local(BATCH)), list(module.parameters()))
-
-    loopback(program.mesh, work)
-
-
 def assign(m: ShardedModule) -> None:
     m.load_state_dict({n: x.clone() for n, x in m.state_dict().items()}, assign=True)
 
