@@ -12,7 +12,6 @@ any longer drifts.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -20,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardc.runtime.mesh.agreement import SAME_OPTIMIZER, DisagreementError, Fact, fingerprint, hashed
+from shardc.runtime.step.every_optimizer import observe, observers
 from shardc.runtime.zero.optimizer_list import class_of
 
 _SAME_LOSS = (
@@ -48,7 +47,7 @@ class LoopWatch:
         self._settings: list[object] = []
         self._others: list[tuple[str, list[Tensor], int]] = []  # (optimizer, its parameters of no module, their hash)
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        _register(self)
+        observe(self)
 
     def note_gradient(self, g: Tensor) -> None:
         """Of the loss, 0-dim, in a backward. Nothing waits for a device."""
@@ -69,7 +68,7 @@ class LoopWatch:
         settings = [{k: v for k, v in sorted(g.items()) if isinstance(v, _PLAIN) and k != "lr"} for g in groups]
         if optimizer not in self._seen:
             self._seen.add(optimizer)
-            known = frozenset[int]().union(*(w.ids for w in _alive()))
+            known = frozenset[int]().union(*(w.ids for w in observers() if isinstance(w, LoopWatch)))
             others = [p for g in groups for p in g["params"] if id(p) not in known]
             if others:
                 self._others.append((type(optimizer).__name__, others, fingerprint(others)))
@@ -127,33 +126,3 @@ def _number(x: Any) -> float:
 
 def _said(values: list[float]) -> str:
     return ", ".join(f"{x:g}" for x in dict.fromkeys(values))
-
-
-# --- every optimizer of the process -----------------------------------------------------------------------------------
-
-_watches: tuple[weakref.ref[LoopWatch], ...] = ()  # replaced, never changed: ranks may be threads
-_registering = threading.Lock()
-_hooked = False
-
-
-def _alive() -> list[LoopWatch]:
-    return [w for ref in _watches if (w := ref()) is not None]
-
-
-def _register(watch: LoopWatch) -> None:
-    global _watches, _hooked
-    with _registering:
-        _watches = (*(ref for ref in _watches if ref() is not None), weakref.ref(watch))
-        if not _hooked:
-            _hooked = True
-            register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """torch calls it at the beginning of every step of every optimizer."""
-    if _watches and not torch.compiler.is_compiling():
-        for watch in _alive():
-            watch.stepping(optimizer)
-
-
-_before_step.looks_only = True  # type: ignore[attr-defined]  # an engine's step may be done in parts (step_hooks)

@@ -300,7 +300,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         torch_modes.check("module.forward", r.mesh.device.type, training=False)
         r.watched.check()
         if self.training and torch.is_grad_enabled():
-            r.optimizers.look(changed=r.updates.written)
+            r.optimizers.check_model(changed=r.updates.written)
         user_changes.check_held(self._held)
         user_changes.check_submodules(self, r.program.still)
         user_changes.check_attributes(r.program, r.told, r.tell)
@@ -493,7 +493,7 @@ def _running(
         tuple(partial_grad_guard.split(program, owned, buckets.runs)),
         tuple(sorted(buckets.names | split)),
         user_changes.Watched(program, owned, buckets.runs, buckets.names | split),
-        OptimizerWatch(program, owned, buckets.runs, model),
+        OptimizerWatch(program, owned, buckets.runs, model, mesh),
         LoopWatch(owned.values(), noting=check),
         agreement.SameRows(),
         check_every,
