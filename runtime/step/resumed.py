@@ -17,11 +17,10 @@ from torch import Tensor
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.program import Program
 from shardc.runtime.step.lr import Schedulers
+from shardc.runtime.step.new_schedule import MOVED
 
 #: Settings by what has them: {"lr of group 1": 0.1, "T_max of CosineAnnealingLR": 100}.
 Settings = dict[str, Any]
-#: Of a parameter group, what schedulers change as they go.
-_MOVED = ("lr", "betas", "momentum")
 
 
 def settings(optimizer: torch.optim.Optimizer | None, schedulers: Schedulers | None) -> Settings:
@@ -30,7 +29,7 @@ def settings(optimizer: torch.optim.Optimizer | None, schedulers: Schedulers | N
     groups = optimizer.param_groups if optimizer is not None else []
     for i, group in enumerate(groups):
         of = f" of group {i}" if len(groups) > 1 else ""
-        moved = _MOVED if schedulers is not None else ("initial_lr",)
+        moved = MOVED if schedulers is not None else ("initial_lr",)
         found |= {f"{name}{of}": _value(x) for name, x in group.items() if name not in ("params", *moved)}
     for scheduler in schedulers.members if schedulers is not None else ():
         for name, value in _of_scheduler(scheduler):
@@ -39,10 +38,12 @@ def settings(optimizer: torch.optim.Optimizer | None, schedulers: Schedulers | N
 
 
 def replaced(before: Settings, after: Settings) -> Iterator[str]:
-    """One line for each that is another now."""
-    for name, value in after.items():
-        if name in before and before[name] != value:
-            yield f"{name}: the checkpoint's {_text(value)} is used, not {_text(before[name])}"
+    """One line for each that is another now; and one that says what to do, where it is the schedule's."""
+    others = {name: value for name, value in after.items() if name in before and before[name] != value}
+    for name, value in others.items():
+        yield f"{name}: the checkpoint's {_text(value)} is used, not {_text(before[name])}"
+    if any(name.startswith(("lr", "initial_lr")) or "LR" in name for name in others):
+        yield "learning rates of today: load(folder, new_schedule=True), run: --new-schedule"
 
 
 def record(program: Program) -> dict[str, Any]:
