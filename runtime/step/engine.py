@@ -289,6 +289,10 @@ class Engine(EngineState):
         """Raises ShardcError for an optimizer that needs more than what this rank has of the parameters."""
         check_sharded(self.program, optimizer, params, self.buckets.runs)
 
+    def _check_trains(self) -> None:
+        """Raises ShardcError where no parameter is trained."""
+        param_groups.check_trains(self.program)
+
     def _tell(self, note: str) -> None:
         """A line on the first rank's stderr."""
         if self.mesh.rank == 0:
@@ -367,6 +371,7 @@ class Engine(EngineState):
     def _backward(self, batch: Any, *, local: bool, gather: bool) -> Any:
         self._check()
         self._once.check()
+        self._check_trains()
         self.check_schedule(1)
         self._saves.poll()
         torch_modes.check("engine.step", self.mesh.device.type)

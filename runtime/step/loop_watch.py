@@ -4,7 +4,8 @@ gradient that it gives to the loss, and what its optimizers' groups are set to.
     loss = module(**part); (loss * weight).backward()      the loss is the whole batch's: so is its gradient
     optimizer.step()                                       replicas stay alike by equal learning rates
 
-Both are noted as they happen, and compared in the next forward, by the sum that compares the batch. An optimizer may
+Both are noted as they happen, and compared in the next forward, by the sum that compares the batch; after the last one,
+where the module is saved. An optimizer may
 also step parameters that are no module's, such as those of a probe on `module.local(batch)`: nobody sums their
 gradients over ranks. They are looked at once, after the first step: what was alike on all ranks before it and is not
 any longer drifts.
@@ -74,10 +75,14 @@ class LoopWatch:
                 self._others.append((type(optimizer).__name__, others, fingerprint(others)))
         self._settings.append((class_of(optimizer), settings, len(self._others)))
 
-    def facts(self) -> list[Fact]:
-        """Of what was done since the last call. Collective in that all ranks have done the same."""
+    def facts(self, *, last: bool = False) -> list[Fact]:
+        """Of what was done since the last call. Collective in that all ranks have done the same. last: no forward may
+        follow, so that a device is waited for.
+        """
         ready = self._gradients
-        if ready and ready[-1][1] is not None:  # the last one may still be on its way: it is compared a forward later
+        if (
+            ready and ready[-1][1] is not None and not last
+        ):  # the last one may still be on its way: it is compared a forward later
             ready = ready[:-1]
         self._gradients = self._gradients[len(ready) :]
         for _, event in ready:

@@ -20,7 +20,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.mesh import TorchMesh, agreement, replicas
-from shardc.runtime.mesh.agreement import SAME_CALLS, stated
+from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
 from shardc.runtime.rng import Rng
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.step import (
@@ -406,8 +406,10 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         r = self._running
         facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})} | resumed.record(r.program)
         with r.mesh.together(f"saving step {r.rng.step}"):
-            if r.check:
-                agreement.check(r.mesh, [stated("the number of steps done", r.rng.step, fix=SAME_CALLS)], "saving")
+            self._compare("saving", stated("the number of steps done", r.rng.step, fix=SAME_CALLS))
+            if r.check_every:
+                held = r.buckets.owned, self._buffers_by_name(), as_one(optimizer) if optimizer is not None else None
+                replicas.check_replicas(r.program, r.mesh, *held, step=r.rng.step, call="saving")
             state.save(
                 folder,
                 r.program,
@@ -457,11 +459,19 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
         r = self._running
-        if r.check:
-            agreement.check(r.mesh, [stated("whether parameters changed", r.updates.due)], "full_state_dict")
+        self._compare("full_state_dict", stated("whether parameters changed", r.updates.due))
         r.updates.carry_out()
         r.updates.settle()
         return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
+
+    def _compare(self, call: str, fact: Fact) -> None:
+        """What no forward may come to compare, as the loop is at its end. Collective. Raises ShardcError."""
+        r = self._running
+        if r.check:
+            after_step = r.loop.others
+            agreement.check(r.mesh, [fact, *r.loop.facts(last=True)], call)
+            if after_step:
+                r.loop.check_others(r.mesh)
 
     def _replace_buffer(self, name: str, new: Tensor) -> None:
         # replaced, not written to: backward may still need the old value; and a copy (above): it may be a parameter, or

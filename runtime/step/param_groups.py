@@ -54,6 +54,16 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
         return cls([(p.fqn, params[p.name]) for p in trained if p.name in params], known)
 
 
+def check_trains(program: Program) -> None:
+    """Raises ShardcError where no parameter is trained: a step would do nothing, without a word."""
+    if not any(p.requires_grad for p in program.params):
+        what = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
+        fix = (
+            "let some have it before compiling (p.requires_grad_(True)); engine.evaluate, and --steps 0, train nothing"
+        )
+        raise ShardcError(what, where="the model", fix=fix)
+
+
 def groups(
     params: Iterable[tuple[str, nn.Parameter]], settings: Mapping[str, Mapping[str, Any]], **default: Any
 ) -> list[dict[str, Any]]:

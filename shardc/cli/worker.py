@@ -178,10 +178,9 @@ def run(job: Job) -> dict[str, Any]:
 
 def _check_training(program: Program, steps: int, engine: Engine) -> None:
     """What can be known before the first step of some that would not train, or not to the end."""
-    if not any(p.requires_grad for p in program.params):
-        what = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
-        fix = "let some have it (p.requires_grad_(True)); --steps 0 evaluates and exports without training"
-        raise ShardcError(what, where="model()", fix=fix)
+    from shardc.runtime.step.param_groups import check_trains
+
+    check_trains(program)
     engine.check_schedule(steps)
 
 
