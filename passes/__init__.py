@@ -14,6 +14,7 @@ from shardc.passes.base import Options, Pass
 from shardc.passes.canonical import Canonical
 from shardc.passes.canonical.grouped_mm import GroupedMM
 from shardc.passes.expert_capacity import ExpertCapacity
+from shardc.passes.forward_only import ForwardOnly
 from shardc.passes.gradient_buckets import GradientBuckets
 from shardc.passes.loss_chunks import LossChunks
 from shardc.passes.lower import Lower
@@ -53,6 +54,7 @@ PIPELINE = (
     Stage("stack_experts", StackExperts, "annotate gives layouts to parameters, and stacks of them are what is split"),
     Stage("expert_capacity", ExpertCapacity, "adds an op to every `experts`, which has to be placed like the others"),
     Stage("annotate", Annotate, "placement starts from the layouts of weights, inputs and activations in the spec"),
+    Stage("forward_only", ForwardOnly, "annotate tells activations by their gradients; nothing after it needs them"),
     Stage("place", Place, "every op runs by one strategy per mesh axis before collectives can be known"),
     # the local graph, of one rank
     Stage("partition", Partition, "conversions between placements become collectives, and sizes those of one rank"),

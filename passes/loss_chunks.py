@@ -18,6 +18,7 @@ the classes are split (vocabulary parallel), `linear_nll` gives each rank's own 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,8 @@ from shardc.runtime import ops
 from shardc.runtime.ops.overlap import multiplies
 
 aten = torch.ops.aten
+#: Where the spec does not say how many chunks a score has: at least so many, and at most so many logits in each.
+FEWEST, LOGITS = 8, 2**24
 _VIEWS = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}
 _SAME = {aten.clone.default, aten.contiguous.default, aten.alias.default}
 
@@ -42,11 +45,13 @@ class LossChunks(Pass):
     """Computes the losses behind linear layers in `loss.chunks` chunks. Notes those for which it cannot."""
 
     def applies(self, program: Program) -> bool:
-        return self.spec.loss.chunks > 1
+        return self.spec.loss.chunks > 1 or self.options.forward == "score"
 
     def run(self, program: Program) -> Program:
         stages, notes, found = [], [], False
+        said = self.spec.loss.chunks > 1
         where = f"{self.spec.where(('loss', 'chunks'))}: loss: {{chunks: {self.spec.loss.chunks}}}"
+        where = where if said else "score: the computation of a few rows of logits at a time"
         for stage in program.stages:
             graph = copy_graph(stage.graph)
             for node in [n for n in calls(graph) if n.target in (ops.nll, ops.nll_parts)]:
@@ -55,12 +60,18 @@ class LossChunks(Pass):
                     notes.append(f"{where} does not reach {source_of(node)}: {chain.why}")
                 else:
                     found = True
-                    _Writer(graph, chain, program.mesh, self.spec.loss.chunks).run()
+                    chunks = self.spec.loss.chunks if said else _chunks(value_of(chain.linear), program.mesh)
+                    _Writer(graph, chain, program.mesh, chunks).run()
             graph.lint()
             stages.append(replace(stage, graph=graph))
-        if not found and not notes:
+        if said and not found and not notes:
             notes.append(f"{where} finds no cross entropy of class indices: nothing is computed in chunks")
         return replace(program, stages=tuple(stages), notes=(*program.notes, *notes))
+
+
+def _chunks(logits: Value, mesh: Mesh) -> int:
+    """For a score, which computes no logits again: so many that a rank has few of them at a time."""
+    return max(FEWEST, -(-math.prod(logits.local_shape(mesh)) // LOGITS))
 
 
 class _Chain:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardc.ir.mesh import MICROBATCH, Mesh
-from shardc.ir.outputs import SMALL
+from shardc.ir.outputs import SMALL, Output
 from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Value
 from shardc.spec import Spec
@@ -17,18 +17,25 @@ def batch_axes(spec: Spec, mesh: Mesh) -> frozenset[str]:
     return frozenset(part for a in (*spec.data_axes, MICROBATCH) if a in names for part in mesh.parts(a))
 
 
-def layout_of(value: Value, placements: Mapping[str, Placement], batch: frozenset[str], mesh: Mesh) -> Layout:
-    """What ranks get of an output that is produced in these placements: rows stay on their ranks, and so do summands of
-    what is small, or of microbatches; all else is made whole.
+def layout_of(
+    output: Output, value: Value, placements: Mapping[str, Placement], batch: frozenset[str], mesh: Mesh
+) -> Layout:
+    """What ranks get of an output that is produced in these placements: what the spec asks for; else rows stay on their
+    ranks, and so do summands of what is small, or of microbatches; all else is made whole.
     """
     elements = 1
     for n in value.shape:
         elements *= n
     small = elements <= SMALL and not any(isinstance(p, Shard) for p in placements.values())
 
+    wanted = output.wanted
+
     def kept(axis: str, p: Placement) -> bool:
+        if wanted is not None and not wanted.items and axis != MICROBATCH:
+            return False
         if isinstance(p, Partial):
             return p.op == "sum" and (small or axis == MICROBATCH)
         return isinstance(p, Shard) and axis in batch
 
-    return Layout.of({a: p if kept(a, p) else REPLICATE for a, p in placements.items()}, mesh)
+    own = {a: p if kept(a, p) else REPLICATE for a, p in placements.items()}
+    return Layout.of({**own, **dict(wanted.items if wanted is not None else ())}, mesh)

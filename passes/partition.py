@@ -140,14 +140,20 @@ class LocalProgram:
         """The loss is whole on every rank; the new value of a buffer has the layout in which the buffer is stored; an
         output that of shardc.passes.outputs.
         """
-        loss, *new_values = operands_of(node)
+        returned: Any = node.args[0]
+        loss, new_values = returned
         layouts = [b.layout for b in self.program.buffers if b.updated]
-        for value in new_values[len(layouts) :]:
+        for o, value in zip(self.program.outputs, new_values[len(layouts) :], strict=True):
             op, i = producer_of(value)
             produced = next(iter(self.forms[op, i]))
-            layouts.append(outputs.layout_of(values_of(op)[i], dict(produced.items), self.batch, self.mesh))
-        new = tuple(self._get(value, layout, node) for value, layout in zip(new_values, layouts, strict=True))
-        self.graph.output((self._get(loss, Layout(), node), new))
+            layouts.append(outputs.layout_of(o, values_of(op)[i], dict(produced.items), self.batch, self.mesh))
+        whys = [""] * (len(layouts) - len(self.program.outputs)) + [
+            o.cause or ("it is an output, which comes out whole" if loss is None else "") for o in self.program.outputs
+        ]
+        new = tuple(
+            self._get(value, layout, node, why) for value, layout, why in zip(new_values, layouts, whys, strict=True)
+        )
+        self.graph.output((self._get(loss, Layout(), node) if loss is not None else None, new))
 
     def placeholder(self, node: fx.Node, layout: Layout) -> None:
         """A parameter, buffer or input as it is stored; `mesh` and `rng` have no layout."""
@@ -295,8 +301,10 @@ class LocalProgram:
 
     # --- conversions
 
-    def _get(self, node: fx.Node, need: Layout, user: fx.Node) -> fx.Node:
-        """The local node of a value in the layout that a user needs; converted step by step from the nearest form."""
+    def _get(self, node: fx.Node, need: Layout, user: fx.Node, why: str = "") -> fx.Node:
+        """The local node of a value in the layout that a user needs; converted step by step from the nearest form. why:
+        what asks for that layout, if it is not the user's strategy.
+        """
         key = producer_of(node)
         have = self.forms[key]
         if need in have:
@@ -309,7 +317,7 @@ class LocalProgram:
         start = min(have, key=lambda layout: self._distance(layout, need))
         layout, local = start, have[start]
         for row, axes in self._in_order(start, need, value):
-            layout, local = self._step(row, axes, layout, need, local, value, key[0], user)
+            layout, local = self._step(row, axes, layout, need, local, value, key[0], user, why)
             have[layout] = local
         assert layout == need, f"{node}: {start} -> {need} ended at {layout}"
         return local
@@ -385,17 +393,19 @@ class LocalProgram:
         v: Value,
         producer: fx.Node,
         user: fx.Node,
+        asked: str,
     ) -> tuple[Layout, fx.Node]:
         """One call of a conversion's op: the layout that it leads to, and its node.
 
-        x: the local node; v: its global value; producer: the global node that it comes from; user: that needs it.
+        x: the local node; v: its global value; producer: the global node that it comes from; user: that needs it;
+        asked: what asks for the layout, "" if it is the user's strategy.
         """
         digit, new = self.mesh.parts(axes[0])[0], self._after(row, axes, old, need)
         over = axes if row.joint else axes[0]
         args = (x, self.mesh_node, over, *self._digit_arguments(digit, old, new))
         cause = producer if row.source is Partial else user  # a sum is due to what it sums, all else to what needs it
         name = f"{producer.name}_{row.suffix}"
-        collective = self._collective(row, axes, old, new, v, producer, user)
+        collective = self._collective(row, axes, old, new, v, producer, user, asked)
         return new, self._emit(getattr(ops, row.op), args, {}, replace(v, layout=new), cause, collective, name)
 
     def _digit_arguments(self, axis: str, old: Layout, new: Layout) -> tuple[Any, ...]:
@@ -416,12 +426,13 @@ class LocalProgram:
         v: Value,
         producer: fx.Node,
         user: fx.Node,
+        asked: str,
     ) -> Collective | None:
         """What a conversion communicates, and why. A gather that goes back to no annotation is noted."""
         forward, backward = row.collectives(gradient=needs_sum_grad(v))
         if forward == backward == "none":
             return None
-        why = self._why(row, axes, producer, user)
+        why = self._why(row, axes, producer, user) or asked
         if not why and forward == "all_gather":
             self.gathered.add(axes[0])
             self.notes.append(

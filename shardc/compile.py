@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardc import torch_modes
+from shardc import recompile, torch_modes
 from shardc.artifact import model_source
-from shardc.capture import capture
+from shardc.capture import capture, check_forward
 from shardc.ir.program import OffloadPlaces, Program
-from shardc.passes import CAPTURE, PIPELINE, Options, runner
+from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner
 from shardc.passes.annotate import model_plan
 from shardc.passes.annotate.inputs import with_microbatches
-from shardc.recompile import Resizer
 from shardc.spec import Spec
 from shardc.spec.names import Names
 
@@ -38,6 +38,7 @@ def compile(
     *,
     mesh: Mapping[str, int] | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
+    forward: bool | Literal["score"] | Callable[[Any, Any], Any] = False,
     overrides: tuple[str, ...] = (),
     world: int | None = None,
     prove: bool = True,
@@ -54,6 +55,9 @@ def compile(
     world: number of ranks, where known: it fills in an axis of size -1, and has to be what the mesh needs.
     loss: (model's output, batch) -> scalar, or (scalar, {name: tensor}) to keep values beside it (docs/training.md);
         default: the output itself, its `.loss`, or its first element.
+    forward: a program that runs forward alone, of the model in eval mode (docs/forward.md), and what it gives: True:
+        the tensors in the model's output, by name; a function (model's output, batch) -> {name: tensor}; "score": the
+        log-probability of each target of the loss's cross entropy.
     prove: run the captured graph once against the model on small real numbers. captured: what `shardc.capture.capture`
         made of the same model and batch, for trying several specs. compatible_with: a program of the same model and
         spec for another batch, whose parameters and buckets this one is to run on (shardc.passes.match_recompiled).
@@ -67,10 +71,15 @@ def compile(
     names = Names.of(model) if isinstance(model, nn.Module) else None
     spec = Spec.load(spec, mesh=mesh, overrides=overrides, world=world, names=names)
     plan = model_plan.read(model) if spec.shard_use == "model" else {}
-    program = passes.run(CAPTURE, lambda: captured or capture(model, batch, loss=loss, prove=prove))
+    check_forward(forward)
+    values = _values(forward)
+    with recompile.in_eval_mode(model) if forward else nullcontext():
+        program = passes.run(CAPTURE, lambda: captured or capture(model, batch, loss=loss, forward=values, prove=prove))
     spec = with_microbatches(model_plan.with_experts(spec, model, program), program)
-
-    options = Options(plan, compatible_with)
+    options = Options(plan, compatible_with, "score" if forward == "score" else bool(forward))
+    if forward:
+        spec, notes = forward_only.spec_of(spec)
+        program = replace(program, eval_mode=False, notes=(*program.notes, *notes))
     for stage in PIPELINE:
         step = stage.make(spec, options)
         if step.applies(program):
@@ -89,7 +98,14 @@ def compile(
         spec=spec,
         loss_scale=spec.precision.loss_scale,
         offload=OffloadPlaces(**spec.data.offload.model_dump(), page_mb=spec.data.bucket_bytes() / 2**20),
-        resize=Resizer.of(model, loss, compile),
-        origins=model_source.origins(model, loss),
+        resize=recompile.Resizer.of(model, loss, compile, forward),
+        origins=model_source.origins(model, forward if callable(forward) else loss),
         meta=meta,
     )
+
+
+def _values(forward: bool | str | Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any] | Literal[True] | None:
+    """What is captured in the place of the loss. A score is made of the loss."""
+    if forward is True:
+        return True
+    return None if isinstance(forward, (bool, str)) else forward

@@ -19,7 +19,7 @@ from torch import nn
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.step import batch_sizes
-from shardc.runtime.step.batch_sizes import Shapes
+from shardc.runtime.step.batch_sizes import Shapes, Use
 from shardc.runtime.step.inputs import leaves, name_of
 
 Build = Callable[[], nn.Module | None]
@@ -28,52 +28,57 @@ Compile = Callable[..., Program]
 
 #: Sizes that are compiled without a word of the spec: each takes a compilation and its own program in memory.
 MOST = 16
+SCORES = "scoring runs a program of its own"
 OTHERWISE = "forward does something else in eval mode, by branches of its own on self.training"
 
 
 class Resizer:
-    """`(program, batch, its global shapes, training) -> program for that batch`, for Program.resize.
+    """`(program, batch, its global shapes, use) -> program for that batch`, for Program.resize.
 
     build: gives the model that was compiled, or one like it. modes: whether each of its modules was in training mode.
-    compile: shardc.compile.compile.
+    compile: shardc.compile.compile; forward: what it was given.
     """
 
-    def __init__(self, build: Build, loss: Loss | None, modes: dict[str, bool], compile: Compile) -> None:
-        self.build, self.loss, self.modes, self.compile = build, loss, modes, compile
-        self._programs: dict[tuple[Shapes, bool], Program] = {}
+    def __init__(
+        self, build: Build, loss: Loss | None, modes: dict[str, bool], compile: Compile, forward: Any = False
+    ) -> None:
+        self.build, self.loss, self.modes, self.compile, self.forward = build, loss, modes, compile, forward
+        self._programs: dict[tuple[Shapes, Use], Program] = {}
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Loss | None, compile: Compile) -> Resizer:
+    def of(cls, model: nn.Module, loss: Loss | None, compile: Compile, forward: Any = False) -> Resizer:
         """For a model that somebody else holds: a program does not keep its weights alive."""
-        return cls(weakref.ref(model), loss, {n: m.training for n, m in model.named_modules()}, compile)
+        return cls(weakref.ref(model), loss, {n: m.training for n, m in model.named_modules()}, compile, forward)
 
-    def __call__(self, program: Program, batch: Any, shapes: Shapes, training: bool = True) -> Program:
+    def __call__(self, program: Program, batch: Any, shapes: Shapes, use: Use = "as compiled") -> Program:
         """Compile, once for each set of sizes. Ranks that are threads of one process take turns: only one may capture
         at a time.
 
-        batch: of these global shapes, or a rank's part of one. training: False: with all modules in eval mode.
+        batch: of these global shapes, or a rank's part of one. use: "evaluate": with all modules in eval mode; "score":
+        forward only, for the log-probabilities of the loss's targets.
         Raises ShardcError if the model no longer exists, if parameters would be split in another way, and after MOST of
         them, unless the spec names its lengths.
         """
         with self._lock:
-            key = shapes, training
+            key = shapes, use
             if key not in self._programs:
-                self._programs[key] = self._recompile(program, batch, shapes, training)
+                self._programs[key] = self._recompile(program, batch, shapes, use)
             return self._programs[key]
 
-    def _recompile(self, program: Program, batch: Any, shapes: Shapes, training: bool) -> Program:
+    def _recompile(self, program: Program, batch: Any, shapes: Shapes, use: Use) -> Program:
+        again = use == "as compiled"
         model, given = self.build(), batch_sizes.described(program, shapes)
         if model is None or program.spec is None:
             sizes = f"the batch has other sizes than the program was compiled for ({given})"
-            why = sizes if given else OTHERWISE
+            why = SCORES if use == "score" else sizes if given else OTHERWISE
             raise ShardcError(
                 f"{why}, and the model that would have to be compiled for it no longer exists",
-                where="engine.step" if training else "evaluating",
+                where="engine.step" if again else "evaluating",
                 fix="keep the model that was compiled: `net = model(); program = shardc.compile(net, ...)`"
                 + ", or leave such batches out (drop_last)" * bool(given),
             )
-        if sum(t == training for _, t in self._programs) >= MOST and not program.spec.batch.lengths:
+        if sum(u == use for _, u in self._programs) >= MOST and not program.spec.batch.lengths:
             raise ShardcError(
                 f"batches of {MOST} other sizes than the program's have been compiled, and now comes {given}",
                 where="engine.step",
@@ -81,28 +86,37 @@ class Resizer:
             )
         if any(tuple(x.shape) != shape for x, shape in zip(_tensors(program, batch), shapes, strict=True)):
             batch = batch_sizes.like(batch, program, shapes)
-        with _modes(model, self.modes if training else {n: False for n, _ in model.named_modules()}):
+        forward = "score" if use == "score" else self.forward
+        with _modes(model, self.modes) if again else in_eval_mode(model):
             try:
                 return self.compile(
                     model,
                     batch,
                     program.spec,
                     loss=self.loss,
+                    forward=forward,
                     overrides=("uneven=pad",) if batch_sizes.fewer_rows(program, shapes) else (),
-                    prove=not training,
+                    prove=not again,
                     compatible_with=program,
                 )
             except ShardcError as e:
+                if use == "score":
+                    raise
                 sizes = f"the program was compiled for other sizes, and compiling it for {given} fails"
-                what = f"{sizes if training else f'{OTHERWISE}, and compiling it in that mode fails'}: {e.what}"
+                what = f"{sizes if again else f'{OTHERWISE}, and compiling it in that mode fails'}: {e.what}"
                 then = ", ".join(f"{name_of(x.path)} {list(x.shape)}" for x in program.inputs)
-                fix = f"give batches as the one that was compiled ({then}); or: {e.fix}" if training else e.fix
+                fix = f"give batches as the one that was compiled ({then}); or: {e.fix}" if again else e.fix
                 raise ShardcError(what, where=e.where, fix=fix) from e
 
 
 def _tensors(program: Program, batch: Any) -> list[Any]:
     by_path = dict(leaves(batch))
     return [by_path[x.path] for x in program.inputs]
+
+
+def in_eval_mode(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """While open, all modules of the model are in eval mode."""
+    return _modes(model, {n: False for n, _ in model.named_modules()})
 
 
 @contextlib.contextmanager

@@ -138,8 +138,8 @@ def measured(program: Program, model: Any, batch: Any, *, steps: int = 2, **opti
 
 
 def watched(program: Program, model: Any, batch: Any, *, steps: int = 2, **options: Any) -> list[Live]:
-    """What every rank held in the last of some steps with AdamW, as it steps on a GPU. Offloaded tensors lie outside.
-    options: of Engine.
+    """What every rank held in the last of some steps with AdamW, as it steps on a GPU; of a forward-only program, in a
+    forward. Offloaded tensors lie outside. options: of Engine.
     """
     theirs = [*model.parameters(), *model.buffers(), *(x for _, x in inputs.leaves(batch) if isinstance(x, Tensor))]
     take = inputs.take
@@ -167,7 +167,7 @@ def watched(program: Program, model: Any, batch: Any, *, steps: int = 2, **optio
                 live.see(x)
             for _ in range(steps):
                 live.peak, live.outside_peak = live.now, live.outside
-                engine.step(batch)
+                engine.evaluate(batch) if program.forward_only else engine.step(batch)
         return live
 
     gc.collect()

@@ -348,7 +348,7 @@ class OneMicrobatch:
         returned: Any = node.args[0]
         loss, news = returned
         self.adding = [new in self.summands or isinstance(self._placement(new), Partial) for new in news]
-        if loss not in self.summands:
+        if loss is not None and loss not in self.summands:
             node.args = ((self._once(node, loss), news),)
 
     def _placement(self, node: fx.Node) -> Placement:

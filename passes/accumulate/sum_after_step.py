@@ -38,6 +38,8 @@ def sum_after_step(graph: fx.Graph, summands: set[fx.Node], mesh_node: fx.Node, 
     output = graph.output_node()
     returned: Any = output.args[0]
     loss, news = returned
+    if loss is None:
+        return
     linear, sums, others = _linear_in_sums(loss, summands)
     summed_over: set[Any] = {n.args[2] for n in sums}
     if len(summed_over) != 1:

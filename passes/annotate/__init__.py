@@ -7,6 +7,7 @@ weights.py       `shard`: patterns and style words        inputs.py        `batc
 model_plan.py    `use: model`: the plan of the model      activations.py   `activations`: pins
 structure.py     `use: structure`: pairs in the graph     experts.py       `experts`: the experts' dim of weights
 padding.py       `uneven: pad`                            indivisible.py   sizes that an axis does not divide, as errors
+outputs.py       `outputs`: how values come out
 sequence.py      `sequence`: the dim of inputs, and how attention meets it; attention_bands.py: which keys rows see
 
 What is not annotated, placement decides.
@@ -33,6 +34,7 @@ from shardc.passes.annotate.attention_bands import use_bands
 from shardc.passes.annotate.experts import Experts
 from shardc.passes.annotate.inputs import batch_axes, input_layouts
 from shardc.passes.annotate.model_plan import Plan
+from shardc.passes.annotate.outputs import wanted_outputs
 from shardc.passes.annotate.sequence import mark_methods, split_ids
 from shardc.passes.annotate.weights import Weights
 from shardc.passes.base import Pass
@@ -77,12 +79,15 @@ class Annotate(Pass):
             layouts |= input_layouts(spec, program, mesh, axes)
         with errors.collect():
             pin_activations(spec, program, mesh)
+        values = self.options.forward is True
+        outputs = wanted_outputs(spec, program.outputs, mesh, errors, all_named=values)
         mark_methods(spec, program, mesh, _weight_axes(spec), errors)
         split_ids(spec, program, mesh, layouts)
         errors.raise_any()
         if self.options.compatible_with is not None:
             layouts |= _running(self.options.compatible_with, mesh)
-        return replace(program.with_layouts(layouts), mesh=mesh, notes=(*program.notes, *notes))
+        program = program.with_layouts(layouts)
+        return replace(program, mesh=mesh, outputs=outputs, notes=(*program.notes, *notes))
 
 
 def _running(other: Program, mesh: Mesh) -> dict[str, Layout]:

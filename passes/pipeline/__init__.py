@@ -91,7 +91,7 @@ class Pipeline(Pass):
             return replace(x, stages=tuple(used.get(x.name, (0,))))
 
         program = replace(program, params=tuple(map(put, program.params)), buffers=tuple(map(put, program.buffers)))
-        program.schedule = schedule.load(
+        trained = schedule.load(
             section.schedule,
             stages=len(stages),
             ranks=program.mesh.size(section.axis),
@@ -99,6 +99,7 @@ class Pipeline(Pass):
             edges=program.edges,
             where=self.spec.where(("pipeline", "schedule")),
         )
+        program.schedule = schedule.forward_only(trained, program.edges) if program.forward_only else trained
         program.notes = (*program.notes, *_notes(program))
         return program
 
@@ -233,27 +234,29 @@ class _Cut:
     def _stages(self) -> list[Stage]:
         output = self.graph.output_node()
         returned: Any = output.args[0]
-        loss: fx.Node = returned[0]
+        loss: fx.Node | None = returned[0]
         news: tuple[fx.Node, ...] = returned[1]
         updated = [b.name for b in self.program.buffers if b.updated]
-        at_end = self.stage.get(loss, self.count - 1)
+        at_end = self.stage.get(loss, self.count - 1) if loss is not None else self.count - 1
         homes = [self._home(new, name) for name, new in zip(updated, news, strict=False)]
         homes += [self.stage.get(new, at_end) for new in news[len(updated) :]]
         names = [*updated, *(o.name for o in self.program.outputs)]
         roots: list[list[fx.Node]] = [[] for _ in range(self.count)]
         for n, s in self.stage.items():
             roots[s].append(n)
-        roots[at_end].append(loss)
+        if loss is not None:
+            roots[at_end].append(loss)
         for home, new in zip(homes, news, strict=True):
             roots[home].append(new)
         needs = [self._behind(r, s) for s, r in enumerate(roots)]
         writers = [_Writer(self, s, needs[s]) for s in range(self.count)]
         found: list[Stage] = []
-        differentiated: set[fx.Node] = {loss}  # gradients come back for these: known from later stages first
+        # gradients come back for these: known from later stages first
+        differentiated = {loss} if loss is not None else set[fx.Node]()
         for s, writer in reversed(list(enumerate(writers))):
             mine = [i for i, home in enumerate(homes) if home == s]
             sent = [n for n in self.main if self.stage[n] == s and any(n in other.received for other in writers)]
-            returned = [n for n in (loss, *sent) if self.stage.get(n, at_end) == s]
+            returned = [n for n in (loss, *sent) if n is not None and self.stage.get(n, at_end) == s]
             trained = self._trained([n for n in returned if n in differentiated], s)
             differentiated |= trained.intersection(writer.received)
             graph = writer.write(loss if s == at_end else None, [news[i] for i in mine], sent, trained)

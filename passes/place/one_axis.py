@@ -113,8 +113,9 @@ class Axis:
 
     def _classify(self) -> None:
         """How placeholders are stored, which values are made of parameters alone, and which are outputs."""
-        for node, i in self._outputs() if self.splits_batch else ():
-            if math.prod(values_of(node)[i].shape) <= SMALL and all(u.op == "output" for u in node.users):
+        for o, (node, i) in zip(self.program.outputs, self._outputs(), strict=True) if self.splits_batch else ():
+            small = o.wanted is None and math.prod(values_of(node)[i].shape) <= SMALL
+            if small and all(u.op == "output" for u in node.users):
                 self.summed_after.add(node)
         by_name = {p.name: p for p in self.program.stored}
         params, buffers = {p.name for p in self.program.params}, {b.name for b in self.program.buffers}
@@ -368,9 +369,15 @@ class Axis:
         """What users need of every value. Ops that would be free to hand a demand on to their operands do."""
         self.demands, self.known_costs = {}, {}
         output = self.program.graph.output_node()
+        loss = [] if self.program.forward_only else self.operands[output][:1]
         # new values of buffers may stay as they are produced: see `_hoist`; outputs on the batch's axes
-        for value in (self.operands[output][0], *([] if self.splits_batch else self._outputs())):
-            self.demands.setdefault(value, {}).setdefault(REPLICATE, set()).add(output)
+        demanded: list[tuple[Key, Placement]] = [(value, REPLICATE) for value in loss]
+        for o, value in zip(self.program.outputs, self._outputs(), strict=True):
+            asked = dict(o.wanted.items) if o.wanted is not None and not self.of_time else {}
+            if self.name in asked or not self.splits_batch:
+                demanded.append((value, asked.get(self.name, REPLICATE)))
+        for value, need in demanded:
+            self.demands.setdefault(value, {}).setdefault(need, set()).add(output)
         for node in reversed(list(self._nodes())):
             strategy = self.chosen[node]
             wanted = self.demands.get((node, 0), {})
@@ -472,7 +479,7 @@ class Axis:
     def _updated_buffers(self) -> Iterator[tuple[fx.Node, Key]]:
         """Every buffer that the step updates, and its new value."""
         nodes = {n.name: n for n in self.stored}
-        _, *news = self.operands[self.program.graph.output_node()]
+        news = self.operands[self.program.graph.output_node()][0 if self.program.forward_only else 1 :]
         return zip((nodes[b.name] for b in self.program.buffers if b.updated), news, strict=False)
 
     def _collides(self, node: fx.Node, placement: Shard) -> bool:

@@ -131,7 +131,7 @@ class _Writer:
         dtypes = [b.dtype for b in self.program.buffers if b.updated]
         buffers = [self._as(self.held[n].node, d) for n, d in zip(news, dtypes, strict=False)]
         outputs = [self._number(n) for n in news[len(dtypes) :]]
-        self.graph.output((self._number(loss), (*buffers, *outputs)))
+        self.graph.output((self._number(loss) if loss is not None else None, (*buffers, *outputs)))
 
     def _number(self, old: fx.Node) -> fx.Node:
         """A result of the step: single numbers that the compute dtype reaches in float32 or wider."""

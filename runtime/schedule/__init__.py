@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from shardc import text_file
 from shardc.errors import ShardcError
@@ -56,6 +57,7 @@ __all__ = [
     "live",
     "load",
     "make",
+    "of",
     "parse",
     "prove",
     "timeline",
@@ -193,6 +195,15 @@ def _whole(order: list[Action], edges: tuple[Link, ...]) -> list[Action]:
 def alone(microbatches: int) -> Schedule:
     """One stage on one rank."""
     return make("1f1b", stages=1, ranks=1, microbatches=microbatches)
+
+
+def of(program: Any) -> Schedule:
+    """What a step of a program runs, with a pipeline or without; of a forward-only program, forwards alone."""
+    if program.schedule is not None:
+        there: Schedule = program.schedule
+        return there
+    one = alone(program.microbatches)
+    return forward_only(one) if program.forward_only else one
 
 
 def forward_only(schedule: Schedule, edges: Edges | None = None) -> Schedule:

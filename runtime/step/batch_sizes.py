@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from shardc.runtime.step.inputs import Path, batch_dims, leaves, mapped, name_of
 _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 #: Global shapes of a batch's tensors, in the order of the program's inputs.
 Shapes = tuple[tuple[int, ...], ...]
+#: What a program is compiled again for: as it was; in eval mode; for the log-probabilities of its loss's targets.
+Use = Literal["as compiled", "evaluate", "score"]
 
 
 def prepared(program: Program, mesh: Any, batch: Any, *, local: bool) -> Any:

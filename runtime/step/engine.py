@@ -4,6 +4,7 @@ global loss.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from shardc import torch_modes
 from shardc.errors import ShardcError
+from shardc.ir.outputs import MEAN_SCORE, SCORE
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime import state
 from shardc.runtime.data.loader import Loader, Loaders, Rest
@@ -34,7 +36,6 @@ from shardc.runtime.step import (
     param_groups,
     partial_grad_guard,
     random_fill,
-    text_numbers,
     user_changes,
 )
 from shardc.runtime.step.batch_argument import one_batch
@@ -45,7 +46,6 @@ from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.interpreter import Interpreter, StepHooks, Values
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.mean_counts import MeanCounts
-from shardc.runtime.step.new_schedule import NewSchedule
 from shardc.runtime.step.stepped_once import SteppedOnce
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
@@ -154,6 +154,8 @@ class Engine(EngineState):
             scheduler=scheduler,
         )
         self.program, self.callbacks = program, list(callbacks)
+        if program.forward_only:
+            optimizer = scheduler = None
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
         self.rng = rng(seed)
         self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None or nonfinite != "ignore"
@@ -193,7 +195,6 @@ class Engine(EngineState):
         self.optimizer = (
             self._optimizer(optimizer) if optimizer is not None else None
         )  # None also where a rank has nothing to train
-        self._new_schedule = NewSchedule(self.optimizer, scheduler) if self.optimizer is not None else None
         self._once = SteppedOnce(self.optimizer)  # before schedulers are made, which look at its method `step`
         if check:
             agreement.check(self.mesh, agreement.optimizer_facts(program, self.optimizer), "making an engine")
@@ -228,8 +229,8 @@ class Engine(EngineState):
         self._norm = GradNorm(program, self.params, self.mesh)
         self._runs = interpreter
         self.interpreter = interpreter(program, self.mesh)
-        #: For batches of other sizes, and for evaluating: by sizes, and whether it trains.
-        self._others: dict[tuple[batch_sizes.Shapes, bool], tuple[Interpreter, dict[str, Tensor]]] = {}
+        #: For batches of other sizes, for evaluating and scoring: by sizes and use.
+        self._others: dict[tuple[batch_sizes.Shapes, batch_sizes.Use], tuple[Interpreter, dict[str, Tensor]]] = {}
         self.scaler = LossScaler(program.loss_scale, self.mesh) if program.loss_scale is not None else None
         self._unbucketed = [n for n in self.params if n not in self.buckets.names]
 
@@ -262,8 +263,7 @@ class Engine(EngineState):
         if not trained:
             return None
         try:
-            with text_numbers.refused("optimizer"):
-                returned = make(trained)
+            returned = make(trained)
         except ValueError as e:
             if "empty parameter list" not in str(e):
                 raise
@@ -288,10 +288,6 @@ class Engine(EngineState):
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
         """Raises ShardcError for an optimizer that needs more than what this rank has of the parameters."""
         check_sharded(self.program, optimizer, params, self.buckets.runs)
-
-    def _check_trains(self) -> None:
-        """Raises ShardcError where no parameter is trained."""
-        param_groups.check_trains(self.program)
 
     def _tell(self, note: str) -> None:
         """A line on the first rank's stderr."""
@@ -370,8 +366,10 @@ class Engine(EngineState):
     @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed
     def _backward(self, batch: Any, *, local: bool, gather: bool) -> Any:
         self._check()
+        if self.program.forward_only:
+            what, fix = "the program is forward-only: there is no loss to train by", "compile without forward="
+            raise ShardcError(what, where="engine.step", fix=f"{fix}; engine.evaluate(batch) gives its values")
         self._once.check()
-        self._check_trains()
         self.check_schedule(1)
         self._saves.poll()
         torch_modes.check("engine.step", self.mesh.device.type)
@@ -379,7 +377,7 @@ class Engine(EngineState):
         user_changes.check_attributes(self.program, self._told, self._tell)
         self.buckets.reset(forward=True)
         self.rng.training = True
-        interpreter, values = self._take(batch, local=local)
+        interpreter, values = self._take(batch, local=local, use="as compiled")
         for p in self.params.values():
             p.grad = None
         self._norm.start()
@@ -420,7 +418,7 @@ class Engine(EngineState):
             stated("whether parameters were written to", self.buckets.written, stage, fix=WRITE_ALIKE),
         ]
 
-    def _take(self, batch: Any, *, local: bool) -> tuple[Interpreter, list[dict[str, Any]]]:
+    def _take(self, batch: Any, *, local: bool, use: batch_sizes.Use) -> tuple[Interpreter, list[dict[str, Any]]]:
         """What runs a batch of this size, and what its stages here take, by microbatch: {placeholder: value}; what the
         microbatches add up to is known then."""
         if isinstance(batch, Rest):
@@ -433,7 +431,7 @@ class Engine(EngineState):
             alike = agreement.check(self.mesh, [*facts, *self._facts()], call)
             self._same_rows.look(self.program, batch, facts, alike, self._tell)
         self._gather_written()
-        interpreter, constants = self._sized(batch, local=local)
+        interpreter, constants = self._sized(batch, local=local, use=use)
         program = interpreter.program
         parts = inputs.microbatches(program, inputs.take(program, batch, self.mesh, local=local))
         stored = {"mesh": self.mesh, "rng": self.rng, **self.buckets.given, **self.buffers, **constants}
@@ -446,27 +444,28 @@ class Engine(EngineState):
         if self.buckets.written:
             self.buckets.publish()
 
-    def _sized(self, batch: Any, *, local: bool) -> tuple[Interpreter, dict[str, Tensor]]:
+    def _sized(self, batch: Any, *, local: bool, use: batch_sizes.Use) -> tuple[Interpreter, dict[str, Tensor]]:
         """What runs a batch, and constants of its own: the engine's program, or one for its sizes or for evaluating,
         made when such a batch comes.
         """
         shapes = batch_sizes.other_shapes(self.program, batch, local=local)
-        training = self.rng.training or self._evaluates_alike
-        if self.program.resize is None or (shapes is None and training):
+        if (use == "evaluate" and self._evaluates_alike) or (use == "score" and self.program.scores):
+            use = "as compiled"
+        if use != "score" and (self.program.resize is None or (shapes is None and use == "as compiled")):
             return self.interpreter, {}
-        key = shapes or tuple(x.shape for x in self.program.inputs), training
+        key = shapes or tuple(x.shape for x in self.program.inputs), use
         if key not in self._others:
             self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
             start = time.perf_counter()
-            shapes, training = key
-            program = evaluating.compiled(self.program, batch, shapes, self.mesh, training=training, tell=self._tell)
+            program = evaluating.compiled(self.program, batch, key[0], self.mesh, use=use, tell=self._tell)
             self.mesh.barrier()
             if isinstance(self.mesh, TorchMesh):
                 self.mesh.add_groups(groups_of(program))
             self._others[key] = self._runs(program, self.mesh), state.constants(program, self.mesh)
             seconds = time.perf_counter() - start
-            sizes = batch_sizes.described(self.program, shapes)
-            self._tell(f"compiled for {sizes or 'evaluating'} in {seconds:.1f} s")
+            sizes = batch_sizes.described(self.program, key[0])
+            what = "scoring" if use == "score" else sizes or "evaluating"
+            self._tell(f"compiled for {what} in {seconds:.1f} s")
         return self._others[key]
 
     @cached_property
@@ -552,6 +551,35 @@ class Engine(EngineState):
         interpreter, _, loss, beside = self._evaluate(batch, local=local)
         return outputs.result(interpreter.program, self.mesh, loss, beside, gather=gather)
 
+    @one_batch
+    def score(self, batch: Any, *, local: bool = False, gather: bool = False) -> Tensor:
+        """The log-probability that the model gives to each target of its loss's cross entropy, in the form that the
+        targets have in the batch (`labels`, [batch, sequence]), in float32 at least; 0 where the loss ignores one.
+        Without dropout; nothing changes. This rank's rows; gather=True: all rows, on every rank.
+
+        The first call compiles a forward-only program for it, on the same parameters: logits stay split by their
+        classes, and are computed a few rows at a time. Raises ShardcError where the loss has no cross entropy of class
+        indices, or several.
+        """
+        interpreter, _, _, values = self._evaluate(batch, local=local, use="score")
+        named = outputs.result(interpreter.program, self.mesh, None, values, gather=gather)
+        score: Tensor = named[SCORE]
+        return score
+
+    def score_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
+        """Of what `score` gives for all batches: {"tokens": how many targets count, "logprob": their mean
+        log-probability, "perplexity": exp(-logprob)}; exact on any mesh. {} without any batch.
+        """
+        means = outputs.Means()
+        for batch in batches:
+            interpreter, _, _, values = self._evaluate(batch, local=local, use="score")
+            means.add(interpreter.program, None, values, 1, {})
+        found = means.values()
+        if not found:
+            return {}
+        mean = found[MEAN_SCORE]
+        return {"tokens": means.counted(MEAN_SCORE), "logprob": mean, "perplexity": math.exp(-mean)}
+
     def evaluate_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
         """{"loss": ..., name: ...} over all batches, of what `evaluate` gives: (sum, count) pairs by their sums, whole
         numbers added up; the loss and other means weighed by what they are the mean of, as many tokens as each batch
@@ -568,13 +596,15 @@ class Engine(EngineState):
         return means.values()
 
     @torch.no_grad()
-    def _evaluate(self, batch: Any, *, local: bool) -> tuple[Interpreter, Values, Tensor, outputs.Values]:
+    def _evaluate(
+        self, batch: Any, *, local: bool, use: batch_sizes.Use = "evaluate"
+    ) -> tuple[Interpreter, Values, Tensor | None, outputs.Values]:
         self._check()
         torch_modes.check("engine.evaluate", self.mesh.device.type, training=False)
         user_changes.check_attributes(self.program, self._told, self._tell)
         self.buckets.reset(forward=True)
         self.rng.training = False
-        interpreter, values = self._take(batch, local=local)
+        interpreter, values = self._take(batch, local=local, use=use)
         return interpreter, values, *interpreter.evaluate(values)
 
     # --- data

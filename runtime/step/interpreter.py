@@ -143,7 +143,7 @@ class Interpreter:
         ranges: bool = False,
     ) -> None:
         self.program, self.mesh, self.axis = program, mesh, program.axis
-        self.schedule = program.schedule if program.schedule is not None else schedule.alone(program.microbatches)
+        self.schedule = schedule.of(program)
         self.at = mesh.coordinate(self.axis) if self.axis else 0
         self.actions = self.schedule.actions[self.at]
         mine = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
@@ -235,10 +235,11 @@ class Interpreter:
         return torch.empty(value.local_shape(self.program.mesh), dtype=value.dtype, device=self.mesh.device)
 
     @torch.no_grad()
-    def evaluate(self, values: Values) -> tuple[Tensor, outputs.Values]:
-        """The global loss, and what stands beside it."""
+    def evaluate(self, values: Values) -> tuple[Tensor | None, outputs.Values]:
+        """The global loss (None of a forward-only program), and what stands beside it."""
         run = self._forward(values)
-        return self._total(run.losses), self._outputs(run.outputs)
+        loss = None if self.program.forward_only else self._total(run.losses)
+        return loss, self._outputs(run.outputs)
 
     @contextmanager
     def replaced(self, runs: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
@@ -267,7 +268,9 @@ class Interpreter:
 
     def zero(self) -> Tensor:
         """The loss of a rank that does not compute it."""
-        return torch.zeros((), dtype=loss_value(self.program).dtype, device=self.mesh.device)
+        value = loss_value(self.program)
+        assert value is not None, "a forward-only program has no loss"
+        return torch.zeros((), dtype=value.dtype, device=self.mesh.device)
 
 
 class _Runnable:

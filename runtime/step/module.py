@@ -20,7 +20,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.mesh import TorchMesh, agreement, replicas
-from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
+from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.rng import Rng
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.step import (
@@ -30,10 +30,8 @@ from shardc.runtime.step import (
     outputs,
     partial_grad_guard,
     random_fill,
-    resumed,
     state_dict_marks,
     user_changes,
-    whole_backward,
 )
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
@@ -53,26 +51,20 @@ class _Start(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        loss: Tensor,
-        buckets: Buckets,
-        finish: Callable[[], None],
-        note: Callable[[Tensor], None],
-        *beside: nn.Parameter,
+        ctx: Any, loss: Tensor, buckets: Buckets, finish: Callable[[], None], note: Callable[[Tensor], None]
     ) -> Tensor:
-        ctx.buckets, ctx.finish, ctx.note, ctx.beside = buckets, finish, note, beside
+        ctx.buckets, ctx.finish, ctx.note = buckets, finish, note
         return loss.view_as(loss)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
-        whole_backward.check(ctx.beside, ctx.next_functions[0][0])
         buckets: Buckets = ctx.buckets
         if not buckets.active:  # of two losses in one backward, the first one opens
             buckets.start()
             after_backward(ctx.finish)
         ctx.note(g)
-        return g, None, None, None, *(None for _ in ctx.beside)
+        return g, None, None, None
 
 
 @dataclass
@@ -90,7 +82,6 @@ class _Running:
     updates: Updates
     norm: GradNorm
     split: tuple[tuple[nn.Parameter, frozenset[int] | None], ...]  # and the dims that are
-    summed: tuple[str, ...]  # names of those whose gradient is not whole and final when the graph's backward brings it
     watched: user_changes.Watched
     optimizers: OptimizerWatch
     loop: LoopWatch
@@ -110,7 +101,7 @@ class _Running:
             if not evaluating.switched(program, self.tell):
                 shapes = tuple(x.shape for x in program.inputs)
                 self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
-                program = evaluating.compiled(program, batch, shapes, self.mesh, training=False, tell=self.tell)
+                program = evaluating.compiled(program, batch, shapes, self.mesh, use="evaluate", tell=self.tell)
                 self.mesh.barrier()
                 if isinstance(self.mesh, TorchMesh):
                     self.mesh.add_groups(groups_of(program))
@@ -164,6 +155,9 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         mesh: Any = None,
     ) -> None:
         super().__init__()
+        if program.forward_only:
+            what, fix = "the program is forward-only: there is no loss to train by", "use program.forward(model)"
+            raise ShardcError(what, where="program.module", fix=fix)
         if program.microbatches > 1:
             raise ShardcError(
                 f"a step of this program is {program.microbatches} microbatches, each with a backward of its own: a"
@@ -300,7 +294,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         torch_modes.check("module.forward", r.mesh.device.type, training=False)
         r.watched.check()
         if self.training and torch.is_grad_enabled():
-            r.optimizers.check_model(changed=r.updates.written)
+            r.optimizers.look(changed=r.updates.written)
         user_changes.check_held(self._held)
         user_changes.check_submodules(self, r.program.still)
         user_changes.check_attributes(r.program, r.told, r.tell)
@@ -339,11 +333,10 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=False):
                 self._replace_buffer(b.name, new.detach().clone(memory_format=torch.contiguous_format))
         if loss.requires_grad:
-            beside = [r.buckets.owned[name] for name in r.summed if r.buckets.owned[name].requires_grad]
-            loss = _Start.apply(loss, r.buckets, r.finish_backward, r.loop.note_gradient, *beside)  # type: ignore[no-untyped-call]
+            loss = _Start.apply(loss, r.buckets, r.finish_backward, r.loop.note_gradient)  # type: ignore[no-untyped-call]
             loss.register_hook(r.updates.note)
-        values = outputs.combined(program, r.mesh, self._outputs(program, news))
-        return outputs.result(program, r.mesh, loss, values, gather=False)
+        beside = outputs.combined(program, r.mesh, self._outputs(program, news))
+        return outputs.result(program, r.mesh, loss, beside, gather=False)
 
     def _outputs(self, program: Program, news: Sequence[Tensor]) -> outputs.Parts:
         """The last of the new values, by name; what may be a parameter's memory as a copy."""
@@ -404,12 +397,10 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         loaded. Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
         """
         r = self._running
-        facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})} | resumed.record(r.program)
+        facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})}
         with r.mesh.together(f"saving step {r.rng.step}"):
-            self._compare("saving", stated("the number of steps done", r.rng.step, fix=SAME_CALLS))
-            if r.check_every:
-                held = r.buckets.owned, self._buffers_by_name(), as_one(optimizer) if optimizer is not None else None
-                replicas.check_replicas(r.program, r.mesh, *held, step=r.rng.step, call="saving")
+            if r.check:
+                agreement.check(r.mesh, [stated("the number of steps done", r.rng.step, fix=SAME_CALLS)], "saving")
             state.save(
                 folder,
                 r.program,
@@ -448,8 +439,6 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         r.saves.loaded(folder)
         r.updates.note()
         r.rng.step, r.rng.seed = int(extra["step"]), int(extra["seed"])
-        for note in resumed.changed(r.program, extra):
-            r.tell(note)
         return dict(extra.get("module", {}))
 
     def local(self, batch: Any) -> Any:
@@ -459,19 +448,11 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
         r = self._running
-        self._compare("full_state_dict", stated("whether parameters changed", r.updates.due))
+        if r.check:
+            agreement.check(r.mesh, [stated("whether parameters changed", r.updates.due)], "full_state_dict")
         r.updates.carry_out()
         r.updates.settle()
         return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
-
-    def _compare(self, call: str, fact: Fact) -> None:
-        """What no forward may come to compare, as the loop is at its end. Collective. Raises ShardcError."""
-        r = self._running
-        if r.check:
-            after_step = r.loop.others
-            agreement.check(r.mesh, [fact, *r.loop.facts(last=True)], call)
-            if after_step:
-                r.loop.check_others(r.mesh)
 
     def _replace_buffer(self, name: str, new: Tensor) -> None:
         # replaced, not written to: backward may still need the old value; and a copy (above): it may be a parameter, or
@@ -501,9 +482,8 @@ def _running(
         Updates(buckets),
         GradNorm(program, owned, mesh),
         tuple(partial_grad_guard.split(program, owned, buckets.runs)),
-        tuple(sorted(buckets.names | split)),
         user_changes.Watched(program, owned, buckets.runs, buckets.names | split),
-        OptimizerWatch(program, owned, buckets.runs, model, mesh),
+        OptimizerWatch(program, owned, buckets.runs, model),
         LoopWatch(owned.values(), noting=check),
         agreement.SameRows(),
         check_every,

@@ -145,14 +145,14 @@ def divided(program: Program, values: Values) -> Values:
     }
 
 
-def result(program: Program, mesh: Any, loss: Tensor, values: Values, *, gather: bool) -> Any:
-    """What a step returns: the loss, or (the loss, {name: value}) if there are outputs. gather: all rows, not this
-    rank's.
+def result(program: Program, mesh: Any, loss: Tensor | None, values: Values, *, gather: bool) -> Any:
+    """What a step returns: the loss, or (the loss, {name: value}) if there are outputs; {name: value} of a forward-only
+    program. gather: all rows, not this rank's.
     """
     if not program.outputs:
         return loss
     values = gathered(program, mesh, values) if gather else own_rows(program, mesh, values)
-    return loss, divided(program, values)
+    return divided(program, values) if loss is None else (loss, divided(program, values))
 
 
 class Means:
@@ -191,6 +191,10 @@ class Means:
     def _add(self, name: str, number: float, weight: float) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + number
         self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def counted(self, name: str) -> float:
+        """How many things a mean is of by now."""
+        return self._weights.get(name, 0.0)
 
     def values(self) -> dict[str, float]:
         """{"loss": mean, name: mean or sum}; {} without any batch."""

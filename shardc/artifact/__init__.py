@@ -37,7 +37,6 @@ from shardc.artifact.folder_files import dtype as dtype_of
 from shardc.artifact.parser import graph_of
 from shardc.artifact.tables import Checked, Facts, Layouts, Manifest, of_form, shard_of
 from shardc.errors import Errors, ShardcError
-from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.outputs import Output
 from shardc.ir.placement import Shard
 from shardc.ir.program import Bucket, Buffer, Input, Lowered, OffloadPlaces, Param, Program, Region, Stage, Value
@@ -132,7 +131,6 @@ def _write(program: Program, folder: Path) -> None:
         "eval_mode": program.eval_mode,
         "still": program.still,
         "baked": program.baked,
-        "record": program.record.to_json() if program.record is not None else None,
         "offload": asdict(program.offload),
         "meta": program.meta | model_source.record(program.origins),
         "sha256": {f.name: digest(f) for f in sorted(folder.iterdir())},
@@ -352,7 +350,6 @@ def _program(tables: Checked, files: FolderFiles) -> Program:
         eval_mode=manifest.eval_mode,
         still=tuple(manifest.still),
         baked=tuple((tuple(path), value) for path, value in manifest.baked),
-        record=ForwardRecord.read(manifest.record),
     )
 
 
@@ -387,6 +384,7 @@ def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
         returned: Any = graph.output_node().args[0]
         ok = isinstance(returned, tuple) and len(returned) == 1 + len(counts)
         parts = returned[1:] if ok else ()
+        ok = ok and (returned[0] is None or isinstance(returned[0], fx.Node))
         if not all(isinstance(x, tuple) and n in (-1, len(x)) for x, n in zip(parts, counts, strict=ok)):
             ok = False
         if not ok or not all(isinstance(x, fx.Node) for part in parts for x in part):
@@ -403,6 +401,11 @@ def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
         returns(name, code, (own, -1) if program.axis else (beside,))
         stages.append(Stage(code, row.name, tuple(row.updates), tuple(row.outputs), lowered(f"stage{i}")))
     program.stages = tuple(stages)
+    giving = [s.name for s in stages if s.graph.output_node().args[0][0] is not None]  # type: ignore[index]
+    if len(giving) != (not program.forward_only):
+        wanted = "no stage does: the model has none" if program.forward_only else "one stage does"
+        what = f"the loss is returned by {', '.join(giving) or 'no stage'}, and {wanted}"
+        raise ShardcError(what, where=files.path(MANIFEST), fix="compile again")
     if program.axis:
         text, most = files.text(SCHEDULE), 100 * (8 * len(stages) * program.microbatches + 100)
         if len(text) > most:  # an action has some ten characters, and each stage up to eight of a microbatch

@@ -200,7 +200,7 @@ def _head(program: Program, folded: Folded) -> Iterator[str]:
     yield "# inputs: place in the batch, type"
     yield from (f"#   {what_is(i)}  {i.value}" for i in program.inputs)
     if program.outputs:
-        yield "# outputs beside the loss: name, type"
+        yield f"# outputs{'' if program.forward_only else ' beside the loss'}: name, type"
         yield from (f"#   {output_text(o, program)}" for o in program.outputs)
     for i, r in enumerate(program.regions):
         whole = [f"# region {plain(r.name)}: {region_head(r)}"]

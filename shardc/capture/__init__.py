@@ -37,17 +37,18 @@ from shardc.capture.batch_leaves import Leaves, with_plain_dicts
 from shardc.capture.export import export
 from shardc.capture.forward_arguments import keys_of_loss
 from shardc.capture.lift import lift
-from shardc.capture.loss import Loss, LossOf, check_loss
+from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf, check_loss
 from shardc.capture.loss import default_loss as default_loss
 from shardc.capture.masked_rows.unfit import DrawnError
 from shardc.errors import ShardcError
-from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.graph import placeholders
 from shardc.ir.program import Program, Source
 from shardc.runtime.step.user_changes import EVAL_MODE, Attributes
 
 
-def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bool = True) -> Program:
+def capture(
+    model: nn.Module, batch: Any, *, loss: Loss | None = None, forward: Forward | None = None, prove: bool = True
+) -> Program:
     """The global graph of `loss(model(batch))`, at the shapes of one global batch.
 
     model: on any device, also meta; in train mode for training. Not changed.
@@ -56,6 +57,8 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     loss:  `(output, batch) -> scalar` or `(scalar, {name: tensor})`, given also the keys that forward does not name;
            default: the output itself, its `.loss`, its "loss" or its first element. What is named beside the loss is
            kept, detached (shardc.ir.outputs).
+    forward: of a forward-only program, in the place of a loss: `(output, batch) -> {name: tensor}`, or True: the
+           tensors in the output. Buffers then stay as they are.
     prove: compare loss, gradients and buffers with eager once, if the model is small enough to run here (see
         shardc/capture/compare_eager.py).
 
@@ -68,36 +71,41 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     patches.check_hooks(model)
     if loss is not None:
         check_loss(loss)
+    if forward is not None and forward is not True:
+        check_loss(forward, "forward")
     batch = with_plain_dicts(batch)
     leaves = Leaves(batch)
     refused: ShardcError | None = None
-    read_before = global_reads.of(model, loss)
+    function = loss if forward is None or forward is True else forward
+    read_before = global_reads.of(model, function)
     # Perhaps a size depends on values. Few models have one, and looking for it costs a tenth of the time.
     # Perhaps rows are chosen by values: of loops over experts.
     for sizes, rows in ((False, False), (True, False), (True, True)):
         try:
             with side_effects.unchanged(model) as changes, attribute_reads.recorded(model, changes) as reads:
-                exported, updated, beside, notes = export(model, leaves, loss, sizes=sizes, rows=rows)
+                exported, updated, beside, notes = export(model, leaves, loss, forward, sizes=sizes, rows=rows)
             break
         except ShardcError as e:
             if rows or (sizes and not refusals.of_values(e)):
                 raise (refused if rows and refused and not isinstance(e, DrawnError) else e) from None
             refused = e
     changes.refuse_created()
-    program = lift(model, leaves, exported, updated, beside)
+    if forward is not None:
+        updated = {}
+    program = lift(model, leaves, exported, updated, beside, with_loss=forward is None)
     program.notes = notes + tuple(_counts(*each) for each in reads.set_too(changes).items())
     program.baked = tuple(leaves.constants)
     unchanged = [g for g in read_before if not g.changed]
     program.check_attributes = Attributes(model, reads.values, unchanged).check
-    program.eval_mode = not model.training and reads.acts_otherwise(model)
-    program.still = reads.still(model)
+    if forward is None:
+        program.eval_mode = not model.training and reads.acts_otherwise(model)
+        program.still = reads.still(model)
     if program.eval_mode:
         program.notes += (EVAL_MODE,)
     branches = bool(reads.training) and any(m.training for m in model.modules())
     program.evaluates = "untried" if branches else "alike"
     if rows:
         program = expert_loops.with_experts(program)
-    program.record = ForwardRecord.of(program)
     if loss is not None:
         unread = {name for name, n in placeholders(program.graph).items() if not n.users}
         keys = {i.path[0] for i in program.inputs if i.name in unread} & keys_of_loss(model, batch)
@@ -111,7 +119,7 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
                 program,
                 model,
                 batch,
-                lambda b: LossOf(model, Leaves(b), loss)(*Leaves(b).tensors),
+                lambda b: _eager(model, Leaves(b), loss, forward),
                 changes.set,
                 branches=branches,
             )
@@ -120,6 +128,19 @@ def capture(model: nn.Module, batch: Any, *, loss: Loss | None = None, prove: bo
     if program.evaluates == "otherwise":
         program.notes += (_evaluates(list(reads.training.values())),)
     return program
+
+
+def _eager(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward | None) -> tuple[Any, ...]:
+    """The loss (None where the program is to have none), and what stands beside it, of the user's model."""
+    if forward is None:
+        return LossOf(model, leaves, loss)(*leaves.tensors)  # type: ignore[no-any-return]
+    return None, *ValuesOf(model, leaves, forward)(*leaves.tensors)
+
+
+def check_forward(forward: object) -> None:
+    """Raise ShardcError for what `shardc.compile` does not take as `forward`."""
+    if not isinstance(forward, bool) and forward != "score":
+        check_loss(forward, "forward")
 
 
 def _evaluates(places: list[Source]) -> str:

@@ -65,12 +65,13 @@ def prove(
     program: Program,
     model: nn.Module,
     batch: Any,
-    eager: Callable[[Any], Sequence[Tensor]],
+    eager: Callable[[Any], Sequence[Any]],
     changed: Mapping[str, Source],
     *,
     branches: bool = False,
 ) -> Proof:
-    """Compare the captured graph with `eager(batch) -> (loss, *what stands beside it)`, which runs the user's model.
+    """Compare the captured graph with `eager(batch) -> (loss, *what stands beside it)`, which runs the user's model. Of
+    a forward-only program the loss is None, there are no gradients, and buffers stay as they are.
     changed: attributes that its forward sets. branches: forward has branches of its own on `self.training`. With them,
     or with dropout, it is also run in eval mode, in which the model is left.
 
@@ -119,7 +120,7 @@ def prove(
                         buffer.copy_(before[name])
                 torch.manual_seed(0)
                 with patches.swapped(model, tensors):
-                    _same_again(want, eager(whole)[0], changed)
+                    _same_again(eager(whole), (want, *beside), changed)
         except ShardcError:
             raise
         except Exception as e:  # the user's own code; on random numbers it may fail where it would not on real ones
@@ -139,18 +140,19 @@ def prove(
         got, news, outputs = interpret_all(program, params, before, inputs)
         got_grads = _grads(got, trained)
     errors = Errors()
-    _compare(errors, "the loss", "", want, got)
+    if want is not None:
+        _compare(errors, "the loss", "", want, got)
     errors.raise_any()  # gradients that differ as well say nothing more
     # a gradient that is zero in exact arithmetic (an attention key's bias) is rounding on both sides: measured against
     # the largest
     floor = 1e-3 * max((_largest(g) for g in want_grads.values()), default=0.0)
     for p in program.params:
-        if p.requires_grad:
+        if p.requires_grad and want is not None:
             _compare(errors, "the gradient", p.fqn, want_grads[p.name], got_grads[p.name], floor)
     for b in program.buffers:
         if b.updated:
             _compare(errors, "the new value", b.fqn, after[b.fqn], news[b.name])
-        elif b.constant is None and not torch.equal(before[b.fqn], after[b.fqn]):
+        elif want is not None and b.constant is None and not torch.equal(before[b.fqn], after[b.fqn]):
             errors.add(
                 "the model updates the buffer, but the captured graph does not",
                 where=b.fqn,
@@ -159,7 +161,7 @@ def prove(
     for o, value in zip(program.outputs, beside, strict=True):
         _compare(errors, "the output", o.name, value, outputs[o.name])
     errors.raise_any()
-    if not branches and not (model.training and any(map(_drops, calls(program.graph)))):
+    if want is None or (not branches and not (model.training and any(map(_drops, calls(program.graph))))):
         return Proof(evaluates="alike")
     with (
         torch.no_grad()
@@ -221,17 +223,21 @@ def _alike(plain: Sequence[Tensor], ours: Sequence[Tensor]) -> bool:
     return not errors.found
 
 
-def _same_again(first: Tensor, second: Tensor, changed: Mapping[str, Source]) -> None:
-    """Raise ShardcError if two calls of the model, with the same buffers and random numbers, gave different losses."""
-    again = Errors()
-    _compare(again, "the loss", "", first, second)
+def _same_again(second: Sequence[Any], first: Sequence[Any], changed: Mapping[str, Source]) -> None:
+    """Raise ShardcError if two calls of the model, with the same buffers and random numbers, gave different losses;
+    where there is none, other values.
+    """
+    again, result = Errors(), "result" if first[0] is None else "loss"
+    for one, other in zip(first, second, strict=True) if first[0] is None else [(first[0], second[0])]:
+        if one is not None:
+            _compare(again, "the result", "", one, other)
     if again.found:
         place = next((place for place in changed.values() if place.line), Source())
         code = f" ({place.code})" if place.code else ""
         names = ", ".join(map(repr, changed))
         raise ShardcError(
-            f"the model returns another loss when it is called again: its forward sets {names}, of which a program sees"
-            f" the first value{code}",
+            f"the model returns another {result} when it is called again: its forward sets {names}, of which a program"
+            f" sees the first value{code}",
             where=place.line,
             fix="make it a buffer (register_buffer) that forward changes in place, or set it outside of forward",
         )
@@ -268,9 +274,9 @@ def _rebuilt(batch: Any, tensors: Iterator[Tensor]) -> Any:
     return pytree.tree_map(lambda x: next(tensors) if isinstance(x, Tensor) else x, batch)
 
 
-def _grads(loss: Tensor, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+def _grads(loss: Tensor | None, trained: dict[str, Tensor]) -> dict[str, Tensor]:
     """By `backward`, since reentrant checkpoints refuse `autograd.grad`; the tensors' `.grad` is left empty."""
-    if loss.requires_grad:
+    if loss is not None and loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
     grads = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad

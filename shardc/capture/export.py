@@ -27,7 +27,7 @@ from shardc.capture import (
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.data_dependent_values import known_values
 from shardc.capture.forward_arguments import arguments, check_call
-from shardc.capture.loss import Loss, LossOf
+from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf
 from shardc.capture.tensor_methods import traceable
 from shardc.errors import ShardcError
 from shardc.ir import source
@@ -46,14 +46,22 @@ from shardc.torch_private import (
 
 
 def export(
-    model: nn.Module, leaves: Leaves, loss: Loss | None, *, sizes: bool = False, rows: bool = False
+    model: nn.Module,
+    leaves: Leaves,
+    loss: Loss | None,
+    forward: Forward | None = None,
+    *,
+    sizes: bool = False,
+    rows: bool = False,
 ) -> tuple[ExportedProgram, dict[str, fx.Node], dict[str, str], tuple[str, ...]]:
     """The exported model without regions and in-place ops, {FQN of a buffer: its new value}, {name of what stands
-    beside the loss: name of what it is divided by, or ""}, and notes. sizes, rows: see known_values.
+    beside the loss: name of what it is divided by, or ""}, and notes. forward: there is no loss, but what it gives.
+    sizes, rows: see known_values.
     """
     mode, tensors = patches.fakes(model)
     inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # one each: export merges inputs that are one object
-    wrapper = LossOf(model, leaves, loss)
+    wrapper = LossOf(model, leaves, loss) if forward is None else ValuesOf(model, leaves, forward)
+    beside = loss is not None or forward is not None
     wrapper.training = model.training
     with (
         warnings.catch_warnings(),
@@ -75,9 +83,7 @@ def export(
             Exception
         ) as e:  # tracing runs the user's Python, which may raise anything; raised again as what it means
             if isinstance(e, TypeError) and not wrapper.beside.of_loss:
-                check_call(
-                    model, *arguments(model, leaves.batch(leaves.tensors), loss is not None), own_loss=loss is not None
-                )
+                check_call(model, *arguments(model, leaves.batch(leaves.tensors), beside), own_loss=beside)
             raise refusals.of_error(e, leaves.named(reads.inputs), of_loss=wrapper.beside.of_loss) from e
         if side_effects.random_state() != numbers:
             with mode:

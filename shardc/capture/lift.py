@@ -29,8 +29,12 @@ def lift(
     exported: ExportedProgram,
     updated: Mapping[str, fx.Node],
     beside: Mapping[str, str],
+    *,
+    with_loss: bool = True,
 ) -> Program:
-    """Put an exported graph into the form that program.py describes. beside: {output's name: its divisor's name}."""
+    """Put an exported graph into the form that program.py describes. beside: {output's name: its divisor's name}.
+    with_loss: the graph's first result is the loss; else it has none.
+    """
     graph = fx.Graph()
     for name in ("mesh", "rng"):
         graph.placeholder(name).meta["value"] = None
@@ -88,15 +92,16 @@ def lift(
             inputs.append(Input(node.name, path, tuple(x.shape), x.dtype))
             env[exported_nodes[spec.arg.name]] = node
 
-    loss, *values_beside = _copy(exported.graph, graph, env)[-1 - len(beside) :]
+    results = _copy(exported.graph, graph, env)
+    loss, *values_beside = results[-1 - len(beside) :] if with_loss else (None, *results[len(results) - len(beside) :])
     owners = {n: b for b in buffers if b.updated for n in (b.fqn, *b.aliases)}
     news = {owners[fqn].name: env.get(node, node) for fqn, node in fresh.items()}
     with_news = tuple(_detached(graph, news[b.name]) for b in buffers if b.updated)
-    if not values.requires_grad(loss) and any(p.requires_grad for p in params):
+    if loss is not None and not values.requires_grad(loss) and any(p.requires_grad for p in params):
         what = "the loss depends on no trainable parameter"
         fix = "check that nothing between the parameters and the loss is detached, or computed under no_grad"
         raise ShardcError(what, where=source.where(source_of(loss)), fix=fix)
-    kept = tuple(_detached(graph, n) for n in values_beside)
+    kept = tuple(_detached(graph, n) for n in values_beside if n is not None)
     outputs = tuple(
         Output(name, v.shape, v.dtype, divisor=divisor)
         for (name, divisor), v in zip(beside.items(), (n.meta["value"] for n in kept), strict=True)

@@ -1,11 +1,13 @@
-"""What is captured of a model: the loss, of its output or by a function of the user's, and named values beside it."""
+"""What is captured of a model: the loss, of its output or by a function of the user's, and named values beside it; of a
+forward-only program, values alone.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +20,25 @@ from shardc.runtime.ops.torch_library import with_gradient_of
 from shardc.torch_private import traced_node
 
 Loss = Callable[[Any, Any], Any]
+#: What a forward-only program gives: a function of (the model's output, batch), or True: the tensors in that output.
+Forward = Callable[[Any, Any], Any] | Literal[True]
+#: The name of a value that is given without one.
+OUTPUT = "output"
 CONTRACT = "return (loss, {name: real tensor}); a mean may also be (sum, count), both tensors of one element"
 
 
-def check_loss(loss: object) -> None:
-    """Raise ShardcError for a loss that is no function of (output, batch)."""
-    fix = "pass a function: loss=lambda output, batch: F.mse_loss(output, batch['y'])"
+def check_loss(loss: object, name: str = "loss") -> None:
+    """Raise ShardcError for a loss that is no function of (output, batch). name: of the argument."""
+    does = "F.mse_loss(output, batch['y'])" if name == "loss" else "{'logits': output}"
+    fix = f"pass a function: {name}=lambda output, batch: {does}"
     if not callable(loss):
-        raise ShardcError(f"loss is {_described(loss)}, not a function", where="loss", fix=fix)
+        raise ShardcError(f"{name} is {_described(loss)}, not a function", where=name, fix=fix)
     function = loss.forward if isinstance(loss, nn.Module) else loss
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as e:
-        what = f"loss takes (output, batch), and cannot be called with these two: {e}"
-        raise ShardcError(what, where=of_function(function).line or "loss", fix=fix) from None
+        what = f"{name} takes (output, batch), and cannot be called with these two: {e}"
+        raise ShardcError(what, where=of_function(function).line or name, fix=fix) from None
     except ValueError:  # a builtin, whose arguments Python does not know
         pass
 
@@ -76,16 +83,20 @@ class LossOf(nn.Module):
         values = self._flat(beside, line)
         return (with_gradient_of(loss.detach(), sum(self.side, loss)) if self.side else loss, *values)
 
-    def _of(self, output: Any, batch: Any) -> Any:
-        """The user's loss. Raises ShardcError where it asks the batch for a key that it does not have."""
-        assert self.loss is not None
+    def _of(self, output: Any, batch: Any, function: Loss | None = None) -> Any:
+        """The user's function, by default the loss. Raises ShardcError where it asks the batch for a key that it does
+        not have.
+        """
+        function = function or self.loss
+        assert function is not None
         try:
-            return self.loss(output, batch)
+            return function(output, batch)
         except KeyError as e:
             if not isinstance(batch, Mapping) or not e.args or e.args[0] in batch:
                 raise
             at, keys = of_exception(e), ", ".join(map(repr, batch))
-            what = f"the loss asks for {e.args[0]!r}, and the batch has {keys} ({at.code})"
+            name = "the loss" if self.loss is not None else "forward(output, batch)"
+            what = f"{name} asks for {e.args[0]!r}, and the batch has {keys} ({at.code})"
             near = difflib.get_close_matches(str(e.args[0]), [str(k) for k in batch], 1)
             fix = f"did you mean {near[0]!r}?" if near else "name one of these, or let batch() give that one, too"
             raise ShardcError(what, where=at.line, fix=fix) from e
@@ -105,6 +116,48 @@ class LossOf(nn.Module):
                 values[name] = value
         self.beside.divisors = {name: divisors.get(name, "") for name in values}
         return [x.detach() for x in values.values()]
+
+
+class ValuesOf(LossOf):
+    """Takes the batch's tensors, returns the values that a forward-only program gives, whose names are in `.beside`."""
+
+    def __init__(self, model: nn.Module, leaves: Leaves, forward: Forward) -> None:
+        super().__init__(model, leaves, None)
+        self.values = forward
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self.leaves.nodes = list(map(traced_node, tensors))
+        batch = self.leaves.batch(tensors)
+        args, kwargs = arguments(self.model, batch, own_loss=True)
+        output = self.model(*args, **kwargs)
+        if self.values is True:
+            line = of_function(self.model.forward).line
+            values: Mapping[str, Any] = tensors_in(output)
+        else:
+            line = of_function(self.values).line
+            self.beside.of_loss = True
+            returned = self._of(output, batch, self.values)
+            single = isinstance(returned, Tensor)
+            values = returned if isinstance(returned, Mapping) else {OUTPUT: returned} if single else {}
+        if not values:
+            what = f"it gives {_described(output if self.values is True else returned)}: there is no tensor in it"
+            raise ShardcError(what, where=line, fix="return a tensor, or {name: tensor}")
+        return tuple(self._flat(values, line))
+
+
+def tensors_in(output: Any, name: str = "") -> dict[str, Tensor]:
+    """The tensors in what a model returns, by name; those of a tuple by number: "hidden_states.0". Caches are none."""
+    if isinstance(output, Tensor):
+        return {} if output.is_complex() else {name or OUTPUT: output}
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(output, Mapping):
+        items = ((k, x) for k, x in output.items() if k != "past_key_values")
+    elif isinstance(output, (tuple, list)):
+        items = enumerate(output)
+    found: dict[str, Tensor] = {}
+    for key, x in items:
+        found |= tensors_in(x, f"{name}.{key}" if name else str(key))
+    return found
 
 
 def _of_function(returned: Any) -> tuple[Any, Mapping[str, Any]]:

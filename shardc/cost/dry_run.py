@@ -46,7 +46,8 @@ OPS = 4000
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank does in a step. at: its coordinate on the pipeline's axis. resident: what is stored before a step.
+    """What one rank does in a step; of a forward-only program that is a forward. at: its coordinate on the pipeline's
+    axis. resident: what is stored before a step.
 
     before: what comes before the first action (taking the batch). actions: those that were run, with what each does.
     after: sums and norms. update: the optimizer's step.
@@ -230,6 +231,16 @@ class _Recorded(Interpreter):
     microbatches: int
 
     def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        losses, news, outputs = self._recorded(values, hooks)
+        return self._total(losses), self._spread(news), self._outputs(outputs)
+
+    def evaluate(self, values: Values) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """The step of a forward-only program."""
+        _, _, outputs = self._recorded(values, None)
+        return None, self._outputs(outputs)
+
+    def _recorded(self, values: Values, hooks: StepHooks | None) -> Any:
+        """(losses, new values of buffers, outputs) of the actions that are run."""
         names = {x.name for x in self.program.inputs}
         self.ledger.mark((x for microbatch in values for name, x in microbatch.items() if name in names), "inputs")
         last = max((a.microbatch for a in self.actions), default=0)
@@ -242,9 +253,7 @@ class _Recorded(Interpreter):
         run.go()
         self.performed = run.performed
         self.begin("sums")
-        losses, news, outputs = run.losses, run.news, run.outputs
-        del run
-        return self._total(losses), self._spread(news), self._outputs(outputs)
+        return run.losses, run.news, run.outputs
 
     def begin(self, name: str) -> Part:
         """The next part of the step begins."""
@@ -290,7 +299,11 @@ def _step(engine: _Engine, recorded: _Recorded, batch: Any, microbatches: int) -
     """Run a step. Returns its parts: before the actions, after them, the update."""
     recorded.microbatches = microbatches
     before = recorded.begin("the batch")
-    engine.step(batch)
+    if engine.program.forward_only:
+        engine.evaluate(batch)
+        engine.last_parts = recorded.ledger.parts[-1], recorded.begin("update")  # there is none
+    else:
+        engine.step(batch)
     after, update = engine.last_parts
     recorded.begin("")
     return [before, after, update]
@@ -320,9 +333,6 @@ class _Engine(Engine):
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         """Tensors without data prove nothing."""
-
-    def _check_trains(self) -> None:
-        """A forward has its price without a backward, too."""
 
     def update(self) -> None:
         recorded = self.interpreter

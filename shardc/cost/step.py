@@ -103,7 +103,7 @@ class Cost:
 
     def streams(self) -> list[Streams]:
         """When each rank of `ranks` computes, and when its collectives run."""
-        schedule = _schedule(self.program)
+        schedule = schedules.of(self.program)
         found = []
         for r in self.dry_runs:
             found.append(Streams(self.device, self.program.mesh, r.rank))
@@ -138,16 +138,12 @@ class Cost:
 
 def cost(program: Program, device: Device, optimizer: OptimizerOf | None, on: OnRank, **options: Any) -> Cost:
     """See `Program.cost`. options: of Engine."""
-    schedule = _schedule(program)
+    schedule = schedules.of(program)
     dry_runs = []
     for at in range(schedule.ranks):
         on(f"{program.axis}={at}" if program.axis else "a rank", at, schedule.ranks)
         dry_runs.append(dry_run(program, at, optimizer, cpu=device.kind == "cpu", **options))
     return assemble(program, schedule, dry_runs, device)
-
-
-def _schedule(program: Program) -> Schedule:
-    return program.schedule or schedules.alone(program.microbatches)
 
 
 def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], device: Device) -> Cost:

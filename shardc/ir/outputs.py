@@ -27,12 +27,16 @@ if TYPE_CHECKING:
 
 #: Elements up to which a value that ranks have summands of is summed at the end of the step; a larger one in the graph.
 SMALL = 1024
+#: What a scoring program gives: each target's log-probability; their mean, which is a sum by a count.
+SCORE, MEAN_SCORE, SCORED = "score", "logprob", "logprob (count)"
 
 
 @dataclass(frozen=True)
 class Output:
     """One value. name: the user's. shape: global, of the whole step's batch; dtype. layout: what a rank has of it.
 
+    wanted: how the spec asks for it (`outputs:`), on the axes that it names; no axis: whole on all ranks; None: rows
+    where they are, all else whole. cause: the spec's line.
     microbatch: how its rows are cut into microbatches; None: it has none. adds: each microbatch has a summand.
     divisor: the name of the output that it is divided by, once both are summed; stage: of a pipeline: that makes it.
     """
@@ -45,6 +49,8 @@ class Output:
     adds: bool = False
     divisor: str = ""
     stage: int = 0
+    wanted: Layout | None = None
+    cause: str = ""
 
     @property
     def small(self) -> bool:
@@ -57,17 +63,22 @@ class Output:
         return tuple(a for a, p in self.layout.items if isinstance(p, Partial))
 
 
-def loss_value(program: Program) -> Value:
-    """The type of what a stage returns as the loss of one microbatch; before there are stages, the graph."""
+def loss_value(program: Program) -> Value | None:
+    """The type of what a stage returns as the loss of one microbatch; before there are stages, the graph. None: the
+    program is forward-only.
+    """
     graphs = [s.graph for s in program.stages] or [program.graph]
     returned: list[Any] = [graph.output_node().args[0] for graph in graphs]
-    value: Value = next(loss for loss, *_ in returned if loss is not None).meta["value"]
+    value: Value | None = next((loss.meta["value"] for loss, *_ in returned if loss is not None), None)
     return value
 
 
 def loss_axes(program: Program) -> tuple[str, ...]:
     """The axes over which ranks have summands of a step's loss: those over which it is partial, and a pipeline's."""
-    axes = {a for a, p in loss_value(program).layout.items if isinstance(p, Partial)}
+    value = loss_value(program)
+    if value is None:
+        return ()
+    axes = {a for a, p in value.layout.items if isinstance(p, Partial)}
     axes |= {program.axis} if program.axis else set()
     return program.mesh.merge(tuple(a for a in axes if program.mesh.size(a) > 1))
 

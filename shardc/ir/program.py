@@ -12,7 +12,7 @@ Conventions of both graphs
                    which take `mesh` / `rng` explicitly. Nothing in a graph depends on a global.
     output         `(loss, (new value of every buffer with updated=True, in order, then every output))`; of a pipeline's
                    stage `(loss or None, (new values of the buffers in its .updates, then its .outputs), (what other
-                   stages take))`
+                   stages take))`. Of a forward-only program the loss is None: it gives outputs alone
 
 Metadata: all keys of `node.meta` that passes may rely on
     in every graph
@@ -48,16 +48,16 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.ir.outputs import Output
+from shardc.ir.outputs import MEAN_SCORE, SCORE, SCORED, Output
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.type_text import show
 from shardc.ir.units import count, plural
 
 if TYPE_CHECKING:
     from shardc.cost import Cost, Device
-    from shardc.ir.forward_record import ForwardRecord
     from shardc.runtime.schedule import Schedule
     from shardc.runtime.step.engine import Engine
+    from shardc.runtime.step.forward import Forward
     from shardc.runtime.step.module import ShardedModule
     from shardc.spec import Spec
     from shardc.verify import Report
@@ -430,15 +430,12 @@ class Program:
     eval_mode: bool = False
     #: Submodules that were in eval mode while others trained, and would compute something else in training mode.
     still: tuple[str, ...] = ()
-    resize: Callable[[Program, Any, tuple[tuple[int, ...], ...], bool], Program] | None = field(
+    resize: Callable[[Program, Any, tuple[tuple[int, ...], ...], Any], Program] | None = field(
         default=None, compare=False, repr=False
-    )  # (program, batch, its global shapes, training) -> a program for these; not saved
+    )  # (program, batch, its global shapes, for what) -> a program for these; not saved (shardc.recompile)
     #: Raises ShardcError for attributes of the model, or of one that is given, that are not as forward read them, and
     #: returns notes by name on what forward may have read otherwise; not saved.
     check_attributes: Callable[..., dict[str, str]] | None = field(default=None, compare=False, repr=False)
-
-    #: What forward and loss are, in short, for checkpoints; None for a program of an earlier shardc.
-    record: ForwardRecord | None = field(default=None, compare=False, repr=False)
 
     #: Files of the user's, and names at their top level, that forward and loss come from; a saved program has digests
     #: of them instead (shardc.artifact.model_source).
@@ -448,6 +445,17 @@ class Program:
     def stored(self) -> tuple[Param | Buffer | Input, ...]:
         """Parameters, buffers and inputs: what has a layout of its own, in the order of the graphs' placeholders."""
         return (*self.params, *self.buffers, *self.inputs)
+
+    @property
+    def forward_only(self) -> bool:
+        """Does it give outputs alone? Nothing runs backward then: no value has a gradient, and there is no loss."""
+        found = self.graph.find_nodes(op="output")
+        return bool(found) and found[0].args[0][0] is None
+
+    @property
+    def scores(self) -> bool:
+        """Is it forward-only, for the log-probabilities of its loss's targets?"""
+        return self.forward_only and tuple(o.name for o in self.outputs) == (SCORE, MEAN_SCORE, SCORED)
 
     @property
     def module_aliases(self) -> dict[str, tuple[str, ...]]:
@@ -536,6 +544,14 @@ class Program:
 
         check_names("engine", Engine, options)
         return Engine(self, model, adamw if optimizer is ... else optimizer, seed, **options)
+
+    def forward(self, model: Any = None, seed: int = 0, **options: Any) -> Forward:
+        """What runs this rank's part of a forward-only program. See shardc.runtime.step.forward.Forward."""
+        from shardc.runtime.step.engine_options import check_names
+        from shardc.runtime.step.forward import Forward
+
+        check_names("forward", Forward, options)
+        return Forward(self, model, seed, **options)
 
     def module(self, model: Any = None, seed: int = 0, **options: Any) -> ShardedModule:
         """This rank's nn.Module, for a loop of one's own. See shardc.runtime.step.module.ShardedModule."""

@@ -97,8 +97,9 @@ def comm_rows(program: Program, at: int | None = None) -> list[Row]:
             receivers = [c for c in range(stages) if c != rank_of[o.stage] and at in (None, c)]
             cause = f"output {o.name!r}, to every stage"
             add((program.axis,), "send_recv", "forward", cause, nbytes, len(receivers))
-    if axes := loss_axes(program):
-        nbytes = loss_value(program).dtype.itemsize
+    loss = loss_value(program)
+    if loss is not None and (axes := loss_axes(program)):
+        nbytes = loss.dtype.itemsize
         add(axes, "all_reduce", "forward", "the loss, to every rank", nbytes, stages if at is None else 1)
     if program.axis and program.mesh.size(program.axis) > 1:
         for x in program.buffers:

@@ -43,7 +43,7 @@ SECONDS = 1 / MEMORY
 
 def timeline(program: Program) -> Timeline:
     """Of one step, with the costs of the program's stages. A program without a pipeline is one stage."""
-    schedule = program.schedule if program.schedule is not None else schedules.alone(program.microbatches)
+    schedule = schedules.of(program)
     return schedules.timeline(schedule, costs(program), program.edges)
 
 

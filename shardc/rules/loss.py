@@ -63,7 +63,7 @@ def local_nll(call: LocalCall) -> fx.Node:
     out = call.call.results[0]
     layout = call.outputs[0]
     flat = Value(out.shape, out.dtype, False, _on(layout, split, Partial("max"), call.mesh))
-    pair = Value((2, *out.shape), out.dtype, True, _on(_shifted(layout), split, PARTIAL, call.mesh))
+    pair = Value((2, *out.shape), out.dtype, out.requires_grad, _on(_shifted(layout), split, PARTIAL, call.mesh))
     size = Value(out.shape, out.dtype, False, layout).nbytes(call.mesh)
     top = call.emit(ops.nll_max, (logits,), {}, value=flat)
     top = call.emit(
@@ -74,7 +74,7 @@ def local_nll(call: LocalCall) -> fx.Node:
         collective=Collective("all_reduce", "none", axes, size, "loss over split classes: the largest logit"),
     )
     parts = call.emit(ops.nll_parts, (logits, target, top, call.mesh_node, digits, classes, ignore), {}, value=pair)
-    whole = Value((2, *out.shape), out.dtype, True, _shifted(layout))
+    whole = Value((2, *out.shape), out.dtype, out.requires_grad, _shifted(layout))
     parts = call.emit(
         ops.all_reduce,
         (parts, call.mesh_node, axes),

@@ -54,6 +54,7 @@ __all__ = [
     "Expert",
     "Loss",
     "Lower",
+    "OutputRule",
     "Pipeline",
     "Precision",
     "Run",
@@ -93,6 +94,14 @@ class ActivationRule:
 
 
 @dataclass(frozen=True)
+class OutputRule:
+    """How the outputs that a pattern names come out. dims: tensor dim -> the axes that split it; None: whole."""
+
+    pattern: str
+    dims: dict[int, tuple[DimShard, ...]] | None
+
+
+@dataclass(frozen=True)
 class Spec:
     """A spec that is valid in itself; whether it fits a model is checked later. Equality ignores the places of keys.
 
@@ -106,6 +115,7 @@ class Spec:
     shard_use: Use | None = None
     shard_axis: str = "tp"
     activations: tuple[ActivationRule, ...] = ()
+    outputs: tuple[OutputRule, ...] = ()
     sequence: Sequence | None = None
     pipeline: Pipeline | None = None
     data: Data = field(default_factory=Data)
@@ -230,6 +240,7 @@ class Spec:
             shard_use=form.shard.use.plan if form.shard.use else None,
             shard_axis=(form.shard.use and form.shard.use.axis) or "tp",
             activations=tuple(boundary(key, dims) for key, dims in form.activations.items()),
+            outputs=tuple(OutputRule(name, dims) for name, dims in form.outputs.items()),
             places=places,
             **{n: getattr(form, n) for n in _SECTIONS},
         )
@@ -258,7 +269,11 @@ class Spec:
     def named_axes(self) -> frozenset[str]:
         """The axes that sections name, except those of the batch and of experts."""
         axes = {r.axis for r in self.shard if r.dims is None and r.style != "replicate"}
-        entries = [*(r.dims or {} for r in self.shard), *(r.dims for r in self.activations)]
+        entries = [
+            *(r.dims or {} for r in self.shard),
+            *(r.dims for r in self.activations),
+            *(r.dims or {} for r in self.outputs),
+        ]
         axes |= {s.axis for dims in entries for shards in dims.values() for s in shards}
         axes |= {self.shard_axis} if self.shard_use else set()
         axes |= {x.axis for x in (self.sequence, self.pipeline) if x is not None}
@@ -283,7 +298,9 @@ class Spec:
         parts: dict[str, Any] = {n: _plain(getattr(self, n)) for n in _SECTIONS}
         parts["shard"] = shard
         parts["activations"] = {r.pattern + (":in" if r.at == "input" else ""): _dims(r.dims) for r in self.activations}
-        defaults = {n: _plain(Form.model_fields[n].default) for n in _SECTIONS} | {"shard": {}, "activations": {}}
+        parts["outputs"] = {r.pattern: "whole" if r.dims is None else _dims(r.dims) for r in self.outputs}
+        named: dict[str, Any] = {"shard": {}, "activations": {}, "outputs": {}}
+        defaults = {n: _plain(Form.model_fields[n].default) for n in _SECTIONS} | named
         return out | {n: parts[n] for n in Form.model_fields if n in parts and parts[n] != defaults[n]}
 
     def __repr__(self) -> str:
@@ -298,7 +315,7 @@ class Spec:
             if isinstance(value, list):
                 parts += [line, f"{name}:\n" + "".join(f"  - {yaml_reader.flow(v)}\n" for v in value)]
                 line = ""
-            elif name in ("batch", "shard", "activations", "sequence", "pipeline", "data"):
+            elif name in ("batch", "shard", "activations", "outputs", "sequence", "pipeline", "data"):
                 parts += [
                     line,
                     f"{name}:\n"

@@ -63,6 +63,10 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
     return Mesh.of(sizes)
 
 
+#: What the dims of a section's entries split.
+_SPLITS = {"shard": "weights", "activations": "activations", "outputs": "outputs"}
+
+
 def data_axes(batch: Batch, data: Data, names: Iterable[str], sequence: Sequence | None) -> tuple[str, ...]:
     """The axes that split the batch: batch.axes if given, else the mesh's axes called dp or dp_*, and those of
     data.axis. The sequence's axis may be one of data.axis, which then shards parameters over it, and no batch.
@@ -117,6 +121,9 @@ class Check:
                 yield ("shard", pattern), rule.dims
         for key, dims in self.form.activations.items():
             yield ("activations", key), dims
+        for name, wanted in self.form.outputs.items():
+            if wanted is not None:
+                yield ("outputs", name), wanted
 
     def uses(self) -> Iterator[tuple[str, Path, str]]:
         """Every axis that the spec names: (axis, its path, what it splits)."""
@@ -138,7 +145,7 @@ class Check:
         for path, dims in self.dims():
             for dim, shards in dims.items():
                 for i, s in enumerate(shards):
-                    yield s.axis, self.axis_path(path, dim, i), "weights" if path[0] == "shard" else "activations"
+                    yield s.axis, self.axis_path(path, dim, i), _SPLITS[str(path[0])]
         if f.sequence:
             yield f.sequence.axis, ("sequence", "axis"), "the sequence"
         if f.pipeline:

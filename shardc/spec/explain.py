@@ -57,7 +57,7 @@ def check_form(document: Document, errors: Errors) -> tuple[Form, frozenset[Path
 
 def _cut(value: Any, path: Path) -> Path:
     """Remove the invalid entry from the value. Returns the path that was removed."""
-    if path[:1] in (("shard",), ("activations",)):
+    if path[:1] in (("shard",), ("activations",), ("outputs",)):
         path = path[:2]  # half an entry would be another entry
     path = reach(value, path)  # an error before this one may have taken it out
     while path and isinstance(_at(value, path[:-1]), list):

@@ -111,6 +111,15 @@ Dims = Annotated[
 ]
 
 
+def _output(value: Any) -> Any:
+    """`whole` -> None."""
+    if value == "whole":
+        return None
+    if not isinstance(value, Mapping):
+        raise malformed("`whole`, or a mapping from dim to axis", "e.g. {2: tp}")
+    return value
+
+
 def _is_dim(key: object) -> bool:
     return isinstance(key, int) or (isinstance(key, str) and key.lstrip("-").isdecimal())  # "0" is refused later
 
@@ -494,6 +503,18 @@ class Form(Section):
         default={},
         description='a module\'s output ("name") or input ("name:in"): {dim: axis}',
         examples=[{"layers.*": {1: "tp"}}],
+    )
+    outputs: dict[
+        Pattern,
+        Annotated[
+            Dims | None,
+            BeforeValidator(_output),
+            WithJsonSchema({"anyOf": [{"const": "whole"}, _DIMS]}),
+        ],
+    ] = Field(
+        default={},
+        description="how values come out: {dim: axis}, or whole (default: a rank's rows, all else whole)",
+        examples=[{"logits": {2: "tp"}}],
     )
     sequence: Sequence | None = Field(default=None, examples=[{"axis": "cp"}])
     pipeline: Pipeline | None = Field(default=None, examples=[{"axis": "pp", "stages": 4}])

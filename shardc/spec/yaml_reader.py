@@ -68,7 +68,7 @@ def dotted(path: Path) -> str:
     text = ""
     for i, part in enumerate(path):
         # from how deep a number is an item of a list; before that it is a key, such as a dim
-        items = {"experts": 1, "checkpoint": 1, "shard": 3, "activations": 3}.get(str(path[0]), 2)
+        items = {"experts": 1, "checkpoint": 1, "shard": 3, "activations": 3, "outputs": 3}.get(str(path[0]), 2)
         if isinstance(part, int) and i >= items:
             text += f"[{part}]"
         else:

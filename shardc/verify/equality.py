@@ -21,7 +21,6 @@ from shardc.ir.types import OUTSIDE_DOMAIN
 from shardc.ir.units import plural, size
 from shardc.runtime.rng import Rng
 from shardc.runtime.step.outputs import divided
-from shardc.runtime.step.param_groups import check_trains
 from shardc.verify.random_batch import random_inputs, random_state
 from shardc.verify.reference import interpret_all, reach
 from shardc.verify.simulate import Simulation, simulate
@@ -97,7 +96,7 @@ def _table(ways: tuple[Way, ...]) -> list[str]:
 
 def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
     """Run one training step both ways and compare loss, gradients and buffers. Dropout stays on: its masks are the same
-    on every mesh.
+    on every mesh. Of a forward-only program: one forward, and its outputs.
 
     Needs memory for the model in float64 on every rank of the mesh; a program too large for this machine gives a
     finding that says so. Nothing is read from or written to disk.
@@ -106,10 +105,8 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
     rounding of 16 bits.
 
     lowered: compare the lowered step (`lower:`) with the same program under autograd too, to the bit, and the compiled
-    one within OF_COMPILED, in the program's own dtypes; against one device pieces then run as compiled code, too.
-    Raises ShardcError for a program that trains no parameter."""
+    one within OF_COMPILED, in the program's own dtypes; against one device pieces then run as compiled code, too."""
     start = time.perf_counter()
-    check_trains(program)
     need, there = _memory(program), _available()
     if need > there:
         finding = Finding(
@@ -133,17 +130,18 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
         except OUTSIDE_DOMAIN as e:  # a target that is no probability, a matrix that is not positive definite
             why = f"the model fails on one device ({type(e).__name__}: {str(e).splitlines()[0]})"
             continue
-        if bool(torch.isfinite(loss)):
+        if program.forward_only or bool(torch.isfinite(loss)):
             break
         why = f"the model's loss is {float(loss.detach())} on one device"
     else:
         what = f"on random weights and inputs {why}: nothing can be compared"
         finding = Finding("loss", what, "compare with real weights: shardc.verify.simulate(program, model, batch)")
         return Report((finding,), 0, float("nan"), time.perf_counter() - start)
-    loss.backward()  # type: ignore[no-untyped-call]
+    pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
     sim = simulate(double, weights, batch, seed=seed)
-
-    pairs: list[tuple[str, Tensor | None, Tensor | None]] = [("loss", loss.detach(), sim.loss)]
+    if not program.forward_only:
+        loss.backward()  # type: ignore[no-untyped-call]
+        pairs = [("loss", loss.detach(), sim.loss)]
     for p in (p for p in double.params if p.requires_grad):
         gradient = params[p.name].grad
         one_by_one = {} if gradient is None else p.by_name(gradient)
@@ -153,7 +151,7 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
     # a gradient that is zero in exact arithmetic (a key's bias: softmax does not see it) is rounding on both sides:
     # measure it against the whole gradient's size
     floor = 1e-3 * float(
-        sum((g.double().norm().square() for n, g, _ in pairs[1:] if g is not None), torch.zeros(())).sqrt()
+        sum((g.double().norm().square() for n, g, _ in pairs if n != "loss" and g is not None), torch.zeros(())).sqrt()
     )
     named = divided(double, {name: x.detach() for name, x in outputs.items()})
     off_by = [(name, difference(one, many, 0.0 if name == "loss" else floor)) for name, one, many in pairs]

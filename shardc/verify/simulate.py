@@ -36,7 +36,7 @@ class Comm:
 class Simulation:
     """What all ranks together computed, put together again.
 
-    loss: 0-dim, global, of the last step; outputs: what its function names beside it, of all rows.
+    loss: 0-dim, global, of the last step; nan of a forward-only program. outputs: what stands beside it, of all rows.
     grads: {fqn: global tensor}, of the last step, before the optimizer; without parameters that no gradient reaches.
     state: {fqn: global tensor}, parameters and buffers after the last step; tied ones under every name.
     comms: the collectives of the last step, in order.
@@ -50,7 +50,8 @@ class Simulation:
 
     def __repr__(self) -> str:
         counts = plural(len(self.grads), "gradient"), plural(len(self.comms), "collective")
-        return f"<Simulation: loss {float(self.loss):.6g}, {', '.join(counts)}; .loss .grads .state .comms>"
+        loss = f"loss {float(self.loss):.6g}" if not self.loss.isnan() or not self.outputs else "outputs"
+        return f"<Simulation: {loss}, {', '.join(counts)}; .loss .grads .state .comms .outputs>"
 
 
 @dataclass
@@ -74,6 +75,7 @@ def simulate(
     model: holds the weights and is not changed; or a state_dict, or a function that builds the model (see Engine).
     batch: one global batch, used in every step. seed: of dropout.
     optimizer: params -> torch optimizer. None: with steps=1 weights stay as they are, with more AdamW(3e-4) trains.
+    Of a forward-only program one forward is run.
     Raises ShardcError for a batch or weights that do not fit. Replicas that come out different are a bug of shardc:
     AssertionError."""
     if steps < 1:
@@ -82,7 +84,11 @@ def simulate(
 
     def work(mesh: LoopbackMesh) -> _Rank:
         engine = Engine(program, model, make, seed, mesh=mesh, check=False)  # one process: all have the same
-        for step in range(steps):
+        grads: dict[str, Tensor | None] = {}
+        result: Any = None
+        if program.forward_only:
+            result = torch.tensor(float("nan")), engine.evaluate(batch, gather=True)
+        for step in range(steps if not program.forward_only else 0):
             mesh.records.clear()
             result = engine.backward(batch, gather=True)
             last = step == steps - 1

@@ -65,6 +65,7 @@ def test_no_pass_changes_the_program_that_it_is_given(monkeypatch: pytest.Monkey
     shardc.compile(experts, (tokens,), {"shardc": 1, "mesh": {"ep": 2}, "experts": [entry]}, prove=False)
     narrow = {"lower": True, "batch": {"microbatches": 2}, "precision": {"compute": "bfloat16"}, "loss": {"chunks": 2}}
     shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, **narrow}, prove=False)
+    shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, forward=True, prove=False)
     untried = {stage.name for stage in PIPELINE} - ran
     assert untried == {"grouped_mm"}, "it needs a model with grouped products"
 

@@ -29,7 +29,7 @@ def timeline(cost: Cost, messages: Messages) -> dict[str, Any]:
     which does not wait for other stages, is moved to the begins of its actions.
     """
     program = cost.program
-    schedule = program.schedule or schedules.alone(program.microbatches)
+    schedule = schedules.of(program)
     rows = []
     for i, r in enumerate(cost.dry_runs):
         clock = Streams(cost.device, program.mesh, r.rank)

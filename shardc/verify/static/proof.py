@@ -216,8 +216,9 @@ class _Checker:
                 of = news[name] if name in updates else outs[name]
                 declared = buffer if name in updates else output
                 yield from self._result(stage, text, node, of, declared)
-        if losses != 1:
-            yield Gap("program", f"{losses} stages give the loss", right="one does")
+        if losses != (model_loss is not None):
+            right = "one does" if model_loss is not None else "none does: the program is forward-only"
+            yield Gap("program", f"{losses} stages give the loss", right=right)
 
     def _loss(self, stage: Stage, text: Text, node: fx.Node, of: fx.Node) -> Iterator[Gap]:
         claims = text.claims.get(node)
@@ -286,7 +287,8 @@ class _Checker:
             if p.stages and not used.get(p.name, set()) <= set(p.stages):
                 yield Gap(p.fqn, f"stages {sorted(used[p.name])} use it, and it is of stages {list(p.stages)}")
         try:
-            schedule_proof.prove(program.schedule, program.edges if found else None)
+            training = not program.forward_only
+            schedule_proof.prove(program.schedule, program.edges if found else None, training=training)
         except ShardcError as e:
             for error in e.errors:
                 yield Gap("schedule", error.what, right=error.fix or "")

@@ -1,0 +1,41 @@
+"""`outputs`: how the values come out that a program gives, as the spec asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardc.errors import Errors
+from shardc.ir.mesh import Mesh
+from shardc.ir.outputs import Output
+from shardc.ir.patterns import match
+from shardc.ir.placement import Layout
+from shardc.passes.annotate.padding import padded
+from shardc.passes.annotate.spec_layouts import check_fits, dims_text, layout_of, quote
+from shardc.spec import Spec
+
+
+def wanted_outputs(
+    spec: Spec, outputs: Sequence[Output], mesh: Mesh, errors: Errors, *, all_named: bool
+) -> tuple[Output, ...]:
+    """The outputs with what the first entry that names each asks for. Adds an error for an entry that cannot be, and,
+    if all_named, for one that names none.
+    """
+    found = list(outputs)
+    for rule in reversed(spec.outputs):  # the first match wins
+        where, named = spec.where(("outputs", rule.pattern)), False
+        for i, o in enumerate(found):
+            if not match(rule.pattern, o.name):
+                continue
+            named, wanted = True, Layout()
+            if rule.dims is not None:
+                wanted = layout_of(rule.dims, mesh)
+                wanted = padded(wanted, o.shape, mesh) if spec.uneven == "pad" else wanted
+                check_fits(wanted, o.shape, mesh, f"output {o.name}", where, errors)
+            cause = quote(spec, "outputs", rule.pattern, dims_text(rule.dims) if rule.dims is not None else "whole")
+            asked = None if rule.dims is not None and not wanted.items else wanted  # of axes of one rank
+            found[i] = replace(o, wanted=asked, cause=cause)
+        if not named and all_named:
+            known = f"the outputs are {', '.join(o.name for o in outputs)}"
+            errors.add(f"pattern {rule.pattern!r} matches no output", where=where, fix=known)
+    return tuple(found)
