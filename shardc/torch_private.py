@@ -60,6 +60,7 @@ __all__ = [
     "backward_decompositions",
     "current_backward",
     "decompositions",
+    "engine_executes",
     "fake_device",
     "fake_mode",
     "fake_tensor",
@@ -444,6 +445,16 @@ def current_backward() -> int | None:
     """
     node = torch._C._current_autograd_node()
     return int(getattr(node, "first_number", None) or node._sequence_nr()) if node is not None else None
+
+
+def engine_executes(node: Any) -> bool | None:
+    """Inside of a backward pass: does it run this node? None: it is a leaf whose gradient torch.autograd.grad was asked
+    for. torch.autograd.graph.register_multi_grad_hook asks so; there is no public name.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return None
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -17,14 +17,17 @@ outputs               what a step gives beside its loss, over microbatches, rank
                       things its means are
 batch_sizes           batches of other sizes than were compiled
 clip_grad_norm        the norm of the whole gradient, and clipping by it; partial_grad_guard: a part's norm is not that
+whole_backward        a module's backward that goes around the sums of gradients
 stepped_once          an optimizer or schedule that is stepped beside the engine; random_fill: draws for a part
 not_finite            a loss or gradient that is nan or inf: stop or skip, and what made it
 engine_options        options that there are not, or that mean nothing; batch_argument: a batch that is spread out
 user_changes          what users do to a module that a program would not notice; optimizer_watch: its optimizer;
-                      loop_watch: what a loop does between two forwards, alike on all ranks
+                      loop_watch: what a loop does between two forwards, alike on all ranks; both see optimizers by
+                      every_optimizer
 evaluating            which program evaluates: that of a step, or one of the model in eval mode
 op_errors             an op that fails, in the user's terms; profiler_ranges: each node is one in a trace
 param_groups, lr      the optimizer's parameter groups by name; learning-rate schedulers
-resumed               what a checkpoint replaced of an engine's settings
+text_numbers          text where these want a number
+resumed               what a checkpoint replaced of an engine's settings; new_schedule: what it is not to replace
 expert_load           how tokens were spread over experts
 """

@@ -36,6 +36,7 @@ from shardc.runtime.step import (
     param_groups,
     partial_grad_guard,
     random_fill,
+    text_numbers,
     user_changes,
 )
 from shardc.runtime.step.batch_argument import one_batch
@@ -46,6 +47,7 @@ from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.interpreter import Interpreter, StepHooks, Values
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.mean_counts import MeanCounts
+from shardc.runtime.step.new_schedule import NewSchedule
 from shardc.runtime.step.stepped_once import SteppedOnce
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
@@ -195,6 +197,7 @@ class Engine(EngineState):
         self.optimizer = (
             self._optimizer(optimizer) if optimizer is not None else None
         )  # None also where a rank has nothing to train
+        self._new_schedule = NewSchedule(self.optimizer, scheduler) if self.optimizer is not None else None
         self._once = SteppedOnce(self.optimizer)  # before schedulers are made, which look at its method `step`
         if check:
             agreement.check(self.mesh, agreement.optimizer_facts(program, self.optimizer), "making an engine")
@@ -263,7 +266,8 @@ class Engine(EngineState):
         if not trained:
             return None
         try:
-            returned = make(trained)
+            with text_numbers.refused("optimizer"):
+                returned = make(trained)
         except ValueError as e:
             if "empty parameter list" not in str(e):
                 raise
@@ -288,6 +292,10 @@ class Engine(EngineState):
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
         """Raises ShardcError for an optimizer that needs more than what this rank has of the parameters."""
         check_sharded(self.program, optimizer, params, self.buckets.runs)
+
+    def _check_trains(self) -> None:
+        """Raises ShardcError where no parameter is trained."""
+        param_groups.check_trains(self.program)
 
     def _tell(self, note: str) -> None:
         """A line on the first rank's stderr."""
@@ -370,6 +378,7 @@ class Engine(EngineState):
             what, fix = "the program is forward-only: there is no loss to train by", "compile without forward="
             raise ShardcError(what, where="engine.step", fix=f"{fix}; engine.evaluate(batch) gives its values")
         self._once.check()
+        self._check_trains()
         self.check_schedule(1)
         self._saves.poll()
         torch_modes.check("engine.step", self.mesh.device.type)

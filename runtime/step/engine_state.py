@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.step import lr, resumed
 from shardc.runtime.step.loss_scale import LossScaler
+from shardc.runtime.step.new_schedule import NewSchedule, steps_of
 from shardc.runtime.zero.bucket_launch import Buckets
 
 #: What to do instead of writing to parameters on some ranks.
@@ -39,6 +41,7 @@ class EngineState:
     loaders: Loaders
     rng: Rng
     _schedulers: lr.Schedulers | None
+    _new_schedule: NewSchedule | None
     _saves: state.Saves
     _offload: Offload
     _paged: Paged | None
@@ -74,7 +77,7 @@ class EngineState:
         Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
         """
         self._check()
-        extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed}
+        extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed, **resumed.record(self.program)}
         if self.scaler is not None:
             extra["loss_scale"] = self.scaler.state_dict()
         if self._schedulers is not None:
@@ -112,11 +115,13 @@ class EngineState:
         """(bytes written, bytes to write) by this rank of the save in the background; None without one."""
         return self._saves.progress
 
-    def load(self, folder: str | Path, *, last_good: bool = False) -> None:
+    def load(self, folder: str | Path, *, last_good: bool = False, new_schedule: bool = False) -> None:
         """Read a checkpoint that any mesh wrote. Collective.
 
         folder: where checkpoints were saved to: the last one is read; or one of them. last_good: if that one is
             damaged, read the last one that is not.
+        new_schedule: learning rates (momenta, betas) are not the checkpoint's: the schedulers are made anew, from what
+            `optimizer` made, and stand at the checkpoint's step, as if they had been there from the first.
         The seed and the settings of optimizer and schedulers are then the checkpoint's; what they replace is told.
         """
         before, seed = resumed.settings(self.optimizer, self._schedulers), self.rng.seed
@@ -135,7 +140,7 @@ class EngineState:
                 runs=self.buckets.runs,
                 room=room,
                 last_good=last_good,
-                accept=self._accept,
+                accept=functools.partial(self._accept, new_schedule=new_schedule),
                 changing=self._changing,
             )
         self._saves.loaded(folder)
@@ -146,19 +151,26 @@ class EngineState:
         self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
         if self.scaler is not None and "loss_scale" in extra:
             self.scaler.load_state_dict(extra["loss_scale"])
-        if self._schedulers is not None and "scheduler" in extra:
+        if new_schedule and self._new_schedule is not None and self.optimizer is not None:
+            self._schedulers = self._new_schedule.begin(self.optimizer, steps_of(extra))
+            self._note_schedulers()
+        elif self._schedulers is not None and "scheduler" in extra:
             self._schedulers.load_state_dict(extra["scheduler"])
             self._note_schedulers()
         self.loaders.load_state_dict(extra.get("loaders", {}))
         self._whole = True
         for note in resumed.replaced(before, resumed.settings(self.optimizer, self._schedulers)):
             self._tell(note)
+        for note in resumed.changed(self.program, extra):
+            self._tell(note)
         if self.rng.seed != seed:
             self._tell(f"seed: the checkpoint's {self.rng.seed} is used, not {seed}")
 
-    def _accept(self, extra: Mapping[str, Any]) -> None:
+    def _accept(self, extra: Mapping[str, Any], *, new_schedule: bool) -> None:
         """Do schedulers and loaders continue these?"""
-        if self._schedulers is not None and "scheduler" in extra:
+        if self._schedulers is not None and new_schedule:
+            self._schedulers.check_end(steps_of(extra))
+        elif self._schedulers is not None and "scheduler" in extra:
             self._schedulers.check(extra["scheduler"])
         self.loaders.check(extra.get("loaders", {}))
 

@@ -4,7 +4,8 @@ gradient that it gives to the loss, and what its optimizers' groups are set to.
     loss = module(**part); (loss * weight).backward()      the loss is the whole batch's: so is its gradient
     optimizer.step()                                       replicas stay alike by equal learning rates
 
-Both are noted as they happen, and compared in the next forward, by the sum that compares the batch. An optimizer may
+Both are noted as they happen, and compared in the next forward, by the sum that compares the batch; after the last one,
+where the module is saved. An optimizer may
 also step parameters that are no module's, such as those of a probe on `module.local(batch)`: nobody sums their
 gradients over ranks. They are looked at once, after the first step: what was alike on all ranks before it and is not
 any longer drifts.
@@ -12,7 +13,6 @@ any longer drifts.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardc.runtime.mesh.agreement import SAME_OPTIMIZER, DisagreementError, Fact, fingerprint, hashed
+from shardc.runtime.step.every_optimizer import observe, observers
 from shardc.runtime.zero.optimizer_list import class_of
 
 _SAME_LOSS = (
@@ -48,7 +48,7 @@ class LoopWatch:
         self._settings: list[object] = []
         self._others: list[tuple[str, list[Tensor], int]] = []  # (optimizer, its parameters of no module, their hash)
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        _register(self)
+        observe(self)
 
     def note_gradient(self, g: Tensor) -> None:
         """Of the loss, 0-dim, in a backward. Nothing waits for a device."""
@@ -69,16 +69,20 @@ class LoopWatch:
         settings = [{k: v for k, v in sorted(g.items()) if isinstance(v, _PLAIN) and k != "lr"} for g in groups]
         if optimizer not in self._seen:
             self._seen.add(optimizer)
-            known = frozenset[int]().union(*(w.ids for w in _alive()))
+            known = frozenset[int]().union(*(w.ids for w in observers() if isinstance(w, LoopWatch)))
             others = [p for g in groups for p in g["params"] if id(p) not in known]
             if others:
                 self._others.append((type(optimizer).__name__, others, fingerprint(others)))
         self._settings.append((class_of(optimizer), settings, len(self._others)))
 
-    def facts(self) -> list[Fact]:
-        """Of what was done since the last call. Collective in that all ranks have done the same."""
+    def facts(self, *, last: bool = False) -> list[Fact]:
+        """Of what was done since the last call. Collective in that all ranks have done the same. last: no forward may
+        follow, so that a device is waited for.
+        """
         ready = self._gradients
-        if ready and ready[-1][1] is not None:  # the last one may still be on its way: it is compared a forward later
+        if (
+            ready and ready[-1][1] is not None and not last
+        ):  # the last one may still be on its way: it is compared a forward later
             ready = ready[:-1]
         self._gradients = self._gradients[len(ready) :]
         for _, event in ready:
@@ -127,33 +131,3 @@ def _number(x: Any) -> float:
 
 def _said(values: list[float]) -> str:
     return ", ".join(f"{x:g}" for x in dict.fromkeys(values))
-
-
-# --- every optimizer of the process -----------------------------------------------------------------------------------
-
-_watches: tuple[weakref.ref[LoopWatch], ...] = ()  # replaced, never changed: ranks may be threads
-_registering = threading.Lock()
-_hooked = False
-
-
-def _alive() -> list[LoopWatch]:
-    return [w for ref in _watches if (w := ref()) is not None]
-
-
-def _register(watch: LoopWatch) -> None:
-    global _watches, _hooked
-    with _registering:
-        _watches = (*(ref for ref in _watches if ref() is not None), weakref.ref(watch))
-        if not _hooked:
-            _hooked = True
-            register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """torch calls it at the beginning of every step of every optimizer."""
-    if _watches and not torch.compiler.is_compiling():
-        for watch in _alive():
-            watch.stepping(optimizer)
-
-
-_before_step.looks_only = True  # type: ignore[attr-defined]  # an engine's step may be done in parts (step_hooks)

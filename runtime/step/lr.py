@@ -4,14 +4,16 @@ checkpoints.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from shardc.errors import ShardcError
+from shardc.runtime.step import text_numbers
 from shardc.runtime.zero.optimizer_list import OptimizerList
 
 #: What `optimizer=` returned (an optimizer, or a list of them) -> a scheduler, or a list of them.
@@ -28,7 +30,8 @@ class Schedulers:
     @classmethod
     def make(cls, scheduler: SchedulerOf, optimizer: torch.optim.Optimizer) -> Schedulers:
         """The user's. Raises ShardcError for what is none, or needs more than a count of steps."""
-        returned = scheduler(optimizer.returned if isinstance(optimizer, OptimizerList) else optimizer)
+        with text_numbers.refused("scheduler"):
+            returned = scheduler(optimizer.returned if isinstance(optimizer, OptimizerList) else optimizer)
         several = isinstance(returned, (list, tuple, dict))
         members = list(returned.values() if isinstance(returned, dict) else returned) if several else [returned]
         for m in members:
@@ -48,6 +51,11 @@ class Schedulers:
                     " CosineAnnealingLR(optimizer, 100); for a list of optimizers, a list of schedulers"
                 ),
             )
+        for m in _all(members):
+            for name in inspect.signature(type(m)).parameters:
+                if (text := text_numbers.of(getattr(m, name, None))) is not None:
+                    what = f"{type(m).__name__} is given {name}={text}, text where a number is wanted"
+                    raise ShardcError(what, where="scheduler", fix=text_numbers.FIX.format(value=text))
         return cls(members, returned)
 
     def step(self) -> None:
@@ -56,27 +64,29 @@ class Schedulers:
 
     def check_room(self, steps: int = 1) -> None:
         """Raises ShardcError where a schedule ends before so many more steps are done: torch's OneCycleLR is made for a
-        number of steps, and refuses the next one. One within a SequentialLR, whose milestones say when it steps, does
-        that itself.
+        number of steps, and refuses the next one.
         """
-        for m in self._side_by_side(self.members):
-            if isinstance(m, OneCycleLR) and m.last_epoch + steps > m.total_steps:
-                raise ShardcError(
-                    f"the schedule OneCycleLR is made for {m.total_steps} steps, {m.last_epoch} of which are done, and"
-                    f" {'another one is' if steps == 1 else f'{steps} more are'} to come",
-                    where="scheduler",
-                    fix=f"make it with total_steps={m.last_epoch + steps} or more, or train fewer steps; a checkpoint"
-                    " that is loaded keeps the schedule that it was saved with: to begin another one, begin from its"
-                    " weights alone (weights=FOLDER, --weights FOLDER)",
-                )
+        for m in self.members:
+            for one, epoch in _reached(m, steps):
+                more = f"{'another one is' if steps == 1 else f'{steps} more are'} to come"
+                self._check_end(one, epoch, f"{max(one.last_epoch, 0)} of which are done, and {more}")
 
-    @classmethod
-    def _side_by_side(cls, members: Iterable[Any]) -> Iterator[Any]:
-        """These, and those of a ChainedScheduler, which steps all of its own every time."""
-        for m in members:
-            yield m
-            if isinstance(m, ChainedScheduler):
-                yield from cls._side_by_side(m._schedulers)
+    def check_end(self, steps: int) -> None:
+        """Raises ShardcError where a schedule ends before this step, counted from its first."""
+        for m in self.members:
+            for one, epoch in _at(m, steps):
+                self._check_end(one, epoch, f"and {steps} are done")
+
+    def _check_end(self, one: OneCycleLR, epoch: int, why: str) -> None:
+        if epoch > one.total_steps:
+            inside = "" if one in self.members else f" within {type(self.members[0]).__name__}"
+            raise ShardcError(
+                f"the schedule OneCycleLR{inside} is made for {one.total_steps} steps, {why}",
+                where="scheduler",
+                fix=f"make it with total_steps={epoch} or more, or train fewer steps; a checkpoint that is loaded keeps"
+                " the schedule that it was saved with, unless it is told otherwise: engine.load(folder,"
+                " new_schedule=True), --new-schedule",
+            )
 
     def state_dict(self) -> Any:
         """Classes and states as JSON-able values: a list, if the user made one."""
@@ -92,7 +102,8 @@ class Schedulers:
         for m, state in zip(self.members, states, strict=True):
             if state["class"] != type(m).__name__:
                 what = f"the checkpoint is of the scheduler {state['class']}, not {type(m).__name__}"
-                fix = f"use {state['class']}, or make the new one from engine.optimizer after loading"
+                fix = f"use {state['class']}, or the new one in its place: load(folder, new_schedule=True),"
+                fix += " --new-schedule"
                 raise ShardcError(what, where="scheduler", fix=fix)
 
     def load_state_dict(self, saved: Any) -> None:
@@ -101,6 +112,36 @@ class Schedulers:
         for m, state in zip(self.members, saved if isinstance(saved, list) else [saved], strict=True):
             m.load_state_dict(_like(m.state_dict(), state["state"]))
             _regroup(m)
+
+
+def _reached(scheduler: Any, steps: int) -> Iterator[tuple[OneCycleLR, int]]:
+    """(those with an end, where they stand after so many more steps)"""
+    if isinstance(scheduler, ChainedScheduler):  # which steps all of its own every time, and does not count
+        for m in scheduler._schedulers:
+            yield from _reached(m, steps)
+    else:
+        yield from _at(scheduler, scheduler.last_epoch + steps)
+
+
+def _at(scheduler: Any, epoch: int) -> Iterator[tuple[OneCycleLR, int]]:
+    """The same at a step counted from the first."""
+    if isinstance(scheduler, OneCycleLR):
+        yield scheduler, epoch
+    elif isinstance(scheduler, ChainedScheduler):
+        for m in scheduler._schedulers:
+            yield from _at(m, epoch)
+    elif isinstance(scheduler, SequentialLR):  # each of its own begins at one milestone, and rests at the next
+        begins = (0, *scheduler._milestones)
+        for m, begin, end in zip(scheduler._schedulers, begins, (*begins[1:], epoch + 1), strict=True):
+            if epoch > begin:
+                yield from _at(m, min(epoch, end - 1) - begin)
+
+
+def _all(schedulers: Iterable[Any]) -> Iterator[Any]:
+    """These, and those within them."""
+    for m in schedulers:
+        yield m
+        yield from _all(getattr(m, "_schedulers", ()))
 
 
 def state_dict(scheduler: LRScheduler) -> dict[str, Any]:

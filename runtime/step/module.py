@@ -20,7 +20,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.mesh import TorchMesh, agreement, replicas
-from shardc.runtime.mesh.agreement import SAME_CALLS, stated
+from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
 from shardc.runtime.rng import Rng
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.step import (
@@ -30,8 +30,10 @@ from shardc.runtime.step import (
     outputs,
     partial_grad_guard,
     random_fill,
+    resumed,
     state_dict_marks,
     user_changes,
+    whole_backward,
 )
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
@@ -51,20 +53,26 @@ class _Start(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, buckets: Buckets, finish: Callable[[], None], note: Callable[[Tensor], None]
+        ctx: Any,
+        loss: Tensor,
+        buckets: Buckets,
+        finish: Callable[[], None],
+        note: Callable[[Tensor], None],
+        *beside: nn.Parameter,
     ) -> Tensor:
-        ctx.buckets, ctx.finish, ctx.note = buckets, finish, note
+        ctx.buckets, ctx.finish, ctx.note, ctx.beside = buckets, finish, note, beside
         return loss.view_as(loss)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
+        whole_backward.check(ctx.beside, ctx.next_functions[0][0])
         buckets: Buckets = ctx.buckets
         if not buckets.active:  # of two losses in one backward, the first one opens
             buckets.start()
             after_backward(ctx.finish)
         ctx.note(g)
-        return g, None, None, None
+        return g, None, None, None, *(None for _ in ctx.beside)
 
 
 @dataclass
@@ -82,6 +90,7 @@ class _Running:
     updates: Updates
     norm: GradNorm
     split: tuple[tuple[nn.Parameter, frozenset[int] | None], ...]  # and the dims that are
+    summed: tuple[str, ...]  # names of those whose gradient is not whole and final when the graph's backward brings it
     watched: user_changes.Watched
     optimizers: OptimizerWatch
     loop: LoopWatch
@@ -294,7 +303,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         torch_modes.check("module.forward", r.mesh.device.type, training=False)
         r.watched.check()
         if self.training and torch.is_grad_enabled():
-            r.optimizers.look(changed=r.updates.written)
+            r.optimizers.check_model(changed=r.updates.written)
         user_changes.check_held(self._held)
         user_changes.check_submodules(self, r.program.still)
         user_changes.check_attributes(r.program, r.told, r.tell)
@@ -333,10 +342,11 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=False):
                 self._replace_buffer(b.name, new.detach().clone(memory_format=torch.contiguous_format))
         if loss.requires_grad:
-            loss = _Start.apply(loss, r.buckets, r.finish_backward, r.loop.note_gradient)  # type: ignore[no-untyped-call]
+            beside = [r.buckets.owned[name] for name in r.summed if r.buckets.owned[name].requires_grad]
+            loss = _Start.apply(loss, r.buckets, r.finish_backward, r.loop.note_gradient, *beside)  # type: ignore[no-untyped-call]
             loss.register_hook(r.updates.note)
-        beside = outputs.combined(program, r.mesh, self._outputs(program, news))
-        return outputs.result(program, r.mesh, loss, beside, gather=False)
+        values = outputs.combined(program, r.mesh, self._outputs(program, news))
+        return outputs.result(program, r.mesh, loss, values, gather=False)
 
     def _outputs(self, program: Program, news: Sequence[Tensor]) -> outputs.Parts:
         """The last of the new values, by name; what may be a parameter's memory as a copy."""
@@ -397,10 +407,12 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         loaded. Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
         """
         r = self._running
-        facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})}
+        facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})} | resumed.record(r.program)
         with r.mesh.together(f"saving step {r.rng.step}"):
-            if r.check:
-                agreement.check(r.mesh, [stated("the number of steps done", r.rng.step, fix=SAME_CALLS)], "saving")
+            self._compare("saving", stated("the number of steps done", r.rng.step, fix=SAME_CALLS))
+            if r.check_every:
+                held = r.buckets.owned, self._buffers_by_name(), as_one(optimizer) if optimizer is not None else None
+                replicas.check_replicas(r.program, r.mesh, *held, step=r.rng.step, call="saving")
             state.save(
                 folder,
                 r.program,
@@ -439,6 +451,8 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         r.saves.loaded(folder)
         r.updates.note()
         r.rng.step, r.rng.seed = int(extra["step"]), int(extra["seed"])
+        for note in resumed.changed(r.program, extra):
+            r.tell(note)
         return dict(extra.get("module", {}))
 
     def local(self, batch: Any) -> Any:
@@ -448,11 +462,19 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
         r = self._running
-        if r.check:
-            agreement.check(r.mesh, [stated("whether parameters changed", r.updates.due)], "full_state_dict")
+        self._compare("full_state_dict", stated("whether parameters changed", r.updates.due))
         r.updates.carry_out()
         r.updates.settle()
         return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
+
+    def _compare(self, call: str, fact: Fact) -> None:
+        """What no forward may come to compare, as the loop is at its end. Collective. Raises ShardcError."""
+        r = self._running
+        if r.check:
+            after_step = r.loop.others
+            agreement.check(r.mesh, [fact, *r.loop.facts(last=True)], call)
+            if after_step:
+                r.loop.check_others(r.mesh)
 
     def _replace_buffer(self, name: str, new: Tensor) -> None:
         # replaced, not written to: backward may still need the old value; and a copy (above): it may be a parameter, or
@@ -482,8 +504,9 @@ def _running(
         Updates(buckets),
         GradNorm(program, owned, mesh),
         tuple(partial_grad_guard.split(program, owned, buckets.runs)),
+        tuple(sorted(buckets.names | split)),
         user_changes.Watched(program, owned, buckets.runs, buckets.names | split),
-        OptimizerWatch(program, owned, buckets.runs, model),
+        OptimizerWatch(program, owned, buckets.runs, model, mesh),
         LoopWatch(owned.values(), noting=check),
         agreement.SameRows(),
         check_every,

@@ -17,6 +17,7 @@ from torch import nn
 from shardc.errors import Errors, ShardcError
 from shardc.ir import patterns
 from shardc.ir.program import Program
+from shardc.runtime.step import text_numbers
 from shardc.runtime.zero.optimizer_list import members_of
 
 #: How alike an unknown setting must be to one of the optimizer's to be called a misspelling of it: optimizers may have
@@ -51,6 +52,16 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
         trained = [p for p in program.params if p.requires_grad]
         known = {p.fqn: (p.fqn, *p.names) for p in trained}
         return cls([(p.fqn, params[p.name]) for p in trained if p.name in params], known)
+
+
+def check_trains(program: Program) -> None:
+    """Raises ShardcError where no parameter is trained: a step would do nothing, without a word."""
+    if not any(p.requires_grad for p in program.params):
+        what = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
+        fix = (
+            "let some have it before compiling (p.requires_grad_(True)); engine.evaluate, and --steps 0, train nothing"
+        )
+        raise ShardcError(what, where="the model", fix=fix)
 
 
 def groups(
@@ -112,7 +123,8 @@ def groups(
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises ShardcError for an optimizer that computes the loss itself, for settings of groups that look like misspelt
-    ones of the optimizer's (torch would ignore them), and for a parameter that two optimizers have."""
+    ones of the optimizer's (torch would ignore them) or are text for numbers, and for a parameter that two optimizers
+    have."""
     errors, owner = Errors(), dict[int, str]()
     for m in members_of(optimizer):
         closure = inspect.signature(m.step).parameters.get("closure")
@@ -127,6 +139,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 if near := difflib.get_close_matches(key, m.defaults, 1, _ALIKE):
                     what = f"{type(m).__name__} has no setting {key!r}, and would ignore it"
                     errors.add(what, where=f"parameter group {i}", fix=f"did you mean {near[0]!r}?")
+            for key, value in group.items():
+                number = isinstance(m.defaults.get(key), (int, float, tuple)) or key == "lr"
+                if number and (text := text_numbers.of(value)) is not None:
+                    what = f"{type(m).__name__} is given {key}={value!r}, text where a number is wanted"
+                    errors.add(what, where=f"parameter group {i}", fix=text_numbers.FIX.format(value=text))
             names = group.get("param_names", [])
             for k, p in enumerate(group["params"]):
                 if id(p) in owner:

@@ -37,6 +37,7 @@ from shardc.artifact.folder_files import dtype as dtype_of
 from shardc.artifact.parser import graph_of
 from shardc.artifact.tables import Checked, Facts, Layouts, Manifest, of_form, shard_of
 from shardc.errors import Errors, ShardcError
+from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.outputs import Output
 from shardc.ir.placement import Shard
 from shardc.ir.program import Bucket, Buffer, Input, Lowered, OffloadPlaces, Param, Program, Region, Stage, Value
@@ -131,6 +132,7 @@ def _write(program: Program, folder: Path) -> None:
         "eval_mode": program.eval_mode,
         "still": program.still,
         "baked": program.baked,
+        "record": program.record.to_json() if program.record is not None else None,
         "offload": asdict(program.offload),
         "meta": program.meta | model_source.record(program.origins),
         "sha256": {f.name: digest(f) for f in sorted(folder.iterdir())},
@@ -350,6 +352,7 @@ def _program(tables: Checked, files: FolderFiles) -> Program:
         eval_mode=manifest.eval_mode,
         still=tuple(manifest.still),
         baked=tuple((tuple(path), value) for path, value in manifest.baked),
+        record=ForwardRecord.read(manifest.record),
     )
 
 

@@ -205,6 +205,7 @@ class Manifest(_Form):
     evaluates: Literal["alike", "otherwise", "untried"] = "alike"
     eval_mode: bool = False
     still: list[str] = []
+    record: dict[str, Any] | None = None  # shardc.ir.forward_record reads what anybody may have written
     baked: list[Annotated[tuple[list[str | Number], float | str], Field(strict=False)]] = []  # JSON has lists
 
 

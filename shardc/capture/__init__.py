@@ -41,6 +41,7 @@ from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf, check_loss
 from shardc.capture.loss import default_loss as default_loss
 from shardc.capture.masked_rows.unfit import DrawnError
 from shardc.errors import ShardcError
+from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.graph import placeholders
 from shardc.ir.program import Program, Source
 from shardc.runtime.step.user_changes import EVAL_MODE, Attributes
@@ -106,6 +107,7 @@ def capture(
     program.evaluates = "untried" if branches else "alike"
     if rows:
         program = expert_loops.with_experts(program)
+    program.record = ForwardRecord.of(program)
     if loss is not None:
         unread = {name for name, n in placeholders(program.graph).items() if not n.users}
         keys = {i.path[0] for i in program.inputs if i.name in unread} & keys_of_loss(model, batch)

@@ -97,6 +97,12 @@ def command(
     last_good: Annotated[
         bool, typer.Option("--last-good", help="if the last checkpoint is damaged, resume from the last that is not")
     ] = False,
+    new_schedule: Annotated[
+        bool,
+        typer.Option(
+            "--new-schedule", help="resume with the model file's learning rates and schedule, not the checkpoint's"
+        ),
+    ] = False,
     weights: Annotated[
         Path | None,
         typer.Option(help="begin from these: a folder or file of safetensors, a torch file, or what --save wrote"),
@@ -218,6 +224,9 @@ def command(
             timeout=timeout,
         )
         save, log = (Path(x) if x else None for x in (run.save, run.log))
+        if new_schedule and resume is None and not run.auto_resume:
+            fix = "name the checkpoint, --resume DIR; a run that begins has the model file's schedule anyway"
+            raise ShardcError("there is no checkpoint whose schedule it would replace", where="--new-schedule", fix=fix)
         if run.auto_resume and resume is None:
             resume = _checkpoint(save)
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun's own --max-restarts
@@ -248,6 +257,7 @@ def command(
             overwrite=overwrite and not resume,
             resume=str(resume or ""),
             last_good=last_good,
+            new_schedule=new_schedule,
             weights=str(weights.resolve() if weights else ""),
             quiet=as_json,
             result=str(folder / "result.json"),

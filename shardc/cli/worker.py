@@ -44,9 +44,10 @@ class Job:
     the command line have won. quiet: no lines (--json). weights: file or folder to begin from, or "": what the model
     file says.
 
-    resume: folder, or "". last_good: if the last checkpoint is damaged, resume from the last that is not. overwrite:
-    the log begins anew. progress: folder in which rank r keeps `rank<r>` (shardc.runtime.launch.Progress). result: file
-    into which rank 0 writes the summary. trust: run an edited artifact. joined: the processes were started by torchrun
+    resume: folder, or "". last_good: if the last checkpoint is damaged, resume from the last that is not. new_schedule:
+    the learning rates are the model file's, not the checkpoint's. overwrite: the log begins anew. progress: folder in
+    which rank r keeps `rank<r>` (shardc.runtime.launch.Progress). result: file into which rank 0 writes the summary.
+    trust: run an edited artifact. joined: the processes were started by torchrun
     or Slurm. debug: tracebacks show all frames, not only those of the user's code.
     """
 
@@ -58,6 +59,7 @@ class Job:
     overwrite: bool = False
     resume: str = ""
     last_good: bool = False
+    new_schedule: bool = False
     weights: str = ""
     quiet: bool = False
     result: str = ""
@@ -122,7 +124,7 @@ def run(job: Job) -> dict[str, Any]:
             interpreter=functools.partial(Interpreter, ranges=bool(settings.trace)),
         )
     if job.resume:
-        engine.load(checkpoints(Path(job.resume)), last_good=job.last_good)
+        engine.load(checkpoints(Path(job.resume)), last_good=job.last_good, new_schedule=job.new_schedule)
     if engine.step_count > settings.steps:
         what = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
         raise ShardcError(what, where="--steps", fix="--steps counts from the first step of all: name a later one")
@@ -136,7 +138,9 @@ def run(job: Job) -> dict[str, Any]:
     log = Path(settings.log) if first and settings.log else None
     lines = StepLines(settings.steps, out, log, append=not job.overwrite, tensorboard=settings.tensorboard)
     begin_from = (
-        [f"weights: those of {job.resume}"] if job.resume else engine.weight_notes or [file.note] * bool(file.note)
+        [f"weights: those of {job.resume}", *["learning rates: the model file's, at its step"] * job.new_schedule]
+        if job.resume
+        else engine.weight_notes or [file.note] * bool(file.note)
     )
     held_out_data = valid.description if valid is not None else ""
     lines.say(header(program, engine, train.description, held_out_data, settings.steps, begin_from))
@@ -174,10 +178,9 @@ def run(job: Job) -> dict[str, Any]:
 
 def _check_training(program: Program, steps: int, engine: Engine) -> None:
     """What can be known before the first step of some that would not train, or not to the end."""
-    if not any(p.requires_grad for p in program.params):
-        what = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
-        fix = "let some have it (p.requires_grad_(True)); --steps 0 evaluates and exports without training"
-        raise ShardcError(what, where="model()", fix=fix)
+    from shardc.runtime.step.param_groups import check_trains
+
+    check_trains(program)
     engine.check_schedule(steps)
 
 

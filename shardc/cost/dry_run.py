@@ -334,6 +334,9 @@ class _Engine(Engine):
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
         """Tensors without data prove nothing."""
 
+    def _check_trains(self) -> None:
+        """A forward has its price without a backward, too."""
+
     def update(self) -> None:
         recorded = self.interpreter
         assert isinstance(recorded, _Recorded)

@@ -7,6 +7,7 @@ shard_chunks    cuts a tensor by a shard, and joins it again
 types           shapes and dtypes of nodes; type_text: as programs print them, f32[8, 512@tp] +dp
 graph           small functions on fx graphs; source: the user's line that something came from
 pieces          lines of a lowered text that are compiled as one
+forward_record  what forward and loss were, for a run that goes on
 outputs         values that a step gives beside its loss
 layers          what names say of repeated layers; patterns: globs over a model's names
 units           bytes, rates and counts for people

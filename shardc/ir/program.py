@@ -55,6 +55,7 @@ from shardc.ir.units import count, plural
 
 if TYPE_CHECKING:
     from shardc.cost import Cost, Device
+    from shardc.ir.forward_record import ForwardRecord
     from shardc.runtime.schedule import Schedule
     from shardc.runtime.step.engine import Engine
     from shardc.runtime.step.forward import Forward
@@ -436,6 +437,9 @@ class Program:
     #: Raises ShardcError for attributes of the model, or of one that is given, that are not as forward read them, and
     #: returns notes by name on what forward may have read otherwise; not saved.
     check_attributes: Callable[..., dict[str, str]] | None = field(default=None, compare=False, repr=False)
+
+    #: What forward and loss are, in short, for checkpoints; None for a program of an earlier shardc.
+    record: ForwardRecord | None = field(default=None, compare=False, repr=False)
 
     #: Files of the user's, and names at their top level, that forward and loss come from; a saved program has digests
     #: of them instead (shardc.artifact.model_source).

@@ -21,6 +21,7 @@ from shardc.ir.types import OUTSIDE_DOMAIN
 from shardc.ir.units import plural, size
 from shardc.runtime.rng import Rng
 from shardc.runtime.step.outputs import divided
+from shardc.runtime.step.param_groups import check_trains
 from shardc.verify.random_batch import random_inputs, random_state
 from shardc.verify.reference import interpret_all, reach
 from shardc.verify.simulate import Simulation, simulate
@@ -105,8 +106,10 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
     rounding of 16 bits.
 
     lowered: compare the lowered step (`lower:`) with the same program under autograd too, to the bit, and the compiled
-    one within OF_COMPILED, in the program's own dtypes; against one device pieces then run as compiled code, too."""
+    one within OF_COMPILED, in the program's own dtypes; against one device pieces then run as compiled code, too.
+    Raises ShardcError for a program that trains no parameter."""
     start = time.perf_counter()
+    check_trains(program)
     need, there = _memory(program), _available()
     if need > there:
         finding = Finding(

@@ -3,6 +3,10 @@
 Both train the benchmark's Llama (SHARDC_BENCH is its size) on two gloo processes of one thread, from the same seed, and
 take turns, a step each, round after round. Prints the median over rounds of (this tree / COMMIT), and fails if their
 losses differ.
+
+With `--link 3gbit` all of it runs in a network namespace of its own whose loopback carries no more than that (tc's token
+bucket; needs root, unshare and tc). Bytes then wait in the kernel, not on a core: on a machine of two cores this is the
+only way to see whether communication hides behind compute, as it does between machines.
 """
 
 from __future__ import annotations
@@ -92,6 +96,13 @@ def serve(meeting: Path, rank: int, spec: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+def linked(rate: str) -> None:
+    """This command again, on a loopback of `rate` (as tc writes it: 500mbit, 3gbit). Does not return."""
+    slow = f"ip link set lo up && tc qdisc add dev lo root tbf rate {rate} burst 512kb latency 100ms"
+    words = [w for i, w in enumerate(sys.argv) if "--link" not in (w, sys.argv[i - 1]) and not w.startswith("--link=")]
+    os.execvp("unshare", ["unshare", "--net", "sh", "-c", f'{slow} && exec "$@"', "sh", sys.executable, *words])
+
+
 def main(commit: str, rounds: int, spec: str) -> int:
     with tempfile.TemporaryDirectory(prefix="shardc-against-") as name:
         folder = Path(name)
@@ -122,6 +133,7 @@ if __name__ == "__main__":
     parser.add_argument("commit", nargs="?")
     parser.add_argument("--spec", default=ZERO_3, help=f"a spec's sections; by default {ZERO_3}")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--link", metavar="RATE", help="of the network between the ranks: 500mbit, 3gbit")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -130,4 +142,6 @@ if __name__ == "__main__":
     elif not given.commit:
         parser.error("name a commit")
     else:
+        if given.link:
+            linked(given.link)
         sys.exit(main(given.commit, given.rounds, given.spec))

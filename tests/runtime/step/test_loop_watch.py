@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +150,60 @@ def test_parameters_beside_the_module(spec: str, kind: str) -> None:
         assert "all_reduce" in found.value.fix
     else:
         trained(spec, work)
+
+
+@pytest.mark.parametrize("end", ["save", "full_state_dict"])
+@pytest.mark.parametrize("odd", ["factor", "rate", "beside", "parameter", ""])
+def test_the_last_step_of_a_loop(odd: str, end: str, tmp_path: Path) -> None:
+    """It is compared where the loop ends: nothing is written of ranks that went apart in it."""
+
+    def work(module: ShardedModule, rank: int) -> None:
+        own = nn.Parameter(torch.ones(8))
+        params = [*module.parameters(), *([own] if odd == "beside" else [])]
+        optimizer = torch.optim.SGD(params, lr=0.1 * (1 + rank * (odd == "rate")))
+        part = module.local(BATCH)
+        loss = module(**part) * (1 + part["x"].mean() * (odd == "factor"))
+        (loss + (part["x"] * own).square().sum() * (odd == "beside")).backward()
+        optimizer.step()
+        if odd == "parameter" and rank:
+            with torch.no_grad():
+                module.get_parameter("up.bias").add_(1)
+        module.save(tmp_path, optimizer) if end == "save" else module.full_state_dict()
+
+    apart = {
+        "factor": "the gradient of the loss in backward differs",
+        "rate": "the learning rate differs",
+        "beside": "parameters that are not the module's",
+        "parameter": "the weight up.bias differs" if end == "save" else "",  # a copy of weights costs no comparison
+    }
+    if apart.get(odd):
+        with pytest.raises(ShardcError, match=apart[odd]):
+            trained("dp", work)
+        assert not list(tmp_path.iterdir())
+    else:
+        trained("dp", work)
+
+
+@pytest.mark.parametrize("spec", list(SPECS))
+@pytest.mark.parametrize("how", ["grad", "grad of one, beside a penalty", "inputs"])
+def test_a_backward_around_the_sums(spec: str, how: str) -> None:
+    """It would give no gradients, or those of the penalty alone: an error, after which the loop may go on."""
+
+    def work(module: ShardedModule, rank: int) -> None:
+        params = list(module.parameters())
+        loss = module(**module.local(BATCH)) + sum(p.square().sum() for p in params)
+        if how == "inputs" and spec == "tp":  # nothing there is summed in buckets
+            loss.backward(inputs=params)
+            return
+        asked = params if how == "grad" else params[:1]
+        backward = (
+            functools.partial(loss.backward, inputs=params)
+            if how == "inputs"
+            else functools.partial(torch.autograd.grad, loss, asked, allow_unused=True)
+        )
+        with pytest.raises(ShardcError, match=r"call loss.backward\(\)"):
+            backward()
+        module(**module.local(BATCH)).backward()
+        assert all(p.grad is not None for p in params)
+
+    trained(spec, work)

@@ -311,3 +311,22 @@ def test_an_optimizer_function_that_takes_its_argument_for_the_model() -> None:
         torch.optim.AdamW(pairs.parameters())
     with pytest.raises(AttributeError, match="has no attribute 'other'"):
         _ = pairs.other
+
+
+def test_nothing_to_train_is_said() -> None:
+    """A step would give a loss of 0, and change nothing; evaluating works, and has a price."""
+    model = copy.deepcopy(MODEL).requires_grad_(False)
+    program = shardc.compile(model, BATCH, {"shardc": 1, "mesh": {"dp": 2}}, prove=False)
+
+    def rank(mesh: LoopbackMesh) -> float:
+        engine = program.engine(model, mesh=mesh)
+        for call in (engine.step, engine.backward):
+            with pytest.raises(ShardcError, match=r"no parameter of the model is trained: .* for all 4"):
+                call(BATCH)
+        return float(engine.evaluate(BATCH))
+
+    with torch.no_grad():
+        assert loopback(program.mesh, rank) == pytest.approx([float(model(**BATCH))] * 2)
+    assert program.cost().step_seconds > 0
+    with pytest.raises(ShardcError, match="no parameter of the model is trained"):
+        program.verify()

@@ -9,12 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
 
 import shardc
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import loopback
 
+TODAY = "learning rates of today: load(folder, new_schedule=True), run: --new-schedule"
 Schedule = Callable[[Any], Any] | None
 
 
@@ -29,7 +38,7 @@ def warmed_up(length: int) -> Schedule:
 @pytest.mark.parametrize(
     ("then", "now", "seeds", "told"),
     [
-        ((1e-2, None), (1e-4, None), (0, 0), ["lr: the checkpoint's 0.01 is used, not 0.0001"]),
+        ((1e-2, None), (1e-4, None), (0, 0), ["lr: the checkpoint's 0.01 is used, not 0.0001", TODAY]),
         ((1e-2, None), (1e-2, None), (0, 3), ["seed: the checkpoint's 0 is used, not 3"]),
         (
             (1e-2, lambda o: CosineAnnealingLR(o, T_max=10)),
@@ -38,13 +47,14 @@ def warmed_up(length: int) -> Schedule:
             [
                 "initial_lr: the checkpoint's 0.01 is used, not 0.001",
                 "T_max of CosineAnnealingLR: the checkpoint's 10 is used, not 100",
+                TODAY,
             ],
         ),
         (
             (1e-2, warmed_up(10)),
             (1e-2, warmed_up(20)),
             (0, 0),
-            ["T_max of CosineAnnealingLR, number 1 of SequentialLR: the checkpoint's 10 is used, not 20"],
+            ["T_max of CosineAnnealingLR, number 1 of SequentialLR: the checkpoint's 10 is used, not 20", TODAY],
         ),
         # a run that goes on with what it had
         ((1e-2, lambda o: StepLR(o, 1)), (1e-2, lambda o: StepLR(o, 1)), (0, 0), []),
@@ -91,30 +101,142 @@ class Line(nn.Module):
         return self.w(x).square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("chained", [False, True])
-def test_a_schedule_that_ends_before_the_run(chained: bool) -> None:
+class Noisy(Line):
+    """Another forward with the same weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.w(x), 0.5).square().mean()
+
+
+@pytest.mark.parametrize("module", [False, True])
+@pytest.mark.parametrize(
+    ("now", "rows", "mesh", "told"),
+    [
+        (Line, 8, {"dp": 2}, []),
+        (Line, 8, {"tp": 2}, []),
+        (Line, 4, {"dp": 2}, ["batch: the checkpoint was trained with x f32[8, 4], and this run has x f32[4, 4]"]),
+        (Noisy, 8, {"dp": 2}, ["forward or loss differ from those that wrote the checkpoint: test_resumed.py:"]),
+    ],
+)
+def test_what_a_checkpoint_cannot_replace_is_told(
+    now: type[nn.Module],
+    rows: int,
+    mesh: dict[str, int],
+    told: list[str],
+    module: bool,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def saved(kind: type[nn.Module], rows: int, mesh: dict[str, int], call: str) -> None:
+        model, batch = kind(), {"x": torch.ones(rows, 4)}
+        program = shardc.compile(model, batch, {"shardc": 1, "mesh": mesh}, prove=False)
+
+        def rank(on: Any) -> None:
+            made = (program.module if module else program.engine)(model, mesh=on)
+            getattr(made, call)(tmp_path / "checkpoint")
+
+        loopback(program.mesh, rank)
+
+    saved(Line, 8, {"dp": 2}, "save")
+    capfd.readouterr()
+    saved(now, rows, mesh, "load")
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == len(told), lines
+    assert all(line.startswith(f"note: {start}") for line, start in zip(lines, told, strict=True)), lines
+
+
+def one_cycle(optimizer: Any, steps: int) -> OneCycleLR:
+    return OneCycleLR(optimizer, 1e-2, total_steps=steps)
+
+
+def chained(optimizer: Any, steps: int) -> ChainedScheduler:
+    return ChainedScheduler([one_cycle(optimizer, steps)], optimizer)
+
+
+def in_sequence(optimizer: Any, steps: int) -> SequentialLR:
+    """One step of warming up, then the cycle."""
+    parts = [LinearLR(optimizer, total_iters=1), one_cycle(optimizer, steps - 1)]
+    return SequentialLR(optimizer, parts, milestones=[1])
+
+
+def first_in_sequence(optimizer: Any, steps: int) -> SequentialLR:
+    """It would have to go on until the next begins."""
+    parts = [one_cycle(optimizer, steps), LinearLR(optimizer, total_iters=1)]
+    return SequentialLR(optimizer, parts, milestones=[9])
+
+
+@pytest.mark.parametrize("schedule", [one_cycle, chained, in_sequence, first_in_sequence])
+def test_a_schedule_that_ends_before_the_run(schedule: Callable[[Any, int], Any]) -> None:
     """It is an error before the step that it has no rate for; a run asks before its first step."""
-
-    def schedule(optimizer: Any) -> Any:
-        one = OneCycleLR(optimizer, 1e-2, total_steps=3)
-        return ChainedScheduler([one], optimizer) if chained else one
-
     batch = {"x": torch.ones(2, 4)}
     program = shardc.compile(Line(), batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
 
     def train(mesh: Any) -> None:
-        engine = program.engine(Line(), optimizer=torch.optim.AdamW, scheduler=schedule, mesh=mesh)
+        engine = program.engine(Line(), optimizer=torch.optim.AdamW, scheduler=lambda o: schedule(o, 3), mesh=mesh)
         engine.check_schedule(3)
-        with pytest.raises(ShardcError, match="is made for 3 steps, 0 of which are done, and 4 more are to come"):
+        with pytest.raises(ShardcError, match=r"is made for \d steps, 0 of which are done, and 4 more are to come"):
             engine.check_schedule(4)
         for _ in range(3):
             engine.step(batch)
         before = engine.full_state_dict()
-        with pytest.raises(
-            ShardcError, match=r"3 of which are done, and another one is to come\n  fix: .*total_steps=4"
-        ):
+        with pytest.raises(ShardcError, match=r"and another one is to come\n  fix: .*total_steps=\d"):
             engine.step(batch)
         assert engine.step_count == 3
         assert all(torch.equal(x, before[n]) for n, x in engine.full_state_dict().items())
 
     loopback(program.mesh, train)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        None,
+        one_cycle,
+        chained,
+        in_sequence,
+        lambda o, n: CosineAnnealingLR(o, n),
+        lambda o, n: LambdaLR(o, lambda step: 1 - step / (2 * n)),
+    ],
+)
+def test_a_new_schedule_stands_where_training_does(
+    schedule: Callable[[Any, int], Any] | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its rates are those of a run that had it from the first step; the optimizer's state is the checkpoint's."""
+    batch = {"x": torch.ones(2, 4)}
+    program = shardc.compile(Line(), batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+
+    def train(mesh: Any) -> None:
+        def made(lr: float, length: int) -> Any:
+            of = (lambda o: schedule(o, length)) if schedule is not None else None
+            return program.engine(Line(), optimizer=lambda ps: torch.optim.AdamW(ps, lr=lr), scheduler=of, mesh=mesh)
+
+        def setting(engine: Any) -> Any:
+            return [{k: group[k] for k in ("lr", "betas")} for group in engine.optimizer.param_groups]
+
+        old, longer, resumed = made(1e-2, 4), made(3e-3, 9), made(3e-3, 9)
+        for _ in range(3):
+            old.step(batch)
+            longer.step(batch)
+        old.save(tmp_path / "checkpoint")
+        state = {k: x.clone() for k, x in next(iter(old.optimizer.state.values())).items()}
+        resumed.step(batch)  # also where the engine has trained already
+        resumed.load(tmp_path / "checkpoint", new_schedule=True)
+        torch.testing.assert_close(next(iter(resumed.optimizer.state.values())), state)
+        for _ in range(4):
+            assert setting(resumed) == setting(longer)
+            assert setting(resumed) != setting(old)
+            resumed.step(batch)
+            longer.step(batch)
+        resumed.save(tmp_path / "again")
+        again = made(3e-3, 9)
+        again.load(tmp_path / "again")
+        assert setting(again) == setting(longer)
+        if schedule in (one_cycle, chained, in_sequence):
+            short = made(1e-2, 2)
+            with pytest.raises(ShardcError, match=r"is made for \d steps, and 7 are done"):
+                short.load(tmp_path / "again", new_schedule=True)
+            short.step(batch)  # nothing has changed
+            assert short.step_count == 1
+
+    loopback(program.mesh, train)
+    assert capfd.readouterr().err == ""

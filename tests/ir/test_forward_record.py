@@ -1,0 +1,85 @@
+"""What a record of forward tells of two programs: nothing where they are the same model, whatever the spec is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardc
+from shardc.capture import capture
+from shardc.ir.forward_record import ForwardRecord
+
+
+class Net(nn.Module):
+    def __init__(self, *, p: float = 0.1, power: int = 2, act: Any = F.relu, by: float = 1.0, swap: bool = False):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(p)
+        self.power, self.act, self.by, self.swap = power, act, by, swap
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = (self.down, self.up) if self.swap else (self.up, self.down)
+        h = b(self.drop(self.act(a(x)))) * torch.tensor([self.by] * 8)
+        return (h - x).pow(self.power).sum() / x.shape[0]  # type: ignore[no-any-return]
+
+
+def record(rows: int = 8, **settings: Any) -> ForwardRecord:
+    found = capture(Net(**settings), {"x": torch.ones(rows, 8)}, prove=False).record
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        ({}, []),
+        ({"p": 0.2}, ["test_forward_record.py:26: dropout p: then 0.1, now 0.2"]),
+        ({"power": 4}, ["test_forward_record.py:27: pow exponent: then 2, now 4"]),
+        (
+            {"act": F.gelu},
+            ["relu() no longer, test_forward_record.py:26", "test_forward_record.py:26: gelu() is new"],
+        ),
+        ({"by": 2.0}, ["constant numbers: then "]),
+        ({"swap": True}, ["the same ops are connected otherwise"]),
+        ({"rows": 4}, ["batch: the checkpoint was trained with x f32[8, 8], and this run has x f32[4, 8]"]),
+        ({"rows": 4, "p": 0.2}, ["x f32[4, 8]", "dropout p: then 0.1, now 0.2"]),
+    ],
+)
+def test_what_is_told(now: dict[str, Any], told: list[str]) -> None:
+    lines = list(record().differences(record(**now)))
+    assert len(lines) == ("rows" in now) + bool(now.keys() - {"rows"})
+    assert all(part in "\n".join(lines) for part in told), lines
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"mesh": {"dp": 2}, "batch": {"microbatches": 2}},
+        {"mesh": {"tp": 2}, "shard": {"use": "structure"}, "precision": {"compute": "bfloat16"}},
+        {"mesh": {"dp": 2}, "data": {"zero": 3}, "checkpoint": [{"match": "down", "save": ["linear"]}]},
+        {"mesh": {"pp": 2}, "pipeline": {"axis": "pp"}, "batch": {"microbatches": 2}},
+    ],
+)
+def test_it_is_that_of_the_model_alone(spec: dict[str, Any], tmp_path: Any) -> None:
+    with torch.device("meta"):
+        model = Net()
+    program = shardc.compile(model, {"x": torch.ones(8, 8)}, {"shardc": 1, **spec}, prove=False)
+    program.save(tmp_path)
+    assert shardc.load(tmp_path).record == program.record == record()
+
+
+def test_what_is_no_record_is_none() -> None:
+    """A checkpoint may be anybody's."""
+    good = json.loads(json.dumps(record().to_json()))
+    assert ForwardRecord.read(good) == record()
+    wrong: list[Any] = [None, 3, [], {}, {**good, "more": 1}, {**good, "exact": 3}, {**good, "inputs": [1]}]
+    wrong += [{**good, "ops": {"relu()": row}} for row in (1, [], [1], ["1", ""], [1, 2], [True, ""], [1, "\x1b[2J"])]
+    wrong += [{**good, "ops": {op: [1, ""]}} for op in ("relu", "", "relu(\n)", "relu(" + "x" * 2000 + ")")]
+    assert [ForwardRecord.read(x) for x in wrong] == [None] * len(wrong)
+    other = ForwardRecord.read({**good, "by": "shardc 0.1.0, torch 1.13", "exact": "", "ops": {}})
+    assert other is not None
+    assert list(other.differences(record())) == []  # another torch may spell the same model otherwise
