@@ -98,7 +98,7 @@ def serve(meeting: Path, rank: int, spec: dict[str, Any]) -> None:
 
 def linked(rate: str) -> None:
     """This command again, on a loopback of `rate` (as tc writes it: 500mbit, 3gbit). Does not return."""
-    slow = f"ip link set lo up && tc qdisc add dev lo root tbf rate {rate} burst 512kb latency 100ms"
+    slow = f"ip link set lo up && tc qdisc add dev lo root tbf rate {rate} burst 512kb limit 256mb"
     words = [w for i, w in enumerate(sys.argv) if "--link" not in (w, sys.argv[i - 1]) and not w.startswith("--link=")]
     os.execvp("unshare", ["unshare", "--net", "sh", "-c", f'{slow} && exec "$@"', "sh", sys.executable, *words])
 
