@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardc.runtime.state import digest
@@ -114,11 +115,18 @@ def tables(files: tuple[File, ...], tensors: Mapping[str, Stored]) -> dict[str, 
     }
 
 
+def plain(x: Any) -> Any:
+    """json's `default`: a number of numpy's, such as a learning rate, as Python's. Raises TypeError for all else."""
+    if isinstance(x, np.generic):
+        return x.item()
+    raise TypeError(f"Object of type {type(x).__name__} is not JSON serializable")
+
+
 def to_bytes(index: Index) -> bytes:
     """The file. Raises TypeError, ValueError for values that JSON does not know."""
     facts = {k: x for k, x in vars(index).items() if k not in ("files", "tensors")}
     whole = {"format": FORMAT, "version": VERSION, **facts, **tables(index.files, index.tensors)}
-    lines = [f"{json.dumps(k)}: {json.dumps(x)}" for k, x in whole.items() if k != "tensors"]
+    lines = [f"{json.dumps(k)}: {json.dumps(x, default=plain)}" for k, x in whole.items() if k != "tensors"]
     entries = [f"{json.dumps(k)}: {json.dumps(x)}" for k, x in whole["tensors"].items()]
     lines.append('"tensors": {' + ",\n".join(entries) + "}}\n")
     body = ",\n".join(lines).encode()

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardc.runtime.state import checkpoint_index, disk_calls
 from shardc.runtime.state.checkpoint_folder import LOCK, WORK, Known, SavingError, aside, free_name, generations, prune
-from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored
+from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, plain
 from shardc.runtime.state.digest import digest_of
 from shardc.runtime.state.save_plan import Draft, Plan
 from shardc.runtime.state.saving_optimizer import together
@@ -76,7 +76,7 @@ class Save:
         for kind, draft in self.drafts.items():
             self._write_file(kind, draft, mine)
         part = {"facts": self.plan.facts, **checkpoint_index.tables(tuple(mine), self.plan.tensors)}
-        disk_calls.write_file(self._part(self.mesh.rank), json.dumps(part).encode())
+        disk_calls.write_file(self._part(self.mesh.rank), json.dumps(part, default=plain).encode())
 
     def _part(self, rank: int) -> Path:
         return self.work / f"part-{rank:05d}.json"

@@ -32,6 +32,7 @@ from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Runs, model_parts
 from shardc.runtime.state.checkpoint_folder import Known, SavingError, is_one
+from shardc.runtime.state.checkpoint_index import plain
 from shardc.runtime.state.one_save import Cancelled, Save
 from shardc.runtime.state.save_plan import Plan, drafts, planned
 from shardc.runtime.state.saving_optimizer import state_parts
@@ -162,7 +163,7 @@ def _words(error: BaseException) -> str:
 
 def _check_plain(facts: dict[str, Any]) -> None:
     try:
-        json.dumps(facts)
+        json.dumps(facts, default=plain)
     except (TypeError, ValueError) as e:
         raise ShardcError(
             f"the checkpoint's extra state or the optimizer's settings hold more than plain values: {e}",

@@ -159,7 +159,8 @@ class EngineState:
             self._note_schedulers()
         self.loaders.load_state_dict(extra.get("loaders", {}))
         self._whole = True
-        for note in resumed.replaced(before, resumed.settings(self.optimizer, self._schedulers)):
+        after = resumed.settings(self.optimizer, self._schedulers)
+        for note in resumed.replaced(before, after, schedule=not new_schedule):
             self._tell(note)
         for note in resumed.changed(self.program, extra):
             self._tell(note)

@@ -37,12 +37,16 @@ def settings(optimizer: torch.optim.Optimizer | None, schedulers: Schedulers | N
     return found
 
 
-def replaced(before: Settings, after: Settings) -> Iterator[str]:
-    """One line for each that is another now; and one that says what to do, where it is the schedule's."""
+def replaced(before: Settings, after: Settings, *, schedule: bool = True) -> Iterator[str]:
+    """One line for each that is another now; and one that says what to do, where it is the schedule's. schedule: False
+    where that is not the checkpoint's.
+    """
     others = {name: value for name, value in after.items() if name in before and before[name] != value}
+    scheduled = {name for name in others if name.startswith((*MOVED, "initial_lr")) or "LR" in name}
     for name, value in others.items():
-        yield f"{name}: the checkpoint's {_text(value)} is used, not {_text(before[name])}"
-    if any(name.startswith(("lr", "initial_lr")) or "LR" in name for name in others):
+        if schedule or name not in scheduled:
+            yield f"{name}: the checkpoint's {_text(value)} is used, not {_text(before[name])}"
+    if schedule and scheduled:
         yield "learning rates of today: load(folder, new_schedule=True), run: --new-schedule"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -218,6 +219,8 @@ def test_a_new_schedule_stands_where_training_does(
             old.step(batch)
             longer.step(batch)
         old.save(tmp_path / "checkpoint")
+        with torch.no_grad():  # what it replaces of its own is not the checkpoint's
+            resumed.optimizer.param_groups[0]["lr"] = 0.5
         state = {k: x.clone() for k, x in next(iter(old.optimizer.state.values())).items()}
         resumed.step(batch)  # also where the engine has trained already
         resumed.load(tmp_path / "checkpoint", new_schedule=True)
@@ -240,3 +243,20 @@ def test_a_new_schedule_stands_where_training_does(
 
     loopback(program.mesh, train)
     assert capfd.readouterr().err == ""
+
+
+def test_settings_that_are_numbers_of_numpy(tmp_path: Path) -> None:
+    """They train, so they have to be saved, too."""
+    batch = {"x": torch.ones(2, 4)}
+    program = shardc.compile(Line(), batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+
+    def train(mesh: Any) -> None:
+        rate, decay = np.float32(0.5), np.float64(0.25)
+        engine = program.engine(Line(), lambda ps: torch.optim.AdamW(ps, lr=rate, weight_decay=decay), mesh=mesh)
+        engine.step(batch)
+        engine.save(tmp_path)
+        other = program.engine(Line(), mesh=mesh)
+        other.load(tmp_path)
+        assert [other.optimizer.param_groups[0][k] for k in ("lr", "weight_decay")] == [0.5, 0.25]
+
+    loopback(program.mesh, train)
