@@ -79,7 +79,8 @@ def compile(
     options = Options(plan, compatible_with, "score" if forward == "score" else bool(forward))
     if forward:
         spec, notes = forward_only.spec_of(spec)
-        program = replace(program, eval_mode=False, notes=(*program.notes, *notes))
+        # no record of what a checkpoint trained: it was captured with the loss, in training mode
+        program = replace(program, eval_mode=False, record=None, notes=(*program.notes, *notes))
     for stage in PIPELINE:
         step = stage.make(spec, options)
         if step.applies(program):

@@ -374,9 +374,6 @@ class Engine(EngineState):
     @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed
     def _backward(self, batch: Any, *, local: bool, gather: bool) -> Any:
         self._check()
-        if self.program.forward_only:
-            what, fix = "the program is forward-only: there is no loss to train by", "compile without forward="
-            raise ShardcError(what, where="engine.step", fix=f"{fix}; engine.evaluate(batch) gives its values")
         self._once.check()
         self._check_trains()
         self.check_schedule(1)

@@ -56,6 +56,9 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
 
 def check_trains(program: Program) -> None:
     """Raises ShardcError where no parameter is trained: a step would do nothing, without a word."""
+    if program.forward_only:
+        what, fix = "the program is forward-only: there is no loss to train by", "compile without forward="
+        raise ShardcError(what, where="engine.step", fix=f"{fix}; program.forward(model) runs it (docs/forward.md)")
     if not any(p.requires_grad for p in program.params):
         what = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
         fix = (

@@ -262,6 +262,9 @@ def bucket_text(b: Bucket, program: Program) -> str:
     kept = " and ".join(("optimizer state", "gradients", "parameters")[: b.zero]).replace(
         " and ", ", ", b.zero - 2 if b.zero > 2 else 0
     )
+    held = f"{plural(len(b.params), 'parameter')}, {nbytes}, from {b.params[0]} to {b.params[-1]}"
+    if program.forward_only and b.zero == 3:
+        return f"parameters split over {b.shard}: {held}; all_gather in forward, {plural(b.prefetch, 'bucket')} ahead"
     each = " of each microbatch" if b.each and program.microbatches > 1 else ""
     ways = [f"reduce_scatter over {b.shard}{each}"] if b.shard in b.axes else []
     ways += (
@@ -271,10 +274,7 @@ def bucket_text(b: Bucket, program: Program) -> str:
     )
     often = "once a step" if b.keep else f"in forward and in backward, {plural(b.prefetch, 'bucket')} ahead"
     after = f"all_gather {often}" if b.zero == 3 else "all_gather after the update"
-    return (
-        f"{kept} split over {b.shard}: {plural(len(b.params), 'parameter')}, {nbytes}, from {b.params[0]} to"
-        f" {b.params[-1]}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
-    )
+    return f"{kept} split over {b.shard}: {held}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
 
 
 def region_head(r: Region) -> str:

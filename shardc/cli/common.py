@@ -47,6 +47,16 @@ ModelOption = Annotated[
     str | None,
     typer.Option("--model", help="with a compiled DIR: the model file, if not the one it was compiled from"),
 ]
+ForwardOption = Annotated[
+    bool,
+    typer.Option(
+        "--forward",
+        help="forward only: what outputs(output, batch) of the model file gives, or all tensors that the model returns",
+    ),
+]
+ScoreOption = Annotated[
+    bool, typer.Option("--score", help="forward only: the log-probability of each target of the loss")
+]
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 
 Show = Callable[[str], None]
@@ -190,14 +200,23 @@ def program_of(
     world: int | None = None,
     model: str | None = None,
     as_compiled: bool = False,
+    forward: bool = False,
+    score: bool = False,
 ) -> Program:
     """The program in a compiled folder, or one compiled now, with the running pass on stderr unless quiet.
 
     model: of a compiled folder, the Python file that registers its ops, if not the one that it was compiled from.
+    forward, score: it is compiled forward-only.
     as_compiled: a compiled folder whose forward or loss was changed in the model file since is used, with a note; it is
     refused else.
     """
+    if forward and score:
+        what, fix = "a program gives values or scores", "leave one of the two out"
+        raise ShardcError(what, where="--forward, --score", fix=fix)
     if is_artifact(source):
+        if forward or score:
+            what, fix = "a compiled DIR is what it was compiled for", "compile the model with it: -o DIR"
+            raise ShardcError(what, where="--forward" if forward else "--score", fix=fix)
         if spec is not None or mesh or settings or batch or seq:
             raise ShardcError(
                 "a compiled DIR already contains its spec and the sizes of its batch",
@@ -228,6 +247,7 @@ def program_of(
             mesh=_mesh_sizes(mesh or []),
             overrides=tuple(settings or ()),
             loss=file.loss,
+            forward="score" if score else (file.outputs or True) if forward else False,
             dump=dump,
             world=world,
             on_pass=None if quiet else lambda name: status.update(f"compiling: {name}"),

@@ -28,6 +28,8 @@ def command(
     dump: Annotated[
         Path | None, typer.Option(help="folder for the text after every pass (one pass: inspect --diff)")
     ] = None,
+    forward: common.ForwardOption = False,
+    score: common.ScoreOption = False,
     batch: common.BatchOption = None,
     seq: common.SeqOption = None,
     full: common.FullOption = False,
@@ -45,7 +47,9 @@ def command(
             from shardc.artifact import check_free
 
             check_free(output, str(output))
-        program = common.program_of(model, spec, mesh, set_, batch, seq, quiet=as_json, dump=dump)
+        program = common.program_of(
+            model, spec, mesh, set_, batch, seq, quiet=as_json, dump=dump, forward=forward, score=score
+        )
         if output:
             program.save(output)
         if as_json:

@@ -66,6 +66,8 @@ def command(
     ] = None,
     mesh: common.MeshOption = None,
     set_: common.SetOption = None,
+    forward: common.ForwardOption = False,
+    score: common.ScoreOption = False,
     batch: common.BatchOption = None,
     seq: common.SeqOption = None,
     trust: common.TrustOption = False,
@@ -104,6 +106,8 @@ def command(
             dump=dump,
             model=model_,
             as_compiled=True,
+            forward=forward,
+            score=score,
         )
         if stage is not None and not 0 <= stage < len(program.stages):
             last = len(program.stages) - 1

@@ -1,7 +1,7 @@
 """Model files: what `shardc compile model.py` reads (docs/training.md), and transformers models from a config
 alone.
 
-model.py             model(), batch(); optional loss, data, collate, optimizer, scheduler, weights
+model.py             model(), batch(); optional loss, outputs, data, collate, optimizer, scheduler, weights
 model.py:name        another builder than `model`
 hf:config.json       transformers' AutoModelForCausalLM of that config; hf:ClassName:config.json another class
 hf:DIR               the model of a folder, and its weights if it has any
@@ -41,6 +41,7 @@ from shardc.runtime.state.weight_files import has_weights
 #: two more, PARTS: then it gives this rank's part of each global batch.
 OPTIONAL = {
     "loss": ("output", "batch"),
+    "outputs": ("output", "batch"),
     "data": ("split",),
     "collate": ("samples",),
     "optimizer": ("params",),
@@ -57,7 +58,8 @@ _OF_DEVICE = re.compile(r"CUDA|meta tensor|HIP|No NVIDIA|device", re.IGNORECASE)
 class ModelFile:
     """A model and what trains it. build: makes the module, wherever the default device is. batch: one global batch.
 
-    ref: what the user wrote. All others are for `run`, and None where the file has none. data: split -> an iterable of
+    ref: what the user wrote. All others are for `run`, but for outputs, what a forward-only program gives; None where
+    the file has none. data: split -> an iterable of
     global batches, or a map-style torch Dataset of samples, from which collate makes batches; or split, part, parts ->
     an iterable of that part of each global batch. optimizer: (name,
     parameter) pairs -> torch optimizer. scheduler: optimizer -> its learning-rate scheduler. weights: where training
@@ -69,6 +71,7 @@ class ModelFile:
     build: Callable[[], nn.Module]
     batch: Any
     loss: Callable[[Any, Any], Tensor] | None = None
+    outputs: Callable[[Any, Any], Any] | None = None
     data: Callable[..., Iterable[Any] | Dataset[Any]] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
@@ -171,7 +174,7 @@ def captured(ref: str) -> tuple[str, ...]:
     if ref.startswith("hf:"):
         return (WHOLE,)
     builder = "" if ref.endswith(".py") else ref.partition(":")[2]
-    return builder or "model", "loss"
+    return builder or "model", "loss", "outputs"
 
 
 def _existing(

@@ -340,6 +340,10 @@ def _check(program: Program, file: str | None, model: str, resume: Path | None, 
     from shardc.cli.training_loop import checkpoints
     from shardc.runtime.state import checkpoint_folder
 
+    if program.forward_only:
+        what = "the program is forward-only: there is no loss to train by"
+        fix = "compile without --forward and --score; in Python, program.forward(model) runs it (docs/forward.md)"
+        raise ShardcError(what, where=model, fix=fix)
     if resume is not None:
         folder = checkpoints(resume)
         if not (checkpoint_folder.is_one(folder) or checkpoint_folder.generations(folder)):

@@ -16,6 +16,8 @@ def command(
     spec: common.SpecFile = None,
     mesh: common.MeshOption = None,
     set_: common.SetOption = None,
+    forward: common.ForwardOption = False,
+    score: common.ScoreOption = False,
     batch: common.BatchOption = None,
     seq: common.SeqOption = None,
     seed: Annotated[int, typer.Option(help="of the random weights and inputs")] = 0,
@@ -36,7 +38,18 @@ def command(
     """
     with common.reporting(debug, as_json) as show:
         program = common.program_of(
-            model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, model=model_, as_compiled=True
+            model,
+            spec,
+            mesh,
+            set_,
+            batch,
+            seq,
+            trust=trust,
+            quiet=as_json,
+            model=model_,
+            as_compiled=True,
+            forward=forward,
+            score=score,
         )
         if static:
             with common.console.status(f"proving the program of {program.mesh.world} ranks"):

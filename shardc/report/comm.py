@@ -71,7 +71,7 @@ def comm_rows(program: Program, at: int | None = None) -> list[Row]:
             elif c is not None:
                 b = program.buckets[int(str(node.args[1]).removeprefix("bucket"))]
                 add(c.axes, c.kind, "forward", c.cause, c.bytes, 1 if b.keep else m)
-                add(c.axes, c.kind, "backward", c.cause, c.bytes, 0 if b.keep else m)
+                add(c.axes, c.kind, "backward", c.cause, c.bytes, 0 if b.keep or program.forward_only else m)
     for b in program.buckets:
         flat = Flat.of(program, b)
         rest = tuple(a for a in b.axes if a != b.shard) if b.zero else b.axes
