@@ -92,6 +92,35 @@ def test_json_is_one_document_and_nothing_else(files: Path, command: str) -> Non
     assert isinstance(json.loads(done.stdout), dict)
 
 
+def test_forward_only(files: Path) -> None:
+    (files / "model.py").write_text(
+        MODEL.replace("return self.down(torch.relu(self.up(x))).square().mean()", "return self.down(self.up(x))")
+        + """
+def loss(output, batch):
+    return nn.functional.cross_entropy(output, torch.arange(4))
+
+def outputs(output, batch):
+    return {"logits": output}
+"""
+    )
+    done = call("compile", "model.py", "spec.yaml", "--forward", "-o", "out")
+    assert done.exit_code == 0, done.output
+    shown = call("inspect", "out").stdout
+    assert shown == call("inspect", "model.py", "spec.yaml", "--forward").stdout
+    assert "logits  f32[4@dp, 8]" in shown
+    assert "return (None, (" in shown
+    assert "equal to one device: 1 values" in call("verify", "out").stdout
+    assert "proven equal" in call("verify", "model.py", "spec.yaml", "--score", "--static").stdout
+    for wrong, what in (
+        (("inspect", "out", "--score"), "a compiled DIR is what it was compiled for"),
+        (("compile", "model.py", "spec.yaml", "--forward", "--score"), "a program gives values or scores"),
+        (("run", "out"), "the program is forward-only"),
+    ):
+        done = call(*wrong)
+        assert done.exit_code == 2
+        assert what in flat(done.stderr)
+
+
 def test_overrides(files: Path) -> None:
     found = json.loads(
         call("compile", "model.py", "spec.yaml", "--mesh", "dp=4,tp=1", "--set", "data.bucket_mb=1", "--json").stdout
