@@ -55,7 +55,7 @@ class GradientBuckets(Pass):
         """
         axes = self.spec.data.axis or tuple(n for n in self.spec.mesh.names if n == "dp" or n.startswith("dp_"))
         if not axes and self.spec.sequence is not None:
-            axes = (self.spec.sequence.axis,)
+            axes = self.spec.sequence.axis
         offload = self.spec.data.offload.parameters != "none"
         return axes[-1] if axes and (mesh.size(axes[-1]) > 1 or offload) else ""
 

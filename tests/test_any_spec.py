@@ -55,6 +55,7 @@ MESHES: tuple[dict[str, int], ...] = (
     {"cp": 2},
     {"dp": 2, "cp": 2},
     {"cp": 2, "tp": 2},
+    {"cp": 2, "cp_near": 2},
     {"pp": 2, "cp": 2},
 )
 CHECKPOINTS: tuple[dict[str, Any], ...] = (
@@ -140,7 +141,10 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
         spec["data"] = {"axis": axis, "zero": draw(st.integers(0, 3)), "bucket_mb": draw(st.sampled_from((25, 0.01)))}
     if "cp" in mesh:
         methods, balances = st.sampled_from(("auto", "gather", "ring", "ulysses")), st.sampled_from(("auto", "none"))
-        spec["sequence"] = {"axis": "cp", "method": draw(methods), "balance": draw(balances)}
+        method, axis = draw(methods), "cp"
+        if "cp_near" in mesh:
+            axis, method = ["cp", "cp_near"], ["ring", draw(methods.filter(lambda m: m != "ring"))]
+        spec["sequence"] = {"axis": axis, "method": method, "balance": draw(balances)}
         if draw(st.booleans()):
             spec["data"] = {"axis": ["dp", "cp"] if "dp" in mesh else "cp", "zero": draw(st.integers(0, 3))}
     if draw(st.booleans()):

@@ -57,7 +57,7 @@ class Annotate(Pass):
         mesh = spec.mesh
         for axis in sorted(_weight_axes(spec)):
             mesh = kv_heads.refine(mesh, axis, shared.values())
-        use_bands(spec, program, mesh)
+        use_bands(spec, program)
         errors, layouts, notes = Errors(), dict[str, Layout](), list[str]()
         weights = Weights(spec, program, mesh, shared)
         with errors.collect():

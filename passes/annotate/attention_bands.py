@@ -18,7 +18,6 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import value_of
-from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program, Value
 from shardc.rules.attention import OPS
 from shardc.rules.op_call import call_of
@@ -53,9 +52,9 @@ class _Seen:
 _Known = _Place | _Seen
 
 
-def use_bands(spec: Spec, program: Program, mesh: Mesh) -> None:
+def use_bands(spec: Spec, program: Program) -> None:
     """Puts what is known of masks on the attention that has them, and drops masks that are known whole."""
-    if spec.sequence is None or mesh.size(spec.sequence.axis) == 1:
+    if spec.sequence_ranks == 1:
         return
     known: dict[fx.Node, _Known | None] = {}
     for node in program.graph.nodes:

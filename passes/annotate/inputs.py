@@ -103,7 +103,7 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
     for placeholder, why in split_sequence(spec, program, mesh, by_name, layouts, errors).items():
         assert spec.sequence is not None
         causes = nodes[placeholder].meta.setdefault("cause", {})
-        causes |= dict.fromkeys(mesh.parts(spec.sequence.axis), why)
+        causes |= dict.fromkeys((part for a in spec.sequence.axis for part in mesh.parts(a)), why)
     errors.raise_any()
     return layouts
 

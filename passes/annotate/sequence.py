@@ -10,7 +10,6 @@ conversions, in the sequence's order; parameters' gradients are summed over the 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import fx
@@ -23,11 +22,10 @@ from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Input, Program
 from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded
-from shardc.passes.annotate.spec_layouts import layout_of
 from shardc.rules.attention import OPS
 from shardc.rules.attention_methods import Method
 from shardc.rules.op_call import call_of
-from shardc.spec import DimShard, Spec
+from shardc.spec import Spec
 
 aten = torch.ops.aten
 
@@ -50,10 +48,21 @@ def _zigzag(spec: Spec, program: Program, mesh: Mesh, names: dict[str, str]) -> 
         return spec.sequence.balance == "zigzag"
     calls = (call_of(n) for n in program.graph.nodes if n.target in OPS)
     dims = [(x, sequence_dim(spec, x, names[x.name])) for x in program.inputs]
-    parts = 2 * mesh.size(spec.sequence.axis)
+    parts = 2 * spec.sequence_ranks
     return any(c.arg(5, "is_causal", False) or dict(c.kwargs).get("window") == (None, 0) for c in calls) and not any(
         x.shape[d] % parts for x, d in dims if d is not None
     )
+
+
+def _layout(axes: tuple[str, ...], dim: int, mesh: Mesh, *, zigzag: bool) -> Layout:
+    """The first axis has the outermost digit. In a zigzag it has two stretches, and the next ones parts of each."""
+    shards: dict[str, Shard] = {}
+    digit = 2 if zigzag else 1
+    for axis in axes:
+        if mesh.size(axis) > 1:
+            shards[axis] = Shard(dim, digit, mirrored=zigzag and not shards)
+            digit *= mesh.size(axis)
+    return Layout.of(shards, mesh)
 
 
 def split_sequence(
@@ -64,9 +73,9 @@ def split_sequence(
     Returns why, by placeholder. Errors are added for patterns that match nothing, sizes that the axis does not divide,
     and a dim that the batch's axes split."""
     sequence = spec.sequence
-    if sequence is None or mesh.size(sequence.axis) == 1:
+    if sequence is None or spec.sequence_ranks == 1:
         return {}
-    axis, where = sequence.axis, spec.where(("sequence", "axis"))
+    where = spec.where(("sequence", "axis"))
     for pattern in sequence.dims:
         if pattern != "*" and not any(match(pattern, n) for n in names.values()):
             known = f"the inputs are {', '.join(names.values())}"
@@ -87,12 +96,8 @@ def split_sequence(
                 fix=f"write which dim is the sequence's: sequence: {{dims: {{{name}: 1}}}}, or null for none",
             )
             continue
-        layout = layout_of({dim: (DimShard(axis=axis, split=2 if zigzag else 1),)}, mesh)
-        if zigzag:
-            layout = Layout(
-                tuple((a, replace(p, mirrored=True) if isinstance(p, Shard) else p) for a, p in layout.items)
-            )
-        elif spec.uneven == "pad":
+        layout = _layout(sequence.axis, dim, mesh, zigzag=zigzag)
+        if not zigzag and spec.uneven == "pad":
             layout = padded(layout, x.shape, mesh)
         if odd := indivisible_dim(layout, x.shape, mesh):
             other = ", or balance: none" if zigzag else ""
@@ -107,7 +112,7 @@ def split_sequence(
     if not causes and not errors.found:
         known = ", ".join(f"{names[x.name]} {list(x.shape)}" for x in program.inputs)
         errors.add(
-            f"no input has a sequence that {axis} could split: {known}",
+            f"no input has a sequence that {' × '.join(sequence.axis)} could split: {known}",
             where=where,
             fix="name the dim: sequence: {dims: {NAME: 1}}, or leave the section out",
         )
@@ -119,12 +124,14 @@ def split_ids(spec: Spec, program: Program, mesh: Mesh, layouts: dict[str, Layou
 
     A shift reads other ranks' tokens, so it runs on whole ids; from the look-up on they are split again."""
     sequence = spec.sequence
-    if sequence is None or mesh.size(sequence.axis) == 1:
+    if sequence is None or spec.sequence_ranks == 1:
         return
-    split = {
-        (x.shape[s.dim], s.dim): (a, s) for x in program.inputs for a, s in layouts.get(x.name, Layout()).shards()
-        if a in mesh.parts(sequence.axis)
-    }  # fmt: skip
+    parts = {part for a in sequence.axis for part in mesh.parts(a)}
+    split: dict[tuple[int, int], dict[str, Shard]] = {}
+    for x in program.inputs:
+        for a, s in layouts.get(x.name, Layout()).shards():
+            if a in parts:
+                split.setdefault((x.shape[s.dim], s.dim), {})[a] = s
     inputs = {x.name for x in program.inputs}
     for node in list(program.graph.nodes):
         ids = node.args[1] if node.target is aten.embedding.default else None
@@ -133,12 +140,11 @@ def split_ids(spec: Spec, program: Program, mesh: Mesh, layouts: dict[str, Layou
         shape = value_of(ids).shape
         places = [split[n, d] for d, n in enumerate(shape) if d and (n, d) in split]
         if places and "pin" not in ids.meta:
-            axis, shard = places[0]
-            layout = Layout.of({axis: shard}, mesh)
+            layout = Layout.of(places[0], mesh)
             with program.graph.inserting_before(node):
                 pin = program.graph.call_function(aten.alias.default, (ids,))
             node.replace_input_with(ids, pin)
-            cause = {axis: f"{spec.where(('sequence', 'axis'))} sequence dim {shard.dim}"}
+            cause = {a: f"{spec.where(('sequence', 'axis'))} sequence dim {s.dim}" for a, s in places[0].items()}
             pin.meta = {"value": value_of(ids), "source": source_of(ids), "pin": layout, "cause": cause}
 
 
@@ -166,9 +172,9 @@ _BETWEEN = 16
 def mark_methods(spec: Spec, program: Program, mesh: Mesh, weight_axes: set[str], errors: Errors) -> None:
     """Puts its method on every attention of the graph (shardc.rules.attention_methods)."""
     sequence = spec.sequence
-    if sequence is None or mesh.size(sequence.axis) == 1:
+    if sequence is None or spec.sequence_ranks == 1:
         return
-    inner = math.prod(mesh.size(a) for a in weight_axes if a in mesh.names and a != sequence.axis)
+    weights = math.prod(mesh.size(a) for a in weight_axes if a in mesh.names and a not in sequence.axis)
     params = {p.name for p in program.params}
     found = [n for n in program.graph.nodes if n.target in OPS or _attends(n, params)]
     modules = sorted({source_of(n).module for n in found})
@@ -179,10 +185,12 @@ def mark_methods(spec: Spec, program: Program, mesh: Mesh, weight_axes: set[str]
             errors.add(f"pattern {pattern!r} matches no module that attends", where=where, fix=close)
     for node in found:
         module = source_of(node).module
-        name = next((m for p, m in sequence.method.items() if p == "*" or _within(p, module)), None)
-        if name is not None:
-            method = Method(name, inner, spec.where(("sequence", "method")), module)
-            node.meta["method"] = dict.fromkeys(mesh.parts(sequence.axis), method)
+        names = next((m for p, m in sequence.method.items() if p == "*" or _within(p, module)), ())
+        inner, node.meta["method"] = weights, {}
+        for i, (axis, name) in enumerate(zip(sequence.axis, names * len(sequence.axis), strict=False)):
+            method = Method(name, inner, spec.where(("sequence", "method")), module, ring=name == "ring" or i == 0)
+            node.meta["method"] |= dict.fromkeys(mesh.parts(axis), method)
+            inner *= mesh.size(axis) if name in ("ulysses", "auto") else 1  # they may have taken heads
 
 
 def _within(pattern: str, module: str) -> bool:

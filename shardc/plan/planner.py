@@ -214,12 +214,12 @@ class Planner:
                 choice = Choice(cp=cp, ep=ep, tp=core.tp, sequence_parallel=core.sequence_parallel, checkpoint=keep)
                 choice = replace(choice, zero=3, rows=1 if each else rows, microbatches=rows if each else 1)
                 found.append(Spec.load(spec(choice, self.template)))
-        return sorted(found, key=lambda s: s.sequence is not None and -s.mesh.size(s.sequence.axis))
+        return sorted(found, key=lambda s: -s.sequence_ranks)
 
     def _longest(self, one: Spec, rows: int, start: int, above: int = 0) -> dict[str, Any]:
         """How long rows may be for a spec. above: an answer is of no use unless it is longer."""
         split = one.mesh.world // one.data_ranks
-        zigzag = 2 * one.mesh.size(one.sequence.axis) if one.sequence else 1
+        zigzag = 2 * one.sequence_ranks if one.sequence else 1
         unit = math.lcm(128 if start >= 128 else 1, split, zigzag)
 
         def peak(n: int) -> float:

@@ -42,8 +42,8 @@ Stage = dict[Key, Vector]
 def roles(spec: Spec) -> dict[str, str]:
     """The role of each axis of the mesh, as named in WHAT."""
     stages = spec.pipeline.axis if spec.pipeline else ""
-    sequence = spec.sequence.axis if spec.sequence else ""
-    of = {**dict.fromkeys(spec.data_axes, "dp"), **dict.fromkeys(spec.expert_axes, "ep"), sequence: "cp", stages: "pp"}
+    sequence = dict.fromkeys(spec.sequence.axis if spec.sequence else (), "cp")
+    of = {**dict.fromkeys(spec.data_axes, "dp"), **dict.fromkeys(spec.expert_axes, "ep"), **sequence, stages: "pp"}
     return {a: of.get(a, "tp") for a in spec.mesh.names}
 
 

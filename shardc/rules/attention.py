@@ -135,7 +135,9 @@ def local_attention(call: LocalCall) -> fx.Node:
     keys = call.inputs[1]
     digits = (*digits, *((last, axis, s.signed, s.sections) for axis, s in keys.shards(t)))
     paddings = (*paddings, *((last, s.padding, s.blocks) for s in keys.paddings() if s.dim == t))
-    (axis,) = call.mesh.merge(ring)
+    axis, *others = call.mesh.merge(ring)
+    if others:
+        raise LookupError("keys travel over one axis: there is no such call")
     args = (*call.args[:10], call.mesh_node, weights, digits, paddings, axis)
     size = sum(
         replace(v, layout=p).nbytes(call.mesh) for v, p in zip(call.call.operands[1:3], call.inputs[1:], strict=False)

@@ -23,14 +23,16 @@ from shardc.rules.strategy import Strategy
 
 @dataclass(frozen=True)
 class Method:
-    """What the spec asks of one attention. inner: ranks of axes that split weights, and so may split heads; where: in
-    the spec; module: that attends.
+    """What the spec asks of one attention on one axis. inner: ranks of axes that may split heads before it, those of
+    weights and of the sequence; where: in the spec; module: that attends; ring: False where another axis may have one,
+    as keys travel over one axis.
     """
 
     name: str
     inner: int
     where: str
     module: str
+    ring: bool = True
 
 
 def over_sequence(choices: Choices, available: Sequence[Sequence[Placement]]) -> bool:
@@ -44,7 +46,7 @@ def candidates(
 ) -> Iterator[Strategy]:
     """The strategies that a method allows. Raises ShardcError where there is none."""
     whole, found = choices.call.target in OPS, False
-    ring = _ring(choices, n, available) if whole and method.name in ("ring", "auto") else []
+    ring = _ring(choices, n, available) if whole and method.ring and method.name in ("ring", "auto") else []
     if method.name == "gather" or (method.name == "auto" and not ring):
         split = (choices.from_operand(0, p, n) for p in available[0])
         ring = [s for s in split if s is not None]

@@ -261,6 +261,11 @@ class Spec:
         return math.prod(map(self.mesh.size, self.data_axes))
 
     @property
+    def sequence_ranks(self) -> int:
+        """The number of parts into which ranks split the sequence."""
+        return math.prod(map(self.mesh.size, self.sequence.axis if self.sequence else ()))
+
+    @property
     def expert_axes(self) -> tuple[str, ...]:
         """The axes that only experts use: no other section names them."""
         return tuple(dict.fromkeys(e.axis for e in self.experts if e.axis not in self.named_axes))
@@ -276,7 +281,7 @@ class Spec:
         ]
         axes |= {s.axis for dims in entries for shards in dims.values() for s in shards}
         axes |= {self.shard_axis} if self.shard_use else set()
-        axes |= {x.axis for x in (self.sequence, self.pipeline) if x is not None}
+        axes |= {*(self.sequence.axis if self.sequence else ()), *([self.pipeline.axis] if self.pipeline else [])}
         return frozenset(axes)
 
     def where(self, path: tuple[str | int, ...]) -> str:

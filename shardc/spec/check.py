@@ -73,7 +73,7 @@ def data_axes(batch: Batch, data: Data, names: Iterable[str], sequence: Sequence
     """
     if batch.axes is not None:
         return batch.axes
-    own = {a for a in data.axis if sequence is None or a != sequence.axis}
+    own = {a for a in data.axis if sequence is None or a not in sequence.axis}
     return tuple(n for n in names if n == "dp" or n.startswith("dp_") or n in own)
 
 
@@ -97,6 +97,7 @@ class Check:
         for path, dims in self.dims():
             self.one_value(path, dims)
         self.jobs()
+        self.sequence()
         self.batch()
         self.pipeline()
         self.gathers()
@@ -147,7 +148,8 @@ class Check:
                 for i, s in enumerate(shards):
                     yield s.axis, self.axis_path(path, dim, i), _SPLITS[str(path[0])]
         if f.sequence:
-            yield f.sequence.axis, ("sequence", "axis"), "the sequence"
+            for i, axis in enumerate(f.sequence.axis):
+                yield axis, ("sequence", "axis", i), "the sequence"
         if f.pipeline:
             yield f.pipeline.axis, ("pipeline", "axis"), "the pipeline"
         for i, expert in enumerate(f.experts):
@@ -235,9 +237,28 @@ class Check:
                 what = f"axis {axis!r} is the pipeline's and cannot split {job} too"
                 self.add(path, what, "give the pipeline an axis of its own")
         sequence = self.form.sequence
-        if sequence and sequence.axis in data_axes(self.form.batch, self.form.data, self.names, self.form.sequence):
-            what = f"axis {sequence.axis!r} already splits the batch"
-            self.add(("sequence", "axis"), what, "give the sequence an axis of its own, e.g. cp")
+        batch = data_axes(self.form.batch, self.form.data, self.names, sequence)
+        for i, axis in enumerate(sequence.axis if sequence else ()):
+            if axis in batch:
+                what = f"axis {axis!r} already splits the batch"
+                self.add(("sequence", "axis", i), what, "give the sequence an axis of its own, e.g. cp")
+
+    def sequence(self) -> None:
+        """Each axis of the sequence once, and with a method."""
+        s = self.form.sequence
+        if s is None:
+            return
+        for i, axis in enumerate(s.axis):
+            if axis in s.axis[:i]:
+                self.add(("sequence", "axis", i), f"axis {axis!r} is written twice", "write it once")
+        for pattern, methods in s.method.items():
+            if len(methods) not in (1, len(s.axis)):
+                path = reach(self.value, ("sequence", "method", pattern))
+                what = f"{len(methods)} methods for the {len(s.axis)} axes of the sequence"
+                self.add(path, what, "write one for all axes, or one for each in their order")
+            elif (methods * len(s.axis))[: len(s.axis)].count("ring") > 1:
+                path = reach(self.value, ("sequence", "method", pattern))
+                self.add(path, "a ring runs over one axis", "write [ring, ulysses] or [ring, gather]")
 
     def batch(self) -> None:
         if self.form.batch.rows is not None and self.form.batch.microbatches > 1:

@@ -259,30 +259,34 @@ class Batch(Section):
 Method = Literal["auto", "gather", "ring", "ulysses"]
 
 
+#: Of each axis of the sequence, or one for all.
+Methods = Annotated[tuple[Method, ...], BeforeValidator(as_list)]
+_METHODS = {"anyOf": [{"enum": list(get_args(Method))}, {"type": "array", "items": {"enum": list(get_args(Method))}}]}
+
+
 def _methods(value: Any) -> Any:
     """`ring` -> {"*": ring}."""
-    return {"*": value} if isinstance(value, str) else value
+    return value if isinstance(value, dict) else {"*": value}
 
 
 class Sequence(Section):
-    """Context parallel: the inputs' sequence dim is split."""
+    """Context parallel: the inputs' sequence dim is split. Of several axes the first is the outermost: its ranks have
+    the longest stretches.
+    """
 
-    axis: Axis = Field(description="mesh axis that splits the sequence", examples=["cp"])
+    axis: Annotated[Axes, Field(min_length=1)] = Field(
+        description="mesh axis that splits the sequence; [outer, inner] = both, each by a method of its own",
+        examples=["cp"],
+    )
     dims: BatchDims = Field(default={"*": 1}, description="each input's sequence dim; null = none", examples=[{"*": 1}])
     method: Annotated[
-        dict[Pattern, Method],
+        dict[Pattern, Methods],
         BeforeValidator(_methods),
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    {"enum": list(get_args(Method))},
-                    {"type": "object", "additionalProperties": {"enum": list(get_args(Method))}},
-                ]
-            }
-        ),
+        WithJsonSchema({"anyOf": [*_METHODS["anyOf"], {"type": "object", "additionalProperties": _METHODS}]}),
     ] = Field(
-        default={"*": "auto"},
-        description="how queries meet the keys of other ranks; or {module: method}, the first that matches counts",
+        default={"*": ("auto",)},
+        description="how queries meet the keys of other ranks, [ring, ulysses] of two axes; or {module: method}, the"
+        " first that matches counts",
         examples=["ring"],
     )
     balance: Literal["auto", "zigzag", "none"] = Field(

@@ -39,9 +39,14 @@ def reference(name: str) -> equality.Reference:
 
 
 def check(
-    one: equality.Reference, mesh: dict[str, int], method: Any = "gather", balance: str = "auto", **more: Any
+    one: equality.Reference,
+    mesh: dict[str, int],
+    method: Any = "gather",
+    balance: str = "auto",
+    axis: Any = "cp",
+    **more: Any,
 ) -> shardc.Program:
-    section = CP | {"method": method, "balance": balance}
+    section = {"axis": axis, "method": method, "balance": balance}
     program = one.compile({"shardc": 1, "mesh": mesh, "sequence": section, **more})
     assert_equal(shardc.verify.simulate(program, one.model, one.batch), one.loss, one.grads)
     assert equality.unnoticed(program) == []
@@ -131,6 +136,52 @@ def test_a_method_for_each_module() -> None:
              for n in program.stages[0].graph.nodes if "collective" in n.meta}  # fmt: skip
     assert ("EncDecAttention", "all_to_all") in kinds
     assert ("EncDecAttention", "all_gather") not in kinds
+
+
+#: Keys travel between `far` ranks, or are gathered there, while `near` ones have heads: a method for each axis.
+TWO_AXES: dict[str, tuple[str, dict[str, int], Any, dict[str, Any]]] = {
+    "ring, ulysses": ("llama", {"far": 2, "near": 2}, ["ring", "ulysses"], {}),
+    "ulysses, ring": ("llama", {"far": 2, "near": 2}, ["ulysses", "ring"], {}),
+    "of four each": ("llama", {"far": 2, "near": 4}, ["ring", "ulysses"], {}),
+    "one method for both": ("llama", {"far": 2, "near": 2}, "ulysses", {}),
+    "auto": ("llama", {"far": 4, "near": 2}, "auto", {}),
+    "windows": ("mistral", {"far": 2, "near": 2}, ["ring", "ulysses"], {}),
+    "written out": ("gpt_oss", {"far": 2, "near": 2}, ["gather", "ulysses"], {}),
+    "biases": ("t5", {"far": 2, "near": 2}, {"decoder.block.*.EncDecAttention": ["ring", "gather"], "*": "auto"}, {}),
+    "a state space": ("mamba", {"far": 2, "near": 2}, "auto", {}),
+    "tp": ("gpt", {"far": 2, "near": 2, "tp": 2}, ["ring", "ulysses"], {"shard": {"use": "structure"}}),
+    "pp, recomputed": ("llama", {"pp": 2, "far": 2, "near": 2}, ["ring", "ulysses"], {
+        "pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2},
+        "checkpoint": [{"match": "model.layers.*", "save": []}],
+    }),
+    "zero 3 over both, lowered": ("llama", {"far": 2, "near": 2}, ["ring", "ulysses"], {
+        "data": {"zero": 3, "axis": ["far", "near"]}, "lower": True,
+    }),
+    "padded": ("llama", {"far": 3, "near": 2}, ["ring", "ulysses"], {"uneven": "pad"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "balance"), [*((w, "auto") for w in TWO_AXES), ("ring, ulysses", "none"), ("ulysses, ring", "none")]
+)
+def test_two_axes(what: str, balance: str) -> None:
+    name, mesh, method, more = TWO_AXES[what]
+    program = check(reference(name), mesh, method, balance, axis=["far", "near"], **more)
+    if method == ["ring", "ulysses"]:
+        rings = [n for s in program.stages for n in s.graph.nodes if n.target is ops.attention]
+        assert rings
+        assert {n.meta["collective"].axes for n in rings} == {("far",)}
+        turned = [n for s in program.stages for n in s.graph.nodes if n.target is ops.all_to_all]
+        assert {n.meta["collective"].axes for n in turned} == {("near",)}
+
+
+def test_a_ring_runs_over_one_axis() -> None:
+    one, two = reference("llama"), {"axis": ["far", "near"]}
+    for method, said in (("ring", "a ring runs over one axis"), (["ring"] * 3, "3 methods for the 2 axes")):
+        with pytest.raises(shardc.ShardcError, match=said):
+            one.compile({"shardc": 1, "mesh": {"far": 2, "near": 2}, "sequence": two | {"method": method}})
+    with pytest.raises(shardc.ShardcError, match="'far' is written twice"):
+        one.compile({"shardc": 1, "mesh": {"far": 2}, "sequence": {"axis": ["far", "far"]}})
 
 
 def test_experts() -> None:
