@@ -122,6 +122,7 @@ Axis = Annotated[str, AfterValidator(axis_name)]
 Pattern = Annotated[str, AfterValidator(module_pattern)]
 _ONE_OR_MANY = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 Axes = Annotated[tuple[Axis, ...], BeforeValidator(as_list), WithJsonSchema(_ONE_OR_MANY)]
+ONE_OR_MANY = PlainSerializer(lambda value: value[0] if len(value) == 1 else list(value))
 Positive = Annotated[float, AfterValidator(positive), WithJsonSchema({"type": "number", "exclusiveMinimum": 0})]
 Count = Annotated[int, Field(ge=1)]
 Dim = Annotated[int, Field(ge=0)]

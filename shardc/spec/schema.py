@@ -22,6 +22,7 @@ from shardc.runtime.schedule import SCHEDULES
 from shardc.spec.fields import (
     _ONE_OR_MANY,
     NONE,
+    ONE_OR_MANY,
     Axes,
     Axis,
     BatchDims,
@@ -260,7 +261,7 @@ Method = Literal["auto", "gather", "ring", "ulysses"]
 
 
 #: Of each axis of the sequence, or one for all.
-Methods = Annotated[tuple[Method, ...], BeforeValidator(as_list)]
+Methods = Annotated[tuple[Method, ...], BeforeValidator(as_list), ONE_OR_MANY]
 _METHODS = {"anyOf": [{"enum": list(get_args(Method))}, {"type": "array", "items": {"enum": list(get_args(Method))}}]}
 
 
@@ -274,7 +275,7 @@ class Sequence(Section):
     the longest stretches.
     """
 
-    axis: Annotated[Axes, Field(min_length=1)] = Field(
+    axis: Annotated[Axes, Field(min_length=1), ONE_OR_MANY] = Field(
         description="mesh axis that splits the sequence; [outer, inner] = both, each by a method of its own",
         examples=["cp"],
     )
