@@ -128,6 +128,10 @@ class Progress:
         return file.read_bytes().rstrip(b"\0").decode(errors="replace") if file.exists() else ""
 
 
+#: How a note begins (of an engine, or a command).
+_A_NOTE = "note: "
+
+
 class Told:
     """What ranks have to say while they run, in a file that the launcher shows: their standard errors are shown at the
     end.
@@ -150,6 +154,31 @@ class Told:
             text = self._file.read_text(errors="replace")
             print(text[self._shown :], file=sys.stderr, end="", flush=True)
             self._shown = len(text)
+
+
+class _Notes:
+    """Of what rank 0 writes to its standard error, the lines that are notes, shown as they come: that a run goes on by
+    other learning rates than today's is to be known while it runs. What else there is comes at the end.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self._log, self._read = log, 0
+
+    def show(self) -> None:
+        with self._log.open("rb") as f:
+            f.seek(self._read)
+            new = f.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read += len(whole)
+        lines = whole.decode(errors="replace").splitlines(keepends=True)
+        if notes := [line for line in lines if line.startswith(_A_NOTE)]:
+            sys.stdout.flush()
+            print(*notes, sep="", end="", file=sys.stderr, flush=True)
+
+    def rest(self) -> str:
+        self.show()
+        lines = self._log.read_text(errors="replace").splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith(_A_NOTE))
 
 
 def ignored_hangup(number: int) -> bool:
@@ -205,6 +234,7 @@ def launch(
     before = {s: signal.signal(s, stop) for s in heeded}
     before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, pass_on)
     watched, told = _StoppedRanks(ranks), Told(progress) if progress is not None else None
+    notes: _Notes | None = None
     if told is not None:
         told.begin()
     with tempfile.TemporaryDirectory(prefix="shardc-", dir=progress) as folder:
@@ -226,14 +256,16 @@ def launch(
                         )
                     )
             stopped: int | None = None
+            notes = _Notes(logs[0])
             while stopped is None and any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
                 time.sleep(POLL)
                 stopped = watched.since(STOPPED)
+                notes.show()
                 if told is not None:
                     told.show()
             failed = [r for r, p in enumerate(ranks) if p.poll()] if stopped is None else [stopped]
             if not failed:
-                _repeat(logs[0])
+                _repeat(notes)
                 return 0
             culprit = _culprit(ranks, logs, failed) if stopped is None else stopped
             failed_first(culprit)
@@ -243,7 +275,8 @@ def launch(
         except _Interrupt as e:
             with contextlib.suppress(_Interrupt):
                 _signal(ranks, e.args[0], patience)
-            _repeat(logs[0])
+            if notes is not None:
+                _repeat(notes)
             return 128 + int(e.args[0])
         finally:
             for s in before:
@@ -340,10 +373,10 @@ def _report(rank: int, code: int | None, mesh: Mesh, log: Path, doing: str) -> N
     sys.stderr.flush()
 
 
-def _repeat(log: Path) -> None:
+def _repeat(notes: _Notes) -> None:
     """What rank 0 wrote to its standard error in a run that went well: the user's own words and warnings."""
     sys.stdout.flush()
-    print(log.read_text(errors="replace"), file=sys.stderr, end="", flush=True)
+    print(notes.rest(), file=sys.stderr, end="", flush=True)
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:

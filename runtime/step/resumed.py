@@ -8,7 +8,7 @@ so it is said. And what it cannot replace, as it is code: forward, loss, and the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,12 +29,28 @@ def settings(optimizer: torch.optim.Optimizer | None, schedulers: Schedulers | N
     groups = optimizer.param_groups if optimizer is not None else []
     for i, group in enumerate(groups):
         of = f" of group {i}" if len(groups) > 1 else ""
-        moved = MOVED if schedulers is not None else ("initial_lr",)
+        moved = _moved(schedulers)
         found |= {f"{name}{of}": _value(x) for name, x in group.items() if name not in ("params", *moved)}
     for scheduler in schedulers.members if schedulers is not None else ():
         for name, value in _of_scheduler(scheduler):
             found.setdefault(name, value)
     return found
+
+
+def _moved(schedulers: Schedulers | None) -> tuple[str, ...]:
+    """The settings of groups that schedulers move: learning rates, and of those that cycle momentum, that as well."""
+    if schedulers is None:
+        return ("initial_lr",)
+    if any(getattr(s, "cycle_momentum", False) for s in _each(schedulers.members)):
+        return MOVED
+    return tuple(name for name in MOVED if "lr" in name)
+
+
+def _each(schedulers: Iterable[Any]) -> Iterator[Any]:
+    """They, and those that a SequentialLR or a ChainedScheduler has."""
+    for scheduler in schedulers:
+        yield scheduler
+        yield from _each(getattr(scheduler, "_schedulers", ()))
 
 
 def replaced(before: Settings, after: Settings, *, schedule: bool = True) -> Iterator[str]:
@@ -59,6 +75,8 @@ def changed(program: Program, extra: Mapping[str, Any]) -> Iterator[str]:
     """One line for what the program does otherwise than the one whose checkpoint this is. A checkpoint of an earlier
     shardc does not say what it was.
     """
+    if program.forward_only:  # it does not train: of course it is another
+        return
     then = ForwardRecord.read(extra.get("forward"))
     if then is not None and program.record is not None:
         yield from then.differences(program.record)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
@@ -81,11 +81,11 @@ def tell_once(notes: Notes, told: set[str], tell: Callable[[str], None]) -> None
 
 @dataclass(frozen=True)
 class GlobalRead:
-    """A name of a Python module that the code of forward has, with its value when the model was captured. key: of a
-    dict, in a tuple, whose value it is.
+    """A name of a Python module, or of a function around it, that the code of forward or of the loss has, with its
+    value when the model was captured. key: of a dict, in a tuple, whose value it is.
     """
 
-    namespace: dict[str, Any]
+    namespace: Mapping[str, Any]
     name: str
     value: Any
     key: tuple[Any, ...] = ()
@@ -108,16 +108,40 @@ class GlobalRead:
         return self.name + "".join(f"[{k!r}]" for k in self.key) + f" of {of}"
 
 
+@dataclass(frozen=True)
+class TensorRead:
+    """A tensor that is neither the model's nor the batch's, and that forward or the loss reads: a constant of the
+    program. version: autograd's count of what was written into it, at capture. line: where it is read.
+    """
+
+    tensor: Tensor
+    version: int
+    line: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, line: str) -> TensorRead:
+        return cls(tensor, 0 if tensor.is_inference() else tensor._version, line)
+
+    @property
+    def changed(self) -> bool:
+        return not self.tensor.is_inference() and self.tensor._version != self.version
+
+
 class Attributes:
     """Plain values (numbers, strings, bools, None) that forward read while it was captured: attributes of a model's
-    modules, and of objects that these hold, by module's name (`values`); names of Python modules (`names`). It does not
-    keep the model alive. Objects and names are only told of: forward may read them for a log, or not at all.
+    modules, and of objects that these hold, by module's name (`values`); names of Python modules (`names`); tensors
+    that are not the model's (`tensors`). It does not keep the model alive. Objects, names and tensors are only told of:
+    forward may read them for a log, or not at all.
     """
 
     def __init__(
-        self, model: nn.Module, values: Mapping[str, Mapping[str, Any]], names: Sequence[GlobalRead] = ()
+        self,
+        model: nn.Module,
+        values: Mapping[str, Mapping[str, Any]],
+        names: Sequence[GlobalRead] = (),
+        tensors: Sequence[TensorRead] = (),
     ) -> None:
-        self._names = tuple(names)
+        self._names, self._tensors = tuple(names), tuple(tensors)
         self._values: dict[str, list[tuple[str, tuple[str, ...], Any]]] = {}
         for path, module in model.named_modules():
             read = [(f"{path}.{n}" if path else n, tuple(n.split(".")), v) for n, v in values.get(path, {}).items()]
@@ -147,7 +171,16 @@ class Attributes:
         errors.raise_any()
         for read in self._names:
             if read.changed:
-                notes[str(read)] = _changed("the code of forward names it", read.now, read.value) + _PERHAPS
+                notes[str(read)] = (
+                    _changed("the code of forward or of the loss names it", read.now, read.value) + _PERHAPS
+                )
+        for tensor in self._tensors:
+            if tensor.changed:
+                shape = list(tensor.tensor.shape)
+                notes[tensor.line] = (
+                    f"a tensor of shape {shape} that is read here was written to, and the program has it as it was when"
+                    " the model was compiled: make it a buffer of the model, an entry of the batch, or compile again"
+                )
         return notes
 
 

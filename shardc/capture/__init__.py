@@ -21,6 +21,7 @@ masked_rows             rows chosen by a mask, in a fixed size; expert_loops mak
 random_choices          what a model's masks are, tried on random numbers; dependence: what values depend on
 inline_regions          `with torch.no_grad()` in a graph; value_checks: checks that are left out
 inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
+foreign_parameters      parameters of nobody that the loss uses
 side_effects            what forward depends on and must not change
 """
 
@@ -42,9 +43,9 @@ from shardc.capture.loss import default_loss as default_loss
 from shardc.capture.masked_rows.unfit import DrawnError
 from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord
-from shardc.ir.graph import placeholders
+from shardc.ir.graph import placeholders, source_of
 from shardc.ir.program import Program, Source
-from shardc.runtime.step.user_changes import EVAL_MODE, Attributes
+from shardc.runtime.step.user_changes import EVAL_MODE, Attributes, TensorRead
 
 
 def capture(
@@ -97,7 +98,7 @@ def capture(
     program.notes = notes + tuple(_counts(*each) for each in reads.set_too(changes).items())
     program.baked = tuple(leaves.constants)
     unchanged = [g for g in read_before if not g.changed]
-    program.check_attributes = Attributes(model, reads.values, unchanged).check
+    program.check_attributes = Attributes(model, reads.values, unchanged, _constants(program)).check
     if forward is None:
         program.eval_mode = not model.training and reads.acts_otherwise(model)
         program.still = reads.still(model)
@@ -130,6 +131,16 @@ def capture(
     if program.evaluates == "otherwise":
         program.notes += (_evaluates(list(reads.training.values())),)
     return program
+
+
+def _constants(program: Program) -> list[TensorRead]:
+    """The tensors that forward and the loss read, and that are neither the model's nor the batch's."""
+    nodes = placeholders(program.graph)
+    return [
+        TensorRead.of(b.constant, source_of(user).line)
+        for b in program.buffers
+        if b.constant is not None and (user := next(iter(nodes[b.name].users), None)) is not None
+    ]
 
 
 def _eager(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward | None) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ from shardc.capture import (
 )
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.data_dependent_values import known_values
+from shardc.capture.foreign_parameters import ForeignParameters
 from shardc.capture.forward_arguments import arguments, check_call
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf
 from shardc.capture.tensor_methods import traceable
@@ -77,8 +78,10 @@ def export(
     ):
         warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs
         numbers = side_effects.random_state()
+        foreign = ForeignParameters()
         try:
-            exported = torch.export.export(wrapper, inputs, strict=False)
+            with foreign:
+                exported = torch.export.export(wrapper, inputs, strict=False)
         except (
             Exception
         ) as e:  # tracing runs the user's Python, which may raise anything; raised again as what it means
@@ -120,7 +123,8 @@ def export(
         replaced = inner_autograd.expand(exported.graph_module.graph)
         updated = {name: replaced.get(node, node) for name, node in updated.items()}
     reads.refuse_changed(n.removeprefix("model.") for n in updated)
-    return exported, updated, wrapper.beside.divisors, tuple(dict.fromkeys(map(_unseen, reads.sources)))
+    notes = (*dict.fromkeys(map(_unseen, reads.sources)), *(foreign.notes() if forward is None else ()))
+    return exported, updated, wrapper.beside.divisors, notes
 
 
 def _unseen(place: Source) -> str:

@@ -1,4 +1,5 @@
-"""Numbers and texts that forward reads of the modules that its code stands in: a program has their values of capture.
+"""Numbers and texts that forward and the loss read of the Python modules that their code stands in, and of functions
+around them: a program has their values of capture.
 
     SCALE = 1.0
     CONFIG = {"rate": 0.5}
@@ -15,7 +16,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
@@ -31,6 +32,28 @@ PLAIN = (bool, int, float, str, type(None))
 MOST = 64
 OF_SELF = "attribute of the first argument"
 _WRAPPERS = (FunctionType, staticmethod, classmethod)
+
+
+class _Closure(Mapping[str, Any]):
+    """The names that a function has from around it, with the values that they have now."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        self._file = function.__code__.co_filename
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "__file__":
+            return self._file
+        try:
+            return self._cells[name].cell_contents
+        except ValueError as e:  # it has no value yet
+            raise KeyError(name) from e
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
 
 
 def of(model: nn.Module, *functions: Any) -> list[GlobalRead]:
@@ -49,7 +72,7 @@ def of(model: nn.Module, *functions: Any) -> list[GlobalRead]:
     ]
 
 
-def _reads(space: dict[str, Any], name: str) -> Iterator[GlobalRead]:
+def _reads(space: Mapping[str, Any], name: str) -> Iterator[GlobalRead]:
     value = space[name]
     if type(value) in PLAIN:
         yield GlobalRead(space, name, value)
@@ -63,7 +86,7 @@ def _reads(space: dict[str, Any], name: str) -> Iterator[GlobalRead]:
 class _Walk:
     """The user's code that forward reaches, by the names in it."""
 
-    read: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    read: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)
     written: set[tuple[int, str]] = field(default_factory=set)
     _seen: set[tuple[CodeType, type | None]] = field(default_factory=set)
 
@@ -88,12 +111,18 @@ class _Walk:
             return
         self._seen.add((function.__code__, kind))
         space, code = function.__globals__, function.__code__
+        closure = _Closure(function)
         for op, name in _names(code, code.co_varnames[0] if code.co_argcount else ""):
             if op in ("STORE_GLOBAL", "DELETE_GLOBAL"):
                 self.written.add((id(space), name))
             elif op == "LOAD_GLOBAL" and name in space:
                 self.read.append((space, name))
                 self.function(space[name], None)
+            elif op == "STORE_DEREF":
+                self.written.add((id(closure), name))
+            elif op == "LOAD_DEREF" and name in closure and name not in ("self", "__class__"):
+                self.read.append((closure, name))
+                self.function(closure.get(name), None)
             elif kind is not None and op == OF_SELF:
                 self.method(kind, name)
 

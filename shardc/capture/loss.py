@@ -30,7 +30,8 @@ CONTRACT = "return (loss, {name: real tensor}); a mean may also be (sum, count),
 def check_loss(loss: object, name: str = "loss") -> None:
     """Raise ShardcError for a loss that is no function of (output, batch). name: of the argument."""
     does = "F.mse_loss(output, batch['y'])" if name == "loss" else "{'logits': output}"
-    fix = f"pass a function: {name}=lambda output, batch: {does}"
+    other = 'True, "score", or ' if name == "forward" else ""
+    fix = f"pass {other}a function: {name}=lambda output, batch: {does}"
     if not callable(loss):
         raise ShardcError(f"{name} is {_described(loss)}, not a function", where=name, fix=fix)
     function = loss.forward if isinstance(loss, nn.Module) else loss
@@ -64,9 +65,14 @@ class LossOf(nn.Module):
 
     def __init__(self, model: nn.Module, leaves: Leaves, loss: Loss | None) -> None:
         super().__init__()
-        self.model, self.leaves, self.loss = model, leaves, loss
+        self.model, self.leaves = model, leaves
+        self._loss = (loss,)  # one that is a module is no part of this one: what it holds are constants
         self.side: list[Tensor] = []  # terms of the loss of which only the gradient counts
         self.beside = Names()
+
+    @property
+    def loss(self) -> Loss | None:
+        return self._loss[0]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.leaves.nodes = list(map(traced_node, tensors))

@@ -388,7 +388,8 @@ def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, 
             option == "--log" or folder.resolve() in (resume.resolve(), *resume.resolve().parents)
         )
         if _in_use(folder / kept) and not overwrite and not goes_on:
-            fix = f"go on with it (--resume {folder}), name another folder, or add --overwrite"
+            on = folder if option == "--save" else "and what it saved to"
+            fix = f"go on with it (--resume {on}), name another folder, or add --overwrite"
             raise ShardcError(f"an earlier run's {kept} is in {folder}", where=option, fix=fix)
         if option == "--save" and not overwrite and not goes_on and (file := foreign_weights(folder)) is not None:
             error = refused(file, "add --overwrite")

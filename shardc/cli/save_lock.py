@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardc.errors import ShardcError
@@ -21,11 +22,11 @@ NAME = ".run-lock"
 
 
 class SaveLock:
-    """The right to save to a folder, until `release`, or the end of the process. Raises ShardcError where another run
-    has it.
+    """The right to save, or to log, to a folder, until `release`, or the end of the process. Raises ShardcError where
+    another run has it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, option: str = "--save") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -36,9 +37,17 @@ class SaveLock:
                 os.close(self._file)
                 what = f"another run trains into {folder}{f' ({who})' if who else ''}"
                 fix = "wait for it or end it, or give this run a folder of its own"
-                raise ShardcError(what, where="--save", fix=fix) from None
+                raise ShardcError(what, where=option, fix=fix) from None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    @classmethod
+    def of(cls, folders: Mapping[str, str]) -> list[SaveLock]:
+        """Of {option: folder}, those that are given; of one that several name, one: a process that closes a file loses
+        all its locks of it.
+        """
+        named = {Path(folder).resolve(): (Path(folder), option) for option, folder in folders.items() if folder}
+        return [cls(folder, option) for folder, option in named.values()]
 
     def release(self) -> None:
         os.ftruncate(self._file, 0)

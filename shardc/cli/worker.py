@@ -106,8 +106,9 @@ def run(job: Job) -> dict[str, Any]:
     if settings.memory_snapshot and mesh.device.type != "cuda":
         what, fix = f"CUDA's allocator holds nothing: the run is on {mesh.device.type}", "leave it out"
         raise ShardcError(what, where="--memory-snapshot", fix=fix)
-    with mesh.together("taking the folder of --save"):
-        lock = SaveLock(Path(settings.save)) if settings.save and mesh.rank == 0 else None
+    with mesh.together("taking the folders of --save and --log"):
+        folders = {"--log": settings.log or "", "--save": settings.save or ""}
+        locks = SaveLock.of(folders) if mesh.rank == 0 else []
     weights = Path(job.weights) if job.weights else file.weights
     with mesh.together("making the engine"):
         engine = program.engine(
@@ -169,7 +170,7 @@ def run(job: Job) -> dict[str, Any]:
         "peak_memory_mb": round(peak_memory(engine.mesh.device) / 2**20, 1),
         "saved": settings.save or None,
     }
-    if lock is not None:
+    for lock in locks:
         lock.release()
     if log is not None:
         (log / "summary.json").write_text(json.dumps(summary, indent=1))

@@ -394,6 +394,8 @@ def test_one_run_at_a_time_saves_to_a_folder(folder: Path) -> None:
         holder.kill()  # what it forked lives on, as a worker of a DataLoader would
         holder.wait()
         SaveLock(folder / "out").release()
+        SaveLock.of({"--save": str(folder / "out"), "--log": str(folder / "log")})[0].release()
+        assert len(SaveLock.of({"--save": str(folder / "out"), "--log": str(folder / "log" / ".." / "out")})) == 1
         os.killpg(holder.pid, signal.SIGKILL)
 
 

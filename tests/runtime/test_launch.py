@@ -201,3 +201,21 @@ def test_joining_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     launch.join_slurm()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert [os.environ[n] for n in names] == ["3", "8", "1", "4", "node03", "20079"]
+
+
+def test_notes_are_shown_while_ranks_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A note of rank 0's is on the launcher's standard error before the rank goes on; the rest comes at the end."""
+    body = (
+        "import time\nprint('a warning', file=sys.stderr)\nprint('note: early', file=sys.stderr, flush=True)\n"
+        "seen = pathlib.Path('seen')\n"
+        "while rank == 0 and not seen.exists(): time.sleep(0.02)\n"
+        "print('note: late', file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", "import sys; from shardc.ir.mesh import Mesh; from shardc.runtime import launch\n"
+               "sys.exit(launch.launch(sys.argv[1:], Mesh((('dp', 2),))))"]  # fmt: skip
+    with subprocess.Popen([*command, *script(tmp_path, body)], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as p:
+        assert p.stderr is not None
+        assert p.stderr.readline() == "note: early\n"
+        (tmp_path / "seen").touch()
+        assert sorted(p.stderr.read().splitlines()) == ["a warning", "note: late"]
+    assert p.returncode == 0

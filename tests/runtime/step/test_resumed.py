@@ -23,6 +23,8 @@ from torch.optim.lr_scheduler import (
 import shardc
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import loopback
+from shardc.runtime.step import resumed
+from shardc.runtime.step.lr import Schedulers
 
 TODAY = "learning rates of today: load(folder, new_schedule=True), run: --new-schedule"
 Schedule = Callable[[Any], Any] | None
@@ -260,3 +262,13 @@ def test_settings_that_are_numbers_of_numpy(tmp_path: Path) -> None:
         assert [other.optimizer.param_groups[0][k] for k in ("lr", "weight_decay")] == [0.5, 0.25]
 
     loopback(program.mesh, train)
+
+
+@pytest.mark.parametrize(("cycles", "told"), [(False, ["betas", "learning rates of today"]), (True, [])])
+def test_betas_are_the_optimizers_unless_a_schedule_moves_them(cycles: bool, told: list[str]) -> None:
+    def of(beta: float) -> resumed.Settings:
+        optimizer = torch.optim.AdamW([torch.zeros(1)], betas=(beta, 0.9))
+        made: Any = OneCycleLR(optimizer, 0.1, total_steps=9) if cycles else CosineAnnealingLR(optimizer, T_max=9)
+        return resumed.settings(optimizer, Schedulers((SequentialLR(optimizer, [made], []),), None))
+
+    assert [line.partition(":")[0] for line in resumed.replaced(of(0.5), of(0.9))] == told

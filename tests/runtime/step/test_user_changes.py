@@ -289,3 +289,36 @@ def test_a_module_does_not_scale_the_loss() -> None:
         assert Engine(program, net(), mesh=mesh).step(BATCH).isfinite()
 
     loopback(program.mesh, work)
+
+
+def test_what_the_loss_reads_of_its_own_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A parameter of its own that nothing trains; a tensor and a number around it that are others later."""
+    weights, scale = torch.ones(4), 1.0
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.ones(()))
+
+        def forward(self, output: Any, batch: Any) -> Any:
+            return (output * self.temperature - batch["y"]).square().mean()
+
+    def plain(output: Any, batch: Any) -> Any:
+        return ((output - batch["y"]).square() * weights).mean() * scale
+
+    own, batch = Own(), {"input": torch.randn(4, 4), "y": torch.randn(4, 4)}
+    for loss in (own, own.forward, lambda o, b: own(o, b)):
+        told = shardc.compile(nn.Linear(4, 4), batch, {"shardc": 1, "mesh": {"dp": 1}}, loss=loss).notes
+        assert [n for n in told if "a tensor of shape [] wants a gradient" in n and "nothing trains" in n] == [*told]
+    model = nn.Linear(4, 4)
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, loss=plain)
+    assert program.notes == ()
+    engine = program.engine(model, optimizer=None)
+    engine.evaluate(batch)
+    assert capsys.readouterr().err == ""
+    weights.mul_(2)
+    scale = 2.0
+    engine.evaluate(batch)
+    told = capsys.readouterr().err
+    assert "a tensor of shape [4] that is read here was written to" in told
+    assert "scale of test_user_changes.py: the code of forward or of the loss names it" in told
