@@ -23,7 +23,7 @@ from torch import fx
 from shardc.errors import Errors
 from shardc.ir import conversions
 from shardc.ir.conversions import Conversion
-from shardc.ir.graph import operands_of, producer_of, source_of, values_of
+from shardc.ir.graph import operands_of, producer_of, source_of, value_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.outputs import Output
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
@@ -183,7 +183,7 @@ class LocalProgram:
             if n.meta.get("value") is None:  # mesh or rng
                 return next(iter(self.forms[n, 0].values()))
             i = next(order)
-            local = self._summable(n, self._get(n, need[i], node), i, need[i], strategies)
+            local = self._summable(operands, self._get(n, need[i], node), i, need[i], strategies)
             return self._filled(n, local, need[i], need[i].paddings(), away) if n in at_poles else local
 
         args = fx.node.map_arg(node.args, local_operand)
@@ -253,7 +253,12 @@ class LocalProgram:
         return new
 
     def _summable(
-        self, node: fx.Node, local: fx.Node, i: int, layout: Layout, strategies: dict[str, Strategy]
+        self,
+        operands: Sequence[fx.Node],
+        local: fx.Node,
+        i: int,
+        layout: Layout,
+        strategies: dict[str, Strategy],
     ) -> fx.Node:
         """Operand i with zeros in the padding of dims that the op sums away.
 
@@ -261,7 +266,8 @@ class LocalProgram:
         a sum of the weight itself it has not, and an optimizer would fill the padding with it.
         """
         sums = [s for s in strategies.values() if s.sums_padding(i)]
-        if not sums or (self._is_weight(node) and all(s.multiplies_padding(i) for s in sums)):
+        node, values = operands[i], [value_of(x) for x in operands]
+        if not sums or (self._is_weight(node) and all(s.multiplies_padding(i, values) for s in sums)):
             return local
         dims = {p.dim for s in sums if isinstance(p := s.inputs[i], Shard)}
         return self._filled(node, local, layout, [s for s in layout.paddings() if s.dim in dims], 0.0)

@@ -60,6 +60,34 @@ def as_complex(emit: Emit, a: Args, out: Value) -> Result:
     return emit(aten.complex.default, *(emit(aten.select.int, a.first, last, i) for i in (0, 1)))
 
 
+@rewrite("as_strided", "as_strided_copy")
+def strided(emit: Emit, a: Args, out: Value) -> Result:
+    """Memory that is read by strides -> entries of the flat tensor by number: a rank's part, or a parameter in a
+    bucket, lies otherwise. Capture has made the operand contiguous.
+    """
+    x: fx.Node = a.first
+    flat = emit.reshape(x, (math.prod(shape(x)),))
+    picked = emit(aten.index_select.default, flat, 0, _entries(emit, a))
+    return emit.reshape(picked, out.shape)
+
+
+@rewrite("as_strided_scatter")
+def written_by_strides(emit: Emit, a: Args, out: Value) -> Result:
+    x: fx.Node = a.first
+    flat, source = (emit.reshape(y, (math.prod(shape(y)),)) for y in (x, a.src))
+    return emit.reshape(emit(aten.index_put.default, flat, [_entries(emit, a)], source), out.shape)
+
+
+def _entries(emit: Emit, a: Args) -> fx.Node:
+    """i64[n]: the places in memory that `size`, `stride` and `storage_offset` name."""
+    places = emit(aten.full.default, [1] * len(a.size), a.storage_offset or 0, dtype=torch.int64)
+    for d, (size, stride) in enumerate(zip(a.size, a.stride, strict=True)):
+        steps = emit(aten.mul.Tensor, emit(aten.arange.default, size), stride)
+        along = emit.reshape(steps, [size if i == d else 1 for i in range(len(a.size))])
+        places = emit(aten.add.Tensor, places, along)
+    return emit.reshape(places, (math.prod(a.size),))
+
+
 @rewrite("detach")
 def detach(emit: Emit, a: Args, out: Value) -> Result:
     return emit.detach(a.first)

@@ -150,6 +150,31 @@ def _persistent(path: str, module: nn.Module) -> list[str]:
     return [f"{path}.{n}" if path else n for n in module._buffers if n not in lost]
 
 
+#: Ops that read or write the memory of their first operand by strides.
+_STRIDED = {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default}
+
+
+def _as_in_memory(x: fx.Node, user: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The copy of an exported value, its dims in the order in which they lie in memory. Raises ShardcError where that
+    memory is not the value's alone.
+    """
+    val, copied = x.meta["val"], env[x]
+    order = sorted(range(val.dim()), key=lambda d: (-val.stride(d), d))
+    if val.storage_offset() or not val.permute(order).is_contiguous():
+        raise ShardcError(
+            "as_strided reads memory of which its operand is a part only, and a program knows values, not memory",
+            where=source.place(user),
+            fix="call .contiguous() on the operand first, or write it as unfold, or as an index",
+        )
+    if order == list(range(val.dim())):
+        return copied
+    with user.graph.inserting_before(user):
+        ordered = user.graph.call_function(torch.ops.aten.permute.default, (copied, order))
+    ordered.meta = {"source": source.of_node(x)}
+    ordered.meta["value"] = values.typed(val.permute(order), ordered.target, ordered.args, ordered.kwargs)
+    return ordered
+
+
 def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> list[fx.Node]:
     """Copy the calls of `old` with typed metadata; returns the nodes of its results, where they are copied."""
     for node in old.nodes:
@@ -158,6 +183,8 @@ def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> list[fx.
             if copy.target is torch.ops.aten.view.default:
                 # real and fake attention differ in strides: a view may need a copy
                 copy.target = torch.ops.aten.reshape.default
+            elif copy.target in _STRIDED:
+                copy.replace_input_with(env[node.all_input_nodes[0]], _as_in_memory(node.all_input_nodes[0], copy, env))
             elif copy.target is torch.ops.aten.embedding.default:
                 copy.args = copy.args[:4]  # without `sparse`: gradients are dense, so that they add up in buckets
             copy.meta = {"source": source.of_node(node)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardc.ir.placement import Partial, Placement, Shard
@@ -33,9 +34,15 @@ class Strategy:
         partial = any(isinstance(o, Partial) for o in self.outputs)
         return self.kind == "split" and partial and isinstance(p, Shard) and p.padding > 0
 
-    def multiplies_padding(self, i: int) -> bool:
-        """Where `sums_padding`: is the sum one of products with another operand, which is padded there, too?"""
-        return any(isinstance(p, Shard) and p.padding > 0 for j, p in enumerate(self.inputs) if j != i)
+    def multiplies_padding(self, i: int, operands: Sequence[Value]) -> bool:
+        """Where `sums_padding`: is the sum one of products with another operand, which is padded there, too? Whole
+        numbers beside it are places (of index_add), no factors.
+        """
+        return any(
+            isinstance(p, Shard) and p.padding > 0 and (x.dtype.is_floating_point or x.dtype.is_complex)
+            for j, (p, x) in enumerate(zip(self.inputs, operands, strict=True))
+            if j != i
+        )
 
     def __str__(self) -> str:
         return f"{self.kind} {self.factor}".strip()

@@ -103,6 +103,31 @@ class Inverted(nn.Module):
         return (torch.linalg.cond(self.p) * x.sum(1)).sum()
 
 
+class Added(nn.Module):
+    """A parameter's entries are added to places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.arange(32.0, dtype=torch.float64).view(4, 8))
+        self.register_buffer("places", torch.tensor([3, 0, 5, 11, 0, 2, 7, 3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.index_add(1, self.places, self.p).square().sum()
+
+
+class Strided(nn.Module):
+    """The memory of a parameter, and of a value that lies otherwise, read by strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.arange(7.0, dtype=torch.float64))  # in front of it in a bucket
+        self.p = nn.Parameter(torch.arange(48.0, dtype=torch.float64).view(4, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = (x * self.p * self.first.sum()).t()
+        return self.p.as_strided((5, 3), (4, 1), 2).square().sum() + turned.as_strided((12, 3), (1, 12)).square().sum()
+
+
 X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
 
 
@@ -142,6 +167,16 @@ X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
             Inverted,
             {"mesh": {"tp": 3}, "batch": {"axes": []}, "uneven": "pad", "shard": {"p": {0: "tp"}}},
             id="gradients of matrices in the padding were nan",
+        ),
+        pytest.param(
+            Added,
+            {"mesh": {"tp": 3}, "batch": {"axes": []}, "uneven": "pad", "shard": {"p": {1: "tp"}}},
+            id="places beside a padded parameter were taken for a factor, which keeps gradients from its padding",
+        ),
+        pytest.param(
+            Strided,
+            {"mesh": {"dp": 2, "tp": 2}, "data": {"zero": 1}, "shard": {"p": {0: "tp"}}},
+            id="strides read the memory of a bucket",
         ),
         pytest.param(
             Elementwise,

@@ -105,6 +105,7 @@ def harm_of_padding(
     what is wrong. lines: of the text, that give the operands.
     """
     at_poles, away = poles(node.target, node.args)
+    operands = [operand.meta["value"] for operand in operands_of(node)]
     for i, (operand, claim) in enumerate(zip(operands_of(node), claims, strict=True)):
         padded = {s.dim for s in claim.layout.paddings()}
         if not padded:
@@ -121,7 +122,7 @@ def harm_of_padding(
         }
         if operand not in weights and any(fills.get(d) != 0 for d in summed & padded):
             return f"it sums over the padding of its operand {operand.name}, which is not zero"
-        alone = any(s.sums_padding(i) and not s.multiplies_padding(i) for s in strategies.values())
+        alone = any(s.sums_padding(i) and not s.multiplies_padding(i, operands) for s in strategies.values())
         cleared = lines[i : i + 1] and getattr(lines[i].target, "__name__", "") == "fill_padding"  # its gradient, too
         if operand in weights and alone and not cleared and operand.meta["value"].requires_grad:
             return f"the gradient of its sum reaches the padding of the parameter {operand.name}"
