@@ -334,7 +334,7 @@ def test_names_of_the_file_that_forward_reads_are_told(
     monkeypatch.setitem(globals(), name, changed)
     loopback(program.mesh, step)
     shown = {"FACTOR": "FACTOR", "TABLE": "TABLE['rate']"}[name]
-    note = f"note: {shown} of test_attribute_reads.py: the code of forward names it, and it was "
+    note = f"note: {shown} of test_attribute_reads.py: the code of forward or of the loss names it, and it was "
     assert capfd.readouterr().err.count(note) == 1
     monkeypatch.undo()
     monkeypatch.setitem(TABLE, "rate", 0.125)  # in place

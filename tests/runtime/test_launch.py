@@ -66,7 +66,9 @@ def test_a_rank_that_raises_ends_all_with_its_own_traceback(tmp_path: Path, capf
 
 def test_the_peers_may_notice_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body = (
-        "import time\nif rank == 0:\n    raise RuntimeError('Connection reset by peer')\n"
+        "import time\npeer = pathlib.Path(sys.argv[0]).with_name('pid3')\n"
+        "while not peer.exists():\n    time.sleep(0.01)\n"  # a busy machine starts it late
+        "if rank == 0:\n    raise RuntimeError('Connection reset by peer')\n"
         "time.sleep(0.2)\nif rank == 3:\n    raise KeyError('what was wrong')\ntime.sleep(60)"
     )
     assert launch.launch(script(tmp_path, body), MESH) == 1

@@ -160,7 +160,8 @@ def sampled() -> list[tuple[Any, Sample]]:
 
 @functools.cache
 def _all() -> tuple[tuple[Any, Sample], ...]:
-    return tuple(sampled())
+    """All that have rules, but for one whose gradient torch has wrong: where nothing is written it gives zeros."""
+    return tuple((op, s) for op, s in sampled() if name_of(op) != "as_strided_scatter")
 
 
 @functools.cache

@@ -129,7 +129,7 @@ def check_own_loop(bug: Bug, program: Program) -> None:
         optimizer = OPTIMIZERS[bug.optimizer](module.named_parameters())
         for _ in range(STEPS):
             optimizer.zero_grad()
-            module(**batch).backward()
+            module(**module.local(batch)).backward()
             optimizer.step()
 
     loopback(program.mesh, work)
