@@ -1,4 +1,4 @@
-# make train | test | gpu | fuzz | graphs | hostile | faults | lowered | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | documents | sequences | test | gpu | fuzz | graphs | hostile | faults | lowered | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 # More than two cores: tests that wait for processes leave time to others.
 JOBS ?= 3
@@ -13,7 +13,7 @@ define link
 	@for d in passes runtime specs; do ln -s ../../../$$d $(1)/shardc/$$d; done
 endef
 
-.PHONY: train test gpu fuzz graphs hostile faults lowered mutants lint bench table docs types clean
+.PHONY: train documents sequences test test-all gpu fuzz graphs hostile faults lowered mutants lint bench table docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -25,8 +25,17 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY)   ## the main job: a GPT over dp=2 x tp=2 on 4 processes, checked against the plain model
 	$(BIN)/python examples/check.py
 
+documents: $(READY)   ## documents packed to 8192 tokens over cp=2: every document's loss is the plain model's
+	$(BIN)/python examples/check_documents.py
+
+sequences: $(READY)   ## docs/measured/sequences.md: families x methods x ranks of `sequence:`, alone and with other sections
+	$(BIN)/python -m tests.bench.sequence_families
+
 test: $(READY)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+test-all: $(READY)   ## every case of every test: of those with many long ones, `make test` takes a share (tests/shares.py)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --all-cases --all-families --write-seconds
 
 # The machine's own Python, whose torch is built for its GPU, or that of .venv; wheels in .whl/ where no registry is reached.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(CURDIR)/$(BIN)/python,$(PYTHON))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardc.passes.accumulate import Accumulate
+from shardc.passes.adapt import Adapt
 from shardc.passes.annotate import Annotate
 from shardc.passes.base import Options, Pass
 from shardc.passes.canonical import Canonical
@@ -19,6 +20,7 @@ from shardc.passes.gradient_buckets import GradientBuckets
 from shardc.passes.loss_chunks import LossChunks
 from shardc.passes.lower import Lower
 from shardc.passes.match_recompiled import MatchRecompiled
+from shardc.passes.matrices import Matrices
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
 from shardc.passes.place import Place
@@ -52,8 +54,10 @@ PIPELINE = (
         "unknown_ops", UnknownOps, "canonical has decomposed what it can; place needs a rule for every op that is left"
     ),
     Stage("stack_experts", StackExperts, "annotate gives layouts to parameters, and stacks of them are what is split"),
+    Stage("matrices", Matrices, "members of a stack are matrices of their own; attention shows the heads of weights"),
     Stage("expert_capacity", ExpertCapacity, "adds an op to every `experts`, which has to be placed like the others"),
     Stage("annotate", Annotate, "placement starts from the layouts of weights, inputs and activations in the spec"),
+    Stage("adapt", Adapt, "plans and structures are the model's; adapters are split as the weights beside them"),
     Stage("forward_only", ForwardOnly, "annotate tells activations by their gradients; nothing after it needs them"),
     Stage("place", Place, "every op runs by one strategy per mesh axis before collectives can be known"),
     # the local graph, of one rank

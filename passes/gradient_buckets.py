@@ -46,7 +46,7 @@ class GradientBuckets(Pass):
     """Lifts the parameters' gradient reductions out into buckets, and shards the buckets over a data axis.
 
     Of several data axes the buckets are sharded over the last, the innermost, and replicated over the others. Without
-    `data.axis`, they are the mesh's axes dp and dp_*, or, where there are none, that of `sequence`.
+    `data.axis`, they are the mesh's axes dp and dp_*, or, where there are none, those of `sequence`.
     """
 
     def _shard_axis(self, mesh: Mesh) -> str:

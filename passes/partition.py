@@ -118,6 +118,7 @@ class LocalProgram:
     mesh_node: fx.Node | None = None
     # (local node, padded shard, number) -> the node with that number in its padding
     filled: dict[tuple[fx.Node, Shard, float], fx.Node] = field(default_factory=dict)
+    made: dict[Any, fx.Node] = field(default_factory=dict)  # calls that several ops share
     layouts: dict[tuple[tuple[str, Placement], ...], Layout] = field(default_factory=dict)  # see `_layout`
 
     def run(self) -> fx.Graph:
@@ -199,14 +200,22 @@ class LocalProgram:
             *,
             value: Any = None,
             collective: Collective | None = None,
+            once: str = "",
         ) -> fx.Node:
+            key = (target, a, tuple(k.items()))
+            if once and key in self.made:
+                return self.made[key]
             if collective is not None and not collective.cause:
                 why = [
                     node.meta.get("why", {}).get(part, "") for axis in collective.axes for part in self.mesh.parts(axis)
                 ]
                 cause = "; ".join(dict.fromkeys(filter(None, why)))
                 collective = replace(collective, cause=cause, implicit=not cause)
-            return self._emit(target, a, k, last if value is None else value, node, collective)
+            name = f"{node.name}_{once}" if once else ""
+            new = self._emit(target, a, k, last if value is None else value, node, collective, name)
+            if once:
+                self.made[key] = new
+            return new
 
         split = any(s.kind not in ("replicate", "partial_grad", "partial") for s in strategies.values())
         if rule is not None and rule.local is not None and split:

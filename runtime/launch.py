@@ -270,7 +270,8 @@ def launch(
             culprit = _culprit(ranks, logs, failed) if stopped is None else stopped
             failed_first(culprit)
             doing = Progress.read(progress / f"rank{culprit}") if progress is not None else ""
-            _report(culprit, ranks[culprit].returncode, mesh, logs[culprit], doing)
+            words = notes.rest() if culprit == 0 else logs[culprit].read_text(errors="replace")
+            _report(culprit, ranks[culprit].returncode, mesh, words, doing)
             return 2 if ranks[culprit].returncode == 2 else 1
         except _Interrupt as e:
             with contextlib.suppress(_Interrupt):
@@ -341,8 +342,8 @@ def _state(pid: int) -> str:
     return ""
 
 
-def _report(rank: int, code: int | None, mesh: Mesh, log: Path, doing: str) -> None:
-    """code: the exit status; None: the rank was stopped, and still is."""
+def _report(rank: int, code: int | None, mesh: Mesh, words: str, doing: str) -> None:
+    """code: the exit status; None: the rank was stopped, and still is. words: its last ones."""
     coords = ", ".join(f"{a}={c}" for a, c in mesh.coords(rank).items())
     how = f"failed with exit status {code}"
     if code is None:
@@ -369,7 +370,7 @@ def _report(rank: int, code: int | None, mesh: Mesh, log: Path, doing: str) -> N
         print("  fix: let it run, or stop all ranks together", file=sys.stderr)
     elif code < 0:
         print("  fix: native code crashed, of an op or an extension; see its last words", file=sys.stderr)
-    print(log.read_text(errors="replace").rstrip(), file=sys.stderr)
+    print(words.rstrip(), file=sys.stderr)
     sys.stderr.flush()
 
 

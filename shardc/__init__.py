@@ -32,7 +32,9 @@ if TYPE_CHECKING:  # the same table as _MODULES, for type checkers and editors
     from shardc.report.coverage import Coverage as Coverage
     from shardc.report.coverage import coverage as coverage
     from shardc.rules.user_ops import rule as rule
+    from shardc.runtime.matrices.shown import whole as whole
     from shardc.runtime.step.param_groups import groups as groups
+    from shardc.runtime.step.param_groups import matrices as matrices
     from shardc.spec import Spec as Spec
     from shardc.verify.rules.user_op import check_rule as check_rule
     from shardc.verify.simulate import Simulation as Simulation
@@ -53,9 +55,11 @@ _MODULES = {
     "coverage": "shardc.report.coverage",
     "groups": "shardc.runtime.step.param_groups",
     "load": "shardc.artifact",
+    "matrices": "shardc.runtime.step.param_groups",
     "plan": "shardc.plan",
     "rule": "shardc.rules.user_ops",
     "simulate": "shardc.verify.simulate",
+    "whole": "shardc.runtime.matrices.shown",
 }
 __all__ = list(_MODULES)
 

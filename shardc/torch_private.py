@@ -47,7 +47,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # of all optimizers
 from torch.utils import _pytree as pytree  # nested batches; torch.utils has no public name for it
-from torch.utils._python_dispatch import TorchDispatchMode  # what sees every op
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # what sees every op
 
 __all__ = [
     "DATA_DEPENDENT",
@@ -69,6 +69,7 @@ __all__ = [
     "is_transform",
     "kernels_of",
     "no_compiler",
+    "no_modes",
     "norms",
     "outer_hooks",
     "overload_of",
@@ -101,6 +102,12 @@ def fake_mode() -> FakeTensorMode:
     in.
     """
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def no_modes() -> AbstractContextManager[Any]:
+    """Tensors that are made in here have data, whatever modes are on."""
+    found: AbstractContextManager[Any] = _disable_current_modes()
+    return found
 
 
 def fake_tensor(mode: FakeTensorMode, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What all tests share: one thread, and golden texts."""
+"""What all tests share: one thread, golden texts, and which of many cases a run of everything takes (shares.py)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.shares import Recorder, take_shares
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -25,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-families", action="store_true", help="tests/test_models_hf.py: every family, not half of them"
     )
+    parser.addoption("--all-cases", action="store_true", help="every case of every test (tests/shares.py)")
+    parser.addoption("--write-seconds", action="store_true", help="write tests/seconds.json from this run")
     parser.addoption("--fuzz-models", default="", metavar="NAMES", help="... of these models only")
 
 
@@ -32,8 +36,15 @@ settings.register_profile("shardc", deadline=None, derandomize=True)  # no test 
 settings.load_profile("shardc")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # tests run side by side
+    config.addinivalue_line("markers", "every_case: no case is left out of a run of everything (tests/shares.py)")
+    if config.getoption("--write-seconds") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    take_shares(config, items)
 
 
 def pytest_collection_finish() -> None:

@@ -8,6 +8,7 @@ hypothesis shrinks what fails to the smallest spec that does.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tempfile
@@ -33,6 +34,7 @@ from shardc.recompile import in_eval_mode
 from shardc.report.page.data import data as page_data
 from shardc.verify.simulate import Simulation
 from tests import stand_in_compiler, zoo
+from tests.runtime.matrices.optimizers import Lamb
 from tests.zoo import hf, hf_more, plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
 
 FEW = ("gpt", "detector", "llama")
@@ -96,6 +98,14 @@ def one(name: str) -> tuple[nn.Module, Any, Program, Simulation]:
 
 
 @lru_cache(maxsize=2)
+def alone(name: str, own: str) -> Simulation:
+    """As `one`, with what a spec says of what is trained."""
+    model, batch, captured, _ = one(name)
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}, **json.loads(own)}, captured=captured)
+    return shardc.verify.simulate(program, model, batch, steps=2, optimizer=momentum)
+
+
+@lru_cache(maxsize=2)
 def forward(name: str) -> tuple[Program, dict[str, Tensor]]:
     """The model's outputs in eval mode: captured, and as one device gives them."""
     with zoo.Wide(), warnings.catch_warnings():
@@ -122,7 +132,7 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
         spec["uneven"] = "pad"
     if "tp" in mesh:
         named = st.dictionaries(
-            st.sampled_from(layers(model)), st.sampled_from(("column", "row")), min_size=1, max_size=4
+            st.sampled_from(layers(model, *LAYERS) or ["*"]), st.sampled_from(("column", "row")), min_size=1, max_size=4
         )
         use = st.sampled_from(("model", "structure") if model_plan.read(model) else ("structure",)).map(
             lambda u: {"use": u}
@@ -155,17 +165,21 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
         ]
     if draw(st.booleans()):
         spec["lower"] = draw(st.sampled_from((True, True, {"compile": "layers"})))
+    if draw(st.integers(0, 3)) == 0:
+        linear = layers(model, nn.Linear)
+        if linear and draw(st.booleans()):
+            kind, match = draw(st.sampled_from(("lora", "dora"))), draw(st.sampled_from(linear))
+            spec["adapters"] = [{"match": match, "rank": 2, "alpha": 3, "dropout": 0.1, "kind": kind}]
+        else:
+            spec["freeze"] = ["*", f"!{draw(st.sampled_from(layers(model, *LAYERS) or ['*']))}"]
     return spec
 
 
-def layers(model: nn.Module) -> list[str]:
-    return sorted(
-        {
-            starred(n)
-            for n, m in model.named_modules()
-            if n and isinstance(m, (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d))
-        }
-    ) or ["*"]
+LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
+
+
+def layers(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
+    return sorted({starred(n) for n, m in model.named_modules() if n and isinstance(m, kinds)})
 
 
 def starred(name: str) -> str:
@@ -198,11 +212,14 @@ def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> 
                 ran.append(False)
                 return
             ran.append(True)
-            check(program, model, batch, want)
+            own = {n: spec[n] for n in ("adapters", "freeze") if n in spec}
+            check(program, model, batch, alone(name, json.dumps(own)) if own else want)
+            if not own and (fuzz or len(str(spec)) % 4 == 0):
+                whole_matrices(name, spec)
             proof = program.prove()
             assert proof.ok, str(proof)
             looked_at(program)
-            if fuzz or len(str(spec)) % 3 == 0:
+            if (fuzz or len(str(spec)) % 3 == 0) and "adapters" not in spec:
                 forwards(name, spec)
             if fuzz:
                 written(program)
@@ -211,8 +228,8 @@ def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert fuzz or sum(ran) > examples // 3
 
 
-def check(program: Program, model: nn.Module, batch: Any, want: Simulation) -> None:
-    sim = shardc.verify.simulate(program, model, batch, steps=2, optimizer=momentum)
+def check(program: Program, model: nn.Module, batch: Any, want: Simulation, optimizer: Any = momentum) -> None:
+    sim = shardc.verify.simulate(program, model, batch, steps=2, optimizer=optimizer)
     pairs = {"the loss": (sim.loss, want.loss)} | {n: (x, want.state[n]) for n, x in sim.state.items()}
     scale = 1e-3 * max((float(x.norm()) for _, x in pairs.values() if x.is_floating_point()), default=1.0)
     off = {
@@ -222,6 +239,25 @@ def check(program: Program, model: nn.Module, batch: Any, want: Simulation) -> N
     }
     assert not {n: e for n, e in off.items() if not e <= TOLERANCE}
     assert not want.grads.keys() - sim.grads.keys()
+
+
+def lamb(params: Any) -> torch.optim.Optimizer:
+    return Lamb(params, 0.01)
+
+
+@lru_cache(maxsize=2)
+def one_of_matrices(name: str) -> Simulation:
+    model, batch, captured, _ = one(name)
+    spec = {"shardc": 1, "mesh": {"dp": 1}, "optimizer": {"matrices": "whole"}}
+    alone = shardc.compile(model, batch, spec, captured=captured)
+    return shardc.verify.simulate(alone, model, batch, steps=2, optimizer=lamb)
+
+
+def whole_matrices(name: str, spec: dict[str, Any]) -> None:
+    """The same spec with an optimizer that needs whole parameters."""
+    model, batch, captured, _ = one(name)
+    program = shardc.compile(model, batch, {**spec, "optimizer": {"matrices": "whole"}}, captured=captured)
+    check(program, model, batch, one_of_matrices(name), lamb)
 
 
 def forwards(name: str, spec: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def gpt() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("name", specs.names())
 def test_ready_specs(name: str) -> None:
-    family = name.removesuffix("-sp").removesuffix("-cp")
+    family = name.removesuffix("-sp").removesuffix("-cp").removesuffix("-lora")
     with zoo.Wide():
         model, batch = gpt() if family == "gpt" else SMALL[family]()
         program = shardc.compile(model, batch, specs.path(name), prove=False)
@@ -49,7 +49,12 @@ def test_ready_specs(name: str) -> None:
 
 def test_every_family_has_both_kinds() -> None:
     assert specs.names() == sorted(
-        ["mixtral", "llama-cp", *(f"{f}{s}" for f in ("gpt", "llama", "gpt2", "bert", "t5") for s in ("", "-sp"))]
+        [
+            "mixtral",
+            "llama-cp",
+            "llama-lora",
+            *(f"{f}{s}" for f in ("gpt", "llama", "gpt2", "bert", "t5") for s in ("", "-sp")),
+        ]
     )
     assert str(specs.path("llama")).endswith("llama.yaml")
 

@@ -8,7 +8,8 @@ model_plan.py    `use: model`: the plan of the model      activations.py   `acti
 structure.py     `use: structure`: pairs in the graph     experts.py       `experts`: the experts' dim of weights
 padding.py       `uneven: pad`                            indivisible.py   sizes that an axis does not divide, as errors
 outputs.py       `outputs`: how values come out
-sequence.py      `sequence`: the dim of inputs, and how attention meets it; attention_bands.py: which keys rows see
+sequence.py      `sequence`: the dim of inputs, and how attention meets it; attention_bands.py: which keys rows see;
+                  causal_convs.py: convolutions that may stay split
 
 What is not annotated, placement decides.
 
@@ -31,6 +32,7 @@ from shardc.passes.accumulate import widened
 from shardc.passes.annotate import kv_heads, model_plan, padding, structure, to_spec
 from shardc.passes.annotate.activations import pin_activations
 from shardc.passes.annotate.attention_bands import use_bands
+from shardc.passes.annotate.causal_convs import use_conv1d
 from shardc.passes.annotate.experts import Experts
 from shardc.passes.annotate.inputs import batch_axes, input_layouts
 from shardc.passes.annotate.model_plan import Plan
@@ -58,6 +60,7 @@ class Annotate(Pass):
         for axis in sorted(_weight_axes(spec)):
             mesh = kv_heads.refine(mesh, axis, shared.values())
         use_bands(spec, program)
+        use_conv1d(spec, program)
         errors, layouts, notes = Errors(), dict[str, Layout](), list[str]()
         weights = Weights(spec, program, mesh, shared)
         with errors.collect():

@@ -76,39 +76,45 @@ def _sites(graph: fx.Graph) -> Iterator[tuple[fx.Node, Shared]]:
         used = operands_of(node)
         if node.target in attention.OPS:
             q, k, v = used[:3]
-            queries, keys = _shape(q), _shape(k)
+            queries, keys = shape_of(q), shape_of(k)
             if len(queries) > 3 and len(keys) > 3 and keys[-3] < queries[-3]:
                 yield from ((x, Shared(keys[-3], queries[-3])) for x in (k, v))
         elif node.target is aten.repeat_interleave.self_int and node.args[2:]:
-            shape, out = _shape(used[0]), _shape(node)
+            shape, out = shape_of(used[0]), shape_of(node)
             d = int(node.args[2]) % len(shape)
             yield used[0], Shared(shape[d], out[d])
         elif node.target in (aten.expand.default, aten.broadcast_to.default):
             yield from _expanded(node, used[0])
         elif node.target is aten.matmul.default:
-            a, b = map(_shape, used)
+            a, b = map(shape_of, used)
             if len(a) == len(b) > 3 and b[-3] == 1 < a[-3]:
                 yield used[1], Shared(1, a[-3])
 
 
 def _expanded(node: fx.Node, x: fx.Node) -> Iterator[tuple[fx.Node, Shared]]:
     """[.., g, 1, ..] -> [.., g, r, ..], joined to one dim afterwards."""
-    old, new = _shape(x), _shape(node)
+    old, new = shape_of(x), shape_of(node)
     if len(old) != len(new):
         return
     stretched = [d for d, (s, t) in enumerate(zip(old, new, strict=True)) if s != t]
     if len(stretched) != 1 or (d := stretched[0]) == 0:
         return
     for user in node.users:
-        out = _shape(user) if user.op == "call_function" and isinstance(user.meta.get("value"), object) else ()
+        out = shape_of(user) if user.op == "call_function" and isinstance(user.meta.get("value"), object) else ()
         if len(out) == len(new) - 1 and out == (*new[: d - 1], new[d - 1] * new[d], *new[d + 1 :]):
             yield x, Shared(new[d - 1], new[d - 1] * new[d])
             return
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The global shape of a value, also of one of several results."""
     op, i = producer_of(node)
     return values_of(op)[i].shape
+
+
+def made_by(heads: fx.Node) -> list[fx.Node]:
+    """The parameters (and inputs) of the products that a value with heads comes from."""
+    return [x for x, _ in _weights(heads)]
 
 
 def _weights(heads: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
@@ -132,7 +138,7 @@ def _weights(heads: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
 
 
 def _numel(node: fx.Node) -> int:
-    return math.prod(_shape(node))
+    return math.prod(shape_of(node))
 
 
 def _operands(product: fx.Node) -> Iterator[fx.Node]:

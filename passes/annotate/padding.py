@@ -25,9 +25,10 @@ def padded(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
     """The layout with every dim padded as far as it has to be, an entry at a time."""
     for dim in {s.dim for _, s in layout.shards()}:
         outer, n = _digits(layout, dim, mesh)
-        if dim < len(shape) and not outer.sections and shape[dim] % outer.split == 0:
-            block = shape[dim] // outer.split
-            layout = _with(layout, dim, mesh, -block % n, outer.split)
+        if dim < len(shape) and not outer.sections and shape[dim] % (outer.split // (2 if outer.mirrored else 1)) == 0:
+            parts = 2 if outer.mirrored else 1  # of a zigzag there is one padding behind both stretches of all ranks
+            blocks = outer.split // parts
+            layout = _with(layout, dim, mesh, -(shape[dim] // blocks) % (n * parts), blocks)
     return layout
 
 

@@ -41,7 +41,7 @@ def sequence_dim(spec: Spec, x: Input, name: str) -> int | None:
 
 def _zigzag(spec: Spec, program: Program, mesh: Mesh, names: dict[str, str]) -> bool:
     """Whether ranks have two stretches of the sequence each. By itself where attention is causal and the sequences of
-    all inputs divide.
+    all inputs divide, or are padded.
     """
     assert spec.sequence is not None
     if spec.sequence.balance != "auto":
@@ -49,9 +49,8 @@ def _zigzag(spec: Spec, program: Program, mesh: Mesh, names: dict[str, str]) -> 
     calls = (call_of(n) for n in program.graph.nodes if n.target in OPS)
     dims = [(x, sequence_dim(spec, x, names[x.name])) for x in program.inputs]
     parts = 2 * spec.sequence_ranks
-    return any(c.arg(5, "is_causal", False) or dict(c.kwargs).get("window") == (None, 0) for c in calls) and not any(
-        x.shape[d] % parts for x, d in dims if d is not None
-    )
+    even = spec.uneven == "pad" or not any(x.shape[d] % parts for x, d in dims if d is not None)
+    return even and any(c.arg(5, "is_causal", False) or dict(c.kwargs).get("window") == (None, 0) for c in calls)
 
 
 def _layout(axes: tuple[str, ...], dim: int, mesh: Mesh, *, zigzag: bool) -> Layout:
@@ -97,7 +96,7 @@ def split_sequence(
             )
             continue
         layout = _layout(sequence.axis, dim, mesh, zigzag=zigzag)
-        if not zigzag and spec.uneven == "pad":
+        if spec.uneven == "pad":
             layout = padded(layout, x.shape, mesh)
         if odd := indivisible_dim(layout, x.shape, mesh):
             other = ", or balance: none" if zigzag else ""

@@ -139,7 +139,7 @@ def rewritten(
     join_slices(graph)
     cast_integers(graph)
     _erase_dead(graph)
-    _number_random(graph)
+    number_random(graph)
     graph.lint()
     return Rewritten(graph, refused, emit.replaced if emit is not None else [])
 
@@ -239,7 +239,7 @@ def _erase_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _number_random(graph: fx.Graph) -> None:
+def number_random(graph: fx.Graph) -> None:
     """The index of a random op is its ordinal in the finished graph: the same for every mesh."""
     for i, node in enumerate(n for n in graph.nodes if n.target in _INDEX):
         node.update_arg(_INDEX[node.target], i)

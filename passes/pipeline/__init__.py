@@ -17,7 +17,8 @@ It depends on an op's operands which stages run it.
                    from tables                  copy, initialised alike, and their gradients are summed (`pp[0,3]`)
 
 An op that communicates, or that would cost more than HEAVY of the whole model's products to run again, is main whatever
-it depends on.
+it depends on. Of the batch alone that is only what sends numbers with a fraction: to gather ids again is less than to
+send another stage the masks that are made of them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from shardc.passes.base import Pass
 from shardc.passes.pipeline import cuts
 from shardc.rules import registry
 from shardc.rules.op_call import call_of
-from shardc.runtime import schedule
+from shardc.runtime import ops, schedule
 from shardc.spec import Spec
 
 #: Doing something again on other stages may cost this part of the model's products.
@@ -168,9 +169,12 @@ class _Cut:
             kinds = {"weights"} if n.name in params else {"batch"} if n.name in inputs else set[str]()
             depends[n] = frozenset(kinds).union(*(depends[x] for x in n.all_input_nodes))
             spent[n] = flops[n] + sum(spent[x] for x in n.all_input_nodes if x in light)
-            sends = n.meta.get("collective") is not None and "weights" not in depends[n]
+            sends = n.meta.get("collective") is not None and "weights" not in depends[n] and not _counts(n)
             again = all(x in light or x.op == "placeholder" for x in n.all_input_nodes)
-            if n.op == "call_function" and len(depends[n]) < 2 and again and not sends and spent[n] <= allowed:
+            here = n.target is ops.attention_reach  # its result is on the host, and no stage can send that
+            if here or (
+                n.op == "call_function" and len(depends[n]) < 2 and again and not sends and spent[n] <= allowed
+            ):
                 light.add(n)
         return light
 
@@ -313,6 +317,11 @@ def _reached(node: fx.Node) -> set[fx.Node]:
 def _made(node: fx.Node) -> fx.Node:
     """The op behind a `getitem`."""
     return _made(node.all_input_nodes[0]) if node.target is operator.getitem else node
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether a node's results are all ids, counts or truths."""
+    return not any(v.dtype.is_floating_point or v.dtype.is_complex for v in values_of(node))
 
 
 def _flops(node: fx.Node) -> int:

@@ -57,5 +57,7 @@ class Place(Pass):
                 {node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()}
             )
         refuse_pins(program, mesh)
-        refuse_uneven(program, mesh, choices)
+        section = self.spec.sequence
+        tokens = {part for a in section.axis for part in mesh.parts(a)} if section is not None else set[str]()
+        refuse_uneven(program, mesh, choices, tokens)
         return program

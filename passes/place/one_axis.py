@@ -21,6 +21,7 @@ from shardc.rules import attention_methods, softmax
 from shardc.rules.attention import RING, sent_by_ring
 from shardc.rules.choices import Choices
 from shardc.rules.strategy import Strategy, needs_sum_grad
+from shardc.rules.stretches import STRETCHES
 
 #: Demands go one op with a choice of its own further up in every sweep; few models change after the second.
 SWEEPS = 4
@@ -230,7 +231,7 @@ class Axis:
                     yield s
         if choices.rule.extra:
             extra = choices.rule.extra(choices.call, self.n, [frozenset(self.available[o]) for o in operands])
-            yield from (s for s in extra if s.kind != RING)
+            yield from (s for s in extra if s.kind != RING and not (s.kind == STRETCHES and self.of_time))
         # at equal cost a value goes on as it is
         produced_so = any(self.available[o][0] == PARTIAL_GRAD for o in operands)
         if produced_so:

@@ -43,12 +43,12 @@ def refuse_pins(program: Program, mesh: Mesh) -> None:
     errors.raise_any()
 
 
-def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices]) -> None:
+def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices], tokens: set[str]) -> None:
     """Heads, key-value heads or groups that an axis does not divide: an annotated split that is lost where a view
     divides a dim.
 
     It could be gathered there, but that would undo the annotation unnoticed; one error for every such size and
-    annotation."""
+    annotation. tokens: the axes of a sequence: chunks of tokens that they do not divide are gathered, with a note."""
     errors, reported = Errors(), set()
     for node, c in choices.items():
         if c.rule.notation is not reshape:
@@ -56,7 +56,7 @@ def refuse_uneven(program: Program, mesh: Mesh, choices: dict[fx.Node, Choices])
         source, i = producer_of(operands_of(node)[0])
         for axis, n in mesh.axes:
             why = source.meta.get("why", {}).get(axis, "")
-            if n == 1 or not why or source.op != "call_function":
+            if n == 1 or axis in tokens or not why or source.op != "call_function":
                 continue
             produced, needed = source.meta["strategies"][axis].outputs[i], node.meta["strategies"][axis].inputs[0]
             if not isinstance(produced, Shard) or isinstance(needed, Shard):

@@ -60,6 +60,7 @@ def _first(rows: int, x: Value, up: Value) -> int:
 #: What the ops of programs keep; those that are not here keep nothing.
 _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
     ops.attention: lambda ins, outs: Saved(tuple(range(len(ins)))),
+    ops.conv1d: lambda ins, outs: Saved((1,), own=ins[0].nbytes()),  # its operand with edges, or zeros, beside it
     ops.nll_parts: lambda ins, outs: Saved(own=ins[0].nbytes() + 9 * _elements(ins[1])),  # exponentials; indices; bools
     # operands, but for the target: of it indices and bools; normalisers
     ops.linear_nll: lambda ins, outs: Saved(

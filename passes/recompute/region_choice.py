@@ -23,7 +23,7 @@ from shardc.runtime.ops.local_math import UNEQUAL
 from shardc.spec import Checkpoint as Entry
 
 #: Small, and what it says has to be exchanged: always kept.
-ROUTING = (ops.experts_route, ops.experts_keep)
+ROUTING = (ops.experts_route, ops.experts_keep, ops.attention_reach)
 
 
 class StageGraph:

@@ -124,6 +124,10 @@ class Loader:
         self.order.load_state_dict(state)
         self._reading = None  # its reader has the seed
 
+    def restart(self) -> None:
+        """Begin with the first epoch."""
+        self.order.restart()
+
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ShardcError if the saved loader read a dataset of another size."""
         if state["size"] != self.order.size:
@@ -133,7 +137,8 @@ class Loader:
             raise ShardcError(
                 f"the checkpoint is in the middle of {sizes[0]}, and this is {sizes[1]}",
                 where=self._where,
-                fix="continue with the same dataset, or give this loader another name: it then starts anew",
+                fix="continue with the same dataset, or begin with this one: load(folder, new_data=True), run:"
+                " --new-data",
             )
 
     # --- reading
@@ -338,6 +343,13 @@ class Loaders(dict[str, Loader]):
         self._waiting = dict(states)
         for name in self.keys() & states.keys():
             self[name].load_state_dict(states[name])
+        self.note_step()
+
+    def restart(self) -> None:
+        """Begin with the first epoch, whatever a checkpoint knows."""
+        self._waiting = {}
+        for loader in self.values():
+            loader.restart()
         self.note_step()
 
 

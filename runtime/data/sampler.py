@@ -68,6 +68,9 @@ class Order(Sampler[list[Key]]):
     def next_epoch(self) -> None:
         self.epoch, self.consumed = self.epoch + 1, 0
 
+    def restart(self) -> None:
+        self.epoch = self.consumed = 0
+
     def _turn(self) -> None:
         """The next epoch, if this one has no whole batch left."""
         if self.size is not None and self.size - self.consumed < (1 if self.rest else self.batch):

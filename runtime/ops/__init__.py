@@ -10,10 +10,11 @@ cast_once         weights in the dtype of products, one copy a step
 zero              the gathers of ZeRO 3, gradients for buckets; host_copy: copies that stop nothing
 random_ops        random numbers by global index; dropout, dropout_kernel: masks by the same
 attention         with dropout, or of a part of the queries: attention_blocks; attention_ring: of a part of the keys
-                  too; attention_spans: which keys rows see
+                  too; attention_spans: which keys rows see; attention_held: which of them a rank has, and a mask shows
 expert_parallel   tokens to experts and back; expert_products: what experts compute, by grouped_mm and
                   expert_activation; experts_op: the op in a captured graph
 linear_nll        a linear layer and its cross entropy in chunks of rows
+stretches         cumulative sums and convolutions along a dim that is split
 softmax_parts     a softmax's normaliser over dims that are split
 local_math        losses on split classes, look-ups in a part of a table
 taped             an op with its backward as one op, for lowered programs
@@ -23,6 +24,7 @@ torch_library     ops of torch that a captured graph cannot hold
 from __future__ import annotations
 
 from shardc.runtime.ops.attention import attention
+from shardc.runtime.ops.attention_held import attention_reach
 from shardc.runtime.ops.cast_once import cast_once
 from shardc.runtime.ops.convert import (
     all_gather,
@@ -70,6 +72,7 @@ from shardc.runtime.ops.local_math import (
 )
 from shardc.runtime.ops.random_ops import random
 from shardc.runtime.ops.softmax_parts import largest, log_sum, sum_exp
+from shardc.runtime.ops.stretches import conv1d, cumsum
 from shardc.runtime.ops.taped import taped, untaped
 from shardc.runtime.ops.zero import (
     add_into,
@@ -96,8 +99,11 @@ __all__ = [
     "all_reduce_max",
     "all_to_all",
     "attention",
+    "attention_reach",
     "batch_stat",
     "cast_once",
+    "conv1d",
+    "cumsum",
     "dropout",
     "embedding_partial",
     "experts",

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardc.ir.placement import Shard, runs
 from shardc.runtime.ops import attention_blocks
 from shardc.runtime.ops.attention_blocks import Drop
+from shardc.runtime.ops.attention_held import Held, reach_of
 from shardc.runtime.ops.attention_ring import Ring, ring_attention
-from shardc.runtime.ops.attention_spans import ALL, CAUSAL, QUERIES, Band, Span
+from shardc.runtime.ops.attention_spans import ALL, CAUSAL, QUERIES, Band, Span, stretches
 from shardc.runtime.ops.dropout import dropped
 from shardc.runtime.rng import Digits, Paddings, Rng
 
@@ -167,6 +167,7 @@ def attention(
     ring: str = "",
     tag: str = "",
     window: tuple[int | None, int | None] | None = None,
+    reach: Tensor | None = None,
 ) -> Tensor:
     """softmax(q @ k^T * scale + mask) @ v, each weight zeroed with probability p < 1 and the others scaled by
     1 / (1 - p). torch's fused op, without dropout, when rng is not training; in blocks where this rank has a part of
@@ -179,13 +180,14 @@ def attention(
     and v are a rank's part, which travels (shardc.runtime.ops.attention_ring); digits then tell the keys' as well.
     window: (low, high) of a band (shardc.runtime.ops.attention_spans): row i sees key j only if low <= j - i <= high.
     Where a mask is given too, which then says it of each pair, only a ring looks at it: for what is not to be sent.
+    reach: i64[ranks, stretches, 2] of `attention_reach`: what a ring's mask shows of keys, and nothing beside it.
     Returns f[.., h, s, e]."""
     if ring:
         assert shape is not None
         drop = p if rng is not None and rng.training else 0.0
-        held_by = _Held(tuple(shape), digits, paddings, mesh)
+        held_by = Held(tuple(shape), digits, paddings, mesh)
         band = CAUSAL if is_causal else Band(*window) if window else ALL
-        return _ring(q, k, v, mask, drop, band, scale, enable_gqa, rng, index, held_by, ring, tag)
+        return _ring(q, k, v, mask, drop, band, scale, enable_gqa, rng, index, held_by, ring, tag, reach)
     windowed = window is not None and mask is None
     rows_held = _spans(shape, digits, paddings, mesh) if is_causal or windowed else None
     if rng is None or not rng.training or p == 0:
@@ -209,33 +211,9 @@ def attention(
     return result
 
 
-class _Held(NamedTuple):
-    """What ranks have of weights [.., h, s, t]: shape is global; digits, paddings as of `ops.dropout`."""
-
-    shape: tuple[int, ...]
-    digits: Digits
-    paddings: Paddings
-    mesh: Any
-
-    def spans(self, dim: int, axis: str = "", coordinate: int = 0) -> list[Span] | None:
-        """Which places of a dim a rank has; None: all of them. axis: of the rank at another coordinate there."""
-        pad = next(((padding, blocks) for d, padding, blocks in self.paddings if d == dim), (0, 1))
-        own = [
-            (
-                Shard.of_signed(d, split, sections, *pad),
-                self.mesh.size(a),
-                coordinate if a == axis else self.mesh.coordinate(a),
-            )
-            for d, a, split, sections in self.digits
-            if d == dim
-        ]
-        found = [Span(start, local, length) for local, start, length in runs(self.shape[dim], own)]
-        return found if own else None
-
-
 def _spans(shape: Sequence[int] | None, digits: Digits, paddings: Paddings, mesh: Any) -> list[Span] | None:
     """Which queries a rank has; None: all of them. shape, digits, paddings: of the weights."""
-    return None if shape is None else _Held(tuple(shape), digits, paddings, mesh).spans(len(shape) - 2)
+    return None if shape is None else Held(tuple(shape), digits, paddings, mesh).spans(len(shape) - 2)
 
 
 def _ring(
@@ -249,24 +227,23 @@ def _ring(
     enable_gqa: bool,
     rng: Rng | None,
     index: int,
-    held: _Held,
+    held: Held,
     axis: str,
     tag: str,
+    found: Tensor | None,
 ) -> Tensor:
-    mesh, last = held.mesh, len(held.shape) - 1
-    every = range(mesh.size(axis))
-
-    def of(dim: int) -> tuple[tuple[Span, ...], ...]:
-        return tuple(tuple(held.spans(dim, axis, i) or [Span(0, 0, held.shape[dim])]) for i in every)
-
-    here = Ring(mesh, axis, of(last - 1), of(last), band, tag)
+    mesh, last, reach = held.mesh, len(held.shape) - 1, reach_of(found)
+    rows = held.every(last - 1, axis)
+    if reach is not None:
+        rows = tuple(tuple(stretches(r)) for r in rows)
+    here = Ring(mesh, axis, rows, held.every(last, axis), band, tag, reach)
     q_, k_, v_ = attention_blocks.as_heads(q, k, v, grouped=enable_gqa)
     drop = None
     if p and rng is not None:
         queries = tuple(d for d in held.digits if d[0] != last)
         padded = tuple(d for d in held.paddings if d[0] != last)
-        rows, columns = rng.row_and_column_offsets(held.shape, queries, mesh, q.device, padded, last=True)
-        drop = Drop(rng.words(q.device), rows.view(q_.shape[:-1]), columns, index, p)
+        own, columns = rng.row_and_column_offsets(held.shape, queries, mesh, q.device, padded, last=True)
+        drop = Drop(rng.words(q.device), own.view(q_.shape[:-1]), columns, index, p)
     if mask is not None:
         mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape)
     out = ring_attention(q_, k_, v_, mask, here, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, drop)

@@ -15,7 +15,7 @@ adds them up in float32 at least."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,16 @@ from torch.autograd.function import once_differentiable
 from shardc.runtime.mesh.base import Work
 from shardc.runtime.ops import attention_blocks
 from shardc.runtime.ops.attention_blocks import Drop, Joined, Rule
-from shardc.runtime.ops.attention_spans import Band, Span, blocks, seen
+from shardc.runtime.ops.attention_spans import Band, Block, Reach, Span, between, blocks, seen
 
 Mesh = Any
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Who has what. rows, keys: by rank of the axis, the queries and the keys that it has, by their places."""
+    """Who has what. rows, keys: by rank of the axis, the queries and the keys that it has, by their places. reach: by
+    rank, of each of its rows, where it is known (attention_held): the same on all ranks.
+    """
 
     mesh: Mesh
     axis: str
@@ -42,6 +44,7 @@ class Ring:
     keys: tuple[tuple[Span, ...], ...]
     band: Band
     tag: str
+    reach: tuple[tuple[Reach, ...], ...] | None = None
 
     @property
     def ranks(self) -> int:
@@ -53,7 +56,16 @@ class Ring:
 
     def sees(self, rank: int, owner: int) -> list[Span]:
         """Of the owner's keys those that a query of another rank sees."""
-        return seen(self.rows[rank], self.keys[owner], self.band)
+        return seen(self.rows[rank], self.keys[owner], self.band, self.reach[rank] if self.reach else None)
+
+    def blocks(self, keys: Sequence[Span]) -> Iterator[Block]:
+        """The blocks in which this rank's rows see keys."""
+        rows = self.rows[self.here]
+        if self.reach is None:
+            yield from blocks(rows, keys, self.band)
+            return
+        for row, (first, end) in zip(rows, self.reach[self.here], strict=False):
+            yield from blocks([row], between(keys, first, end), self.band)
 
     def steps(self) -> list[int]:
         """The steps after the first in which anything is sent, between any two ranks: the same on all of them."""
@@ -137,7 +149,7 @@ class _Ring(Function):
         for at in range(len(steps) + 1):
             arriving = _travel(ring, own, steps[at], "forward") if at < len(steps) else None
             of = _of_keys(rule, part.spans)
-            for rows, keys, band in blocks(ring.rows[ring.here], part.spans, ring.band):
+            for rows, keys, band in ring.blocks(part.spans):
                 block = q[:, :, rows], part.k[:, :, keys], part.v[:, :, keys]
                 joined.add(rows, *attention_blocks.forward(of.of(rows, keys), *block, band))
             if arriving is not None:
@@ -164,7 +176,7 @@ class _Ring(Function):
             zeros = [torch.zeros_like(x, dtype=lse.dtype) for x in (part.k, part.v)]
             grads = _Part(zeros[0], zeros[1], part.spans)
             into = (dk, dv) if step == 0 else (grads.k, grads.v)
-            for r, c, band in blocks(ring.rows[ring.here], part.spans, ring.band):
+            for r, c, band in ring.blocks(part.spans):
                 block = q[:, :, r], part.k[:, :, c], part.v[:, :, c], out[:, :, r], lse[:, :, r]
                 one = attention_blocks.backward(of.of(r, c), g[:, :, r], *block, band)
                 for total, where, grad in zip((dq, *into), (r, c, c), one, strict=True):

@@ -29,6 +29,9 @@ class Band(NamedTuple):
         return low, k.end if self.high is None else min(k.end, end + self.high)
 
 
+#: (first, end) of the keys that some rows see at most, beside the band: known of a batch alone (attention_held).
+Reach = tuple[int, int]
+
 ALL, CAUSAL, UPPER = Band(), Band(None, 0), Band(0, None)
 
 
@@ -116,11 +119,27 @@ def _parts(a: int, b: int, k: Span, band: Band) -> Iterator[tuple[int, int, int,
     yield a, b, left, right, ALL
 
 
-def seen(rows: Iterable[Span], keys: Sequence[Span], band: Band) -> list[Span]:
-    """Of keys those that any of the rows sees, in their order."""
+def stretches(rows: Iterable[Span]) -> Iterator[Span]:
+    """The same rows, QUERIES at a time."""
+    for r in rows:
+        for top in range(0, r.length, QUERIES):
+            yield Span(r.start + top, r.local + top, min(QUERIES, r.length - top))
+
+
+def between(keys: Iterable[Span], first: int, end: int) -> list[Span]:
+    """Of keys those at places first ... end - 1."""
+    cut = ((k, max(k.start, first), min(k.end, end)) for k in keys)
+    return [Span(a, k.local + a - k.start, b - a) for k, a, b in cut if a < b]
+
+
+def seen(rows: Sequence[Span], keys: Sequence[Span], band: Band, reach: Sequence[Reach] | None = None) -> list[Span]:
+    """Of keys those that any of the rows sees, in their order. reach: of each of the rows."""
     found: list[Span] = []
     for k in keys:
-        ranges = sorted(x for x in (band.keys(r.start, r.end, k) for r in rows if r.length) if x[0] < x[1])
+        ranges = [band.keys(r.start, r.end, k) for r in rows if r.length]
+        if reach is not None:
+            ranges = [(max(a, x), min(b, y)) for (a, b), (x, y) in zip(ranges, reach, strict=False)]
+        ranges = sorted(x for x in ranges if x[0] < x[1])
         at = k.start
         for first, end in ranges:
             first = max(first, at)

@@ -73,9 +73,10 @@ def fill_padding(
     """x with `fill` where its dim is padding (shardc.ir.placement.Shard); the gradient there is zero. x itself on ranks
     without any.
 
-    digits: (axis, split) of each shard of the dim, whose global size is `size` without padding.
+    digits: (axis, split) of each shard of the dim, split negative where it is mirrored; the dim's global size is `size`
+    without padding.
     """
-    inner_first = sorted(digits, key=lambda d: -d[1])
+    inner_first = sorted(digits, key=lambda d: -abs(d[1]))
     cuts = tuple((split, mesh.size(axis), mesh.coordinate(axis)) for axis, split in inner_first)
     make = _real.__wrapped__ if isinstance(x, FakeTensor) else _real  # what is made in a dry run has no data
     real = make(size, cuts, padding, blocks, x.device)
@@ -91,7 +92,7 @@ def _real(
     """
     real = widen(torch.ones(size, dtype=torch.bool), Shard(0, 1, (), padding, blocks))
     for split, ranks, part in cuts:
-        real = chunks(real, Shard(0, split), ranks)[part]
+        real = chunks(real, Shard.of_signed(0, split), ranks)[part]
     return None if bool(real.all()) else to_device(real, device)
 
 

@@ -13,6 +13,7 @@ place in the global tensor, never by how a program shards, so that any mesh read
     checkpoint_index      index.json: what is in a checkpoint, checked as what anybody may have written
     boxes                 which boxes of a global tensor a rank writes and reads
     saving_optimizer      the optimizer's state in a checkpoint
+    nested_state          lists and dicts of tensors in it
     tensor_file           .safetensors files by stretches of bytes
     inspecting            whether checkpoints are whole, and in what two differ
     torch_format          torch.distributed.checkpoint's format, in and out
@@ -27,6 +28,8 @@ place in the global tensor, never by how a program shards, so that any mesh read
     pretrained            weights of files under a model's names: prefixes, renames, conversions
     init                  weights of a builder, each computed by itself from what its constructor did:
     init_recorder         records that; init_tape: the tape, and the replay of any tensor
+    adapter_files         what is exported of them: peft's folders, or merged weights
+    adapters              weights of adapters that the spec adds: how they begin, and peft's files
     tape_slices           a slice of a recorded tensor, traced back to the tensors of files that it is made of
 """
 
@@ -41,6 +44,7 @@ from torch import Tensor
 from shardc.ir.placement import Layout
 from shardc.ir.program import Buffer, Param, Program
 from shardc.ir.shard_chunks import trim, unchunk
+from shardc.runtime.state.adapters import weights_of
 from shardc.runtime.state.checkpoint_folder import DamagedError, SavingError
 from shardc.runtime.state.export import export_safetensors, skeleton
 from shardc.runtime.state.loading import load
@@ -64,6 +68,7 @@ __all__ = [
     "skeleton",
     "weights",
     "weights_for",
+    "weights_of",
 ]
 
 

@@ -63,7 +63,7 @@ class Part:
 
     def boxes(self, mesh: Mesh, rank: int) -> Sequence[Box]:
         """Without those that have no elements."""
-        return _boxes(self.shape, self.layout, self.run, mesh, rank)
+        return boxes_of(self.shape, self.layout, self.run, mesh, rank)
 
     def written(self, mesh: Mesh, rank: int) -> bool:
         """Does this rank write it, or another replica?"""
@@ -102,7 +102,8 @@ def by_name(p: Param, part: Part) -> dict[str, Part]:
 
 
 @functools.lru_cache(maxsize=1 << 16)  # a tensor's moments lie as it does, in this save and in the next one
-def _boxes(shape: Numbers, layout: Layout, run: Run | None, mesh: Mesh, rank: int) -> tuple[Box, ...]:
+def boxes_of(shape: Numbers, layout: Layout, run: Run | None, mesh: Mesh, rank: int) -> tuple[Box, ...]:
+    """What of a global tensor a rank has. run: the stretch of its flattened local part that it keeps; None: all."""
     return tuple(_each_box(shape, layout, run, mesh, mesh.coords(rank)))
 
 

@@ -32,6 +32,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Buffer, Param, Program
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
+from shardc.runtime.state.adapter_files import OfSpec
 from shardc.runtime.state.boxes import Runs, kept, model_parts
 from shardc.runtime.state.init_recorder import Recorder
 from shardc.runtime.state.init_tape import Tape
@@ -132,6 +133,7 @@ def export_safetensors(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5_000_000_000,
     overwrite: bool = False,
+    merge: bool = False,
 ) -> list[Path]:
     """Write the model's weights for others. Collective: all ranks write, and see one file system. Returns the folders.
 
@@ -141,14 +143,16 @@ def export_safetensors(
     own checkpoints have them. carried: the folder that the weights came from, whose tokenizer goes along. dtype: of
     floating-point tensors; None: as they are held. A tied tensor is stored once, under the model's first name for it;
     the other names stand in the file's metadata, as `safetensors.torch.load_model` expects. overwrite: replace weights,
-    too, that shardc did not write. Raises ShardcError, on all ranks.
+    too, that shardc did not write. merge: the whole model, adapters of the spec added to the weights that they are
+    beside; else, of a program with such, these alone, as peft has them. Raises ShardcError, on all ranks.
     """
     path = disk_calls.named(path)
     stored: list[Param | Buffer] = [*program.params, *(b for b in kept(program) if b.persistent)]
     tensors = {n: (x, shape) for x in stored for n, shape in x.shapes.items() if x.members or n == x.fqn}
     ties = {alias: x.fqn for x in stored for alias in x.aliases}
     shapes = {n: (shape, x.dtype) for n, (x, shape) in tensors.items()}
-    layouts = plan(path, shapes, ties, model, carried, dtype)
+    spec_adapters = OfSpec(program, merge=merge) if program.adapters else None
+    layouts = plan(path, shapes, ties, model, carried, dtype, spec_adapters)
     targets = [path] if path.suffix == ".safetensors" else [x.folder for x in layouts]
     asked = targets if mesh.rank == 0 and not overwrite else []
     foreign = next((file for x in asked if (file := foreign_weights(x)) is not None), None)
@@ -207,10 +211,12 @@ def plan(
     model: nn.Module | None,
     carried: Path | None,
     dtype: torch.dtype | None,
+    adapters: OfSpec | None = None,
 ) -> list[Layout]:
     """The files that these tensors become; several folders for a model with several adapters.
 
-    tensors: {name: (global shape, dtype)}; ties: {other name: name}. The rest is as of `export_safetensors`.
+    tensors: {name: (global shape, dtype)}; ties: {other name: name}. adapters: of the spec. The rest is as of
+    `export_safetensors`.
     """
     recorder, values = Recorder(), dict[str, Tensor]()
     on_tape = {n: recorder.stored(Named(n, shape, held, values)) for n, (shape, held) in tensors.items()}
@@ -225,6 +231,14 @@ def plan(
             raise ShardcError(f"safetensors files hold no {kinds}", where=", ".join(wide), fix=fix)
         return Layout(at, stem, outputs, values, {k: v for k, v in ties.items() if v in found}, finish)
 
+    if adapters is not None and not adapters.merge:
+        with recorder.recording():
+            found = adapters.apart(on_tape)
+        finish = (lambda: None) if single else lambda: adapters.write_config(folder, carried)
+        return [layout(folder, "adapter_model", found, {}, finish)]
+    if adapters is not None:
+        with recorder.recording():
+            on_tape = adapters.merged(on_tape, ties)
     named = {**on_tape, **{other: on_tape[name] for other, name in ties.items() if name in on_tape}}
     if not single and model is not None and is_adapted(model):
         return [layout(at, "adapter_model", found, {}, finish) for at, found, finish in _adapters(model, folder, named)]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -35,6 +35,9 @@ from shardc.runtime.state.checkpoint_index import NAME, Index, Slice, Stored
 from shardc.runtime.state.saving_optimizer import Room, fill, room_for
 from shardc.runtime.state.sources import check_names
 
+if TYPE_CHECKING:
+    from shardc.runtime.matrices.whole import WholeMatrices
+
 READERS = 2  # slices that a rank reads at once: while one is checked, another comes from the disk
 _SHOWN = 4  # damaged slices that an error names
 
@@ -48,6 +51,7 @@ def load(
     optimizer: Optimizer | None = None,
     *,
     runs: Runs | None = None,
+    matrices: WholeMatrices | None = None,
     room: Room | None = None,
     last_good: bool = False,
     accept: Callable[[Mapping[str, Any]], None] = lambda extra: None,
@@ -57,6 +61,7 @@ def load(
 
     folder: where checkpoints were saved to: the last one is read; or one of them. last_good: if it is damaged, read the
     last one that is not.
+    matrices: those that this rank owns, where optimizers step whole ones; their state is filled, too.
     room: where the optimizer's state is to be; default: on its parameter's device. accept: raises what does not fit in
     `extra`. changing: called before anything is changed.
 
@@ -64,7 +69,7 @@ def load(
     before anything changes; DamagedError where a file is not what was saved: what was read until then is changed."""
     problems: list[ShardcError] = []
     for path in candidates(disk_calls.named(folder), mesh, last_good=last_good):
-        loading = _Loading(path, program, mesh, params, buffers, optimizer, runs or {}, room, accept)
+        loading = _Loading(path, program, mesh, params, buffers, optimizer, runs or {}, matrices, room, accept)
         try:
             _together(mesh, path, loading.check)
             changing()
@@ -139,11 +144,13 @@ class _Loading:
         buffers: Mapping[str, Tensor],
         optimizer: Optimizer | None,
         runs: Runs,
+        matrices: WholeMatrices | None,
         room: Room | None,
         accept: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.path, self.program, self.mesh, self.params, self.buffers = path, program, mesh, params, buffers
         self.optimizer, self.runs, self.room, self.accept = optimizer, runs, room, accept
+        self.matrices = matrices
         self.index = Index("", 0, "", "", {}, {}, None)
         self._parts: dict[str, Part] = {}
         self._states: dict[str, dict[str, Any]] = {}
@@ -172,6 +179,7 @@ class _Loading:
                 self.runs,
                 self.room,
                 self.mesh,
+                self.matrices,
             )
         self.accept(index.extra)
 
@@ -214,4 +222,4 @@ class _Loading:
 
     def finish(self) -> None:
         if self.optimizer is not None and self.index.optimizer is not None:
-            fill(self.program, self.params, self.optimizer, self.index.optimizer, self._states)
+            fill(self.program, self.params, self.optimizer, self.index.optimizer, self._states, self.matrices)

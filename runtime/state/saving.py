@@ -21,7 +21,7 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,6 +36,9 @@ from shardc.runtime.state.checkpoint_index import plain
 from shardc.runtime.state.one_save import Cancelled, Save
 from shardc.runtime.state.save_plan import Plan, drafts, planned
 from shardc.runtime.state.saving_optimizer import state_parts
+
+if TYPE_CHECKING:
+    from shardc.runtime.matrices.whole import WholeMatrices
 
 
 class Saves:
@@ -184,6 +187,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     *,
     runs: Runs | None = None,
+    matrices: WholeMatrices | None = None,
     saves: Saves | None = None,
     keep: int | None = None,
     wait: bool = True,
@@ -195,6 +199,7 @@ def save(
     params, buffers: this rank's, by placeholder name. optimizer: over these params; its step counts, moments,
     hyperparameters.
     runs: of which params this rank has a stretch of the flattened local part (ZeRO), and which.
+    matrices: those that this rank owns, where optimizers step whole ones.
     extra: JSON-able values of the caller's: step, seed, a scheduler's state_dict; of each, what the first rank that has
     it says (a stage without anything to train has no scheduler). Its "step" is the checkpoint's.
     saves, keep, wait, overwrite: see `Saves`. Raises ShardcError, on all ranks; what was saved before is then as it
@@ -203,7 +208,7 @@ def save(
     def state() -> Plan:
         parts, settings = model_parts(program, params, buffers, runs or {}, mesh), None
         if optimizer is not None:
-            more, settings = state_parts(program, params, optimizer, runs or {}, mesh)
+            more, settings = state_parts(program, params, optimizer, runs or {}, mesh, matrices)
             parts |= more
         facts = {
             "model": program.meta.get("model", ""),

@@ -8,45 +8,76 @@ index.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardc.errors import Errors, ShardcError
+from shardc.ir.matrices import Matrix
 from shardc.ir.placement import Layout
 from shardc.ir.program import Param, Program
 from shardc.runtime.state.boxes import Part, Runs, by_name, copied, cut_axes, part_of, replicas
-from shardc.runtime.state.checkpoint_index import Index
+from shardc.runtime.state.checkpoint_index import Index, Stored
+from shardc.runtime.state.nested_state import flattened, restored
 from shardc.runtime.state.sources import check_names
 from shardc.runtime.zero.optimizer_kernels import IMPLEMENTATIONS
 from shardc.runtime.zero.optimizer_list import class_of, group_classes
+
+if TYPE_CHECKING:
+    from shardc.runtime.matrices.whole import WholeMatrices
 
 #: (parameter, name of a state of it, a tensor of its form) -> a tensor to fill
 Room = Callable[[Any, str, Tensor], Tensor]
 
 
-def _groups(program: Program, params: Mapping[str, Tensor], optimizer: Optimizer) -> list[list[Param]]:
-    """The program's parameters in the optimizer's groups."""
+def _groups(
+    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, matrices: WholeMatrices | None
+) -> list[list[Param]]:
+    """The program's parameters in the optimizer's groups; none in groups of whole matrices."""
     known = {id(params[p.name]): p for p in program.params if p.name in params}
-    for group in optimizer.param_groups:
+    own = [group if whole is None else {"params": []} for group, whole in _with_matrices(optimizer, matrices)]
+    for group in own:
         for x in group["params"]:
             if id(x) not in known:
                 raise ShardcError(
                     f"the optimizer holds a tensor of shape {list(x.shape)} that is not a parameter of the program",
                     fix="make the optimizer from the parameters that shardc gives it",
                 )
-    return [[known[id(x)] for x in group["params"]] for group in optimizer.param_groups]
+    return [[known[id(x)] for x in group["params"]] for group in own]
+
+
+def _with_matrices(
+    optimizer: Optimizer, matrices: WholeMatrices | None
+) -> list[tuple[dict[str, Any], list[Matrix] | None]]:
+    """Each group of the optimizer with its matrices, of whichever owner; with None, where it steps what is stored."""
+    whole = matrices.by_group(optimizer) if matrices is not None else [None] * len(optimizer.param_groups)
+    return list(zip(optimizer.param_groups, whole, strict=True))
 
 
 def state_parts(
-    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, runs: Runs, mesh: Any
+    program: Program,
+    params: Mapping[str, Tensor],
+    optimizer: Optimizer,
+    runs: Runs,
+    mesh: Any,
+    matrices: WholeMatrices | None = None,
 ) -> tuple[dict[str, Part], dict[str, Any]]:
-    """Tensors of the optimizer's state as parts, and all the rest of it as JSON-able values."""
+    """Tensors of the optimizer's state as parts, and all the rest of it as JSON-able values.
+
+    matrices: those that optimizers step whole: their owner writes what it has, under the matrix's name.
+    """
     parts: dict[str, Part] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    groups = _groups(program, params, optimizer)
+    groups = _groups(program, params, optimizer, matrices)
+    for m, state in _owned_states(optimizer, matrices):
+        copy = copied(program, program.param(m.param), mesh)
+        for name, x in state.items():
+            tensors, rest = flattened(name, x.as_subclass(Tensor) if isinstance(x, Tensor) else x)
+            parts |= {f"optimizer.{m.name}.{n}": Part(t, tuple(t.shape), copy=copy) for n, t in tensors.items()}
+            if not isinstance(x, Tensor):
+                numbers.setdefault(m.name, {})[name] = rest
     for p in (p for group in groups for p in group):
         local, run = params[p.name], runs.get(p.name)
         if run is not None and not run.size:
@@ -75,16 +106,29 @@ def state_parts(
                     fix="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, ...)",
                 )
     facts = []
-    for group, kind, members in zip(optimizer.param_groups, group_classes(optimizer), groups, strict=True):
+    every = zip(_with_matrices(optimizer, matrices), group_classes(optimizer), groups, strict=True)
+    for (group, wholes), kind, members in every:
         left_out = ("params", "param_names", *IMPLEMENTATIONS)
         hyper = {k: x.item() if isinstance(x, Tensor) else x for k, x in group.items() if k not in left_out}
-        facts.append({**hyper, "class": kind, "params": [n for p in members for n in _named(p)]})
+        facts.append({**hyper, "class": kind, "params": _names(members, wholes)})
     return parts, {"class": class_of(optimizer), "groups": facts, "numbers": numbers}
 
 
 def _named(p: Param) -> tuple[str, ...]:
     """The names under which a checkpoint has its state."""
     return p.members or (p.fqn,)
+
+
+def _names(members: list[Param], whole: list[Matrix] | None) -> list[str]:
+    """The names of a group's parameters in a checkpoint."""
+    return [n for p in members for n in _named(p)] if whole is None else [m.name for m in whole]
+
+
+def _owned_states(optimizer: Optimizer, matrices: WholeMatrices | None) -> list[tuple[Matrix, dict[str, Any]]]:
+    """The matrices that this rank owns, with the state of each."""
+    if matrices is None:
+        return []
+    return [(m, optimizer.state.get(matrices.owned[n], {})) for n, m in matrices.matrices.items()]
 
 
 def together(facts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,6 +164,7 @@ def room_for(
     runs: Runs,
     room: Room | None,
     mesh: Any,
+    matrices: WholeMatrices | None = None,
 ) -> dict[str, dict[str, Any]]:
     """New state, to be filled, for every parameter of the optimizer: {fqn: {name: tensor or number}}. Adds tensors to
     `parts`.
@@ -128,14 +173,17 @@ def room_for(
     if facts is None:
         fix = "save it with its optimizer, or load it with optimizer=None"
         raise ShardcError("the checkpoint has no optimizer state", where=folder, fix=fix)
-    _check_classes(program, params, optimizer, facts, folder)
-    groups = _groups(program, params, optimizer)
+    groups = _groups(program, params, optimizer, matrices)
+    names = [_names(g, whole) for g, (_, whole) in zip(groups, _with_matrices(optimizer, matrices), strict=True)]
+    _check_classes(names, optimizer, facts, folder)
     members = {p.fqn: p for group in groups for p in group}
+    wholes = {m.name: m for _, whole in _with_matrices(optimizer, matrices) for m in whole or ()}
     errors = Errors()
     saved = {
         n: stored[f"model.{n}"].shape for group in facts["groups"] for n in group["params"] if f"model.{n}" in stored
     }
-    if idle := [p.fqn for p in program.params if _named(p)[0] in saved and p.name in params and p.fqn not in members]:
+    stepped = {p.fqn for p in members.values()} | {program.param(m.param).fqn for m in wholes.values()}
+    if idle := [p.fqn for p in program.params if _named(p)[0] in saved and p.name in params and p.fqn not in stepped]:
         what = (
             f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}, and this"
             " one has not"
@@ -152,11 +200,18 @@ def room_for(
         [n for p in program.params for n in _named(p)],
         "the checkpoint's optimizer",
     )
-    for i, group in enumerate(groups):
-        _check_settings(errors, i, [n for p in group for n in _named(p)], facts["groups"], folder)
+    there = {n for group in facts["groups"] for n in group["params"]}
+    if absent := [n for n in wholes if n not in there]:
+        what = f"the checkpoint's optimizer has no matrix {', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}"
+        fix = "write the `optimizer: {matrices: ...}` that it was saved with, or load it with optimizer=None"
+        errors.add(what, where=folder, fix=fix)
+    for i, each in enumerate(names):
+        _check_settings(errors, i, each, facts["groups"], folder)
     errors.raise_any()
     states: dict[str, dict[str, Any]] = {n: dict(facts["numbers"].get(_named(p)[0], {})) for n, p in members.items()}
     owners = {n: p for p in members.values() for n in _named(p)}
+    for m, held in _owned_states(optimizer, matrices):
+        states[m.name] = _room_of_matrix(m, held, facts["numbers"].get(m.name, {}), stored, parts, matrices)
     for key, tensor in stored.items():
         fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
         if not key.startswith("optimizer.") or fqn not in owners:
@@ -179,12 +234,36 @@ def room_for(
     return states
 
 
-def _check_classes(
-    program: Program, params: Mapping[str, Tensor], optimizer: Optimizer, facts: Mapping[str, Any], folder: str
-) -> None:
-    """Was every parameter stepped by the class that steps it now?"""
-    for kind, members in zip(group_classes(optimizer), _groups(program, params, optimizer), strict=True):
-        for name in (n for p in members for n in _named(p)):
+def _room_of_matrix(
+    m: Matrix,
+    held: Mapping[str, Any],
+    numbers: Mapping[str, Any],
+    stored: Mapping[str, Stored],
+    parts: dict[str, Part],
+    matrices: WholeMatrices | None,
+) -> dict[str, Any]:
+    """New state of a matrix that this rank owns, to be filled. held: what there is now."""
+    assert matrices is not None
+    device, prefix = matrices.owned[m.name].device, f"optimizer.{m.name}."
+    found: dict[str, Tensor] = {}
+    for key, tensor in stored.items():
+        name = key.removeprefix(prefix)
+        if key.startswith(prefix) and "." not in name:
+            there = held.get(name)
+            if isinstance(there, Tensor) and (tuple(there.shape), there.dtype) == (tensor.shape, tensor.dtype):
+                found[name] = there  # filled in place: no second state in memory
+            else:
+                where = torch.device("cpu") if name == "step" else device
+                found[name] = torch.zeros(tensor.shape, dtype=tensor.dtype, device=where)
+            parts[key] = Part(found[name], tensor.shape)
+    nested = {name: restored(plain, found) for name, plain in numbers.items()}
+    return {n: x for n, x in found.items() if "/" not in n} | nested
+
+
+def _check_classes(names: list[list[str]], optimizer: Optimizer, facts: Mapping[str, Any], folder: str) -> None:
+    """Was every parameter stepped by the class that steps it now? names: of each group."""
+    for kind, each in zip(group_classes(optimizer), names, strict=True):
+        for name in each:
             saved = next((g.get("class", facts["class"]) for g in facts["groups"] if name in g["params"]), kind)
             if saved != kind:
                 several = "" if class_of(optimizer) == kind and facts["class"] == saved else f" for {name}"
@@ -221,21 +300,27 @@ def fill(
     optimizer: Optimizer,
     facts: Mapping[str, Any],
     states: Mapping[str, dict[str, Any]],
+    matrices: WholeMatrices | None = None,
 ) -> None:
     """Through the optimizer's own load_state_dict, which knows where its state lies and in which dtype."""
     state: dict[int, dict[str, Any]] = {}
     groups = []
-    of_class = zip(group_classes(optimizer), optimizer.param_groups, _groups(program, params, optimizer), strict=True)
-    for i, (kind, group, members) in enumerate(of_class):
+    every = _with_matrices(optimizer, matrices)
+    of_class = zip(group_classes(optimizer), every, _groups(program, params, optimizer, matrices), strict=True)
+    for i, (kind, (group, whole), stored) in enumerate(of_class):
         # by name; a group of which this rank has nothing, by number
+        names = _names(stored, whole)
         alike = (
-            [g for g in facts["groups"] if _named(members[0])[0] in g["params"]]
-            if members
+            [g for g in facts["groups"] if names[0] in g["params"]]
+            if names
             else [g for g in facts["groups"][i : i + 1] if g.get("class", kind) == kind]
         )
+        members = [p.fqn for p in stored]
+        if whole is not None and matrices is not None:
+            members = [m.name for m in whole if m.name in matrices.owned]
         hyper = {k: x for k, x in alike[0].items() if k not in ("class", *IMPLEMENTATIONS)} if alike else {}
         numbered = list(range(len(state), len(state) + len(members)))
-        state |= dict(zip(numbered, (states[p.fqn] for p in members), strict=True))
+        state |= dict(zip(numbered, (states[n] for n in members), strict=True))
         settled = {k: _like(group.get(k), x) for k, x in hyper.items()}
         groups.append({**{k: x for k, x in group.items() if k != "params"}, **settled, "params": numbered})
     optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})

@@ -19,7 +19,7 @@ from shardc.runtime.state.init_recorder import Recorder
 from shardc.runtime.state.pretrained import hf_builder, place
 from shardc.runtime.state.sliced_tensors import Sliced, whole
 from shardc.runtime.state.tape_slices import Drawn, OnTape, drawn
-from shardc.runtime.state.weight_files import open_weights
+from shardc.runtime.state.weight_files import WeightFiles, open_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -51,16 +51,16 @@ def weights(source: Any, seed: int) -> Weights:
     if isinstance(source, nn.Module):
         return _of_module(source, seed)
     if isinstance(source, Recipe):
-        return _of_recipe(source, seed)
+        return of_recipe(source, seed)
     if isinstance(source, Mapping):
         check_flat(source)
         return _of_tensors({k: x for k, x in source.items() if isinstance(x, Tensor)}, "state_dict")
-    if isinstance(source, (str, Path)):
+    if isinstance(source, (str, Path, WeightFiles)):
         return _of_files(source)
     if callable(source):
         model, recipe = record(source)
         overruled = "" if recipe.reseeded is None or not recipe.draws else _overruled(model, recipe.reseeded, seed)
-        made = _of_recipe(recipe, seed)
+        made = of_recipe(recipe, seed)
         return replace(made, model=model, notes=recipe.notes, folder=recipe.folder, overruled=overruled)
     fix = "pass a model, a function that builds it, a state_dict or the path of one"
     raise ShardcError(f"weights cannot come from a {type(source).__name__}", fix=fix)
@@ -95,7 +95,7 @@ def weights_for(model: Any, files: Any, seed: int) -> Weights:
     if isinstance(files, Mapping):
         check_flat(files)
     if model is None and files is not None and not isinstance(files, Mapping):
-        model = hf_builder(Path(files))
+        model = hf_builder(files.path if isinstance(files, WeightFiles) else Path(files))
     if model is None:
         return weights(files, seed)
     if files is None:
@@ -116,7 +116,9 @@ def _of_tensors(tensors: Mapping[str, Tensor], what: str) -> Weights:
     return Weights(what, {k: tuple(x.shape) for k, x in tensors.items()}, lambda name, _: tensors[name], tied)
 
 
-def _of_recipe(recipe: Recipe, seed: int) -> Weights:
+def of_recipe(recipe: Recipe, seed: int) -> Weights:
+    """What a recorded builder makes."""
+
     def tied(names: Sequence[str]) -> bool:
         return len({recipe.names[n] for n in names if n in recipe.names}) <= 1
 
@@ -153,7 +155,7 @@ def _of_module(model: nn.Module, seed: int) -> Weights:
     return Weights("model", shapes, get, tied, drawn=computed, model=model)
 
 
-def _of_files(path: str | Path) -> Weights:
+def _of_files(path: str | Path | WeightFiles) -> Weights:
     """Files alone, whose names have to be the program's."""
     files = open_weights(path)
     tensors = {**files.tensors, **{other: files.tensors[name] for other, name in files.ties.items()}}

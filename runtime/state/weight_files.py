@@ -67,12 +67,14 @@ _SAFE, _TORCH = ("model", "adapter_model"), ("pytorch_model", "adapter_model", "
 _TORCH_ENDINGS = (".bin", ".pt", ".pth")
 
 
-def open_weights(path: str | Path | Mapping[str, Any]) -> WeightFiles:
+def open_weights(path: str | Path | Mapping[str, Any] | WeightFiles) -> WeightFiles:
     """The weights at a path (or a state_dict): a .safetensors file, a torch file (.bin, .pt, .pth), an index of several
     of them (*.index.json), or a folder with one of these, or a checkpoint that shardc saved.
 
     Raises ShardcError for what is not there or cannot be read; nothing but names and shapes is read.
     """
+    if isinstance(path, WeightFiles):
+        return path
     if isinstance(path, Mapping):
         tensors = {k: InMemory(x) for k, x in path.items() if isinstance(x, Tensor)}
         return WeightFiles(Path("the state_dict"), "in memory", tensors)

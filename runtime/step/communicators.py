@@ -6,6 +6,7 @@ from typing import Any
 
 from shardc.ir.outputs import loss_axes, sum_axes
 from shardc.ir.program import Program
+from shardc.runtime.matrices.routes import stage_axes
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.ops.expert_parallel import experts_route
 from shardc.runtime.step.clip_grad_norm import norm_axes
@@ -25,6 +26,7 @@ def groups_of(program: Program) -> list[tuple[str, ...]]:
         found += [n.meta["collective"].axes for n in stage.graph.nodes if "collective" in n.meta]
     found += [sum_axes(program.outputs, program.mesh, program.axis), loss_axes(program)]
     found += [(a,) for o in program.outputs for a, _ in o.layout.shards()]
+    found += [stage_axes(program)] if program.matrices is not None else []
     if program.loss_scale is not None or any(
         s.graph.find_nodes(op="call_function", target=experts_route) for s in program.stages
     ):

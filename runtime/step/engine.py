@@ -20,6 +20,8 @@ from shardc.ir.outputs import MEAN_SCORE, SCORE
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime import state
 from shardc.runtime.data.loader import Loader, Loaders, Rest
+from shardc.runtime.matrices.shown import Shown
+from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh, agreement, replicas
 from shardc.runtime.mesh.agreement import Fact, hashed, stated
 from shardc.runtime.offload import Offload
@@ -52,7 +54,7 @@ from shardc.runtime.step.stepped_once import SteppedOnce
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
-from shardc.runtime.zero.optimizer_check import check_sharded
+from shardc.runtime.zero.optimizer_check import check_apart, check_sharded
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
 from shardc.runtime.zero.optimizer_list import as_one
 
@@ -169,7 +171,7 @@ class Engine(EngineState):
             options |= {"check_every": check_every, "routing": routing}
             facts = agreement.program_facts(program, seed=seed, **options)
             agreement.check(self.mesh, facts, "making an engine")
-        given = state.weights_for(model, weights, seed)
+        given = state.weights_of(program, model, weights, seed)
         self.weight_notes = given.notes
         self._told: set[str] = set()
         if given.overruled:
@@ -189,6 +191,7 @@ class Engine(EngineState):
             replicas.check_weights(program, self.mesh, prints)
         self.params = self.buckets.owned
         self._updates, self._whole = optimizer is not None, True
+        self._matrices: WholeMatrices | None = None
         split = {n for n in self.params if norm_axes(program, n)}
         partial = self.buckets.names | split
         self._watched = user_changes.Watched(program, self.params, self.buckets.runs, partial)
@@ -209,7 +212,7 @@ class Engine(EngineState):
         )  # nothing may be updated before all is there
         self._overlapped = (
             OverlappedStep(self.optimizer, self.params)
-            if self.optimizer is not None and not whole and self.buckets.arrive_apart
+            if self.optimizer is not None and not whole and self._matrices is None and self.buckets.arrive_apart
             else None
         )
         self._stepping = False
@@ -262,7 +265,8 @@ class Engine(EngineState):
         """
         runs = self.buckets.runs
         shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in self.params.items()}
-        trained = param_groups.NamedParameters.of(self.program, shown)
+        matrices = Shown(self.program, self.params) if self.program.matrices is not None else None
+        trained = param_groups.NamedParameters.of(self.program, shown) if matrices is None else matrices.pairs
         if not trained:
             return None
         try:
@@ -282,16 +286,28 @@ class Engine(EngineState):
                 fix = "make it of what the function gets: lambda params: torch.optim.AdamW(params, lr=3e-4)"
                 raise ShardcError(what, where="optimizer", fix=fix)
             self._tell(f"the optimizer has none of {left}: nothing updates them")
-        self._check_optimizer(optimizer, shown)
+        whole = matrices.place(optimizer, shown, self.mesh.layout.coords(self.mesh.rank)) if matrices else []
+        self._check_optimizer(optimizer, shown, whole)
         if runs:
             replace_stand_ins(optimizer, shown, self.params, runs)
+        if matrices is not None and whole:
+            self._matrices = WholeMatrices(self.program, self.mesh, self.params, matrices, whole)
         if self.mesh.device.type == "cuda" and not self._offload.places:  # a page's state comes and goes
             choose_as_on_gpu(optimizer)
         return optimizer
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
-        """Raises ShardcError for an optimizer that needs more than what this rank has of the parameters."""
+    def _check_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Mapping[str, nn.Parameter],
+        whole: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Raises ShardcError for an optimizer that needs more than what this rank has of the parameters. whole: those
+        that get whole matrices.
+        """
         check_sharded(self.program, optimizer, params, self.buckets.runs)
+        for each in whole:
+            check_apart(each)
 
     def _check_trains(self) -> None:
         """Raises ShardcError where no parameter is trained."""
@@ -421,7 +437,7 @@ class Engine(EngineState):
             stated("the number of steps done", self.rng.step, fix="load one checkpoint into all ranks"),
             stated("the seed", self.rng.seed, fix="give all ranks one seed"),
             Fact("the learning rate", hashed(rates), stage, fix=same, shown=", ".join(map(str, dict.fromkeys(rates)))),
-            stated("whether parameters were written to", self.buckets.written, stage, fix=WRITE_ALIKE),
+            stated("whether parameters were written to", self._written, stage, fix=WRITE_ALIKE),
         ]
 
     def _take(self, batch: Any, *, local: bool, use: batch_sizes.Use) -> tuple[Interpreter, list[dict[str, Any]]]:
@@ -446,9 +462,15 @@ class Engine(EngineState):
         return interpreter, values
 
     def _gather_written(self) -> None:
-        """What somebody wrote to `.params`, of which ZeRO 1 and 2 keep a copy on every rank, goes to all ranks."""
+        """What somebody wrote to `.params` goes to who keeps a copy: all ranks at ZeRO 1 and 2, owners of matrices."""
         if self.buckets.written:
             self.buckets.publish()
+        if self._matrices is not None and self._matrices.written:
+            self._matrices.gather()
+
+    @property
+    def _written(self) -> bool:
+        return self.buckets.written or (self._matrices is not None and self._matrices.written)
 
     def _sized(self, batch: Any, *, local: bool, use: batch_sizes.Use) -> tuple[Interpreter, dict[str, Tensor]]:
         """What runs a batch, and constants of its own: the engine's program, or one for its sizes or for evaluating,
@@ -505,8 +527,7 @@ class Engine(EngineState):
                 if self.clip_norm is not None and self.grad_norm is not None:
                     self._norm.clip(self.clip_norm, self.grad_norm)
                 if self.optimizer is not None and not self._stepping:
-                    with self._once.by_the_engine():
-                        (self._paged or self.optimizer).step()
+                    self._step_optimizer(self.optimizer)
                 self.buckets.publish()
         updated = not self._whole
         self.buckets.narrow()
@@ -522,6 +543,14 @@ class Engine(EngineState):
                 self._note_schedulers()
         if self._check_every and self.rng.step % self._check_every == 0 and not self.program.offload.used:
             self._compare_replicas("a step")
+
+    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._matrices is not None:
+            self._matrices.take_gradients()
+        with self._once.by_the_engine():
+            (self._paged or optimizer).step()
+        if self._matrices is not None:
+            self._matrices.publish()
 
     def _look_at_gradients(self, norm: Tensor) -> None:
         """Skip or stop where they are not finite; buffers are then as they were before the step, too."""
@@ -572,14 +601,21 @@ class Engine(EngineState):
         score: Tensor = named[SCORE]
         return score
 
-    def score_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
+    def score_all(
+        self, batches: Iterable[Any], *, local: bool = False, each: Callable[[Tensor], None] | None = None
+    ) -> dict[str, float]:
         """Of what `score` gives for all batches: {"tokens": how many targets count, "logprob": their mean
         log-probability, "perplexity": exp(-logprob)}; exact on any mesh. {} without any batch.
+
+        each: called on every rank with the scores of all rows of each batch.
         """
         means = outputs.Means()
         for batch in batches:
             interpreter, _, _, values = self._evaluate(batch, local=local, use="score")
-            means.add(interpreter.program, None, values, 1, {})
+            program = interpreter.program
+            means.add(program, None, values, 1, {})
+            if each is not None:
+                each(outputs.result(program, self.mesh, None, values, gather=True)[SCORE])
         found = means.values()
         if not found:
             return {}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.data.loader import Loaders
+from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh, agreement
 from shardc.runtime.mesh.agreement import stated
 from shardc.runtime.offload import Offload
@@ -50,6 +51,11 @@ class EngineState:
     _whole: bool
     _skeleton: Any
     _folder: Any
+    _matrices: WholeMatrices | None
+
+    @property
+    def _written(self) -> bool:
+        raise NotImplementedError
 
     def _check(self) -> None:
         raise NotImplementedError
@@ -99,6 +105,7 @@ class EngineState:
                 self.optimizer,
                 extra,
                 runs=self.buckets.runs,
+                matrices=self._matrices,
                 saves=self._saves,
                 keep=keep,
                 wait=wait,
@@ -115,13 +122,17 @@ class EngineState:
         """(bytes written, bytes to write) by this rank of the save in the background; None without one."""
         return self._saves.progress
 
-    def load(self, folder: str | Path, *, last_good: bool = False, new_schedule: bool = False) -> None:
+    def load(
+        self, folder: str | Path, *, last_good: bool = False, new_schedule: bool = False, new_data: bool = False
+    ) -> None:
         """Read a checkpoint that any mesh wrote. Collective.
 
         folder: where checkpoints were saved to: the last one is read; or one of them. last_good: if that one is
             damaged, read the last one that is not.
         new_schedule: learning rates (momenta, betas) are not the checkpoint's: the schedulers are made anew, from what
             `optimizer` made, and stand at the checkpoint's step, as if they had been there from the first.
+        new_data: the engine's loaders begin with their first epoch, wherever the checkpoint's stood: for a dataset that
+            has grown, or another one.
         The seed and the settings of optimizer and schedulers are then the checkpoint's; what they replace is told.
         """
         before, seed = resumed.settings(self.optimizer, self._schedulers), self.rng.seed
@@ -138,9 +149,10 @@ class EngineState:
                 self.buffers,
                 self.optimizer,
                 runs=self.buckets.runs,
+                matrices=self._matrices,
                 room=room,
                 last_good=last_good,
-                accept=functools.partial(self._accept, new_schedule=new_schedule),
+                accept=functools.partial(self._accept, new_schedule=new_schedule, new_data=new_data),
                 changing=self._changing,
             )
         self._saves.loaded(folder)
@@ -148,6 +160,8 @@ class EngineState:
         if self._paged is not None:
             self._paged.rest()
         self.buckets.publish()
+        if self._matrices is not None:
+            self._matrices.gather()
         self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
         if self.scaler is not None and "loss_scale" in extra:
             self.scaler.load_state_dict(extra["loss_scale"])
@@ -157,7 +171,10 @@ class EngineState:
         elif self._schedulers is not None and "scheduler" in extra:
             self._schedulers.load_state_dict(extra["scheduler"])
             self._note_schedulers()
-        self.loaders.load_state_dict(extra.get("loaders", {}))
+        if new_data:
+            self.loaders.restart()
+        else:
+            self.loaders.load_state_dict(extra.get("loaders", {}))
         self._whole = True
         after = resumed.settings(self.optimizer, self._schedulers)
         for note in resumed.replaced(before, after, schedule=not new_schedule):
@@ -167,13 +184,14 @@ class EngineState:
         if self.rng.seed != seed:
             self._tell(f"seed: the checkpoint's {self.rng.seed} is used, not {seed}")
 
-    def _accept(self, extra: Mapping[str, Any], *, new_schedule: bool) -> None:
+    def _accept(self, extra: Mapping[str, Any], *, new_schedule: bool, new_data: bool) -> None:
         """Do schedulers and loaders continue these?"""
         if self._schedulers is not None and new_schedule:
             self._schedulers.check_end(steps_of(extra))
         elif self._schedulers is not None and "scheduler" in extra:
             self._schedulers.check(extra["scheduler"])
-        self.loaders.check(extra.get("loaders", {}))
+        if not new_data:
+            self.loaders.check(extra.get("loaders", {}))
 
     def _changing(self) -> None:
         self._whole = False  # if what follows fails, or does not fit
@@ -185,7 +203,7 @@ class EngineState:
         with self.mesh.together("full_state_dict"):
             if self._checks:
                 stage = (self.program.axis,) if self.program.axis else ()
-                written = stated("whether parameters were written to", self.buckets.written, stage, fix=WRITE_ALIKE)
+                written = stated("whether parameters were written to", self._written, stage, fix=WRITE_ALIKE)
                 agreement.check(self.mesh, [stated("rank0_only", rank0_only), written], "full_state_dict")
             return state.full_state_dict(self.program, self.mesh, self.wholes(), self.buffers, rank0_only=rank0_only)
 
@@ -196,10 +214,13 @@ class EngineState:
         dtype: torch.dtype | None = None,
         max_file_bytes: int = 5_000_000_000,
         overwrite: bool = False,
+        merge: bool = False,
     ) -> list[Path]:
         """Write the weights for others: a folder that transformers (or peft, of a model with adapters) loads, with
         config and tokenizer; of other models safetensors files; of a `.safetensors` path one file. All ranks write, and
         see one file system. Collective.
+
+        merge: the whole model, with the adapters of the spec added to the weights that they are beside.
 
         dtype: of floating-point tensors; None: as they are held. max_file_bytes: what is more goes into numbered files
         with an index. overwrite: replace weights, too, that shardc did not write, such as those of a pretrained model.
@@ -222,6 +243,7 @@ class EngineState:
                 dtype=dtype,
                 max_file_bytes=max_file_bytes,
                 overwrite=overwrite,
+                merge=merge,
             )
 
     def wholes(self) -> Mapping[str, Tensor]:

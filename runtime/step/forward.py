@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,11 @@ class Forward:
         """Log-probabilities of the targets of the loss: see Engine.score."""
         return self.engine.score(batch, local=local, gather=gather)
 
-    def score_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
+    def score_all(
+        self, batches: Iterable[Any], *, local: bool = False, each: Callable[[Tensor], None] | None = None
+    ) -> dict[str, float]:
         """Their number, mean and perplexity over batches: see Engine.score_all."""
-        return self.engine.score_all(batches, local=local)
+        return self.engine.score_all(batches, local=local, each=each)
 
     def evaluate_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
         """{name: mean or sum} of the single numbers over batches: see Engine.evaluate_all."""

@@ -5,10 +5,9 @@ gradient that it gives to the loss, and what its optimizers' groups are set to.
     optimizer.step()                                       replicas stay alike by equal learning rates
 
 Both are noted as they happen, and compared in the next forward, by the sum that compares the batch; after the last one,
-where the module is saved. An optimizer may
-also step parameters that are no module's, such as those of a probe on `module.local(batch)`: nobody sums their
-gradients over ranks. They are looked at once, after the first step: what was alike on all ranks before it and is not
-any longer drifts.
+where the module is saved. An optimizer may also step parameters that are no module's, such as those of a probe on
+`module.local(batch)`: nobody sums their gradients over ranks. They are looked at once, after the first step: what was
+alike on all ranks before it and is not any longer drifts.
 """
 
 from __future__ import annotations
@@ -80,9 +79,8 @@ class LoopWatch:
         follow, so that a device is waited for.
         """
         ready = self._gradients
-        if (
-            ready and ready[-1][1] is not None and not last
-        ):  # the last one may still be on its way: it is compared a forward later
+        under_way = bool(ready) and ready[-1][1] is not None  # perhaps: then it is compared a forward later
+        if under_way and not last:
             ready = ready[:-1]
         self._gradients = self._gradients[len(ready) :]
         for _, event in ready:

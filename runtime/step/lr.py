@@ -51,7 +51,7 @@ class Schedulers:
                     " CosineAnnealingLR(optimizer, 100); for a list of optimizers, a list of schedulers"
                 ),
             )
-        for m in _all(members):
+        for m in with_inner(members):
             for name in inspect.signature(type(m)).parameters:
                 if (text := text_numbers.of(getattr(m, name, None))) is not None:
                     what = f"{type(m).__name__} is given {name}={text}, text where a number is wanted"
@@ -137,11 +137,11 @@ def _at(scheduler: Any, epoch: int) -> Iterator[tuple[OneCycleLR, int]]:
                 yield from _at(m, min(epoch, end - 1) - begin)
 
 
-def _all(schedulers: Iterable[Any]) -> Iterator[Any]:
-    """These, and those within them."""
+def with_inner(schedulers: Iterable[Any]) -> Iterator[Any]:
+    """These, and those that a SequentialLR or a ChainedScheduler has within."""
     for m in schedulers:
         yield m
-        yield from _all(getattr(m, "_schedulers", ()))
+        yield from with_inner(getattr(m, "_schedulers", ()))
 
 
 def state_dict(scheduler: LRScheduler) -> dict[str, Any]:

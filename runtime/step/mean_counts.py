@@ -55,7 +55,8 @@ class MeanCounts:
         counted: dict[str, fx.Node] = {}
         for name, node in _numbers(program):
             found = list(_counts(node, {x.name for x in self._given}))
-            nodes = {_computed(x): x for x in found if isinstance(x, fx.Node)}
+            known: dict[Any, int] = {}
+            nodes = {_computed(x, known): x for x in found if isinstance(x, fx.Node)}
             fixed = {x for x in found if not isinstance(x, fx.Node)}
             if len(nodes) == 1:
                 (counted[name],) = nodes.values()
@@ -124,13 +125,16 @@ def _decided(node: fx.Node, given: set[str]) -> bool:
     return math.prod(value_of(node).shape) == 1 and all(n.name in given for n in made_of)
 
 
-def _computed(x: Any) -> Any:
-    """How a value is computed: equal for two nodes that compute the same."""
-    if isinstance(x, fx.Node):
-        return x.name if x.op == "placeholder" else (str(x.target), _computed(x.args), _computed(dict(x.kwargs)))
-    if isinstance(x, (tuple, list)):
-        return tuple(map(_computed, x))
-    return tuple((k, _computed(v)) for k, v in x.items()) if isinstance(x, dict) else (type(x), x)
+def _computed(node: fx.Node, known: dict[Any, int]) -> int:
+    """A number for how a value is computed: equal for two nodes that compute the same. known: those given by now."""
+    numbers: dict[fx.Node, int] = {}
+    made_of = behind([node])
+    for n in node.graph.nodes:
+        if n in made_of:
+            args = fx.map_arg((n.args, dict(n.kwargs)), lambda x: f"%{numbers[x]}")
+            key = n.name if n.op == "placeholder" else (str(n.target), repr(args))
+            numbers[n] = known.setdefault(key, len(known))
+    return numbers[node]
 
 
 def _slice(program: Program, nodes: tuple[fx.Node, ...]) -> fx.Graph:

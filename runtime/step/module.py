@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardc import torch_modes
 from shardc.errors import ShardcError
@@ -64,7 +63,6 @@ class _Start(Function):
         return loss.view_as(loss)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         whole_backward.check(ctx.beside, ctx.next_functions[0][0])
         buckets: Buckets = ctx.buckets
@@ -200,7 +198,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         if check:
             facts = agreement.program_facts(program, seed=seed, broadcast=broadcast, check_every=check_every)
             agreement.check(mesh, facts, "making a module")
-        given = state.weights_for(model, weights, seed)
+        given = state.weights_of(program, model, weights, seed)
         changed = user_changes.check_as_compiled(program, given.model, built=given.model is not model)
         parts, buffers = state.local_parts(program, given, mesh, broadcast=broadcast)
         prints: dict[str, int] = {}

@@ -30,33 +30,35 @@ class OptimizerWatch:
     ) -> None:
         self._program, self._params, self._runs, self._model, self._mesh = program, params, runs, model, mesh
         self._names = {id(p): name for name, p in params.items()}
-        self._checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # with how many params
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # with how many params
         self._forwards: int | None = 0  # None: something else than the plain model's optimizer trains the module
         self._of_plain = ""  # the optimizer that stepped the plain model
         observe(self)
 
     def stepping(self, optimizer: Optimizer) -> None:
         """Raises ShardcError for an optimizer that may not step what this rank has."""
-        params = [p for g in optimizer.param_groups for p in g["params"]]
-        if not any(id(p) in self._names for p in params):
-            plain = self._model.parameters() if isinstance(self._model, nn.Module) else ()
-            if not self._of_plain and not {id(p) for p in plain}.isdisjoint(map(id, params)):
-                self._of_plain = type(optimizer).__name__
+        count = sum(len(g["params"]) for g in optimizer.param_groups)
+        if self._seen.get(optimizer) == count:
             return
-        if self._checked.get(optimizer) == len(params):
-            return
-        with self._mesh.together("the first step of the optimizer"):
-            self._check_groups([[self._names.get(id(p), "") for p in g["params"]] for g in optimizer.param_groups])
-            check_sharded(self._program, optimizer, self._params, self._runs)
-        self._checked[optimizer] = len(params)
+        ids = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        if not ids.isdisjoint(self._names):
+            with self._mesh.together("the first step of the optimizer"):
+                self._check_groups([[self._names.get(id(p), "") for p in g["params"]] for g in optimizer.param_groups])
+                check_sharded(self._program, optimizer, self._params, self._runs)
+            self._forwards = None
+        elif isinstance(self._model, nn.Module) and not ids.isdisjoint(map(id, self._model.parameters())):
+            self._of_plain = type(optimizer).__name__
+        self._seen[optimizer] = count
 
     def check_model(self, *, changed: bool) -> None:
         """At a forward that trains. changed: have parameters, since the last one? Raises ShardcError where something
         steps the plain model, and nothing the module.
         """
-        trained = changed or self._checked or self._forwards is None
-        self._forwards = None if trained else (self._forwards or 0) + 1
-        if self._of_plain and (self._forwards or 0) >= self.FORWARDS:
+        if changed or self._forwards is None:
+            self._forwards = None
+            return
+        self._forwards += 1
+        if self._of_plain and self._forwards >= self.FORWARDS:
             raise ShardcError(
                 "it has the parameters of the plain model, and no optimizer has those of the module: nothing would"
                 " train",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 from shardc.ir import outputs
 from shardc.ir.graph import operands_of
 from shardc.ir.outputs import Output
-from shardc.ir.placement import Layout, Shard
+from shardc.ir.placement import Layout
 from shardc.ir.program import Program, Stage
 from shardc.ir.shard_chunks import trim, unchunk
 
@@ -129,7 +130,7 @@ def own_rows(program: Program, mesh: Any, values: Values) -> Values:
 
 def _places(layout: Layout, dim: int, size: int, program: Program, coords: Mapping[str, int]) -> Iterator[Tensor]:
     """Where the elements of a padded dim that are no padding stand in this rank's part."""
-    alone = Layout(tuple((a, Shard(0, s.split, s.sections, s.padding, s.blocks)) for a, s in layout.shards(dim)))
+    alone = Layout(tuple((a, replace(s, dim=0)) for a, s in layout.shards(dim)))
     yield torch.empty(0, dtype=torch.int64)  # a rank may have padding alone
     for ((start, _, length),) in alone.boxes((size,), program.mesh, coords):
         yield torch.arange(start, start + length)

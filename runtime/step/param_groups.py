@@ -16,6 +16,7 @@ from torch import nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir import patterns
+from shardc.ir.matrices import inner as matrices_between
 from shardc.ir.program import Program
 from shardc.runtime.step import text_numbers
 from shardc.runtime.zero.optimizer_list import members_of
@@ -31,11 +32,16 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
     torch.optim's optimizers, and all that derive from torch.optim.Optimizer, take such pairs as they take plain
     parameters.
     known: {name: all names of that parameter} of the whole model, also of those that other ranks hold: a tied weight
-    answers to each."""
+    answers to each. inner: the names of those that are matrices between tables and head (shardc.ir.matrices.inner)."""
 
-    def __init__(self, pairs: Iterable[tuple[str, nn.Parameter]], known: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        pairs: Iterable[tuple[str, nn.Parameter]],
+        known: Mapping[str, tuple[str, ...]],
+        inner: Iterable[str] = (),
+    ) -> None:
         super().__init__(pairs)
-        self.known = dict(known)
+        self.known, self.inner = dict(known), frozenset(inner)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("parameters", "named_parameters", "modules", "named_modules", "children"):
@@ -51,7 +57,9 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
         """params: this rank's, by placeholder name."""
         trained = [p for p in program.params if p.requires_grad]
         known = {p.fqn: (p.fqn, *p.names) for p in trained}
-        return cls([(p.fqn, params[p.name]) for p in trained if p.name in params], known)
+        found = matrices_between(program)
+        inner = [p.fqn for p in trained if p.name in found]
+        return cls([(p.fqn, params[p.name]) for p in trained if p.name in params], known, inner)
 
 
 def check_trains(program: Program) -> None:
@@ -122,6 +130,23 @@ def groups(
             # an empty group must say that it is one with names: torch tells that from its members
             settled.append({**default, **own, "params": members, **({} if members else {"param_names": []})})
     return settled
+
+
+def matrices(
+    params: Iterable[tuple[str, nn.Parameter]],
+) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    """What `optimizer=` receives in two lists: (matrices, all else), for one optimizer each. Matrices have two dims or
+    more; tables that are looked up (embeddings) and the head, the last product, are not among them.
+
+    A list may be empty, on a rank of a pipeline too, and torch's optimizers take no empty list: leave that one out.
+    """
+    if not isinstance(params, NamedParameters):
+        raise ShardcError(
+            f"matrices() needs what `optimizer=` receives, not a {type(params).__name__}: it knows tables and the head",
+            fix="call it in the function that you give as optimizer=, with what that receives",
+        )
+    inner = [(n, p) for n, p in params if n in params.inner]
+    return inner, [(n, p) for n, p in params if n not in params.inner]
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

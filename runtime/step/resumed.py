@@ -8,7 +8,7 @@ so it is said. And what it cannot replace, as it is code: forward, loss, and the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.program import Program
-from shardc.runtime.step.lr import Schedulers
+from shardc.runtime.step.lr import Schedulers, with_inner
 from shardc.runtime.step.new_schedule import MOVED
 
 #: Settings by what has them: {"lr of group 1": 0.1, "T_max of CosineAnnealingLR": 100}.
@@ -27,9 +27,9 @@ def settings(optimizer: torch.optim.Optimizer | None, schedulers: Schedulers | N
     """Of an optimizer and its schedulers; without what they change themselves."""
     found: Settings = {}
     groups = optimizer.param_groups if optimizer is not None else []
+    moved = _moved(schedulers)
     for i, group in enumerate(groups):
         of = f" of group {i}" if len(groups) > 1 else ""
-        moved = _moved(schedulers)
         found |= {f"{name}{of}": _value(x) for name, x in group.items() if name not in ("params", *moved)}
     for scheduler in schedulers.members if schedulers is not None else ():
         for name, value in _of_scheduler(scheduler):
@@ -41,16 +41,9 @@ def _moved(schedulers: Schedulers | None) -> tuple[str, ...]:
     """The settings of groups that schedulers move: learning rates, and of those that cycle momentum, that as well."""
     if schedulers is None:
         return ("initial_lr",)
-    if any(getattr(s, "cycle_momentum", False) for s in _each(schedulers.members)):
+    if any(getattr(s, "cycle_momentum", False) for s in with_inner(schedulers.members)):
         return MOVED
-    return tuple(name for name in MOVED if "lr" in name)
-
-
-def _each(schedulers: Iterable[Any]) -> Iterator[Any]:
-    """They, and those that a SequentialLR or a ChainedScheduler has."""
-    for scheduler in schedulers:
-        yield scheduler
-        yield from _each(getattr(scheduler, "_schedulers", ()))
+    return ("lr",)
 
 
 def replaced(before: Settings, after: Settings, *, schedule: bool = True) -> Iterator[str]:
@@ -75,8 +68,6 @@ def changed(program: Program, extra: Mapping[str, Any]) -> Iterator[str]:
     """One line for what the program does otherwise than the one whose checkpoint this is. A checkpoint of an earlier
     shardc does not say what it was.
     """
-    if program.forward_only:  # it does not train: of course it is another
-        return
     then = ForwardRecord.read(extra.get("forward"))
     if then is not None and program.record is not None:
         yield from then.differences(program.record)

@@ -44,7 +44,7 @@ def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
     errors = Errors()
     for p in program.params:
         for fqn in p.shapes:
-            if fqn in now and now[fqn].requires_grad != p.requires_grad and not program.forward_only:
+            if fqn in now and now[fqn].requires_grad != p.requires_grad and not (p.frozen or program.forward_only):
                 _add(errors, fqn, trains=now[fqn].requires_grad)
     errors.raise_any()
     if program.eval_mode and model.training and not built:

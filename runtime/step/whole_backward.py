@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -22,6 +23,13 @@ def check(beside: Sequence[nn.Parameter], graph: Any) -> None:
     """In the backward of a loss. beside: the parameters that optimizers hold. graph: the node behind the loss, which a
     whole backward runs. Raises ShardcError.
     """
+    if torch.is_grad_enabled():
+        raise ShardcError(
+            "gradients that are summed over ranks have no graph of their own, by which they could be differentiated",
+            where="loss.backward(create_graph=True)",
+            fix="call loss.backward(); a term that needs gradients itself (a gradient penalty) belongs into the loss"
+            " function, shardc.compile(model, batch, spec, loss=...)",
+        )
     for p in beside:
         runs = engine_executes(get_gradient_edge(p).node)
         if runs is None:

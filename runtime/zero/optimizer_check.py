@@ -5,6 +5,7 @@ step small random parameters.
                                               (shardc.runtime.zero.early_step), or pages of its state (offload)
     without the others    `check_sharded`     ranks have other parameters, or other parts of them, than their neighbours
     in parts              `check_sharded`     parameters are split over ranks, or ZeRO gives each rank a stretch of them
+                          `needs_whole`       where the spec says `optimizer: {matrices: ...}`: else they get owners
 
 SGD, Adam and all that treat every element by itself pass all three. An optimizer that scales its updates by the norm of
 all of them passes none; one that looks at a parameter as a matrix (Muon, Adafactor) fails the third; one that counts
@@ -30,6 +31,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Param, Program
 from shardc.runtime.zero.flat_partition import Run
 from shardc.runtime.zero.optimizer_list import members_of
+from shardc.torch_private import TorchDispatchMode, no_modes
 
 _STEPS, _SIDE = 3, 4
 _LR = 1e-2  # at least: a warm-up may begin at 0, and 16-bit numbers do not move by little, which would show nothing
@@ -86,36 +88,12 @@ def _check_sharded(
         iter(shardings.values()),
         ParamSharding((), f"each rank along {program.axis} has those of its stages", "pipeline", "remove the pipeline"),
     )
-    fix = f"use an optimizer that updates every element by itself (SGD, Adam, AdamW, ...), or {first.instead}"
-    if closure := _closure_of(optimizer):
-        what = (
-            f"the optimizer {kind} needs whole parameters: its step({closure}) evaluates the loss of all of them again"
-        )
-        raise ShardcError(f"{what}, and {first.why}", where=first.where, fix=fix)
-    try:
-        whole, pieces, more = (
-            TrialCopy(optimizer, shardings),
-            TrialCopy(optimizer, shardings),
-            TrialCopy(optimizer, shardings, copies=2),
-        )
-        samples, grads = more.data()
-        every = more.run(samples, grads)
-        n = len(whole.members)
-        samples, grads = samples[:n], [g[:n] for g in grads]
-        one = whole.run(samples, grads)
-        if any(x.numel() for x in samples) and all(
-            torch.equal(before, after) for before, (after,) in zip(samples, one, strict=True)
-        ):
-            raise ValueError("it moves none of the parameters in its param_groups")
-    except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-        what = (
-            f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so nothing shows that"
-            " it may update parts"
-        )
-        raise ShardcError(f"{what}, and {first.why}", where=first.where, fix=fix) from e
-    if not all(_same([before], a, b, _SLACK) for before, a, b in zip(samples, one, every[:n], strict=True)):
-        what = f"the optimizer {kind} updates a parameter depending on others, and no rank has all of them: {first.why}"
-        raise ShardcError(what, where=first.where, fix=fix)
+    fix = (
+        "use an optimizer that updates every element by itself (SGD, Adam, AdamW, ...), or write optimizer: {matrices:"
+        f" whole}} in the spec, which gives each matrix to one rank, or {first.instead}"
+    )
+    samples, grads, one = _check_apart(optimizer, shardings, first, fix)
+    whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
     try:
         two = pieces.run(samples, grads, cut=True)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
@@ -136,6 +114,106 @@ def _closure_of(optimizer: Optimizer) -> str:
             if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
                 return p.name
     return ""
+
+
+def check_apart(optimizer: Optimizer) -> None:
+    """Raises ShardcError for an optimizer over whole matrices that updates one depending on others, which other ranks
+    own.
+    """
+    first = ParamSharding((), "other ranks own the others", "optimizer", "")
+    fix = "use an optimizer that updates each parameter by itself, or leave optimizer: {matrices: ...} out"
+    _check_apart(optimizer, {}, first, fix)
+
+
+def _check_apart(
+    optimizer: Optimizer, shardings: Mapping[Tensor, ParamSharding], first: ParamSharding, fix: str
+) -> tuple[list[Tensor], list[list[Tensor]], list[list[Tensor]]]:
+    """(values, gradients by step, values after the steps) of a trial. Raises ShardcError if one depends on others."""
+    kind = type(optimizer).__name__
+    if closure := _closure_of(optimizer):
+        what = (
+            f"the optimizer {kind} needs whole parameters: its step({closure}) evaluates the loss of all of them again"
+        )
+        raise ShardcError(f"{what}, and {first.why}", where=first.where, fix=fix)
+    try:
+        whole, more = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings, copies=2)
+        samples, grads = more.data()
+        every = more.run(samples, grads)
+        n = len(whole.members)
+        samples, grads = samples[:n], [g[:n] for g in grads]
+        one = whole.run(samples, grads)
+        if any(x.numel() for x in samples) and all(
+            torch.equal(before, after) for before, (after,) in zip(samples, one, strict=True)
+        ):
+            raise ValueError("it moves none of the parameters in its param_groups")
+    except Exception as e:  # the user's own optimizer: whatever it raises is the reason
+        what = (
+            f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so nothing shows that"
+            " it may update parts"
+        )
+        raise ShardcError(f"{what}, and {first.why}", where=first.where, fix=fix) from e
+    if not all(_same([before], a, b, _SLACK) for before, a, b in zip(samples, one, every[:n], strict=True)):
+        what = f"the optimizer {kind} updates a parameter depending on others, and no rank has all of them: {first.why}"
+        raise ShardcError(what, where=first.where, fix=fix)
+    return samples, grads, one
+
+
+#: Classes of optimizers over whole matrices, in lower case: their first steps need not show it.
+_WHOLE = ("muon", "shampoo", "distributedshampoo", "soap", "adafactor", "lamb", "lars", "kron", "psgd", "dion")
+
+
+def needs_whole(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step of a parameter needs all of it: it is one of those that are known by name, or
+    declared (shardc.whole), or does something else on small random parameters in two stretches than on the whole ones.
+    """
+    if getattr(optimizer, "_shardc_whole", False):
+        return True
+    if any(c.__name__.lower() in _WHOLE for c in type(optimizer).__mro__):
+        return True
+    stretch = ParamSharding((), "", "", "")
+    shardings: dict[Tensor, ParamSharding] = {p: stretch for group in optimizer.param_groups for p in group["params"]}
+    with no_modes():  # what a step costs is asked of tensors without data, which show nothing
+        try:
+            whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
+            samples, grads = whole.data()
+            one, two = whole.run(samples, grads), pieces.run(samples, grads, cut=True)
+        except Exception:  # what is wrong with it, `check_apart` says
+            return True
+        every = zip(samples, one, two, strict=True)
+        return not all(_same(stretch.parts(x), stretch.parts(after), parts, _SLACK) for x, (after,), parts in every)
+
+
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the multiplications of matrix products. (torch's FlopCounterMode also hooks into modules that other
+    threads call: ranks of a loopback mesh.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _PRODUCTS:
+            one, other = args[-2:]
+            self.count += one.numel() * other.shape[-1]
+        return func(*args, **(kwargs or {}))
+
+
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+
+
+def multiplies(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step multiplies matrices with each other: its work grows with the third power of their
+    sides. Products of a column and a row (Adafactor) do not count.
+    """
+    with no_modes(), _Products() as products:
+        try:
+            trial = TrialCopy(optimizer)
+            trial.run(*trial.data())
+        except Exception:  # the user's own optimizer
+            return True
+    elements = sum(math.prod(m.shape) for m in trial.members if len(m.shape) > 1)
+    return bool(products.count > 2 * _STEPS * elements)
 
 
 def _sharding(program: Program, p: Param, runs: Mapping[str, Run]) -> ParamSharding | None:

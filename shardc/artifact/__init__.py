@@ -37,6 +37,7 @@ from shardc.artifact.folder_files import dtype as dtype_of
 from shardc.artifact.parser import graph_of
 from shardc.artifact.tables import Checked, Facts, Layouts, Manifest, of_form, shard_of
 from shardc.errors import Errors, ShardcError
+from shardc.ir.adapters import Adapter
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.outputs import Output
 from shardc.ir.placement import Shard
@@ -134,10 +135,17 @@ def _write(program: Program, folder: Path) -> None:
         "baked": program.baked,
         "record": program.record.to_json() if program.record is not None else None,
         "offload": asdict(program.offload),
+        "matrices": _cuts(program),
         "meta": program.meta | model_source.record(program.origins),
         "sha256": {f.name: digest(f) for f in sorted(folder.iterdir())},
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def _cuts(program: Program) -> dict[str, Any] | None:
+    if program.matrices is None:
+        return None
+    return {name: [asdict(c) for c in cuts] for name, cuts in program.matrices.items()}
 
 
 def _layouts(program: Program) -> dict[str, Any]:
@@ -152,6 +160,7 @@ def _layouts(program: Program) -> dict[str, Any]:
                 "aliases": p.aliases,
                 "members": p.members,
                 "trained": p.requires_grad,
+                "frozen": p.frozen,
                 "reduce": p.reduce,
                 "order": p.order,
                 "bucket": p.bucket,
@@ -200,6 +209,7 @@ def _layouts(program: Program) -> dict[str, Any]:
             for b in program.buckets
         ],
         "regions": [asdict(r) for r in program.regions],
+        "adapters": [asdict(a) for a in program.adapters],
     }
 
 
@@ -291,6 +301,7 @@ def _program(tables: Checked, files: FolderFiles) -> Program:
             aliases=tuple(p.aliases),
             members=tuple(p.members),
             requires_grad=p.trained,
+            frozen=p.frozen,
             reduce=tuple(p.reduce),
             order=p.order,
             bucket=p.bucket,
@@ -345,9 +356,11 @@ def _program(tables: Checked, files: FolderFiles) -> Program:
         meta=manifest.meta,
         axis=manifest.axis,
         regions=tuple(Region(**dict(r)) for r in layouts.regions),
+        adapters=tuple(Adapter(**dict(a)) for a in layouts.adapters),
         shared_modules=tuple(map(tuple, manifest.shared_modules)),
         loss_scale=manifest.loss_scale,
         offload=OffloadPlaces(**dict(manifest.offload)),
+        matrices=tables.matrices(),
         evaluates=manifest.evaluates,
         eval_mode=manifest.eval_mode,
         still=tuple(manifest.still),

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from shardc.artifact.folder_files import AGAIN, LAYOUTS, MANIFEST, dtype
 from shardc.errors import Errors
+from shardc.ir import matrices
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.type_text import parse
@@ -80,6 +81,7 @@ class ParamRow(_Typed):
     aliases: list[str]
     members: list[str] = []
     trained: bool
+    frozen: bool = False
     reduce: list[str]
     order: Annotated[int, Field(ge=-1, lt=1 << 62)]
     bucket: Annotated[int, Field(ge=-1, lt=1 << 31)]
@@ -123,6 +125,18 @@ class BucketRow(_Form):
     keep: bool
 
 
+class AdapterRow(_Form):
+    base: str
+    a: str
+    b: str
+    magnitude: str
+    kind: Literal["lora", "rslora", "dora"]
+    rank: Positive
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    flipped: bool
+
+
 class RegionRow(_Form):
     name: str
     parent: str
@@ -143,6 +157,7 @@ class Layouts(_Form):
     outputs: list[OutputRow] = []
     buckets: list[BucketRow]
     regions: list[RegionRow] = []
+    adapters: list[AdapterRow] = []
 
 
 class StageRow(_Form):
@@ -155,6 +170,12 @@ class OffloadRow(_Form):
     optimizer: Place = "none"
     parameters: Place = "none"
     page_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 25.0
+
+
+class CutRow(_Form):
+    dim: Annotated[int, Field(ge=0)]
+    sizes: Annotated[list[Positive], Field(min_length=1)]
+    alone: bool = False
 
 
 class Example(_Form):
@@ -202,6 +223,7 @@ class Manifest(_Form):
     shared_modules: list[list[str]] = []
     loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["dynamic"] | None = None
     offload: OffloadRow = OffloadRow()
+    matrices: dict[str, list[CutRow]] | None = None
     evaluates: Literal["alike", "otherwise", "untried"] = "alike"
     eval_mode: bool = False
     still: list[str] = []
@@ -287,11 +309,35 @@ class Checked:
             for i, cut in enumerate(each):
                 if cut.microbatch is not None:
                     self._cut(f"{key}[{i}].microbatch", cut)
+        self._cuts()
+        for i, a in enumerate(layouts.adapters):
+            self._known(LAYOUTS, f"adapters[{i}]", [x for x in (a.base, a.a, a.b, a.magnitude) if x], params)
         before = {""}
         for i, r in enumerate(layouts.regions):
             self._known(LAYOUTS, f"regions[{i}].parent", [r.parent], before)
             before.add(r.name)
         self.errors.raise_any()
+
+    def _cuts(self) -> None:
+        """Cuts of parameters, and what they cut."""
+        rows = {p.name: p for p in self.layouts.params}
+        self._known(MANIFEST, "matrices", self.manifest.matrices or (), rows)
+        for name, cuts in (self.matrices() or {}).items():
+            try:
+                shape = self.typed(rows[name].type)[0] if name in rows else ()
+            except ValueError:
+                continue  # told already
+            if name in rows and (why := matrices.fault(shape[1:] if rows[name].members else shape, cuts)):
+                self._wrong(MANIFEST, f"matrices[{name}]", why)
+
+    def matrices(self) -> dict[str, tuple[matrices.Cut, ...]] | None:
+        """Of which matrices parameters consist."""
+        if self.manifest.matrices is None:
+            return None
+        return {
+            name: tuple(matrices.Cut(c.dim, tuple(c.sizes), c.alone) for c in cuts)
+            for name, cuts in self.manifest.matrices.items()
+        }
 
     def typed(self, text: str) -> tuple[tuple[int, ...], Any, Layout]:
         """Shape, dtype and layout of a type. Raises ValueError for what is none on this mesh."""

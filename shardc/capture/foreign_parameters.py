@@ -45,8 +45,6 @@ class ForeignParameters(TorchFunctionMode):
 
 def _said(every: list[Tensor]) -> str:
     shapes = ", ".join(str(list(x.shape)) for x in every[:3]) + (", ..." if len(every) > 3 else "")
-    return (
-        f"{len(every)} tensors of shapes {shapes} want gradients and each is"
-        if len(every) > 1
-        else (f"a tensor of shape {shapes} wants a gradient and is")
-    )
+    if len(every) == 1:
+        return f"a tensor of shape {shapes} wants a gradient and is"
+    return f"{len(every)} tensors of shapes {shapes} want gradients and each is"

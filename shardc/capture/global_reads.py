@@ -118,11 +118,11 @@ class _Walk:
             elif op == "LOAD_GLOBAL" and name in space:
                 self.read.append((space, name))
                 self.function(space[name], None)
-            elif op == "STORE_DEREF":
-                self.written.add((id(closure), name))
-            elif op == "LOAD_DEREF" and name in closure and name not in ("self", "__class__"):
+            elif op in ("STORE_DEREF", "LOAD_DEREF") and name in closure:
+                if op == "STORE_DEREF":
+                    self.written.add((id(closure), name))
                 self.read.append((closure, name))
-                self.function(closure.get(name), None)
+                self.function(closure[name], None)
             elif kind is not None and op == OF_SELF:
                 self.method(kind, name)
 

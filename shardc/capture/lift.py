@@ -151,7 +151,11 @@ def _persistent(path: str, module: nn.Module) -> list[str]:
 
 
 #: Ops that read or write the memory of their first operand by strides.
-_STRIDED = {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default}
+_STRIDED = {
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_copy.default,
+    torch.ops.aten.as_strided_scatter.default,
+}
 
 
 def _as_in_memory(x: fx.Node, user: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -148,15 +148,24 @@ def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple
     last: dict[FrameType, int] = {}
     known = [state()]
 
-    def local(frame: FrameType, event: str, _: Any) -> Any:
+    def look(frame: FrameType | None) -> None:
         if (now := state()) != known[0] and frame in last:
             known[0] = now
             lines.append((source.of_frame(frame, last[frame]), frame.f_code.co_name))
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        look(frame)
         last[frame] = frame.f_lineno
         return local
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        return local if source.is_models(frame.f_code.co_filename) else None
+        if not source.is_models(frame.f_code.co_filename):
+            return None
+        caller = frame.f_back
+        while caller is not None and caller not in last:
+            caller = caller.f_back
+        look(caller)  # the line that calls this may have changed it before: `super().forward(x * np.random.rand())`
+        return local
 
     old = sys.gettrace()
     sys.settrace(trace)

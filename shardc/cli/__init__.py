@@ -8,6 +8,7 @@ Exit status: 0 done, 1 the check or the run failed, 2 the input is wrong.
 
 compile, inspect, verify    a model and a spec -> an artifact; shown; compared with one device
 run, plan                   train; which spec is fastest on so many devices
+score                       log-probabilities and perplexity of data; scoring is what each process does
 checkpoint, export          folders of checkpoints; weights for transformers
 device, rules, spec         devices that programs are priced for; rules of ops, proven; the format of specs
 compile_once                under torchrun, one process of a machine compiles for all
@@ -28,7 +29,7 @@ import typer
 # it is imported, which nothing here does.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from shardc.cli import checkpoint, compile, device, export, inspect, plan, rules, run, spec, verify
+from shardc.cli import checkpoint, compile, device, export, inspect, plan, rules, run, score, spec, verify
 from shardc.cli.elsewhere import Commands
 
 app = typer.Typer(
@@ -48,6 +49,7 @@ for name, module in {
     "inspect": inspect,
     "verify": verify,
     "run": run,
+    "score": score,
     "export": export,
     "plan": plan,
     "rules": rules,

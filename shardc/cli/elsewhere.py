@@ -34,6 +34,7 @@ PLACES = {
     **dict.fromkeys(("gradient-clipping", "max-grad-norm", "clip-grad-norm"), "--clip 1.0"),
     **dict.fromkeys(("train", "fit", "launch", "torchrun"), "`shardc run model.py spec.yaml` trains"),
     **dict.fromkeys(("eval", "evaluate", "test"), "`shardc run ... --eval-every N`, and engine.evaluate in Python"),
+    **dict.fromkeys(("perplexity", "logprobs"), "`shardc score model.py spec.yaml --weights DIR`"),
     **dict.fromkeys(("shard", "parallelize"), "`shardc compile model.py spec.yaml` splits a model"),
     **dict.fromkeys(
         ("estimate", "memory", "cost"),

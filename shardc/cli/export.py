@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardc.cli.common import DebugOption, check_outputs, reporting
 from shardc.errors import ShardcError
+
+if TYPE_CHECKING:
+    from shardc.cli.model_file import ModelFile
+    from shardc.runtime.state.adapter_files import OfSpec
 
 
 class Dtype(str, Enum):
@@ -26,6 +30,10 @@ def command(
     checkpoint: Annotated[Path, typer.Argument(help="folder that --save wrote", show_default=False)],
     out: Annotated[Path, typer.Argument(help="folder to write, or FILE.safetensors", show_default=False)],
     dtype: Annotated[Dtype | None, typer.Option(help="of floating-point weights; default: as saved")] = None,
+    spec: Annotated[Path | None, typer.Option(help="spec.yaml, if it puts adapters beside the model's weights")] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="the whole model, with adapters added to the weights that they are beside")
+    ] = False,
     max_file_gb: Annotated[float, typer.Option(min=0.001, help="a file has at most so many GB")] = 5.0,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace weights in OUT that shardc did not write")
@@ -39,6 +47,7 @@ def command(
         from shardc.cli import model_file
         from shardc.ir.mesh import Mesh
         from shardc.runtime.mesh.loopback import loopback
+        from shardc.runtime.state.adapters import parts
         from shardc.runtime.state.export import foreign_weights, plan, refused, skeleton, write
         from shardc.runtime.state.init import record
         from shardc.runtime.state.pretrained import named_state
@@ -53,6 +62,7 @@ def command(
         file = model_file.load(model)
         built, recipe = record(file.build)
         stored = open_weights(checkpoint).tensors
+        adapters = _adapters(file, spec, stored, merge=merge)
         own = named_state(built)
         first = {id(x): n for n, x in reversed(own.items())}
         ties = {n: first[id(x)] for n, x in own.items() if first[id(x)] != n}
@@ -63,7 +73,9 @@ def command(
         tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in own if n not in ties}
         carried = file.weights if file.weights is not None and file.weights.is_dir() else recipe.folder
         chosen = getattr(torch, dtype.value) if dtype is not None else None
-        layouts = plan(out, tensors, ties, skeleton(built), carried, chosen)
+        if adapters is not None:
+            tensors |= {n: (tuple(stored[n].shape), stored[n].dtype) for n in parts(adapters.program)}
+        layouts = plan(out, tensors, ties, skeleton(built), carried, chosen, adapters)
 
         def held(name: str) -> Iterator[tuple[Any, torch.Tensor]]:
             for box in _blocks(*tensors[name]):
@@ -79,6 +91,31 @@ def command(
 
         loopback(Mesh.of({"dp": 1}), run)
         show(f"written to {out}: {', '.join(sorted({f'{x.stem}.safetensors' for x in layouts}))}")
+
+
+def _adapters(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, merge: bool) -> OfSpec | None:
+    """The adapters of a checkpoint's program, found by compiling the spec. Raises ShardcError where one of the two has
+    some and the other has not.
+    """
+    from shardc.compile import compile
+    from shardc.ir.adapters import A
+    from shardc.runtime.state.adapter_files import OfSpec
+    from shardc.runtime.state.adapters import parts
+
+    own = file.on_meta()
+    there = [n for n in stored if n.endswith(A) and n not in own.state_dict()]
+    if spec is None:
+        if there or merge:
+            what = f"the checkpoint has adapters, such as {there[0]}" if there else "there is no spec with adapters"
+            raise ShardcError(what, where="--spec", fix="name the spec that they were trained with: --spec spec.yaml")
+        return None
+    overrides = ("data.zero=0",)
+    program = compile(own, file.batch, spec, loss=file.loss, prove=False, overrides=overrides)
+    lost = [n for n in parts(program) if n not in stored]
+    if lost or not program.adapters:
+        what = f"the checkpoint has no {lost[0]}" if lost else "the spec has no `adapters`"
+        raise ShardcError(what, where="--spec", fix="name the spec that the checkpoint was trained with")
+    return OfSpec(program, merge=merge)
 
 
 def _blocks(shape: tuple[int, ...], dtype: Any) -> Iterator[list[tuple[int, int]]]:

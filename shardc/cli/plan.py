@@ -46,6 +46,11 @@ def command(
     precision: Annotated[str, typer.Option(help="bfloat16 | float16 | float32 | pure-bfloat16 | model")] = "bfloat16",
     largest: Annotated[str | None, typer.Option(help="batch | sequence: also answer how large it may be")] = None,
     fewest: Annotated[bool, typer.Option("--fewest", help="also answer on how few devices anything fits")] = False,
+    what_if: Annotated[
+        bool,
+        typer.Option("--what-if", help="also price the spec on devices that are better in one respect, and others"),
+    ] = False,
+    tokens: Annotated[float | None, typer.Option(help="also answer how long so many tokens take, e.g. 15e12")] = None,
     headroom: Annotated[
         float | None,
         typer.Option(help="share of memory left to the allocator, NCCL and workspaces; a twentieth without it"),
@@ -83,6 +88,8 @@ def command(
                 given=given,
                 largest=largest,  # type: ignore[arg-type]  # plan refuses any other word
                 fewest=fewest,
+                what_if=what_if,
+                tokens=tokens,
                 loss=file.loss,
                 name=model,
                 on=on,
@@ -111,7 +118,7 @@ def command(
 def _print(plan: Plan, *, given: bool) -> None:
     """The table of candidates, or the parts of the one given, and the answers, on stdout."""
     from shardc.ir.units import size
-    from shardc.plan.table import breakdown, heading, table
+    from shardc.plan.table import breakdown, heading, helpful, table, waterfall
 
     out = Console(highlight=False)
     plain = not out.is_terminal
@@ -120,10 +127,16 @@ def _print(plan: Plan, *, given: bool) -> None:
     if given:
         out.print(heading(plan))
         out.print(breakdown(plan.candidates[0], plain=plain))
+        out.print(waterfall(plan.candidates[0], plain=plain))
     else:
         out.print(table(plan, plain=plain))
+    if plan.what_if:
+        out.print(helpful(plan))
     for name, answer in plan.answers.items():
-        if answer["value"] is None:
+        if name == "duration":
+            hours, every = answer["value"], answer["device_hours"]
+            out.print(f"{answer['tokens']:.3g} tokens: {hours:,.1f} hours, {every:,.0f} device-hours")
+        elif answer["value"] is None:
             out.print(f"{name}: none")
         elif not answer["value"]:
             out.print(f"{name}: nothing fits")

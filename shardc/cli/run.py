@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import tempfile
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,6 +103,10 @@ def command(
             "--new-schedule", help="resume with the model file's learning rates and schedule, not the checkpoint's"
         ),
     ] = False,
+    new_data: Annotated[
+        bool,
+        typer.Option("--new-data", help="resume with the data from its beginning, not from where the checkpoint stood"),
+    ] = False,
     weights: Annotated[
         Path | None,
         typer.Option(help="begin from these: a folder or file of safetensors, a torch file, or what --save wrote"),
@@ -157,9 +161,8 @@ def command(
     debug: DebugOption = False,
 ) -> None:
     """Train: starts one process a rank on this machine, or joins the world of torchrun or Slurm."""
-    from shardc.cli import model_file, worker
+    from shardc.cli import worker
     from shardc.runtime import launch
-    from shardc.runtime.mesh import presence
     from shardc.spec import Run
 
     # a shell leaves the `~` of --save=~/runs as it is
@@ -174,12 +177,8 @@ def command(
         check_outputs(folders={"--save": save, "--log": log if first else None})
         _check_options(clip=clip, seed=seed, watch=watch, timeout=timeout)
         joined = launch.in_world()
-        shared = compile_once.meeting() if joined and not is_artifact(model) else None
-        compile_once.check(shared)  # else this process would wait for a first one that has gone
-        here = presence.begin(*(() if watch is None else (watch,))) if joined else None
-        world = int(os.environ["WORLD_SIZE"]) if joined else nproc
 
-        def compiled() -> Program:
+        def compiled(world: int | None) -> Program:
             return program_of(
                 model,
                 spec,
@@ -194,14 +193,7 @@ def command(
                 as_compiled=as_compiled,
             )
 
-        def read(found: Path) -> Program:
-            if not model.startswith("hf:"):
-                model_file.imported(model_file.path_of(model))  # it may register ops
-            return program_of(str(found), None, None, None, None, None, as_compiled=True)
-
-        first = os.environ.get("LOCAL_RANK", "0") == "0"
-        with here.activity.during("compiling") if here is not None else nullcontext():
-            program = stack.enter_context(compile_once.once(shared, first=first, compiled=compiled, read=read))
+        program, world = stack.enter_context(compile_once.in_world(model, nproc, compiled, watch=watch))
         run = _settings(
             program.spec.run if program.spec is not None else Run(),
             steps=steps,
@@ -227,20 +219,23 @@ def command(
         if new_schedule and resume is None and not run.auto_resume:
             fix = "name the checkpoint, --resume DIR; a run that begins has the model file's schedule anyway"
             raise ShardcError("there is no checkpoint whose schedule it would replace", where="--new-schedule", fix=fix)
+        if new_data:
+            _check_new_data(save, resume)
         if run.auto_resume and resume is None:
             resume = _checkpoint(save)
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun's own --max-restarts
+            new_data = new_data and _checkpoint(save) is None
             resume = _checkpoint(save) or resume
             overwrite = overwrite or resume is None
         compiled_before = is_artifact(model)
         ref = model_ or (model_of(program.meta) if compiled_before else program.meta["model_ref"])
         _check(program, ref, model, resume, world)
-        if compiled_before and first:
+        if compiled_before and os.environ.get("LOCAL_RANK", "0") == "0":
             given = {"save": save_given, "log": log_given}
             writes = {n: str(getattr(run, n)) for n, x in given.items() if x is None and getattr(run, n)}
             writes |= {f"offload: {n}": x for n, x in program.offload.used.items() if x != "cpu"}
             say_whose(model, "" if model_ else ref, writes)
-        _check_weights(weights)
+        check_weights(weights)
         _check_folders(save, log, resume, overwrite=overwrite)
         if compiled_before:
             artifact = Path(model)
@@ -258,6 +253,7 @@ def command(
             resume=str(resume or ""),
             last_good=last_good,
             new_schedule=new_schedule,
+            new_data=new_data,
             weights=str(weights.resolve() if weights else ""),
             quiet=as_json,
             result=str(folder / "result.json"),
@@ -266,15 +262,17 @@ def command(
             joined=joined,
             debug=debug,
         )
-        status = _train(job, folder, program, show)
+        status = start(job, folder, program, show)
         for restart in range(1, run.max_restarts + 1):
             if joined or status != FAILED:
                 break
-            again = _checkpoint(save) or resume
+            own = _checkpoint(save)
+            again = own or resume
             where = f"the checkpoint in {again}" if again else "the beginning"
             print(f"restart {restart} of {run.max_restarts}, from {where}", file=sys.stderr, flush=True)
-            job = dataclasses.replace(job, resume=str(again or ""), overwrite=overwrite and not again)
-            status = _train(job, folder, program, show)
+            overwrite, new_data = overwrite and not again, new_data and not own  # its own knows where the data stands
+            job = dataclasses.replace(job, resume=str(again or ""), overwrite=overwrite, new_data=new_data)
+            status = start(job, folder, program, show)
         result = Path(job.result)
         if status == 0 and not joined and not result.exists():
             what = "rank 0 ended with status 0 before the last step, and nothing was saved then"
@@ -331,6 +329,19 @@ def _settings(run: Run, **options: Any) -> Run:
     return run
 
 
+def _check_new_data(save: Path | None, resume: Path | None) -> None:
+    """A run that is begun again goes on from its own checkpoints, with the data where they stood: so they lie apart
+    from those that it began with.
+    """
+    if resume is None:
+        what = "there is no checkpoint whose place in the data it would replace"
+        fix = "name the checkpoint, --resume DIR; a run that begins reads its data from the beginning anyway"
+        raise ShardcError(what, where="--new-data", fix=fix)
+    if save is not None and save.resolve() in (resume.resolve(), *resume.resolve().parents):
+        what = f"--save names {save}, where it resumes from: a restart could not tell which data its checkpoints are of"
+        raise ShardcError(what, where="--new-data", fix="save to another folder")
+
+
 def _checkpoint(save: Path | None) -> Path | None:
     """The folder of --save, if there is a finished checkpoint in it."""
     return save if save is not None and _in_use(save / "checkpoint") else None
@@ -349,6 +360,11 @@ def _check(program: Program, file: str | None, model: str, resume: Path | None, 
         if not (checkpoint_folder.is_one(folder) or checkpoint_folder.generations(folder)):
             error = checkpoint_folder.none_in(folder)
             raise ShardcError(error.what, where=f"--resume {resume}", fix=error.fix)
+    check_ranks(program, file, model, world)
+
+
+def check_ranks(program: Program, file: str | None, model: str, world: int | None) -> None:
+    """Raises ShardcError for another number of ranks than the mesh's, and where no model file is known."""
     if world is not None and world != program.mesh.world:
         what = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
         raise ShardcError(what, where="--nproc", fix="change --mesh, or leave --nproc out")
@@ -360,7 +376,8 @@ def _check(program: Program, file: str | None, model: str, resume: Path | None, 
         )
 
 
-def _check_weights(weights: Path | None) -> None:
+def check_weights(weights: Path | None) -> None:
+    """Raises ShardcError where --weights names none."""
     from shardc.runtime.state.weight_files import has_weights
 
     if weights is not None and not has_weights(weights):
@@ -403,7 +420,7 @@ def _in_use(path: Path) -> bool:
     return bool(generations(path)) if path.is_dir() else path.exists()
 
 
-def _train(job: Job, folder: Path, program: Program, show: Show) -> int:
+def start(job: Job, folder: Path, program: Program, show: Show) -> int:
     """Run the job, here as one rank of a given world, or as one process a rank. Returns the exit status."""
     from shardc.cli import worker
     from shardc.runtime import launch

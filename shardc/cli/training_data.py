@@ -75,8 +75,9 @@ class Batches:
         return iter(self._source)
 
 
-def batches(engine: Any, file: Any, split: str, seed: int) -> Batches | None:
+def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = False) -> Batches | None:
     """What data(split) of a model file returns, as batches; None where that is None, or where there is no data().
+    whole: every sample of a Dataset once, in its order, in a smaller last batch too.
 
     A map-style Dataset is read by engine.loader; so is the dataset of a DataLoader that reads it in order or shuffled
     (its sampler is replaced by one that is the same on every mesh). Anything else has to yield global batches; or, of
@@ -97,7 +98,7 @@ def batches(engine: Any, file: Any, split: str, seed: int) -> Batches | None:
     seed_everything(seed, 0, *((part,) if apart else ()))
     ours = torch.initial_seed()
     try:
-        source, train = make(), split == "train"
+        source, train = make(), split == "train" and not whole
     except KeyError as e:
         if split == "valid" and e.args == (split,):
             what, fix = "data('valid') raises KeyError: 'valid'", "return None for 'valid' where nothing is held out"
@@ -105,7 +106,7 @@ def batches(engine: Any, file: Any, split: str, seed: int) -> Batches | None:
         raise
     if source is None:
         return None
-    found = _batches(source, make, engine, file, split, seed, apart=apart)
+    found = _batches(source, make, engine, file, "" if whole else split, seed, apart=apart)
     theirs = torch.initial_seed() if torch.initial_seed() != ours else _of_generator(source)
     if theirs is not None and not isinstance(source, (list, tuple)) and not _in_order(source, train=train):
         found.description += (
@@ -117,14 +118,19 @@ def batches(engine: Any, file: Any, split: str, seed: int) -> Batches | None:
 def _batches(
     source: Any, make: Callable[[], Any], engine: Any, file: Any, split: str, seed: int, *, apart: bool
 ) -> Batches:
-    train = split == "train"
+    """split: "": every sample once, in order."""
+    train, whole = split == "train", not split
     if apart:
         return _part_of_a_stream(source, make, engine, seed)
     name = split if train else None
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-        loader = engine.loader(source, shuffle=train, seed=seed, collate_fn=file.collate, name=name)
+        loader = engine.loader(
+            source, shuffle=train, seed=seed, collate_fn=file.collate, name=name, drop_last=not whole
+        )
         return Batches(loader, make, seed, local=True, resumes=True, description=_samples(loader))
     if isinstance(source, DataLoader) and (options := _taken_over(source)) is not None:
+        if whole:
+            options |= {"shuffle": False, "drop_last": False}
         loader = engine.loader(source.dataset, seed=seed, name=name, **options)
         how = "shuffled" if options["shuffle"] else "in order"
         description = f"{_samples(loader)} of a DataLoader, {how}"

@@ -27,14 +27,18 @@ from shardc.cli.save_lock import SaveLock
 from shardc.cli.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
 from shardc.cli.user_frames import place, print_error, said
 from shardc.errors import ShardcError
+from shardc.runtime.state.adapters import has_adapters_alone
 from shardc.runtime.step.op_errors import OutOfMemoryError, no_memory, out_of_memory
 from shardc.spec.run_section import Run
 from shardc.torch_private import flight_record
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardc.cli.model_file import ModelFile
     from shardc.cli.training_data import Batches
     from shardc.ir.program import Program
+    from shardc.runtime.mesh import TorchMesh
     from shardc.runtime.step.engine import Engine
 
 
@@ -45,10 +49,12 @@ class Job:
     file says.
 
     resume: folder, or "". last_good: if the last checkpoint is damaged, resume from the last that is not. new_schedule:
-    the learning rates are the model file's, not the checkpoint's. overwrite: the log begins anew. progress: folder in
-    which rank r keeps `rank<r>` (shardc.runtime.launch.Progress). result: file into which rank 0 writes the summary.
-    trust: run an edited artifact. joined: the processes were started by torchrun
-    or Slurm. debug: tracebacks show all frames, not only those of the user's code.
+    the learning rates are the model file's, not the checkpoint's. new_data: the data is read from its beginning.
+    overwrite: the log begins anew. progress: folder in which rank r keeps `rank<r>` (shardc.runtime.launch.Progress).
+    result: file into which rank 0 writes the summary. trust: run an edited artifact. joined: the processes were started
+    by torchrun or Slurm. debug: tracebacks show all frames, not only those of the user's code.
+    split: of the data that is scored (shardc.cli.scoring); "": the job is to train. rows: file for the scores of each
+    row, or "".
     """
 
     program: str
@@ -60,6 +66,7 @@ class Job:
     resume: str = ""
     last_good: bool = False
     new_schedule: bool = False
+    new_data: bool = False
     weights: str = ""
     quiet: bool = False
     result: str = ""
@@ -67,6 +74,8 @@ class Job:
     trust: bool = False
     joined: bool = False
     debug: bool = False
+    split: str = ""
+    rows: str = ""
 
     @property
     def settings(self) -> Run:
@@ -79,37 +88,20 @@ def run(job: Job) -> dict[str, Any]:
     Nothing that was trained is lost: a signal, an error in data() and a loss that is not finite all end in a
     checkpoint, after the last whole step, before they are reported.
     """
-    from shardc.artifact import load
-    from shardc.cli import model_file
     from shardc.cli.step_lines import StepLines, header
-    from shardc.recompile import Resizer
-    from shardc.runtime.launch import Progress, Told
-    from shardc.runtime.mesh.watch import told
-    from shardc.runtime.step.communicators import runtime_mesh
     from shardc.runtime.step.engine import adamw
     from shardc.runtime.step.interpreter import Interpreter
 
     signals = Signals()
     settings = job.settings
-    file = model_file.load(job.model, batch=job.batch, seq=job.seq, seed=settings.seed)
-    program = load(job.program, trust=job.trust, as_compiled=True)
-    program.resize = Resizer(file.on_meta, file.loss, {}, _compiled)
-    timeout = timedelta(seconds=settings.timeout) if settings.timeout else None
-    mesh = runtime_mesh(program, watch=settings.watch, timeout=timeout)
-    tell = Told(Path(job.progress)).say if job.progress else told
-    if job.progress:
-        mesh.activity.noted.append(Progress(Path(job.progress) / f"rank{mesh.rank}").note)
-    if mesh.watch is not None:
-        mesh.watch.tell = tell
-        if settings.log:
-            mesh.watch.record = functools.partial(_record, Path(settings.log) / f"flight-rank{mesh.rank}.json")
+    file, program, mesh, tell = joined(job)
     if settings.memory_snapshot and mesh.device.type != "cuda":
         what, fix = f"CUDA's allocator holds nothing: the run is on {mesh.device.type}", "leave it out"
         raise ShardcError(what, where="--memory-snapshot", fix=fix)
     with mesh.together("taking the folders of --save and --log"):
         folders = {"--log": settings.log or "", "--save": settings.save or ""}
         locks = SaveLock.of(folders) if mesh.rank == 0 else []
-    weights = Path(job.weights) if job.weights else file.weights
+    weights = weights_of(job, file, program)
     with mesh.together("making the engine"):
         engine = program.engine(
             file.build,
@@ -125,7 +117,8 @@ def run(job: Job) -> dict[str, Any]:
             interpreter=functools.partial(Interpreter, ranges=bool(settings.trace)),
         )
     if job.resume:
-        engine.load(checkpoints(Path(job.resume)), last_good=job.last_good, new_schedule=job.new_schedule)
+        folder = checkpoints(Path(job.resume))
+        engine.load(folder, last_good=job.last_good, new_schedule=job.new_schedule, new_data=job.new_data)
     if engine.step_count > settings.steps:
         what = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
         raise ShardcError(what, where="--steps", fix="--steps counts from the first step of all: name a later one")
@@ -139,7 +132,11 @@ def run(job: Job) -> dict[str, Any]:
     log = Path(settings.log) if first and settings.log else None
     lines = StepLines(settings.steps, out, log, append=not job.overwrite, tensorboard=settings.tensorboard)
     begin_from = (
-        [f"weights: those of {job.resume}", *["learning rates: the model file's, at its step"] * job.new_schedule]
+        [
+            f"weights: those of {job.resume}",
+            *["learning rates: the model file's, at its step"] * job.new_schedule,
+            *["data: from its beginning"] * job.new_data,
+        ]
         if job.resume
         else engine.weight_notes or [file.note] * bool(file.note)
     )
@@ -175,6 +172,40 @@ def run(job: Job) -> dict[str, Any]:
     if log is not None:
         (log / "summary.json").write_text(json.dumps(summary, indent=1))
     return summary
+
+
+def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh, Callable[[str], None]]:
+    """The model file, the program, this rank of its mesh, and what says a line for all ranks. Collective."""
+    from shardc.artifact import load
+    from shardc.cli import model_file
+    from shardc.recompile import Resizer
+    from shardc.runtime.launch import Progress, Told
+    from shardc.runtime.mesh.watch import told
+    from shardc.runtime.step.communicators import runtime_mesh
+
+    settings = job.settings
+    file = model_file.load(job.model, batch=job.batch, seq=job.seq, seed=settings.seed)
+    program = load(job.program, trust=job.trust, as_compiled=True)
+    forward = "score" if program.scores else program.forward_only and (file.outputs or True)
+    program.resize = Resizer(file.on_meta, file.loss, {}, _compiled, forward)
+    timeout = timedelta(seconds=settings.timeout) if settings.timeout else None
+    mesh = runtime_mesh(program, watch=settings.watch, timeout=timeout)
+    tell = Told(Path(job.progress)).say if job.progress else told
+    if job.progress:
+        mesh.activity.noted.append(Progress(Path(job.progress) / f"rank{mesh.rank}").note)
+    if mesh.watch is not None:
+        mesh.watch.tell = tell
+        if settings.log:
+            mesh.watch.record = functools.partial(_record, Path(settings.log) / f"flight-rank{mesh.rank}.json")
+    return file, program, mesh, tell
+
+
+def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
+    """What the weights are read from: as `weights` of program.engine. Adapters alone are put beside the model's own."""
+    if not job.weights:
+        return file.weights
+    named = Path(job.weights)
+    return (file.weights, named) if program.adapters and has_adapters_alone(named) else named
 
 
 def _check_training(program: Program, steps: int, engine: Engine) -> None:
@@ -217,6 +248,7 @@ def main(file: str) -> None:
     """Run a job, and leave at once if it fails: a rank that waits in a destructor for its
     peers would hide the cause.
     """
+    from shardc.cli import scoring
     from shardc.runtime.launch import GAVE_UP
     from shardc.runtime.mesh.failed_rank import RankFailedError
     from shardc.runtime.mesh.replicas import ReplicasDifferError
@@ -226,7 +258,7 @@ def main(file: str) -> None:
     # where DataLoaders make their files: in the folder of the run, which goes with it, also if this process is killed
     multiprocessing.current_process()._config["tempdir"] = str(Path(file).parent)  # type: ignore[attr-defined]
     try:
-        summary = run(job)
+        summary = (scoring.run if job.split else run)(job)
     except ShardcError as e:
         if isinstance(e, RankFailedError):
             time.sleep(FIRST_WORD)

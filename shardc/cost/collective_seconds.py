@@ -1,18 +1,22 @@
-"""How long one collective takes on a device: by its kind, its bytes, and by who of its ranks share a node.
+"""How long one collective takes on a device: by its kind, its bytes, and by who of its ranks share a node, or a pod.
 
-    all_gather, reduce_scatter    bytes as in a ring: each rank sends (n - 1) / n of the tensor; latency as in a tree:
-                                  that of ceil(log2 n) messages
-    all_reduce                    both, one after the other
+    all_gather, reduce_scatter    whichever is faster. A ring: each rank sends (n - 1) / n of the tensor, in n - 1
+                                  messages one after the other; every byte enters a node once, over whichever link, so
+                                  the links that a node's ranks have to other nodes add up. Or doubling (halving):
+                                  log2 n messages, each twice as large; what comes from other nodes comes over a
+                                  rank's own link
+    all_reduce                    a tree: the latency of doubling at the rate of rings, there and back; or, where a
+                                  node's switches add (`Link.adds`), one pass over them: a rank sends and receives
+                                  (n + 1) / n of the tensor
     all_to_all                    each rank sends a part of its own to every other: inside its node over the inner link,
                                   to other nodes over its own link to them, both at once
     send_recv                     from one rank to another
 
-Libraries choose by size: a tree (or halving and doubling) for small tensors, where latency counts, and a ring for large
-ones, where its n - 1 messages one after the other are little beside the bytes. So each is priced by what counts there.
-In a ring every byte enters a node once, over whichever link: the links that a node's ranks have to other nodes add up.
-The bytes of an exchange are all different, and each rank's go over its own link. (Thakur, Rabenseifner and Gropp 2005,
-"Optimization of Collective Communication Operations in MPICH".) Placement weighs the same bytes without a device:
-shardc.passes.place.transfer_cost.
+(Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; Sanders, Speck and
+Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", which NCCL's trees follow.) All
+groups of a mesh do the same at the same time, so each has its own ranks' links and no others. Placement weighs the same
+bytes without a device: shardc.passes.place.transfer_cost. Held against a simulation of links, and against published
+measurements, in tests/cost/test_links.py.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from shardc.cost.device import Device
+from shardc.cost.device import Device, Link
 
 
 def collective_seconds(device: Device, kind: str, nbytes: float, ranks: tuple[int, ...]) -> float:
@@ -32,15 +36,66 @@ def collective_seconds(device: Device, kind: str, nbytes: float, ranks: tuple[in
     n = len(ranks)
     if n <= 1:
         return 0.0
-    reaches = device.reaches.link
-    inner, outer = device.within.bandwidth * reaches, device.between.bandwidth * reaches
-    together = max(Counter(r // device.node for r in ranks).values())  # in one node; each has its own link to others
-    latency = (device.within if together == n else device.between).latency
-    ring = inner if together == n else min(inner, outer * together)
+    hops = _hops(device, ranks)
+    last = hops[-1][0]
     if kind == "send_recv":
-        return latency + nbytes / ring
-    start = latency * math.ceil(math.log2(n))
+        return last.latency + nbytes / _rate(device, last, 1)
     if kind == "all_to_all":
-        return start + max(nbytes * (together - 1) / n / inner, nbytes * (n - together) / n / outer)
-    rounds = 2 if kind == "all_reduce" else 1
-    return rounds * (start + nbytes * (n - 1) / n / ring)
+        sent = max(nbytes * peers / n / _rate(device, link, peers) for link, peers, _ in hops)
+        return last.start + _rounds(hops) + sent
+    each = 0.0  # seconds per byte of a ring
+    for link, peers, near in hops:
+        # the other messages leave the node, and use its links to others, also those that leave a pod
+        stays = peers / (near + peers) if link is device.within and link is not last else 1.0
+        each = max(each, stays / (_rate(device, link, peers) * near))
+    around = nbytes * (n - 1) / n * each
+    if kind == "all_reduce":
+        there_and_back = 2 * around
+        if len(hops) == 1 and last.adds:
+            there_and_back = min(there_and_back, nbytes * (n + 1) / n / (last.bandwidth * last.adds))
+        return last.start + 2 * _rounds(hops) + there_and_back
+    ring = sum(
+        link.latency * (n / near - (n / (near + peers) if link is not last else 1)) for link, peers, near in hops
+    )
+    doubled = sum(nbytes * peers / n / _rate(device, link, peers) for link, peers, _ in hops)
+    return last.start + min(ring + around, _rounds(hops) + doubled)
+
+
+def _rounds(hops: list[tuple[Link, int, int]]) -> float:
+    """Seconds of latency where in each round as many ranks again are reached, near ones first."""
+    return sum(link.latency * math.ceil(math.log2((near + peers) / near)) for link, peers, near in hops)
+
+
+def reach(device: Device, ranks: tuple[int, ...]) -> int:
+    """The widest kind of link that these ranks use: 0 inside a node, 1 between nodes, 2 between pods. What goes over
+    the same kind at the same time shares it.
+    """
+    return max(i for i, size in enumerate([1, *_domains(device)]) if len({r // size for r in ranks}) > 1)
+
+
+def _hops(device: Device, ranks: tuple[int, ...]) -> list[tuple[Link, int, int]]:
+    """The links that the ranks use, inner ones first: each with the number of other ranks that one reaches over it, and
+    how many ranks' links of that kind a byte of a ring may take that leaves what they have in common.
+    """
+    found = []
+    near = 1  # ranks with whom one shares all smaller domains, itself included
+    for link, size in zip(_links(device), [*_domains(device), math.inf], strict=True):
+        shared = max(Counter(r // size for r in ranks).values())
+        if shared > near:
+            found.append((link, shared - near, near))
+            near = shared
+    return found
+
+
+def _links(device: Device) -> list[Link]:
+    return [device.within, device.between, *([device.beyond] if device.beyond is not None else [])]
+
+
+def _domains(device: Device) -> list[int]:
+    """Devices in a node, and in a pod."""
+    return [device.node, *([device.pod] if device.pod is not None and device.beyond is not None else [])]
+
+
+def _rate(device: Device, link: Link, peers: int) -> float:
+    """Bytes per second that large messages to so many others reach."""
+    return min(link.bandwidth, (link.peer or math.inf) * peers) * (link.reaches or device.reaches.link)

@@ -8,6 +8,7 @@ device("cpu")         as measured by `shardc device --measure`; also "cuda"
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from importlib import resources
@@ -16,9 +17,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shardc import text_file
+from shardc.cost.ledger import Op
 from shardc.errors import Errors, ShardcError
 from shardc.ir.patterns import nearest
 
@@ -35,26 +37,77 @@ class _Section(BaseModel):
 
 
 class Link(_Section):
-    """bandwidth: bytes per second that one device sends, while it receives as many; latency: seconds."""
+    """bandwidth: bytes per second that one device sends, while it receives as many: where several share a network card,
+    its part. latency: seconds of a message; start: and, once, of a collective: its kernel, and ranks that wait for each
+    other.
+
+    reaches: the share of it that large collectives reach, where that is not the device's `reaches.link`. adds: the
+    share that a sum reaches which the link's switches compute (NVLink SHARP); 0: they do not. peer: bytes per second to
+    any one other device, where that is less: links that lead to each of a node's others.
+    """
 
     bandwidth: Positive
     latency: Annotated[float, Field(ge=0)]
+    start: Annotated[float, Field(ge=0)] = 0.0
+    reaches: Share | None = None
+    adds: Annotated[float, Field(ge=0, le=1)] = 0.0
+    peer: Positive | None = None
 
 
 class Reaches(_Section):
-    """The shares of a device's peaks that large ops reach."""
+    """The shares of a device's peaks that large ops reach. attention: of `flops`, that its kernels reach; computing: of
+    all rates, while a collective runs beside, whose kernels take some of the device.
+    """
 
     flops: Share = 1.0
     bandwidth: Share = 1.0
     link: Share = 1.0
+    attention: Share | None = None
+    computing: Share = 1.0
+
+
+class Products(_Section):
+    """What a product of [m, k] by [k, n] reaches of `flops` × `reaches.flops`, by its shape. A result is cut into
+    tiles, of which `units` are computed at once: the last round may have fewer, and a tile at the edge be cut. Before
+    and after a tile's k steps a unit takes as long as `ramp` more.
+
+    tiles: (rows, columns, share of the peak) that libraries choose from. (NVIDIA, "Matrix Multiplication Background
+    User's Guide": tile and wave quantization.)
+    """
+
+    tiles: tuple[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)], Share], ...]
+    units: Annotated[int, Field(ge=1)] = 1
+    ramp: Annotated[float, Field(ge=0)] = 0.0
+
+    def share(self, m: int, n: int, k: float, many: int = 1) -> float:
+        """Of the peak, that `many` products of this shape reach together; with k cut into parts where that gives all
+        units work.
+
+        >>> Products(tiles=((128, 256, 1.0),), units=128).share(2048, 2048, 4096)
+        1.0
+        >>> Products(tiles=((128, 256, 1.0),), units=128).share(2048, 2176, 4096)    # 16 of 128 in a second round
+        0.53125
+        """
+        least = math.inf
+        for rows, columns, share in self.tiles:
+            tiles = many * math.ceil(m / rows) * math.ceil(n / columns)
+            for parts in (1, 2, 4, 8, 16):
+                rounds = math.ceil(tiles * parts / self.units)
+                least = min(least, rounds * rows * columns * (k / parts + self.ramp) / share)
+                if tiles * parts >= self.units:
+                    break
+        return many * m * n * k / (least * self.units)
 
 
 class Device(_Section):
     """source: where the numbers are from. kind: a CPU makes masks in blocks, a GPU as a whole. memory: bytes.
 
     flops: per second of a matrix product, by dtype. bandwidth: bytes of memory read or written per second. launch: the
-    least seconds that an op takes. reaches: shares of these peaks. node: devices in a node; within, between: links
-    inside of a node and between nodes.
+    least seconds that an op takes. host: seconds in which the host starts one, at least; it may be ahead of the device.
+    reaches: shares of these peaks; products: what one of them reaches, by its shape.
+
+    node: devices in a node; within, between: links inside of a node and between nodes. pod: devices in a pod, whose
+    nodes reach each other at the full rate of `between`; beyond: the link to other pods.
     """
 
     name: str
@@ -64,39 +117,82 @@ class Device(_Section):
     flops: Mapping[str, Positive]
     bandwidth: Positive
     launch: Annotated[float, Field(ge=0)] = 0.0
+    host: Annotated[float, Field(ge=0)] = 0.0
     reaches: Reaches = Reaches()
+    products: Products | None = None
     node: Annotated[int, Field(ge=1)] = 1
     within: Link
     between: Link
+    pod: Annotated[int, Field(ge=1)] | None = None
+    beyond: Link | None = None
+
+    @model_validator(mode="after")
+    def _pods(self) -> Device:
+        if (self.pod is None) != (self.beyond is None):
+            raise ValueError("pod and beyond belong together: devices in a pod, and the link to other pods")
+        if self.pod is not None and (self.pod % self.node or self.pod <= self.node):
+            raise ValueError(f"a pod has several whole nodes of {self.node} devices, not {self.pod} devices")
+        return self
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """The peak of products in a dtype; of a dtype that is not listed, that of the slowest."""
         name = str(dtype).removeprefix("torch.")
         return self.flops.get(name, min(self.flops.values()))
 
-    def op_seconds(self, flops: float, traffic: float, dtype: torch.dtype) -> float:
-        """Of one op: its flops or its memory traffic in bytes, whichever takes longer."""
-        compute = flops / (self.flops_per_second(dtype) * self.reaches.flops)
-        return max(compute, traffic / (self.bandwidth * self.reaches.bandwidth), self.launch)
+    def op_seconds(self, op: Op) -> float:
+        """Its flops or its memory traffic in bytes, whichever takes longer."""
+        return max(self.product_seconds(op), self.traffic_seconds(op), self.launch)
+
+    def product_seconds(self, op: Op) -> float:
+        """Of its flops, without those that its kernel leaves out."""
+        if not op.flops:
+            return 0.0
+        peak = self.flops_per_second(op.dtype)
+        if op.attention:
+            return (op.flops - op.masked) / (peak * (self.reaches.attention or self.reaches.flops))
+        share = 1.0
+        if self.products is not None and op.matrices:
+            many, m, n = op.matrices
+            share = self.products.share(m, n, op.flops / (2 * many * m * n), many)
+        return op.flops / (peak * self.reaches.flops * share)
+
+    def traffic_seconds(self, op: Op) -> float:
+        """Of the bytes that it reads and writes."""
+        return op.traffic / (self.bandwidth * self.reaches.bandwidth)
 
     def to_yaml(self) -> str:
         """The device as a file, with units in comments."""
-        flops = ", ".join(f"{k}: {n:.3e}" for k, n in self.flops.items())
-        reaches = ", ".join(f"{k}: {n}" for k, n in self.reaches)
-        links = [
-            f"{{bandwidth: {link.bandwidth:.3e}, latency: {link.latency:.2e}}}" for link in (self.within, self.between)
-        ]
-        return (
-            f"name: {self.name}\nsource: {json.dumps(self.source)}\nkind: {self.kind}\n"
-            f"memory: {self.memory:.4e}   # bytes\n"
-            f"flops: {{{flops}}}   # per second, of products of matrices\n"
-            f"bandwidth: {self.bandwidth:.3e}   # bytes of memory per second, read and written\n"
-            f"launch: {self.launch:.2e}   # the least seconds of an op\n"
-            f"reaches: {{{reaches}}}   # shares of these peaks that large ops reach\n"
-            f"node: {self.node}   # devices in a node\n"
-            f"within: {links[0]}   # bytes per second and direction of one device; seconds\n"
-            f"between: {links[1]}\n"
-        )
+        lines = []
+        for name, value in self.model_dump(exclude_none=True, exclude_defaults=True, mode="json").items():
+            text = _yaml(value)
+            lines.append(f"{name}: {text}" + (f"   # {_UNITS[name]}" if name in _UNITS else ""))
+        return "\n".join(lines) + "\n"
+
+
+#: What a device's fields are, in its file.
+_UNITS = {
+    "memory": "bytes",
+    "flops": "per second, of products of matrices",
+    "bandwidth": "bytes of memory per second, read and written",
+    "launch": "the least seconds of an op",
+    "host": "seconds: the host starts no more ops than one in so many",
+    "reaches": "shares of these peaks that large ops reach",
+    "products": "tiles: rows, columns, share",
+    "node": "devices in a node",
+    "within": "bytes per second and direction of one device; seconds",
+    "pod": "devices in a pod",
+}
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_yaml(x)}" for k, x in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    large = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and not (1e-3 <= abs(value) < 1e6 or not value)
+    )
+    return f"{value:.4e}" if large else json.dumps(value)
 
 
 def names() -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -331,7 +331,9 @@ class _Engine(Engine):
     its actions.
     """
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> None:
+    def _check_optimizer(
+        self, optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor], whole: Sequence[torch.optim.Optimizer]
+    ) -> None:
         """Tensors without data prove nothing."""
 
     def _check_trains(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardc.ir.flops import flops_of, traffic_of
+from shardc.ir.flops import flops_of, is_attention, masked_share, matrices_of, traffic_of
 from shardc.runtime.mesh import CommRecord
 from shardc.torch_private import TorchDispatchMode, current_backward, fake_device, pytree
 
@@ -82,13 +82,19 @@ class Storage:
 class Op(NamedTuple):
     """An op that ran. traffic: bytes of memory that it reads and writes. dtype: of its first floating operand.
 
-    of, shape: of a matrix product, the program's op that it belongs to, and its result's shape."""
+    of, shape: of an op with products, the program's op that it belongs to, and its result's shape. matrices: (how many,
+    rows, columns) of the products' results. attention: it is a kernel for it; masked: flops of its kind that a kernel
+    leaves out, as a mask empties them.
+    """
 
     flops: int
     traffic: int
     dtype: torch.dtype
     of: str = ""
     shape: tuple[int, ...] = ()
+    matrices: tuple[int, int, int] | tuple[()] = ()
+    attention: bool = False
+    masked: int = 0
 
 
 class Sent(NamedTuple):
@@ -214,6 +220,12 @@ class Ledger(TorchDispatchMode):
             floating = [x.dtype for x in (*operands, *results) if x.dtype.is_floating_point]
             op = Op(flops_of(func, args, kwargs or {}, result), traffic, floating[0] if floating else results[0].dtype)
             if op.flops:
-                op = op._replace(of=self._forward_op(), shape=tuple(map(int, results[0].shape)))
+                op = op._replace(
+                    of=self._forward_op(),
+                    shape=tuple(map(int, results[0].shape)),
+                    matrices=matrices_of(func, result),
+                    attention=(attention := is_attention(func)),
+                    masked=int(op.flops * masked_share(func, args, kwargs or {})) if attention else 0,
+                )
             (self.parts[-1].work if self._fusing is None else self._fusing).append(op)
         return result

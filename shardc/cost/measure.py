@@ -33,7 +33,7 @@ SECONDS, ROUNDS = 0.6, 4
 #: Bytes of a tensor that fits into no cache of a CPU.
 LARGE = 2**28
 #: Of a link: bytes of the large message, calls of the small one, rounds of both.
-MESSAGE, CALLS, RUNS = 2**25, 200, 5
+MESSAGES = 2**25, 200, 5
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Kind = Literal["cpu", "cuda"]
 
@@ -145,27 +145,31 @@ def _link_between_processes(backend: str, threads: int) -> Link:
         tempfile.TemporaryDirectory(prefix="shardc-links-") as folder,
         ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool,
     ):
-        (large, small), _ = pool.map(partial(_link_process, backend=backend, threads=threads, folder=folder), range(2))
-    return Link(bandwidth=MESSAGE / max(large - small, 1e-9), latency=small / 2)
+        process = partial(_link_process, backend=backend, threads=threads, folder=folder, messages=MESSAGES)
+        (large, small), _ = pool.map(process, range(2))
+    return Link(bandwidth=MESSAGES[0] / max(large - small, 1e-9), latency=small / 2)
 
 
-def _link_process(rank: int, backend: str, threads: int, folder: str) -> tuple[float, float]:
+def _link_process(
+    rank: int, backend: str, threads: int, folder: str, messages: tuple[int, int, int]
+) -> tuple[float, float]:
     """One of the two: seconds of a large and of a small all_reduce."""
     torch.set_num_threads(threads)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    large = _all_reduce_seconds(torch.zeros(MESSAGE // 4, device=device), 1)
-    small = _all_reduce_seconds(torch.zeros(1, device=device), CALLS)
+    nbytes, calls, rounds = messages
+    large = _all_reduce_seconds(torch.zeros(nbytes // 4, device=device), 1, rounds)
+    small = _all_reduce_seconds(torch.zeros(1, device=device), calls, rounds)
     dist.destroy_process_group()
     return large, small
 
 
-def _all_reduce_seconds(x: torch.Tensor, calls: int) -> float:
+def _all_reduce_seconds(x: torch.Tensor, calls: int, rounds: int) -> float:
     """Seconds of one all_reduce: the best round's mean."""
     best = float("inf")
-    for _ in range(RUNS + 1):
+    for _ in range(rounds + 1):
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(calls):

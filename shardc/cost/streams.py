@@ -7,8 +7,8 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from shardc.cost.clock import Clock
-from shardc.cost.ledger import Op, Part, Sent
+from shardc.cost.clock import Clock, Flight
+from shardc.cost.ledger import Op, Part
 from shardc.runtime.mesh import CommRecord
 
 _ACTION = re.compile(r"\d+(F|B|I|W)\d*")
@@ -42,6 +42,7 @@ class Streams(Clock):
     spans: list[Span] = field(default_factory=list)
     computing: list[tuple[str, float, float]] = field(default_factory=list)
     _open: list[Span] = field(default_factory=list)
+    _of: dict[int, Span] = field(default_factory=dict)
     _part: str = ""
 
     def run(self, part: Part) -> float:
@@ -49,9 +50,7 @@ class Streams(Clock):
         self._part = _WAYS[action[1]] if action else part.name
         return super().run(part)
 
-    def compute(self, w: Op) -> None:
-        begin = self.now
-        super().compute(w)
+    def ran(self, w: Op, begin: float) -> None:
         if self.computing and self.computing[-1][0] == self._part and self.computing[-1][2] == begin:
             begun = self.computing.pop()[1]
         else:
@@ -63,9 +62,13 @@ class Streams(Clock):
             if (together := min(self.now, span.end) - max(begin, span.begin)) > 0:
                 span.behind[self._part, w.of] += together
 
-    def started(self, w: Sent, begin: float, end: float) -> None:
-        self.spans.append(Span(w.record, begin, end))
+    def started(self, flight: Flight) -> None:
+        self.spans.append(Span(flight.record, flight.begin, flight.end))
         self._open.append(self.spans[-1])
+        self._of[id(flight)] = self.spans[-1]
+
+    def delayed(self, flight: Flight) -> None:
+        self._of[id(flight)].end = flight.end
 
     def waited_for(self, record: CommRecord, seconds: float) -> None:
         super().waited_for(record, seconds)

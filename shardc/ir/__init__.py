@@ -9,7 +9,9 @@ graph           small functions on fx graphs; source: the user's line that somet
 pieces          lines of a lowered text that are compiled as one
 forward_record  what forward and loss were, for a run that goes on
 outputs         values that a step gives beside its loss
+adapters        matrices of low rank beside weights, and which weights are frozen
 layers          what names say of repeated layers; patterns: globs over a model's names
 units           bytes, rates and counts for people
+matrices        what an optimizer over whole matrices sees, and who steps which
 assumed_machine what the compiler weighs work against communication by; flops: of one op
 """

@@ -26,6 +26,51 @@ def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 
 
+#: Attention by causal mask: the index of the flag among the arguments. Kernels compute blocks of so many rows and
+#: columns, and leave those out that the mask empties.
+_CAUSAL = {
+    aten._scaled_dot_product_flash_attention.default: 4,
+    aten._scaled_dot_product_efficient_attention.default: 6,
+    aten._scaled_dot_product_cudnn_attention.default: 6,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
+    aten._scaled_dot_product_flash_attention_backward.default: 11,
+    aten._scaled_dot_product_efficient_attention_backward.default: 11,
+}
+BLOCK = 128
+
+
+def is_attention(op: Any) -> bool:
+    return op in _CAUSAL
+
+
+def masked_share(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The share of attention's flops that a kernel leaves out, as a causal mask empties their blocks. (A mask that is
+    given as a tensor is not looked at: kernels do not either.)
+    """
+    at = _CAUSAL[op]
+    if not (args[at] if len(args) > at else kwargs.get("is_causal", False)):
+        return 0.0
+    first = 1 if "backward" in op.overloadpacket.__name__ else 0
+    rows, columns = (math.ceil(int(x.shape[-2]) / BLOCK) for x in args[first : first + 2])
+    return 1 - sum(min(i + 1, columns) for i in range(rows)) / (rows * columns)
+
+
+def matrices_of(op: Any, result: Any) -> tuple[int, int, int] | tuple[()]:
+    """(how many, rows, columns) of the results of products of matrices; a convolution is one product, for all of its
+    places. () for other ops.
+    """
+    x = result[0] if isinstance(result, (tuple, list)) else result
+    if op.overloadpacket in _PRODUCTS:
+        return math.prod(x.shape[:-2]), int(x.shape[-2]), int(x.shape[-1])
+    if op.overloadpacket in _CONVOLUTIONS and x.dim() > 2:
+        return 1, x.numel() // x.shape[1], int(x.shape[1])
+    return ()
+
+
+_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm}
+_CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten._slow_conv2d_forward}
+
 #: Ops that take memory and leave it as it is: they move nothing, and a GPU runs nothing for them.
 _ALLOCATES = {
     *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default),
@@ -39,10 +84,42 @@ def traffic_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     """
     if op.is_view or op in _ALLOCATES:
         return None
-    results, operands = pytree.tree_leaves(result), pytree.tree_leaves((args, kwargs))
-    if not any(isinstance(x, Tensor) for x in results):
+    results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+    if not results:
         return None
-    return sum(x.numel() * x.element_size() for x in (*operands, *results) if isinstance(x, Tensor))
+    written = sum(map(_bytes, results))
+    packet = op.overloadpacket
+    if packet in _PICK:  # of the first operand, as much as is picked
+        return 2 * written + sum(_bytes(x) for x in pytree.tree_leaves(args[1:]) if isinstance(x, Tensor))
+    rest = {k: x for k, x in kwargs.items() if k != "out"}
+    skipped = args[_OF_CLASSES[packet]] if packet in _OF_CLASSES else None
+    operands = pytree.tree_leaves((args[int(packet in _WRITTEN) :], rest))
+    read = [x for x in operands if isinstance(x, Tensor) and x is not skipped]
+    return written + sum(map(_bytes, read))
+
+
+def _bytes(x: Tensor) -> int:
+    """What is moved: of an expanded tensor, what it has in memory."""
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+#: They read of their first operand what they pick, and no more.
+_PICK = {
+    *(aten.embedding, aten.index_select, aten.index, aten.gather, aten.take, aten.take_along_dim, aten.slice_copy),
+    *(aten.select_copy, aten._unsafe_index),
+}
+#: Their first operand is written, or looked at for its shape, and not read.
+_WRITTEN = {
+    *(aten.copy_, aten.zero_, aten.fill_, aten.normal_, aten.uniform_, aten.zeros_like, aten.ones_like),
+    *(aten.full_like, aten.new_zeros, aten.new_full, aten.new_ones),
+}
+#: Losses by class: the operand with a number for each class, of which they read one a row, or none.
+_OF_CLASSES = {
+    aten.nll_loss_forward: 0,
+    aten.nll_loss2d_forward: 0,
+    aten.nll_loss_backward: 1,
+    aten.nll_loss2d_backward: 1,
+}
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:

@@ -36,8 +36,9 @@ class Shard:
     first entries, and the gradient of padding is zero; elsewhere padding may hold any finite number: what sums it away
     sets it to zero first.
     mirrored: of the `split` blocks, an even number, every second one is dealt out backwards: with split=2 rank r of n
-    has parts r and 2 n - 1 - r of 2 n, a zigzag, which evens out causal work. Inputs' sequences are (`balance:
-    zigzag`), and what follows from them; parameters never are."""
+    has parts r and 2 n - 1 - r of 2 n, a zigzag, which evens out causal work. Padding lies behind all 2 n parts, so at
+    the end of what a rank has, as elsewhere. Inputs' sequences are mirrored (`balance: zigzag`), and what follows from
+    them; parameters never are."""
 
     dim: int
     split: int = 1
@@ -141,10 +142,8 @@ class Layout:
             n = mesh.size(axis)
             if s.dim >= len(shape):
                 return f"dim {s.dim} does not exist in a tensor of {len(shape)} dims"
-            if s.mirrored and (s.padding or s.sections or self._free(axis, mesh) % 2):
-                return (
-                    f"{axis} deals dim {s.dim} out in a zigzag, which neither padding nor another axis may cut through"
-                )
+            if s.mirrored and (s.sections or self._free(axis, mesh) % 2 or (s.padding and s.split % (2 * s.blocks))):
+                return f"{axis} deals dim {s.dim} out in a zigzag, which no other axis may cut through"
             if s.padding and (s.sections or s.split % s.blocks or shape[s.dim] % s.blocks):
                 return f"padding of {s.blocks} blocks does not fit {s}"
             for part in s.sections or (s.padded(shape[s.dim]),):

@@ -47,6 +47,7 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
+from shardc.ir.adapters import Adapter
 from shardc.ir.mesh import Mesh
 from shardc.ir.outputs import MEAN_SCORE, SCORE, SCORED, Output
 from shardc.ir.placement import Layout, Shard
@@ -56,6 +57,7 @@ from shardc.ir.units import count, plural
 if TYPE_CHECKING:
     from shardc.cost import Cost, Device
     from shardc.ir.forward_record import ForwardRecord
+    from shardc.ir.matrices import Cut
     from shardc.runtime.schedule import Schedule
     from shardc.runtime.step.engine import Engine
     from shardc.runtime.step.forward import Forward
@@ -165,7 +167,7 @@ class Param(Stored):
     shape, dtype: global. layout: how it is stored. reduce: axes over which its gradient is summed.
     order: position in which backward finishes its gradient (0 = first). bucket: index of its gradient bucket, -1 =
     none.
-    stages: of a pipeline: those that use it, whose ranks have it.
+    stages: of a pipeline: those that use it, whose ranks have it. frozen: the spec says that it is not trained.
     """
 
     name: str
@@ -180,6 +182,7 @@ class Param(Stored):
     bucket: int = -1
     stages: tuple[int, ...] = ()
     members: tuple[str, ...] = ()
+    frozen: bool = False
 
     @property
     def value(self) -> Value:
@@ -397,7 +400,7 @@ class Program:
     gradients up.
     prologue: what runs on all microbatches first; output `(summands, ())`, whose sums over microbatches are
     `ops.total(mesh, i)`.
-    outputs: what a step gives beside the loss (shardc.ir.outputs).
+    outputs: what a step gives beside the loss (shardc.ir.outputs). adapters: of the spec, beside weights that stay.
     axis: mesh axis over which the stages are spread; "" = there is one stage, on every rank. schedule: who runs which
     of them when."""
 
@@ -411,6 +414,7 @@ class Program:
     microbatches: int = 1
     prologue: Stage | None = None
     outputs: tuple[Output, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
     spec: Spec | None = None
     notes: tuple[str, ...] = ()  # what a user should know: gathers that no annotation implies, replicated ops, ...
     #: JSON-able facts for people and reports: model name, versions, seconds. Nothing acts on them.
@@ -422,6 +426,9 @@ class Program:
     #: What the engine multiplies the loss by before backward: a number, or "dynamic".
     loss_scale: float | str | None = None
     offload: OffloadPlaces = OffloadPlaces()
+    #: How parameters are cut into the matrices of an optimizer that needs them whole, by placeholder name (others: not
+    #: at all); None: the spec says nothing of it.
+    matrices: Mapping[str, tuple[Cut, ...]] | None = None
     #: Numbers of the batch that are no tensors, which the graph has in it: (path, value).
     baked: tuple[tuple[tuple[str | int, ...], float | str], ...] = ()
     #: Is what the graph computes with dropout and BatchNorm switched what the model computes in eval mode? "untried":

@@ -8,7 +8,7 @@ estimate        a first price of every choice               exact_price     an e
 headroom        how much of a device's memory it may take
 search          from estimates to exact prices              largest_that_fits    the largest batch or sequence that fits
 table           the plan as a table                         annotated_yaml  the best spec, with reasons as comments
-picture         the plan as a plot of time and memory
+picture         the plan as a plot of time and memory      what_if         what would help most
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def plan(
     given: str | Path | Mapping[str, Any] | Spec | None = None,
     largest: Literal["batch", "sequence"] | None = None,
     fewest: bool = False,
+    what_if: bool = False,
+    tokens: float | None = None,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     name: str = "",
     on: Callable[[str, int, int], None] = lambda subject, done, total: None,
@@ -59,6 +61,8 @@ def plan(
     headroom: share of a device's memory left to the allocator, NCCL and kernels' workspaces.
     given: price only this spec; devices is then the size of its mesh. largest: also find out how many rows, or how long
         a sequence, the best spec (or the given one) can take. fewest: also find out on how few devices anything fits.
+    what_if: also price the best spec (or the given one) on devices that are better in one respect, and on others.
+    tokens: also say how long so many take, of a model whose rows are sequences.
     on: called with what is being priced: (subject, done, total).
     Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """
@@ -80,6 +84,8 @@ def plan(
         )
     if largest not in (None, "batch", "sequence"):
         raise ShardcError(f"cannot search for the largest {largest!r}", where="--largest", fix="name batch or sequence")
+    if tokens is not None and not tokens > 0:
+        raise ShardcError(f"{tokens} tokens are too few", where="--tokens", fix="name a number, such as 1e12")
     on("capturing", 0, 0)
     planner = Planner(Subject.of(model, batch, loss), on_device, precision, headroom, name or type(model).__name__, on)
     if given is not None:
@@ -91,4 +97,8 @@ def plan(
         result = planner.largest(result, largest, given=given is not None)
     if fewest:
         result = planner.fewest(result)
+    if what_if:
+        result = planner.what_if(result)
+    if tokens is not None:
+        result = planner.duration(result, tokens)
     return replace(result, seconds=time.perf_counter() - started)

@@ -17,7 +17,7 @@ import torch
 
 from shardc.compile import compile as compiled
 from shardc.cost.device import Device
-from shardc.cost.dry_run import dry_run
+from shardc.cost.dry_run import DryRun, dry_run
 from shardc.cost.ledger import KINDS
 from shardc.errors import ShardcError
 from shardc.ir.graph import calls, operands_of
@@ -94,6 +94,19 @@ class Library:
     _cores: dict[Core, Stages | ShardcError] = field(default_factory=dict)
     _pipelined: dict[str, Stages] = field(default_factory=dict)
     _alone: dict[str, Stage] = field(default_factory=dict)
+    _programs: dict[str, Program] | None = None
+    _runs: dict[tuple[int, int], DryRun] = field(default_factory=dict)
+
+    def keeping(self) -> Library:
+        """An empty one that keeps the programs which it compiles and their dry runs: for `on`."""
+        return Library(self.subject, self.template, self.device, self.sequence, self.microbatches, _programs={})
+
+    def on(self, device: Device) -> Library:
+        """The same on another device of its kind, from the dry runs that this one keeps."""
+        assert (device.kind == "cpu") == (self.device.kind == "cpu")
+        other = Library(self.subject, self.template, device, self.sequence, self.microbatches)
+        other._programs, other._runs = self._programs, self._runs
+        return other
 
     def core(self, choice: Choice) -> Stages:
         """The stages for a choice's core: one row a microbatch, no data axis. Raises ShardcError if compile refuses
@@ -118,11 +131,26 @@ class Library:
         """The program of a spec for a global batch of so many rows: of the whole model, or of so many units of its
         layers.
         """
+        key = repr((spec, rows, units))
+        if self._programs is not None and key in self._programs:
+            return self._programs[key]
         captured = self.subject.captured(rows, units, self.sequence)
         example = self.subject.example(rows, self.sequence)
-        return compiled(
+        program = compiled(
             self.subject.model_of(units), example, spec, loss=self.subject.loss, captured=captured, prove=False
         )
+        if self._programs is not None:
+            self._programs[key] = program
+        return program
+
+    def dry_run(self, program: Program, coordinate: int) -> DryRun:
+        key = id(program), coordinate
+        if key in self._runs:
+            return self._runs[key]
+        run = dry_run(program, coordinate, adamw, cpu=self.device.kind == "cpu")
+        if self._programs is not None:
+            self._runs[key] = run
+        return run
 
     def pipelined(self, spec: Mapping[str, Any], rows: int, axis: str = "pp") -> Stages:
         """A spec's stages, from a pipeline of four stages along `axis` in place of its own."""
@@ -183,7 +211,7 @@ class Library:
         )
 
     def _stage(self, program: Program, coordinate: int) -> Stage:
-        return stage(dry_run(program, coordinate, adamw, cpu=self.device.kind == "cpu"), self.device, program)
+        return stage(self.dry_run(program, coordinate), self.device, program)
 
     def takes_microbatches(self) -> None:
         """Find out whether the model can be run in microbatches. Raises ShardcError if compile refuses it at all."""

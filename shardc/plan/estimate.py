@@ -19,7 +19,7 @@ from shardc.ir.mesh import Mesh
 from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.exact_price import Priced, balanced, computing
 from shardc.plan.space import Choice, casts_kept
-from shardc.plan.stage_vectors import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, part_of
+from shardc.plan.stage_vectors import CAUSES, FIXED, HIGH, NET, SENT, WHAT, Stage, Vector, part_of
 from shardc.runtime.schedule import SCHEDULES
 
 KIND = {k: i for i, k in enumerate(KINDS)}
@@ -30,7 +30,8 @@ GROW = np.array([k in ("activations", "communication", "temporaries", "gathered"
 @dataclass(frozen=True)
 class Load:
     """The load of one rank, for a microbatch of one row. kept: bytes, of which `end` are those that only a model's last
-    stage keeps. cast: bytes of weights in the dtype of products.
+    stage keeps. cast: bytes of weights in the dtype of products. forward, backward: seconds by cause, in two rows: what
+    each row of a microbatch adds, and what it takes however many these are.
     """
 
     resident: Vector
@@ -59,12 +60,16 @@ class Load:
             f[NET] - end,
             end,
             cast,
-            f[CAUSES],
-            b[CAUSES],
+            _by_rows(f),
+            _by_rows(b),
             high,
             after,
             float(part_of(stages[-1], "SEND_F", "last")[SENT]),
         )
+
+
+def _by_rows(v: Vector) -> Vector:
+    return np.stack([v[CAUSES] - v[FIXED], v[FIXED]])
 
 
 @dataclass
@@ -124,8 +129,7 @@ class Estimates:
         ends = np.where(GROW, x.end * c.rows, 0) * (c.microbatches if SCHEDULES[c.schedule].collects else 1)
         kinds = state + alive(c, first) * kept + ends + np.maximum(height, -kept - ends)
         # time
-        scale = np.array([1 if w == "launch" else c.rows for w in WHAT])  # small ops take as long with more rows
-        forward, backward = x.forward * scale, x.backward * scale
+        forward, backward = (each * c.rows + fixed for each, fixed in (x.forward, x.backward))
         spent = dict(zip(WHAT, map(float, m * (forward + backward) + x.ends), strict=True))
         if c.dp * c.ep > 1 or (c.zero and c.cp > 1):
             spent["dp"] += self._sums(c, float(x.resident[g]), float(cast or x.resident[p]), forward, backward)

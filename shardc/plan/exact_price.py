@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from shardc.cost.collective_seconds import collective_seconds
-from shardc.cost.dry_run import dry_run
 from shardc.cost.ledger import KINDS
 from shardc.cost.peak_memory import parts
 from shardc.cost.step import assemble
@@ -23,10 +22,9 @@ from shardc.ir.layers import layer_of
 from shardc.ir.mesh import Mesh
 from shardc.passes.pipeline.cuts import default_stages
 from shardc.plan.dry_runs import Library, Stages
-from shardc.plan.stage_vectors import CAUSES, HIGH, NET, SENT, WHAT, Stage, Vector, meter, part_of
+from shardc.plan.stage_vectors import CAUSES, FLOPS, HIGH, NET, SENT, WHAT, Stage, Vector, meter, part_of
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Costs, Schedule
-from shardc.runtime.step.engine import adamw
 from shardc.spec import Spec
 
 #: Parts of a step outside of microbatches.
@@ -38,8 +36,8 @@ class Priced:
     """One training step. batch: rows of the global batch. seconds: of a step.
 
     kinds: bytes at the peak, by kind, of the rank that has the highest; at: its coordinate on the pipeline's axis.
-    spent: seconds of the busiest rank, by cause (stage_vectors.WHAT), and "bubble". counts: layers of each stage of a
-    pipeline. exact: from a dry run of its own mesh, not estimated from a similar one.
+    spent: seconds of the busiest rank, by cause (stage_vectors.WHAT), and "bubble"; flops: that it computes. counts:
+    layers of each stage of a pipeline. exact: from a dry run of its own mesh, not estimated from a similar one.
     """
 
     batch: int
@@ -49,6 +47,7 @@ class Priced:
     at: int = 0
     counts: tuple[int, ...] = ()
     exact: bool = True
+    flops: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -136,10 +135,11 @@ def _composed(
         peaks.append(_memory([stages[s] for s in mine], {s: stages[s] for s in mine}, schedule, rank))
         ends.append(np.sum([part_of(stages[s], kind, "")[CAUSES] for s in mine for kind in ENDS], 0))
     fullest = max(range(len(peaks)), key=lambda r: peaks[r].sum())
-    whole = [
-        np.sum([_all(stages[s], schedule.microbatches) for s in schedule.stages_of(r)], 0) + ends[r]
+    each = [
+        np.sum([_all(stages[s], schedule.microbatches) for s in schedule.stages_of(r)], 0)
         for r in range(schedule.ranks)
     ]
+    whole = [v[CAUSES] + end for v, end in zip(each, ends, strict=True)]
     slow = max(range(schedule.ranks), key=lambda r: float(whole[r].sum()))
     if schedule.ranks == 1:
         step = float(whole[0].sum())
@@ -160,15 +160,14 @@ def _composed(
         )
     spent = dict(zip(WHAT, map(float, whole[slow]), strict=True))
     spent["bubble"] = max(step - sum(spent.values()), 0.0)
-    return Priced(
-        batch, step, {k: float(n) for k, n in zip(KINDS, peaks[fullest], strict=True) if n > 0}, spent, fullest, counts
-    )
+    kinds = {k: float(n) for k, n in zip(KINDS, peaks[fullest], strict=True) if n > 0}
+    return Priced(batch, step, kinds, spent, fullest, counts, flops=float(each[slow][FLOPS]))
 
 
 def _all(s: Stage, microbatches: int) -> Vector:
-    """Seconds by cause of all microbatches on a stage: the first and the last one, and those between."""
+    """All microbatches on a stage: the first and the last one, and those between."""
     some = {"first": 1, "middle": max(microbatches - 2, 0), "last": int(microbatches > 1)}
-    return np.sum([n * part_of(s, kind, which)[CAUSES] for kind in computing(s) for which, n in some.items()], 0)  # type: ignore[no-any-return]
+    return np.sum([n * part_of(s, kind, which) for kind in computing(s) for which, n in some.items()], 0)  # type: ignore[no-any-return]
 
 
 def computing(s: Stage) -> tuple[str, ...]:
@@ -211,9 +210,7 @@ def _whole(library: Library, spec: Spec, batch: int) -> Priced:
     """A spec whose program is compiled as it is, with a dry run of each of its ranks."""
     program = library.compiled(spec.to_dict(), batch)
     schedule = program.schedule or schedules.alone(program.microbatches)
-    each = [
-        dry_run(program, coordinate, adamw, cpu=library.device.kind == "cpu") for coordinate in range(schedule.ranks)
-    ]
+    each = [library.dry_run(program, coordinate) for coordinate in range(schedule.ranks)]
     cost = assemble(program, schedule, each, library.device)
     spent: list[dict[str, float]] = []
     for r in each:
@@ -224,4 +221,5 @@ def _whole(library: Library, spec: Spec, batch: int) -> Priced:
     most = max(spent, key=lambda c: sum(c.values()))
     shown = {w: most[w] for w in WHAT} | {"bubble": max(cost.step_seconds - sum(most.values()), 0.0)}
     peak = max(cost.ranks, key=lambda r: r.memory.peak)
-    return Priced(batch, cost.step_seconds, dict(peak.memory.kinds), shown, peak.at)
+    flops = cost.ranks[spent.index(most)].flops
+    return Priced(batch, cost.step_seconds, dict(peak.memory.kinds), shown, peak.at, flops=float(flops))

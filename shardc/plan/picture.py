@@ -14,6 +14,8 @@ _FITS, _BEST, _NOT = GREEN, DEEP_GREEN, RED
 _WIDTH, _LEFT, _TOP, _WIDE, _HIGH = 1100, 84, 62, 620, 360
 #: What needs more than so many times the limit is drawn at the upper edge.
 _FAR = 2.5
+#: Where all need less than this part of the limit, the axis ends above them, and the limit lies beyond it.
+_NEAR = 0.4
 
 
 def svg(plan: Plan) -> str:
@@ -29,15 +31,18 @@ def svg(plan: Plan) -> str:
     title = f"{a.model} on {a.devices} × {a.device.name}: {fits} of {len(rows)} priced choices fit"
     picture.text(12, 22, title, size=14, bold=True)
     longest = 1.08 * max((c.step_seconds for c in rows), default=1.0)
-    highest = 1.08 * min(max([limit, *(c.peak for c in rows)]), _FAR * limit)
+    most = max((c.peak for c in rows), default=limit)
+    beyond = most < _NEAR * limit  # the limit is: so that small needs can be told apart
+    highest = 1.08 * (most if beyond else min(max(limit, most), _FAR * limit))
 
     def at(c: Candidate) -> tuple[float, float]:
         return _LEFT + _WIDE * c.step_seconds / longest, _TOP + _HIGH * (1 - min(c.peak / highest, 0.99))
 
     _axes(picture, longest, highest)
-    y = _TOP + _HIGH * (1 - limit / highest)
+    y = _TOP + _HIGH * (1 - min(limit / highest, 1))
     picture.line(_LEFT, y, _LEFT + _WIDE, y, stroke=ALARM, dashed=True)
-    picture.text(_LEFT + 6, y - 5, f"{size(limit)} usable of {a.device.name}", size=11, fill=ALARM)
+    usable = f"{size(limit)} usable of {a.device.name}" + (", far above" if beyond else "")
+    picture.text(_LEFT + 6, y + (13 if beyond else -5), usable, size=11, fill=ALARM)
     if front := [at(c) for c in _front(rows)]:
         picture.path("M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in front), stroke=_BEST, width=1.5)
     for i, c in reversed(list(enumerate(rows, 1))):

@@ -25,6 +25,7 @@ from shardc.plan.largest_that_fits import Largest
 from shardc.plan.result import Candidate, Plan, Target
 from shardc.plan.search import FAR, Search
 from shardc.plan.space import Choice, Core, Keep, SpecTemplate, spec
+from shardc.plan.what_if import what_if
 from shardc.spec import Spec
 
 #: `--precision`, as the section of a spec.
@@ -258,6 +259,29 @@ class Planner:
             n //= 2
             fits = self._smallest(n, batch)
         return replace(plan, answers={**plan.answers, "fewest devices": answer})
+
+    # --- why, how long
+
+    def what_if(self, plan: Plan) -> Plan:
+        """Answers what would make the best candidate faster."""
+        if not plan.candidates:
+            raise plan.lacking()
+        best = plan.candidates[0]
+        self.on("what would help", 0, 0)
+        return replace(plan, what_if=tuple(what_if(self.library, best.spec, best.priced.batch, self.usable)))
+
+    def duration(self, plan: Plan, tokens: float) -> Plan:
+        """Answers how long the best candidate takes for so many tokens."""
+        best = plan.candidates[0] if plan.candidates else None
+        if best is None:
+            raise plan.lacking()
+        if best.tokens_per_second is None:
+            raise ShardcError(
+                "the rows of this model are not sequences of tokens", where="--tokens", fix="leave it out"
+            )
+        hours = tokens / best.tokens_per_second / 3600
+        answer = {"what": "hours", "value": hours, "device_hours": hours * best.devices, "tokens": tokens}
+        return replace(plan, answers={**plan.answers, "duration": answer})
 
     def _smallest(self, devices: int, batch: int) -> Candidate | None:
         """A candidate that fits on so many devices, if there is one: tried in the order of estimated memory."""

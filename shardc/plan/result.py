@@ -106,6 +106,22 @@ class Candidate:
         total = sum(self.priced.spent.values()) or 1.0
         return {k: v / total for k, v in self.priced.spent.items() if v > 0}
 
+    @property
+    def waterfall(self) -> dict[str, float]:
+        """The seconds of a step, of the rank that has most to do, cause by cause: "peak", the model's products at the
+        device's peak; "again", what is computed again, or divided unevenly; "below", what products do not reach of the
+        peak; and the other causes of `shares`.
+        """
+        peak = self.target.device.flops_per_second(self.target.dtype)
+        ideal = self.target.flops * self.priced.batch / self.devices / peak
+        spent = dict(self.priced.spent)
+        computed = self.priced.flops / peak
+        below = spent.pop("compute", 0.0) - computed
+        if below < 0 and "launch" in spent:  # of small products, whose time is that of starting them
+            spent["launch"], below = max(spent["launch"] + below, 0.0), min(spent["launch"] + below, 0.0)
+        parts = {"peak": ideal, "again": computed - ideal, "below": below}
+        return {name: s for name, s in {**parts, **spent}.items() if s}
+
     def to_json(self) -> dict[str, Any]:
         return {
             "spec": self.spec.to_dict(),
@@ -120,6 +136,7 @@ class Candidate:
             "memory": {k: round(n) for k, n in self.memory.items()},
             "limit": self.limit,
             "shares": self.shares,
+            "waterfall": self.waterfall,
             "layers": list(self.priced.counts),
             "why": dict(self.why),
         }
@@ -128,7 +145,8 @@ class Candidate:
 @dataclass(frozen=True)
 class Plan:
     """candidates: priced, those that fit first, the fastest of them first. considered: how many were estimated.
-    refused: what compile said of splits that it did not take. answers: to questions such as "largest batch".
+    refused: what compile said of splits that it did not take. answers: to questions such as "largest batch". what_if:
+    what would make the best one faster (shardc.plan.what_if), the most helpful first.
     """
 
     target: Target
@@ -136,6 +154,7 @@ class Plan:
     considered: int = 0
     refused: Mapping[str, str] = field(default_factory=dict)
     answers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    what_if: tuple[Mapping[str, Any], ...] = ()
     seconds: float = 0.0
 
     def __repr__(self) -> str:
@@ -215,4 +234,5 @@ class Plan:
             "candidates": [c.to_json() for c in self.candidates],
             "refused": dict(self.refused),
             "answers": {k: dict(v) for k, v in self.answers.items()},
+            "what_if": [dict(x) for x in self.what_if],
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,11 @@ from shardc.spec import Spec
 
 Vector = NDArray[np.float64]
 N = len(KINDS)
-#: Columns: bytes left behind, bytes at the highest moment, flops, bytes sent to the next stage, seconds by cause.
+#: Columns: bytes left behind, bytes at the highest moment, flops, bytes sent to the next stage, seconds by cause; and
+#: how much of these is no more where a microbatch has more rows: small ops, the latency of collectives.
 NET, HIGH, FLOPS, SENT, CAUSES = slice(0, N), slice(N, 2 * N), 2 * N, 2 * N + 1, slice(2 * N + 2, 2 * N + 10)
-WIDTH = 2 * N + 10
+FIXED = slice(2 * N + 10, 2 * N + 18)
+WIDTH = 2 * N + 18
 #: What a rank does in a second: products, memory traffic, starting small ops, waiting for the collectives of an axis.
 WHAT = ("compute", "memory", "launch", "tp", "cp", "ep", "dp", "pp")
 GRADIENTS = KINDS.index("gradients")
@@ -49,26 +51,32 @@ def roles(spec: Spec) -> dict[str, str]:
 
 @dataclass
 class Meter(Clock):
-    """A clock that also sums time by cause. roles: of the mesh's axes."""
+    """A clock that also sums time by cause. roles: of the mesh's axes. fixed: the part of `spent` that would be no more
+    with more rows.
+    """
 
     roles: Mapping[str, str] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
+    fixed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
 
-    def compute(self, w: Op) -> None:
-        before = self.now
-        super().compute(w)
-        self.spent[self._what(w)] += self.now - before
+    def ran(self, w: Op, begin: float) -> None:
+        what = self._what(w)
+        self.spent[what] += self.now - begin
+        self.fixed[what] += self.now - begin if what == "launch" else 0.0
+
+    def waited_for_host(self, seconds: float) -> None:
+        super().waited_for_host(seconds)
+        self.spent["launch"] += seconds
+        self.fixed["launch"] += seconds
 
     def waited_for(self, record: CommRecord, seconds: float) -> None:
         super().waited_for(record, seconds)
         self.spent[self._named(record)] += seconds
+        self.fixed[self._named(record)] += min(seconds, self.alone(replace(record, bytes=0))[0])
 
     def _what(self, w: Op) -> str:
         d = self.device
-        compute, traffic = (
-            w.flops / (d.flops_per_second(w.dtype) * d.reaches.flops),
-            w.traffic / (d.bandwidth * d.reaches.bandwidth),
-        )
+        compute, traffic = d.product_seconds(w), d.traffic_seconds(w)
         return "launch" if max(compute, traffic) < d.launch else "compute" if compute >= traffic else "memory"
 
     def _named(self, record: CommRecord) -> str:
@@ -108,10 +116,11 @@ def stage(r: DryRun, device: Device, program: Program) -> Stage:
     vectors: Stage = {}
 
     def put(key: Key, part: Part) -> None:
-        before = dict(clock.spent)
+        spent, fixed = dict(clock.spent), dict(clock.fixed)
         clock.run(part)
         v = memory(part)
-        v[CAUSES] = [clock.spent[w] - before[w] for w in WHAT]
+        v[CAUSES] = [clock.spent[w] - spent[w] for w in WHAT]
+        v[FIXED] = [clock.fixed[w] - fixed[w] for w in WHAT]
         vectors.setdefault(key, v)
 
     put(("before", ""), r.before)

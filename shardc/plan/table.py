@@ -28,6 +28,13 @@ CAUSES = {
     "bubble": "bright_red",
 }
 LIMITS = {"compute": "compute", "memory": "memory bandwidth", "launch": "small ops", "bubble": "pipeline bubble"}
+WATERFALL = {
+    "peak": "the model's products, at the device's peak",
+    "again": "products computed again, or divided unevenly",
+    "below": "products below the peak",
+    "memory": "ops that wait for memory",
+    "launch": "starting small ops",
+}
 WIDTH = 12
 #: The letters that a bar is drawn with where there are no colours.
 LETTERS = {
@@ -236,3 +243,33 @@ def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
     line = Text(f"{named(c)}\npeak {size(c.peak)} of {size(c.target.usable)}: ").append(fits)
     line.append(f"; step {seconds(c.step_seconds)}, MFU {c.mfu:.1%}, {rate(c)}, limited by {limit(c)}")
     return Group(line, rows)
+
+
+def waterfall(c: Candidate, *, plain: bool = False) -> RenderableType:
+    """From what the model's products take at the device's peak to the whole step, cause by cause."""
+    rows = Table(box=None, pad_edge=False, header_style="bold")
+    for name, justify in (("from the device's peak to a step", "left"), ("", "right"), ("", "right"), ("", "left")):
+        rows.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    total, sofar = c.step_seconds, 0.0
+    for name, n in c.waterfall.items():
+        sofar += n
+        key = name if name in CAUSES else "compute"
+        shown = bar({key: abs(n)}, total, {key: CAUSES[key]}, plain=plain)
+        rows.add_row(
+            WATERFALL.get(name, cause(name)),
+            f"{'+' if n > 0 else '-'} {seconds(abs(n))}",
+            f"{sofar / total:.0%}",
+            shown,
+        )
+    return rows
+
+
+def helpful(plan: Plan) -> RenderableType:
+    """What would make the best candidate faster."""
+    rows = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("what would help", "step", "of today's"):
+        rows.add_column(name, justify="left" if name.startswith("what") else "right", no_wrap=True)
+    for x in plan.what_if:
+        fits = "" if x["fits"] else ", does not fit"
+        rows.add_row(f"{x['what']}{fits}", seconds(x["step_seconds"]), f"{x['ratio']:.2f}x")
+    return rows

@@ -163,6 +163,8 @@ def _causes(program: Program) -> Callable[[CommRecord], str]:
             return "gradients, in buckets"
         if r.tag in buckets and r.direction == "update":
             return "updated parameters"
+        if r.tag.startswith("matrices"):
+            return "matrices of the optimizer"
         return (nodes[r.tag].meta["collective"].cause or IMPLICIT) if r.tag in nodes else r.tag
 
     return cause

@@ -26,4 +26,4 @@ def device_table(devices: Iterable[Device]) -> str:
 def _cells(d: Device) -> tuple[str, ...]:
     flops = d.flops.get("bfloat16", min(d.flops.values()))
     rates = (f"{size(n)}/s" for n in (d.bandwidth, d.within.bandwidth, d.between.bandwidth))
-    return (d.name, size(d.memory), si(flops, "FLOP/s"), *rates, str(d.node), d.source)
+    return (d.name, size(d.memory), si(flops, "FLOP/s"), *rates, str(d.node), d.source.partition(". ")[0])

@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.ir.placement import REPLICATE, Placement, Shard, runs
+from shardc.ir.placement import REPLICATE, Layout, Placement, Shard, runs
 from shardc.ir.program import Collective, Value
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
@@ -18,6 +19,7 @@ from shardc.rules.random import part_held
 from shardc.rules.registry import LocalCall, rule
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
+from shardc.runtime.ops.attention_held import Held
 from shardc.runtime.ops.attention_spans import ALL, CAUSAL, Band, Span, seen
 
 aten = torch.ops.aten
@@ -147,7 +149,21 @@ def local_attention(call: LocalCall) -> fx.Node:
     assert isinstance(own, Shard)
     size = round(size * sent_by_ring(call.call, rows, own, call.mesh.size(axis)))
     collective = Collective("all_to_all", "all_to_all", (axis,), size)
-    return call.emit(call.call.target, args, window, collective=collective)
+    return call.emit(call.call.target, args, window | _reach(call, axis, args), collective=collective)
+
+
+def _reach(call: LocalCall, axis: str, args: tuple[Any, ...]) -> dict[str, fx.Node]:
+    """What a mask shows is known of a batch: one small message tells the ranks, once for all attention under a mask."""
+    mask, (mesh, weights, *of_weights, _) = args[3], args[10:]
+    if mask is None or call.call.operands[3].shape[-1:] != weights[-1:]:
+        return {}
+    digits, paddings = (tuple(d for d in each if d[0] == len(weights) - 2) for each in of_weights)
+    value = Value(
+        (call.mesh.size(axis), Held(weights, digits, paddings, call.mesh).stretches(), 2), torch.int64, False, Layout()
+    )
+    gather = Collective("all_gather", "none", (axis,), value.nbytes(call.mesh))
+    where = (mask, mesh, axis, weights, digits, *((paddings,) if paddings else ()))
+    return {"reach": call.emit(ops.attention_reach, where, {"tag": ""}, value=value, collective=gather, once="reach")}
 
 
 def local_torch(call: LocalCall) -> fx.Node:

@@ -99,6 +99,8 @@ class Choices:
         sig = self.signature
         if padding and (sections or digit % blocks or sig.sizes[factor] % blocks or factor in sig.unpadded):
             return None
+        if padding and mirrored and digit % (2 * blocks):
+            return None
         size = sig.sizes[factor] + blocks * padding
         if size % (digit * n) or any(s % n for s in sections) or (mirrored and digit % 2):
             return None
@@ -109,9 +111,8 @@ class Choices:
                 return None
             if not padding:
                 return Shard(dim, major * digit, sections, mirrored=mirrored)
-            return Shard(
-                dim, major * digit, (), padding * (v.shape[dim] // (major * sig.sizes[factor])), major * blocks
-            )
+            inner = v.shape[dim] // (major * sig.sizes[factor])
+            return Shard(dim, major * digit, (), padding * inner, major * blocks, mirrored)
 
         ins: list[Placement] = []
         for i, (v, operand, place) in enumerate(
@@ -185,7 +186,7 @@ class Choices:
         if best is None or p.split % best[2]:
             return None
         factor, inner, major = best
-        return self.split(factor, p.split // major, n, (), p.padding // inner, p.blocks // major)
+        return self.split(factor, p.split // major, n, (), p.padding // inner, p.blocks // major, mirrored=p.mirrored)
 
 
 def choices_of(node: fx.Node, cache: dict[Any, Choices]) -> Choices:

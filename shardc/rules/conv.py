@@ -10,10 +10,12 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from shardc.rules import stretches
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
 from shardc.rules.registry import LocalCall, LocalOf, rule
 from shardc.rules.shared_signatures import bias_or_not
+from shardc.runtime import ops
 
 aten = torch.ops.aten
 
@@ -40,6 +42,10 @@ def convolution(call: Call, groups: int, transposed: bool = False) -> Signature:
 
 def conv(call: Call) -> Signature:
     return convolution(call, call.arg(6, "groups", 1))
+
+
+def conv_ends(call: Call) -> Signature:
+    return convolution(call, call.arg(5, "groups", 1))
 
 
 def conv_general(call: Call) -> Signature:
@@ -80,6 +86,15 @@ for _op in (
     aten.conv3d.padding,
 ):
     rule(_op, conv, linear=bias_or_not, added=(2,), flops=_flops, local=local_groups(6))
+rule(
+    ops.conv1d,
+    conv_ends,
+    linear=bias_or_not,
+    added=(2,),
+    flops=_flops,
+    local=stretches.local_conv1d,
+    extra=stretches.of_conv1d,
+)
 rule(aten.convolution.default, conv_general, linear=bias_or_not, added=(2,), flops=_flops, local=local_groups(8, 6))
 for _op in (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input):
     rule(_op, conv_transpose, linear=bias_or_not, added=(2,), flops=_flops, local=local_groups(6))

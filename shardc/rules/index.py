@@ -178,7 +178,6 @@ for _op in (
     aten.unique_consecutive.default,
     aten.unique_dim.default,
     aten.bincount.default,
-    aten.as_strided.default,
     aten.put.default,
 ):
     rule(_op, all_whole)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.rules import stretches
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
 from shardc.rules.registry import LocalCall, find, rule
@@ -118,7 +119,13 @@ for _op in (
 ):
     rule(_op, whole_dims((1, "dim", -1)))
 rule(aten.glu.default, whole_dims((1, "dim", -1)))
-rule(aten.cumsum.default, whole_dims((1, "dim", -1)), linear="0")
+rule(
+    aten.cumsum.default,
+    whole_dims((1, "dim", -1)),
+    linear="0",
+    local=stretches.local_cumsum,
+    extra=stretches.of_cumsum,
+)
 rule(aten.sort.default, whole_dims((1, "dim", -1)))
 rule(aten.sort.stable, whole_dims((2, "dim", -1)))
 rule(aten.argsort.default, whole_dims((1, "dim", -1)))

@@ -35,7 +35,8 @@ from shardc.runtime import ops
 
 @dataclass
 class LocalCall:
-    """What a rule's `local` gets: the call to rewrite, in the graph of one rank. Insert nodes with `emit`.
+    """What a rule's `local` gets: the call to rewrite, in the graph of one rank. Insert nodes with `emit`;
+    once: a name for a call of which there is one, for all ops that emit the same.
 
     strategies: axis -> strategy. inputs, outputs: layouts of operands as this op needs them, and of results.
     args, kwargs: arguments with nodes of the local graph in place of operands.
@@ -96,7 +97,7 @@ def fill_padding(
 ) -> fx.Node:
     """A call that sets the padding of one dim of a rank's value, and of its gradient to zero."""
     shards = value.layout.shards(dim)
-    digits, (_, s) = tuple((a, s.split) for a, s in shards), shards[0]
+    digits, (_, s) = tuple((a, s.signed) for a, s in shards), shards[0]
     return emit(
         ops.fill_padding, (x, mesh_node, dim, digits, value.shape[dim], s.padding, s.blocks, fill), {}, value=value
     )

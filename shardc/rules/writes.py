@@ -9,7 +9,6 @@ import torch
 from shardc.rules.notation import Signature
 from shardc.rules.op_call import Call
 from shardc.rules.registry import SignatureOf, rule
-from shardc.rules.shared_signatures import all_whole
 from shardc.rules.views import cut, diagonal
 
 aten = torch.ops.aten
@@ -31,4 +30,3 @@ def into(view: SignatureOf) -> SignatureOf:
 
 rule(aten.slice_scatter.default, into(cut), linear="0 1")
 rule(aten.diagonal_scatter.default, into(diagonal), linear="0 1")
-rule(aten.as_strided_scatter.default, all_whole, linear="0 1")

@@ -29,6 +29,7 @@ from shardc.spec.fields import Section
 from shardc.spec.names import Names
 from shardc.spec.run_section import Run
 from shardc.spec.schema import (
+    Adapter,
     Batch,
     Checkpoint,
     Data,
@@ -37,6 +38,7 @@ from shardc.spec.schema import (
     Form,
     Loss,
     Lower,
+    Optimizer,
     Pipeline,
     Precision,
     Sequence,
@@ -47,6 +49,7 @@ from shardc.spec.yaml_reader import Document, Places, say
 
 __all__ = [
     "ActivationRule",
+    "Adapter",
     "Batch",
     "Checkpoint",
     "Data",
@@ -54,6 +57,7 @@ __all__ = [
     "Expert",
     "Loss",
     "Lower",
+    "Optimizer",
     "OutputRule",
     "Pipeline",
     "Precision",
@@ -120,9 +124,12 @@ class Spec:
     pipeline: Pipeline | None = None
     data: Data = field(default_factory=Data)
     experts: tuple[Expert, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+    freeze: tuple[str, ...] = ()
     checkpoint: tuple[Checkpoint, ...] = ()
     loss: Loss = field(default_factory=Loss)
     precision: Precision = field(default_factory=Precision)
+    optimizer: Optimizer = field(default_factory=Optimizer)
     lower: Lower | None = None
     run: Run = field(default_factory=Run)
     batch_norm: Literal["sync", "local"] = "sync"
@@ -348,9 +355,12 @@ _SECTIONS = (
     "pipeline",
     "data",
     "experts",
+    "adapters",
+    "freeze",
     "checkpoint",
     "loss",
     "precision",
+    "optimizer",
     "lower",
     "run",
     "batch_norm",

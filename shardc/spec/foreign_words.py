@@ -60,7 +60,8 @@ KEYS: dict[str, str] = {
     "bucket cap mb, reduce bucket size, allgather bucket size, ddp bucket size": "`data: {bucket_mb: 25}`",
     "overlap grad reduce, overlap comm, overlap param gather": "nothing to write: they overlap",
     "gradient clipping, clip grad, clip grad norm, max norm": "`shardc run --clip 1.0`, or engine(clip_norm=1.0)",
-    "optimizer, lr, learning rate, weight decay": _OPTIMIZER,
+    "lr, learning rate, weight decay, betas, momentum, optim": _OPTIMIZER,
+    "muon, shampoo, soap, lamb, adafactor": "optimizer(params) in the model file, and `optimizer: {matrices: whole}`",
     "scheduler, lr scheduler": "scheduler(optimizer) in the model file",
     "world size, num gpus, num processes, nproc, nproc per node, nodes, num nodes, device mesh, mesh shape,"
     " mesh dim names, parallelism, parallel dims": "`mesh: {dp: 2, tp: 4}`: their product is the number of ranks",

@@ -40,6 +40,7 @@ from shardc.spec.fields import (
     number_or,
     number_schema,
     schedule_name,
+    unknown,
     wrong,
     wrong_here,
 )
@@ -332,6 +333,81 @@ class Loss(Section):
     )
 
 
+#: How parameters are cut into the matrices that an optimizer sees: not at all; one for each head of attention; one for
+#: each entry of a stack of experts.
+CUTS = ("whole", "heads", "experts")
+
+
+def _cut(value: Any) -> Any:
+    """A word, or {dim: number of parts} or {dim: sizes} -> the word, or a mapping of whole numbers."""
+    if isinstance(value, str):
+        if value not in CUTS:
+            raise unknown("way to cut a parameter", CUTS, "or {dim: parts}, e.g. {0: 3}")
+        return value
+    if not isinstance(value, Mapping) or not value:
+        raise malformed(f"a word ({', '.join(CUTS)}) or a mapping from dim to parts", "e.g. whole, or {0: 3}")
+    cuts: dict[int, int | tuple[int, ...]] = {}
+    for dim, parts in value.items():
+        if not _is_dim(dim) or int(dim) < 0:
+            raise wrong_here("names a dim that is no whole number", "e.g. {0: 3}: dim 0 is three matrices")
+        sizes = tuple(parts) if isinstance(parts, (list, tuple)) else (parts,)
+        if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+            raise wrong_here("cuts a dim by what are no sizes", "e.g. {0: 3}, or {0: [512, 128, 128]}")
+        cuts[int(dim)] = sizes if isinstance(parts, (list, tuple)) else parts
+    return cuts
+
+
+def _matrices(value: Any) -> Any:
+    """One word is for all parameters."""
+    if isinstance(value, str):
+        return {"*": value}
+    if not isinstance(value, Mapping) or not value:
+        raise malformed(f"a word ({', '.join(CUTS)}) or a mapping from pattern to one", "e.g. matrices: whole")
+    return {"*": value} if all(map(_is_dim, value)) else value
+
+
+_CUT: dict[str, Any] = {
+    "anyOf": [
+        {"enum": list(CUTS)},
+        {
+            "type": "object",
+            "minProperties": 1,
+            "additionalProperties": False,
+            "patternProperties": {
+                "^[0-9]+$": {
+                    "anyOf": [
+                        {"type": "integer", "minimum": 1},
+                        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 1}},
+                    ]
+                }
+            },
+        },
+    ]
+}
+_MATRICES: dict[str, Any] = {
+    "anyOf": [{"enum": list(CUTS)}, {"type": "object", "minProperties": 1, "additionalProperties": _CUT}]
+}
+
+
+class Optimizer(Section):
+    """For optimizers whose step of a parameter needs all of it (Muon, Shampoo, SOAP, Adafactor, LAMB): each matrix has
+    an owner, a rank that steps it. What steps each element by itself (AdamW) stays split.
+    """
+
+    matrices: (
+        Annotated[
+            dict[Pattern, Annotated[Any, BeforeValidator(_cut)]],
+            BeforeValidator(_matrices),
+            WithJsonSchema(_MATRICES),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="what of a parameter is one matrix: whole, heads, experts, {dim: parts}, or these by pattern",
+        examples=["whole", {"*.qkv.weight": {0: 3}}],
+    )
+
+
 class Lower(Section):
     """Forward and backward of a training step as two texts, run without autograd. compile: runs of element-wise ops and
     reductions of equal layers are compiled once, by torch's Inductor; needs a C++ compiler, or Triton on a GPU.
@@ -414,6 +490,29 @@ class Expert(Section):
         description="the tokens that capacity is a share of: batch = exactly the single device's",
         examples=["microbatch"],
     )
+
+
+class Adapter(Section):
+    """Matrices of low rank beside the weights of linear layers and experts: W x + scale B A x. What the model has
+    itself is frozen then, unless `freeze` says otherwise.
+    """
+
+    match: Pattern = Field(description="modules (or weights) that get one", examples=["*.{q,v}_proj"])
+    kind: Literal["lora", "rslora", "dora"] = Field(
+        default="lora",
+        description="lora: scale = alpha/rank; rslora: alpha/sqrt(rank); dora: the length of each row is a parameter",
+    )
+    rank: Count = Field(description="rows of A", examples=[16])
+    alpha: Positive | None = Field(default=None, description="of the scale; without it the rank", examples=[32])
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="of what A takes, in training", examples=[0.05]
+    )
+
+
+def _trained(value: str) -> str:
+    """A pattern, perhaps behind an exclamation mark."""
+    module_pattern(value.removeprefix("!"))
+    return value
 
 
 class Checkpoint(Section):
@@ -527,11 +626,23 @@ class Form(Section):
     experts: Annotated[tuple[Expert, ...], BeforeValidator(as_tuple)] = Field(
         default=(), examples=[[{"match": "*.mlp.experts", "axis": "ep"}]]
     )
+    adapters: Annotated[tuple[Adapter, ...], BeforeValidator(as_tuple)] = Field(
+        default=(), examples=[[{"match": "*.{q,v}_proj", "rank": 16, "alpha": 32}]]
+    )
+    freeze: Annotated[
+        tuple[Annotated[str, AfterValidator(_trained)], ...], BeforeValidator(as_list), WithJsonSchema(_ONE_OR_MANY)
+    ] = Field(
+        default=(),
+        description="weights that are not trained: patterns of modules, with all in them, or of weights; behind a ! of"
+        " those that are; the last that matches counts",
+        examples=[["*", "!score"]],
+    )
     checkpoint: Annotated[tuple[Checkpoint, ...], BeforeValidator(as_tuple)] = Field(
         default=(), examples=[[{"match": "model.layers.*", "save": ["linear"]}]]
     )
     loss: Loss = Field(default=Loss(), examples=[{"chunks": 8}])
     precision: Precision = Field(default=Precision(), examples=[{"compute": "bfloat16"}])
+    optimizer: Optimizer = Field(default=Optimizer(), examples=[{"matrices": "whole"}])
     lower: Annotated[Lower | None, BeforeValidator(_lower), WithJsonSchema(_LOWER)] = Field(
         default=None,
         description="true: a step runs forward and backward as two texts, without autograd",

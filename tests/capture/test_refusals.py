@@ -400,6 +400,21 @@ def test_what_only_looks_odd(function: Function) -> None:
     assert model.history == []
 
 
+def test_the_line_that_draws_may_call_another() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.square()
+            return y.sum()
+
+    class Noisy(Plain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * float(np.random.rand()))
+
+    with pytest.raises(ShardcError, match=r"np\.random\.rand\(\)") as e:
+        shardc.compile(Noisy(), torch.ones(4), {"shardc": 1, "mesh": {"dp": 2}})
+    assert "test_refusals.py" in e.value.where
+
+
 def test_batches_of_another_mapping() -> None:
     """What transformers' tokenizers return is a mapping, but no dict."""
     model, batch = hf.build(hf.FAMILIES["distilbert"])

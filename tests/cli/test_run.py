@@ -75,7 +75,17 @@ def data(split):
     if MODE == "loader":
         rows = TensorDataset(torch.randn(24, 8))
         return DataLoader(rows, batch_size=8, shuffle=True, collate_fn=lambda s: {"x": torch.stack([x for x, in s])})
+    if MODE in ("a dataset", "a longer dataset"):
+        return Dicts(3 if MODE == "a dataset" else 6)
     return stream()
+
+class Dicts(torch.utils.data.Dataset):
+    def __init__(self, batches):
+        self.rows = torch.linspace(-1, 1, 64 * batches).view(-1, 8)
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, i):
+        return {"x": self.rows[i]}
 
 def optimizer(params):
     class Mine(torch.optim.SGD):
@@ -86,6 +96,9 @@ def optimizer(params):
             super().step()
 
     return Mine(params, lr=1e-2)
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1 if MODE == "a longer dataset" else 1.0)
 
 read = 0
 
@@ -371,6 +384,35 @@ def test_output_that_cannot_be_written_is_left_out() -> None:
     assert done.stderr.count("standard output cannot be written to any more (No space left on device)") == 1
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == ("x" * 99 + "\n") * 3
+
+
+def test_a_run_goes_on_with_more_data_and_another_schedule(folder: Path) -> None:
+    done = run(folder, "a dataset", "--steps", "2", "--mesh", "dp=1,tp=1", "--save", "first")
+    assert done.returncode == 0, done.stderr
+    go_on = ("--steps", "6", "--mesh", "dp=1,tp=1", "--resume", "first", "--save", "second")
+    done = run(folder, "a longer dataset", *go_on)
+    assert done.returncode == 2
+    assert "the checkpoint is in the middle of 24 samples, and this is 48 samples" in done.stderr
+    assert "begin with this one: load(folder, new_data=True), run: --new-data" in done.stderr
+    options = ("--new-data", "--new-schedule", "--max-restarts", "1")
+    done = run(folder, "a longer dataset", *go_on, *options, "--log", "log", "--save-every", "1")
+    assert done.returncode == 0, done.stderr
+    assert "data: from its beginning" in done.stdout
+    assert "learning rates: the model file's, at its step" in done.stdout
+    lines = [json.loads(x) for x in (folder / "log" / "steps.jsonl").read_text().splitlines()]
+    assert [x["lr"] for x in lines if "lr" in x] == pytest.approx([1e-4, 1e-5, 1e-6, 1e-7])
+    saved = json.loads(next((folder / "second" / "checkpoint" / "step-000006").glob("*.json")).read_text())
+    (state,) = saved["extra"]["loaders"].values()
+    assert (state["epoch"], state["consumed"], state["size"]) == (0, 32, 48)
+
+
+def test_new_data_wants_checkpoints_apart(folder: Path) -> None:
+    done = run(folder, "a dataset", "--new-data")
+    assert done.returncode == 2
+    assert "there is no checkpoint whose place in the data it would replace" in done.stderr
+    done = run(folder, "a dataset", "--new-data", "--resume", "a", "--save", "a")
+    assert done.returncode == 2
+    assert "a restart could not tell which data its checkpoints are of" in done.stderr
 
 
 def test_one_run_at_a_time_saves_to_a_folder(folder: Path) -> None:

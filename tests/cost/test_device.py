@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from shardc.cli import app
 from shardc.cost import device, measure
+from shardc.cost.device import names
+from shardc.errors import ShardcError
 
 RUNNER = CliRunner()
 
@@ -28,9 +30,29 @@ def run(*words: str) -> Any:
 def test_the_list_has_units_and_sources() -> None:
     lines = run().stdout.splitlines()
     assert lines[0].split()[:2] == ["device", "memory"]
-    assert all("datasheet" in line for line in lines[1:4])
+    assert all("datasheet" in line or "whitepaper" in line for line in lines[1:-1])
     assert lines[-1] == "cpu and cuda: not measured on this machine yet (shardc device --measure)"
-    assert {"h100-80g", "a100-80g", "h200"} == {d["name"] for d in json.loads(run("--json").stdout)}
+    assert set(names()) == {d["name"] for d in json.loads(run("--json").stdout)}
+    assert {"a100-40g", "b200", "gb200-nvl72", "h100-80g", "h100-pcie", "l40s", "mi300x", "rtx-4090"} <= set(names())
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_device_prints_as_a_file_that_is_the_same(name: str, tmp_path: Path) -> None:
+    (tmp_path / "same.yaml").write_text(device(name).to_yaml())
+    assert device(tmp_path / "same.yaml") == device(name)
+
+
+@pytest.mark.parametrize(
+    ("pods", "what"),
+    [
+        ("pod: 64", "pod and beyond belong together"),
+        ("pod: 12\nbeyond: {bandwidth: 1.0e+9, latency: 1.0e-5}", "a pod has several whole nodes of 8 devices, not 12"),
+    ],
+)
+def test_pods_are_checked(pods: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(device("h200").to_yaml() + pods)
+    with pytest.raises(ShardcError, match=what):
+        device(tmp_path / "mine.yaml")
 
 
 def test_one_of_them() -> None:
@@ -44,6 +66,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a hurry: the numbers are rough, and nobody looks at them."""
     monkeypatch.setattr(measure, "SECONDS", 0.02)
     monkeypatch.setattr(measure, "LARGE", 2**22)
+    monkeypatch.setattr(measure, "MESSAGES", (2**22, 10, 1))
     file = tmp_path / "here" / "cpu.yaml"
     made = run("cpu", "--measure", "-o", str(file), "--json")
     assert made.exit_code == 0, made.output
@@ -63,7 +86,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("-o", "x.yaml"), "-o names the file that --measure writes", "add --measure"),
         (("h200", "--measure"), "only this machine can be measured, not 'h200'", "shardc device cpu --measure"),
         (("cpu",), "this machine's cpu has not been measured", "shardc device cpu --measure"),
-        (("h900",), "there is no device 'h900'", "one of a100-80g, h100-80g, h200, cpu, cuda, or a YAML file"),
+        (("h900",), "there is no device 'h900'", "h100-80g, h100-pcie, h200, l40s"),
     ],
 )
 def test_what_cannot_be(words: tuple[str, ...], what: str, fix: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost.clock import Clock
-from shardc.cost.device import Device
+from shardc.cost.device import Device, Reaches
 from shardc.cost.ledger import Op, Part, Sent, Waited
 from shardc.cost.streams import Streams
 from shardc.ir.mesh import Mesh
@@ -38,8 +38,8 @@ def gather(seconds: int, axis: str = "dp", key: int | None = None, after: int | 
     return Sent(CommRecord("all_gather", (axis,), seconds, "backward", "bucket0"), key, after)
 
 
-def streams(*work: Op | Sent | Waited) -> Streams:
-    clock = Streams(UNIT, MESH, 0)
+def streams(*work: Op | Sent | Waited, device: Device = UNIT) -> Streams:
+    clock = Streams(device, MESH, 0)
     clock.run(Part("0B0", work=list(work)))
     return clock
 
@@ -60,8 +60,30 @@ def test_one_that_the_next_op_needs_is_exposed_whole() -> None:
 def test_a_communicator_takes_one_at_a_time_and_two_run_side_by_side() -> None:
     same = streams(gather(4, key=1), gather(4, key=2), product(5), Waited(1), Waited(2))
     assert [(s.begin, s.end, s.exposed) for s in same.spans] == [(0, 4, 0), (4, 8, 3)]
-    apart = streams(gather(4, key=1), gather(4, "tp", key=2), product(5), Waited(1), Waited(2))
+    nodes = UNIT.model_copy(update={"node": 2})  # tp inside a node, dp between two
+    apart = streams(gather(4, key=1), gather(4, "tp", key=2), product(5), Waited(1), Waited(2), device=nodes)
     assert [(s.begin, s.end, s.exposed) for s in apart.spans] == [(0, 4, 0), (0, 4, 0)]
+
+
+def test_two_communicators_share_the_links_that_both_use() -> None:
+    """Each has half of them while both run; the one that is left has all of them again."""
+    alike = streams(gather(4, key=1), gather(4, "tp", key=2), product(9), Waited(1), Waited(2))
+    assert [(s.begin, s.end, s.exposed) for s in alike.spans] == [(0, 8, 0), (0, 8, 0)]
+    later = streams(gather(4, key=1), product(2), gather(6, "tp", key=2), product(1), Waited(1), Waited(2))
+    assert [(s.begin, s.end, s.exposed) for s in later.spans] == [(0, 6, 3), (2, 10, 4)]
+    assert later.now == 10
+
+
+def test_what_computes_while_a_collective_runs_is_slower() -> None:
+    slower = UNIT.model_copy(update={"reaches": Reaches(computing=0.5)})
+    clock = streams(gather(4, key=1), product(1), product(3), Waited(1), product(1), device=slower)
+    assert clock.now == 2 + (2 + 2) + 1  # of the second product, one second's work takes two
+
+
+def test_an_op_runs_when_the_host_has_started_it() -> None:
+    slow = UNIT.model_copy(update={"host": 2.0})
+    clock = streams(product(1), product(1), product(9), product(1), product(1), device=slow)
+    assert clock.now == 6 + 9 + 1 + 1  # during the long one the host gets ahead
 
 
 def test_one_that_follows_another_begins_when_that_ends() -> None:

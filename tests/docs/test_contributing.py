@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def test_the_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exec(noted("pass"), names)
     at = 1 + next(i for i, stage in enumerate(PIPELINE) if stage.name == "canonical")
     lines = (*PIPELINE[:at], *eval(f"({noted('stage')})", names), *PIPELINE[at:])
-    monkeypatch.setattr(sys.modules["shardc.compile"], "PIPELINE", lines)
+    monkeypatch.setattr(importlib.import_module("shardc.compile"), "PIPELINE", lines)
     command, _, output = noted("diff").removeprefix("$ shardc ").partition("\n")
     done = CliRunner().invoke(app, command.split())
     assert done.output == output

@@ -66,6 +66,8 @@ def test_no_pass_changes_the_program_that_it_is_given(monkeypatch: pytest.Monkey
     narrow = {"lower": True, "batch": {"microbatches": 2}, "precision": {"compute": "bfloat16"}, "loss": {"chunks": 2}}
     shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, **narrow}, prove=False)
     shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, forward=True, prove=False)
+    tuned = {"adapters": [{"match": "*.fc", "rank": 2}], "optimizer": {"matrices": "whole"}}
+    shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, **tuned}, prove=False)
     untried = {stage.name for stage in PIPELINE} - ran
     assert untried == {"grouped_mm"}, "it needs a model with grouped products"
 

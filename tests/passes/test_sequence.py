@@ -27,30 +27,14 @@ from shardc.runtime.ops.attention_spans import CAUSAL, Span, blocks
 from shardc.runtime.step.engine import Engine
 from tests import equality, zoo
 from tests.equality import assert_equal
+from tests.sequences import CP, PP, TP, check, exchanged
 from tests.zoo import BATCH, HEADS, HIDDEN, SEQ, VOCAB, hf, hf_more, labels, ready, tokens
-
-CP: dict[str, Any] = {"axis": "cp"}
 
 
 @functools.lru_cache(maxsize=4)  # cases come model by model
 def reference(name: str) -> equality.Reference:
     families = hf.FAMILIES | hf_more.FAMILIES
     return equality.reference(zoo.ALL[name] if name in zoo.ALL else lambda: hf.build(families[name]))
-
-
-def check(
-    one: equality.Reference,
-    mesh: dict[str, int],
-    method: Any = "gather",
-    balance: str = "auto",
-    axis: Any = "cp",
-    **more: Any,
-) -> shardc.Program:
-    section = {"axis": axis, "method": method, "balance": balance}
-    program = one.compile({"shardc": 1, "mesh": mesh, "sequence": section, **more})
-    assert_equal(shardc.verify.simulate(program, one.model, one.batch), one.loss, one.grads)
-    assert equality.unnoticed(program) == []
-    return program
 
 
 # --- models
@@ -73,6 +57,7 @@ MODELS: dict[str, tuple[tuple[str, int], ...]] = {
     "deepseek_v3_dense": (("ring", 4), ("ulysses", 4)),
     "bloom": (("ulysses", 4),),
     "mamba": (("auto", 4),),
+    "mamba2": (("auto", 4),),
     "lfm2": (("ring", 2),),
     "deberta_v2": (("auto", 4),),
 }
@@ -87,8 +72,6 @@ def test_models(name: str, method: str, cp: int) -> None:
         assert "all_to_all" in kinds
 
 
-TP = {"shard": {"use": "structure"}}
-PP = {"pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2}}
 AGAIN = {"checkpoint": [{"match": "model.layers.*", "save": []}]}
 TOGETHER: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp": ({"cp": 2, "tp": 2}, TP),
@@ -106,6 +89,9 @@ TOGETHER: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "recomputed, lowered": ({"cp": 2}, AGAIN | {"lower": True}),
     "microbatches": ({"cp": 2, "dp": 2}, {"batch": {"microbatches": 4}}),
     "padded": ({"cp": 3}, {"uneven": "pad"}),
+    "padded, no zigzag": ({"cp": 3}, {"uneven": "pad", "balance": "none"}),
+    "padded, dp, zero 3": ({"dp": 2, "cp": 3}, {"uneven": "pad", "data": {"zero": 3}}),
+    "padded, lowered": ({"cp": 3}, {"uneven": "pad", "lower": True}),
     "padded, tp": ({"cp": 3, "tp": 2}, TP | {"uneven": "pad"}),
     "the loss in chunks": ({"cp": 2}, {"loss": {"chunks": 4}}),
     "eight ranks": ({"cp": 8}, {}),
@@ -132,8 +118,11 @@ def test_a_method_for_each_module() -> None:
     """T5's self attention has a bias with a gradient, its cross attention has none: only that can be a ring."""
     method = {"decoder.block.*.EncDecAttention": "ring", "encoder": "ulysses", "*": "gather"}
     program = check(reference("t5"), {"cp": 2}, method)
-    kinds = {(n.meta["source"].module.rpartition(".")[2], n.meta["collective"].kind)
-             for n in program.stages[0].graph.nodes if "collective" in n.meta}  # fmt: skip
+    kinds = {
+        (n.meta["source"].module.rpartition(".")[2], n.meta["collective"].kind)
+        for n in program.stages[0].graph.nodes
+        if "collective" in n.meta and n.target is not ops.attention_reach  # a few numbers, of the mask
+    }
     assert ("EncDecAttention", "all_to_all") in kinds
     assert ("EncDecAttention", "all_gather") not in kinds
 
@@ -257,6 +246,75 @@ def test_positions(what: str) -> None:
     one = equality.reference(lambda: (ready(Reads(READS[what]), torch.float64), {"ids": tokens(), "targets": labels()}))
     check(one, {"cp": 4}, balance="none")
     check(one, {"cp": 4}, balance="zigzag")
+    check(one, {"cp": 5}, balance="zigzag", uneven="pad")  # of the last stretches two are padding alone
+
+
+#: What tells the other ranks a few numbers, and which.
+STRETCHES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Any]] = {
+    "cumsum": (READS["cumsum"], ops.cumsum),
+    "cumsum, in another dtype": (lambda m, x: x + (x > 0).cumsum(1, dtype=x.dtype), ops.cumsum),
+    "conv": (READS["conv"], ops.conv1d),
+    "causal conv": (READS["causal conv"], ops.conv1d),
+    "causal conv, cut off": (
+        lambda m, x: F.conv1d(x.transpose(1, 2), m.conv.weight, m.conv.bias, padding=2, groups=4)[..., :SEQ].mT,
+        ops.conv1d,
+    ),
+    "causal conv, every second place": (
+        lambda m, x: F.conv1d(F.pad(x.mT, (2, 2)), m.conv.weight, dilation=2, groups=4).mT,
+        ops.conv1d,
+    ),
+    "a window ahead": (lambda m, x: F.conv1d(F.pad(x.mT, (0, 2)), m.conv.weight, groups=4).mT, ops.conv1d),
+}
+SPLIT_TWICE: dict[str, tuple[dict[str, int], Any, dict[str, Any]]] = {
+    "cp": ({"cp": 4}, "cp", {}),
+    "two axes, lowered": ({"far": 2, "near": 2}, ["far", "near"], {"lower": True}),
+    "dp, microbatches": ({"dp": 2, "cp": 2}, "cp", {"batch": {"microbatches": 2}}),
+}
+
+
+@pytest.mark.parametrize("where", SPLIT_TWICE)
+@pytest.mark.parametrize("what", STRETCHES)
+def test_what_needs_little_of_other_ranks_gets_little(what: str, where: str) -> None:
+    """A cumulative sum gets the sums of other ranks, a convolution the edges: nothing is gathered."""
+    mesh, axis, more = SPLIT_TWICE[where]
+    reads, op = STRETCHES[what]
+    one = equality.reference(lambda: (ready(Reads(reads), torch.float64), {"ids": tokens(), "targets": labels()}))
+    program = check(one, mesh, balance="zigzag", axis=axis, **more)
+    assert program.notes == ()
+    assert program.prove().ok
+    (node,) = program.stages[0].graph.find_nodes(op="call_function", target=op)
+    said = node.meta["collective"].bytes
+    if where == "cp":  # of eight stretches the sum, or two entries, of every row; float64
+        entries = 1 if op is ops.cumsum else 4 if "second" in what else 2
+        assert said == 8 * entries * BATCH * HIDDEN * 8
+    sent: list[int] = []
+
+    def work(mesh: Any) -> None:
+        Engine(program, one.model, None, 0, mesh=mesh, check=False).backward(one.batch)
+        sent.extend(r.bytes for r in mesh.records if r.tag == node.name and r.direction == "forward")
+
+    if not more.get("lower"):
+        loopback(program.mesh, work)
+        assert sent == [said] * program.mesh.world * program.microbatches
+
+
+@pytest.mark.parametrize(
+    "what",
+    {
+        "strided": lambda m, x: F.conv1d(x.mT, m.conv.weight, stride=2, groups=4).mT,
+        "cut elsewhere": lambda m, x: F.conv1d(x.mT, m.conv.weight, padding=2, groups=4)[..., 1 : SEQ + 1].mT,
+        "read twice": lambda m, x: (
+            (lambda y: y[..., :SEQ] + y[..., 2:])(F.conv1d(x.mT, m.conv.weight, padding=2, groups=4)).mT
+        ),
+        "ones beside it": lambda m, x: F.conv1d(F.pad(x.mT, (2, 0), value=1.0), m.conv.weight, groups=4).mT,
+        "wider than a part": lambda m, x: F.conv1d(F.pad(x.mT, (6, 0)), m.conv.weight, dilation=3, groups=4).mT,
+    }.items(),
+    ids=lambda x: x[0],
+)
+def test_other_convolutions_are_gathered(what: tuple[str, Callable[[Any, Tensor], Tensor]]) -> None:
+    one = equality.reference(lambda: (ready(Reads(what[1]), torch.float64), {"ids": tokens(), "targets": labels()}))
+    program = check(one, {"cp": 4})
+    assert any("is gathered over cp" in note for note in program.notes)
 
 
 # --- attention
@@ -369,10 +427,11 @@ def test_masks(what: str) -> None:
     8 (fewer kv heads than ranks), 13 (a sink's gradient is a sum over ranks)."""
     one = built(*HOW[what])
     check(one, {"cp": 4}, balance="zigzag")
-    check(one, {"cp": 3}, uneven="pad")
+    check(one, {"cp": 3}, balance="zigzag", uneven="pad")
     if what not in ("sinks", "linear") and "eager" not in what:
         check(one, {"cp": 4}, "ring", "zigzag")
-        check(one, {"cp": 3}, "ring", uneven="pad")
+        check(one, {"cp": 3}, "ring", "none", uneven="pad")
+        check(one, {"cp": 5}, "ring", "zigzag", uneven="pad")
     if what not in ("is_causal, 2 kv heads", "is_causal, 1 kv head", "linear"):
         check(one, {"cp": 4}, "ulysses")
 
@@ -382,6 +441,31 @@ def test_documents() -> None:
     one = built(documents, document=documents_of_uneven_lengths())
     for method in ("gather", "ring", "ulysses"):
         check(one, {"cp": 4}, method, "zigzag")
+
+
+def within(document: Tensor) -> Tensor:
+    """The mask of documents i64[.., s], causal."""
+    return (document[..., :, None] == document[..., None, :]) & seen(*places())["causal"]
+
+
+FIRST = torch.tensor([0, 5, 9, 16])
+SAID: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+    "positions that begin anew": (
+        lambda p: within((p == 0).cumsum(1))[:, None],
+        torch.cat([torch.arange(n) for n in FIRST.diff()]).repeat(BATCH, 1),
+    ),
+    "cumulative lengths": (lambda cu: within(torch.searchsorted(cu, torch.arange(SEQ), right=True)), FIRST),
+    "cumulative lengths, in buckets": (lambda cu: within(torch.bucketize(torch.arange(SEQ), cu, right=True)), FIRST),
+    "a mask of four dims": (lambda m: m, within(documents_of_uneven_lengths())[:, None]),
+}
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_documents_however_a_batch_says_it(how: str) -> None:
+    """Detail 15: with no more in the spec than `sequence: {axis: cp}`."""
+    mask, said = SAID[how]
+    one = built(lambda m, q, k, v, said: sdpa(q, k, v, mask(said)), said=said)
+    assert check(one, {"cp": 4}, "ring").prove().ok
 
 
 @pytest.mark.parametrize("name", ["gpt", "bert", "t5"])
@@ -562,14 +646,7 @@ def test_what_a_program_says_a_ring_sends_is_what_it_sends(what: str, balance: s
     program = one.compile({"shardc": 1, "mesh": {"cp": 4}, "sequence": CP | {"method": "ring", "balance": balance}})
     (said,) = [n.meta["collective"].bytes for n in program.stages[0].graph.nodes if n.target is ops.attention]
     for direction, times in (("forward", 1), ("backward", 2)):  # again, and gradients home
-        found: list[int] = []
-
-        def work(mesh: Any, direction: str = direction, found: list[int] = found) -> None:
-            Engine(program, one.model, None, 0, mesh=mesh, check=False).backward(one.batch)
-            found.extend(r.bytes for r in mesh.records if r.kind == "all_to_all" and r.direction == direction)
-
-        loopback(program.mesh, work)
-        assert sum(found) == times * 4 * said
+        assert exchanged(program, one, direction) == times * 4 * said
 
 
 # --- what is refused
@@ -590,10 +667,10 @@ def test_sizes_that_do_not_divide() -> None:
 
 
 def test_a_zigzag_that_does_not_divide() -> None:
-    """It is not padded: a rank's last stretch would be padding of another's."""
-    error = refused({"sequence": CP | {"balance": "zigzag"}, "uneven": "pad"})
+    error = refused({"sequence": CP | {"balance": "zigzag"}})
     assert "does not divide by cp=3 in 2 parts" in str(error)
     assert "balance: none" in error.fix
+    assert "uneven: pad" in error.fix
 
 
 def test_dims_that_are_not_there() -> None:

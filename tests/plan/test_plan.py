@@ -222,9 +222,49 @@ def test_the_picture_has_the_limit_and_every_row() -> None:
         assert 0 <= float(dot.attrib["y"]) <= float(root.attrib["height"])
 
 
+def test_a_picture_of_what_needs_little_tells_the_choices_apart() -> None:
+    one = blocks().candidates[0]
+    limit = one.target.usable
+    rows = tuple(priced_as(one, s, f * limit) for s, f in ((2.0, 0.001), (3.0, 0.0005)))
+    root = ElementTree.fromstring(replace(blocks(), candidates=rows).svg())
+    space = "{http://www.w3.org/2000/svg}"
+    assert any("usable of" in "".join(t.itertext()) and "far above" in str(t.text) for t in root.iter(f"{space}text"))
+    heights = [float(r.attrib["y"]) for r in root.iter(f"{space}rect") if r.get("rx") == "9"]
+    assert max(heights) - min(heights) > 100
+
+
 def test_a_second_choice_that_fits_is_priced() -> None:
     kinds = {(c.spec.mesh.axes, c.spec.pipeline and c.spec.pipeline.schedule) for c in blocks().candidates if c.fits}
     assert len(kinds) > 1
+
+
+def test_a_waterfall_leads_from_the_peak_to_a_step() -> None:
+    for c in blocks().candidates[:3]:
+        assert sum(c.waterfall.values()) == pytest.approx(c.step_seconds, rel=0.02)
+        assert next(iter(c.waterfall)) == "peak"
+        assert c.waterfall["peak"] == pytest.approx(c.mfu * c.step_seconds)
+    one = next(c for c in blocks().candidates if not c.spec.checkpoint)
+    assert one.waterfall.get("again", 0.0) < 0.2 * one.waterfall["peak"]
+
+
+def test_what_would_help() -> None:
+    """The same dry runs on other devices give what a plan for that device gives."""
+    spec = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}
+    model, batch = zoo.ALL["gpt"]()
+
+    def priced(on: Any) -> Any:
+        return shardc.plan(model, batch, device=on, given=spec, what_if=on == "h100-80g", tokens=1e9)
+
+    here = priced("h100-80g")
+    by = {x["what"]: x for x in here.what_if}
+    assert [x["ratio"] for x in here.what_if] == sorted(x["ratio"] for x in here.what_if)
+    assert by["on a100-80g"]["step_seconds"] == pytest.approx(priced("a100-80g").best.step_seconds)
+    better = [x for what, x in by.items() if "twice" in what or "no time" in what]
+    assert len(better) == 5
+    assert all(x["ratio"] <= 1 + 1e-9 for x in better)
+    assert by["no time to start ops (fused, or captured)"]["ratio"] < 0.9
+    hours = 1e9 / here.best.tokens_per_second / 3600
+    assert here.answers["duration"]["device_hours"] == pytest.approx(4 * hours)
 
 
 # --- what it chooses

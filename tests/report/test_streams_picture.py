@@ -36,7 +36,7 @@ def test_every_collective_is_drawn_once(lower: bool) -> None:
     priced = cost(lower=lower)
     (streams,) = priced.streams()
     computing = sum(end - begin for _, begin, end in streams.computing)
-    assert streams.now == pytest.approx(computing + streams.waited)
+    assert streams.now == pytest.approx(computing + streams.waited + streams.idle)
     drawn = ElementTree.fromstring(streams_picture.svg(priced))
     rects = [r for r in drawn.iter() if r.get("class") == "collective"]
     assert {next(iter(r)).text for r in rects} == {streams_picture._about(s) for s in streams.spans}

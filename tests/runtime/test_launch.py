@@ -210,7 +210,7 @@ def test_notes_are_shown_while_ranks_run(tmp_path: Path, capfd: pytest.CaptureFi
     body = (
         "import time\nprint('a warning', file=sys.stderr)\nprint('note: early', file=sys.stderr, flush=True)\n"
         "seen = pathlib.Path('seen')\n"
-        "while rank == 0 and not seen.exists(): time.sleep(0.02)\n"
+        "for _ in range(3000):\n    if rank == 0 and not seen.exists(): time.sleep(0.02)\n"
         "print('note: late', file=sys.stderr)"
     )
     command = [sys.executable, "-c", "import sys; from shardc.ir.mesh import Mesh; from shardc.runtime import launch\n"

@@ -160,8 +160,7 @@ def sampled() -> list[tuple[Any, Sample]]:
 
 @functools.cache
 def _all() -> tuple[tuple[Any, Sample], ...]:
-    """All that have rules, but for one whose gradient torch has wrong: where nothing is written it gives zeros."""
-    return tuple((op, s) for op, s in sampled() if name_of(op) != "as_strided_scatter")
+    return tuple(sampled())
 
 
 @functools.cache

@@ -15,7 +15,7 @@ function drawFacts() {
     const meter = sized(el("i"), { width: `${Math.min(100 * share, 100)}%` });
     facts.push(fact("memory", `${size(F.peak)} peak`, `${percent(share)} of ${size(F.limit)}: ${F.fits ? "fits" : "does not fit"}`, F.fits ? "" : "bad", el("div", { class: `meter ${F.fits ? "" : "over"}` }, meter)));
     const waited = sum(Object.values(F.exposed));
-    facts.push(fact("comm", `${seconds(waited)} exposed`, `${percent(waited / F.seconds || 0)}: waits for collectives`));
+    facts.push(fact("comm", `${seconds(waited)} exposed`, `${percent(waited / F.seconds || 0)}: of the rank that waits longest for collectives`));
   }
   const p = D.proof;
   facts.push(fact("proof", p ? (p.ok ? "✓ proven" : `✗ ${several(p.gaps.length, "gap")}`) : "not checked", p && p.ok ? "equal to one device" : p ? "not proven equal to one device" : "no proof was asked for", p ? (p.ok ? "good" : "bad") : ""));
@@ -24,7 +24,7 @@ function drawFacts() {
 
 function drawOverview(panel) {
   const cards = [];
-  cards.push(el("section", {}, el("h2", {}, "Communication of a step, by axis"), axisBars(true), el("button", { type: "button", class: "link", onclick: () => show("comm") }, "all collectives")));
+  cards.push(el("section", {}, el("h2", {}, `Communication of a step, by axis${F.axis ? ", all stages added up" : ""}`), axisBars(true), el("button", { type: "button", class: "link", onclick: () => show("comm") }, "all collectives")));
   const worst = D.messages.filter(ways_).sort((a, b) => exposedOf(b) - exposedOf(a) || bytesOf(b) - bytesOf(a)).slice(0, 7);
   cards.push(el("section", {}, el("h2", {}, F.device ? "Collectives that a step waits for longest" : "The largest collectives"), worst.length ? messageList(worst) : el("p", { class: "soft" }, "None: ranks send nothing to each other.")));
   if (D.memory) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardc.rules.samples.make import call, sample, samples
+from shardc.runtime import ops
 
 aten = torch.ops.aten
 
@@ -13,6 +14,12 @@ samples(aten.conv1d.default)(
     lambda t: call(t.real(4, 12, 6), t.real(12, 12, 3)),
     lambda t: call(t.real(12, 6), t.real(8, 12, 3), t.real(8)),
     lambda t: call(t.real(2, 12, 6), t.real(12, 1, 3), t.real(12), [1], [0], [1], 12),
+)
+sample(
+    ops.conv1d,
+    lambda t: call(t.real(2, 12, 12), t.real(8, 12, 3), t.real(8), 2),
+    lambda t: call(t.real(2, 12, 12), t.real(12, 1, 3), None, 1, 1, 12),
+    lambda t: call(t.real(2, 12, 12), t.real(12, 4, 2), t.real(12), 0, 2, 3),
 )
 sample(
     aten.conv2d.default,

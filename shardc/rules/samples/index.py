@@ -88,7 +88,6 @@ sample(
     lambda t: call(t.real(4, 12), 1, t.index(12, 4, 6), t.real(4, 6), "mean"),
     lambda t: call(t.real(12, 4), 0, t.index(12, 24, 4), t.real(24, 4), "amax", include_self=False),
 )
-sample(aten.as_strided.default, lambda t: call(t.real(4, 12), [4, 6], [12, 2]))
 sample(aten.put.default, lambda t: call(t.real(4, 12), t.orders(48, 6), t.real(6)))
 sample(
     aten.searchsorted.Tensor,

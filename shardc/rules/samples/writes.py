@@ -18,4 +18,3 @@ sample(
     lambda t: call(t.real(6, 12, 4), t.real(12, 4), 0, 0, 2),
     lambda t: call(t.real(6, 4), t.real(3), 1),
 )
-sample(aten.as_strided_scatter.default, lambda t: call(t.real(4, 12), t.real(4, 3), [4, 3], [12, 4], 1))

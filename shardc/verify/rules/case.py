@@ -39,7 +39,6 @@ TRUSTING = {
     "aten.gru.input",
     "aten.rnn_tanh.input",
     "aten.rnn_relu.input",
-    "aten.as_strided.default",
     "aten.put.default",
     "aten._weight_norm.default",
     "aten._weight_norm_interface.default",

@@ -55,6 +55,8 @@ def strategies(choices: Choices, n: int, *, deep: bool = True) -> Iterator[Strat
         if deep:
             even = [d for d in digits if d % 2 == 0]  # of a zigzag's stretches two are enough
             tried += [choices.split(factor, d, n, mirrored=True) for d in even[:1]]
+            if size % (2 * n) and size > 1:
+                tried.append(choices.split(factor, 2, n, (), -size % (2 * n), mirrored=True))
         yield from (s for s in tried if s is not None)
     if choices.rule.extra:
         yield from choices.rule.extra(choices.call, n, [Anything()] * len(choices.call.operands))

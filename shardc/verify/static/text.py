@@ -228,7 +228,7 @@ class Text:
         shards = claim.layout.shards(dim)
         if shards:
             s, size = shards[0][1], self.model.value(claim.of).shape[dim]
-            right = (tuple((a, s.split) for a, s in shards), size, s.padding, s.blocks)
+            right = (tuple((a, t.signed) for a, t in shards), size, s.padding, s.blocks)
             if frozen(node.args[3:7], {}) == frozen(right, {}):
                 fills = {(d, x) for d, x in claim.fills if d != dim} | {(dim, float(number))}
                 self.claim(node, replace(claim, fills=frozenset(fills)))

@@ -185,7 +185,7 @@ def test_the_last_step_of_a_loop(odd: str, end: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", list(SPECS))
-@pytest.mark.parametrize("how", ["grad", "grad of one, beside a penalty", "inputs"])
+@pytest.mark.parametrize("how", ["grad", "grad of one, beside a penalty", "inputs", "create_graph"])
 def test_a_backward_around_the_sums(spec: str, how: str) -> None:
     """It would give no gradients, or those of the penalty alone: an error, after which the loop may go on."""
 
@@ -199,6 +199,8 @@ def test_a_backward_around_the_sums(spec: str, how: str) -> None:
         backward = (
             functools.partial(loss.backward, inputs=params)
             if how == "inputs"
+            else functools.partial(loss.backward, create_graph=True)
+            if how == "create_graph"
             else functools.partial(torch.autograd.grad, loss, asked, allow_unused=True)
         )
         with pytest.raises(ShardcError, match=r"call loss.backward\(\)"):

@@ -16,6 +16,7 @@ import shardc
 from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
+from tests.runtime.matrices.optimizers import Lamb
 
 State = dict[str, Tensor]
 LEVELS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -117,17 +118,6 @@ class Whitened(torch.optim.Optimizer):
                     p -= group["lr"] * (vectors * values.clamp(1e-6) ** -0.25) @ vectors.T @ p.grad
 
 
-class Trusted(torch.optim.SGD):
-    """As LARS and LAMB: the step is scaled by the parameter's own norm."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p -= group["lr"] * p.grad * (p.norm() / (p.grad.norm() + 1e-12))
-
-
 ELEMENTWISE: dict[str, Any] = {
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
     "Adam": torch.optim.Adam,
@@ -145,7 +135,7 @@ WHOLE: dict[str, Any] = {
     "Adafactor": torch.optim.Adafactor,
     "Muon": torch.optim.Muon,
     "Whitened": Whitened,
-    "Trusted": lambda ps: Trusted(ps, lr=0.1),
+    "Lamb": lambda ps: Lamb(ps, lr=0.1),
 }
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
 

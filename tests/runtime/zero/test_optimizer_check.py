@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.zero.optimizer_check import ParamSharding
+from shardc.runtime.zero.optimizer_check import ParamSharding, multiplies, needs_whole
 from tests.runtime.offload.test_offload import Normalised
 from tests.runtime.zero.test_edges import WHOLE, Two, X
 
@@ -181,3 +181,19 @@ def test_an_optimizer_that_needs_a_closure_is_refused_as_what_it_is() -> None:
             optimizer.step(lambda: module(module.local(X)))
 
     loopback(program.mesh, work)
+
+
+@pytest.mark.parametrize(
+    ("make", "whole", "products"),
+    [
+        (lambda ps: torch.optim.AdamW(ps), False, False),
+        (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), False, False),
+        (lambda ps: torch.optim.Muon(ps), True, True),
+        (lambda ps: torch.optim.Adafactor(ps), True, False),
+        (lambda ps: shardc.whole(torch.optim.SGD(ps, lr=0.1)), True, False),
+    ],
+)
+def test_which_need_whole_matrices_and_multiply_them(make: Any, whole: bool, products: bool) -> None:
+    optimizer = make([nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(3, 9))])
+    assert needs_whole(optimizer) == whole
+    assert multiplies(optimizer) == products

@@ -1,0 +1,147 @@
+"""Adapt: the adapters of the spec are put beside weights, and weights that are not trained stop being so.
+
+    before   q = linear(x, q_weight)              f32[8, 16, 64] grad       x: the embedding of ids
+    after    q = linear(x, q_weight)              f32[8, 16, 64]            frozen: no gradient, of x neither
+             a = linear(x, q_lora_A_weight)       f32[8, 16, 4] grad
+             b = linear(a, q_lora_B_weight)       f32[8, 16, 64] grad
+             q_1 = add(q, mul(b, 8.0))            f32[8, 16, 64] grad
+
+Which values have a gradient is found anew, so that nothing backward is computed, sent or kept for a frozen weight
+alone. It stands behind annotate: a plan, or the structure of a model, is that of the model; an adapter is split as its
+weight.
+
+low_rank.py       the ops of an adapter beside those of its weight
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.errors import Errors
+from shardc.ir.adapters import frozen
+from shardc.ir.graph import calls, copy_graph, is_call, map_value, operands_of, placeholders, values_of
+from shardc.ir.matrices import Cut
+from shardc.ir.patterns import enclosing, match
+from shardc.ir.program import Param, Program
+from shardc.ir.types import carries_gradient, requires_grad
+from shardc.passes.adapt.low_rank import LowRank
+from shardc.passes.base import Pass
+from shardc.spec.names import Names
+
+_CAST = torch.ops.aten._to_copy.default
+
+
+@dataclass(frozen=True)
+class Adapt(Pass):
+    """Adds adapters, freezes parameters, and types every value by whether a gradient reaches it."""
+
+    def applies(self, program: Program) -> bool:
+        return bool(self.spec.adapters or self.spec.freeze)
+
+    def run(self, program: Program) -> Program:
+        program = replace(program, graph=copy_graph(program.graph))
+        before = {n: _Before.of(n) for n in calls(program.graph)}
+        errors = Errors()
+        freeze = self.spec.freeze or (("*",) if self.spec.adapters else ())
+        self._check(program, errors)
+        own = {p.name for p in program.params}
+        if self.spec.adapters:
+            program = LowRank(self.spec, program, errors).run()
+        errors.raise_any()
+
+        def put(p: Param) -> Param:
+            now = frozen(freeze, p.names) if p.name in own else False
+            return replace(p, requires_grad=False, frozen=True) if now else p
+
+        program = replace(program, params=tuple(map(put, program.params)))
+        if program.matrices is not None:
+            program = replace(program, matrices=_matrices(program, program.matrices))
+        _type_gradients(program, before)
+        return _stored_narrow(program)
+
+    def _check(self, program: Program, errors: Errors) -> None:
+        """Every pattern of `freeze` names something."""
+        names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
+        for i, text in enumerate(self.spec.freeze):
+            pattern = text.removeprefix("!")
+            if not any(match(pattern, n) for name in names.weights for n in (name, *enclosing(name))):
+                what, fix = names.without_weights(pattern)
+                errors.add(f"pattern {pattern!r} {what}", where=self.spec.where(("freeze", i)), fix=fix)
+
+
+def _matrices(program: Program, cuts: Mapping[str, tuple[Cut, ...]]) -> dict[str, tuple[Cut, ...]]:
+    """The matrices of an optimizer that needs them whole: of adapters of experts each expert's, as of their weights."""
+    each = {n: cuts[a.base] for a in program.adapters for n in (a.a, a.b) if any(c.alone for c in cuts.get(a.base, ()))}
+    trained = {p.name for p in program.params if p.requires_grad}
+    return {n: c for n, c in {**cuts, **each}.items() if n in trained}
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a call was: which of its results had a gradient, and whether an operand had one."""
+
+    results: tuple[bool, ...]
+    operands: bool
+
+    @classmethod
+    def of(cls, node: fx.Node) -> _Before:
+        return cls(tuple(v.requires_grad for v in values_of(node)), any(map(requires_grad, operands_of(node))))
+
+
+def _type_gradients(program: Program, before: Mapping[fx.Node, _Before]) -> None:
+    """Values that no trained parameter reaches have no gradient. A call that cut the gradient of an operand still does;
+    where no operand had one, what the op does is asked.
+    """
+    nodes = placeholders(program.graph)
+    for p in program.params:
+        nodes[p.name].meta["value"] = replace(nodes[p.name].meta["value"], requires_grad=p.requires_grad)
+    for node in program.graph.nodes:
+        if node.target is operator.getitem:  # a part of what its operand is by now
+            node.meta["value"] = node.args[0].meta["value"][node.args[1]]
+        if not is_call(node):
+            continue
+        was = before.get(node)
+        if was is None:
+            reached = carries_gradient(node.target, node.args, node.kwargs)
+            each = [reached] * len(values_of(node))
+        elif was.operands:
+            reached = any(map(requires_grad, operands_of(node)))
+            each = [reached and x for x in was.results]
+        else:
+            each = [carries_gradient(node.target, node.args, node.kwargs)] * len(was.results)
+        flags = iter(each)
+
+        def put(v: Any, flags: Any = flags) -> Any:
+            floating = v.dtype.is_floating_point or v.dtype.is_complex
+            return replace(v, requires_grad=next(flags) and floating)
+
+        node.meta["value"] = map_value(put, node.meta["value"])
+
+
+def _stored_narrow(program: Program) -> Program:
+    """A frozen parameter that is only used in 16 bits is stored so: there is no update that a wider copy would be for.
+
+    before   w_bf16 = _to_copy(w, dtype=bfloat16)       w: f32, frozen
+    after    w                                          w: bf16
+    """
+    nodes = placeholders(program.graph)
+    params: list[Param] = []
+    for p in program.params:
+        users = list(nodes[p.name].users)
+        found: set[Any] = {u.kwargs.get("dtype") if u.target is _CAST else None for u in users}
+        dtype = found.pop() if len(found) == 1 else None
+        if not p.frozen or dtype is None or dtype.itemsize >= p.dtype.itemsize:
+            params.append(p)
+            continue
+        nodes[p.name].meta["value"] = replace(nodes[p.name].meta["value"], dtype=dtype)
+        for u in users:
+            u.replace_all_uses_with(nodes[p.name])
+            program.graph.erase_node(u)
+        params.append(replace(p, dtype=dtype))
+    return replace(program, params=tuple(params))

@@ -1,0 +1,264 @@
+"""The ops of an adapter, beside those that use its weight.
+
+    linear(x, w, b)              + scale * linear(linear(dropout(x), A), B)
+    addmm(b, x, w), mm(x, w)     the same; w is [in, out]
+    experts(x, .., up, down)     up + scale * bmm(B, A) in the place of up: an expert's rows are known in the op alone
+
+As peft's (tuners/lora/layer.py, dora.py), which write A and B as the weights of linear layers without biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.errors import Errors
+from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, name_beside
+from shardc.ir.graph import placeholders, source_of, value_of
+from shardc.ir.patterns import names_weight
+from shardc.ir.placement import Layout, Shard
+from shardc.ir.program import Param, Program
+from shardc.passes.canonical import number_random
+from shardc.passes.canonical.rewrite import Emit
+from shardc.rules.experts import DOWN, TRANSPOSED, UP
+from shardc.runtime import ops
+from shardc.spec import Adapter as Entry
+from shardc.spec import Spec
+from shardc.spec.names import Names
+
+aten = torch.ops.aten
+_CAST = aten._to_copy.default
+#: Products with a matrix: (places of input, weight and bias among the arguments, is the weight [in, out]?).
+_PRODUCTS: dict[Any, tuple[int, int, int, bool]] = {
+    aten.linear.default: (0, 1, 2, False),
+    aten.mm.default: (0, 1, -1, True),
+    aten.matmul.default: (0, 1, -1, True),
+    aten.addmm.default: (1, 2, 0, True),
+}
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A call that multiplies by a weight, or leads to the op of experts. weight: as the call takes it, perhaps cast or
+    transposed; place: among its arguments, -1 of experts. flipped: it is [.., in, out] there; stored: as the model
+    stores it.
+    """
+
+    call: fx.Node
+    weight: fx.Node
+    place: int
+    flipped: bool
+    stored: bool
+
+
+@dataclass
+class LowRank:
+    """Writes the adapters of a spec into a program's graph, which it changes."""
+
+    spec: Spec
+    program: Program
+    errors: Errors
+    made: list[Param] = field(default_factory=list)
+    adapters: list[Adapter] = field(default_factory=list)
+
+    def run(self) -> Program:
+        program, graph = self.program, self.program.graph
+        nodes = placeholders(graph)
+        self.emit = Emit(graph, nodes["rng"])
+        self.last = nodes[program.params[-1].name]
+        names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
+        adapted: set[int] = set()
+        for p in program.params:
+            found = next((i for i, e in enumerate(self.spec.adapters) if _names(e, p)), None)
+            if found is None or len(p.shape) < 2:
+                continue
+            uses = list(_uses(nodes[p.name]))
+            if uses:
+                adapted.add(found)
+                self._adapt(p, self.spec.adapters[found], found, uses)
+        for i, e in enumerate(self.spec.adapters):
+            if i in adapted:
+                continue
+            where = self.spec.where(("adapters", i, "match"))
+            if names.has_weights(e.match):
+                what = f"{e.match!r} names no weight of a product that takes an adapter"
+                fix = "name linear layers, or experts; not embeddings, norms, convolutions or biases"
+                if any(_names(x, p) for x in self.spec.adapters[:i] for p in program.params if _names(e, p)):
+                    what, fix = f"{e.match!r} never wins: entries before it match all that it matches", "move it up"
+            else:
+                what, fix = names.without_weights(e.match)
+                what = f"pattern {e.match!r} {what}"
+            self.errors.add(what, where=where, fix=fix)
+        number_random(graph)
+        graph.eliminate_dead_code()
+        graph.lint()
+        return replace(program, params=(*program.params, *self.made), adapters=tuple(self.adapters))
+
+    # --- one weight
+
+    def _adapt(self, p: Param, entry: Entry, number: int, uses: Sequence[_Use]) -> None:
+        """Adapter `number` of the spec beside one weight."""
+        where = self.spec.where(("adapters", number))
+        grouped, flipped = any(u.place < 0 for u in uses), uses[0].stored
+        if len(p.shape) > 3 or any(u.stored != flipped for u in uses):
+            what = f"{p.fqn} is multiplied in a way that no adapter is written for: {source_of(uses[0].call)}"
+            self.errors.add(what, where=where, fix="leave it out of `match`")
+            return
+        if grouped and (entry.dropout or entry.kind == "dora"):
+            said = "dropout" if entry.dropout else "kind: dora"
+            what = f"{said} of adapters of experts ({p.fqn}): what an expert takes is only known inside of its op"
+            self.errors.add(what, where=where, fix=f"an entry of its own for experts, without {said}")
+            return
+        *experts, rows, columns = p.shape
+        n, k = (columns, rows) if flipped else (rows, columns)
+        out, into = (len(p.shape) - 1, len(p.shape) - 2) if flipped else (len(p.shape) - 2, len(p.shape) - 1)
+        last = len(p.shape) - 1
+        a = self._param(p, A, (*experts, entry.rank, k), {0: 0, into: last} if experts else {into: last})
+        b = self._param(p, B, (*experts, n, entry.rank), {0: 0, out: last - 1} if experts else {out: last - 1})
+        m = self._param(p, MAGNITUDE, (n,), {out: 0}) if entry.kind == "dora" else None
+        adapter = Adapter(
+            p.name,
+            a.name,
+            b.name,
+            m.name if m is not None else "",
+            entry.kind,
+            entry.rank,
+            entry.alpha or float(entry.rank),
+            entry.dropout,
+            flipped,
+        )
+        self.adapters.append(adapter)
+        for use in uses:
+            self.emit.source = source_of(use.call)
+            # both are read where the call is, in the dtype in which that takes the weight
+            dtype = value_of(use.weight).dtype
+            if grouped:
+                with self.program.graph.inserting_before(use.call):
+                    factors = [self.emit.cast(x, dtype) for x in (a, b)]
+                    summed = self._summed(use, use.weight, factors, adapter)
+                use.call.replace_input_with(use.weight, summed)
+                continue
+            with self.program.graph.inserting_before(use.call.next):
+                factors = [self.emit.cast(x, dtype) for x in (a, b)]
+                self._beside(use, factors, self.emit.cast(m, dtype) if m is not None else None, adapter)
+
+    def _param(self, base: Param, part: str, shape: tuple[int, ...], dims: dict[int, int]) -> fx.Node:
+        """A parameter of an adapter: its placeholder. dims: {dim of the weight: dim that is split as it is}."""
+        own = {
+            axis: replace(s, dim=dims[s.dim]) if isinstance(s, Shard) and s.dim in dims else None
+            for axis, s in base.layout.items
+        }
+        layout = Layout(tuple((axis, s) for axis, s in own.items() if s is not None))
+        fqn = name_beside(base.fqn, part)
+        graph = self.program.graph
+        with graph.inserting_after(self.last):
+            node = graph.placeholder("".join(c if c.isalnum() else "_" for c in fqn).strip("_"))
+        node.target = node.name
+        members = tuple(name_beside(n, part) for n in base.members)
+        p = Param(node.name, fqn, shape, base.dtype, True, layout=layout, members=members)
+        beside = placeholders(graph)[base.name].meta
+        cause = {axis: text for axis, text in beside.get("cause", {}).items() if own.get(axis) is not None}
+        node.meta = {**beside, "value": replace(p.value, layout=Layout()), "cause": cause}
+        self.made.append(p)
+        self.last = node
+        return node
+
+    # --- ops
+
+    def _beside(self, use: _Use, factors: Sequence[fx.Node], m: fx.Node | None, adapter: Adapter) -> None:
+        """Adds what the adapter makes to the result of a product with a matrix."""
+        emit, call = self.emit, use.call
+        x_at, _, bias_at, _ = _PRODUCTS[call.target]
+        x = call.args[x_at]
+        bias = call.args[bias_at] if 0 <= bias_at < len(call.args) else None
+        assert isinstance(x, fx.Node)
+        (a, b), users = factors, list(call.users)
+        dropped = emit.dropout(x, adapter.dropout)
+        low = emit(aten.linear.default, emit(aten.linear.default, dropped, a), b)
+        low = emit(aten.mul.Tensor, low, adapter.scale) if adapter.scale != 1 else low
+        if m is None:
+            result = emit(aten.add.Tensor, call, low)
+        else:
+            gain = self._gain(use, factors, m, adapter)
+            if adapter.dropout:  # what the lengths scale sees dropout, too
+                whole = self._product(use, dropped)
+                less = emit(aten.mul.Tensor, whole, emit(aten.sub.Tensor, gain, 1.0))
+                result = emit(aten.add.Tensor, emit(aten.add.Tensor, call, less), emit(aten.mul.Tensor, low, gain))
+            else:
+                whole = call if bias is None else self._product(use, x)
+                result = emit(aten.mul.Tensor, emit(aten.add.Tensor, whole, low), gain)
+                result = result if bias is None else emit(aten.add.Tensor, result, bias)
+        for user in users:
+            user.replace_input_with(call, result)
+
+    def _product(self, use: _Use, x: fx.Node) -> fx.Node:
+        """The product of x and the weight, without a bias."""
+        target = aten.mm.default if use.call.target is aten.addmm.default else use.call.target
+        return self.emit(target, x, use.weight)
+
+    def _gain(self, use: _Use, factors: Sequence[fx.Node], m: fx.Node, adapter: Adapter) -> fx.Node:
+        """m / |W + scale B A|, by rows (out-features). The lengths are constants to backward (DoRA, section 4.3)."""
+        emit, dtype = self.emit, value_of(m).dtype
+        summed = self._summed(use, emit.detach(use.weight), [emit.detach(x) for x in factors], adapter)
+        wide = emit.cast(summed, torch.promote_types(dtype, torch.float32))
+        squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, wide, wide), [0 if use.flipped else 1])
+        return emit(aten.div.Tensor, m, emit.cast(emit(aten.sqrt.default, squares), dtype))
+
+    def _summed(self, use: _Use, w: fx.Node, factors: Sequence[fx.Node], adapter: Adapter) -> fx.Node:
+        """W + scale B A, of one matrix or of experts', as the call takes W."""
+        emit, dims = self.emit, len(value_of(w).shape)
+        product = aten.bmm.default if dims == 3 else aten.mm.default
+        if use.flipped:
+            made = emit(product, *(emit(aten.transpose.int, x, dims - 2, dims - 1) for x in factors))
+        else:
+            made = emit(product, *reversed(factors))
+        made = emit(aten.mul.Tensor, made, adapter.scale) if adapter.scale != 1 else made
+        return emit(aten.add.Tensor, w, made)
+
+
+def _names(entry: Entry, p: Param) -> bool:
+    """Does an entry name this weight, or the module that it is in?"""
+    return any(names_weight(entry.match, n) for n in p.names)
+
+
+def _uses(node: fx.Node) -> Iterator[_Use]:
+    """The products that take a weight, as it is or cast."""
+    for user in node.users:
+        if user.target is _CAST:
+            yield from _uses(user)
+        elif (flipped := _of_experts(user, node)) is not None:
+            yield _Use(user, node, -1, flipped, flipped)
+        elif user.target is aten.bmm.default and user.args[1] is node:
+            yield _Use(user, node, -1, flipped=True, stored=True)
+        elif user.target in _PRODUCTS and len(value_of(node).shape) == 2:
+            _, place, _, flipped = _PRODUCTS[user.target]
+            if user.args[place] is node:
+                yield _Use(user, node, place, flipped, flipped)
+        elif user.target is aten.transpose.int and len(value_of(node).shape) == 2:
+            yield from (replace(u, stored=not u.stored) for u in _uses(user))
+
+
+#: What weights go through on their way to `ops.experts`.
+_MOVES = {_CAST, aten.cat.default, aten.stack.default, aten.transpose.int}
+
+
+def _of_experts(user: fx.Node, node: fx.Node) -> bool | None:
+    """Is a use of a node as the weights of experts [experts, in, out]? False: [experts, out, in]; None: it is no such
+    use.
+    """
+    if user.target is ops.experts and node in (user.args[UP], user.args[DOWN]):
+        given = user.args[TRANSPOSED] if len(user.args) > TRANSPOSED else user.kwargs.get("transposed")
+        return bool(given)
+    if user.target not in _MOVES or len(value_of(node).shape) not in (2, 3):
+        return None
+    found = {_of_experts(u, user) for u in user.users}
+    if len(found) != 1 or (flipped := found.pop()) is None:
+        return None
+    if user.target is aten.transpose.int:
+        dims = len(value_of(node).shape)
+        return flipped != ({d % dims for d in user.args[1:]} == {dims - 2, dims - 1})  # type: ignore[operator]
+    return flipped

@@ -1,0 +1,87 @@
+"""Convolutions along a sequence that give as many tokens as they take, in one op: what is split can stay split.
+
+    before   conv1d(x, w, b, [1], [3], [1], 64)[..., :16]      f32[8, 64, 19], then f32[8, 64, 16]
+    after    ops.conv1d(x, w, b, 3, 1, 64)                     f32[8, 64, 16]: three places before each token are read
+
+Models write a causal convolution with zeros on both ends, and cut off what reads beyond the end; or put zeros in front
+themselves. The sizes between do not divide as the sequence does. Only where a sequence is split: elsewhere the model's
+own ops are left as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import value_of
+from shardc.ir.program import Program
+from shardc.rules.op_call import call_of
+from shardc.runtime import ops
+from shardc.spec import Spec
+
+aten = torch.ops.aten
+
+
+def use_conv1d(spec: Spec, program: Program) -> None:
+    if spec.sequence_ranks == 1:
+        return
+    for node in list(program.graph.nodes):
+        if node.target is aten.conv1d.default:
+            _use(program.graph, node)
+
+
+def _use(graph: fx.Graph, node: fx.Node) -> None:
+    call, x = call_of(node), node.args[0]
+    stride, padding, dilation = (
+        _one(call.arg(i, n, d)) for i, n, d in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
+    )
+    if not isinstance(x, fx.Node) or node.kwargs or len(value_of(x).shape) != 3:
+        return
+    if stride != 1 or padding is None or dilation is None:
+        return
+    padded, front, behind = x, padding, padding
+    if x.target is aten.constant_pad_nd.default and padding == 0 and len(x.all_input_nodes) == 1:
+        front, behind, *others = _pads(x)
+        padded = x.all_input_nodes[0]
+        if others or x.args[2:3] not in ((), (0,), (0.0,)) or min(front, behind) < 0:
+            return
+    n, wide = value_of(padded).shape[2], value_of(node).shape[2]
+    result = node
+    if wide != n:  # what lies behind the sequence is cut off
+        (user, *more) = node.users
+        if more or user.target is not aten.slice.Tensor or not _begins(user, n):
+            return
+        result = user
+        behind -= wide - n
+    if behind < 0 or result.meta.get("pin") is not None:
+        return
+    args: tuple[Any, ...] = (padded, node.args[1], node.args[2] if len(node.args) > 2 else None)
+    args = (*args, front, dilation, call.arg(6, "groups", 1))
+    with graph.inserting_before(result):
+        new = graph.call_function(ops.conv1d, args)
+    new.meta = {**result.meta, "source": node.meta["source"]}
+    result.replace_all_uses_with(new)
+    for old in dict.fromkeys((result, node, x)):
+        if not old.users and old.op == "call_function":
+            graph.erase_node(old)
+
+
+def _one(x: Any) -> int | None:
+    """A number, or a list of one."""
+    x = x[0] if isinstance(x, (list, tuple)) and len(x) == 1 else x
+    return x if isinstance(x, int) else None
+
+
+def _pads(node: fx.Node) -> list[int]:
+    pads: Any = node.args[1]
+    while len(pads) > 2 and list(pads[-2:]) == [0, 0]:
+        pads = pads[:-2]
+    return list(pads)
+
+
+def _begins(node: fx.Node, n: int) -> bool:
+    """Whether a slice is the first n entries of dim 2."""
+    rest: list[Any] = [*node.args[1:], *[None] * (4 - len(node.args))]
+    dim, start, end, *step = rest
+    return bool(dim in (2, -1) and start in (None, 0) and end == n and step in ([], [1], [None]) and not node.kwargs)

@@ -1,0 +1,129 @@
+"""How parameters are cut into the matrices of an optimizer that needs them whole: what `optimizer: {matrices: ...}`
+means for each parameter of a program (shardc.ir.matrices).
+
+    whole      the parameter as the model has it: what one device's optimizer steps
+    experts    each entry of dim 0 of a parameter of three dims or more
+    heads      of weights that make queries, keys and values: each head's rows (attention ops show how many)
+    {0: 3}     so many equal parts of a dim, or parts of these sizes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from shardc.errors import Errors
+from shardc.ir.graph import operands_of
+from shardc.ir.matrices import Cut, fault
+from shardc.ir.patterns import names_weight
+from shardc.ir.program import Program
+from shardc.passes.annotate.kv_heads import made_by, shape_of
+from shardc.passes.base import Pass
+from shardc.rules import attention
+from shardc.spec import Spec
+from shardc.spec.names import Names
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Matrices(Pass):
+    """Notes the cuts of every parameter; the graph stays as it is."""
+
+    def applies(self, program: Program) -> bool:
+        return self.spec.optimizer.matrices is not None
+
+    def run(self, program: Program) -> Program:
+        note = (
+            "optimizer: {matrices: ...}: what goes to owners of matrices and back depends on the optimizer:"
+            " program.cost(optimizer=...) counts it, and the collectives of this program, plans and proofs do not"
+        )
+        return replace(program, matrices=cuts_of(self.spec, program), notes=(*program.notes, note))
+
+
+def cuts_of(spec: Spec, program: Program) -> dict[str, tuple[Cut, ...]] | None:
+    """{parameter: its cuts}, of those that are cut; None where the spec has no word on it. Raises ShardcError for
+    patterns that match nothing, and cuts that do not fit.
+    """
+    rules = spec.optimizer.matrices
+    if rules is None:
+        return None
+    errors, heads = Errors(), head_sizes(program.graph) if "heads" in rules.values() else {}
+    known = Names.of_weights({n: p.shapes[n] for p in program.params for n in p.names})
+    for pattern in rules:
+        if not known.has_weights(pattern):
+            what, fix = known.without_weights(pattern)
+            errors.add(f"pattern {pattern!r} {what}", where=spec.where(("optimizer", "matrices", pattern)), fix=fix)
+    found: dict[str, tuple[Cut, ...]] = {}
+    for p in program.params:
+        matching = [g for g in rules if any(names_weight(g, n) for n in (p.fqn, *p.names))]
+        if not matching or not p.requires_grad:
+            continue
+        pattern = matching[0]
+        where = spec.where(("optimizer", "matrices", pattern))
+        shape = p.shape[1:] if p.members else p.shape
+        cuts = _cuts(rules[pattern], shape, heads.get(p.name))
+        if wrong := fault(shape, cuts):
+            errors.add(f"{p.fqn}: {wrong}", where=where, fix="write sizes that sum to it, or a number that divides it")
+        elif rules[pattern] == "heads" and not cuts and pattern != "*" and len(shape) > 1:
+            what = f"{p.fqn} makes no queries, keys or values of heads"
+            errors.add(what, where=where, fix="name the number of its matrices, e.g. {0: 12}, or write whole")
+        elif cuts:
+            found[p.name] = cuts
+    errors.raise_any()
+    return found
+
+
+def _cuts(
+    rule: str | dict[int, int | tuple[int, ...]], shape: tuple[int, ...], head: tuple[int, int] | None
+) -> tuple[Cut, ...]:
+    """head: (dim, rows of a head in it)."""
+    if isinstance(rule, dict):
+        return tuple(Cut(d, _sizes(n, shape[d] if d < len(shape) else 0)) for d, n in sorted(rule.items()))
+    if rule == "experts" and len(shape) > 2:
+        return (Cut(0, (1,) * shape[0], alone=True),)
+    if rule == "heads" and head is not None:
+        dim, rows = head
+        return (Cut(dim, (rows,) * (shape[dim] // rows)),)
+    return ()
+
+
+def _sizes(parts: int | tuple[int, ...], size: int) -> tuple[int, ...]:
+    if isinstance(parts, tuple):
+        return parts
+    return (size // parts,) * parts
+
+
+def head_sizes(graph: fx.Graph) -> dict[str, tuple[int, int]]:
+    """{weight: (dim, rows of a head in it)}, of the weights whose products are queries, keys or values."""
+    found: dict[str, tuple[int, int]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in attention.OPS:
+            continue
+        for x in operands_of(node)[:3]:
+            rows = shape_of(x)[-1]
+            for weight in made_by(x):
+                dim = _out_dim(weight)
+                if weight.meta["value"].requires_grad and dim is not None:
+                    shape = weight.meta["value"].shape
+                    if shape[dim] % rows == 0 and shape[dim] > rows:
+                        found[weight.name] = dim, rows
+    return found
+
+
+def _out_dim(weight: fx.Node) -> int | None:
+    """The dim of a weight of two dims that its product keeps."""
+    if len(weight.meta["value"].shape) != 2:
+        return None
+    todo = [weight]
+    while todo:
+        for user in todo.pop().users:
+            if user.target is aten.linear.default:
+                return 0
+            if user.target in (aten.mm.default, aten.matmul.default, aten.addmm.default):
+                return 1
+            if user.op == "call_function" and len(operands_of(user)) == 1:  # a cast
+                todo.append(user)
+    return None

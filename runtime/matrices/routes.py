@@ -1,0 +1,124 @@
+"""Who sends which part of which matrix to whom: between ranks' stored parts of parameters and the matrices' owners.
+Pure arithmetic: every rank finds its own sends and receives, and both ends list them in one order.
+
+To its owner each element of a matrix comes once, from the replica nearest to it; from the owner it goes to every rank
+that stores it. Padding is in no part, so nobody sends it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from shardc.ir.matrices import Matrix
+from shardc.ir.program import Param, Program
+from shardc.runtime.state.boxes import Box, boxes_of, cut_axes, overlap, replicas
+from shardc.runtime.zero.flat_partition import Flat, Run
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box that a rank stores of a matrix. inside: where it lies in the stored box; at: in the matrix."""
+
+    matrix: Matrix
+    box: Box
+    inside: tuple[slice, ...]
+    at: tuple[slice, ...]
+    numel: int
+
+    def stored(self, local: Tensor) -> Tensor:
+        """Its view of what a rank stores of the parameter."""
+        return self.box.of(local)[self.inside]
+
+    def whole(self, matrix: Tensor) -> Tensor:
+        """Its view of the owner's matrix."""
+        return matrix.view(self.matrix.size)[self.at]
+
+
+class Routes:
+    """The routes of one rank, among the ranks that share its parameters: all of the mesh, or of its pipeline stage.
+
+    matrices: of this rank's parameters, in an order that all of them share; owners: {name: place in `ranks`}. ranks:
+    the group over `axes`."""
+
+    def __init__(self, program: Program, rank: int, matrices: Sequence[Matrix], owners: Mapping[str, int]) -> None:
+        self.axes = stage_axes(program)
+        self._program, self._mesh, self._rank = program, program.mesh, rank
+        self.ranks = self._mesh.group(rank, self.axes) if self.axes else (rank,)
+        self.here = self.ranks.index(rank)
+        self.matrices, self.owners = tuple(matrices), dict(owners)
+        self._flats: dict[int, Flat] = {}
+        self._runs: dict[tuple[int, int], dict[str, Run]] = {}
+
+    @cached_property
+    def _params(self) -> dict[str, Param]:
+        return {p.name: p for p in self._program.params}
+
+    @cached_property
+    def _coords(self) -> list[dict[str, int]]:
+        return [self._mesh.coords(r) for r in self.ranks]
+
+    def pieces(self, m: Matrix, place: int) -> Iterator[Piece]:
+        """What the rank at a place stores of a matrix."""
+        p, rank = self._params[m.param], self.ranks[place]
+        for box in boxes_of(p.shape, p.layout, self._run(p, rank), self._mesh, rank):
+            common = overlap(box.offset, box.shape, m.offset, m.size)
+            if common is not None:
+                start, size = common
+                inside = tuple(slice(a - o, a - o + n) for a, o, n in zip(start, box.offset, size, strict=True))
+                at = tuple(slice(a - o, a - o + n) for a, o, n in zip(start, m.offset, size, strict=True))
+                yield Piece(m, box, inside, at, math.prod(size))
+
+    def sources(self, m: Matrix) -> list[int]:
+        """The places of the ranks that send a matrix to its owner: of each part the replica that is in the owner's row
+        of the mesh.
+        """
+        p = self._params[m.param]
+        same = [a for a in replicas(self._program, p.layout, cut_axes(self._program, p)) if a in self.axes]
+        owner = self._coords[self.owners[m.name]]
+        return [i for i, coords in enumerate(self._coords) if all(coords[a] == owner[a] for a in same)]
+
+    def to_owners(self, some: Sequence[Matrix]) -> tuple[list[list[Piece]], list[list[Piece]]]:
+        """(what this rank sends, what it receives), of some matrices, by place."""
+        sent: list[list[Piece]] = [[] for _ in self.ranks]
+        received: list[list[Piece]] = [[] for _ in self.ranks]
+        for m in some:
+            owner, sources = self.owners[m.name], self.sources(m)
+            if self.here in sources:
+                sent[owner] += self.pieces(m, self.here)
+            if owner == self.here:
+                for i in sources:
+                    received[i] += self.pieces(m, i)
+        return sent, received
+
+    def from_owners(self, some: Sequence[Matrix]) -> tuple[list[list[Piece]], list[list[Piece]]]:
+        """The way back, to all that store something of them."""
+        sent: list[list[Piece]] = [[] for _ in self.ranks]
+        received: list[list[Piece]] = [[] for _ in self.ranks]
+        for m in some:
+            owner = self.owners[m.name]
+            received[owner] += self.pieces(m, self.here)
+            if owner == self.here:
+                for i in range(len(self.ranks)):
+                    sent[i] += self.pieces(m, i)
+        return sent, received
+
+    def _run(self, p: Param, rank: int) -> Run | None:
+        """The stretch that ZeRO leaves to a rank."""
+        bucket = self._program.bucket(p)
+        if bucket is None or not bucket.zero:
+            return None
+        if p.bucket not in self._flats:
+            self._flats[p.bucket] = Flat.of(self._program, bucket)
+        place = self._mesh.group(rank, (bucket.shard,)).index(rank)
+        if (p.bucket, place) not in self._runs:
+            self._runs[p.bucket, place] = self._flats[p.bucket].runs(place)
+        return self._runs[p.bucket, place][p.name]
+
+
+def stage_axes(program: Program) -> tuple[str, ...]:
+    """The axes over which ranks share parameters: all but the pipeline's."""
+    return tuple(a for a in program.mesh.names if a != program.axis)

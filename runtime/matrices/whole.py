@@ -1,0 +1,120 @@
+"""The matrices that a rank owns, in the optimizers that need them whole.
+
+    stored parts, with gradients        owners
+    rank 0  w[0:2]  v[0:2]   ──────►   w whole, its gradient and its state
+    rank 1  w[2:4]  v[2:4]   ──────►   v whole, its gradient and its state
+                             ◄──────   the new values
+
+An owner keeps its matrices between steps, beside what is stored: so parameters move only back, and again to owners
+after somebody wrote to what is stored (a checkpoint, or the user)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardc.errors import ShardcError
+from shardc.ir.matrices import Matrix, owners, work
+from shardc.ir.program import Program
+from shardc.runtime.matrices.exchange import Exchange
+from shardc.runtime.matrices.routes import Routes
+from shardc.runtime.matrices.shown import Shown
+from shardc.runtime.zero.optimizer_check import multiplies
+from shardc.runtime.zero.optimizer_list import members_of
+from shardc.runtime.zero.trained_params import trained_params
+
+
+class WholeMatrices:
+    """What one rank owns.
+
+    stored: what it stores of each parameter, by placeholder name. members: the optimizers that need whole matrices;
+    they hold stand-ins (`shown`), which are replaced by `.owned`: {matrix: parameter}. Collective."""
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: Any,
+        stored: Mapping[str, nn.Parameter],
+        shown: Shown,
+        members: Sequence[Optimizer],
+    ) -> None:
+        trained, order = trained_params(program), {p.name: p.order for p in program.params}
+        costs: dict[Matrix, float] = {}
+        #: For each group of each of the optimizers: the matrices in it, of whichever owner.
+        self.groups: dict[Optimizer, list[list[Matrix]]] = {}
+        for member in members:
+            products = multiplies(member)
+            self.groups[member] = shown.groups(member)
+            each = (m for group in self.groups[member] for m in group if m.param in trained)
+            costs |= {m: work(m.shape, products=products) for m in each}
+        found = sorted(costs, key=lambda m: order[m.param])  # as backward finishes them; sorted() keeps others' order
+        routes = Routes(program, mesh.rank, found, {})
+        places = owners([costs[m] for m in found], len(routes.ranks))
+        routes.owners |= {m.name: place for m, place in zip(found, places, strict=True)}
+        self.matrices = {m.name: m for m in found if routes.owners[m.name] == routes.here}
+        self._stored = {m.param: stored[m.param] for m in found}
+        self.exchange = Exchange(routes, mesh, {n: p.dtype for n, p in self._stored.items()})
+        self.owned = {
+            n: nn.Parameter(torch.empty(m.shape, dtype=stored[m.param].dtype, device=stored[m.param].device))
+            for n, m in self.matrices.items()
+        }
+        self._sent = {p.matrix.param for p in self.exchange.read}
+        self._versions = 0
+        self.gather()
+        for member in members:
+            shown.give_wholes(member, self.owned)
+
+    def gather(self) -> None:
+        """What is stored goes to the owners. Collective."""
+        self.exchange.to_owners(_detached(self._stored), _detached(self.owned), "state")
+        self._versions = self._version()
+
+    def take_gradients(self) -> None:
+        """The gradients of what is stored go to the owners, before the optimizer steps. Collective."""
+        grads: dict[str, Tensor] = {}
+        for name in self._sent:
+            grad = self._stored[name].grad
+            if grad is None:
+                raise ShardcError(
+                    "backward gave no gradient of it, which the graph of the model has",
+                    where=name,
+                    fix="leave it out of the optimizer over whole matrices",
+                )
+            grads[name] = grad.as_subclass(Tensor)
+        for p in self.owned.values():
+            p.grad = torch.empty_like(p)
+        self.exchange.to_owners(grads, {n: p.grad for n, p in self.owned.items() if p.grad is not None}, "update")
+
+    def publish(self) -> None:
+        """After the optimizer's step: the new values go to all that store some of them. Collective."""
+        for p in self.owned.values():
+            p.grad = None
+        self.exchange.from_owners(_detached(self.owned), _detached(self._stored), "update")
+        self._versions = self._version()
+
+    def by_group(self, optimizer: Optimizer) -> list[list[Matrix] | None]:
+        """For each group of an optimizer, or of several as one, its matrices of all owners; None: it steps parts."""
+        found: list[list[Matrix] | None] = []
+        for m in members_of(optimizer):
+            found += self.groups.get(m, [None] * len(m.param_groups))
+        return found
+
+    def matrix_of(self, p: Tensor) -> Matrix | None:
+        """The matrix that a parameter of an optimizer is."""
+        return next((self.matrices[n] for n, x in self.owned.items() if x is p), None)
+
+    @property
+    def written(self) -> bool:
+        """Has anybody written to what is stored, since values last came from the owners, or went there?"""
+        return self._version() != self._versions
+
+    def _version(self) -> int:
+        return sum(p._version for p in self._stored.values())
+
+
+def _detached(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: p.detach() for n, p in params.items()}

@@ -1,0 +1,246 @@
+"""Weights of adapters that the spec puts beside a model's: as they begin, and from files of peft's or our own.
+
+    A     uniform in 1 / sqrt(in), as torch's linear layers and peft begin it         B     zeros
+    m     the lengths of the weight's rows (out-features), so that a model with adapters begins as the one without
+
+Names in files are ours, or peft's: `base_model.model.` before them, and of experts in one tensor as its ParamWrapper
+has them, [experts * rank, in] and [out, rank * experts].
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.errors import Errors, ShardcError
+from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, name_beside
+from shardc.ir.program import Program
+from shardc.runtime.state.init import Recipe, record
+from shardc.runtime.state.init_recorder import Recorder
+from shardc.runtime.state.sources import Weights, from_files, of_recipe, weights_for
+from shardc.runtime.state.tape_slices import OnTape
+from shardc.runtime.state.weight_files import WeightFiles, is_checkpoint, open_weights
+
+CONFIG, PREFIX = "adapter_config.json", "base_model.model."
+#: Added to the seed, so that adapters draw other numbers than the model's own weights.
+_STREAM = 1 << 32
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of an adapter: of a parameter, or of a member of a stack. base: the weight that it is beside."""
+
+    adapter: Adapter
+    base: str
+    kind: str
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return name_beside(self.base, self.kind)
+
+
+def parts(program: Program) -> dict[str, Part]:
+    """The tensors of a program's adapters, by their names."""
+    found: dict[str, Part] = {}
+    by_name = {p.name: p for p in program.params}
+    for adapter in program.adapters:
+        base = by_name[adapter.base]
+        for name, kind in zip(adapter.names, (A, B, MAGNITUDE), strict=False):
+            p = by_name[name]
+            shape = p.shape[1:] if p.members else p.shape
+            for of in base.members or (base.fqn,):
+                part = Part(adapter, of, kind, shape)
+                found[part.name] = part
+    return found
+
+
+def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
+    """The weights for a program: see `shardc.runtime.state.weights_for`; those of its adapters from files that have
+    them, else as they begin.
+
+    files: also a pair, of the model's weights and of the adapters', either of which may be None. A folder that peft
+    saved has adapters alone: then the model's weights are as `model` has them.
+    """
+    if not program.adapters:
+        return weights_for(model, files, seed)
+    wanted = parts(program)
+    base, own = files if isinstance(files, tuple) else (files, None)
+    opened = [(x, open_weights(x)) for x in (base, own) if x is not None]
+    found: dict[str, Tensor] = {}
+    recorder, notes = Recorder(), list[str]()
+    rest: list[WeightFiles] = []
+    for _, each in opened:
+        mine = _spelled(each.tensors, wanted, program)
+        _check_config(each, program)
+        if mine:
+            notes.append(f"adapters: {len(mine)} tensors of {each.path} ({each.what})")
+            found |= _read(each, mine, wanted, recorder)
+        left = {n: x for n, x in each.tensors.items() if n not in mine.values()}
+        if left:
+            rest.append(replace(each, tensors=left, ties={k: v for k, v in each.ties.items() if v in left}))
+    given = weights_for(model, rest[0] if rest else None, seed)
+    for more in rest[1:]:  # modules that were trained beside the adapters: all else is as before
+        given = replace(from_files(more, given, seed), notes=given.notes)
+        notes.append(f"{len(more.tensors)} more tensors of {more.path}")
+    if len(found) not in (0, len(wanted)):
+        lost = sorted(set(wanted) - set(found))
+        what = f"{len(lost)} of the {len(wanted)} tensors of adapters are not in the files, such as {lost[0]}"
+        raise ShardcError(what, where=str(opened[-1][1].path), fix="write `adapters` as they were trained")
+    begun = {n: p for n, p in wanted.items() if n not in found and n not in given.shapes}
+    if begun and not found:
+        notes.append("adapters: as they begin")
+    return _with(given, begun, found, recorder, seed, program, notes)
+
+
+def _with(
+    given: Weights,
+    begun: Mapping[str, Part],
+    found: Mapping[str, Tensor],
+    recorder: Recorder,
+    seed: int,
+    program: Program,
+    notes: Sequence[str],
+) -> Weights:
+    """Weights with those of adapters: begun: as they begin; found: on the recorder's tape."""
+    # in the order of their names, which is the same for experts in one tensor or apart
+    drawn = [begun[n] for n in sorted(begun) if begun[n].kind != MAGNITUDE]
+    recipe, keys = _begin(drawn)
+    first = of_recipe(recipe, seed + _STREAM)
+    dims = {p.name: p for p in begun.values() if p.kind == MAGNITUDE}
+    sliced = {n: OnTape(recorder.tape, recorder.ref(x), seed) for n, x in found.items()}
+
+    def get(name: str, device: torch.device) -> Tensor:
+        if name in keys:
+            return first.get(keys[name], device)
+        if name in dims:
+            part = dims[name]
+            w = given.get(part.base, device).detach()
+            lengths: Tensor = torch.linalg.vector_norm(w, dim=-2 if part.adapter.flipped else -1)
+            return lengths
+        if name in sliced:
+            return sliced[name].read([(0, n) for n in sliced[name].shape])
+        return given.get(name, device)
+
+    shapes = {n: p.shape for n, p in begun.items()} | {n: tuple(x.shape) for n, x in found.items()}
+    return replace(
+        given,
+        shapes={**given.shapes, **shapes},
+        get=get,
+        sliced={**given.sliced, **sliced},
+        drawn={**given.drawn, **{n: first.drawn[k] for n, k in keys.items() if k in first.drawn}},
+        notes=(*given.notes, *notes) if given.notes or found else given.notes,
+    )
+
+
+def _begin(wanted: Sequence[Part]) -> tuple[Recipe, dict[str, str]]:
+    """How A and B begin, each drawn by itself; and their names in the recipe."""
+    keys = {p.name: f"p{i}" for i, p in enumerate(wanted)}
+
+    def build() -> nn.Module:
+        held = nn.Module()
+        for p in wanted:
+            x = torch.empty(p.shape)
+            x = x.uniform_(-1 / math.sqrt(p.shape[-1]), 1 / math.sqrt(p.shape[-1])) if p.kind == A else x.zero_()
+            held.register_parameter(keys[p.name], nn.Parameter(x))
+        return held
+
+    return record(build)[1], keys
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def has_adapters_alone(path: Path) -> bool:
+    """Is this a folder in which peft has saved adapters, without the model that they belong to?"""
+    return (path / CONFIG).is_file() and not is_checkpoint(path)
+
+
+def peft_name(part: Part, program: Program) -> str:
+    """The name of a tensor in peft's files. Weights that are not called `weight` are wrapped one around the other, the
+    module's last one outermost.
+    """
+    module, _, name = part.base.rpartition(".")
+    if name == "weight":
+        return f"{PREFIX}{module}.{part.kind}"
+    inner = [a.base for a in program.adapters]
+    order = [p.fqn for p in program.params if p.name in inner and p.fqn.rpartition(".")[0] == module]
+    wrapped = [n for n in order if not n.endswith(".weight")]
+    depth = len(wrapped) - 1 - wrapped.index(part.base)
+    return f"{PREFIX}{module}{'.base_layer' * depth}.{part.kind}"
+
+
+def as_peft(x: Tensor, part: Part) -> Tensor:
+    """A tensor of ours in the form that peft has it."""
+    if x.dim() < 3:
+        return x
+    return x.flatten(0, 1) if part.kind == A else x.permute(1, 2, 0).reshape(x.shape[1], -1)
+
+
+def _of_peft(x: Tensor, part: Part) -> Tensor:
+    if len(part.shape) < 3:
+        return x
+    experts, rows, columns = part.shape
+    if part.kind == A:
+        return x.reshape(experts, rows, columns)
+    return x.reshape(rows, columns, experts).permute(2, 0, 1).contiguous()
+
+
+def _spelled(tensors: Mapping[str, Any], wanted: Mapping[str, Part], program: Program) -> dict[str, str]:
+    """{name of an adapter's tensor: its name in the files}."""
+    found = {n: n for n in wanted if n in tensors}
+    if found:
+        return found
+    return {n: key for n, part in wanted.items() if (key := peft_name(part, program)) in tensors}
+
+
+def _read(
+    files: WeightFiles, mine: Mapping[str, str], wanted: Mapping[str, Part], recorder: Recorder
+) -> dict[str, Tensor]:
+    """The tensors on the recorder's tape. Raises ShardcError for those of another shape."""
+    errors, found = Errors(), dict[str, Tensor]()
+    for name, key in mine.items():
+        x, part = recorder.stored(files.tensors[key]), wanted[name]
+        if x.numel() != math.prod(part.shape):
+            what = f"{key} has the shape {list(x.shape)}, and {list(part.shape)} in the program"
+            errors.add(what, where=str(files.path), fix="write the `rank` with which they were trained")
+            continue
+        if key != name:
+            with recorder.recording():
+                x = _of_peft(x, part)
+        found[name] = x
+    errors.raise_any()
+    return found
+
+
+def _check_config(files: WeightFiles, program: Program) -> None:
+    """Raises ShardcError where adapter_config.json says another scale or kind than the spec: weights do not."""
+    file = files.folder / CONFIG
+    if not file.is_file():
+        return
+    try:
+        config = json.loads(file.read_text())
+        kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
+        peft, alpha, alphas = config["peft_type"], float(config["lora_alpha"]), dict(config.get("alpha_pattern") or {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        fix = "name a folder that peft's save_pretrained wrote"
+        raise ShardcError(f"the configuration of the adapters cannot be read: {e}", where=str(file), fix=fix) from None
+    errors = Errors()
+    for adapter in program.adapters:
+        p = program.param(adapter.base)
+        module = p.names[0].removesuffix(".weight")
+        other = next((x for key, x in alphas.items() if re.match(rf"(.*\.)?({key})$", module)), alpha)
+        if (peft, kind, float(other)) != ("LORA", adapter.kind, adapter.alpha):
+            what = f"the adapter of {module} is {peft} {kind} of alpha {other}, and {adapter.kind} of alpha"
+            fix = f"write kind: {kind}, alpha: {other}" if peft == "LORA" else "shardc reads LoRA, rsLoRA and DoRA"
+            errors.add(f"{what} {adapter.alpha} in the spec", where=str(file), fix=fix)
+            break
+    errors.raise_any()

@@ -1,0 +1,67 @@
+"""What every process of `shardc score` does: load the program, take the weights, score the data, write a line a row."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from shardc.errors import ShardcError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shardc.cli.worker import Job
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Score. Returns the summary: tokens, mean log-probability, perplexity. Collective over the world."""
+    from shardc.cli import training_data, worker
+
+    file, program, mesh, _ = worker.joined(job)
+    with mesh.together("taking the weights"):
+        scorer = program.forward(
+            file.build, weights=worker.weights_of(job, file, program), seed=job.settings.seed, mesh=mesh
+        )
+    with mesh.together("opening the data"):
+        seed = job.settings.seed
+        if file.data is None:
+            data = training_data.example(file, seed)
+            data.description = "the one example batch of batch() (the model file has no data())"
+        elif (found := training_data.batches(scorer.engine, file, job.split, seed, whole=True)) is not None:
+            data = found
+        else:
+            what, fix = f"data({job.split!r}) returns None", "name the other one, --split; or return what is scored"
+            raise ShardcError(what, where=job.model, fix=fix)
+    first = mesh.rank == 0
+    notes = [*(scorer.engine.weight_notes or [file.note] * bool(file.note)), f"data: {data.description}"]
+    if first and not job.quiet:
+        print("\n".join(notes), flush=True)
+    with mesh.together("scoring"), Path(job.rows).open("w") if job.rows and first else nullcontext() as rows:
+        scores = scorer.score_all(data.one_epoch(), local=data.local, each=Rows(rows) if job.rows else None)
+    if not scores:
+        raise ShardcError(f"data({job.split!r}) has no batch", where=job.model, fix="return what is to be scored")
+    return {
+        "model": program.meta.get("model"),
+        "mesh": dict(program.mesh.axes),
+        **scores,
+        "rows": job.rows or None,
+    }
+
+
+class Rows:
+    """Writes a line for each row of scores: {"row": number, "logprob": sum, "scores": [of each target]}. Called on all
+    ranks; the first one has the file.
+    """
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file, self._count = file, 0
+
+    def __call__(self, scores: Tensor) -> None:
+        if self._file is None:
+            return
+        for row in scores.double().flatten(1) if scores.ndim > 1 else scores.double().unsqueeze(1):
+            line = {"row": self._count, "logprob": float(row.sum()), "scores": row.tolist()}
+            self._file.write(json.dumps(line) + "\n")
+            self._count += 1

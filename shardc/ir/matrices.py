@@ -1,0 +1,148 @@
+"""The matrices that an optimizer over whole matrices sees (`optimizer: {matrices: ...}`), and who steps which of them.
+Pure arithmetic.
+
+    parameter [12, 4]            whole      one matrix [12, 4]
+    the same, {0: 3}             three      [4, 4] each: a fused q|k|v weight
+    experts   [8, 16, 4]         experts    eight [16, 4]
+    several of the model's parameters in a stack: each is a matrix, as on one device
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardc.ir.program import Param, Program
+
+Numbers = tuple[int, ...]
+_LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One dim of a parameter that is cut. sizes: of its parts, in order. alone: they are of one row each, and the
+    matrices are without that dim.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A box of a parameter that an optimizer steps as one tensor.
+
+    name: under which checkpoints have its state: the parameter's, of a stack the member's, with the number of each
+    part behind it ("qkv.weight[2]"). param: the placeholder's name. offset, size: of the box in the global parameter.
+    shape: as the optimizer sees it, without dims that are cut `alone`."""
+
+    name: str
+    param: str
+    offset: Numbers
+    size: Numbers
+    shape: Numbers
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+
+def matrices_of(p: Param, cuts: Sequence[Cut] = ()) -> tuple[Matrix, ...]:
+    """The matrices that a parameter consists of, in order. cuts: dims of a stack are those of its members."""
+    ahead = 1 if p.members else 0
+    at = {c.dim + ahead: c for c in cuts}
+    if p.members:
+        at[0] = Cut(0, (1,) * p.shape[0], alone=True)
+    parts = [_stretches(at[d].sizes) if d in at else [(0, n)] for d, n in enumerate(p.shape)]
+    kept = [d for d in range(len(p.shape)) if d not in at or not at[d].alone]
+    found = []
+    for numbers in itertools.product(*(range(len(each)) for each in parts)):
+        box = [each[i] for each, i in zip(parts, numbers, strict=True)]
+        size = tuple(n for _, n in box)
+        behind = [numbers[d] for d in sorted(at) if d >= ahead]
+        name = p.members[numbers[0]] if p.members else p.fqn
+        name += f"[{','.join(map(str, behind))}]" if behind else ""
+        found.append(Matrix(name, p.name, tuple(a for a, _ in box), size, tuple(size[d] for d in kept)))
+    return tuple(found)
+
+
+def inner(program: Program) -> frozenset[str]:
+    """Placeholder names of the parameters that optimizers over matrices are for (Jordan et al. 2024, "Muon"): of two
+    dims or more, and neither a table that is looked up nor the head, after which nothing takes such a parameter.
+    """
+    wide = {p.name for p in program.params if len(p.shape) - bool(p.members) > 1}
+    bits = {name: 1 << i for i, name in enumerate(sorted(wide))}
+    of: dict[fx.Node, int] = {}  # a parameter, and what is made of it alone: its bit
+    taken: dict[str, list[fx.Node]] = {name: [] for name in wide}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            of[node] = bits.get(node.name, 0)
+        elif len(node.all_input_nodes) == 1:  # a cast, a view
+            of[node] = of.get(node.all_input_nodes[0], 0)
+    # of each op: what it takes of them, and what all after it do (proofs leave users that are not in the graph)
+    behind: dict[fx.Node, int] = {}
+    for node in reversed(program.graph.nodes):
+        takes = [of.get(x, 0) for x in node.all_input_nodes] if not of.get(node) else []
+        behind[node] = functools.reduce(operator.or_, [*takes, *(behind.get(user, 0) for user in node.users)], 0)
+        for name in (n for n, bit in bits.items() if bit in takes):
+            taken[name].append(node)
+    found = set()
+    for name, users in taken.items():
+        others = functools.reduce(operator.or_, (behind[user] for user in users), 0) & ~bits[name]
+        if others and not any(user.target in _LOOKUPS for user in users):
+            found.add(name)
+    return frozenset(found)
+
+
+def fault(shape: Sequence[int], cuts: Sequence[Cut]) -> str:
+    """Why a parameter of a shape (of a stack: its members') cannot be cut so; "" if it can."""
+    if len({c.dim for c in cuts}) < len(cuts):
+        return "a dim is cut twice"
+    for c in cuts:
+        if c.alone and max(c.sizes, default=1) > 1:
+            return "parts of several rows do not stand alone"
+        if not 0 <= c.dim < len(shape):
+            return f"there is no dim {c.dim} in a parameter of shape {list(shape)}"
+        if not c.sizes or min(c.sizes) < 1 or sum(c.sizes) != shape[c.dim]:
+            sizes = list(c.sizes) if len(c.sizes) < 9 else f"{len(c.sizes)} parts"
+            return f"{sizes} do not sum to the {shape[c.dim]} of dim {c.dim}"
+    return ""
+
+
+def _stretches(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
+
+
+def work(shape: Sequence[int], *, products: bool = True) -> float:
+    """What an optimizer's step of a matrix costs, in multiplications.
+
+    products: it multiplies matrices, as the five Newton-Schulz iterations of Muon do (Jordan et al. 2024), each of
+    2 k² n + k³ for a matrix k × n, k <= n; roots and eigenvectors (Shampoo, SOAP) cost the same powers of the sides.
+    All else goes over the elements some times, which the memory's speed limits: of an H100, 300 multiplications a byte.
+    """
+    numel = float(math.prod(shape))
+    if not products or len(shape) < 2:
+        return 1e3 * numel
+    k, n = sorted((float(shape[0]), float(math.prod(shape[1:]))))
+    return 1e3 * numel + 5 * (2 * k * k * n + k**3)
+
+
+def owners(works: Sequence[float], ranks: int) -> list[int]:
+    """Who of so many ranks steps which of these: each goes to the one with the least work so far, the largest first
+    (Graham 1969; at most 4/3 of the best). Of equals the last rank comes first."""
+    load = [(0.0, -rank) for rank in range(ranks)]
+    found = [0] * len(works)
+    for i in sorted(range(len(works)), key=lambda i: -works[i]):
+        sofar, rank = load[0]
+        found[i] = -rank
+        heapq.heapreplace(load, (sofar + works[i], rank))
+    return found

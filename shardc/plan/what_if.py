@@ -1,0 +1,51 @@
+"""What would help most: the step of one spec on devices that are better in one respect, and on other devices.
+
+Dry runs do not depend on the device, so each question costs arithmetic only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardc.cost.device import Device, device, names
+from shardc.plan.dry_runs import Library
+from shardc.plan.exact_price import Priced, price
+from shardc.spec import Spec
+
+
+def what_if(library: Library, spec: Spec, batch: int, usable: float) -> list[dict[str, Any]]:
+    """[{"what", "step_seconds", "ratio", "fits"}], the most helpful first; ratio: of a step's time to that on this
+    device. usable: bytes of the device's memory that a step may use; of another device, the same share.
+    """
+    kept = library.keeping()
+    now = price(kept, spec, batch)
+    share = usable / library.device.memory
+
+    def answer(what: str, other: Device, priced: Priced) -> dict[str, Any]:
+        fits = priced.peak <= share * other.memory
+        return {"what": what, "step_seconds": priced.seconds, "ratio": priced.seconds / now.seconds, "fits": fits}
+
+    found = [answer(what, other, price(kept.on(other), spec, batch)) for what, other in _others(library.device)]
+    return sorted(found, key=lambda x: x["ratio"])
+
+
+def _others(d: Device) -> Iterator[tuple[str, Device]]:
+    """Devices that are twice as good as this one in one respect; and those that there are."""
+
+    def but(**changes: Any) -> Device:
+        return d.model_copy(update=changes)
+
+    yield "products twice as fast", but(flops={k: 2 * n for k, n in d.flops.items()})
+    yield "memory twice as fast", but(bandwidth=2 * d.bandwidth)
+    yield "links in a node twice as fast", but(within=_twice(d.within))
+    yield "links between nodes twice as fast", but(between=_twice(d.between), beyond=d.beyond and _twice(d.beyond))
+    if d.host or d.launch:
+        yield "no time to start ops (fused, or captured)", but(host=0.0, launch=0.0)
+    for name in names():
+        if d.kind == "gpu" and name != d.name:
+            yield f"on {name}", device(name)
+
+
+def _twice(link: Any) -> Any:
+    return link.model_copy(update={"bandwidth": 2 * link.bandwidth, "peer": link.peer and 2 * link.peer})

@@ -1,0 +1,93 @@
+"""What an optimizer over whole matrices adds to a step: Muon for the matrices and AdamW for the rest, beside AdamW for
+all, on two gloo processes, dp=2.
+
+    python tests/bench/matrices.py                     prints the table of docs/matrices.md
+
+Four engines on the same model, in turn, a step each, so that what else the machine does falls on all alike. Ratios are
+medians over rounds of a step's wall time to that of AdamW, with the quartiles.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import llama
+
+import shardc
+
+llama.SIZE = llama.Size(layers=4, hidden=256, heads=4, inter=704, vocab=4096, batch=16, seq=256)
+ROUNDS = 15
+
+
+def muon(params: Any) -> list[torch.optim.Optimizer]:
+    matrices, others = shardc.matrices(params)
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-4)]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=3e-4)
+
+
+WHOLE = {"optimizer": {"matrices": "whole"}}
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW, zero: 1": (adamw, {"data": {"zero": 1}}),
+    "Muon, zero: 1, whole matrices": (muon, {"data": {"zero": 1}, **WHOLE}),
+    "Muon, zero: 0, whole matrices": (muon, WHOLE),
+    "Muon, zero: 0, every rank steps all": (muon, {}),
+}
+
+
+def work(rank: int, meeting: str, found: Any) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model, batch = llama.model(), llama.batch()
+    engines = {}
+    for way, (make, spec) in WAYS.items():
+        program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, **spec}, prove=False)
+        engines[way] = program.engine(model, make)
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(ROUNDS + 2):
+        for way, engine in engines.items():
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            engine.step(batch)
+            times[way].append(time.perf_counter() - start)
+    if rank == 0:
+        found.put({way: each[2:] for way, each in times.items()})
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    context = get_context("spawn")
+    found = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            context.Process(target=partial(work, rank, f"{folder}/meeting", found), daemon=True) for rank in range(2)
+        ]
+        for p in started:
+            p.start()
+        times = found.get()
+        for p in started:
+            p.join()
+    print("| optimizer | ms a step | to AdamW |\n|---|---:|---:|")
+    base = times[next(iter(WAYS))]
+    for way, each in times.items():
+        low, middle, high = statistics.quantiles([a / b for a, b in zip(each, base, strict=True)], n=4)
+        print(f"| {way} | {statistics.median(each) * 1e3:.0f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
+
+
+if __name__ == "__main__":
+    main()
