@@ -47,6 +47,8 @@ def _use(graph: fx.Graph, node: fx.Node) -> None:
         if others or x.args[2:3] not in ((), (0,), (0.0,)) or min(front, behind) < 0:
             return
     n, wide = value_of(padded).shape[2], value_of(node).shape[2]
+    if wide < n:
+        return
     result = node
     if wide != n:  # what lies behind the sequence is cut off
         (user, *more) = node.users

@@ -41,14 +41,15 @@ class _Table(Function):
     def forward(ctx: Any, rows: Tensor, own: list[int], size: int, mesh: Mesh, axes: tuple[str, ...], tag: str) -> Any:
         ctx.own, ctx.mesh, ctx.axes, ctx.tag = own, mesh, axes, tag
         table = rows.new_zeros(size, *rows.shape[1:])
-        table[own] = rows
+        for i, place in enumerate(own):
+            table[place] = rows[i]
         return mesh.all_reduce(table, axes, tag=tag)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         whole = ctx.mesh.all_reduce(g.contiguous(), ctx.axes, direction="backward", tag=ctx.tag)
-        return whole[ctx.own], None, None, None, None, None
+        return _at(whole, ctx.own), None, None, None, None, None
 
 
 def _table(rows: Tensor, mesh: Mesh, digits: Digits, tag: str) -> tuple[Tensor, list[int]]:
@@ -63,6 +64,11 @@ def _table(rows: Tensor, mesh: Mesh, digits: Digits, tag: str) -> tuple[Tensor, 
     return table, places
 
 
+def _at(table: Tensor, places: Sequence[int]) -> Tensor:
+    """table[places]; a list as an index would be copied to the device, and waited for."""
+    return torch.stack([table[i] for i in places])
+
+
 def cumsum(
     x: Tensor, dim: int, mesh: Mesh, digits: Digits, *, dtype: torch.dtype | None = None, tag: str = ""
 ) -> Tensor:
@@ -71,7 +77,7 @@ def cumsum(
     sums = x.unflatten(dim, (own, -1)).cumsum(dim + 1, dtype=dtype)  # type: ignore[no-untyped-call]
     table, places = _table(sums.select(dim + 1, -1).movedim(dim, 0), mesh, digits, tag)
     before = torch.cat([torch.zeros_like(table[:1]), table[:-1].cumsum(0)])
-    y: Tensor = sums + before[places].movedim(0, dim).unsqueeze(dim + 1)
+    y: Tensor = sums + _at(before, places).movedim(0, dim).unsqueeze(dim + 1)
     return y.flatten(dim, dim + 1)
 
 
@@ -101,7 +107,7 @@ def conv1d(
     table, places = _table(torch.cat([parts[..., :right], parts[..., n - left :]], -1), mesh, digits, tag)
     none = torch.zeros_like(table[:1])
     table = torch.cat([none, table, none])
-    before, behind = table[places][..., right:], table[[i + 2 for i in places]][..., :right]
+    before, behind = _at(table, places)[..., right:], _at(table, [i + 2 for i in places])[..., :right]
     wide = torch.cat([before, parts, behind], -1).flatten(0, 1)
     y = F.conv1d(wide, weight, bias, dilation=dilation, groups=groups)
     apart: Tensor = y.unflatten(0, (own, -1))  # type: ignore[no-untyped-call]
