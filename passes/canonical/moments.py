@@ -1,8 +1,8 @@
 """Variances, norms and questions (all, any) over the leading dim as sums, which the batch may be split in; others stay
 one op.
 
-std(x, [0], correction=1)    ->    sqrt(sum((x - mean(x, [0]))²) / (n - 1))
-linalg_vector_norm(x, 2)     ->    sqrt(sum(x * x))                             with a gradient of zero at zero
+std(x, [0], correction=1)    ->    sqrt(sum((x - mean(x, [0]))²) / (n - 1))     with a gradient of zero at zero
+linalg_vector_norm(x, 2)     ->    sqrt(sum(x * x))                             so, too
 """
 
 from __future__ import annotations
@@ -43,15 +43,13 @@ def moments(emit: Emit, a: Args, out: Any) -> Result:
     squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, centred, centred), gone, keepdim)
     result = emit(aten.div.Tensor, squares, max(n - correction, 0))
     if a.op_name.startswith("std"):
-        result = emit(aten.sqrt.default, result)
+        result = _root(emit, result)
     return (result, emit(aten.mean.dim, x, gone, keepdim)) if both else result
 
 
 @rewrite("linalg_vector_norm", "norm", "frobenius_norm")
 def vector_norm(emit: Emit, a: Args, out: Value) -> Result:
-    """Euclidean and absolute norms that reduce the leading dim. Where all elements are
-    zero torch's gradient is zero.
-    """
+    """Euclidean and absolute norms that reduce the leading dim."""
     x: fx.Node = a.self
     ndim, order = len(shape(x)), a.get("ord", a.get("p", 2))
     order = 2 if order is None else order
@@ -70,11 +68,14 @@ def vector_norm(emit: Emit, a: Args, out: Value) -> Result:
     x = emit.cast(x, out.dtype)
     if order == 1:
         return emit(aten.sum.dim_IntList, emit(aten.abs.default, x), gone, keepdim)
-    squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, x, x), gone, keepdim)
+    return _root(emit, emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, x, x), gone, keepdim))
+
+
+def _root(emit: Emit, squares: fx.Node) -> fx.Node:
+    """The root of a sum of squares. Where it is zero, the gradient of a norm is zero in torch, which sqrt's is not."""
     zero = emit(aten.eq.Scalar, squares, 0)
-    return emit(
-        aten.masked_fill.Scalar, emit(aten.sqrt.default, emit(aten.masked_fill.Scalar, squares, zero, 1)), zero, 0
-    )
+    root = emit(aten.sqrt.default, emit(aten.masked_fill.Scalar, squares, zero, 1))
+    return emit(aten.masked_fill.Scalar, root, zero, 0)
 
 
 @rewrite("all", "any")

@@ -128,6 +128,52 @@ class Strided(nn.Module):
         return self.p.as_strided((5, 3), (4, 1), 2).square().sum() + turned.as_strided((12, 3), (1, 12)).square().sum()
 
 
+class Equal(nn.Module):
+    """All entries are equal: torch's gradient of their deviation is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.zeros(4, 12, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.p.std(0) * x).sum() + (self.p.std() + self.p.sum()) * x.sum()
+
+
+class Broadcast(nn.Module):
+    """A row beside a view that puts microbatches after a part of a dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.arange(8.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.p, x.t().reshape(4, 12), self.p.expand(12, 8)).square().sum()
+
+
+class Broadcasts(nn.Module):
+    """Two that read alike: whole, and one microbatch's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.arange(12.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.p.expand(6, 12).index_add(0, x[0].long() % 6, self.p.expand(12, 12)).square().sum()
+
+
+class Zeros(nn.Module):
+    """A constant beside a view that puts padding into several places of a dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.arange(16.0, dtype=torch.float64).view(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = x[:, :4]
+        zeros = torch.zeros_like(part.t().reshape(2, 8)).view(4, 4)
+        return (torch.cat([self.p * part.t(), zeros]) * 3).square().sum()
+
+
 X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
 
 
@@ -182,6 +228,26 @@ X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
             Elementwise,
             {"mesh": {"a": 2, "b": 2}, "batch": {"dims": {"x": 0}, "axes": ["a"], "microbatches": 2}},
             id="a summand's type lost one of its axes",
+        ),
+        pytest.param(
+            Equal,
+            {"mesh": {"dp": 2}, "batch": {"dims": {"x": 1}}},
+            id="the gradient of a deviation of equal entries was nan",
+        ),
+        pytest.param(
+            Broadcast,
+            {"mesh": {"b": 2}, "batch": {"dims": {"x": 0}, "axes": [], "microbatches": 2}},
+            id="rows of a microbatch were not known to be a part of what is broadcast",
+        ),
+        pytest.param(
+            Broadcasts,
+            {"mesh": {"dp": 2}, "batch": {"dims": {"x": 1}, "microbatches": 2}},
+            id="of two values that one line holds, it has to be right for each",
+        ),
+        pytest.param(
+            Zeros,
+            {"mesh": {"dp": 2}, "batch": {"dims": {"x": 0}, "microbatches": 3}, "uneven": "pad"},
+            id="padding in several places of a constant was not known",
         ),
     ],
 )

@@ -23,6 +23,8 @@ from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy
 from shardc.verify.static.statement import Claim, on_axis
 
+#: A view that merges more parts of a dim than these, with microbatches inside of each, is not looked for.
+_PARTS = 4096
 #: Of a call, by axis.
 Strategies = dict[str, Strategy]
 
@@ -157,7 +159,7 @@ def written(
 
 def hints(call: fx.Node, signature: Signature, declared: Sequence[Layout], mesh: Mesh) -> dict[str, list[Placement]]:
     """What the result of an op may be on each axis where its operands do not say, as a constant's: split as something
-    else is, or by any dim at any digit that the sizes of axes make.
+    else is, or by any dim at any digit that the sizes of axes make, within each part that a view makes.
     """
     found: dict[str, dict[Placement, None]] = {a: {} for a in mesh.names}
     microbatches = mesh.size(MICROBATCH) if MICROBATCH in mesh.names else 1
@@ -165,17 +167,19 @@ def hints(call: fx.Node, signature: Signature, declared: Sequence[Layout], mesh:
         for axis, p in layout.items:
             if isinstance(p, Shard) and axis in found:
                 found[axis] |= {p: None, replace(p, split=p.split * microbatches): None}  # a text shows one microbatch
+    splits = {p.split for each in found.values() for p in each if isinstance(p, Shard)}
+    paddings = {p.padding for each in found.values() for p in each if isinstance(p, Shard)} | {0}
     sizes = [n for _, n in mesh.axes if n > 1]
-    digits = sorted({math.prod(sizes[i:j]) for i in range(len(sizes)) for j in range(i, len(sizes) + 1)} | {1})
-    paddings = {(p.padding, p.blocks) for each in found.values() for p in each if isinstance(p, Shard)} | {(0, 1)}
+    digits = {math.prod(sizes[i:j]) for i in range(len(sizes)) for j in range(i, len(sizes) + 1)} | {1}
     for v in values_of(call)[:1]:
-        for (axis, n), (d, size), (padding, blocks) in product(mesh.axes, enumerate(v.shape), paddings):
-            if n > 1:
-                found[axis] |= dict.fromkeys(
-                    Shard(d, digit, (), padding, blocks)
-                    for digit in digits
-                    if (size + padding * blocks) % (digit * n) == 0
-                )
+        for (axis, n), (d, size), padding in product(mesh.axes, enumerate(v.shape), paddings):
+            # no layout that a text shows has microbatches, and a view may put them after a part of any size
+            before = (range(1, min(size, _PARTS) + 1) if axis == MICROBATCH else splits | {1}) if n > 1 else ()
+            found[axis] |= dict.fromkeys(
+                Shard(d, parts * digit, (), padding, parts if padding else 1)
+                for parts, digit in product(before, sorted(digits))
+                if size % parts == 0 and (size // parts + padding) % (digit * n) == 0
+            )
     return {a: list(each) for a, each in found.items()}
 
 

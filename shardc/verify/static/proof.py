@@ -160,7 +160,12 @@ class _Checker:
         text.run()
         self.lines += sum(n.op == "call_function" for n in stage.graph.nodes)
         for node in text.unexplained():
-            yield self._gap(stage, node, text.wrong.get(node) or self._why(text, node), self._right(text, node))
+            yield self._gap(
+                stage,
+                node,
+                text.wrong.get(node) or text.unfit.get(node) or self._why(text, node),
+                self._right(text, node),
+            )
         for node, why in text.wrong.items():
             if node in text.explained:
                 yield self._gap(stage, node, why)
@@ -335,7 +340,7 @@ class _Checker:
 
     def _right(self, text: Text, node: fx.Node) -> str:
         call = next((n for n in self.model.calls if n.name == node.name), None)
-        return f"{call.target} by its rule" if call is not None and node not in text.wrong else ""
+        return f"{call.target} by its rule" if call is not None and node not in text.wrong | text.unfit else ""
 
 
 def _line(graph: fx.Graph, program: Program, node: fx.Node) -> str:

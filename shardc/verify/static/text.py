@@ -117,7 +117,8 @@ class Text:
     number. until: when to give up, on time.perf_counter.
 
     After `run`: claims of each line that is right (a constant has several: it is the same part of many values); wrong:
-    line -> why it cannot be what it is written as.
+    line -> why it cannot be what it is written as; unfit: line -> why it is nothing that follows from one of the claims
+    of what it takes, which matters where it follows from none.
     """
 
     model: Model
@@ -127,6 +128,7 @@ class Text:
     until: float = math.inf
     claims: dict[fx.Node, list[Claim]] = field(default_factory=dict)
     wrong: dict[fx.Node, str] = field(default_factory=dict)
+    unfit: dict[fx.Node, str] = field(default_factory=dict)
 
     def run(self) -> None:
         self.mesh: Mesh = self.model.mesh
@@ -202,7 +204,7 @@ class Text:
             try:
                 self.claim(user, converted(user, claim, self.model.value(claim.of), self.mesh))
             except WrongError as e:
-                self.wrong[user] = str(e)
+                self.unfit[user] = str(e)
         elif target in _SAME:
             self.claim(user, claim)
         elif target is ops.all_reduce_max:
@@ -217,7 +219,7 @@ class Text:
             if claim.layout[MICROBATCH] == Partial():
                 self.claim(user, replace(claim, layout=claim.layout.replace(MICROBATCH, REPLICATE, self.mesh)))
             else:
-                self.wrong[user] = "it adds up over microbatches what is no summand of them"
+                self.unfit[user] = "it adds up over microbatches what is no summand of them"
         elif target is aten._to_copy.default:
             self._counted(user, claim)
 
@@ -233,7 +235,7 @@ class Text:
                 fills = {(d, x) for d, x in claim.fills if d != dim} | {(dim, float(number))}
                 self.claim(node, replace(claim, fills=frozenset(fills)))
                 return
-        self.wrong[node] = f"it fills the padding of another part than {claim.layout or 'the whole'}"
+        self.unfit[node] = f"it fills the padding of another part than {claim.layout or 'the whole'}"
 
     def _maximum(self, node: fx.Node, claim: Claim) -> None:
         axes: Any = node.args[2]
@@ -384,7 +386,7 @@ class Text:
                 continue
             lines = [line for line, _ in forms]
             if why := op_types.harm_of_padding(call, strategies, claims, self.model.weights, lines):
-                self.wrong[line] = why
+                self.unfit[line] = why
                 continue
             found.append((line, touched, layouts))
         shown = [(line, touched, layouts) for line, touched, layouts in found if self._shows(line, layouts)]
