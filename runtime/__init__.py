@@ -9,6 +9,7 @@ here knows the compiler.
     matrices/    optimizers that need whole matrices, each of which has an owner
     zero/        buckets of parameters: what ZeRO shards, how gradients are summed
     offload/     what is kept outside of the device
+    reshard/     from one plan to another in memory
     state/       weights in, checkpoints in and out
     data/        a loader that reads this rank's part of each global batch
     rng          random numbers that are the same on every mesh; random_draws: torch's random ops by means of

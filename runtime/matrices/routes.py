@@ -16,7 +16,7 @@ from torch import Tensor
 from shardc.ir.matrices import Matrix
 from shardc.ir.program import Param, Program
 from shardc.runtime.state.boxes import Box, boxes_of, cut_axes, overlap, replicas
-from shardc.runtime.zero.flat_partition import Flat, Run
+from shardc.runtime.zero.flat_partition import Stretches
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class Routes:
         self.ranks = self._mesh.group(rank, self.axes) if self.axes else (rank,)
         self.here = self.ranks.index(rank)
         self.matrices, self.owners = tuple(matrices), dict(owners)
-        self._flats: dict[int, Flat] = {}
-        self._runs: dict[tuple[int, int], dict[str, Run]] = {}
+        self._stretches = Stretches(program)
 
     @cached_property
     def _params(self) -> dict[str, Param]:
@@ -64,7 +63,7 @@ class Routes:
     def pieces(self, m: Matrix, place: int) -> Iterator[Piece]:
         """What the rank at a place stores of a matrix."""
         p, rank = self._params[m.param], self.ranks[place]
-        for box in boxes_of(p.shape, p.layout, self._run(p, rank), self._mesh, rank):
+        for box in boxes_of(p.shape, p.layout, self._stretches.of(p, rank), self._mesh, rank):
             common = overlap(box.offset, box.shape, m.offset, m.size)
             if common is not None:
                 start, size = common
@@ -105,18 +104,6 @@ class Routes:
                 for i in range(len(self.ranks)):
                     sent[i] += self.pieces(m, i)
         return sent, received
-
-    def _run(self, p: Param, rank: int) -> Run | None:
-        """The stretch that ZeRO leaves to a rank."""
-        bucket = self._program.bucket(p)
-        if bucket is None or not bucket.zero:
-            return None
-        if p.bucket not in self._flats:
-            self._flats[p.bucket] = Flat.of(self._program, bucket)
-        place = self._mesh.group(rank, (bucket.shard,)).index(rank)
-        if (p.bucket, place) not in self._runs:
-            self._runs[p.bucket, place] = self._flats[p.bucket].runs(place)
-        return self._runs[p.bucket, place][p.name]
 
 
 def stage_axes(program: Program) -> tuple[str, ...]:

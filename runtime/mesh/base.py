@@ -253,6 +253,10 @@ class RankMesh(ABC):
         data = self.all_reduce(data, self.layout.names, direction="state", tag=tag)
         return data.view(whole.dtype).view(whole.shape)
 
+    def seen_as(self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), lines: Iterable[str] = ()) -> RankMesh:
+        """The same ranks as another mesh, of as many. axes, lines: as of TorchMesh. Collective."""
+        raise NotImplementedError
+
     def together(self, doing: str) -> AbstractContextManager[Any]:
         """Around what all ranks do together: an error in it on some ranks only ends it on the others too, which raise
         shardc.runtime.mesh.failed_rank.RankFailedError. doing: for that error, such as "step 5".

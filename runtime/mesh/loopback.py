@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -145,6 +145,9 @@ class LoopbackMesh(RankMesh):
         super().__init__(layout, rank, "cpu", record=True)
         self._world = world
         self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
+
+    def seen_as(self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), lines: Iterable[str] = ()) -> LoopbackMesh:
+        return LoopbackMesh(layout, self.rank, self._world)
 
     def _exchange(self, axes: tuple[str, ...], name: str, item: Any, combine: Callable[[list[Any]], Sequence[T]]) -> T:
         if axes not in self._ranks:

@@ -101,6 +101,12 @@ class TorchMesh(RankMesh):
         present.meet(layout, watch)
         self.watch = present.watch
 
+    def seen_as(self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), lines: Iterable[str] = ()) -> TorchMesh:
+        """See RankMesh.seen_as. If this mesh joined the world, it is the new one that leaves it."""
+        made = TorchMesh(layout, axes, lines=lines, device=self.device, timeout=self._timeout, record=self.recording)
+        made.owner, self.owner = self.owner, False
+        return made
+
     def _connect(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make all process groups. Collective."""
         with not_inherited():

@@ -48,7 +48,7 @@ from shardc.runtime.state.adapters import weights_of
 from shardc.runtime.state.checkpoint_folder import DamagedError, SavingError
 from shardc.runtime.state.export import export_safetensors, skeleton
 from shardc.runtime.state.loading import load
-from shardc.runtime.state.parts import constants, local_parameters, local_parts
+from shardc.runtime.state.parts import blank, constants, local_parameters, local_parts
 from shardc.runtime.state.saving import Saves, save
 from shardc.runtime.state.sources import Weights, weights, weights_for
 
@@ -57,6 +57,7 @@ __all__ = [
     "Saves",
     "SavingError",
     "Weights",
+    "blank",
     "constants",
     "export_safetensors",
     "full_state_dict",

@@ -70,6 +70,8 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
     files: also a pair, of the model's weights and of the adapters', either of which may be None. A folder that peft
     saved has adapters alone: then the model's weights are as `model` has them.
     """
+    if isinstance(model, Weights):
+        return model
     if not program.adapters:
         return weights_for(model, files, seed)
     wanted = parts(program)

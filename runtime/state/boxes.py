@@ -148,6 +148,14 @@ def overlap(offset: Numbers, shape: Numbers, other: Numbers, of: Numbers) -> tup
     return (start, size) if all(n > 0 for n in size) else None
 
 
+def without(offset: Numbers, shape: Numbers, start: Numbers, size: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
+    """The boxes that are left of a box without one that lies in it."""
+    for d, (a, n, b, m) in enumerate(zip(offset, shape, start, size, strict=True)):
+        for first, count in ((a, b - a), (b + m, a + n - b - m)):  # before it in this dim, and behind it
+            if count:
+                yield (*start[:d], first, *offset[d + 1 :]), (*size[:d], count, *shape[d + 1 :])
+
+
 def disjoint(boxes: Iterable[tuple[Numbers, Numbers]]) -> bool:
     """Do no two boxes share an element?"""
     behind: list[tuple[Numbers, Numbers]] = []

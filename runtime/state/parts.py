@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardc.errors import Errors
 from shardc.ir.program import Buffer, Param, Program
-from shardc.runtime.state.sliced_tensors import Sliced, Stacked, index
+from shardc.runtime.state.sliced_tensors import Ranges, Sliced, Stacked, index, whole
 from shardc.runtime.state.sources import Weights, check_names, weights
 
 
@@ -73,6 +73,25 @@ def local_parts(
 
     params = ((p.name, nn.Parameter(x, requires_grad=p.requires_grad)) for p, x in parts(program.params))
     return params, {b.name: x for b, x in parts(program.buffers)}
+
+
+@dataclass(frozen=True)
+class _Zeros:
+    """Without memory, to be filled."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, ranges: Ranges) -> Tensor:
+        return torch.zeros((), dtype=self.dtype).expand([n for _, n in ranges])
+
+
+def blank(program: Program) -> Weights:
+    """Zeros for all of a program's tensors, for weights that come later."""
+    every: list[Param | Buffer] = [*program.params, *program.buffers]
+    sliced: dict[str, Sliced] = {n: _Zeros(shape, x.dtype) for x in every if x.fqn for n, shape in x.shapes.items()}
+    shapes = {n: x.shape for n, x in sliced.items()}
+    return Weights("engine", shapes, lambda n, _: sliced[n].read(whole(shapes[n])), lambda names: True, sliced)
 
 
 def constants(program: Program, mesh: Any) -> dict[str, Tensor]:

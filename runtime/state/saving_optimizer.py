@@ -63,10 +63,13 @@ def state_parts(
     runs: Runs,
     mesh: Any,
     matrices: WholeMatrices | None = None,
+    *,
+    copies: bool = False,
 ) -> tuple[dict[str, Part], dict[str, Any]]:
     """Tensors of the optimizer's state as parts, and all the rest of it as JSON-able values.
 
-    matrices: those that optimizers step whole: their owner writes what it has, under the matrix's name.
+    matrices: those that optimizers step whole: their owner writes what it has, under the matrix's name. copies:
+    also what another rank has the same of and writes, such as a tensor that counts steps.
     """
     parts: dict[str, Part] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -95,7 +98,7 @@ def state_parts(
                 each = by_name(p, part_of(program, p, x, run, mesh))
                 parts |= {f"optimizer.{n}.{name}": part for n, part in each.items()}
             elif x.dim() == 0 or (run is None and not p.layout.shards()):
-                if first:
+                if first or copies:
                     part = Part(x, tuple(x.shape), replicas=whole, copy=copied(program, p, mesh))
                     parts |= {f"optimizer.{n}.{name}": part for n in _named(p)}
             else:

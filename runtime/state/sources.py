@@ -219,7 +219,7 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
     def shapes(name: str) -> str:
         return f"{name} has the shape {list(present[name])} in {where}, and {list(wanted[name])} in the program"
 
-    if len(extra) + len(missing) + len(other) > _SHOWN or len(missing) == len(wanted):
+    if len(extra) + len(missing) + len(other) > _SHOWN or (missing and len(missing) == len(wanted)):
         kinds = ((other, "with another shape"), (missing, "missing"), (extra, "unknown to the program"))
         found = ", ".join(
             f"{len(names)} {what} ({names[0]}{', ...' if names[1:] else ''})" for names, what in kinds if names

@@ -34,6 +34,11 @@ def groups_of(program: Program) -> list[tuple[str, ...]]:
     return [axes for axes in dict.fromkeys(found) if axes]
 
 
+def seen_as(mesh: Any, program: Program) -> Any:
+    """The ranks of a mesh as that of another program, with the groups that it communicates in. Collective."""
+    return mesh.seen_as(program.mesh, groups_of(program), lines=(program.axis,) if program.axis else ())
+
+
 def runtime_mesh(program: Program, **options: Any) -> TorchMesh:
     """This rank of torch.distributed's world, with the groups that a program communicates in. options: TorchMesh's."""
     return TorchMesh(program.mesh, groups_of(program), lines=(program.axis,) if program.axis else (), **options)

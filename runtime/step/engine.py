@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from shardc.runtime.mesh import TorchMesh, agreement, replicas
 from shardc.runtime.mesh.agreement import Fact, hashed, stated
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.optimizer import Paged
+from shardc.runtime.reshard import wanted
+from shardc.runtime.reshard.places import Plan
 from shardc.runtime.rng import Rng
 from shardc.runtime.step import (
     batch_sizes,
@@ -43,7 +46,7 @@ from shardc.runtime.step import (
 )
 from shardc.runtime.step.batch_argument import one_batch
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
-from shardc.runtime.step.communicators import groups_of, runtime_mesh
+from shardc.runtime.step.communicators import groups_of, runtime_mesh, seen_as
 from shardc.runtime.step.engine_state import WRITE_ALIKE, EngineState
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.interpreter import Interpreter, StepHooks, Values
@@ -158,6 +161,19 @@ class Engine(EngineState):
             scheduler=scheduler,
         )
         self.program, self.callbacks = program, list(callbacks)
+        self._options: dict[str, Any] = {
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "clip_norm": clip_norm,
+            "norm": norm,
+            "routing": routing,
+            "check": check,
+            "check_every": check_every,
+            "nonfinite": nonfinite,
+            "interpreter": interpreter,
+            "rng": rng,
+            "offload": offload,
+        }
         if program.forward_only:
             optimizer = scheduler = None
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
@@ -229,6 +245,7 @@ class Engine(EngineState):
         self._same_rows = agreement.SameRows()
         self._waiting = self._told_replaced = False  # gradients of `backward` for `update`
         self._saves = state.Saves(self.mesh)
+        self._reshards = WeakKeyDictionary()
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
         self.grad_norm: Tensor | None = None
@@ -345,6 +362,27 @@ class Engine(EngineState):
     def lr(self) -> float | None:
         """The learning rate that the next step uses, of the first parameter group; None without an optimizer."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else None
+
+    def to(self, program: Program, **options: Any) -> Engine:
+        """An engine of another program of the same model, over the same ranks, that goes on where this one stands: with
+        its weights, buffers, optimizer's state, schedules, step, seed and places in the data, as if it had loaded this
+        one's checkpoint, but from memory to memory (shardc.runtime.reshard). Collective.
+
+        options: of the engine, in the place of this one's: `optimizer`, `clip_norm`, ...; an optimizer of another kind
+        is refused. Loaders are made anew, by `loader`, and go on where those of the same name stood. This engine keeps
+        its memory as long as somebody holds it: `engine = engine.to(program)`.
+        Raises ShardcError for a program of another model, of other ranks, or that runs forward alone (`weights_to`).
+        """
+        if program.forward_only:
+            what, fix = "the program is forward-only: it does not train", "engine.weights_to(program.forward(model))"
+            raise ShardcError(what, where="engine.to", fix=fix)
+        engine_options.check_names("engine", Engine, options)
+        wanted.check(Plan(self.program), Plan(program), all_buffers=True)
+        options = {**self._options, "callbacks": self.callbacks, **options}
+        other = Engine(program, state.blank(program), seed=self.rng.seed, mesh=seen_as(self.mesh, program), **options)
+        other._takes, other._skeleton, other._folder = self._takes, self._skeleton, self._folder
+        self._move_to(other)
+        return other
 
     # --- training
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,15 @@ from shardc.runtime.mesh import TorchMesh, agreement
 from shardc.runtime.mesh.agreement import stated
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.optimizer import Paged
+from shardc.runtime.reshard import training
+from shardc.runtime.reshard.between import Reshard
+from shardc.runtime.reshard.moves import Key
+from shardc.runtime.reshard.places import Plan
 from shardc.runtime.rng import Rng
+from shardc.runtime.state.boxes import Part
 from shardc.runtime.state.checkpoint_folder import KEEP
+from shardc.runtime.state.checkpoint_index import Index
+from shardc.runtime.state.saving_optimizer import fill, room_for, state_parts
 from shardc.runtime.step import lr, resumed
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.new_schedule import NewSchedule, steps_of
@@ -52,6 +59,7 @@ class EngineState:
     _skeleton: Any
     _folder: Any
     _matrices: WholeMatrices | None
+    _reshards: MutableMapping[EngineState, Reshard]  # to other engines
 
     @property
     def _written(self) -> bool:
@@ -83,12 +91,7 @@ class EngineState:
         Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
         """
         self._check()
-        extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed, **resumed.record(self.program)}
-        if self.scaler is not None:
-            extra["loss_scale"] = self.scaler.state_dict()
-        if self._schedulers is not None:
-            extra["scheduler"] = self._schedulers.state_dict()
-        extra["loaders"] = self.loaders.state_dict()
+        extra = self._beside_tensors()
         if not wait and isinstance(self.mesh, TorchMesh):
             self._saves.finish_at_exit()
         with self.mesh.together(f"saving step {self.rng.step}"), self._offload.at_home():
@@ -111,6 +114,15 @@ class EngineState:
                 wait=wait,
                 overwrite=overwrite,
             )
+
+    def _beside_tensors(self) -> dict[str, Any]:
+        """What a checkpoint has beside tensors, and the optimizer's settings."""
+        extra: dict[str, Any] = {"step": self.rng.step, "seed": self.rng.seed, **resumed.record(self.program)}
+        if self.scaler is not None:
+            extra["loss_scale"] = self.scaler.state_dict()
+        if self._schedulers is not None:
+            extra["scheduler"] = self._schedulers.state_dict()
+        return extra | {"loaders": self.loaders.state_dict()}
 
     def finish_save(self) -> None:
         """Wait until a save in the background is on the disk. Collective. Raises what went wrong."""
@@ -136,9 +148,7 @@ class EngineState:
         The seed and the settings of optimizer and schedulers are then the checkpoint's; what they replace is told.
         """
         before, seed = resumed.settings(self.optimizer, self._schedulers), self.rng.seed
-        self.finish_save()
-        self.buckets.reset(forward=True)
-        self.buckets.wait_for_gathers()
+        self._make_ready()
         room = self._paged.room if self._paged is not None else None
         with self.mesh.together("loading a checkpoint"), self._offload.at_home():
             extra = state.load(
@@ -156,12 +166,33 @@ class EngineState:
                 changing=self._changing,
             )
         self._saves.loaded(folder)
+        self.buckets.publish()
+        self._go_on_from(extra, new_schedule=new_schedule, new_data=new_data)
+        after = resumed.settings(self.optimizer, self._schedulers)
+        for note in resumed.replaced(before, after, schedule=not new_schedule):
+            self._tell(note)
+        for note in resumed.changed(self.program, extra):
+            self._tell(note)
+        if self.rng.seed != seed:
+            self._tell(f"seed: the checkpoint's {self.rng.seed} is used, not {seed}")
+
+    def _make_ready(self) -> None:
+        """Before parameters are filled: nothing reads or writes them any more."""
+        self.finish_save()
+        self.buckets.reset(forward=True)
+        self.buckets.wait_for_gathers()
+
+    def _filled(self) -> None:
+        """Parameters are filled, and other ranks have them, too."""
         self._offload.changed()
         if self._paged is not None:
             self._paged.rest()
-        self.buckets.publish()
         if self._matrices is not None:
             self._matrices.gather()
+
+    def _go_on_from(self, extra: Mapping[str, Any], *, new_schedule: bool = False, new_data: bool = False) -> None:
+        """Parameters and the optimizer's state are those of other training: go on from where that stood."""
+        self._filled()
         self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
         if self.scaler is not None and "loss_scale" in extra:
             self.scaler.load_state_dict(extra["loss_scale"])
@@ -176,13 +207,6 @@ class EngineState:
         else:
             self.loaders.load_state_dict(extra.get("loaders", {}))
         self._whole = True
-        after = resumed.settings(self.optimizer, self._schedulers)
-        for note in resumed.replaced(before, after, schedule=not new_schedule):
-            self._tell(note)
-        for note in resumed.changed(self.program, extra):
-            self._tell(note)
-        if self.rng.seed != seed:
-            self._tell(f"seed: the checkpoint's {self.rng.seed} is used, not {seed}")
 
     def _accept(self, extra: Mapping[str, Any], *, new_schedule: bool, new_data: bool) -> None:
         """Do schedulers and loaders continue these?"""
@@ -195,6 +219,69 @@ class EngineState:
 
     def _changing(self) -> None:
         self._whole = False  # if what follows fails, or does not fit
+
+    def weights_to(self, other: Any) -> Reshard:
+        """Copy this engine's weights into those of another engine, or of what runs a forward-only program, of the same
+        model on the same ranks: parameters, and buffers that both programs have. Collective.
+
+        Each element goes once to each rank that needs it and does not have it (shardc.runtime.reshard); who sends what
+        to whom is found out the first time. Returns that: `.sent` and `.received`, bytes by rank. The other's optimizer
+        and step stay as they are. Raises ShardcError for a program of another model, or of other ranks.
+        """
+        target: EngineState = getattr(other, "engine", other)
+        self._check()
+        self._gather_written()
+        self.buckets.wait_for_gathers()
+        target._make_ready()
+        with self.mesh.together("moving weights"), self._offload.at_home(), target._offload.at_home():
+            if self._checks:
+                agreement.check(self.mesh, [], "moving weights")
+            if target not in self._reshards:
+                self._reshards[target] = Reshard(self, target)
+            self._reshards[target](self, target, {})
+        target.buckets.filled()
+        target._filled()
+        return self._reshards[target]
+
+    def _move_to(self, other: EngineState) -> None:
+        """All of the state, into an engine whose training has not begun. Collective."""
+        self._check()
+        self.finish_save()
+        self._gather_written()
+        self.buckets.wait_for_gathers()
+        old, new, mesh = Plan(self.program), Plan(other.program), self.mesh
+        with mesh.together("moving to another plan"), self._offload.at_home(), other._offload.at_home():
+            have, settings = self._optimizer_parts()
+            told = training.told(
+                mesh, self.program, self.params, have, optimizer=settings, extra=self._beside_tensors()
+            )
+            index, need = training.index_of(self.program, told), dict[str, Part]()
+            rooms = other._room_for(index, need)
+            other._accept(index.extra, new_schedule=False, new_data=False)
+            wanted = training.told(mesh, other.program, other.params, need)
+            more = training.states(old, new, *([said["tensors"] for said in each] for each in (told, wanted)))
+            tensors: dict[Key, Tensor] = {("from", "state", k): part.local.detach() for k, part in have.items()}
+            tensors |= {("to", "state", k): part.local for k, part in need.items()}
+            Reshard(self, other, more, all_buffers=True)(self, other, tensors)
+            if other.optimizer is not None and index.optimizer is not None:
+                fill(other.program, other.params, other.optimizer, index.optimizer, rooms, other._matrices)
+        other.buckets.filled()
+        other._go_on_from(index.extra)
+
+    def _optimizer_parts(self) -> tuple[dict[str, Part], dict[str, Any] | None]:
+        """This rank's parts of the optimizer's state, and its settings; None without one."""
+        if self.optimizer is None:
+            return {}, None
+        runs, matrices = self.buckets.runs, self._matrices
+        return state_parts(self.program, self.params, self.optimizer, runs, self.mesh, matrices, copies=True)
+
+    def _room_for(self, index: Index, parts: dict[str, Part]) -> dict[str, dict[str, Any]]:
+        """New state of the optimizer, to be filled, and in `parts` its tensors."""
+        if self.optimizer is None or index.optimizer is None:
+            return {}
+        room, runs = self._paged.room if self._paged is not None else None, self.buckets.runs
+        where = (index, parts, "engine.to", runs, room, self.mesh, self._matrices)
+        return room_for(self.program, self.params, self.optimizer, *where)
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank; rank0_only: on

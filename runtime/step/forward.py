@@ -11,6 +11,7 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.data.loader import Loader
+from shardc.runtime.reshard.between import Reshard
 from shardc.runtime.step.engine import Engine
 
 
@@ -67,6 +68,10 @@ class Forward:
     def load(self, folder: str | Path) -> None:
         """Take parameters and buffers of a checkpoint that an engine saved, on any mesh. Collective."""
         self.engine.load(folder)
+
+    def weights_to(self, other: Any) -> Reshard:
+        """Copy the weights into an engine, or into what runs another program: see Engine.weights_to."""
+        return self.engine.weights_to(other)
 
     def loader(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Loader:
         """This rank's parts of a dataset, for calls with local=True: see Engine.loader."""

@@ -266,6 +266,20 @@ class Buckets:
         for b in self._all:
             b.wait_for_gather()
 
+    def whole(self, name: str) -> Tensor | None:
+        """A parameter's whole local part, in the dtype in which this rank keeps it whole; None at ZeRO 3. After
+        `wait_for_gathers`.
+        """
+        if name not in self._of:
+            return self.owned[name].detach()
+        bucket = self._of[name]
+        return bucket.params[name].detach() if name in bucket.params else None
+
+    def filled(self) -> None:
+        """All forms of the parameters were written to, on all ranks: nothing is to be gathered."""
+        for b in self._all:
+            b.filled()
+
     def wholes(self) -> Mapping[str, Tensor]:
         """{name: whole local part, as stored, detached}; a bucket is gathered when one of its names is asked for: by
         all ranks alike.

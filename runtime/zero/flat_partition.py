@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate
 
-from shardc.ir.program import Bucket, Program
+from shardc.ir.program import Bucket, Param, Program
 
 #: Bytes.
 ALIGNMENT = 16
@@ -79,6 +79,27 @@ class Flat:
             begin, end = max(start, low), min(start + size, high)
             runs[name] = Run(shape, begin - start, end - start) if begin < end else Run(shape, 0, 0)
         return runs
+
+
+class Stretches:
+    """What ZeRO leaves to each rank of a program's parameters."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._flats: dict[int, Flat] = {}
+        self._runs: dict[tuple[int, int], dict[str, Run]] = {}
+
+    def of(self, p: Param, rank: int) -> Run | None:
+        """The stretch of a parameter's flattened local part that a rank keeps; None: all of it."""
+        bucket = self._program.bucket(p)
+        if bucket is None or not bucket.zero:
+            return None
+        if p.bucket not in self._flats:
+            self._flats[p.bucket] = Flat.of(self._program, bucket)
+        place = self._program.mesh.group(rank, (bucket.shard,)).index(rank)
+        if (p.bucket, place) not in self._runs:
+            self._runs[p.bucket, place] = self._flats[p.bucket].runs(place)
+        return self._runs[p.bucket, place][p.name]
 
 
 @dataclass(frozen=True)

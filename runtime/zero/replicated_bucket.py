@@ -160,6 +160,9 @@ class ReplicatedBucket:
     def wait_for_gather(self) -> None:
         """Wait for what `publish` began."""
 
+    def filled(self) -> None:
+        """New values stand in parts and wholes."""
+
     def wholes(self) -> dict[str, Tensor]:
         """{name: whole local part, as stored}. Collective where it is cut."""
         self.follow()

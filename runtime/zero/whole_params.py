@@ -75,6 +75,9 @@ class WholeParams(ShardedBucket):
     def wait_for_gather(self) -> None:
         self._gather.wait()
 
+    def filled(self) -> None:
+        self._versions = self._version()
+
     def updated(self) -> tuple[nn.Parameter, ...]:
         """The whole parameters."""
         self.wait_for_gather()

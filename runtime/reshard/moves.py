@@ -1,0 +1,161 @@
+"""The messages of a move: rounds of bounded size, each one all_to_all over all ranks.
+
+    rank 0 to 1   aaaaabbbcc      in 2 rounds   aaaaa | bbbcc      What one rank has for another is cut into as many
+    rank 0 to 2   dddd                             dd | dd         parts as there are rounds
+
+There are so many rounds that none of them takes a rank much more than a bucket to send, or to receive: at most two. So
+much memory does a move need, beside the tensors that it reads and those that it fills. All ranks take the same rounds
+in the same order: nobody waits for a message whose sender waits for another one first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.errors import ShardcError
+from shardc.runtime.reshard.places import Place
+from shardc.runtime.reshard.routes import Copy, Piece, Routes, routes
+
+#: Bytes that a rank sends and receives at once, about.
+BUCKET = 32 << 20
+#: Names a local tensor of a rank.
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A form in which ranks keep a tensor. key: of the local tensor."""
+
+    key: Key
+    dtype: torch.dtype
+    place: Place
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor that is to move. beside: where ranks have it, too, for themselves alone."""
+
+    name: str
+    have: Kept
+    need: Kept
+    beside: Kept | None = None
+
+    @property
+    def wire(self) -> torch.dtype:
+        """The dtype in which it is sent: the narrower of the two."""
+        return min(self.need.dtype, self.have.dtype, key=lambda d: d.itemsize)
+
+    @property
+    def places(self) -> tuple[Place, Place, Place | None]:
+        return self.have.place, self.need.place, self.beside.place if self.beside is not None else None
+
+    def routes(self, world: int, rank: int, turn: int) -> Routes:
+        """One rank's. Raises ShardcError where an element that it needs is nowhere."""
+        have, need, beside = self.places
+        found = routes(have, need, world, rank, beside=beside, turn=turn)
+        if found.lacking:
+            what = f"{found.lacking} of its elements, which rank {rank} needs, are on no rank"
+            raise ShardcError(what, where=self.name, fix="report this: it is a mistake in shardc")
+        return found
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """A part of a tensor, on its way from one rank to another."""
+
+    wanted: Wanted
+    piece: Piece
+
+    @property
+    def nbytes(self) -> int:
+        return self.piece.numel * self.wanted.wire.itemsize
+
+
+_Round = tuple[list[list[_Stretch]], list[list[_Stretch]]]  # (sent, received), by rank
+
+
+class Moves:
+    """What one rank does to move tensors; made once, and done as often as one likes. Making it is collective.
+
+    wanted: the same on all ranks, in one order. bucket: bytes. .sent, .received: bytes of this rank, by rank.
+    """
+
+    def __init__(self, mesh: Any, wanted: Sequence[Wanted], bucket: int = BUCKET) -> None:
+        self._mesh, world, here = mesh, mesh.layout.world, mesh.rank
+        self.sent, self.received = [0] * world, [0] * world
+        self._copied: list[tuple[Wanted, Copy]] = []
+        # elements of one size together, so that each lies where its dtype is aligned
+        sizes = sorted({w.wire.itemsize for w in wanted}, reverse=True)
+        ways: dict[int, _Round] = {size: ([[] for _ in range(world)], [[] for _ in range(world)]) for size in sizes}
+        known: dict[Any, Routes] = {}  # moments lie as their parameters
+        for turn, w in enumerate(wanted):
+            if w.places not in known:
+                known[w.places] = w.routes(world, here, turn)
+            found = known[w.places]
+            self._copied += ((w, c) for c in found.copied)
+            for by_rank, pieces, total in zip(
+                ways[w.wire.itemsize], (found.sent, found.received), (self.sent, self.received), strict=True
+            ):
+                for other, each in pieces.items():
+                    small = [_Stretch(w, q) for p in each for q in p.cut(w.wire.itemsize, max(bucket // world, 1))]
+                    by_rank[other] += small
+                    total[other] += sum(s.nbytes for s in small)
+        most = [max(_nbytes(sent), _nbytes(received)) for sent, received in ways.values()]
+        every = mesh.sum_on_host([n if r == here else 0 for n in most for r in range(world)])
+        self._rounds: list[_Round] = []
+        for i, (sent, received) in enumerate(ways.values()):
+            number = math.ceil(max(every[i * world : (i + 1) * world]) / bucket)
+            self._rounds += zip(_parts(sent, number), _parts(received, number), strict=True)
+
+    @property
+    def rounds(self) -> int:
+        return len(self._rounds)
+
+    @torch.no_grad()
+    def __call__(self, local: Mapping[Key, Tensor]) -> None:
+        """Move, between these local tensors. Collective."""
+        for w, copy in self._copied:
+            have = w.beside if copy.beside else w.have
+            assert have is not None
+            copy.written.of(local[w.need.key]).copy_(copy.read.of(local[have.key]))
+        for sent, received in self._rounds:
+            counts, from_each = ([_nbytes([each]) for each in way] for way in (sent, received))
+            x, into = (torch.empty(sum(n), dtype=torch.uint8, device=self._mesh.device) for n in (counts, from_each))
+            for s, place in _places(sent, x):
+                place.copy_(s.piece.of(local[s.wanted.have.key]))
+            work = self._mesh.start_all_to_all_rows(
+                x, into, counts, from_each, self._mesh.layout.names, direction="state", tag="reshard"
+            )
+            work.wait()
+            for s, place in _places(received, into):
+                s.piece.of(local[s.wanted.need.key]).copy_(place)
+
+
+def _nbytes(by_rank: Sequence[Sequence[_Stretch]]) -> int:
+    return sum(s.nbytes for each in by_rank for s in each)
+
+
+def _parts(by_rank: Sequence[Sequence[_Stretch]], number: int) -> list[list[list[_Stretch]]]:
+    """What is sent or received, by round and rank. Both ends of a pair cut it alike."""
+    found: list[list[list[_Stretch]]] = [[[] for _ in by_rank] for _ in range(number)]
+    for rank, each in enumerate(by_rank):
+        total, start = sum(s.nbytes for s in each), 0
+        for s in each:
+            found[start * number // total][rank].append(s)
+            start += s.nbytes
+    return found
+
+
+def _places(by_rank: Sequence[Sequence[_Stretch]], flat: Tensor) -> Iterator[tuple[_Stretch, Tensor]]:
+    """Each with its place in a message of bytes, as a tensor of its dtype and shape."""
+    start = 0
+    for s in (s for each in by_rank for s in each):
+        stop = start + s.nbytes
+        yield s, flat[start:stop].view(s.wanted.wire).view(s.piece.shape)
+        start = stop

@@ -1,0 +1,84 @@
+"""The state of an optimizer that moves from one engine to another, with all that is no tensor: counts, settings,
+schedules. Every rank tells all others what a checkpoint would have of it; its tensors are then sent as any others.
+
+Tensors of a parameter's shape lie as it does. Others, such as a count of steps, or what belongs to a matrix with an
+owner, are whole on the ranks that say they have them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardc.ir.program import Program
+from shardc.runtime.mesh import agreement
+from shardc.runtime.reshard.moves import Kept, Wanted
+from shardc.runtime.reshard.places import Lying, Plan, Whole
+from shardc.runtime.reshard.wanted import Side
+from shardc.runtime.state.boxes import Part
+from shardc.runtime.state.checkpoint_index import DTYPES, Index, Stored, plain
+from shardc.runtime.state.saving_optimizer import together
+
+#: What ranks say of their tensors: {key: (dtype, global shape, placeholder of the parameter that it lies as, or "")}.
+Said = Mapping[str, Sequence[Any]]
+
+
+def told(
+    mesh: Any, program: Program, params: Mapping[str, Tensor], parts: Mapping[str, Part], **facts: Any
+) -> list[dict[str, Any]]:
+    """What each rank says: `facts`, which JSON has to know, and under "tensors" what it has of the optimizer's state.
+    params: this rank's, by placeholder name. Collective."""
+    names = {n: p.name for p in program.params if p.name in params for n in p.members or (p.fqn,)}
+    tensors = {}
+    for key, part in parts.items():
+        stored = names.get(_parameter(key), "")
+        like = stored if stored and part.local.shape == params[stored].shape else ""
+        tensors[key] = [str(part.local.dtype).removeprefix("torch."), part.shape, like]
+    texts = agreement.told(mesh, json.dumps({**facts, "tensors": tensors}, default=plain))
+    read = {text: json.loads(text) for text in texts}
+    return [read[text] for text in texts]
+
+
+def index_of(program: Program, every: Sequence[Mapping[str, Any]]) -> Index:
+    """The index of the checkpoint that the ranks' facts are of: `optimizer`, `extra` and tensors."""
+    stored: dict[str, Stored] = {}
+    for p in program.params:
+        stored |= {f"model.{n}": Stored(p.dtype, p.shapes[n]) for n in p.members or (p.fqn,)}
+    extra: dict[str, Any] = {}
+    for said in reversed(every):
+        stored |= {key: Stored(DTYPES[dtype], tuple(shape)) for key, (dtype, shape, _) in said["tensors"].items()}
+        extra |= said["extra"]
+    optimizers = [said["optimizer"] for said in every if said["optimizer"] is not None]
+    optimizer = together(optimizers) if optimizers else None
+    model, mesh = str(program.meta.get("model", "")), dict(program.mesh.axes)
+    return Index("", int(extra["step"]), model, "", mesh, extra, optimizer, tensors=stored)
+
+
+def states(old: Plan, new: Plan, have: Sequence[Said], need: Sequence[Said]) -> list[Wanted]:
+    """The tensors that the new plan's optimizer takes from the old one's. have, need: what each rank says of them."""
+    of, to = _kept("from", old, have), _kept("to", new, need)
+    return [Wanted(key, of[key], kept) for key, kept in to.items()]
+
+
+def _kept(side: Side, plan: Plan, every: Sequence[Said]) -> dict[str, Kept]:
+    ranks: dict[str, set[int]] = {}
+    forms: dict[str, Sequence[Any]] = {}
+    for r, tensors in enumerate(every):
+        for key, form in tensors.items():
+            ranks.setdefault(key, set()).add(r)
+            forms[key] = form
+    found = {}
+    for key in sorted(forms):
+        dtype, shape, like = forms[key]
+        these = frozenset(ranks[key])
+        place = Lying(plan, like, _parameter(key), True).on(these) if like else Whole(tuple(shape), these)
+        found[key] = Kept((side, "state", key), DTYPES[dtype], place)
+    return found
+
+
+def _parameter(key: str) -> str:
+    """Of optimizer.PARAMETER.STATE."""
+    return key.removeprefix("optimizer.").rpartition(".")[0]
