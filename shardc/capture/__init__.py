@@ -22,6 +22,7 @@ random_choices          what a model's masks are, tried on random numbers; depen
 inline_regions          `with torch.no_grad()` in a graph; value_checks: checks that are left out
 inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
 foreign_parameters      parameters of nobody that the loss uses
+generation              a model as it generates, with the keys and values of earlier tokens
 side_effects            what forward depends on and must not change
 """
 
@@ -43,6 +44,7 @@ from shardc.capture.loss import default_loss as default_loss
 from shardc.capture.masked_rows.unfit import DrawnError
 from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord
+from shardc.ir.generation import Decode, Prefill
 from shardc.ir.graph import placeholders, source_of
 from shardc.ir.program import Program, Source
 from shardc.runtime.step.user_changes import EVAL_MODE, Attributes, TensorRead
@@ -60,7 +62,7 @@ def capture(
            default: the output itself, its `.loss`, its "loss" or its first element. What is named beside the loss is
            kept, detached (shardc.ir.outputs).
     forward: of a forward-only program, in the place of a loss: `(output, batch) -> {name: tensor}`, or True: the
-           tensors in the output. Buffers then stay as they are.
+           tensors in the output; or a step that generates. The model's buffers then stay as they are.
     prove: compare loss, gradients and buffers with eager once, if the model is small enough to run here (see
         shardc/capture/compare_eager.py).
 
@@ -73,19 +75,20 @@ def capture(
     patches.check_hooks(model)
     if loss is not None:
         check_loss(loss)
-    if forward is not None and forward is not True:
+    generates = isinstance(forward, (Prefill, Decode))
+    if callable(forward):
         check_loss(forward, "forward")
     batch = with_plain_dicts(batch)
     leaves = Leaves(batch)
     refused: ShardcError | None = None
-    function = loss if forward is None or forward is True else forward
+    function = forward if callable(forward) else loss
     read_before = global_reads.of(model, function)
     # Perhaps a size depends on values. Few models have one, and looking for it costs a tenth of the time.
     # Perhaps rows are chosen by values: of loops over experts.
     for sizes, rows in ((False, False), (True, False), (True, True)):
         try:
             with side_effects.unchanged(model) as changes, attribute_reads.recorded(model, changes) as reads:
-                exported, updated, beside, notes = export(model, leaves, loss, forward, sizes=sizes, rows=rows)
+                exported = export(model, leaves, loss, forward, sizes=sizes, rows=rows)
             break
         except ShardcError as e:
             if rows or (sizes and not refusals.of_values(e)):
@@ -93,9 +96,10 @@ def capture(
             refused = e
     changes.refuse_created()
     if forward is not None:
-        updated = {}
-    program = lift(model, leaves, exported, updated, beside, with_loss=forward is None)
-    program.notes = notes + tuple(_counts(*each) for each in reads.set_too(changes).items())
+        kept = {n: x for n, x in exported.updated.items() if n in exported.caches}
+        exported = exported._replace(updated=kept)
+    program = lift(model, leaves, exported, with_loss=forward is None)
+    program.notes = exported.notes + tuple(_counts(*each) for each in reads.set_too(changes).items())
     program.baked = tuple(leaves.constants)
     unchanged = [g for g in read_before if not g.changed]
     program.check_attributes = Attributes(model, reads.values, unchanged, _constants(program)).check
@@ -116,7 +120,7 @@ def capture(
             f"{key}: neither forward nor the loss reads this key of the batch" for key in sorted(map(str, keys))
         )
     program.meta["capture_seconds"] = round(time.perf_counter() - started, 3)
-    if prove:
+    if prove and not generates:
         with side_effects.unchanged(model):
             proof = compare_eager.prove(
                 program,
@@ -152,7 +156,7 @@ def _eager(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward
 
 def check_forward(forward: object) -> None:
     """Raise ShardcError for what `shardc.compile` does not take as `forward`."""
-    if not isinstance(forward, bool) and forward != "score":
+    if not isinstance(forward, (bool, Prefill, Decode)) and forward != "score":
         check_loss(forward, "forward")
 
 

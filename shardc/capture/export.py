@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,11 +28,13 @@ from shardc.capture.batch_leaves import Leaves
 from shardc.capture.data_dependent_values import known_values
 from shardc.capture.foreign_parameters import ForeignParameters
 from shardc.capture.forward_arguments import arguments, check_call
+from shardc.capture.generation import GenerationOf, caches
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf
 from shardc.capture.tensor_methods import traceable
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
+from shardc.ir.generation import Decode, Prefill
 from shardc.ir.graph import is_call, placeholders, producer_of
 from shardc.ir.program import Source
 from shardc.torch_private import (
@@ -46,6 +48,18 @@ from shardc.torch_private import (
 )
 
 
+class Exported(NamedTuple):
+    """updated: {FQN of a buffer: its new value}; beside: {name of what stands beside the loss: name of what it is divided
+    by, or ""}; caches: what a decoding step keeps, which are buffers of nobody.
+    """
+
+    program: ExportedProgram
+    updated: dict[str, fx.Node]
+    beside: dict[str, str]
+    notes: tuple[str, ...]
+    caches: dict[str, Tensor]
+
+
 def export(
     model: nn.Module,
     leaves: Leaves,
@@ -54,14 +68,13 @@ def export(
     *,
     sizes: bool = False,
     rows: bool = False,
-) -> tuple[ExportedProgram, dict[str, fx.Node], dict[str, str], tuple[str, ...]]:
-    """The exported model without regions and in-place ops, {FQN of a buffer: its new value}, {name of what stands
-    beside the loss: name of what it is divided by, or ""}, and notes. forward: there is no loss, but what it gives.
-    sizes, rows: see known_values.
+) -> Exported:
+    """The exported model without regions and in-place ops. forward: there is no loss, but what it gives. sizes, rows:
+    see known_values.
     """
-    mode, tensors = patches.fakes(model)
+    wrapper = _wrapper(model, leaves, loss, forward)
+    mode, tensors = patches.fakes(wrapper)
     inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # one each: export merges inputs that are one object
-    wrapper = LossOf(model, leaves, loss) if forward is None else ValuesOf(model, leaves, forward)
     beside = loss is not None or forward is not None
     wrapper.training = model.training
     with (
@@ -71,7 +84,7 @@ def export(
         patches.export_patches(wrapper.side),
         known_values(model, sizes=sizes, rows=rows) as reads,
         traceable(),
-        patches.swapped(model, tensors),
+        patches.swapped(wrapper, tensors),
         inner_autograd.recorded(),
         traced_with(source.trace_of_call),
         silent(),
@@ -124,7 +137,14 @@ def export(
         updated = {name: replaced.get(node, node) for name, node in updated.items()}
     reads.refuse_changed(n.removeprefix("model.") for n in updated)
     notes = (*dict.fromkeys(map(_unseen, reads.sources)), *(foreign.notes() if forward is None else ()))
-    return exported, updated, wrapper.beside.divisors, notes
+    return Exported(exported, updated, wrapper.beside.divisors, notes, caches(wrapper))
+
+
+def _wrapper(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward | None) -> LossOf:
+    """What is exported: a module of the batch's tensors."""
+    if isinstance(forward, (Prefill, Decode)):
+        return GenerationOf(model, leaves, forward)
+    return LossOf(model, leaves, loss) if forward is None else ValuesOf(model, leaves, forward)
 
 
 def _unseen(place: Source) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from shardc.capture.batch_leaves import Leaves
+from shardc.capture.export import Exported
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
@@ -26,15 +26,14 @@ from shardc.ir.program import Buffer, Input, Param, Program, Source, Value
 def lift(
     model: nn.Module,
     leaves: Leaves,
-    exported: ExportedProgram,
-    updated: Mapping[str, fx.Node],
-    beside: Mapping[str, str],
+    made: Exported,
     *,
     with_loss: bool = True,
 ) -> Program:
-    """Put an exported graph into the form that program.py describes. beside: {output's name: its divisor's name}.
-    with_loss: the graph's first result is the loss; else it has none.
+    """Put an exported graph into the form that program.py describes. with_loss: its first result is the loss; else it
+    has none.
     """
+    exported, beside = made.program, made.beside
     graph = fx.Graph()
     for name in ("mesh", "rng"):
         graph.placeholder(name).meta["value"] = None
@@ -46,7 +45,7 @@ def lift(
         node.meta["value"], node.meta["source"] = value, Source()
         return node
 
-    fresh = {fqn.removeprefix("model."): node for fqn, node in updated.items()}
+    fresh = {fqn.removeprefix("model."): node for fqn, node in made.updated.items()}
     params: list[Param] = []
     buffers: list[Buffer] = []
     inputs: list[Input] = []
@@ -70,6 +69,10 @@ def lift(
             )
         )
         by_fqn.update(dict.fromkeys(names, node))
+    for name, x in made.caches.items():
+        node = place(name, values.of_tensor(x))
+        buffers.append(Buffer(node.name, name, tuple(x.shape), x.dtype, updated=True, persistent=False, cache=True))
+        by_fqn[name] = node
     env: dict[fx.Node, fx.Node] = {}
     exported_nodes = placeholders(exported.graph)
     specs = exported.graph_signature.input_specs

@@ -196,7 +196,8 @@ class Buffer(Stored):
     updated: the step computes a new value for it; adds: each microbatch a summand of it. persistent: it is in the
     state_dict.
     constant: the tensor itself, for constants that capture lifted out of the code (they have no name in the model).
-    stages: of a pipeline: those that use it, whose ranks have it.
+    stages: of a pipeline: those that use it, whose ranks have it. cache: keys or values that a program which generates
+    keeps from token to token (shardc.ir.generation); no model has it.
     """
 
     name: str
@@ -211,6 +212,7 @@ class Buffer(Stored):
     constant: torch.Tensor | None = field(default=None, compare=False)
     stages: tuple[int, ...] = ()
     members: tuple[str, ...] = ()  # none: buffers are not stacked
+    cache: bool = False
 
     @property
     def value(self) -> Value:
