@@ -27,10 +27,18 @@ from shardc.ir.program import Program, Value
 from shardc.ir.types import behind
 from shardc.passes.base import Pass
 from shardc.runtime import ops
-from shardc.spec import Precision, Spec
+from shardc.spec import Batch, Precision, Spec
 
 aten = torch.ops.aten
 _VIEWS = {aten.reshape.default, aten.view.default, aten.flatten.using_ints, aten._unsafe_view.default}
+
+
+def generating(spec: Spec) -> Spec:
+    """What of a spec remains where one token comes at a time: nothing that splits a sequence, or cuts a batch into
+    microbatches, and nothing that names inputs, outputs or activations of another forward.
+    """
+    batch = Batch(axes=spec.batch.axes)
+    return replace(spec, batch=batch, activations=(), outputs=(), sequence=None, strict=False, uneven="pad")
 
 
 def spec_of(spec: Spec) -> tuple[Spec, tuple[str, ...]]:

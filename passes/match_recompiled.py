@@ -63,9 +63,9 @@ class MatchRecompiled(Pass):
 
 
 def _named(program: Program) -> dict[str, Param | Buffer]:
-    """Parameters and buffers of the model; constants of the graph are each program's own."""
+    """Parameters and buffers of the model; constants of the graph and caches are each program's own."""
     stored: list[Param | Buffer] = [*program.params, *program.buffers]
-    return {x.fqn: x for x in stored if x.fqn}
+    return {x.fqn: x for x in stored if x.fqn and not (isinstance(x, Buffer) and x.cache)}
 
 
 def _fits(one: Param | Buffer, other: Param | Buffer) -> bool:

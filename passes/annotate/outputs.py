@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardc.errors import Errors
+from shardc.ir.generation import LOGITS, Decode, Prefill
 from shardc.ir.mesh import Mesh
 from shardc.ir.outputs import Output
 from shardc.ir.patterns import match
@@ -39,3 +40,11 @@ def wanted_outputs(
             known = f"the outputs are {', '.join(o.name for o in outputs)}"
             errors.add(f"pattern {rule.pattern!r} matches no output", where=where, fix=known)
     return tuple(found)
+
+
+def generated(step: Prefill | Decode, outputs: Sequence[Output]) -> tuple[Output, ...]:
+    """The outputs of a step that generates: logits stay as split as the vocabulary is, the cache is as the next step has
+    it.
+    """
+    layouts = step.layouts if isinstance(step, Prefill) else {}
+    return tuple(replace(o, wanted=layouts.get(o.name), as_made=o.name == LOGITS) for o in outputs)

@@ -375,7 +375,7 @@ class Axis:
         demanded: list[tuple[Key, Placement]] = [(value, REPLICATE) for value in loss]
         for o, value in zip(self.program.outputs, self._outputs(), strict=True):
             asked = dict(o.wanted.items) if o.wanted is not None and not self.of_time else {}
-            if self.name in asked or not self.splits_batch:
+            if self.name in asked or not (self.splits_batch or o.as_made):
                 demanded.append((value, asked.get(self.name, REPLICATE)))
         for value, need in demanded:
             self.demands.setdefault(value, {}).setdefault(need, set()).add(output)

@@ -10,9 +10,12 @@ token's place in the cache is one number for all rows: distances, and with them 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
+
+from shardc.ir.placement import Layout
 
 #: The output that has the logits of the next token; the input of `Decode` that says where its token stands.
 LOGITS, PLACE = "logits", "place"
@@ -47,9 +50,10 @@ class State:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The forward of prompts. length: of the cache that it begins."""
+    """The forward of prompts. length: of the cache that it begins; layouts: how `Decode` has that, by output."""
 
     length: int
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Output:
     """One value. name: the user's. shape: global, of the whole step's batch; dtype. layout: what a rank has of it.
 
     wanted: how the spec asks for it (`outputs:`), on the axes that it names; no axis: whole on all ranks; None: rows
-    where they are, all else whole. cause: the spec's line.
+    where they are, all else whole. as_made: it stays as split as the ops leave it. cause: the spec's line.
     microbatch: how its rows are cut into microbatches; None: it has none. adds: each microbatch has a summand.
     divisor: the name of the output that it is divided by, once both are summed; stage: of a pipeline: that makes it.
     """
@@ -51,6 +51,7 @@ class Output:
     stage: int = 0
     wanted: Layout | None = None
     cause: str = ""
+    as_made: bool = False
 
     @property
     def small(self) -> bool:
