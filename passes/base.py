@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardc.ir.generation import Decode, Prefill
+from shardc.ir.generation import Step
 from shardc.ir.program import Program
 from shardc.spec import Spec
 
@@ -16,15 +16,15 @@ class Options:
     """What passes need to know of one compilation that is not in its spec.
 
     model_plan: the tensor-parallel plan that the model carries, {pattern: style word}, for `shard: {use: model}`.
-    forward: the program is forward-only; "score": of the model's loss, the log-probabilities of its targets; a step that
-    generates.
+    forward: the program is forward-only; "score": of the model's loss, the log-probabilities of its targets; a step
+    that generates.
     compatible_with: a program of the same model and spec for another batch, whose parameters and buckets the new
     program has to share; None: it has its own.
     """
 
     model_plan: Mapping[str, str] = field(default_factory=dict)
     compatible_with: Program | None = None
-    forward: bool | Literal["score"] | Prefill | Decode = False
+    forward: bool | Literal["score"] | Step = False
 
 
 @dataclass(frozen=True)

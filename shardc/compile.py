@@ -23,7 +23,7 @@ from shardc import recompile, torch_modes
 from shardc.artifact import model_source
 from shardc.capture import capture, check_forward
 from shardc.capture.loss import Forward
-from shardc.ir.generation import Decode, Prefill
+from shardc.ir.generation import Step
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner
 from shardc.passes.annotate import model_plan
@@ -40,7 +40,7 @@ def compile(
     *,
     mesh: Mapping[str, int] | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
-    forward: bool | Literal["score"] | Callable[[Any, Any], Any] | Prefill | Decode = False,
+    forward: bool | Literal["score"] | Callable[[Any, Any], Any] | Step = False,
     overrides: tuple[str, ...] = (),
     world: int | None = None,
     prove: bool = True,
@@ -72,7 +72,7 @@ def compile(
 
     names = Names.of(model) if isinstance(model, nn.Module) else None
     spec = Spec.load(spec, mesh=mesh, overrides=overrides, world=world, names=names)
-    if isinstance(forward, (Prefill, Decode)):
+    if isinstance(forward, Step):
         spec = forward_only.generating(spec)
     plan = model_plan.read(model) if spec.shard_use == "model" else {}
     check_forward(forward)
@@ -80,8 +80,8 @@ def compile(
     with recompile.in_eval_mode(model) if forward else nullcontext():
         program = passes.run(CAPTURE, lambda: captured or capture(model, batch, loss=loss, forward=values, prove=prove))
     spec = with_microbatches(model_plan.with_experts(spec, model, program), program)
-    steps = isinstance(forward, (Prefill, Decode)) or forward == "score"
-    options = Options(plan, compatible_with, forward if steps else bool(forward))  # type: ignore[arg-type]
+    asked: Any = forward if isinstance(forward, Step) or forward == "score" else bool(forward)
+    options = Options(plan, compatible_with, asked)
     if forward:
         spec, notes = forward_only.spec_of(spec)
         # no record of what a checkpoint trained: it was captured with the loss, in training mode

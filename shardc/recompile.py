@@ -9,14 +9,17 @@ the new program needs the layouts of the first one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardc.errors import ShardcError
+from shardc.ir.generation import AT, IDS, Decode, Generation, Prefill, State, Whole
 from shardc.ir.program import Program
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.step.batch_sizes import Shapes, Use
@@ -44,6 +47,7 @@ class Resizer:
     ) -> None:
         self.build, self.loss, self.modes, self.compile, self.forward = build, loss, modes, compile, forward
         self._programs: dict[tuple[Shapes, Use], Program] = {}
+        self._generations: dict[tuple[int, int, int], Generation] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -65,6 +69,82 @@ class Resizer:
             if key not in self._programs:
                 self._programs[key] = self._recompile(program, batch, shapes, use)
             return self._programs[key]
+
+    def generating(self, program: Program, rows: int, prompt: int, length: int) -> Generation:
+        """The programs that generate from prompts of this length in a cache of that, compiled once for these sizes.
+
+        A model that takes no cache, or one that cannot be captured with it, runs whole sequences (`why` says so).
+        Raises ShardcError if the model no longer exists, and for one that has an encoder.
+        """
+        with self._lock:
+            key = rows, prompt, length
+            if key not in self._generations:
+                self._generations[key] = self._generating(program, *key)
+            return self._generations[key]
+
+    def _generating(self, program: Program, rows: int, prompt: int, length: int) -> Generation:
+        from shardc.capture import generation  # takes a second, and few runs generate
+
+        model = self.build()
+        if model is None or program.spec is None:
+            what = "generating runs programs of its own, and the model that would have to be compiled no longer exists"
+            fix = "keep the model that was compiled: `net = model(); program = shardc.compile(net, ...)`"
+            raise ShardcError(what, where="generate", fix=fix)
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            what = f"{type(model).__name__} has an encoder, whose inputs are no prompts"
+            raise ShardcError(what, where="generate", fix="export the weights, and generate with transformers")
+        stop = _stop_tokens(model)
+        why = generation.no_cache(model)
+        if not why:
+            try:
+                with in_eval_mode(model):
+                    first, following = self._steps(program, model, rows, prompt, length)
+                return Generation(first, following, stop)
+            except ShardcError as e:
+                why = f"{type(model).__name__} cannot be captured with a cache ({e.what})"
+        ids, at = (
+            torch.empty(rows, length, dtype=torch.int64, device="meta"),
+            torch.empty(rows, dtype=torch.int64, device="meta"),
+        )
+        whole = self.compile(
+            model, {IDS: ids, AT: at}, program.spec, forward=Whole(), prove=False, compatible_with=program
+        )
+        return Generation(whole, None, stop, why)
+
+    def _steps(
+        self, program: Program, model: nn.Module, rows: int, prompt: int, length: int
+    ) -> tuple[Program, Program]:
+        """The programs of prompts, and of one token. The first one's graph shows what the cache consists of, the second
+        one's how it is split.
+        """
+        from shardc.capture import capture
+
+        def some(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int64, device="meta")
+
+        def batch(new: int, seen: int, **others: torch.Tensor) -> dict[str, torch.Tensor]:
+            of_new = {"input_ids": some(rows, new), "position_ids": some(rows, new)}
+            return {**of_new, "attention_mask": some(rows, seen), **others}
+
+        prompts = batch(prompt, prompt)
+        captured = capture(model, prompts, forward=Prefill(length))
+        found = (State.of_output(o.name, o.shape, o.dtype) for o in captured.outputs)
+        states = tuple(s for s in found if s is not None)
+        if not states:
+            raise ShardcError("it puts nothing into its cache", where="generate")
+        make = functools.partial(self.compile, model, spec=program.spec, prove=False, compatible_with=program)
+        following = make(batch=batch(1, length, place=some()), forward=Decode(states))
+        buffers = {b.name: b for b in following.buffers}
+        layouts = {s.output: buffers[s.buffer].layout for s in states}
+        first = make(batch=prompts, captured=captured, forward=Prefill(length, layouts))
+        outputs = {o.name: o for o in first.outputs}
+        moved = [s for s in states if following.axis and outputs[s.output].stage not in buffers[s.buffer].stages]
+        if moved:
+            what = f"layer {moved[0].layer} is cut otherwise for prompts than for tokens"
+            fix = "name the modules that begin a stage: pipeline: {cut: [...]}"
+            raise ShardcError(what, where="generate", fix=fix)
+        return first, following
 
     def _recompile(self, program: Program, batch: Any, shapes: Shapes, use: Use) -> Program:
         again = use == "as compiled"
@@ -107,6 +187,14 @@ class Resizer:
                 then = ", ".join(f"{name_of(x.path)} {list(x.shape)}" for x in program.inputs)
                 fix = f"give batches as the one that was compiled ({then}); or: {e.fix}" if again else e.fix
                 raise ShardcError(what, where=e.where, fix=fix) from e
+
+
+def _stop_tokens(model: nn.Module) -> tuple[int, ...]:
+    """The tokens after which a model's own configuration ends."""
+    configs = (getattr(model, name, None) for name in ("generation_config", "config"))
+    found = (getattr(c, "eos_token_id", None) for c in configs if c is not None)
+    stop = next((x for x in found if x is not None), ())
+    return (stop,) if isinstance(stop, int) else tuple(stop)
 
 
 def _tensors(program: Program, batch: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardc.errors import Errors
-from shardc.ir.generation import Decode, Prefill
+from shardc.ir.generation import Step
 from shardc.ir.graph import copy_graph
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
@@ -85,7 +85,7 @@ class Annotate(Pass):
             pin_activations(spec, program, mesh)
         values = self.options.forward is True
         outputs = wanted_outputs(spec, program.outputs, mesh, errors, all_named=values)
-        if isinstance(self.options.forward, (Prefill, Decode)):
+        if isinstance(self.options.forward, Step):
             outputs = generated(self.options.forward, outputs)
         mark_methods(spec, program, mesh, _weight_axes(spec), errors)
         split_ids(spec, program, mesh, layouts)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardc.errors import Errors
-from shardc.ir.generation import LOGITS, Decode, Prefill
+from shardc.ir.generation import LOGITS, Prefill, Step
 from shardc.ir.mesh import Mesh
 from shardc.ir.outputs import Output
 from shardc.ir.patterns import match
@@ -42,9 +42,9 @@ def wanted_outputs(
     return tuple(found)
 
 
-def generated(step: Prefill | Decode, outputs: Sequence[Output]) -> tuple[Output, ...]:
-    """The outputs of a step that generates: logits stay as split as the vocabulary is, the cache is as the next step has
-    it.
+def generated(step: Step, outputs: Sequence[Output]) -> tuple[Output, ...]:
+    """The outputs of a step that generates: logits stay as split as the vocabulary is, the cache is as the next step
+    has it.
     """
     layouts = step.layouts if isinstance(step, Prefill) else {}
     return tuple(replace(o, wanted=layouts.get(o.name), as_made=o.name == LOGITS) for o in outputs)

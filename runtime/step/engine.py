@@ -21,6 +21,7 @@ from shardc.ir.outputs import MEAN_SCORE, SCORE
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime import state
 from shardc.runtime.data.loader import Loader, Loaders, Rest
+from shardc.runtime.generate import Generator, Options, Prompts
 from shardc.runtime.matrices.shown import Shown
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh, agreement, replicas
@@ -686,6 +687,46 @@ class Engine(EngineState):
         self.rng.training = False
         interpreter, values = self._take(batch, local=local, use=use)
         return interpreter, values, *interpreter.evaluate(values)
+
+    def generate(
+        self,
+        prompts: Any,
+        max_new_tokens: int = 20,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Iterable[int] | None = None,
+        seed: int = 0,
+    ) -> list[list[int]]:
+        """The new tokens of each prompt, with the weights as they stand: on every rank, up to and with the first of
+        `stop` (None: the end tokens of the model's configuration). Nothing changes. All ranks give the same prompts.
+
+        prompts: lists of token ids, of any lengths; i64[rows, length]; or a tokenizer's dict. temperature 0: the most
+        likely token each time; else drawn, by counters of `seed`, so that every mesh draws the same
+        (shardc.runtime.generate). The first call of a length compiles for it. Raises ShardcError for a model that is
+        not causal or has an encoder.
+        """
+        ends = tuple(stop) if stop is not None else None
+        options = Options(max_new_tokens, temperature, top_k, top_p, ends, seed)
+        asked = Prompts.of(prompts)
+        self._check()
+        torch_modes.check("engine.generate", self.mesh.device.type, training=False)
+        user_changes.check_attributes(self.program, self._told, self._tell)
+        self._gather_written()
+        if self._checks:
+            facts = [stated("what is generated", (asked, options), fix="give all ranks the same prompts and options")]
+            agreement.check(self.mesh, [*facts, *self._facts()], "generating")
+        self.rng.training = False
+        return self._generator(asked, options)
+
+    @cached_property
+    def _generator(self) -> Generator:
+        def stored() -> dict[str, Any]:
+            self.buckets.reset(forward=True)
+            return {"mesh": self.mesh, "rng": self.rng, **self.buckets.given, **self.buffers}
+
+        return Generator(self.program, self.mesh, stored, self._tell)
 
     # --- data
 

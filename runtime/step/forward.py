@@ -65,6 +65,10 @@ class Forward:
         """{name: mean or sum} of the single numbers over batches: see Engine.evaluate_all."""
         return self.engine.evaluate_all(batches, local=local)
 
+    def generate(self, prompts: Any, max_new_tokens: int = 20, **options: Any) -> list[list[int]]:
+        """The new tokens of each prompt: see Engine.generate."""
+        return self.engine.generate(prompts, max_new_tokens, **options)
+
     def load(self, folder: str | Path) -> None:
         """Take parameters and buffers of a checkpoint that an engine saved, on any mesh. Collective."""
         self.engine.load(folder)

@@ -241,6 +241,13 @@ class Interpreter:
         loss = None if self.program.forward_only else self._total(run.losses)
         return loss, self._outputs(run.outputs)
 
+    @torch.no_grad()
+    def forward(self, values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """One microbatch of a forward-only program: the new values of buffers, and outputs, of the stages here."""
+        self.count([values])
+        run = self._forward([values])
+        return run.news, {name: parts[0] for name, parts in run.outputs.items()}
+
     @contextmanager
     def replaced(self, runs: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
         """Let other functions stand in for the stages here, by number."""

@@ -44,7 +44,7 @@ from shardc.capture.loss import default_loss as default_loss
 from shardc.capture.masked_rows.unfit import DrawnError
 from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord
-from shardc.ir.generation import Decode, Prefill
+from shardc.ir.generation import Step
 from shardc.ir.graph import placeholders, source_of
 from shardc.ir.program import Program, Source
 from shardc.runtime.step.user_changes import EVAL_MODE, Attributes, TensorRead
@@ -75,7 +75,7 @@ def capture(
     patches.check_hooks(model)
     if loss is not None:
         check_loss(loss)
-    generates = isinstance(forward, (Prefill, Decode))
+    generates = isinstance(forward, Step)
     if callable(forward):
         check_loss(forward, "forward")
     batch = with_plain_dicts(batch)
@@ -156,7 +156,7 @@ def _eager(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward
 
 def check_forward(forward: object) -> None:
     """Raise ShardcError for what `shardc.compile` does not take as `forward`."""
-    if not isinstance(forward, (bool, Prefill, Decode)) and forward != "score":
+    if not isinstance(forward, bool | Step) and forward != "score":
         check_loss(forward, "forward")
 
 

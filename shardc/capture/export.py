@@ -34,7 +34,7 @@ from shardc.capture.tensor_methods import traceable
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
-from shardc.ir.generation import Decode, Prefill
+from shardc.ir.generation import Step
 from shardc.ir.graph import is_call, placeholders, producer_of
 from shardc.ir.program import Source
 from shardc.torch_private import (
@@ -49,8 +49,8 @@ from shardc.torch_private import (
 
 
 class Exported(NamedTuple):
-    """updated: {FQN of a buffer: its new value}; beside: {name of what stands beside the loss: name of what it is divided
-    by, or ""}; caches: what a decoding step keeps, which are buffers of nobody.
+    """updated: {FQN of a buffer: its new value}; beside: {name of what stands beside the loss: name of what it is
+    divided by, or ""}; caches: what a decoding step keeps, which are buffers of nobody.
     """
 
     program: ExportedProgram
@@ -142,7 +142,7 @@ def export(
 
 def _wrapper(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward | None) -> LossOf:
     """What is exported: a module of the batch's tensors."""
-    if isinstance(forward, (Prefill, Decode)):
+    if isinstance(forward, Step):
         return GenerationOf(model, leaves, forward)
     return LossOf(model, leaves, loss) if forward is None else ValuesOf(model, leaves, forward)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,18 +14,20 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from shardc.capture.batch_leaves import Leaves
-from shardc.capture.loss import ValuesOf
-from shardc.ir.generation import LOGITS, PLACE, Decode, Prefill, State
+from shardc.capture.loss import ValuesOf, tensors_in
+from shardc.errors import ShardcError
+from shardc.ir.generation import AT, IDS, LOGITS, PLACE, Decode, Prefill, State, Step, Whole
+from shardc.ir.source import of_function
 from shardc.torch_private import traced_node
 
 
 class GenerationOf(ValuesOf):
-    """A model whose batch and whose values are those of a `Prefill` or a `Decode`.
+    """A model whose batch and whose values are those of a step that generates.
 
     The cache of a decoding step is buffers of this module, which forward writes to.
     """
 
-    def __init__(self, model: nn.Module, leaves: Leaves, step: Prefill | Decode) -> None:
+    def __init__(self, model: nn.Module, leaves: Leaves, step: Step) -> None:
         super().__init__(model, leaves, True)
         self.step = step
         for s in step.states if isinstance(step, Decode) else ():
@@ -35,28 +36,50 @@ class GenerationOf(ValuesOf):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.leaves.nodes = list(map(traced_node, tensors))
         batch = dict(self.leaves.batch(tensors))
-        place = batch.pop(PLACE, None)
-        cache = self._cache(place)
-        output = self.model(**_accepted(self.model, batch), past_key_values=cache, use_cache=True)
-        values = {LOGITS: output.logits[:, -1]}
-        if isinstance(self.step, Prefill):
-            for i, layer in enumerate(cache.layers):
-                for kind in ("keys", "values"):
-                    x = getattr(layer, kind)
-                    state = State(i, kind, tuple(x.shape), x.dtype)
-                    values[state.output] = pad(x, (0, 0, 0, self.step.length - x.shape[-2]))
+        if isinstance(self.step, Whole):
+            values = self._whole(batch[IDS], batch[AT])
+        elif isinstance(self.step, Prefill):
+            values = self._prefill(batch, self.step.length)
         else:
-            for state in self.step.states:
-                getattr(self, state.buffer).copy_(getattr(cache.layers[state.layer], state.kind))
+            values = self._decode(batch, self.step.states)
         return tuple(self._flat(values, ""))
 
-    def _cache(self, place: Tensor | None) -> Any:
-        if isinstance(self.step, Prefill):
-            return _types().Cache(layer_class_to_replicate=_prompt_layer())
-        held: dict[int, dict[str, Tensor]] = {}
-        for s in self.step.states:
+    def _prefill(self, batch: dict[str, Any], length: int) -> dict[str, Tensor]:
+        cache = _types().Cache(layer_class_to_replicate=functools.partial(_prompt_layer(), length=length))
+        values = {LOGITS: self._logits(batch, cache)[:, -1]}
+        for i, layer in enumerate(cache.layers):
+            for kind in ("keys", "values"):
+                x = getattr(layer, kind)
+                values[State(i, kind, tuple(x.shape), x.dtype).output] = x
+        return values
+
+    def _decode(self, batch: dict[str, Any], states: tuple[State, ...]) -> dict[str, Tensor]:
+        place, held = batch.pop(PLACE), dict[int, dict[str, Tensor]]()
+        for s in states:
             held.setdefault(s.layer, {})[s.kind] = getattr(self, s.buffer)
-        return _types().Cache(layers=[_step_layer()(**held[i], place=place) for i in sorted(held)])
+        cache = _types().Cache(layers=[_step_layer()(**held[i], place=place) for i in sorted(held)])
+        logits = self._logits(batch, cache)
+        for s in states:
+            getattr(self, s.buffer).copy_(getattr(cache.layers[s.layer], s.kind))
+        return {LOGITS: logits[:, -1]}
+
+    def _logits(self, batch: dict[str, Any], cache: Any) -> Tensor:
+        """[rows, positions, vocabulary]. Only the last position needs them, if the model can leave out others."""
+        parameters = inspect.signature(self.model.forward).parameters
+        given = {name: x for name, x in batch.items() if name in parameters}
+        given |= {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        logits: Tensor = self.model(**given, past_key_values=cache, use_cache=True).logits
+        return logits
+
+    def _whole(self, ids: Tensor, at: Tensor) -> dict[str, Tensor]:
+        output, (rows, length) = self.model(ids), ids.shape
+        found = [x for x in tensors_in(output).values() if x.dim() == 3 and x.shape[:2] == (rows, length)]
+        if not found:
+            what = f"of ids [{rows}, {length}] the model gives no logits [{rows}, {length}, vocabulary]"
+            fix = 'return logits of every position, as a tensor, .logits or "logits"'
+            raise ShardcError(what, where=of_function(self.model.forward).line, fix=fix)
+        logits = found[0]
+        return {LOGITS: logits.gather(1, at[:, None, None].expand(rows, 1, logits.shape[-1]))[:, 0]}
 
 
 def caches(module: nn.Module) -> dict[str, Tensor]:
@@ -64,22 +87,12 @@ def caches(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_buffers(recurse=False)) if isinstance(module, GenerationOf) else {}
 
 
-def why_not(model: nn.Module) -> str:
+def no_cache(model: nn.Module) -> str:
     """Why a model takes no cache of this kind; "" if it may."""
-    parameters, name = inspect.signature(model.forward).parameters, type(model).__name__
-    config: Any = getattr(model, "config", None)
-    if config is None or "past_key_values" not in parameters:
+    name = type(model).__name__
+    if getattr(model, "config", None) is None or "past_key_values" not in inspect.signature(model.forward).parameters:
         return f"{name} takes no past_key_values, as transformers' models do"
-    if getattr(config, "is_encoder_decoder", False):
-        return f"{name} has an encoder and a decoder"
     return ""
-
-
-def _accepted(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a batch the arguments that a model's forward has, and that only the last position is to have logits."""
-    parameters = inspect.signature(model.forward).parameters
-    given = {name: x for name, x in batch.items() if name in parameters}
-    return given | ({"logits_to_keep": 1} if "logits_to_keep" in parameters else {})
 
 
 def _types() -> Any:
@@ -88,13 +101,18 @@ def _types() -> Any:
 
 @functools.cache
 def _prompt_layer() -> type:
-    """A layer's cache before its first keys: they are all that its attention sees."""
+    """A layer's cache before its first keys, which are all that its attention sees; it keeps room for more."""
+
+    def init(self: Any, length: int) -> None:
+        self.length, self.is_initialized = length, False
 
     def update(self: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.keys, self.values, self.is_initialized = keys, values, True
+        room = (0, 0, 0, self.length - keys.shape[-2])
+        self.keys, self.values, self.is_initialized = pad(keys, room), pad(values, room), True
         return keys, values
 
     return _layer(
+        __init__=init,
         update=update,
         get_mask_sizes=lambda self, queries: (queries, 0),
         get_seq_length=lambda self: 0,

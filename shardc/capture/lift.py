@@ -4,7 +4,7 @@ batch, typed nodes that know their module and line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 

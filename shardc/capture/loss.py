@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.forward_arguments import arguments
 from shardc.errors import ShardcError
-from shardc.ir.generation import Decode, Prefill
+from shardc.ir.generation import Step
 from shardc.ir.source import of_exception, of_function
 from shardc.runtime.ops.torch_library import with_gradient_of
 from shardc.torch_private import traced_node
@@ -23,7 +23,7 @@ from shardc.torch_private import traced_node
 Loss = Callable[[Any, Any], Any]
 #: What a forward-only program gives: a function of (the model's output, batch), or True: the tensors in that output; or
 #: what generates.
-Forward = Callable[[Any, Any], Any] | Literal[True] | Prefill | Decode
+Forward = Callable[[Any, Any], Any] | Literal[True] | Step
 #: The name of a value that is given without one.
 OUTPUT = "output"
 CONTRACT = "return (loss, {name: real tensor}); a mean may also be (sum, count), both tensors of one element"

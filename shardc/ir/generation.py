@@ -1,8 +1,9 @@
 """The two programs by which a language model generates: of prompts, and of one token with the keys and values of those
-before it.
+before it. Of a model that keeps none, one of whole sequences.
 
     Prefill   ids [B, P]                         -> logits [B, V] of the last position, keys and values [B, H, N, D]
     Decode    ids [B, 1], place, keys, values    -> logits [B, V]; keys and values are written to at `place`
+    Whole     ids [B, N], at [B]                 -> logits [B, V] of the positions `at`
 
 Keys and values are a *cache* of a fixed length N. Prompts are filled up on their left to a common length, so that a
 token's place in the cache is one number for all rows: distances, and with them windows and biases, are the model's own.
@@ -12,13 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardc.ir.placement import Layout
 
+if TYPE_CHECKING:
+    from shardc.ir.program import Program
+
 #: The output that has the logits of the next token; the input of `Decode` that says where its token stands.
 LOGITS, PLACE = "logits", "place"
+#: The inputs of `Whole`.
+IDS, AT = "ids", "at"
 _CACHE = "cache"
 
 
@@ -49,6 +56,11 @@ class State:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """The forward of whole sequences, filled up on their right, which a causal model does not see."""
+
+
+@dataclass(frozen=True)
 class Prefill:
     """The forward of prompts. length: of the cache that it begins; layouts: how `Decode` has that, by output."""
 
@@ -61,3 +73,19 @@ class Decode:
     """The forward of one token a row. states: the cache that it reads and writes."""
 
     states: tuple[State, ...]
+
+
+Step = Prefill | Decode | Whole
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The programs by which a model generates. first: of prompts, or of whole sequences; next: of one token, None where
+    each token takes a forward of all. stop: the tokens after which the model's own configuration ends. why: why there
+    is no cache, or "".
+    """
+
+    first: Program
+    next: Program | None
+    stop: tuple[int, ...] = ()
+    why: str = ""

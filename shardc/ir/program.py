@@ -41,7 +41,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import fx
@@ -57,6 +57,7 @@ from shardc.ir.units import count, plural
 if TYPE_CHECKING:
     from shardc.cost import Cost, Device
     from shardc.ir.forward_record import ForwardRecord
+    from shardc.ir.generation import Generation
     from shardc.ir.matrices import Cut
     from shardc.runtime.schedule import Schedule
     from shardc.runtime.step.engine import Engine
@@ -65,6 +66,16 @@ if TYPE_CHECKING:
     from shardc.spec import Spec
     from shardc.verify import Report
     from shardc.verify.static import Proof
+
+
+class Resize(Protocol):
+    """Compiles the model of a program again (shardc.recompile)."""
+
+    def __call__(self, program: Program, batch: Any, shapes: tuple[tuple[int, ...], ...], use: Any, /) -> Program:
+        """For a batch of these global shapes, for a use."""
+
+    def generating(self, program: Program, rows: int, prompt: int, length: int, /) -> Generation:
+        """To generate: for prompts of this length, in a cache of that."""
 
 
 @dataclass(frozen=True)
@@ -440,9 +451,7 @@ class Program:
     eval_mode: bool = False
     #: Submodules that were in eval mode while others trained, and would compute something else in training mode.
     still: tuple[str, ...] = ()
-    resize: Callable[[Program, Any, tuple[tuple[int, ...], ...], Any], Program] | None = field(
-        default=None, compare=False, repr=False
-    )  # (program, batch, its global shapes, for what) -> a program for these; not saved (shardc.recompile)
+    resize: Resize | None = field(default=None, compare=False, repr=False)  # not saved
     #: Raises ShardcError for attributes of the model, or of one that is given, that are not as forward read them, and
     #: returns notes by name on what forward may have read otherwise; not saved.
     check_attributes: Callable[..., dict[str, str]] | None = field(default=None, compare=False, repr=False)

@@ -1,0 +1,105 @@
+"""What is to be generated: options, checked, and prompts of several lengths as one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.errors import Errors, ShardcError
+
+
+@dataclass(frozen=True)
+class Options:
+    """How tokens are chosen.
+
+    tokens: how many at most, of each row. temperature: logits are divided by it; 0: the most likely token. top_k: only
+    the k most likely ones; top_p: only the most likely ones that together have this probability (Holtzman et al. 2020,
+    "nucleus sampling"), after top_k, as in transformers. stop: a row ends with the first of these; None: those of the
+    model's own configuration. seed: of what is drawn.
+    """
+
+    tokens: int = 20
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    stop: tuple[int, ...] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        errors = Errors()
+        whole = {"max_new_tokens": (self.tokens, 1), "seed": (self.seed, 0)}
+        whole |= {"top_k": (self.top_k, 1)} if self.top_k is not None else {}
+        for name, (x, least) in whole.items():
+            if isinstance(x, bool) or not isinstance(x, int) or x < least:
+                errors.add(f"{x!r} is no whole number of at least {least}", where=name, fix="pass one")
+        if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature < float("inf"):
+            errors.add(
+                f"{self.temperature!r} is no number of at least 0", where="temperature", fix="0 is greedy, 1 plain"
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            errors.add(f"{self.top_p!r} is no probability", where="top_p", fix="a number above 0, at most 1")
+        if not self.temperature and (self.top_k or self.top_p):
+            what = "nothing is drawn at temperature 0: the most likely token is taken"
+            errors.add(what, where="top_k, top_p", fix="give a temperature, such as 1.0, or leave them out")
+        errors.raise_any()
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """ids: of each row, without padding."""
+
+    ids: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, given: Any) -> Prompts:
+        """Of lists of ids; i64[rows, length]; or {"input_ids": ..., "attention_mask": ...}, as tokenizers give them.
+
+        Raises ShardcError for anything else, and for a prompt without a token.
+        """
+        mask = None
+        if isinstance(given, Mapping):
+            given, mask = given.get("input_ids"), given.get("attention_mask")
+        rows = [_row(x) for x in given] if isinstance(given, (Tensor, Sequence)) and len(given) else []
+        if mask is not None:
+            rows = [
+                tuple(t for t, m in zip(r, k, strict=True) if m) for r, k in zip(rows, map(_row, mask), strict=True)
+            ]
+        if not rows or not all(rows):
+            which = f"prompt {rows.index(())} has no token" if rows else "there is no prompt"
+            raise ShardcError(which, where="generate", fix="give lists of token ids, at least one in each")
+        return cls(tuple(rows))
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.ids))
+
+    def left_padded(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """(ids, mask), i64[rows, length]: filled up on the left; rows beyond the last prompt are as the first."""
+        ids, mask = torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows, length, dtype=torch.int64)
+        for i in range(rows):
+            row = self.ids[i if i < len(self.ids) else 0]
+            ids[i, length - len(row) :] = torch.tensor(row)
+            mask[i, length - len(row) :] = 1
+        return ids, mask
+
+    def right_padded(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """(ids i64[rows, length], filled up on the right, lengths i64[rows])."""
+        ids, mask = self.left_padded(rows, length)
+        lengths = mask.sum(1)
+        for i in range(rows):
+            ids[i] = ids[i].roll(int(lengths[i]))
+        return ids, lengths
+
+
+def _row(x: Any) -> tuple[int, ...]:
+    if isinstance(x, Tensor):
+        x = x.tolist()
+    ids = tuple(x) if isinstance(x, Iterable) else ()
+    if isinstance(x, str) or not isinstance(x, Iterable) or not all(isinstance(t, int) for t in ids):
+        what = f"a prompt is a {type(x).__name__}, not a list of token ids"
+        raise ShardcError(what, where="generate", fix="give the ids of each prompt: tokenizer(texts)")
+    return ids
