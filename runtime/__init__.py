@@ -11,6 +11,7 @@ here knows the compiler.
     offload/     what is kept outside of the device
     reshard/     from one plan to another in memory
     state/       weights in, checkpoints in and out
+    generate/    tokens, one after the other
     data/        a loader that reads this rank's part of each global batch
     rng          random numbers that are the same on every mesh; random_draws: torch's random ops by means of
                  them

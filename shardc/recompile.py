@@ -48,6 +48,7 @@ class Resizer:
         self.build, self.loss, self.modes, self.compile, self.forward = build, loss, modes, compile, forward
         self._programs: dict[tuple[Shapes, Use], Program] = {}
         self._generations: dict[tuple[int, int, int], Generation] = {}
+        self._wholes: dict[tuple[int, int], Program] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -71,10 +72,10 @@ class Resizer:
             return self._programs[key]
 
     def generating(self, program: Program, rows: int, prompt: int, length: int) -> Generation:
-        """The programs that generate from prompts of this length in a cache of that, compiled once for these sizes.
+        """How the model generates from prompts of this length in a cache of that, compiled once for these sizes.
 
-        A model that takes no cache, or one that cannot be captured with it, runs whole sequences (`why` says so).
-        Raises ShardcError if the model no longer exists, and for one that has an encoder.
+        Without steps for a model that takes no cache, or cannot be captured with it. Raises ShardcError if the model no
+        longer exists, and for one that has an encoder.
         """
         with self._lock:
             key = rows, prompt, length
@@ -82,35 +83,44 @@ class Resizer:
                 self._generations[key] = self._generating(program, *key)
             return self._generations[key]
 
-    def _generating(self, program: Program, rows: int, prompt: int, length: int) -> Generation:
-        from shardc.capture import generation  # takes a second, and few runs generate
+    def whole(self, program: Program, rows: int, length: int) -> Program:
+        """The program of whole sequences of this length, compiled once for these sizes."""
+        with self._lock:
+            if (rows, length) not in self._wholes:
+                ids, at = (torch.empty(s, dtype=torch.int64, device="meta") for s in ((rows, length), (rows,)))
+                self._wholes[rows, length] = self.compile(
+                    self._alive(),
+                    {IDS: ids, AT: at},
+                    program.spec,
+                    forward=Whole(),
+                    prove=False,
+                    compatible_with=program,
+                )
+            return self._wholes[rows, length]
 
+    def _alive(self) -> nn.Module:
         model = self.build()
-        if model is None or program.spec is None:
+        if model is None:
             what = "generating runs programs of its own, and the model that would have to be compiled no longer exists"
             fix = "keep the model that was compiled: `net = model(); program = shardc.compile(net, ...)`"
             raise ShardcError(what, where="generate", fix=fix)
-        config: Any = getattr(model, "config", None)
-        if getattr(config, "is_encoder_decoder", False):
-            what = f"{type(model).__name__} has an encoder, whose inputs are no prompts"
+        return model
+
+    def _generating(self, program: Program, rows: int, prompt: int, length: int) -> Generation:
+        from shardc.capture import generation  # takes a second, and few runs generate
+
+        model = self._alive()
+        name, stop = type(model).__name__, _stop_tokens(model)
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            what = f"{name} has an encoder, whose inputs are no prompts"
             raise ShardcError(what, where="generate", fix="export the weights, and generate with transformers")
-        stop = _stop_tokens(model)
-        why = generation.no_cache(model)
-        if not why:
-            try:
-                with in_eval_mode(model):
-                    first, following = self._steps(program, model, rows, prompt, length)
-                return Generation(first, following, stop)
-            except ShardcError as e:
-                why = f"{type(model).__name__} cannot be captured with a cache ({e.what})"
-        ids, at = (
-            torch.empty(rows, length, dtype=torch.int64, device="meta"),
-            torch.empty(rows, dtype=torch.int64, device="meta"),
-        )
-        whole = self.compile(
-            model, {IDS: ids, AT: at}, program.spec, forward=Whole(), prove=False, compatible_with=program
-        )
-        return Generation(whole, None, stop, why)
+        if why := generation.no_cache(model):
+            return Generation(None, stop, why)
+        try:
+            with in_eval_mode(model):
+                return Generation(self._steps(program, model, rows, prompt, length), stop)
+        except ShardcError as e:
+            return Generation(None, stop, f"{name} cannot be captured with a cache ({e.what})")
 
     def _steps(
         self, program: Program, model: nn.Module, rows: int, prompt: int, length: int

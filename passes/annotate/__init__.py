@@ -91,7 +91,10 @@ class Annotate(Pass):
         split_ids(spec, program, mesh, layouts)
         errors.raise_any()
         if self.options.compatible_with is not None:
-            layouts |= _running(self.options.compatible_with, mesh)
+            running = _running(self.options.compatible_with, mesh)
+            layouts = {name: x for name, x in layouts.items() if name not in running} | {
+                name: x for name, x in running.items() if x.items
+            }
         program = program.with_layouts(layouts)
         return replace(program, mesh=mesh, outputs=outputs, notes=(*program.notes, *notes))
 
@@ -99,7 +102,7 @@ class Annotate(Pass):
 def _running(other: Program, mesh: Mesh) -> dict[str, Layout]:
     """How parameters and buffers are split in the program that already runs on them."""
     stored: list[Param | Buffer] = [*other.params, *other.buffers]
-    return {x.name: Layout.of(dict(x.layout.shards()), mesh) for x in stored if x.fqn and x.layout.shards()}
+    return {x.name: Layout.of(dict(x.layout.shards()), mesh) for x in stored if x.fqn}
 
 
 def _weight_axes(spec: Spec) -> set[str]:

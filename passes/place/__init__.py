@@ -45,12 +45,13 @@ class Place(Pass):
             node.meta["strategies"] = {}
         # the batch first: what other axes leave of a dim cannot be padded, and annotations split what the batch's axes
         # leave
-        splits_batch = outputs.batch_axes(self.spec, mesh)
+        splits_batch, other = outputs.batch_axes(self.spec, mesh), self.options.compatible_with
         batch = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
         for axis, n in sorted(mesh.axes, key=lambda a: a[0] not in batch):
             if n == 1:
                 continue
-            one = Axis(program, axis, n, mesh, choices, operands, axis in splits_batch)
+            held = {p.name: p.layout[axis] for p in other.params} if other is not None else {}
+            one = Axis(program, axis, n, mesh, choices, operands, axis in splits_batch, held)
             one.run()
             layouts = {p.name: p.layout for p in program.stored}
             program = program.with_layouts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -66,6 +66,8 @@ class Axis:
     choices: dict[fx.Node, Choices]
     operands: dict[fx.Node, list[Key]]  # of every op and of the output, in order
     splits_batch: bool = False
+    #: Of parameters of a program that runs already, by name: how it has them.
+    running: Mapping[str, Placement] = field(default_factory=dict)
     #: Outputs that are summed after the step, on this axis.
     summed_after: set[fx.Node] = field(default_factory=set)
     #: The strategy of every op, in this sweep.
@@ -460,7 +462,8 @@ class Axis:
                 needs = self._needs(node)
                 v = values_of(node)[0]
                 one = next(iter(needs)) if len(needs) == 1 else None
-                if isinstance(one, Shard) and not one.mirrored and not self.of_time and not self._collides(node, one):
+                whole = self.running.get(node.name, one) != one
+                if isinstance(one, Shard) and not (one.mirrored or self.of_time or whole or self._collides(node, one)):
                     self.stored[node] = one
                 elif needs_sum_grad(v) and (PARTIAL_GRAD in needs or (isinstance(one, Shard) and one.mirrored)):
                     self.stored[node] = PARTIAL_GRAD

@@ -9,9 +9,11 @@ Of a model that keeps no cache, each token is a forward of all that is there.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.ir.generation import AT, IDS, LOGITS, PLACE, Generation, State
 from shardc.ir.outputs import Output
-from shardc.ir.program import Input, Program
+from shardc.ir.program import Input, Program, Resize
 from shardc.runtime import state
 from shardc.runtime.generate.prompts import Options, Prompts
 from shardc.runtime.generate.sampling import Sampler
@@ -28,8 +30,11 @@ from shardc.runtime.step import inputs
 from shardc.runtime.step.communicators import groups_of
 from shardc.runtime.step.interpreter import Interpreter
 
+T = TypeVar("T")
 #: Lengths of prompts and of caches are multiples of these: each new one is compiled for.
 PROMPTS, CACHES = 16, 64
+#: How far logits may differ that are computed with a cache, relative to the largest: rounding.
+AGREE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,9 @@ class Generator:
         self, program: Program, mesh: Any, stored: Callable[[], dict[str, Any]], tell: Callable[[str], None]
     ) -> None:
         self.program, self.mesh, self.stored, self.tell = program, mesh, stored, tell
-        self._runs: dict[tuple[int, int, int], tuple[Generation, _Runs, _Runs | None]] = {}
+        #: By rows and the lengths of prompts and cache: both programs, or why there are none; and of whole sequences.
+        self._steps: dict[tuple[int, int, int], tuple[Generation, tuple[_Runs, _Runs] | None]] = {}
+        self._wholes: dict[tuple[int, int], _Runs] = {}
 
     @torch.no_grad()
     def __call__(self, prompts: Prompts, options: Options) -> list[list[int]]:
@@ -78,71 +85,109 @@ class Generator:
         rows = -(-len(prompts.ids) // ranks) * ranks
         prompt = -(-prompts.longest // PROMPTS) * PROMPTS
         length = -(-(prompt + options.tokens) // CACHES) * CACHES
-        found, first, following = self._compiled(rows, prompt, length)
-        options = options if options.stop is not None else replace(options, stop=found.stop)
-        steps = (
-            self._cached(first, following, prompts, rows, length, options)
-            if following is not None
-            else self._whole(first, prompts, rows, length, options)
-        )
-        chosen: list[list[int]] = [[] for _ in prompts.ids]
-        going = set(range(len(chosen)))
-        for tokens in steps:
-            for i in list(going):
-                chosen[i].append(token := tokens[i])
-                if token in (options.stop or ()) or len(chosen[i]) == options.tokens:
-                    going.discard(i)
-            if not going:
-                break
-        return chosen
-
-    def _compiled(self, rows: int, prompt: int, length: int) -> tuple[Generation, _Runs, _Runs | None]:
         key = rows, prompt, length
-        if key not in self._runs:
-            if self.program.resize is None:
-                what = "generating runs programs of its own, and one that was loaded has no model to compile"
-                raise ShardcError(what, where="generate", fix="compile in this process (shardc.compile)")
-            self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
-            made, error = None, None
-            try:
-                made = self.program.resize.generating(self.program, rows, prompt, length)
-            except ShardcError as e:
-                error = e
-            if self.mesh.sum_on_host([error is not None])[0]:  # the model may be alive on some ranks only
-                raise error or ShardcError("another rank could not compile what generates", where="generate")
-            assert made is not None
-            self.mesh.barrier()
-            following = _Runs.of(made.next, self.mesh) if made.next is not None else None
-            self._runs[key] = made, _Runs.of(made.first, self.mesh), following
-            if made.why:
-                self.tell(f"{made.why}: each token takes a forward of the whole sequence")
-        return self._runs[key]
+        if key not in self._steps:
+            with self._told(f"{rows} prompts of {prompt} tokens, {length} in all"):
+                self._steps[key] = self._compiled(*key)
+        found, steps = self._steps[key]
+        options = options if options.stop is not None else replace(options, stop=found.stop)
+        if steps is not None:
+            return _until_stop(self._cached(*steps, prompts, rows, length, options), prompts, options)
+        ends = rows, prompts.longest + options.tokens - 1
+        if ends not in self._wholes:
+            with self._told(f"{rows} sequences of {ends[1]} tokens"):
+                self._wholes[ends] = self._runs(self._made(lambda resize: resize.whole(self.program, *ends)))
+        return _until_stop(self._whole(self._wholes[ends], prompts, rows, ends[1], options), prompts, options)
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.tell(f"compiled for {what}, in {time.perf_counter() - start:.1f} s")
+
+    def _compiled(self, rows: int, prompt: int, length: int) -> tuple[Generation, tuple[_Runs, _Runs] | None]:
+        made = self._made(lambda resize: resize.generating(self.program, rows, prompt, length))
+        why, steps = made.why, None
+        if made.steps is not None:
+            first, following = map(self._runs, made.steps)
+            steps = first, following
+            if not self._agree(first, following, rows, prompt, length):
+                why, steps = f"with a cache {self.program.meta.get('model')} gives other logits than without", None
+        if why:
+            self.tell(f"{why}: each token takes a forward of the whole sequence")
+        return made, steps
+
+    def _runs(self, program: Program) -> _Runs:
+        return _Runs.of(program, self.mesh)
+
+    def _made(self, make: Callable[[Resize], T]) -> T:
+        """What compiling gives, the same on all ranks. Raises ShardcError, on all, where one of them cannot."""
+        if self.program.resize is None:
+            what = "generating runs programs of its own, and one that was loaded has no model to compile"
+            raise ShardcError(what, where="generate", fix="compile in this process (shardc.compile)")
+        self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
+        made, error = None, None
+        try:
+            made = make(self.program.resize)
+        except ShardcError as e:
+            error = e
+        if self.mesh.sum_on_host([error is not None])[0]:  # the model may be alive on some ranks only
+            raise error or ShardcError("another rank could not compile what generates", where="generate")
+        assert made is not None
+        self.mesh.barrier()
+        return made
+
+    def _agree(self, first: _Runs, following: _Runs, rows: int, prompt: int, length: int) -> bool:
+        """Does a token have the logits after its prompt that it has as the prompt's last? Tried on made-up ids, once.
+
+        A model may count places itself, or look at its cache in a way of its own: that shows here.
+        """
+        ids = (torch.arange(rows * prompt).reshape(rows, prompt) * 7919) % first.logits.shape[1]
+        some = Prompts(tuple(map(tuple, ids.tolist())))
+        _, wanted = first.interpreter.forward(self._taken(first, _batch(some, rows, prompt)))
+        cut = Prompts(tuple(row[:-1] for row in some.ids))
+        batch = _batch(cut, rows, prompt)
+        _, made = first.interpreter.forward(self._taken(first, batch))
+        given = self._next_inputs(following, batch, length) | self._given(following, ids[:, -1], batch, 0)
+        _, found = following.interpreter.forward({**given, **_cache(made)})
+        differ = False
+        if LOGITS in wanted:
+            one, other = wanted[LOGITS].double(), found[LOGITS].double()
+            slack = AGREE.get(wanted[LOGITS].dtype, 5e-2) * float(one.abs().max())
+            differ = not torch.allclose(one, other, rtol=0, atol=slack)
+        return not self.mesh.sum_on_host([differ])[0]
 
     def _cached(
         self, first: _Runs, following: _Runs, prompts: Prompts, rows: int, length: int, options: Options
     ) -> Iterator[list[int]]:
         """The tokens of every row, step by step."""
-        prompt = next(x.shape[1] for x in first.program.inputs)
-        ids, mask = prompts.left_padded(rows, prompt)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        batch = _batch(prompts, rows, next(x.shape[1] for x in first.program.inputs))
         _, made = first.interpreter.forward(self._taken(first, batch))
-        cache = {s.buffer: x for name, x in made.items() if (s := State.of_output(name, tuple(x.shape), x.dtype))}
-        sample = Sampler.of(first.logits, self.mesh, options)
-        tokens = self._shared(first, sample, made, 0)
+        cache = _cache(made)
+        tokens = self._shared(first, Sampler.of(first.logits, self.mesh, options), made, 0)
         yield tokens.tolist()
-        positions, mask = positions[:, -1:], torch.cat([mask, mask.new_ones(rows, length - prompt)], 1)
-        place = torch.tensor(prompt)
-        batch = {"input_ids": tokens[:, None], "attention_mask": mask, "position_ids": positions, PLACE: place}
-        taken, sample = self._taken(following, batch), Sampler.of(following.logits, self.mesh, options)
-        inputs_of = {str(x.path[0]): x for x in following.program.inputs}
+        sample, taken = Sampler.of(following.logits, self.mesh, options), self._next_inputs(following, batch, length)
         for step in range(1, options.tokens):
-            now = {"input_ids": tokens[:, None], "position_ids": positions + step, PLACE: place + step - 1}
-            here = {inputs_of[name].name: self._local(inputs_of[name], x) for name, x in now.items()}
+            here = self._given(following, tokens, batch, step - 1)
             news, made = following.interpreter.forward({**taken, **self.stored(), **cache, **here})
             cache |= news
             tokens = self._shared(following, sample, made, step)
             yield tokens.tolist()
+
+    def _next_inputs(self, following: _Runs, batch: Mapping[str, Tensor], length: int) -> dict[str, Any]:
+        """What steps after a batch of prompts take: what is the same in all of them, and room for the rest."""
+        mask, last = batch["attention_mask"], batch["position_ids"][:, -1:]
+        whole = torch.cat([mask, mask.new_ones(len(mask), length - mask.shape[1])], 1)
+        place = torch.tensor(mask.shape[1])
+        return self._taken(following, {"input_ids": last, "attention_mask": whole, "position_ids": last, PLACE: place})
+
+    def _given(self, following: _Runs, tokens: Tensor, batch: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """This rank's part of what changes from step to step: tokens, where they stand, and as which of their row."""
+        mask = batch["attention_mask"]
+        now = {"input_ids": tokens[:, None], "position_ids": mask.sum(1, keepdim=True) + step}
+        now[PLACE] = torch.tensor(mask.shape[1] + step)
+        named = {str(x.path[0]): x for x in following.program.inputs}
+        return {named[name].name: self._local(named[name], x) for name, x in now.items()}
 
     def _whole(self, runs: _Runs, prompts: Prompts, rows: int, length: int, options: Options) -> Iterator[list[int]]:
         """The same, where each step is a forward of whole sequences."""
@@ -155,7 +200,8 @@ class Generator:
             if not step:
                 self._check_causal(runs, ids, at, made)
             tokens = self._shared(runs, sample, made, step)
-            ids[every, at + 1] = tokens
+            if step + 1 < options.tokens:
+                ids[every, at + 1] = tokens
             yield tokens.tolist()
 
     def _check_causal(self, runs: _Runs, ids: Tensor, at: Tensor, made: Mapping[str, Tensor]) -> None:
@@ -190,3 +236,28 @@ class Generator:
         if chosen is not None:
             tokens[sample.rows] = chosen
         return self.mesh.all_reduce(tokens, runs.apart, tag="tokens").cpu()  # type: ignore[no-any-return]
+
+
+def _batch(prompts: Prompts, rows: int, length: int) -> dict[str, Tensor]:
+    ids, mask = prompts.left_padded(rows, length)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+def _cache(made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The cache that a forward of prompts has made, by the names of buffers."""
+    found = ((State.of_output(name, tuple(x.shape), x.dtype), x) for name, x in made.items())
+    return {s.buffer: x for s, x in found if s is not None}
+
+
+def _until_stop(steps: Iterator[list[int]], prompts: Prompts, options: Options) -> list[list[int]]:
+    """Of each prompt the tokens up to its end, from those of all rows, step by step."""
+    chosen: list[list[int]] = [[] for _ in prompts.ids]
+    going = set(range(len(chosen)))
+    for tokens in steps:
+        for i in list(going):
+            chosen[i].append(tokens[i])
+            if tokens[i] in (options.stop or ()):
+                going.discard(i)
+        if not going:
+            break
+    return chosen

@@ -45,7 +45,9 @@ class GenerationOf(ValuesOf):
         return tuple(self._flat(values, ""))
 
     def _prefill(self, batch: dict[str, Any], length: int) -> dict[str, Tensor]:
-        cache = _types().Cache(layer_class_to_replicate=functools.partial(_prompt_layer(), length=length))
+        cache = _types().Cache(
+            layer_class_to_replicate=functools.partial(_prompt_layer(), batch["attention_mask"], length)
+        )
         values = {LOGITS: self._logits(batch, cache)[:, -1]}
         for i, layer in enumerate(cache.layers):
             for kind in ("keys", "values"):
@@ -101,13 +103,18 @@ def _types() -> Any:
 
 @functools.cache
 def _prompt_layer() -> type:
-    """A layer's cache before its first keys, which are all that its attention sees; it keeps room for more."""
+    """A layer's cache before its first keys, which are all that its attention sees; it keeps room for more.
 
-    def init(self: Any, length: int) -> None:
-        self.length, self.is_initialized = length, False
+    Those of padding become zeros. Where a row of attention sees nothing, some models make nan of it, and 0 times nan is
+    nan in all rows that do not see it.
+    """
+
+    def init(self: Any, mask: Tensor, length: int) -> None:
+        self.padding, self.length, self.is_initialized = (mask == 0)[:, None, :, None], length, False
 
     def update(self: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         room = (0, 0, 0, self.length - keys.shape[-2])
+        keys, values = keys.masked_fill(self.padding, 0), values.masked_fill(self.padding, 0)
         self.keys, self.values, self.is_initialized = pad(keys, room), pad(values, room), True
         return keys, values
 

@@ -143,6 +143,7 @@ class ValuesOf(LossOf):
             values: Mapping[str, Any] = tensors_in(output)
         else:
             line = of_function(self.values).line
+            assert callable(self.values), "steps that generate have a forward of their own"
             self.beside.of_loss = True
             returned = self._of(output, batch, self.values)
             single = isinstance(returned, Tensor)

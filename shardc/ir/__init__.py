@@ -8,7 +8,7 @@ types           shapes and dtypes of nodes; type_text: as programs print them, f
 graph           small functions on fx graphs; source: the user's line that something came from
 pieces          lines of a lowered text that are compiled as one
 forward_record  what forward and loss were, for a run that goes on
-outputs         values that a step gives beside its loss
+outputs         values that a step gives beside its loss; generation: the two steps of a model that generates
 adapters        matrices of low rank beside weights, and which weights are frozen
 layers          what names say of repeated layers; patterns: globs over a model's names
 units           bytes, rates and counts for people

@@ -80,12 +80,10 @@ Step = Prefill | Decode | Whole
 
 @dataclass(frozen=True)
 class Generation:
-    """The programs by which a model generates. first: of prompts, or of whole sequences; next: of one token, None where
-    each token takes a forward of all. stop: the tokens after which the model's own configuration ends. why: why there
-    is no cache, or "".
+    """How a model generates. steps: its programs of prompts and of one token; None where it keeps no cache (`why`).
+    stop: the tokens after which the model's own configuration ends.
     """
 
-    first: Program
-    next: Program | None
+    steps: tuple[Program, Program] | None
     stop: tuple[int, ...] = ()
     why: str = ""

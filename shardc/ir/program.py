@@ -77,6 +77,9 @@ class Resize(Protocol):
     def generating(self, program: Program, rows: int, prompt: int, length: int, /) -> Generation:
         """To generate: for prompts of this length, in a cache of that."""
 
+    def whole(self, program: Program, rows: int, length: int, /) -> Program:
+        """To generate without a cache: for sequences of this length."""
+
 
 @dataclass(frozen=True)
 class Value:

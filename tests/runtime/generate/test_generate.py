@@ -1,0 +1,287 @@
+"""Generation: greedy tokens are transformers', on every mesh; drawn ones are the same on every mesh."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.errors import ShardcError
+from shardc.runtime.mesh.loopback import loopback
+from tests import zoo
+from tests.zoo import hf, hf_more
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [3], [11, 12]]
+TOKENS = 10
+#: By hand, since the structure of a model as small as this is not worth splitting.
+WEIGHTS = {
+    "*.embed_tokens": "vocab",
+    **dict.fromkeys(("*.q_proj", "*.k_proj", "*.v_proj", "*.gate_proj", "*.up_proj", "lm_head"), "column"),
+    **dict.fromkeys(("*.o_proj", "*.down_proj"), "row"),
+}
+STAGES = {"axis": "pp", "stages": 2}
+SPECS: dict[str, dict[str, Any]] = {
+    "one": {"mesh": {"dp": 1}},
+    "tp=2": {"mesh": {"tp": 2}, "shard": WEIGHTS},
+    "kv heads < tp": {"mesh": {"tp": 8}, "shard": WEIGHTS},
+    "dp=2": {"mesh": {"dp": 2}},
+    "pp=2": {"mesh": {"pp": 2}, "pipeline": STAGES},
+    "zero 3": {"mesh": {"dp": 2, "tp": 2}, "shard": WEIGHTS, "data": {"zero": 3}},
+    "all": {"mesh": {"dp": 2, "tp": 2, "pp": 2}, "shard": WEIGHTS, "pipeline": STAGES, "batch": {"microbatches": 2}},
+    "cp=2": {"mesh": {"cp": 2, "tp": 2}, "shard": WEIGHTS, "sequence": {"axis": "cp"}},
+}
+
+
+@functools.cache
+def llama() -> tuple[nn.Module, dict[str, Tensor]]:
+    model, batch = zoo.llama()
+    return model, batch
+
+
+def theirs(model: Any, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS, **options: Any) -> list[list[int]]:
+    """What transformers generates, with prompts filled up on their left."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    training = model.training
+    made = model.eval().generate(ids, attention_mask=mask, max_new_tokens=tokens, **options)
+    model.train(training)
+    found: list[list[int]] = made[:, width:].tolist()
+    return found
+
+
+def ours(spec: dict[str, Any], *calls: dict[str, Any], model: Any = None, batch: Any = None) -> list[list[list[int]]]:
+    """What every rank gets of these calls of engine.generate."""
+    if model is None:
+        model, batch = llama()
+    program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
+
+    def work(mesh: Any) -> list[list[list[int]]]:
+        engine = program.engine(model, None, mesh=mesh)
+        return [engine.generate(**{"prompts": PROMPTS, "max_new_tokens": TOKENS, "stop": (), **c}) for c in calls]
+
+    ranks = loopback(program.mesh, work)
+    assert all(rank == ranks[0] for rank in ranks)
+    return ranks[0]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+    (found,) = ours(SPECS[name], {})
+    assert found == theirs(llama()[0])
+
+
+DRAWN: list[dict[str, Any]] = [
+    {"temperature": 1.5, "seed": 3},
+    {"temperature": 0.8, "top_k": 5},
+    {"temperature": 1.0, "top_p": 0.5},
+    {"temperature": 2.0, "top_k": 9, "top_p": 0.7},
+]
+
+
+@functools.cache
+def drawn_on_one() -> list[list[list[int]]]:
+    return ours(SPECS["one"], *DRAWN)
+
+
+@pytest.mark.parametrize("name", [n for n in SPECS if n != "one"])
+def test_drawn_tokens_are_the_same_on_every_mesh(name: str) -> None:
+    assert ours(SPECS[name], *DRAWN) == drawn_on_one()
+
+
+def test_other_seeds_draw_other_tokens() -> None:
+    one, same, other = ours(SPECS["one"], *({"temperature": 1.0, "seed": s} for s in (1, 1, 2)))
+    assert one == same != other
+
+
+def test_a_row_ends_with_its_stop_token_and_all_end_early() -> None:
+    plain = theirs(llama()[0])
+    stop = plain[0][2]
+    (found,) = ours(SPECS["tp=2"], {"stop": [stop]})
+    assert found == [row[: row.index(stop) + 1] if stop in row else row for row in plain]
+    assert len(found[0]) <= 3
+
+
+def test_without_a_word_the_stop_tokens_are_the_models_own() -> None:
+    model, batch = zoo.llama()
+    model.generation_config.eos_token_id = [theirs(model)[1][4]]  # type: ignore[union-attr]
+    (found,) = ours(SPECS["dp=2"], {"stop": None}, model=model, batch=batch)
+    (end,) = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    assert found == [row[: row.index(end) + 1] if end in row else row for row in theirs(model)]
+
+
+@pytest.mark.parametrize(
+    "prompts", [[[4, 5]], [[1, 2, 3]] * 3, [list(range(20)), [7]]], ids=["1 row", "3 rows", "long"]
+)
+def test_rows_and_lengths_that_no_program_was_compiled_for(prompts: list[list[int]]) -> None:
+    (found,) = ours(SPECS["dp=2"], {"prompts": prompts})
+    assert found == theirs(llama()[0], prompts)
+
+
+def test_prompts_as_a_tokenizer_gives_them() -> None:
+    ids = torch.tensor([[5, 6, 0], [9, 8, 7]])
+    with_mask = {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
+    one, two = ours(SPECS["one"], {"prompts": with_mask}, {"prompts": ids[1:]})
+    assert one == theirs(llama()[0], [[5, 6], [9, 8, 7]])
+    assert two == one[1:]
+
+
+@pytest.mark.parametrize("spec", [SPECS["zero 3"], SPECS["pp=2"]], ids=["zero 3", "pp=2"])
+def test_in_the_middle_of_training_the_weights_are_those_of_now_and_nothing_changes(spec: dict[str, Any]) -> None:
+    model, batch = zoo.llama()
+    program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
+
+    def work(mesh: Any, generates: bool) -> tuple[list[list[int]], dict[str, Tensor] | None, list[float]]:
+        engine = program.engine(model, lambda ps: torch.optim.SGD(ps, lr=0.5), mesh=mesh)
+        losses = [float(engine.step(batch)) for _ in range(2)]
+        made = engine.generate(PROMPTS, TOKENS, stop=()) if generates else []
+        weights = engine.full_state_dict()
+        return made, weights, [*losses, float(engine.step(batch))]
+
+    with_it = loopback(program.mesh, lambda mesh: work(mesh, True))
+    without = loopback(program.mesh, lambda mesh: work(mesh, False))
+    assert [r[2] for r in with_it] == [r[2] for r in without]
+    weights = next(r[1] for r in with_it if r[1])
+    trained, _ = zoo.llama()
+    trained.load_state_dict(weights, strict=False)
+    assert with_it[0][0] == theirs(trained) != theirs(model)
+
+
+def test_the_cache_is_split_like_the_heads_and_over_stages() -> None:
+    model, batch = llama()
+    program = shardc.compile(model, batch, {"shardc": 1, **SPECS["all"]}, prove=False)
+    assert program.resize is not None
+    steps = program.resize.generating(program, 4, 16, 64).steps
+    assert steps is not None
+    caches = {b.name: (str(b.value), b.stages) for b in steps[1].buffers if b.cache}
+    assert caches["cache_0_keys"] == ("f64[4@dp, 4@tp, 64, 8]", (0,))
+    assert caches["cache_1_values"] == ("f64[4@dp, 4@tp, 64, 8]", (1,))
+    kinds = [n.meta["collective"].kind for s in steps[1].stages for n in s.graph.nodes if "collective" in n.meta]
+    assert set(kinds) == {"all_reduce", "send_recv"}
+
+
+FAMILIES = (
+    *("mistral", "qwen2", "qwen3", "phi3", "gpt_neox", "opt", "falcon", "falcon_alibi", "persimmon", "gemma", "gemma3"),
+    *("phi", "gptj", "gpt_bigcode", "codegen", "olmo2", "cohere2", "starcoder2", "glm4", "deepseek_v3_dense"),
+    *("mixtral", "qwen3_moe", "gpt_oss"),
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_generate_with_a_cache_as_transformers_does(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model, batch = hf.build({**hf.FAMILIES, **hf_more.FAMILIES}[name])
+    (found,) = ours({"mesh": {"tp": 2}, "shard": {"use": "structure"}}, {}, model=model, batch=batch)
+    assert found == theirs(model)
+    assert "whole sequence" not in capsys.readouterr().err
+
+
+def test_a_model_whose_cache_is_another_runs_whole_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-Neo cuts its mask by the length of the cache: found by trying it."""
+    model, batch = hf.build(hf_more.FAMILIES["gpt_neo"])
+    (found,) = ours({"mesh": {"tp": 2}, "shard": {"use": "structure"}}, {}, model=model, batch=batch)
+    assert found == theirs(model)
+    assert "with a cache GPTNeoForCausalLM gives other logits than without" in capsys.readouterr().err
+
+
+class Own(nn.Module):
+    """A model of one's own: ids -> logits. causal: whether it sees only what is before."""
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.embed, self.places, self.head = nn.Embedding(32, 16), nn.Embedding(20, 16), nn.Linear(16, 32)
+        self.causal = causal
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.places(torch.arange(ids.shape[1]))
+        x = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=self.causal)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def own_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def own(causal: bool = True) -> tuple[Own, Any]:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 32, (4, 8))
+    batch = {"ids": ids, "labels": ids}
+    model = Own(causal).double()
+    spec = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"head": "column"}}
+    return model, shardc.compile(model, batch, spec, loss=own_loss)
+
+
+def test_a_model_of_ones_own_generates_by_whole_sequences() -> None:
+    model, program = own()
+
+    def work(mesh: Any) -> list[list[int]]:
+        return program.engine(model, None, mesh=mesh).generate(PROMPTS, TOKENS)  # type: ignore[no-any-return]
+
+    expected = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        for _ in range(TOKENS):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        expected.append(ids[len(prompt) :])
+    assert loopback(program.mesh, work) == [expected] * 4
+
+
+def test_a_model_that_sees_what_comes_later_is_refused() -> None:
+    model, program = own(causal=False)
+    with pytest.raises(ShardcError, match="the model is not causal"):
+        loopback(program.mesh, lambda mesh: program.engine(model, None, mesh=mesh).generate(PROMPTS, TOKENS))
+
+
+def test_a_model_with_an_encoder_is_refused() -> None:
+    model, batch = zoo.t5()
+    with pytest.raises(ShardcError, match="T5ForConditionalGeneration has an encoder"):
+        ours({"mesh": {"dp": 2}}, {}, model=model, batch=batch)
+
+
+def test_a_program_for_evaluating_generates_too() -> None:
+    model, batch = llama()
+    program = shardc.compile(model, batch, {"shardc": 1, **SPECS["tp=2"]}, forward=True, prove=False)
+    made = loopback(program.mesh, lambda mesh: program.forward(model, mesh=mesh).generate(PROMPTS, TOKENS, stop=()))
+    assert made == [theirs(model)] * 2
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"max_new_tokens": 0}, "max_new_tokens: 0 is no whole number of at least 1"),
+    ({"temperature": -1.0}, "temperature: -1.0 is no number of at least 0"),
+    ({"temperature": 1.0, "top_p": 1.5}, "top_p: 1.5 is no probability"),
+    ({"temperature": 1.0, "top_k": 0}, "top_k: 0 is no whole number"),
+    ({"top_k": 3}, "nothing is drawn at temperature 0"),
+    ({"prompts": []}, "there is no prompt"),
+    ({"prompts": [[1], []]}, "prompt 1 has no token"),
+    ({"prompts": ["Once upon"]}, "a prompt is a str, not a list of token ids"),
+]
+
+
+@pytest.mark.parametrize(("options", "error"), WRONG, ids=[e for _, e in WRONG])
+def test_what_cannot_be_asked_for(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ShardcError, match=error):
+        ours(SPECS["one"], options)
+
+
+def test_a_program_that_was_loaded_has_no_model_to_compile(tmp_path: Any) -> None:
+    model, batch = llama()
+    shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False).save(tmp_path)
+    program = shardc.load(tmp_path)
+    with pytest.raises(ShardcError, match="one that was loaded has no model to compile"):
+        loopback(program.mesh, lambda mesh: program.engine(model, None, mesh=mesh).generate(PROMPTS, TOKENS))
+
+
+def test_ranks_that_ask_for_different_things_are_told() -> None:
+    model, batch = llama()
+    program = shardc.compile(model, batch, {"shardc": 1, **SPECS["tp=2"]}, prove=False)
+
+    def work(mesh: Any) -> None:
+        program.engine(model, None, mesh=mesh).generate([[1 + mesh.rank]])
+
+    with pytest.raises(ShardcError, match="what is generated"):
+        loopback(program.mesh, work)
