@@ -401,12 +401,27 @@ def field_bugs() -> Blocks:
     return {"bugs": f"{said} {mutants} are a kind of mutant, too.\n\n" + "\n\n".join(found)}
 
 
+def reshard() -> Blocks:
+    """What moves between two plans of README's model."""
+    import shardc
+
+    with tempfile.TemporaryDirectory() as folder, inside(Path(folder)):
+        example(Path())
+        names: dict[str, Any] = {}
+        exec(Path("model.py").read_text(), names)
+        given = names["model"](), names["batch"]()
+    zero = shardc.compile(*given, {"shardc": 1, "mesh": {"dp": 8}, "data": {"zero": 3}})
+    split = shardc.compile(*given, {"shardc": 1, "mesh": {"dp": 2, "tp": 4}, "shard": {"use": "structure"}})
+    return {"moves": fenced(str(zero.reshard(split, moments=2)), "text")}
+
+
 PAGES: dict[str, Callable[[], Blocks]] = {
     "architecture.md": architecture,
     "algebra.md": algebra,
     "experts.md": experts,
     "field-bugs.md": field_bugs,
     "lowering.md": lowering,
+    "reshard.md": reshard,
     "spec.md": spec,
 }
 

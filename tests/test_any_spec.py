@@ -32,6 +32,8 @@ from shardc.ir.program import Program
 from shardc.passes.annotate import model_plan
 from shardc.recompile import in_eval_mode
 from shardc.report.page.data import data as page_data
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step.engine import Engine
 from shardc.verify.simulate import Simulation
 from tests import stand_in_compiler, zoo
 from tests.runtime.matrices.optimizers import Lamb
@@ -191,6 +193,7 @@ def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> 
     stand_in_compiler.put_in(monkeypatch)
     model, batch, captured, want = one(name)
     ran: list[bool] = []
+    before: dict[int, Program] = {}
     fuzz = examples > 6
 
     @settings(
@@ -216,6 +219,9 @@ def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> 
             check(program, model, batch, alone(name, json.dumps(own)) if own else want)
             if not own and (fuzz or len(str(spec)) % 4 == 0):
                 whole_matrices(name, spec)
+            if not own and (fuzz or len(str(spec)) % 2 == 0):
+                resharded(before.setdefault(program.mesh.world, program), program, model, batch)
+                before[program.mesh.world] = program
             proof = program.prove()
             assert proof.ok, str(proof)
             looked_at(program)
@@ -258,6 +264,26 @@ def whole_matrices(name: str, spec: dict[str, Any]) -> None:
     model, batch, captured, _ = one(name)
     program = shardc.compile(model, batch, {**spec, "optimizer": {"matrices": "whole"}}, captured=captured)
     check(program, model, batch, one_of_matrices(name), lamb)
+
+
+def resharded(old: Program, new: Program, model: nn.Module, batch: Any) -> None:
+    """From one plan to the other in memory, and back: the same weights, and then the same step, to the bit."""
+
+    def work(mesh: LoopbackMesh) -> None:
+        engine = old.engine(model, momentum, mesh=mesh)
+        engine.step(batch)
+        there = engine.to(new)
+        same(engine, there)
+        back = there.to(old)
+        assert torch.equal(back.step(batch), engine.step(batch))
+        same(engine, back)
+
+    loopback(old.mesh, work)
+
+
+def same(one: Engine, other: Engine) -> None:
+    left, right = one.full_state_dict(), other.full_state_dict()
+    assert all(torch.equal(x.nan_to_num(), right[n].nan_to_num()) for n, x in left.items())
 
 
 def forwards(name: str, spec: dict[str, Any]) -> None:

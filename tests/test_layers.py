@@ -38,7 +38,10 @@ ORDER: tuple[tuple[str, ...], ...] = (
 FLOOR = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
 
 #: The verbs of `Program` that users call: the one exception, so that `program.save(folder)` can be written.
-VERBS = {"engine", "local", "module", "text", "forward", "lowered", "save", "verify", "prove", "cost", "html"}
+VERBS = {
+    *("engine", "local", "module", "text", "forward", "lowered", "save", "verify", "prove", "cost", "html"),
+    "reshard",
+}
 
 
 def files() -> Iterator[tuple[str, Path]]:

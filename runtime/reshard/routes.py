@@ -7,7 +7,7 @@ from one replica: the nearest, and of equally near ones in turn."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -45,8 +45,24 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Message:
+    """What a rank has for another one, or for itself: (number of the needed box, number of the one that has it, offset,
+    shape) of each common box. beside: the source has it in the second place in which it has the tensor.
+    """
+
+    source: int
+    target: int
+    common: list[tuple[int, int, Numbers, Numbers]]
+    beside: bool = False
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(shape) for *_, shape in self.common)
+
+
+@dataclass(frozen=True)
 class Copy:
-    """What a rank has itself. beside: read from the second place in which it has the tensor."""
+    """What a rank has itself. beside: as of Message."""
 
     read: Piece
     written: Piece
@@ -67,41 +83,52 @@ class Routes:
 
 
 def routes(have: Place, need: Place, world: int, rank: int, *, beside: Place | None = None, turn: int = 0) -> Routes:
-    """Of one rank of so many. beside: where each rank has the tensor too, for itself alone. turn: another number for
-    each tensor, by which replicas take turns."""
+    """Of one rank of so many. Arguments as of `messages`."""
+    needed = need.boxes(rank)
+    found = Routes(lacking=sum(math.prod(b.shape) for b in needed))
+    for m in messages(have, need, world, beside=beside, turn=turn, rank=rank):
+        if m.source == rank:
+            place = beside if m.beside and beside is not None else have
+            held = place.boxes(rank)
+            read = [Piece(offset, shape, held[j]) for _, j, offset, shape in m.common]
+        if m.target == rank:
+            found.lacking -= m.elements
+            written = [Piece(offset, shape, needed[i]) for i, _, offset, shape in m.common]
+        if m.source == m.target:
+            found.copied += (Copy(r, w, m.beside) for r, w in zip(read, written, strict=True))
+        elif m.source == rank:
+            found.sent.setdefault(m.target, []).extend(read)
+        else:
+            found.received.setdefault(m.source, []).extend(written)
+    return found
 
-    def form(place: Place | None, r: int) -> Form:
-        return tuple((b.offset, b.shape) for b in place.boxes(r)) if place is not None else ()
 
-    holders = _groups(world, lambda r: form(have, r))
-    needers = _groups(world, lambda r: (form(need, r), form(have, r), form(beside, r)))
-    found = Routes()
-    for number, ((wanted, held, own), targets) in enumerate(needers.items()):
-        lacking, here = [(i, *box) for i, box in enumerate(wanted)], rank in targets
-        for place, boxes, second in ((have, held, False), (beside, own, True)):
-            copied, lacking = _taken(lacking, boxes)
-            for i, j, start, shape in copied if here else ():
-                assert place is not None
-                read, written = (Piece(start, shape, p.boxes(rank)[k]) for p, k in ((place, j), (need, i)))
-                found.copied.append(Copy(read, written, second))
-        found.lacking += sum(math.prod(shape) for _, _, shape in lacking) if here else 0
-        for boxes, sources in holders.items():
-            if not (here or rank in sources):
+def messages(
+    have: Place, need: Place, world: int, *, beside: Place | None = None, turn: int = 0, rank: int | None = None
+) -> Iterator[Message]:
+    """From all ranks to all, or those from and to one of them.
+
+    beside: where each rank has the tensor too, for itself alone. turn: another number for each tensor, by which
+    replicas take turns.
+    """
+    has, needs, own = ([_form(p, r) for r in range(world)] for p in (have, need, beside))
+    holders = _groups(has)
+    for number, ((wanted, *held), targets) in enumerate(_groups(zip(needs, has, own, strict=True)).items()):
+        if rank is not None and rank not in targets and not has[rank]:
+            continue
+        lacking = [(i, *box) for i, box in enumerate(wanted)]
+        for second, boxes in enumerate(held):
+            common, lacking = _taken(lacking, boxes)
+            yield from (Message(t, t, common, bool(second)) for t in targets if common and rank in (None, t))
+        for boxes, sources in holders.items() if lacking else ():
+            if rank is not None and rank not in targets and rank not in sources:
                 continue
             common, _ = _taken(lacking, boxes)
             for n, target in enumerate(targets if common else ()):
-                if rank != target and rank not in sources:
-                    continue
-                source = nearest(target, sources, n + number + turn)
-                if rank == source:
-                    mine = have.boxes(rank)
-                    found.sent.setdefault(target, []).extend(Piece(o, s, mine[j]) for _, j, o, s in common)
-                if rank == target:
-                    mine = need.boxes(rank)
-                    pieces = [Piece(o, s, mine[i]) for i, _, o, s in common]
-                    found.received.setdefault(source, []).extend(pieces)
-                    found.lacking -= sum(p.numel for p in pieces)
-    return found
+                if rank in (None, target, *sources):
+                    source = nearest(target, sources, n + number + turn)
+                    if rank in (None, source, target):
+                        yield Message(source, target, common)
 
 
 def nearest(target: int, sources: Sequence[int], turn: int) -> int:
@@ -112,11 +139,15 @@ def nearest(target: int, sources: Sequence[int], turn: int) -> int:
     return near[turn % len(near)]
 
 
-def _groups(world: int, form: Callable[[int], H]) -> dict[H, list[int]]:
+def _form(place: Place | None, rank: int) -> Form:
+    return tuple((b.offset, b.shape) for b in place.boxes(rank)) if place is not None else ()
+
+
+def _groups(forms: Iterable[H]) -> dict[H, list[int]]:
     """Ranks by what they have."""
     found: dict[H, list[int]] = {}
-    for r in range(world):
-        found.setdefault(form(r), []).append(r)
+    for r, form in enumerate(forms):
+        found.setdefault(form, []).append(r)
     return found
 
 

@@ -88,6 +88,7 @@ class Stretches:
         self._program = program
         self._flats: dict[int, Flat] = {}
         self._runs: dict[tuple[int, int], dict[str, Run]] = {}
+        self._places: dict[tuple[str, int], int] = {}
 
     def of(self, p: Param, rank: int) -> Run | None:
         """The stretch of a parameter's flattened local part that a rank keeps; None: all of it."""
@@ -96,7 +97,10 @@ class Stretches:
             return None
         if p.bucket not in self._flats:
             self._flats[p.bucket] = Flat.of(self._program, bucket)
-        place = self._program.mesh.group(rank, (bucket.shard,)).index(rank)
+        if (bucket.shard, rank) not in self._places:
+            group = self._program.mesh.group(rank, (bucket.shard,))
+            self._places[bucket.shard, rank] = group.index(rank)
+        place = self._places[bucket.shard, rank]
         if (p.bucket, place) not in self._runs:
             self._runs[p.bucket, place] = self._flats[p.bucket].runs(place)
         return self._runs[p.bucket, place][p.name]

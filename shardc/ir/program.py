@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from shardc.ir.forward_record import ForwardRecord
     from shardc.ir.generation import Generation
     from shardc.ir.matrices import Cut
+    from shardc.report.resharding import Resharding
     from shardc.runtime.schedule import Schedule
     from shardc.runtime.step.engine import Engine
     from shardc.runtime.step.forward import Forward
@@ -662,6 +663,17 @@ class Program:
         from shardc.report import html
 
         return html(self, self.cost(device), self.prove(), full=full) if self.stages else html(self, full=full)
+
+    def reshard(self, other: Program, *, moments: int = 0) -> Resharding:
+        """What would move from this program's ranks to those of another one of the same model, by `engine.to` and
+        `engine.weights_to`: print it. No weights, devices or processes are needed. See shardc.report.resharding.
+
+        moments: tensors of the optimizer for each trained parameter, which move with it: of AdamW 2.
+        Raises ShardcError for a program of another number of ranks, or of another model.
+        """
+        from shardc.report.resharding import resharding
+
+        return resharding(self, other, moments)
 
     def cost(
         self,

@@ -7,6 +7,7 @@ kept_activations        what forward keeps for backward, layer by layer, and why
 layer_picture           a module as boxes and collectives; drawn_ops: which ops are boxes; graph_drawing: where they go
 page                    a program as one HTML file to look around in; svg, colours: what all pictures are made of
 coverage, rule_table    ops of a model without a rule; all rules, and what a check of them found
+resharding              what would move between the ranks of two plans
 device_table            the table of `shardc device`
 """
 
