@@ -23,7 +23,7 @@ from torch import fx
 from shardc.errors import Errors
 from shardc.ir import conversions
 from shardc.ir.conversions import Conversion
-from shardc.ir.graph import operands_of, producer_of, source_of, value_of, values_of
+from shardc.ir.graph import operands_of, producer_of, repeats, source_of, value_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.outputs import Output
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
@@ -304,12 +304,13 @@ class LocalProgram:
         return local
 
     def _is_weight(self, node: fx.Node) -> bool:
-        """A parameter, or a view of one: its padding is zero."""
+        """A parameter, or a view of one: its padding is zero. What repeats elements repeats them into padding, too."""
         while (
             node.op == "call_function"
             and len(operands_of(node)) == 1
             and (rule := registry.find(node.target))
             and rule.linear == ((0,),)
+            and not repeats(node)
         ):
             (node,) = operands_of(node)
         return node.name in {p.name for p in self.program.params}

@@ -11,6 +11,8 @@ step          all of it: `program.cost(device)`
 kept_activations
               what a forward keeps for its backward, tensor by tensor, and which ops want it
 streams       when every collective runs, on the stream of its communicator, and what hides it
+caching_allocator
+              what torch's allocator takes of a GPU for it
 closed_form_memory, closed_form_work
               what is kept, computed and sent, in batch, sequence, hidden, layers and the mesh's sizes;
               size_symbols: the names of these

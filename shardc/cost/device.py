@@ -99,8 +99,19 @@ class Products(_Section):
         return many * m * n * k / (least * self.units)
 
 
+class Outside(_Section):
+    """Bytes of a device's memory that torch's allocator does not give: the context of a process, with the kernels that
+    it loads; workspaces of the library of products; buffers of each communicator of NCCL.
+    """
+
+    context: Annotated[float, Field(ge=0)] = 0.0
+    workspace: Annotated[float, Field(ge=0)] = 0.0
+    communicator: Annotated[float, Field(ge=0)] = 0.0
+
+
 class Device(_Section):
-    """source: where the numbers are from. kind: a CPU makes masks in blocks, a GPU as a whole. memory: bytes.
+    """source: where the numbers are from. kind: a CPU makes masks in blocks, a GPU as a whole. memory: bytes;
+    outside: those of it that are no tensors'.
 
     flops: per second of a matrix product, by dtype. bandwidth: bytes of memory read or written per second. launch: the
     least seconds that an op takes. host: seconds in which the host starts one, at least; it may be ahead of the device.
@@ -114,6 +125,7 @@ class Device(_Section):
     source: str = ""
     kind: Literal["gpu", "cpu"] = "gpu"
     memory: Positive
+    outside: Outside = Outside()
     flops: Mapping[str, Positive]
     bandwidth: Positive
     launch: Annotated[float, Field(ge=0)] = 0.0
@@ -172,6 +184,7 @@ class Device(_Section):
 #: What a device's fields are, in its file.
 _UNITS = {
     "memory": "bytes",
+    "outside": "bytes of it, of the process, of libraries, of each communicator",
     "flops": "per second, of products of matrices",
     "bandwidth": "bytes of memory per second, read and written",
     "launch": "the least seconds of an op",

@@ -1,13 +1,16 @@
-"""The peak memory of a rank's step: what a dry run allocated and freed, over all actions of the schedule."""
+"""The peak memory of a rank's step: what a dry run allocated and freed, over all actions of the schedule; and what
+torch's allocator reserves for it.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from shardc.cost.caching_allocator import Block, CachingAllocator
 from shardc.cost.dry_run import RESIDENT, DryRun
-from shardc.cost.ledger import HOST, KINDS, Part
+from shardc.cost.ledger import HOST, KINDS, Part, Storage
 from shardc.ir.units import size
 from shardc.runtime.schedule import Action
 
@@ -113,6 +116,37 @@ def memory(r: DryRun, actions: tuple[Action, ...]) -> Memory:
     return Memory(
         {k: peak.live[k] for k in KINDS if peak.live.get(k)}, peak.part, peak.op, resident, tuple(curve), outside_most
     )
+
+
+def reserved(r: DryRun, actions: tuple[Action, ...], limit: float) -> int:
+    """Bytes that torch's allocator has of a GPU at most, in the second of two steps: the first leaves it as it is from
+    then on. limit: bytes that there are; a result above it does not fit.
+    """
+    allocator = CachingAllocator(limit)
+    blocks: defaultdict[Storage, list[Block]] = defaultdict(list)
+    resident = dict.fromkeys((s for s in r.resident if s.kind != HOST), 1)
+
+    def leave(storages: Mapping[Storage, int], at_least: int = 0) -> None:
+        for storage, some in blocks.items():
+            while len(some) > max(storages.get(storage, 0), at_least):
+                allocator.free(some.pop())
+
+    for _ in range(2):
+        for storage in resident:
+            if not blocks[storage]:
+                blocks[storage].append(allocator.allocate(storage.nbytes))
+        for _, part in parts(r, actions):
+            if part is r.after:  # what the microbatches that were not run leave until here
+                leave({}, at_least=1)
+            for sign, storage in part.changes:
+                if storage.kind == HOST:
+                    continue
+                if sign > 0:
+                    blocks[storage].append(allocator.allocate(storage.nbytes))
+                elif blocks[storage]:
+                    allocator.free(blocks[storage].pop(0))
+        leave(resident)
+    return allocator.peak
 
 
 class _Net(Counter[str]):

@@ -15,7 +15,7 @@ from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun, dry_run
 from shardc.cost.kept_activations import Kept, kept
 from shardc.cost.ledger import Part
-from shardc.cost.peak_memory import Memory, memory, parts
+from shardc.cost.peak_memory import Memory, memory, parts, reserved
 from shardc.cost.streams import Span, Streams
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program, Source
@@ -62,7 +62,7 @@ class RankCost:
 class Cost:
     """The cost of one step. ranks: one for each coordinate of the pipeline's axis.
 
-    memory, flops, comm: of the rank that has the most.
+    memory, flops, comm: of the rank that has the most. memory is live bytes; a device has to hold reserved + outside.
     step_seconds: with overlap as in the program: buckets during backward, gathers ahead of their use. bubble: share of
     time in which ranks wait for other stages. timeline: of a pipeline, when each action runs, in seconds.
     """
@@ -115,10 +115,29 @@ class Cost:
         """What a microbatch's forward keeps for its backward, and which ops want it; of each rank of `ranks`."""
         return [kept(self.program, r) for r in self.dry_runs]
 
+    @cached_property
+    def outside(self) -> int:
+        """Bytes that are no tensor's and not the allocator's: the device's context, and what its libraries of products
+        and communication take.
+        """
+        taken = self.device.outside
+        communicators = max(len({axes for (axes, _), n in r.comm.items() if n}) for r in self.ranks)
+        return int(taken.context + taken.workspace + taken.communicator * communicators)
+
+    @cached_property
+    def reserved(self) -> int:
+        """Bytes that torch's allocator takes of a GPU for the live ones, of the rank that has most: see
+        caching_allocator. On a CPU the live ones: its memory goes back as it is freed.
+        """
+        if self.device.kind == "cpu":
+            return self.memory.peak
+        actions, left = schedules.of(self.program).actions, self.device.memory - self.outside
+        return max(reserved(r, actions[r.at], left) for r in self.dry_runs)
+
     @property
     def fits(self) -> bool:
-        """Whether the peak fits into the device's memory."""
-        return self.memory.peak <= self.device.memory
+        """Whether what is reserved, and what lies outside of it, fit into the device's memory."""
+        return self.reserved + self.outside <= self.device.memory
 
     @cached_property
     def sources(self) -> dict[str, Source]:

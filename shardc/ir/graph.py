@@ -6,6 +6,7 @@ it, so functions here that look at an op's operands, results or users look throu
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -98,6 +99,12 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     for name in sorted(node.kwargs):
         _collect(node.kwargs[name], operands)
     return operands
+
+
+def repeats(node: fx.Node) -> bool:
+    """Does the result of an op have more elements than its operands?"""
+    operands = (v for x in operands_of(node) for v in values_of(x))
+    return sum(math.prod(v.shape) for v in values_of(node)) > sum(math.prod(v.shape) for v in operands)
 
 
 def _collect(x: Any, operands: list[fx.Node]) -> None:  # placement calls it very often: fx's own map takes 5x as long

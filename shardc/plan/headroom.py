@@ -1,7 +1,7 @@
 """How much of a device's memory a plan may take: all but a share that is left to what is no tensor.
 
-That is the allocator's gaps, NCCL's buffers and the workspaces of kernels. (`Cost.fits` asks for tensors alone, and
-leaves nothing.)
+That is the allocator's gaps, NCCL's buffers and the workspaces of kernels. (`Cost.reserved` and `Cost.outside` count
+these, of a program.)
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ _FILLS = {
 
 def table(cost: Cost) -> str:
     """A row for each kind, a column for each rank that differs: live bytes at its peak; then the peak, where that is,
-    and the share of the device's memory; what is offloaded, in the machine's memory or in files, if anything is.
+    and the share of the device's memory; what is offloaded, in the machine's memory or in files, if anything is; and
+    what a GPU has to have for it.
     """
     lines = [["", *(_name(cost, r) for r in cost.ranks)]]
     lines += [[kind, *(size(r.memory[kind]) for r in cost.ranks)] for kind in _kinds(r.memory for r in cost.ranks)]
@@ -65,10 +66,18 @@ def table(cost: Cost) -> str:
         for line in lines
     ]
     where = [f"{_name(cost, r)}: the peak is at {peak_place(cost, r.memory)}" for r in cost.ranks]
+    where += [_held(cost)] if cost.device.kind == "gpu" else []
     where += [exposed] if (exposed := _exposed(cost)) else []
     return "\n".join(
         [f"live memory of one step on {cost.device.name}, at the peak", text[0], "-" * len(text[0]), *text[1:], *where]
     )
+
+
+def _held(cost: Cost) -> str:
+    """What a GPU has to have for its live bytes."""
+    verdict = "fits" if cost.fits else "does not fit"
+    held = f"{size(cost.reserved)} and {size(cost.outside)} of {size(cost.device.memory)}: {verdict}"
+    return f"torch's allocator reserves, and libraries take beside it, {held}"
 
 
 def _exposed(cost: Cost) -> str:
@@ -337,5 +346,7 @@ def to_json(cost: Cost) -> dict[str, Any]:
         "bubble": cost.bubble,
         "axis": cost.program.axis,
         "peak": cost.memory.peak,
+        "reserved": cost.reserved,
+        "outside": cost.outside,
         "ranks": ranks,
     }

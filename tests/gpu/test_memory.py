@@ -63,7 +63,11 @@ def held(engine: Any) -> list[torch.Tensor]:
 def test_the_peak_is_what_was_told(name: str, on: str) -> None:
     model, batch = built(on)
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}, **SPECS[name]}, prove=False)
-    predicted = program.cost("h200").memory.peak
+    cost = program.cost("h200")
+    predicted = cost.memory.peak
     found = measured(program, model, batch, on)
+    if on == "cuda":  # what its allocator has, in segments
+        assert torch.cuda.max_memory_reserved() <= 1.1 * cost.reserved + WORKSPACE
+        assert cost.reserved <= 1.1 * torch.cuda.max_memory_reserved()
     assert found <= 1.1 * predicted + (WORKSPACE if on == "cuda" else 0)
     assert predicted <= 1.1 * found

@@ -170,6 +170,8 @@ def wrong_in_torch(op: Any, x: Any = None, *_: Any) -> bool:
             return 0 in x.stride()
         case "multilabel_margin_loss" | "multi_margin_loss":  # a single row gives [1] on the meta device, elsewhere []
             return bool(x.ndim == 1)
+        case "matrix_exp":  # it refuses what is not contiguous, as what is gathered and then cut is not
+            return True
     return False
 
 

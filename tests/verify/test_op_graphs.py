@@ -174,6 +174,18 @@ class Zeros(nn.Module):
         return (torch.cat([self.p * part.t(), zeros]) * 3).square().sum()
 
 
+class Repeated(nn.Module):
+    """A row that stands in every row, padding among them, of a product with a padded parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.arange(72.0, dtype=torch.float64).view(12, 6))
+        self.q = nn.Parameter(torch.arange(8.0, dtype=torch.float64).view(1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.p.t() @ self.q.expand(12, 8)).square().sum() * x.sum()
+
+
 X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
 
 
@@ -248,6 +260,11 @@ X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
             Zeros,
             {"mesh": {"dp": 2}, "batch": {"dims": {"x": 0}, "microbatches": 3}, "uneven": "pad"},
             id="padding in several places of a constant was not known",
+        ),
+        pytest.param(
+            Repeated,
+            {"mesh": {"tp": 5}, "batch": {"axes": []}, "uneven": "pad", "shard": {"p": {0: "tp"}}},
+            id="a row that is repeated was taken for a parameter, whose padding is zero",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.graph import operands_of, values_of
+from shardc.ir.graph import operands_of, repeats, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
 from shardc.rules import registry
@@ -184,7 +184,7 @@ def hints(call: fx.Node, signature: Signature, declared: Sequence[Layout], mesh:
 
 
 def weight_like(graph: fx.Graph, params: set[str]) -> set[fx.Node]:
-    """Parameters, and what only moves their elements: their padding is zero."""
+    """Parameters, and what only moves their elements, each to one place: their padding is zero."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -193,6 +193,7 @@ def weight_like(graph: fx.Graph, params: set[str]) -> set[fx.Node]:
             continue
         operands = operands_of(node) if node.op == "call_function" else []
         rule = registry.find(node.target) if len(operands) == 1 else None
-        if operands and operands[0] in found and rule is not None and rule.linear == ((0,),):
+        moves = rule is not None and rule.linear == ((0,),)
+        if operands and operands[0] in found and moves and not repeats(node):
             found.add(node)
     return found

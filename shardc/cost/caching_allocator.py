@@ -1,0 +1,119 @@
+"""What torch's allocator takes of a GPU for the tensors of a step: more than their bytes, as it hands memory out in
+blocks, cuts these, and keeps what is freed.
+
+    reserved ┌───────────┬──────────────────────┬───────────┐   segments, as asked of CUDA
+             │ h │ h │   │ w      │ scores │    │ logits    │   blocks of them: live, or free for the next tensor
+             └───────────┴──────────────────────┴───────────┘
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.13, as it is set by default: without
+expandable_segments): sizes are rounded up to 512 bytes; up to 1 MiB comes from segments of 2 MiB, up to 10 MiB from
+segments of 20 MiB, what is larger gets its own, rounded up to 2 MiB. The smallest free block that is large enough is
+taken, and cut where enough is left; free neighbours become one. Where CUDA has no more, segments that are free as a
+whole are given back. (Others simulate it so, too: Gao et al. 2020, "Estimating GPU Memory Consumption of Deep Learning
+Models".)
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+MIB = 2**20
+_ROUND, _SMALL, _SMALL_SEGMENT = 512, MIB, 2 * MIB
+_MIDDLE, _MIDDLE_SEGMENT, _ROUND_LARGE = 10 * MIB, 20 * MIB, 2 * MIB
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A stretch of a segment. before, after: its neighbours there."""
+
+    address: int
+    size: int
+    small: bool
+    before: Block | None = None
+    after: Block | None = None
+    free: bool = False
+
+
+class CachingAllocator:
+    """limit: bytes that CUDA has. .reserved: bytes of its segments now; .peak: at most so far, which may be more than
+    the limit where that is not enough.
+
+    >>> a = CachingAllocator()
+    >>> x = a.allocate(12 * MIB)
+    >>> a.free(x)
+    >>> y, z = a.allocate(8 * MIB), a.allocate(8 * MIB)     # x's segment, cut; the rest is too small for z
+    >>> a.reserved // MIB
+    32
+    """
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self.limit, self.reserved, self.peak = limit, 0, 0
+        self._address = 0
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, address), of small ones or not
+        self._at: dict[int, Block] = {}  # free ones, by address
+
+    def allocate(self, nbytes: int) -> Block:
+        size = max(-(-nbytes // _ROUND), 1) * _ROUND
+        small = size <= _SMALL
+        free = self._free[small]
+        if (i := bisect_left(free, (size, 0))) < len(free):
+            block = self._taken(self._at[free[i][1]])
+        else:
+            block = self._segment(size, small)
+        if block.size - size >= (_ROUND if small else _SMALL + 1):
+            rest = Block(block.address + size, block.size - size, small, block, block.after)
+            if rest.after is not None:
+                rest.after.before = rest
+            block.after, block.size = rest, size
+            self._give(rest)
+        return block
+
+    def free(self, block: Block) -> None:
+        if (after := block.after) is not None and after.free:
+            self._taken(after)
+            self._merge(block, after)
+        if (before := block.before) is not None and before.free:
+            self._taken(before)
+            self._merge(before, block)
+            block = before
+        self._give(block)
+
+    def _segment(self, size: int, small: bool) -> Block:
+        if small:
+            asked = _SMALL_SEGMENT
+        elif size < _MIDDLE:
+            asked = _MIDDLE_SEGMENT
+        else:
+            asked = -(-size // _ROUND_LARGE) * _ROUND_LARGE
+        if self.reserved + asked > self.limit:
+            self._give_back()
+        self.reserved += asked
+        self.peak = max(self.peak, self.reserved)
+        self._address += asked
+        return Block(self._address - asked, asked, small)
+
+    def _give_back(self) -> None:
+        """Segments that are free as a whole."""
+        for block in [b for b in self._at.values() if b.before is None and b.after is None]:
+            self._taken(block)
+            self.reserved -= block.size
+
+    def _give(self, block: Block) -> None:
+        block.free = True
+        self._at[block.address] = block
+        insort(self._free[block.small], (block.size, block.address))
+
+    def _taken(self, block: Block) -> Block:
+        block.free = False
+        del self._at[block.address]
+        free = self._free[block.small]
+        del free[bisect_left(free, (block.size, block.address))]
+        return block
+
+    def _merge(self, first: Block, second: Block) -> None:
+        first.size += second.size
+        first.after = second.after
+        if first.after is not None:
+            first.after.before = first
