@@ -3,5 +3,6 @@
 loader         an iterable of batches for an engine, which checkpoints know the position of
 sampler        the order of samples: fixed by seed and epoch alone
 worker         what a DataLoader's workers do: read the samples of this rank, with random numbers of their own
+same_samples   all ranks have the same dataset: a few samples of it are compared
 sample_errors  what a dataset raises names the sample, and leaves a worker process as it is
 """

@@ -60,7 +60,7 @@ class Loader:
         **options: Any,
     ) -> None:
         self.program, self.mesh, self.name, self.dataset = program, mesh, name, dataset
-        self._where = f"loader {name!r}" if name is not None else "loader"
+        self.where = f"loader {name!r}" if name is not None else "loader"
         self._dims = batch_dims(program)
         self.batch_size = self._batch_size(batch_size)
         size = None if self._is_stream() else len(dataset)
@@ -77,7 +77,7 @@ class Loader:
         self._check(drop_last, num_workers, options)
         self._collate = collate_fn or default_collate
         # the workers' seeds are drawn from a generator of their own: the process's stays as it is
-        self._options = {"generator": torch.Generator().manual_seed(seed), "num_workers": num_workers, **options}
+        self.options = {"generator": torch.Generator().manual_seed(seed), "num_workers": num_workers, **options}
         self._reading: DataLoader[Any] | None = None
 
     @property
@@ -108,7 +108,7 @@ class Loader:
         if stream:
             if not nonempty:
                 what = f"the dataset ends before it gives one global batch of {self.batch_size} samples"
-                raise ShardcError(what, where=self._where, fix="give it more samples, or compile for a smaller batch")
+                raise ShardcError(what, where=self.where, fix="give it more samples, or compile for a smaller batch")
             self.order.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Loader:
             ]
             raise ShardcError(
                 f"the checkpoint is in the middle of {sizes[0]}, and this is {sizes[1]}",
-                where=self._where,
+                where=self.where,
                 fix="continue with the same dataset, or begin with this one: load(folder, new_data=True), run:"
                 " --new-data",
             )
@@ -148,10 +148,10 @@ class Loader:
         if order.size is None:  # made anew for each epoch: its workers' copies know where to begin
             stream = Stream(self.dataset, self._collate, order.seed, order.batch, order.mine.tolist())
             stream.epoch, stream.consumed = order.epoch, order.consumed
-            return DataLoader(stream, batch_size=None, collate_fn=_same, **self._options)
+            return DataLoader(stream, batch_size=None, collate_fn=_same, **self.options)
         if self._reading is None:  # kept, for persistent_workers
             reader = Reader(self.dataset, self._collate, order.seed)
-            self._reading = DataLoader(reader, batch_sampler=order, collate_fn=_same, **self._options)
+            self._reading = DataLoader(reader, batch_sampler=order, collate_fn=_same, **self.options)
         return self._reading
 
     def _cut(self, part: Any) -> Any:
@@ -197,7 +197,7 @@ class Loader:
         if not sizes:
             raise ShardcError(
                 "none of the program's inputs has a batch dim",
-                where=self._where,
+                where=self.where,
                 fix="give one in the spec's batch: {dims: ...}",
             )
         batch = min(sizes.values())
@@ -213,7 +213,7 @@ class Loader:
         if requested is not None and requested != batch:
             raise ShardcError(
                 f"batch_size is {requested}, but the program was compiled for global batches of {batch} samples",
-                where=self._where,
+                where=self.where,
                 fix=f"leave it out, or compile with a batch of {requested}",
             )
         return batch
@@ -253,36 +253,36 @@ class Loader:
         if isinstance(data, DataLoader):
             raise ShardcError(
                 "a DataLoader is not a dataset",
-                where=self._where,
+                where=self.where,
                 fix="pass its dataset, and its collate_fn and num_workers",
             )
         if isinstance(data, Mapping):
             fix = f"pass one of its entries, such as {next(iter(data))!r}" if data else "pass a dataset"
-            raise ShardcError(f"a {type(data).__name__} is not a dataset", where=self._where, fix=fix)
+            raise ShardcError(f"a {type(data).__name__} is not a dataset", where=self.where, fix=fix)
         if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
             return False
         if not hasattr(data, "__iter__"):
             what = f"a {type(data).__name__} is not a dataset: it has neither __getitem__ and __len__, nor __iter__"
-            raise ShardcError(what, where=self._where, fix="pass a torch.utils.data.Dataset or IterableDataset")
+            raise ShardcError(what, where=self.where, fix="pass a torch.utils.data.Dataset or IterableDataset")
         if isinstance(data, Iterator):
             fix = "pass an object whose __iter__ begins anew, such as a torch.utils.data.IterableDataset"
-            raise ShardcError(f"a {type(data).__name__} can be read once only", where=self._where, fix=fix)
+            raise ShardcError(f"a {type(data).__name__} can be read once only", where=self.where, fix=fix)
         return True
 
     def _check(self, drop_last: bool, num_workers: int, options: Mapping[str, Any]) -> None:
         errors, size = Errors(), self.order.size
         for name in {"sampler", "batch_sampler"} & options.keys():
             fix = "leave it out; for an order of your own, wrap the dataset and pass shuffle=False"
-            errors.add(f"{name} is set by the loader, which decides what each rank reads", where=self._where, fix=fix)
+            errors.add(f"{name} is set by the loader, which decides what each rank reads", where=self.where, fix=fix)
         if size is None and self.order.shuffle:
             fix = "leave shuffle out, and shuffle in the dataset"
-            errors.add("an iterable dataset comes in its own order", where=self._where, fix=fix)
+            errors.add("an iterable dataset comes in its own order", where=self.where, fix=fix)
         if size is None and num_workers > 1:
             what = f"{num_workers} workers would each read the iterable dataset from its beginning"
-            errors.add(what, where=self._where, fix="use num_workers=1, or a dataset with __getitem__ and __len__")
+            errors.add(what, where=self.where, fix="use num_workers=1, or a dataset with __getitem__ and __len__")
         if size is not None and size < self.batch_size:
             what = f"the dataset has {size} samples, fewer than one global batch of {self.batch_size}"
-            errors.add(what, where=self._where, fix="give it more samples, or compile for a smaller batch")
+            errors.add(what, where=self.where, fix="give it more samples, or compile for a smaller batch")
         elif not drop_last and (size is None or (size % self.batch_size and self.program.resize is None)):
             rest = f"{size % self.batch_size} samples" if size is not None else "what is left over"
             what = (
@@ -290,7 +290,7 @@ class Loader:
                 " compiled"
             )
             errors.add(
-                what, where=self._where, fix="leave drop_last out: another epoch's order leaves other samples over"
+                what, where=self.where, fix="leave drop_last out: another epoch's order leaves other samples over"
             )
         errors.raise_any()
 

@@ -20,6 +20,7 @@ from shardc.errors import ShardcError
 from shardc.ir.outputs import MEAN_SCORE, SCORE
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime import state
+from shardc.runtime.data import same_samples
 from shardc.runtime.data.loader import Loader, Loaders, Rest
 from shardc.runtime.generate import Generator, Options, Prompts
 from shardc.runtime.matrices.shown import Shown
@@ -750,6 +751,7 @@ class Engine(EngineState):
         loader = self.loaders.add(Loader(self.program, self.mesh, dataset, batch_size=batch_size, **options))
         if self._checks:
             agreement.check(self.mesh, agreement.loader_facts(loader.order), "making a loader")
+            same_samples.check(self.mesh, loader)
         return loader
 
     def local(self, batch: Any) -> Any:

@@ -227,6 +227,15 @@ def _(r: Rank) -> None:
     r.engine().loader([{"x": BATCH["x"][0]}] * (24 if r.odd else 32))
 
 
+@case(
+    "a dataset that is a rank's share of the data",
+    "loader 'train': the content of the dataset (its samples 0, 16, 31) differs on rank 3",
+)
+def _(r: Rank) -> None:
+    samples = [{"x": BATCH["x"][0] + i} for i in range(64)]
+    r.engine().loader(samples[r.odd :: 2])
+
+
 @case("the shuffling of a dataset", "the loader's seed differs on rank 3 (dp=1, tp=1): 0 on rank 0, 7 on rank 3")
 def _(r: Rank) -> None:
     r.engine().loader([{"x": BATCH["x"][0]}] * 32, seed=7 * r.odd)

@@ -1,0 +1,94 @@
+"""Whether all ranks read one dataset.
+
+Each rank makes the dataset by itself, and shardc's loader reads of it only what is this rank's part. So a dataset that
+is a rank's share already, such as `Subset(data, range(rank, len(data), world))` of a script for DDP, is cut twice: as
+many samples as the ranks say there are, but most are never read, and no number is wrong that anybody would look at.
+Lengths do not show it, samples do: the first, the middle and the last are read on all ranks and their hashes compared.
+
+What a sample draws at random (crops, masked words) is no difference, since `random`, numpy and torch are seeded for
+each sample (shardc.runtime.data.worker). A dataset that draws from a generator of its own gives other values each time
+it is read, on one rank as well: such samples say nothing, and are not compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from shardc.runtime.data.loader import Loader
+from shardc.runtime.data.sample_errors import Failed
+from shardc.runtime.data.worker import Reader
+from shardc.runtime.mesh import agreement
+from shardc.runtime.mesh.agreement import DisagreementError, Fact, fingerprint, hashed
+from shardc.runtime.step.inputs import leaves, name_of
+
+FIX = (
+    "return the whole Dataset on every rank, the same one: shardc reads each rank's part of it. (A Subset by the rank's"
+    " number, as in scripts for DDP, leaves out samples for good; what is drawn to make a dataset needs one seed)"
+)
+
+
+def check(mesh: Any, loader: Loader) -> None:
+    """Raise ShardcError, on all ranks, where samples differ between them. Nothing for a stream. Collective, of loaders
+    that agree in everything else.
+    """
+    size = loader.order.size
+    if size is None or mesh.layout.world == 1:
+        return
+    indices = sorted({0, size // 2, size - 1})
+    first = _digests(loader, indices)
+    what = f"the content of the dataset (its samples {', '.join(map(str, indices))})"
+    try:
+        agreement.check(mesh, [Fact(what, hashed(first), where=loader.where, fix=FIX)], "reading samples")
+    except DisagreementError:
+        changes = None in first or _digests(loader, indices) != first
+        if not agreement.failures(mesh, "other values each time" if changes else None)[0]:
+            raise
+
+
+def _digests(loader: Loader, indices: list[int]) -> list[int | None]:
+    """A hash of each sample; None for one that cannot be read. A worker process reads them where workers read the
+    others: the dataset may open files at its first sample, and those of this process would be no good in a worker.
+    """
+    options = loader.options | {"persistent_workers": False, "pin_memory": False, "generator": torch.Generator()}
+    options["num_workers"] = min(1, options["num_workers"])
+    reader = Reader(loader.dataset, list, loader.order.seed)
+    return list(DataLoader(_Digests(reader, indices), batch_size=None, **options))
+
+
+class _Digests(Dataset[Any]):
+    def __init__(self, reader: Reader, indices: list[int]) -> None:
+        self._reader, self._indices = reader, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, i: int) -> int | None:
+        try:
+            sample = self._reader[0, self._indices[i]]
+        except Exception:  # it is raised, with the sample's name, when the sample's turn comes
+            return None
+        return None if isinstance(sample, Failed) else digest(sample)
+
+
+def digest(sample: Any) -> int:
+    """A hash of a nested sample: of tensors, arrays and what numpy takes for one (images), numbers and texts by their
+    value, of anything else by its type.
+    """
+    return hashed([(name_of(path), _value(leaf)) for path, leaf in leaves(sample)])
+
+
+def _value(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return fingerprint([leaf]) if leaf.layout is torch.strided and not leaf.is_nested else str(leaf.layout)
+    if isinstance(leaf, (bool, int, float, complex, str, bytes, type(None))):
+        return leaf
+    if hasattr(leaf, "__array__"):
+        array = np.asarray(leaf)
+        if array.dtype != object:
+            return str(array.dtype), array.shape, array.tobytes()
+    return type(leaf).__name__
