@@ -9,6 +9,7 @@ Exit status: 0 done, 1 the check or the run failed, 2 the input is wrong.
 compile, inspect, verify    a model and a spec -> an artifact; shown; compared with one device
 run, plan                   train; which spec is fastest on so many devices
 score                       log-probabilities and perplexity of data; scoring is what each process does
+generate                    tokens after prompts; generating is what each process does
 checkpoint, export          folders of checkpoints; weights for transformers
 device, rules, spec         devices that programs are priced for; rules of ops, proven; the format of specs
 compile_once                under torchrun, one process of a machine compiles for all
@@ -29,7 +30,7 @@ import typer
 # it is imported, which nothing here does.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from shardc.cli import checkpoint, compile, device, export, inspect, plan, rules, run, score, spec, verify
+from shardc.cli import checkpoint, compile, device, export, generate, inspect, plan, rules, run, score, spec, verify
 from shardc.cli.elsewhere import Commands
 
 app = typer.Typer(
@@ -50,6 +51,7 @@ for name, module in {
     "verify": verify,
     "run": run,
     "score": score,
+    "generate": generate,
     "export": export,
     "plan": plan,
     "rules": rules,

@@ -54,7 +54,7 @@ class Job:
     result: file into which rank 0 writes the summary. trust: run an edited artifact. joined: the processes were started
     by torchrun or Slurm. debug: tracebacks show all frames, not only those of the user's code.
     split: of the data that is scored (shardc.cli.scoring); "": the job is to train. rows: file for the scores of each
-    row, or "".
+    row, or "". prompts: ids of each that is continued; generate: the arguments of Engine.generate.
     """
 
     program: str
@@ -76,6 +76,8 @@ class Job:
     debug: bool = False
     split: str = ""
     rows: str = ""
+    prompts: list[list[int]] = dataclasses.field(default_factory=list)
+    generate: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def settings(self) -> Run:
@@ -248,7 +250,7 @@ def main(file: str) -> None:
     """Run a job, and leave at once if it fails: a rank that waits in a destructor for its
     peers would hide the cause.
     """
-    from shardc.cli import scoring
+    from shardc.cli import generating, scoring
     from shardc.runtime.launch import GAVE_UP
     from shardc.runtime.mesh.failed_rank import RankFailedError
     from shardc.runtime.mesh.replicas import ReplicasDifferError
@@ -258,7 +260,8 @@ def main(file: str) -> None:
     # where DataLoaders make their files: in the folder of the run, which goes with it, also if this process is killed
     multiprocessing.current_process()._config["tempdir"] = str(Path(file).parent)  # type: ignore[attr-defined]
     try:
-        summary = (scoring.run if job.split else run)(job)
+        work = scoring.run if job.split else generating.run if job.prompts else run
+        summary = work(job)
     except ShardcError as e:
         if isinstance(e, RankFailedError):
             time.sleep(FIRST_WORD)

@@ -1,0 +1,185 @@
+"""`shardc generate`: tokens after prompts, with one process a rank as `shardc run` has them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardc.cli import compile_once, lasting_output
+from shardc.cli import run as training
+from shardc.cli.common import (
+    DebugOption,
+    JsonOption,
+    MeshOption,
+    SetOption,
+    SpecFile,
+    program_of,
+    reporting,
+)
+from shardc.cli.run_folder import run_folder
+from shardc.errors import Errors, ShardcError
+
+if TYPE_CHECKING:
+    from shardc.ir.program import Program
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="hf:DIR, or model.py[:name]")],
+    spec: SpecFile = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="a text; again for more, which are generated together")
+    ] = None,
+    ids: Annotated[list[str] | None, typer.Option(help="a prompt as token ids: 1,15,7")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="at most so many of each prompt")] = 20,
+    temperature: Annotated[float, typer.Option(min=0, help="0: the most likely token each time")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k most likely tokens")] = None,
+    top_p: Annotated[float | None, typer.Option(help="draw from the likeliest that have this probability")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="a token, or its id, that ends a text; default: those of the model's folder"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="of what is drawn, and of weights that no file has")] = 0,
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="generate with these: a folder or file of safetensors, a torch file, or what --save wrote"),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="processes on this machine; default: what the mesh needs")
+    ] = None,
+    mesh: MeshOption = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Generate: continue texts with the model's tokens, greedily or drawn, the same on every mesh."""
+    from shardc.cli import worker
+    from shardc.runtime import launch
+    from shardc.spec import Run
+
+    weights = weights.expanduser() if weights else None
+    joined = False
+    with reporting(debug, as_json) as show, ExitStack() as stack:
+        folder = stack.enter_context(run_folder())
+        launch.join_slurm()
+        joined = launch.in_world()
+        lasting_output.install(tell=as_json or joined)
+        training.check_weights(weights)
+        words = Words(model)
+        prompts = words.prompts(prompt or [], ids or [])
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        options |= {"top_k": top_k, "top_p": top_p, "stop": words.stop(stop)}
+        _check(options)
+
+        def compiled(world: int | None) -> Program:
+            return program_of(model, spec, mesh, set_, None, None, quiet=as_json, world=world, forward=True)
+
+        program, world = stack.enter_context(compile_once.in_world(model, nproc, compiled))
+        ref = program.meta["model_ref"]
+        training.check_ranks(program, ref, model, world)
+        artifact = folder / "program"
+        program.save(artifact)
+        job = worker.Job(
+            program=str(artifact),
+            model=ref,
+            run=Run(seed=seed).model_dump(),
+            weights=str(weights.resolve() if weights else ""),
+            quiet=as_json,
+            result=str(folder / "result.json"),
+            progress="" if joined else str(folder),
+            joined=joined,
+            debug=debug,
+            prompts=prompts,
+            generate=options,
+        )
+        status = training.start(job, folder, program, show)
+        result = Path(job.result)
+        if status == 0 and result.exists():
+            found = json.loads(result.read_text())
+            found["texts"] = words.texts(prompts, found["tokens"])
+            new = sum(map(len, found["tokens"]))
+            text = "\n".join([*found["texts"], f"{new} tokens in {found['seconds']:.1f} s, compilation included"])
+            show(json.dumps(found) if as_json else text)
+    if joined:
+        worker.leave(status)
+    raise typer.Exit(status)
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Before any process is started."""
+    from shardc.runtime.generate import Options
+
+    given = {"tokens" if name == "max_new_tokens" else name: x for name, x in options.items()}
+    Options(**given | {"stop": tuple(options["stop"]) if options["stop"] is not None else None})
+
+
+class Words:
+    """What is between texts and tokens: the tokenizer in a model's folder, if there is one."""
+
+    def __init__(self, model: str) -> None:
+        named = Path(model.rpartition(":")[2]) if model.startswith("hf:") else None
+        self.model, self.folder = model, named if named is not None and named.is_dir() else None
+        self._tokenizer: Any = None
+
+    def tokenizer(self, option: str) -> Any:
+        """Raises ShardcError where there is none."""
+        if self._tokenizer is None:
+            fix = "save one there (tokenizer.save_pretrained), or give token ids: --ids 1,15,7"
+            if self.folder is None or not any(self.folder.glob("*token*")):
+                raise ShardcError(f"there is no tokenizer in {self.folder or self.model}", where=option, fix=fix)
+            from transformers import AutoTokenizer
+
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+            except Exception as e:  # of any kind: each tokenizer reads its own files
+                what = f"transformers cannot read the tokenizer in {self.folder}: {type(e).__name__}: {e}"
+                raise ShardcError(what, where=option, fix=fix) from e
+        return self._tokenizer
+
+    def prompts(self, texts: list[str], ids: list[str]) -> list[list[int]]:
+        """The ids of each prompt. Raises ShardcError for what are no ids, and where there is no prompt."""
+        errors, found = Errors(), [list(self.tokenizer("--prompt")(text)["input_ids"]) for text in texts]
+        for given in ids:
+            try:
+                found.append([int(i) for i in given.replace(",", " ").split()])
+            except ValueError:
+                errors.add(f"{given!r} are no token ids", where="--ids", fix="write numbers: --ids 1,15,7")
+        if not found and not errors.found:
+            errors.add(
+                "there is no prompt", where="generate", fix='give one: --prompt "Once upon a time", or --ids 1,15,7'
+            )
+        errors.raise_any()
+        return found
+
+    def stop(self, given: list[str] | None) -> list[int] | None:
+        """The ids that end a text; None: those of the model's configuration."""
+        if given is None:
+            file = self.folder / "generation_config.json" if self.folder is not None else None
+            ends = json.loads(file.read_text()).get("eos_token_id") if file is not None and file.is_file() else None
+            return ends if ends is None or isinstance(ends, list) else [ends]
+        found = []
+        for text in given:
+            made = [int(text)] if text.isdecimal() else self._token(text)
+            if len(made) != 1:
+                what = f"{text!r} is {len(made)} tokens, and a text ends with one"
+                raise ShardcError(what, where="--stop", fix="name one token, or its id")
+            found += made
+        return found
+
+    def _token(self, text: str) -> list[int]:
+        made: list[int] = self.tokenizer("--stop")(text, add_special_tokens=False)["input_ids"]
+        return made
+
+    def texts(self, prompts: list[list[int]], tokens: list[list[int]]) -> list[str]:
+        """Prompts with what was generated; ids, where there is no tokenizer."""
+        if self._tokenizer is None:
+            return [f"{_ids(p)} -> {_ids(t)}" for p, t in zip(prompts, tokens, strict=True)]
+        both = (p + t for p, t in zip(prompts, tokens, strict=True))
+        return [str(self._tokenizer.decode(ids, skip_special_tokens=True)) for ids in both]
+
+
+def _ids(ids: list[int]) -> str:
+    return ",".join(map(str, ids))
