@@ -362,8 +362,10 @@ class Engine(EngineState):
 
     @property
     def lr(self) -> float | None:
-        """The learning rate that the next step uses, of the first parameter group; None without an optimizer."""
-        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else None
+        """The learning rate that the next step uses, of the first parameter group; None without an optimizer, and where
+        the optimizer has its own.
+        """
+        return next(iter(lr.rates(self.optimizer)), None)
 
     def to(self, program: Program, **options: Any) -> Engine:
         """An engine of another program of the same model, over the same ranks, that goes on where this one stands: with
@@ -471,12 +473,12 @@ class Engine(EngineState):
 
     def _facts(self) -> list[Fact]:
         """What all ranks share between steps. Stages of a pipeline may have other parameter groups."""
-        rates = [float(g["lr"]) for g in self.optimizer.param_groups] if self.optimizer is not None else []
+        rates = lr.rates(self.optimizer)
         same, stage = agreement.SAME_OPTIMIZER, (self.program.axis,) if self.program.axis else ()
         return [
             stated("the number of steps done", self.rng.step, fix="load one checkpoint into all ranks"),
             stated("the seed", self.rng.seed, fix="give all ranks one seed"),
-            Fact("the learning rate", hashed(rates), stage, fix=same, shown=", ".join(map(str, dict.fromkeys(rates)))),
+            Fact("the learning rate", hashed(rates), stage, fix=same, shown=lr.rates_text(rates)),
             stated("whether parameters were written to", self._written, stage, fix=WRITE_ALIKE),
         ]
 

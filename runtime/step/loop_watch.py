@@ -12,6 +12,7 @@ alike on all ranks before it and is not any longer drifts.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -123,7 +124,9 @@ class LoopWatch:
 
 
 def _number(x: Any) -> float:
-    """A learning rate; one that lies on a device is not read."""
+    """A learning rate; one that lies on a device is not read, and one that the optimizer has of its own is nan."""
+    if x is None:
+        return math.nan
     return float(x) if not isinstance(x, Tensor) or x.device.type == "cpu" else -1.0
 
 

@@ -21,6 +21,19 @@ SchedulerOf = Callable[[Any], Any]
 _PAIRS = "pairs of a dict"  # JSON's keys are strings only
 
 
+def rates(optimizer: torch.optim.Optimizer | None) -> list[float | None]:
+    """The learning rate of each parameter group: None where an optimizer has its own (Adafactor with lr=None); []
+    without an optimizer.
+    """
+    groups = optimizer.param_groups if optimizer is not None else []
+    return [float(lr) if (lr := g.get("lr")) is not None else None for g in groups]
+
+
+def rates_text(values: Iterable[float | None], form: str = "") -> str:
+    """Different rates, in their order, each once; form: of `format`."""
+    return ", ".join("its own" if lr is None else format(lr, form) for lr in dict.fromkeys(values))
+
+
 class Schedulers:
     """The schedulers of an engine, stepped together. members: at least one. returned: by the user's function."""
 

@@ -13,6 +13,7 @@ import torch
 from shardc.folded_messages import note_lines
 from shardc.ir.program import Program
 from shardc.ir.units import count, per_second, plural, size
+from shardc.runtime.step import lr
 from shardc.runtime.zero.optimizer_list import class_of
 
 #: Seconds between lines: a twentieth of the time so far, within these bounds.
@@ -54,9 +55,9 @@ def _count(shape: Sequence[int]) -> int:
 def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:
     if optimizer is None:
         return "no optimizer on this rank"
-    rates = sorted({float(g["lr"]) for g in optimizer.param_groups})
+    rates = sorted(lr.rates(optimizer), key=lambda rate: rate or 0.0)
     groups = f", {len(optimizer.param_groups)} groups" if len(optimizer.param_groups) > 1 else ""
-    return f"{class_of(optimizer)}, lr {', '.join(f'{r:.3g}' for r in rates)}{groups}"
+    return f"{class_of(optimizer)}, lr {lr.rates_text(rates, '.3g')}{groups}"
 
 
 class StepLines:
@@ -128,10 +129,10 @@ def duration(seconds: float) -> str:
 
 def text(line: dict[str, Any]) -> str:
     """The line of a step, as people read it."""
-    lr = f"lr {line['lr']:.2e}  " if line["lr"] is not None else ""
+    rate = f"lr {line['lr']:.2e}  " if line["lr"] is not None else ""
     return (
         f"step {line['step']:>5}  loss {line['loss']:.4f}  {outputs_text(line.get('outputs', {}))}"
-        f"grad norm {line['grad_norm']:.3f}  {lr}"
+        f"grad norm {line['grad_norm']:.3f}  {rate}"
         f"{speed(line):>18}  {size(line['memory_mb'] * 2**20)} peak"
         + (f"  loss scale {line['loss_scale']:g}, {line['skipped']} skipped" if "loss_scale" in line else "")
         + (f"  held-out loss {line['held_out']:.4f}" if line.get("held_out") is not None else "")

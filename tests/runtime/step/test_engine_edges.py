@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.cli import step_lines
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
@@ -321,3 +322,26 @@ def test_a_backward_that_failed_leaves_nothing_to_replace(
 
     on_ranks(program, Mlp(), work)
     assert capfd.readouterr().err.count("engine.backward came twice without engine.update") == 1
+
+
+def test_an_optimizer_may_have_a_rate_of_its_own(tmp_path: Path) -> None:
+    """transformers' Adafactor makes one from its count of steps, and its groups have lr=None."""
+    from transformers import Adafactor
+
+    batch = {"x": torch.linspace(-1, 1, 64).view(8, 8)}
+    spec = {"shardc": 1, "mesh": {"dp": 2}, "optimizer": {"matrices": "whole"}, "data": {"zero": 1}}
+    program = shardc.compile(Mlp(), batch, spec, prove=False)
+
+    def work(mesh: LoopbackMesh) -> list[float]:
+        torch.manual_seed(0)
+        engine = program.engine(Mlp(), lambda ps: Adafactor([{"params": [p]} for _, p in ps]), mesh=mesh)
+        losses = [float(engine.step(batch)) for _ in range(3)]
+        assert engine.lr is None
+        assert "lr its own, " in step_lines.header(program, engine, "", "", 3, ())
+        engine.save(tmp_path)
+        engine.load(tmp_path)
+        return losses
+
+    losses, other = loopback(program.mesh, work)
+    assert losses == other
+    assert losses[2] < losses[0]
