@@ -56,12 +56,12 @@ def forms(side: Side, plan: Plan, p: Param, name: str) -> tuple[Kept, Kept | Non
     return stored, Kept((side, "whole", p.name), compute, Lying(plan, p.name, name))
 
 
-def local_tensors(side: Side, engine: Any) -> dict[Key, Tensor]:
-    """The local tensors of an engine's parameters and buffers, in all forms."""
-    whole = {n: engine.buckets.whole(n) for n in engine.params}
-    found: dict[Key, Tensor] = {(side, "own", n): p.detach() for n, p in engine.params.items()}
+def local_tensors(side: Side, end: Any) -> dict[Key, Tensor]:
+    """The local tensors of an end's parameters and buffers, in all forms."""
+    whole = {n: end.buckets.whole(n) for n in end.params}
+    found: dict[Key, Tensor] = {(side, "own", n): p.detach() for n, p in end.params.items()}
     found |= {(side, "whole", n): x for n, x in whole.items() if x is not None}
-    return found | {(side, "buffer", n): b for n, b in engine.buffers.items()}
+    return found | {(side, "buffer", n): b for n, b in end.buffers.items()}
 
 
 def check(old: Plan, new: Plan, *, all_buffers: bool) -> None:

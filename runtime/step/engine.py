@@ -247,7 +247,7 @@ class Engine(EngineState):
         self._same_rows = agreement.SameRows()
         self._waiting = self._told_replaced = False  # gradients of `backward` for `update`
         self._saves = state.Saves(self.mesh)
-        self._reshards = WeakKeyDictionary()
+        self.reshards = WeakKeyDictionary()
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
         self.grad_norm: Tensor | None = None

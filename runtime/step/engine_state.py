@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardc.runtime.mesh.agreement import stated
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.optimizer import Paged
 from shardc.runtime.reshard import training
-from shardc.runtime.reshard.between import Reshard
+from shardc.runtime.reshard.between import End, Reshard, move_weights
 from shardc.runtime.reshard.moves import Key
 from shardc.runtime.reshard.places import Plan
 from shardc.runtime.rng import Rng
@@ -59,7 +60,7 @@ class EngineState:
     _skeleton: Any
     _folder: Any
     _matrices: WholeMatrices | None
-    _reshards: MutableMapping[EngineState, Reshard]  # to other engines
+    reshards: MutableMapping[End, Reshard]
 
     @property
     def _written(self) -> bool:
@@ -167,6 +168,7 @@ class EngineState:
             )
         self._saves.loaded(folder)
         self.buckets.publish()
+        self._filled()
         self._go_on_from(extra, new_schedule=new_schedule, new_data=new_data)
         after = resumed.settings(self.optimizer, self._schedulers)
         for note in resumed.replaced(before, after, schedule=not new_schedule):
@@ -192,7 +194,6 @@ class EngineState:
 
     def _go_on_from(self, extra: Mapping[str, Any], *, new_schedule: bool = False, new_data: bool = False) -> None:
         """Parameters and the optimizer's state are those of other training: go on from where that stood."""
-        self._filled()
         self.rng.step, self.rng.seed = int(extra["step"]), int(extra["seed"])
         if self.scaler is not None and "loss_scale" in extra:
             self.scaler.load_state_dict(extra["loss_scale"])
@@ -220,41 +221,54 @@ class EngineState:
     def _changing(self) -> None:
         self._whole = False  # if what follows fails, or does not fit
 
+    # --- to another plan
+
+    @property
+    def weights_end(self) -> End:
+        """This engine, as what has weights."""
+        return self
+
+    @property
+    def checks(self) -> bool:
+        """Are the ranks' calls compared?"""
+        return self._checks
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """See shardc.runtime.reshard.between.End."""
+        self._check()
+        self._gather_written()
+        self.buckets.wait_for_gathers()
+        with self._offload.at_home():
+            yield
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """See shardc.runtime.reshard.between.End."""
+        self._make_ready()
+        with self._offload.at_home():
+            yield
+        self.buckets.filled()
+        self._filled()
+
     def weights_to(self, other: Any) -> Reshard:
-        """Copy this engine's weights into those of another engine, or of what runs a forward-only program, of the same
-        model on the same ranks: parameters, and buffers that both programs have. Collective.
+        """Copy this engine's weights into those of another engine, of a module, or of what runs a forward-only program,
+        of the same model on the same ranks: parameters, and buffers that both programs have. Collective.
 
         Each element goes once to each rank that needs it and does not have it (shardc.runtime.reshard); who sends what
         to whom is found out the first time. Returns that: `.sent` and `.received`, bytes by rank. The other's optimizer
         and step stay as they are. Raises ShardcError for a program of another model, or of other ranks.
         """
-        target: EngineState = getattr(other, "engine", other)
-        self._check()
-        self._gather_written()
-        self.buckets.wait_for_gathers()
-        target._make_ready()
-        with self.mesh.together("moving weights"), self._offload.at_home(), target._offload.at_home():
-            if self._checks:
-                agreement.check(self.mesh, [], "moving weights")
-            if target not in self._reshards:
-                self._reshards[target] = Reshard(self, target)
-            self._reshards[target](self, target, {})
-        target.buckets.filled()
-        target._filled()
-        return self._reshards[target]
+        return move_weights(self, other)
 
     def _move_to(self, other: EngineState) -> None:
         """All of the state, into an engine whose training has not begun. Collective."""
-        self._check()
         self.finish_save()
-        self._gather_written()
-        self.buckets.wait_for_gathers()
         old, new, mesh = Plan(self.program), Plan(other.program), self.mesh
-        with mesh.together("moving to another plan"), self._offload.at_home(), other._offload.at_home():
+        with mesh.together("moving to another plan"), self.sending(), other.receiving():
             have, settings = self._optimizer_parts()
-            told = training.told(
-                mesh, self.program, self.params, have, optimizer=settings, extra=self._beside_tensors()
-            )
+            facts = {"optimizer": settings, "extra": self._beside_tensors()}
+            told = training.told(mesh, self.program, self.params, have, **facts)
             index, need = training.index_of(self.program, told), dict[str, Part]()
             rooms = other._room_for(index, need)
             other._accept(index.extra, new_schedule=False, new_data=False)
@@ -265,7 +279,6 @@ class EngineState:
             Reshard(self, other, more, all_buffers=True)(self, other, tensors)
             if other.optimizer is not None and index.optimizer is not None:
                 fill(other.program, other.params, other.optimizer, index.optimizer, rooms, other._matrices)
-        other.buckets.filled()
         other._go_on_from(index.extra)
 
     def _optimizer_parts(self) -> tuple[dict[str, Part], dict[str, Any] | None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.data.loader import Loader
-from shardc.runtime.reshard.between import Reshard
+from shardc.runtime.reshard.between import End, Reshard
 from shardc.runtime.step.engine import Engine
 
 
@@ -72,6 +72,11 @@ class Forward:
     def load(self, folder: str | Path) -> None:
         """Take parameters and buffers of a checkpoint that an engine saved, on any mesh. Collective."""
         self.engine.load(folder)
+
+    @property
+    def weights_end(self) -> End:
+        """What has the weights."""
+        return self.engine
 
     def weights_to(self, other: Any) -> Reshard:
         """Copy the weights into an engine, or into what runs another program: see Engine.weights_to."""

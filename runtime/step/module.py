@@ -5,10 +5,12 @@ by DDP.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,6 +22,7 @@ from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.mesh import TorchMesh, agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
+from shardc.runtime.reshard.between import End, Reshard, move_weights
 from shardc.runtime.rng import Rng
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.step import (
@@ -97,6 +100,7 @@ class _Running:
     check: bool
     slices: dict[str, str]
     saves: state.Saves
+    end: End | None = None  # made when it is asked for
     unmarked: bool = False  # weights were loaded that do not say of which rank they are
     eval: tuple[Program, fx.GraphModule, dict[str, Tensor]] | None = None
     told: set[str] = field(default_factory=set)  # names, of user_changes.check_attributes
@@ -453,6 +457,19 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             r.tell(note)
         return dict(extra.get("module", {}))
 
+    @property
+    def weights_end(self) -> End:
+        """What has the weights."""
+        r = self._running
+        r.end = r.end or _End(self, r)
+        return r.end
+
+    def weights_to(self, other: Any) -> Reshard:
+        """Copy this module's weights into those of an engine, of another module, or of what runs a forward-only
+        program: see Engine.weights_to. Not between forward and backward. Collective.
+        """
+        return move_weights(self.weights_end, other)
+
     def local(self, batch: Any) -> Any:
         """This rank's part of a global batch, as `forward` takes it. See shardc.ir.program.Program.local."""
         return inputs.local(self._running.program, batch, self._running.mesh.rank)
@@ -525,6 +542,43 @@ def _check_marks(module: ShardedModule, given: Mapping[str, Any], prefix: str, m
     split |= {n for x in r.program.buffers if x.layout.shards() for n in x.names}
     if state_dict_marks.check(given, prefix, metadata.get(state_dict_marks.KEY), r.slices, names, split):
         r.unmarked = True
+
+
+class _End:
+    """A module's weights, for shardc.runtime.reshard."""
+
+    def __init__(self, module: ShardedModule, running: _Running) -> None:
+        self._module, self._running = module, running
+        self.program, self.mesh, self.buckets, self.checks = (
+            running.program,
+            running.mesh,
+            running.buckets,
+            running.check,
+        )
+        self.reshards: MutableMapping[End, Reshard] = WeakKeyDictionary()
+
+    @property
+    def params(self) -> Mapping[str, Tensor]:
+        return self.buckets.owned
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        return self._module._buffers_by_name()
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        self._running.updates.carry_out()
+        self._running.updates.settle()
+        self.buckets.follow()
+        yield
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        self.buckets.reset(forward=True)
+        self._running.updates.settle()
+        self.buckets.follow()
+        yield
+        self._running.updates.note()
 
 
 class _Part(nn.Module):

@@ -16,8 +16,11 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.reshard.between import Reshard
+from tests import zoo
+from tests.runtime.generate.test_generate import WEIGHTS
 from tests.runtime.matrices.optimizers import SOAP
 from tests.runtime.reshard.test_pairs import ROWS, adamw, batch, model, program
+from tests.zoo import expert_loops
 
 torch.set_num_threads(1)
 
@@ -45,6 +48,11 @@ def steps(engine: Any, number: int) -> list[float]:
     return losses
 
 
+def same(one: Any, other: Any) -> None:
+    left, right = one.full_state_dict(), other.full_state_dict()
+    assert all(torch.equal(x, right[n]) for n, x in left.items())
+
+
 @pytest.mark.parametrize(
     ("a", "b"),
     [
@@ -68,8 +76,7 @@ def test_training_goes_on_as_from_a_checkpoint(a: str, b: str, tmp_path: Path) -
         moved = engine.to(new)
         assert (moved.step_count, moved.lr, moved.rng.seed) == (loaded.step_count, loaded.lr, 3) == (4, engine.lr, 3)
         assert steps(moved, 4) == steps(loaded, 4)
-        one, other = moved.full_state_dict(), loaded.full_state_dict()
-        assert all(torch.equal(x, other[n]) for n, x in one.items())
+        same(moved, loaded)
 
     loopback(old.mesh, work)
 
@@ -112,8 +119,7 @@ def test_matrices_with_owners(tmp_path: Path) -> None:
         losses = [[float(e.step(PAIR)) for _ in range(2)] for e in (engine, moved, back)]
         assert losses[0] == losses[2]
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-        one, other = engine.full_state_dict(), back.full_state_dict()
-        assert all(torch.equal(x, other[n]) for n, x in one.items())
+        same(engine, back)
 
     loopback(old.mesh, work)
 
@@ -161,8 +167,7 @@ def test_rounds_are_bounded(bucket: int) -> None:
         first = len(mesh.records)
         move = Reshard(engine, other, bucket=bucket)
         move(engine, other, {})
-        one, copy = engine.full_state_dict(), other.full_state_dict()
-        assert all(torch.equal(x, copy[n]) for n, x in one.items())
+        same(engine, other)
         sent = [r.bytes for r in mesh.records[first:] if r.tag == "reshard"]
         assert (sum(sent), len(sent)) == (sum(move.sent), move.rounds)
         return sent, sum(move.sent)
@@ -197,3 +202,110 @@ def test_what_cannot_go_is_refused() -> None:
 
 def _mean(output: Tensor, _: Any) -> Tensor:
     return output.square().mean()
+
+
+TP = {"*.gate_up": "column", "*.down": "row"}
+LORA = [{"match": "*.gate_up", "rank": 2, "alpha": 3}]
+CPU = {"optimizer": "cpu", "parameters": "cpu"}
+BF16, FP16 = {"compute": "bfloat16"}, {"compute": "float16", "loss_scale": "dynamic"}
+STAGES = {"pipeline": {"axis": "pp", "cut": ["layers.1"]}, "batch": {"microbatches": 2}}
+#: Both specs of a move, without meshes: of dp=4, and of dp=2 with tp=2 (or pp=2).
+BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "offload": ({"data": {"zero": 3, "offload": CPU}}, {"data": {"zero": 1}, "precision": BF16}),
+    "masters that are offloaded": (
+        {"data": {"zero": 3}},
+        {"data": {"zero": 2, "offload": {"optimizer": "cpu"}}, "precision": BF16},
+    ),
+    "loss scale": ({"data": {"zero": 1}, "precision": FP16}, {"precision": FP16}),
+    "adapters": ({"data": {"zero": 3}, "adapters": LORA}, {"data": {"zero": 1}, "adapters": LORA}),
+    "lower": ({"data": {"zero": 2}, "lower": True}, {"data": {"zero": 3}, "lower": True, **STAGES}),
+    "recomputation": ({"data": {"zero": 3}, "checkpoint": [{"match": "layers.*", "save": []}]}, {}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_with_other_sections(name: str) -> None:
+    """There and back: the same weights, and then the same step as the engine's that never moved, to the bit."""
+    first, second = BESIDE[name]
+    source, split = model(), {"mesh": {"dp": 2, "tp": 2}, "shard": TP}
+    specs = (
+        {"mesh": {"dp": 4}, **first},
+        {**({"mesh": {"pp": 2, "dp": 2}} if "pipeline" in second else split), **second},
+    )
+    old, new = (shardc.compile(source, batch(), {"shardc": 1, **spec}) for spec in specs)
+    moves_there_and_back(old, new, source, [batch(i) for i in range(3)])
+
+
+def moves_there_and_back(old: Program, new: Program, source: nn.Module, batches: list[Any]) -> None:
+    def work(mesh: LoopbackMesh) -> None:
+        engine = old.engine(source, adamw, mesh=mesh)
+        for each in batches[:-1]:
+            engine.step(each)
+        there = engine.to(new)
+        same(engine, there)
+        back = there.to(old)
+        assert torch.equal(back.step(batches[-1]), engine.step(batches[-1]))
+        same(engine, back)
+        if engine.scaler is not None:
+            assert engine.scaler.state_dict() == back.scaler.state_dict()
+
+    loopback(old.mesh, work)
+
+
+def test_a_stack_of_experts() -> None:
+    """Each expert's weights are parameters under one plan, and one stack of all under the other."""
+    torch.manual_seed(0)
+    source, ids = expert_loops.Model(expert_loops.STYLES["Mixtral"]), torch.arange(24).view(4, 6) % expert_loops.VOCAB
+    experts = [{"match": "moe", "axis": "ep"}]
+    specs = (
+        {"mesh": {"dp": 4}, "data": {"zero": 3}},
+        {"mesh": {"dp": 2, "ep": 2}, "experts": experts, "data": {"zero": 1}},
+    )
+    old, new = (shardc.compile(source, (ids,), {"shardc": 1, **spec}, prove=False) for spec in specs)
+    assert [any(p.members for p in program.params) for program in (old, new)] == [False, True]
+    moves_there_and_back(old, new, source, [(ids,), (ids.flip(0),)])
+
+
+def test_tokens_from_another_plan() -> None:
+    """Of training at ZeRO 3, on weights split for generating, after every step."""
+    source, rows = zoo.llama()
+    zero = shardc.compile(source, rows, {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": 3}}, prove=False)
+    split = shardc.compile(source, rows, {"shardc": 1, "mesh": {"tp": 2}, "shard": WEIGHTS}, prove=False)
+    prompts = [[5, 6, 7], [9, 8, 7, 6]]
+
+    def work(mesh: LoopbackMesh) -> None:
+        engine = zero.engine(source, lambda ps: torch.optim.SGD(ps, lr=0.5), mesh=mesh)
+        writer, made = engine.to(split, optimizer=None), []
+        for _ in range(3):
+            engine.weights_to(writer)
+            made.append(writer.generate(prompts, 8))
+            assert made[-1] == engine.generate(prompts, 8)
+            engine.step(rows)
+        assert made[0] != made[2]
+
+    loopback(zero.mesh, work)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_modules(zero: int) -> None:
+    """A loop of one's own gives its weights to an engine, and takes them back."""
+    old, new, source = small(zero=zero, dp=4), small(dp=2, tp=2), two()
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = old.module(source, mesh=mesh)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        engine = new.engine(source, lambda ps: torch.optim.SGD(ps, lr=0.1), mesh=mesh.seen_as(new.mesh))
+        for _ in range(2):
+            module(**module.local(PAIR)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            module.weights_to(engine)
+            same(module, engine)
+            loss = engine.step(PAIR)
+            engine.weights_to(module)
+            same(module, engine)
+            assert float(module(**module.local(PAIR)).detach()) < float(loss)
+        with pytest.raises(ShardcError, match="a dict holds no weights"):
+            engine.weights_to({})
+
+    loopback(old.mesh, work)
