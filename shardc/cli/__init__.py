@@ -15,6 +15,7 @@ device, rules, spec         devices that programs are priced for; rules of ops, 
 compile_once                under torchrun, one process of a machine compiles for all
 run_folder                  the temporary folder of a run; save_lock: one run at a time saves to a folder
 lasting_output              output that ends before the run does
+hidden_modules              files that are named as a module that shardc imports
 elsewhere                   where options of other trainers are written here
 rank_errors                 an error that all ranks have alike is printed once; user_frames: of the user's code alone
 """

@@ -30,6 +30,7 @@ from torch.utils.data import Dataset
 
 from shardc import text_file
 from shardc.artifact.model_source import WHOLE
+from shardc.cli import hidden_modules
 from shardc.cli.training_data import seed_everything
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
@@ -195,6 +196,7 @@ def _existing(
         raise ShardcError(f"this is a spec, where a {kind} is expected", where=ref, fix=fix)
     if path.suffix != ".py":
         raise ShardcError(f"a {kind} ends in .py", where=ref, fix=f"name {wanted}")
+    hidden_modules.check([path])
     return path
 
 

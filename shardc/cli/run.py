@@ -422,7 +422,7 @@ def _in_use(path: Path) -> bool:
 
 def start(job: Job, folder: Path, program: Program, show: Show) -> int:
     """Run the job, here as one rank of a given world, or as one process a rank. Returns the exit status."""
-    from shardc.cli import worker
+    from shardc.cli import hidden_modules, worker
     from shardc.runtime import launch
 
     file = folder / "job.json"
@@ -430,6 +430,7 @@ def start(job: Job, folder: Path, program: Program, show: Show) -> int:
     if job.joined:
         worker.main(str(file))
         return 0
+    hidden_modules.check_folder(Path.cwd())
     failed_first: list[int] = []
     command = [sys.executable, "-m", "shardc.cli.worker", str(file)]
     stdout = sys.stderr.fileno() if job.quiet else None
