@@ -102,10 +102,16 @@ class TorchMesh(RankMesh):
         self.watch = present.watch
 
     def seen_as(self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), lines: Iterable[str] = ()) -> TorchMesh:
-        """See RankMesh.seen_as. If this mesh joined the world, it is the new one that leaves it."""
-        made = TorchMesh(layout, axes, lines=lines, device=self.device, timeout=self._timeout, record=self.recording)
-        made.owner, self.owner = self.owner, False
-        return made
+        """See RankMesh.seen_as."""
+        options: dict[str, Any] = {"device": self.device, "timeout": self._timeout, "record": self.recording}
+        return TorchMesh(layout, axes, lines=lines, **options)
+
+    def hand_over(self, other: TorchMesh) -> None:
+        """Another mesh of this world takes this one's place: it leaves the world, and watches, instead of it."""
+        other.owner, self.owner = self.owner or other.owner, False
+        if self.watch is not None:
+            self.watch.stop()
+            self.watch = None
 
     def _connect(self, axes: Iterable[tuple[str, ...]]) -> None:
         """Make all process groups. Collective."""

@@ -386,6 +386,8 @@ class Engine(EngineState):
         other = Engine(program, state.blank(program), seed=self.rng.seed, mesh=seen_as(self.mesh, program), **options)
         other._takes, other._skeleton, other._folder = self._takes, self._skeleton, self._folder
         self._move_to(other)
+        if isinstance(self.mesh, TorchMesh):
+            self.mesh.hand_over(other.mesh)
         return other
 
     # --- training
