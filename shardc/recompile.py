@@ -12,7 +12,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -222,9 +222,16 @@ def _modes(model: nn.Module, modes: dict[str, bool]) -> Iterator[None]:
     """While open, the model is in the modes in which it was compiled: it may have been switched since."""
     now = {n: m.training for n, m in model.named_modules()}
     try:
-        for name, module in model.named_modules():
-            module.training = modes.get(name, module.training)
+        _switch(model, modes)
         yield
     finally:
-        for name, module in model.named_modules():
-            module.training = now[name]
+        _switch(model, now)
+
+
+def _switch(model: nn.Module, modes: Mapping[str, bool]) -> None:
+    """By the modules' own `train()`, which may set more than `training`; whatever it leaves, the modes are these."""
+    for name, module in model.named_modules():
+        if module.training != modes.get(name, module.training):
+            module.train(modes[name])
+    for name, module in model.named_modules():
+        module.training = modes.get(name, module.training)

@@ -56,6 +56,7 @@ from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.mean_counts import MeanCounts
 from shardc.runtime.step.new_schedule import NewSchedule
 from shardc.runtime.step.stepped_once import SteppedOnce
+from shardc.runtime.step.whole_shapes import groups_of_whole, regroup
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
@@ -288,6 +289,7 @@ class Engine(EngineState):
         trained = param_groups.NamedParameters.of(self.program, shown) if matrices is None else matrices.pairs
         if not trained:
             return None
+        of_whole = groups_of_whole(make, trained, self.program) if matrices is None else None
         try:
             with text_numbers.refused("optimizer"):
                 returned = make(trained)
@@ -296,8 +298,13 @@ class Engine(EngineState):
                 raise
             what = "an optimizer got no parameter on this rank: with a pipeline, ranks have those of their stages"
             fix = "leave an optimizer out of the list where it would have none"
+            if of_whole is not None:
+                what = "an optimizer got no parameter on this rank, where it would get some of the whole shapes"
+                fix = "choose an optimizer's parameters by their names, not by p.shape: it is that of a rank's part"
             raise ShardcError(what, where="optimizer", fix=fix) from e
         optimizer = as_one(returned)
+        if of_whole is not None:
+            regroup(optimizer, of_whole, trained)
         param_groups.check_optimizer(optimizer)
         if left := param_groups.not_trained(optimizer, trained):
             if not param_groups.trains_any(optimizer, trained):

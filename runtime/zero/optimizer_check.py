@@ -44,13 +44,15 @@ _SLACK = {torch.float64: 1e-9, torch.float32: 1e-3}
 class ParamSharding:
     """How a parameter is sharded. dims: those that are split; () = each rank has a stretch of its elements.
 
-    why, where, instead: for errors: the reason, its place, and what to do other than take another optimizer.
+    why, where, instead: for errors: the reason, its place, and what to do other than take another optimizer. shape: of
+    the whole parameter, where what the optimizer has is a stretch already (a module's at ZeRO >= 1).
     """
 
     dims: tuple[int, ...]
     why: str
     where: str
     instead: str
+    shape: tuple[int, ...] | None = None
 
     def parts(self, x: Tensor) -> list[Tensor]:
         """Two parts in each dim, of unequal size, perhaps empty."""
@@ -223,6 +225,7 @@ def _sharding(program: Program, p: Param, runs: Mapping[str, Run]) -> ParamShard
             f"data.zero: {program.buckets[p.bucket].zero} gives each rank a part of them",
             "data.zero",
             "write data.zero: 0",
+            tuple(runs[p.name].shape),
         )
     axes = {s.dim: a for a, s in p.layout.shards() if program.mesh.size(a) > 1}
     if p.members and not axes:
@@ -327,8 +330,9 @@ class TrialCopy:
         for i, group in enumerate(optimizer.param_groups):
             members: dict[Any, _Member] = {}
             for p in group["params"]:
-                shape = tuple(min(n, _SIDE) for n in p.shape)
                 sharding = (shardings or {}).get(p)
+                whole = sharding.shape if sharding is not None and sharding.shape is not None else p.shape
+                shape = tuple(min(n, _SIDE) for n in whole)
                 kind = shape, sharding.dims if sharding is not None else None
                 members.setdefault(kind, _Member(i, shape, p, sharding))
             self.members += members.values()
@@ -380,9 +384,16 @@ class TrialCopy:
         """State that the optimizer makes in its constructor, of the small shape."""
         for key, state in self._made.get(m.like, {}).items():
             alike = has_param_shape(key, state, m.like)
-            small = m.parts(state[tuple(slice(n) for n in m.shape)], cut=cut) if alike else [state] * len(parts)
+            small = m.parts(_small(state, m.shape), cut=cut) if alike else [state] * len(parts)
             for p, x in zip(parts, small, strict=True):
                 self.optimizer.state[p][key] = copy.deepcopy(x)
+
+
+def _small(state: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The beginning of a parameter's state, in a small shape; state: of the whole parameter, or of a stretch of it."""
+    if state.dim() == len(shape) and all(n <= m for n, m in zip(shape, state.shape, strict=True)):
+        return state[tuple(slice(n) for n in shape)]
+    return torch.cat([state.reshape(-1), state.new_zeros(math.prod(shape))])[: math.prod(shape)].reshape(shape)
 
 
 class _OneByOne(TrialCopy):

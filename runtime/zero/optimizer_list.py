@@ -29,9 +29,10 @@ class OptimizerList(Optimizer):
         # without Optimizer.__init__: that would make groups of its own
         self.members, self.returned = tuple(members), returned
         self._empty = [m for m in members if not _holds(m)]  # on this rank; they count their steps all the same
-        self._read()
+        self.read_groups()
 
-    def _read(self) -> None:
+    def read_groups(self) -> None:
+        """Take the members' groups and states as they are now."""
         self.param_groups = [group for m in self.members for group in m.param_groups]
         self.defaults = {k: v for m in self.members for k, v in m.defaults.items()}
         self.state = _States(self.members)  # type: ignore[assignment]
@@ -51,7 +52,7 @@ class OptimizerList(Optimizer):
             m.load_state_dict(
                 {"state": {n: s for n, s in state_dict["state"].items() if n in numbers}, "param_groups": own}
             )
-        self._read()
+        self.read_groups()
 
     def __repr__(self) -> str:
         return f"[{', '.join(map(repr, self.members))}]"

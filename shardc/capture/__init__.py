@@ -131,7 +131,7 @@ def capture(
                 branches=branches,
             )
         program.notes += proof.notes
-        program.evaluates = proof.evaluates if branches else "alike"
+        program.evaluates = proof.evaluates if branches or proof.evaluates == "otherwise" else "alike"
     if program.evaluates == "otherwise":
         program.notes += (_evaluates(list(reads.training.values())),)
     return program
@@ -161,7 +161,12 @@ def check_forward(forward: object) -> None:
 
 
 def _evaluates(places: list[Source]) -> str:
-    """The note on branches on `self.training`."""
+    """The note on what evaluates otherwise. places: the lines of forward that read `self.training`."""
+    if not places:
+        return (
+            "the model does something else in eval mode, by a hook, or by what its train() sets: `evaluate` compiles"
+            " the model in that mode when it is first called"
+        )
     lines = ", ".join(p.line for p in places[:3]) + f" and {len(places) - 3} more" * (len(places) > 3)
     code = f" ({places[0].code})" if len(places) == 1 else ""
     return (

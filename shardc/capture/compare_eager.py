@@ -3,8 +3,9 @@
 Both run in the captured dtype, on the model's own weights if it has any, else on small random ones, from the same state
 of torch's random generator: a captured graph has the same random ops in the same order, so dropout may stay on.
 
-Where forward has branches of its own on `self.training`, or drops out, the graph is compared once more: with dropout
-and batch norm switched, as a program evaluates, against the model in eval mode.
+The graph of a model that trains is compared once more: with dropout and batch norm switched, as a program evaluates,
+against the model in eval mode. Forward may have branches of its own on `self.training`, hooks may, and its own
+`train()` may switch whatever it likes.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def prove(
 ) -> Proof:
     """Compare the captured graph with `eager(batch) -> (loss, *what stands beside it)`, which runs the user's model. Of
     a forward-only program the loss is None, there are no gradients, and buffers stay as they are.
-    changed: attributes that its forward sets. branches: forward has branches of its own on `self.training`. With them,
-    or with dropout, it is also run in eval mode, in which the model is left.
+    changed: attributes that its forward sets. branches: forward has branches of its own on `self.training`. A model
+    that trains is also run in eval mode, in which it is left.
 
     Raises ShardcError naming every tensor that differs.
     """
@@ -161,7 +162,7 @@ def prove(
     for o, value in zip(program.outputs, beside, strict=True):
         _compare(errors, "the output", o.name, value, outputs[o.name])
     errors.raise_any()
-    if want is None or (not branches and not (model.training and any(map(_drops, calls(program.graph))))):
+    if want is None or not (branches or model.training):
         return Proof(evaluates="alike")
     with (
         torch.no_grad()
@@ -171,8 +172,6 @@ def prove(
                 after[name] = after[name] * (1 + 0.1 * torch.rand(after[name].shape, generator=generator))
             buffer.copy_(after[name])
         evaluating = interpret_all(program, params, after, inputs, graph=_evaluating(program.graph))
-    for module in model.modules():
-        module.training = False
     with (
         torch.random.fork_rng(devices=[]),
         torch.enable_grad(),
@@ -182,12 +181,17 @@ def prove(
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         try:
+            model.eval()
             wanted = eager(whole)
+            if _alike(wanted, (evaluating[0], *evaluating[2].values())):
+                return Proof(evaluates="alike")
+            torch.manual_seed(1)
+            draws = not _alike(eager(whole), wanted)
         except Exception:  # in eval mode it may have no loss: who evaluates is told
             return Proof(evaluates="otherwise")
-    if _alike(wanted, (evaluating[0], *evaluating[2].values())):
-        return Proof(evaluates="alike")
-    return Proof(evaluates="otherwise") if branches else Proof((KEEPS_DROPOUT,), evaluates="alike")
+    if draws and not branches and any(map(_drops, calls(program.graph))):
+        return Proof((KEEPS_DROPOUT,), evaluates="alike")
+    return Proof(evaluates="otherwise")
 
 
 def _drops(node: fx.Node) -> bool:

@@ -23,6 +23,19 @@ from shardc.runtime.step.module import ShardedModule
 BATCH = {"x": torch.linspace(-1, 1, 64).view(8, 8).sin()}
 
 
+class OwnMode(nn.Module):
+    """Keeps its mode where nothing else looks."""
+
+    noisy = True
+
+    def train(self, mode: bool = True) -> OwnMode:
+        self.noisy = mode
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if self.noisy else x.tanh()
+
+
 class Net(nn.Module):
     """up, a middle part, down. kind: what the middle does."""
 
@@ -41,6 +54,8 @@ class Net(nn.Module):
             "rrelu": nn.RReLU(),
             "instance norm": nn.InstanceNorm1d(4, track_running_stats=True),
             "alpha dropout": nn.AlphaDropout(0.2),
+            "hook": nn.utils.spectral_norm(nn.Linear(4, 4)),
+            "own mode": OwnMode(),
             "spectral norm": nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
         }
         self.middle = middles.get(kind, nn.Identity())
@@ -103,9 +118,22 @@ def _first(output: Any, batch: Any) -> torch.Tensor:
     return y
 
 
-@pytest.mark.parametrize("prove", [True, False])
+@pytest.mark.parametrize("kind", ["hook", "own mode"])
+def test_what_forward_does_not_ask_is_told_too(kind: str) -> None:
+    model = net(kind)
+    program = capture(model, BATCH)
+    assert program.evaluates == "otherwise"
+    (note,) = program.notes
+    assert note.startswith("the model does something else in eval mode, by a hook, or by what its train() sets")
+    assert model.training
+    assert getattr(model.middle, "noisy", True)
+
+
 @pytest.mark.parametrize("how", ["engine", "module", "pipeline", "zero 3"])
-@pytest.mark.parametrize("kind", ["", "functional", *OTHERWISE[:-1]])
+@pytest.mark.parametrize(
+    ("kind", "prove"),
+    [*((k, p) for k in ["", "functional", *OTHERWISE[:-1]] for p in (True, False)), ("hook", True), ("own mode", True)],
+)
 def test_what_is_evaluated_is_the_model_in_eval_mode(kind: str, how: str, prove: bool) -> None:
     model = net(kind)
     spec: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"up": "column", "down": "row"}}

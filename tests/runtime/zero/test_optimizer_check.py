@@ -183,6 +183,31 @@ def test_an_optimizer_that_needs_a_closure_is_refused_as_what_it_is() -> None:
     loopback(program.mesh, work)
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(
+    ("make", "fits"),
+    [
+        (lambda ps: Decayed(ps, lr=0.1), False),
+        (lambda ps: torch.optim.Adagrad(ps, initial_accumulator_value=0.1), True),
+        (lambda ps: torch.optim.AdamW(ps), True),
+    ],
+)
+def test_stretches_of_a_module_are_tried_as_the_parameters_that_they_are_of(make: Any, fits: bool, zero: int) -> None:
+    program = shardc.compile(Two(), X, {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": zero}})
+
+    def work(mesh: Any) -> None:
+        module = program.module(Two(), mesh=mesh, broadcast=True)
+        optimizer = make(list(module.parameters()))
+        module(module.local(X)).backward()
+        if fits:
+            optimizer.step()
+        else:
+            with pytest.raises(ShardcError, match=r"the optimizer Decayed needs whole parameters: .*data.zero"):
+                optimizer.step()
+
+    loopback(program.mesh, work)
+
+
 @pytest.mark.parametrize(
     ("make", "whole", "products"),
     [
