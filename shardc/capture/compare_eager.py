@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.capture import patches
+from shardc.capture.side_effects import line_that_changes
 from shardc.errors import Errors, ShardcError
 from shardc.ir import source
 from shardc.ir.graph import calls, copy_graph
@@ -27,6 +28,7 @@ from shardc.ir.program import Program, Source
 from shardc.ir.types import op_name
 from shardc.passes.canonical.norm import BATCH_NORMS
 from shardc.runtime.step import op_errors
+from shardc.runtime.step.inputs import name_of
 from shardc.torch_private import FakeTensor, OpOverload, pytree
 from shardc.verify.reference import interpret_all, reach
 
@@ -103,6 +105,7 @@ def prove(
         named(model.named_buffers(remove_duplicate=False)),
     )
     before = {name: b.clone() for name, b in buffers.items()}
+    given = {name: x._version for name, x in inputs.items()}
     plain = {name: (x, x._version) for name, x in _plain_tensors(model)}
     trained = {p.name: params[p.fqn] for p in program.params if p.requires_grad}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
@@ -143,6 +146,11 @@ def prove(
     errors = Errors()
     if want is not None:
         _compare(errors, "the loss", "", want, got)
+    if errors.found and (
+        of_batch := {i.name: i.path for i in program.inputs if inputs[i.name]._version != given[i.name]}
+    ):
+        with torch.random.fork_rng(devices=[]), patches.swapped(model, tensors):
+            raise _changes_batch(of_batch, inputs, lambda: eager(whole))
     errors.raise_any()  # gradients that differ as well say nothing more
     # a gradient that is zero in exact arithmetic (an attention key's bias) is rounding on both sides: measured against
     # the largest
@@ -245,6 +253,23 @@ def _same_again(second: Sequence[Any], first: Sequence[Any], changed: Mapping[st
             where=place.line,
             fix="make it a buffer (register_buffer) that forward changes in place, or set it outside of forward",
         )
+
+
+def _changes_batch(
+    changed: Mapping[str, Sequence[Any]], inputs: Mapping[str, Tensor], run: Callable[[], Any]
+) -> ShardcError:
+    """Forward writes into the batch, so that another call with it is another loss. changed: inputs, and their paths.
+    run: the user's model once more.
+    """
+    place, _ = line_that_changes(lambda: [inputs[name]._version for name in changed], run)
+    code = f" ({place.code})" if place.code else ""
+    names = ", ".join(name_of(tuple(path)) for path in changed.values())
+    return ShardcError(
+        f"forward changes {names} of the batch in place{code}: whoever reads the batch again has other numbers, and a"
+        " program leaves it as it is",
+        where=place.line,
+        fix="make a new tensor: write `x = x - 3`, and not `x -= 3`; x = x.clone() before x[mask] = 0",
+    )
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

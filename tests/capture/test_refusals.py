@@ -537,3 +537,23 @@ def test_a_batch_that_does_not_fit_forward(batch: Any, what: str, fix: str) -> N
     assert e.value.what == f"the batch does not fit the model's forward(x): {what}"
     assert e.value.where.startswith("test_refusals.py:")
     assert fix in e.value.fix
+
+
+def test_a_batch_that_forward_changes_is_named() -> None:
+    class Shifts(nn.Module):
+        def __init__(self, shift: float) -> None:
+            super().__init__()
+            self.up, self.shift = nn.Linear(8, 8), shift
+
+        def forward(self, data: dict[str, Tensor]) -> Tensor:
+            x = data["x"]
+            x -= self.shift
+            x[:, :2] = 0  # comes to the same every time
+            return nn.functional.mse_loss(self.up(x), data["y"])
+
+    batch = {"data": {"x": torch.ones(8, 8), "y": torch.ones(8, 8)}}
+    with pytest.raises(ShardcError, match=r"forward changes data\.x of the batch in place \(x -= self\.shift\)") as e:
+        shardc.compile(Shifts(3.0), batch, {"shardc": 1, "mesh": {"dp": 2}})
+    assert e.value.where.startswith("test_refusals.py:")
+    assert "write `x = x - 3`" in e.value.fix
+    shardc.compile(Shifts(0.0), batch, {"shardc": 1, "mesh": {"dp": 2}})
