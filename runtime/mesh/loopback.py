@@ -147,7 +147,9 @@ class LoopbackMesh(RankMesh):
         self._ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def seen_as(self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), lines: Iterable[str] = ()) -> LoopbackMesh:
-        return LoopbackMesh(layout, self.rank, self._world)
+        made = LoopbackMesh(layout, self.rank, self._world)
+        made.device = self.device
+        return made
 
     def _exchange(self, axes: tuple[str, ...], name: str, item: Any, combine: Callable[[list[Any]], Sequence[T]]) -> T:
         if axes not in self._ranks:

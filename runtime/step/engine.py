@@ -387,6 +387,9 @@ class Engine(EngineState):
         if program.forward_only:
             what, fix = "the program is forward-only: it does not train", "engine.weights_to(program.forward(model))"
             raise ShardcError(what, where="engine.to", fix=fix)
+        if self._waiting:
+            what, fix = "gradients of engine.backward wait for an update", "call engine.update() first"
+            raise ShardcError(what, where="engine.to", fix=fix)
         engine_options.check_names("engine", Engine, options)
         wanted.check(Plan(self.program), Plan(program), all_buffers=True)
         options = {**self._options, "callbacks": self.callbacks, **options}

@@ -20,6 +20,7 @@ from tests import zoo
 from tests.runtime.generate.test_generate import WEIGHTS
 from tests.runtime.matrices.optimizers import SOAP
 from tests.runtime.reshard.test_pairs import ROWS, adamw, batch, model, program
+from tests.second_device import NAME, OnSecond, second_device
 from tests.zoo import expert_loops
 
 torch.set_num_threads(1)
@@ -156,6 +157,29 @@ def test_weights_for_a_forward_only_program_and_back() -> None:
     loopback(old.mesh, work)
 
 
+def test_on_another_device_than_the_cpu() -> None:
+    """Tensors of the device are packed there; AdamW's counts of steps, which are on the CPU, go along."""
+    old, new, source = small(zero=3, dp=4), small(tp=4), two()
+
+    def work(mesh: LoopbackMesh, name: str) -> list[float]:
+        mesh.device = torch.device(name)
+        engine = old.engine(source, adamw, mesh=mesh)
+        losses = [engine.step(PAIR)]
+        engine = engine.to(new)
+        losses.append(engine.step(PAIR))
+        writer = engine.to(old, optimizer=None)
+        engine.weights_to(writer)
+        losses.append(writer.evaluate(PAIR))
+        return [float(x.numbers if isinstance(x, OnSecond) else x) for x in losses]
+
+    def there(mesh: LoopbackMesh) -> list[float]:
+        with second_device():
+            return work(mesh, NAME)
+
+    expected = loopback(old.mesh, lambda mesh: work(mesh, "cpu"))
+    assert loopback(old.mesh, there) == [pytest.approx(each, rel=1e-6) for each in expected]
+
+
 @pytest.mark.parametrize("bucket", [64, 1000, 1 << 20])
 def test_rounds_are_bounded(bucket: int) -> None:
     """No rank sends more than two buckets at once, and each element still arrives."""
@@ -195,7 +219,11 @@ def test_what_cannot_go_is_refused() -> None:
             engine.to(another)
         with pytest.raises(ShardcError, match="optimizer AdamW, not SGD"):
             engine.to(tp, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
-        assert engine.to(tp).step_count == 1  # and the engine is as it was
+        engine.backward(PAIR)
+        with pytest.raises(ShardcError, match=r"gradients of .* wait for an update"):
+            engine.to(tp)
+        engine.update()
+        assert engine.to(tp).step_count == 2  # and the engine is as it was
 
     loopback(old.mesh, work)
 
