@@ -81,14 +81,17 @@ def tell_once(notes: Notes, told: set[str], tell: Callable[[str], None]) -> None
 
 @dataclass(frozen=True)
 class GlobalRead:
-    """A name of a Python module, or of a function around it, that the code of forward or of the loss has, with its
-    value when the model was captured. key: of a dict, in a tuple, whose value it is.
+    """A name of a Python module, of a function around it, or of an object, that the code of forward or of the loss has,
+    with its value when the model was captured. key: of a dict or a list, in a tuple, whose value it is. sets: that code
+    sets it, too. owner: whose name it is, if that is no Python module's.
     """
 
     namespace: Mapping[str, Any]
     name: str
     value: Any
     key: tuple[Any, ...] = ()
+    sets: bool = False
+    owner: str = ""
 
     @property
     def now(self) -> Any:
@@ -96,7 +99,9 @@ class GlobalRead:
         held = self.namespace.get(self.name, self.value)
         if not self.key:
             return held
-        return held.get(self.key[0], self.value) if isinstance(held, dict) else self.value
+        if type(held) is dict:
+            return held.get(self.key[0], self.value)
+        return held[self.key[0]] if type(held) in (list, tuple) and self.key[0] < len(held) else self.value
 
     @property
     def changed(self) -> bool:
@@ -105,6 +110,7 @@ class GlobalRead:
     def __str__(self) -> str:
         file = self.namespace.get("__file__")
         of = Path(file).name if isinstance(file, str) else self.namespace.get("__name__", "the model file")
+        of = self.owner or of
         return self.name + "".join(f"[{k!r}]" for k in self.key) + f" of {of}"
 
 

@@ -87,7 +87,11 @@ def capture(
     # Perhaps rows are chosen by values: of loops over experts.
     for sizes, rows in ((False, False), (True, False), (True, True)):
         try:
-            with side_effects.unchanged(model) as changes, attribute_reads.recorded(model, changes) as reads:
+            with (
+                side_effects.unchanged(model) as changes,
+                attribute_reads.recorded(model, changes) as reads,
+                global_reads.of_environment() as environment,
+            ):
                 exported = export(model, leaves, loss, forward, sizes=sizes, rows=rows)
             break
         except ShardcError as e:
@@ -101,7 +105,9 @@ def capture(
     program = lift(model, leaves, exported, with_loss=forward is None)
     program.notes = exported.notes + tuple(_counts(*each) for each in reads.set_too(changes).items())
     program.baked = tuple(leaves.constants)
-    unchanged = [g for g in read_before if not g.changed]
+    unchanged = [*environment, *(g for g in read_before if not g.changed and not g.sets)]
+    counted = {str(g): Source() for g in read_before if g.changed and type(g.value) in (int, float)}
+    program.notes += tuple(_counts(*each) for each in counted.items())
     program.check_attributes = Attributes(model, reads.values, unchanged, _constants(program)).check
     if forward is None:
         program.eval_mode = not model.training and reads.acts_otherwise(model)
@@ -127,7 +133,7 @@ def capture(
                 model,
                 batch,
                 lambda b: _eager(model, Leaves(b), loss, forward),
-                changes.set,
+                changes.set | counted,
                 branches=branches,
             )
         program.notes += proof.notes
@@ -176,9 +182,10 @@ def _evaluates(places: list[Source]) -> str:
 
 
 def _counts(name: str, place: Source) -> str:
-    """The note on a number among the attributes which forward reads and sets."""
+    """The note on a number which forward reads and sets."""
+    where, code = (f"{place.line}: ", f" ({place.code})") if place.line else ("", "")
     return (
-        f"{place.line}: forward sets {name!r}, which it reads ({place.code}): a program sees its first value, and"
+        f"{where}forward sets {name!r}, which it reads{code}: a program sees its first value, and"
         " what depends on later ones stays as in the first call"
     )
 

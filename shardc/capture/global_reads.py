@@ -1,5 +1,5 @@
-"""Numbers and texts that forward and the loss read of the Python modules that their code stands in, and of functions
-around them: a program has their values of capture.
+"""Numbers and texts that forward and the loss read of the Python modules that their code stands in, of functions around
+them, of a loss that is an object, and of the environment: a program has their values of capture.
 
     SCALE = 1.0
     CONFIG = {"rate": 0.5}
@@ -7,8 +7,10 @@ around them: a program has their values of capture.
     def forward(self, x):
         return self.up(x) * SCALE * CONFIG["rate"]     a later `SCALE = 2.0` would change nothing: it is told
 
-Found in the bytecode of forward, and of the functions and methods of the user's that it names; what they set themselves
-changes with every call of the model, and does not count.
+Found in the bytecode of forward, and of the functions and methods of the user's that it names. What they set themselves
+changes with every call of the model: a number of those is a counter, which is told when the model is compiled. Plain
+attributes of the model's modules are seen when they are read (attribute_reads); of theirs, only lists and dicts count
+here.
 """
 
 from __future__ import annotations
@@ -16,10 +18,15 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
+from unittest import mock
 
 from torch import nn
 
@@ -28,9 +35,11 @@ from shardc.runtime.step.user_changes import GlobalRead
 
 #: Values that are compared by what they are; so are those of them that a dict has.
 PLAIN = (bool, int, float, str, type(None))
-#: Entries of a dict that are looked at.
+#: Entries of a dict or a list that are looked at.
 MOST = 64
-OF_SELF = "attribute of the first argument"
+OF_SELF, SET_OF_SELF = "attribute of the first argument", "it is set"
+#: The files of os.environ's own methods.
+_OF_ENVIRON = (os.__file__, sys.modules[Mapping.__module__].__file__, Mapping.get.__code__.co_filename)
 _WRAPPERS = (FunctionType, staticmethod, classmethod)
 
 
@@ -56,6 +65,31 @@ class _Closure(Mapping[str, Any]):
         return len(self._cells)
 
 
+class _Attributes(Mapping[str, Any]):
+    """The attributes of an object and of its classes, as they are now. It does not keep the object alive, if that can
+    be told; there are none of one that is gone.
+    """
+
+    def __init__(self, thing: Any) -> None:
+        try:
+            self._thing: Callable[[], Any] = weakref.ref(thing)
+        except TypeError:
+            self._thing = lambda: thing
+
+    def __getitem__(self, name: str) -> Any:
+        thing = self._thing()
+        for space in (getattr(thing, "__dict__", {}), *map(vars, type(thing).__mro__)):
+            if name in space:
+                return space[name]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(getattr(self._thing(), "__dict__", {}))
+
+    def __len__(self) -> int:
+        return len(getattr(self._thing(), "__dict__", {}))
+
+
 def of(model: nn.Module, *functions: Any) -> list[GlobalRead]:
     """What the forwards of a model's modules, and these functions, name: perhaps in branches that never run."""
     walk = _Walk()
@@ -64,22 +98,57 @@ def of(model: nn.Module, *functions: Any) -> list[GlobalRead]:
     for function in functions:
         walk.function(function, None)
     found = {(id(space), name): (space, name) for space, name in walk.read}
-    return [
+    reads = [
         read
         for key, (space, name) in found.items()
-        if key not in walk.written and name in space
-        for read in _reads(space, name)
+        if name in space
+        for read in _reads(space, name, sets=key in walk.written)
     ]
+    modules = {id(m): (path, m) for path, m in model.named_modules()}
+    objects = {id(x): (None, x) for x in walk.objects}
+    for path, thing in {**objects, **modules}.values():
+        own = _Attributes(thing)
+        owner = f"{type(thing).__name__}()" if path is None else path or "the model"
+        for name in walk.attributes.get(type(thing), {}):
+            if name in own:
+                sets = name in walk.attributes_written.get(type(thing), ())
+                reads += [r for r in _reads(own, name, sets=sets, owner=owner) if r.key or path is None]
+    return reads
 
 
-def _reads(space: Mapping[str, Any], name: str) -> Iterator[GlobalRead]:
+def _reads(space: Mapping[str, Any], name: str, *, sets: bool, owner: str = "") -> Iterator[GlobalRead]:
     value = space[name]
     if type(value) in PLAIN:
-        yield GlobalRead(space, name, value)
-    elif type(value) is dict and len(value) <= MOST:
-        for key, entry in value.items():
+        yield GlobalRead(space, name, value, (), sets, owner)
+    elif type(value) in (dict, list, tuple) and len(value) <= MOST:
+        for key, entry in value.items() if type(value) is dict else enumerate(value):
             if type(key) in PLAIN and type(entry) in PLAIN:
-                yield GlobalRead(space, name, entry, (key,))
+                yield GlobalRead(space, name, entry, (key,), sets, owner)
+
+
+@contextmanager
+def of_environment() -> Iterator[list[GlobalRead]]:
+    """While open, what the user's code reads of os.environ; None for what is not in it."""
+    found: dict[str, GlobalRead] = {}
+    environ = type(os.environ)
+    plain = environ.__getitem__
+
+    def read(self: Any, name: str) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename in _OF_ENVIRON:
+            frame = frame.f_back
+        try:
+            value = plain(self, name)
+        except KeyError:
+            value = None
+        if source.is_users(frame.f_code.co_filename):
+            found.setdefault(name, GlobalRead(os.environ, name, value, owner="the environment"))
+        return plain(self, name)
+
+    reads: list[GlobalRead] = []
+    with mock.patch.object(environ, "__getitem__", read):
+        yield reads
+    reads += found.values()
 
 
 @dataclass
@@ -88,6 +157,9 @@ class _Walk:
 
     read: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)
     written: set[tuple[int, str]] = field(default_factory=set)
+    objects: list[Any] = field(default_factory=list)
+    attributes: dict[type, dict[str, None]] = field(default_factory=dict)
+    attributes_written: dict[type, set[str]] = field(default_factory=dict)
     _seen: set[tuple[CodeType, type | None]] = field(default_factory=set)
 
     def method(self, kind: type, name: str) -> None:
@@ -101,7 +173,14 @@ class _Walk:
         while issubclass(type(function), functools.partial):
             function = function.func
         # by its type: isinstance would ask a proxy for its __class__
+        if issubclass(type(function), MethodType):
+            self.objects.append(function.__self__)
+            function, kind = function.__func__, type(function.__self__)
         if not issubclass(type(function), _WRAPPERS):
+            if source.is_users(getattr(sys.modules.get(type(function).__module__), "__file__", None) or "<none>"):
+                self.objects.append(function)
+                for name in ("forward", "__call__"):
+                    self.method(type(function), name)
             return
         kind = None if isinstance(function, staticmethod) else kind
         function = inspect.unwrap(function)
@@ -124,7 +203,10 @@ class _Walk:
                 self.read.append((closure, name))
                 self.function(closure[name], None)
             elif kind is not None and op == OF_SELF:
+                self.attributes.setdefault(kind, {})[name] = None
                 self.method(kind, name)
+            elif kind is not None and op == SET_OF_SELF:
+                self.attributes_written.setdefault(kind, set()).add(name)
 
 
 def _names(code: CodeType, first: str, *, inside: bool = False) -> Iterator[tuple[str, str]]:
@@ -137,7 +219,8 @@ def _names(code: CodeType, first: str, *, inside: bool = False) -> Iterator[tupl
         if i.opname in ("EXTENDED_ARG", "CACHE"):
             continue
         if isinstance(i.argval, str):
-            yield OF_SELF if of_self and i.opname in ("LOAD_ATTR", "LOAD_METHOD") else i.opname, i.argval
+            kind = {"LOAD_ATTR": OF_SELF, "LOAD_METHOD": OF_SELF, "STORE_ATTR": SET_OF_SELF}.get(i.opname)
+            yield kind if of_self and kind is not None else i.opname, i.argval
         loaded = i.argval[-1] if isinstance(i.argval, tuple) and i.argval else i.argval  # two loads in one op
         of_self = i.opname.startswith(loads) and bool(first) and loaded == first
     for constant in code.co_consts:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-from typing import Any
+import os
+from typing import Any, cast
 
 import pytest
 import torch
@@ -368,6 +369,80 @@ def test_names_of_the_file_that_forward_reads_are_told(
     monkeypatch.setitem(TABLE, "rate", 0.125)  # in place
     loopback(program.mesh, step)
     assert capfd.readouterr().err.count("TABLE['rate'] of") == 1
+
+
+COUNTS = {"calls": 0}
+
+
+class Weighted:
+    """A loss that is an object."""
+
+    power = 1.0
+
+    def __init__(self) -> None:
+        self.alpha = 1.0
+
+    def __call__(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return output.square().mean() * self.alpha * self.power
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.factors, self.rates = nn.Linear(8, 8), [1.0, 2.0], {"out": 1.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = float(os.environ.get("SHARDC_TEST_SCALE", "1"))
+        return cast(torch.Tensor, self.up(x) * self.factors[1] * self.rates["out"] * scale)
+
+
+def test_settings_of_a_loss_object_lists_dicts_and_the_environment_are_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, loss, box = nn.Sequential(Lists()), Weighted(), [1.0]
+    monkeypatch.delenv("SHARDC_TEST_SCALE", raising=False)
+
+    def boxed(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return loss(output, batch) * box[0]
+
+    program = shardc.compile(model, {"input": BATCH["x"]}, {"shardc": 1, "mesh": {"dp": 1}}, loss=boxed)
+    engine = Engine(program, model)
+    engine.evaluate({"input": BATCH["x"]})
+    assert "compiled; now" not in capfd.readouterr().err
+    layer = cast(Lists, model[0])
+    layer.factors[1], layer.rates["out"], loss.alpha, box[0] = 3.0, 3.0, 3.0, 3.0
+    monkeypatch.setattr(Weighted, "power", 3.0)
+    monkeypatch.setenv("SHARDC_TEST_SCALE", "3")
+    engine.evaluate({"input": BATCH["x"]})
+    told = capfd.readouterr().err
+    of_file = "test_attribute_reads.py"
+    names = [
+        "factors[1] of 0",
+        "rates['out'] of 0",
+        "alpha of Weighted()",
+        "power of Weighted()",
+        f"box[0] of {of_file}",
+    ]
+    for name in [*names, "SHARDC_TEST_SCALE of the environment"]:
+        assert told.count(f"note: {name}: the code of forward or of the loss names it, and it was ") == 1
+    assert told.count("note: ") == 6
+
+
+def counting(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    COUNTS["calls"] += 1
+    return output.square().mean() * (100 if COUNTS["calls"] > batch["late"] else 1)
+
+
+def test_counters_in_a_dict_are_notes_and_errors_where_the_next_call_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(COUNTS, "calls", 0)
+    spec, model, x = {"shardc": 1, "mesh": {"dp": 1}}, nn.Linear(8, 8), BATCH["x"]
+    (note,) = shardc.compile(model, {"input": x, "late": 100}, spec, loss=counting).notes
+    assert note.startswith("forward sets \"COUNTS['calls'] of test_attribute_reads.py\", which it reads")
+    COUNTS["calls"] = 0
+    with pytest.raises(ShardcError, match=r"returns another loss when it is called again: its forward sets .*COUNTS"):
+        shardc.compile(model, {"input": x, "late": 2}, spec, loss=counting)
 
 
 OF_ANOTHER, OF_ITS_OWN, OF_WRAPPED = 1.0, 2.0, 3.0
