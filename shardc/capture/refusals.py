@@ -80,6 +80,13 @@ CAUSES = (
         raised=DATA,
         code=r"layer_?drop|dropout_probability|skip_the_layer|drop_prob",
     ),
+    Cause(
+        f"module dropout leaves out adapters at random, and draws where its rate is 0, too: a branch {DEPENDS}",
+        "call model.eval() before compiling, if the model has no other dropout: it trains all the same. Else call"
+        " eval() on these layers alone, which are the modules with a `module_dropout`",
+        raised=DATA,
+        code=r"module_dropout",
+    ),
     Cause(f"the loop over experts {DEPENDS}", EXPERTS, raised=DATA, code=r"expert"),
     Cause(
         f"the loop over experts {DEPENDS}", EXPERTS, op=r"nonzero|item|^where$|^index$|masked_select", code=r"expert"

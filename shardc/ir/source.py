@@ -13,6 +13,7 @@ import linecache
 import re
 import sys
 import sysconfig
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,12 +95,19 @@ def of_exception(error: BaseException) -> Source:
         place = Source()
         tb = e.__traceback__
         while tb is not None:
-            if is_models(tb.tb_frame.f_code.co_filename):
-                place = of_frame(tb.tb_frame, tb.tb_lineno)
+            if is_models(name := tb.tb_frame.f_code.co_filename):
+                place = replace(of_frame(tb.tb_frame, tb.tb_lineno), line=f"{_in_package(name)}:{tb.tb_lineno}")
             tb = tb.tb_next
         if place.line:
             return place
     return Source()
+
+
+def _in_package(filename: str) -> str:
+    """peft/tuners/loha/layer.py of an installed package; the name alone of a file of the user's."""
+    parts = Path(filename).parts
+    begin = max((i + 1 for i, part in enumerate(parts) if part in _PACKAGES), default=len(parts) - 1)
+    return "/".join(parts[begin:])
 
 
 def loops_of_node(node: fx.Node) -> str:

@@ -557,3 +557,24 @@ def test_a_batch_that_forward_changes_is_named() -> None:
     assert e.value.where.startswith("test_refusals.py:")
     assert "write `x = x - 3`" in e.value.fix
     shardc.compile(Shifts(0.0), batch, {"shardc": 1, "mesh": {"dp": 2}})
+
+
+def test_module_dropout_of_peft() -> None:
+    """It draws where its rate is 0, too."""
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    model = peft.get_peft_model(model, peft.LoHaConfig(target_modules=["0"], r=4))
+    batch, spec = {"input": torch.ones(8, 8)}, {"shardc": 1, "mesh": {"dp": 2}}
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return output.square().mean()
+
+    with pytest.raises(ShardcError, match="module dropout leaves out adapters at random") as e:
+        shardc.compile(model, batch, spec, loss=loss)
+    assert e.value.where.startswith("peft/tuners/loha/layer.py:")
+    for layer in model.modules():
+        if hasattr(layer, "module_dropout"):
+            layer.eval()
+    program = shardc.compile(model, batch, spec, loss=loss)
+    assert not program.eval_mode
+    assert "dropout" in str(program)
