@@ -293,6 +293,12 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             b.name: self.get_buffer(b.fqn) if b.fqn else self._constants[b.name] for b in self._running.program.buffers
         }
 
+    def train(self, mode: bool = True) -> ShardedModule:
+        """As of any module. Of a program of a model in eval mode it is told, once, that this brings no dropout back."""
+        if mode and (r := self._running).program.eval_mode:
+            user_changes.tell_once({"module.train()": user_changes.EVAL_MODE}, r.told, r.tell)
+        return super().train(mode)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The global loss of this rank's part of a batch; (loss, {name: value}) if the loss function names values
         beside it, as Engine.step gives them. Raises ShardcError for another part than was compiled.

@@ -509,6 +509,8 @@ def test_a_model_in_eval_mode_is_told(rate: float, capfd: pytest.CaptureFixture[
     loopback(program.mesh, lambda mesh: Engine(program, model, mesh=mesh).step(BATCH))
     loopback(program.mesh, lambda mesh: ShardedModule(program, model, mesh=mesh)(BATCH["x"].chunk(2)[mesh.rank]))
     assert capfd.readouterr().err.count("call model.train() before compiling") == (2 if rate else 0)
+    loopback(program.mesh, lambda mesh: ShardedModule(program, model, mesh=mesh).eval().train().train())
+    assert capfd.readouterr().err.count("note: module.train(): the model was in eval mode when") == (1 if rate else 0)
     model.train()
     if rate:
         with pytest.raises(ShardcError, match=r"model.train\(\): the model was in eval mode when it was compiled, and"):
