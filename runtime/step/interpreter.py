@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -76,6 +77,16 @@ def _overlapped(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
+def _in_place(graph: fx.Graph, program: Program) -> fx.Graph:
+    """A copy of a graph that writes to a cache where it stands, as nothing else looks at what was there."""
+    copy, caches = copy_graph(graph), {b.name for b in program.buffers if b.cache}
+    for node in copy.find_nodes(op="call_function", target=torch.ops.aten.index_copy.default):
+        written = node.args[0]
+        if written.name in caches and len(written.users) == 1:
+            node.target = torch.ops.aten.index_copy_.default
+    return copy
+
+
 def runnable(
     stage: Stage,
     device: torch.device,
@@ -89,6 +100,8 @@ def runnable(
     offloaded: where regions with `offload: cpu` keep tensors until backward. divided: backward comes in two
     (shardc.runtime.step.split_backward), and that of weights is late anyway."""
     graph = stage.graph if divided else _overlapped(stage.graph)
+    if any(b.cache for b in program.buffers):
+        graph = _in_place(graph, program)
     if device.type != "cpu":
         graph = on_device(graph, device)
     with _WRITING:
@@ -262,10 +275,13 @@ class Interpreter:
 
     def _forward(self, values: Values, *, keep_outputs: bool = True) -> Run:
         """keep_outputs: keep what stands beside the loss."""
-        actions = schedule.forward_only(self.schedule, tuple(self.edges.values())).actions[self.at]
-        run = Run(self, values, actions, None, keep_outputs=keep_outputs)
+        run = Run(self, values, self._forward_actions, None, keep_outputs=keep_outputs)
         run.go()
         return run
+
+    @cached_property
+    def _forward_actions(self) -> Sequence[Action]:
+        return schedule.forward_only(self.schedule, tuple(self.edges.values())).actions[self.at]
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
         """The step's loss, of the summands that this rank has."""

@@ -1,0 +1,134 @@
+"""Seconds a token of a Llama that generates on two processes over gloo: with a cache, without one, and transformers'
+own tensor parallelism (`tp_plan`), each greedy, of one prompt and of four.
+
+    .venv/bin/python tests/bench/generate.py
+
+Contenders take turns in the same two processes, of one thread each; the medians of ROUNDS rounds. Without a cache, a
+token takes a forward of all that are there by then: timed are the last ones. Prints a table for docs/generation.md.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import shardc  # noqa: E402
+from shardc.ir.generation import Generation  # noqa: E402
+
+HIDDEN, LAYERS, VOCAB, PROMPT, TOKENS, ROUNDS = 384, 6, 8192, 128, 128, 5
+#: Without a cache: so many of the last tokens.
+LAST = 8
+
+
+def config() -> Any:
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
+    return LlamaConfig(**sizes, **heads, eos_token_id=None)
+
+
+def contenders(folder: Path) -> dict[str, Callable[[list[list[int]]], tuple[Any, int]]]:
+    """{name: what generates after each prompt, and says how many tokens}."""
+    from transformers import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    ids = torch.zeros(4, 32, dtype=torch.int64)
+    spec = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}}
+    program = shardc.compile(model, {"input_ids": ids, "labels": ids}, spec, prove=False)
+    engine, without = (program.engine(model, None) for _ in range(2))
+    resize: Any = program.resize
+
+    class Without:
+        """Compiles as ever, but knows of no cache."""
+
+        def generating(self, *_: Any) -> Generation:
+            return Generation(None)
+
+        def whole(self, *args: Any) -> Any:
+            return resize.whole(*args)
+
+    without._generator.program = shardc.compile(model, {"input_ids": ids, "labels": ids}, spec, prove=False)
+    without._generator.program.resize = Without()  # type: ignore[assignment]
+    theirs: Any = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto")
+
+    def transformers(prompts: list[list[int]]) -> Any:
+        ids = torch.tensor(prompts)
+        made = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False)
+        return made[:, PROMPT:].tolist(), TOKENS
+
+    def whole(prompts: list[list[int]]) -> Any:
+        longer = [(p * (TOKENS // len(p) + 1))[: PROMPT + TOKENS - LAST] for p in prompts]
+        return without.generate(longer, LAST, stop=()), LAST
+
+    return {
+        "shardc": lambda prompts, _alive=model: (engine.generate(prompts, TOKENS, stop=()), TOKENS),  # type: ignore[misc]
+        "shardc, without a cache": whole,
+        "transformers, tp_plan": transformers,
+    }
+
+
+def work(rank: int, folder: str, results: Any) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    those = contenders(Path(folder))
+    for rows in (1, 4):
+        prompts = [[(7 * i + 13 * j) % VOCAB for j in range(PROMPT)] for i in range(rows)]
+        seconds: dict[str, list[float]] = {name: [] for name in those}
+        made = {name: run(prompts) for name, run in those.items()}  # compiled and warm
+        for _ in range(ROUNDS):
+            for name, run in those.items():
+                dist.barrier()
+                start = time.perf_counter()
+                _, tokens = run(prompts)
+                seconds[name].append((time.perf_counter() - start) / tokens)
+        if rank == 0:
+            same = "yes" if made["shardc"] == made["transformers, tp_plan"] else "no"
+            alike = dict.fromkeys(made, "") | {"transformers, tp_plan": same}
+            results.put((rows, {name: statistics.median(s) for name, s in seconds.items()}, alike))
+    dist.barrier()
+    os._exit(0)
+
+
+def main() -> None:
+    from transformers import LlamaForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        LlamaForCausalLM(config()).save_pretrained(folder)
+        context = multiprocessing.get_context("spawn")
+        results: Any = context.Queue()
+        processes = [context.Process(target=work, args=(r, folder, results)) for r in range(2)]
+        for p in processes:
+            p.start()
+        print(
+            f"{date.today()}: {LAYERS} layers, hidden {HIDDEN}, vocabulary {VOCAB}, float32; {TOKENS} tokens after {PROMPT}\n"
+        )
+        print("| prompts | | ms a token | beside shardc | the same tokens |\n|---|---|---|---|---|")
+        for _ in range(2):
+            rows, medians, alike = results.get(timeout=400)
+            for name, s in medians.items():
+                print(f"| {rows} | {name} | {1000 * s:.2f} | {s / medians['shardc']:.1f} | {alike[name]} |", flush=True)
+        for p in processes:
+            p.join()
+
+
+if __name__ == "__main__":
+    main()
