@@ -62,6 +62,9 @@ class Adapt(Pass):
         program = replace(program, params=tuple(map(put, program.params)))
         if program.matrices is not None:
             program = replace(program, matrices=_matrices(program, program.matrices))
+        if not any(p.requires_grad for p in program.params):
+            note = f"{self.spec.where(('freeze',))}: no parameter is left to train, and steps will be refused"
+            program = replace(program, notes=(*program.notes, note) if not program.forward_only else program.notes)
         _type_gradients(program, before)
         return _stored_narrow(program)
 

@@ -41,6 +41,12 @@ aten = torch.ops.aten
 _PLACE = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 
+UNSCALED = (
+    "float16 has no numbers below 6e-8, which gradients are often: they become 0 without a word. Write `loss_scale:"
+    " dynamic`, or compute in bfloat16"
+)
+
+
 @dataclass(frozen=True)
 class Precision(Pass):
     """Adds casts to a captured program, so that parameters are stored in the dtype `precision.params`, and products and
@@ -60,7 +66,10 @@ class Precision(Pass):
         params = tuple(
             replace(p, dtype=stored) if stored is not None and p.dtype.is_floating_point else p for p in program.params
         )
-        return replace(program, params=params, graph=_Writer(program, compute, {p.name: p for p in params}).run())
+        scaled = compute is not torch.float16 or self.spec.precision.loss_scale is not None or program.forward_only
+        notes = program.notes if scaled else (*program.notes, self.spec.where(("precision",)) + f": {UNSCALED}")
+        graph = _Writer(program, compute, {p.name: p for p in params}).run()
+        return replace(program, params=params, graph=graph, notes=notes)
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

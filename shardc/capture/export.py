@@ -136,7 +136,11 @@ def export(
         replaced = inner_autograd.expand(exported.graph_module.graph)
         updated = {name: replaced.get(node, node) for name, node in updated.items()}
     reads.refuse_changed(n.removeprefix("model.") for n in updated)
-    notes = (*dict.fromkeys(map(_unseen, reads.sources)), *(foreign.notes() if forward is None else ()))
+    notes = (
+        *wrapper.beside.notes,
+        *dict.fromkeys(map(_unseen, reads.sources)),
+        *(foreign.notes() if forward is None else ()),
+    )
     return Exported(exported, updated, wrapper.beside.divisors, notes, caches(wrapper))
 
 

@@ -50,11 +50,13 @@ class Names:
     """{name of a value beside the loss: name of the one that it is divided by, or ""}. An object of its own: export
     puts the attributes of a module back.
 
-    of_loss: the model's forward is done, and the user's loss is at work.
+    of_loss: the model's forward is done, and the user's loss is at work. notes: what to say of what was taken for the
+    loss.
     """
 
     def __init__(self) -> None:
         self.divisors: dict[str, str] = {}
+        self.notes: tuple[str, ...] = ()
         self.of_loss = False
 
 
@@ -83,7 +85,11 @@ class LossOf(nn.Module):
         output = self.model(*args, **kwargs)
         line = of_function(self.loss or self.model.forward).line
         self.beside.of_loss = self.loss is not None  # what fails from here on is the loss
-        loss, beside = _of_function(self._of(output, batch)) if self.loss is not None else _of_model(output, line)
+        if self.loss is not None:
+            loss, beside = _of_function(self._of(output, batch))
+        else:
+            loss, beside = _of_model(output, line)
+            self.beside.notes = _several(output, loss, line)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             what = f"the loss is {_described(loss)}, not a scalar"
             raise ShardcError(what, where=line, fix="return one floating-point number, e.g. loss.mean()")
@@ -183,6 +189,19 @@ def _of_model(output: Any, line: str) -> tuple[Any, Mapping[str, Any]]:
     loss = default_loss(output, line)
     plain = output if type(output) is dict else {}
     return loss, {k: x for k, x in plain.items() if k != "loss" and isinstance(k, str) and _is_number(x)}
+
+
+def _several(output: Any, loss: Any, line: str) -> tuple[str, ...]:
+    """The note on a model that returns a tuple of several numbers, of which the first is taken for the loss."""
+    if not isinstance(output, (tuple, list)) or hasattr(output, "_fields") or loss is not output[0]:
+        return ()
+    others = [i for i, x in enumerate(output) if i and _is_number(x) and x.is_floating_point()]
+    if not others:
+        return ()
+    return (
+        f"{line}: the model returns {len(others) + 1} single numbers, and the first of them is the loss: if that is"
+        f" another, or their sum, say so: loss=lambda output, batch: output[0] + output[{others[0]}]",
+    )
 
 
 def _is_pair(x: Any) -> bool:

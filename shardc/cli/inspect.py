@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from shardc.ir.program import Program
     from shardc.report import Coverage
 
+#: The device of --device when the user names none.
+DEVICE = "h100-80g"
 #: The spec of `--before` when the user names none.
 ONE_DEVICE: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 1}}
 
@@ -50,7 +52,7 @@ def command(
     ] = False,
     device: Annotated[
         str, typer.Option(help="with --memory, --comm and --html: a name that `shardc device` lists, or a YAML file")
-    ] = "h100-80g",
+    ] = DEVICE,
     schedule: Annotated[
         bool, typer.Option("--schedule", help="who computes what when in a pipeline: bubbles, live activations")
     ] = False,
@@ -77,6 +79,8 @@ def command(
     debug: common.DebugOption = False,
 ) -> None:
     """Show a program: its typed text, the captured graph, what a pass changed, its collectives."""
+    from shardc.cost.device import device as named
+
     with common.reporting(debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
         common.check_outputs({"--html": html, "--svg": svg})
         if svg and [schedule, memory, comm, scores, draw is not None].count(True) != 1:
@@ -84,6 +88,8 @@ def command(
             raise ShardcError(what, where="--svg", fix="add --schedule, --memory, --comm, --scores or --draw MODULE")
         if draw is not None and svg is None:
             raise ShardcError("a picture needs a file", where="--draw", fix=f"--draw {draw} --svg layer.svg")
+        if device != DEVICE:
+            named(device)
         if coverage:
             covered = _coverage(model, batch, seq)
             show(json.dumps(covered.to_json()) if as_json else str(covered))

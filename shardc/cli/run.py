@@ -350,6 +350,7 @@ def _checkpoint(save: Path | None) -> Path | None:
 def _check(program: Program, file: str | None, model: str, resume: Path | None, world: int | None) -> None:
     from shardc.cli.training_loop import checkpoints
     from shardc.runtime.state import checkpoint_folder
+    from shardc.runtime.state.weight_files import has_weights
 
     if program.forward_only:
         what = "the program is forward-only: there is no loss to train by"
@@ -359,7 +360,8 @@ def _check(program: Program, file: str | None, model: str, resume: Path | None, 
         folder = checkpoints(resume)
         if not (checkpoint_folder.is_one(folder) or checkpoint_folder.generations(folder)):
             error = checkpoint_folder.none_in(folder)
-            raise ShardcError(error.what, where=f"--resume {resume}", fix=error.fix)
+            begin = f"to begin a run with these weights, write --weights {resume}" if has_weights(resume) else ""
+            raise ShardcError(error.what, where=f"--resume {resume}", fix=begin or error.fix)
     check_ranks(program, file, model, world)
 
 

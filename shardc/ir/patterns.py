@@ -112,6 +112,8 @@ def _nearest_pattern(pattern: str, names: Sequence[str]) -> str:
             repaired = start + middle + star + end
             if any(match(repaired, n) for n in names):
                 tried.append((difflib.SequenceMatcher(None, one, repaired).ratio(), repaired))
+    if not tried and pattern.startswith("*.") and not any(c in pattern[2:] for c in "*{"):
+        return nearest(pattern[2:], names)  # of the model itself: `*.up` is no name of its `up`
     return max(tried, key=lambda t: t[0])[1] if tried else ""
 
 

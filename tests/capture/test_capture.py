@@ -617,3 +617,12 @@ def test_keys_that_only_the_loss_reads() -> None:
         shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}})
     with pytest.raises(ShardcError, match="missing a required argument: 'x'"):
         shardc.compile(model, {"labels": batch["labels"]}, {"shardc": 1, "mesh": {"dp": 2}}, loss=loss)
+
+
+def test_a_tuple_of_two_numbers_is_told() -> None:
+    """The first is the loss: perhaps it was to be another, or the sum."""
+    (note,) = capture(Net(lambda _, y: (y.sum(), y.mean())), X).notes
+    assert re.match(r"test_capture\.py:\d+: the model returns 2 single numbers, and the first of them is", note)
+    assert "loss=lambda output, batch: output[0] + output[1]" in note
+    for returned in ((lambda _, y: (y.sum(), y)), (lambda _, y: (y, y.sum())), (lambda _, y: (y.sum(), y.argmax()))):
+        assert capture(Net(returned), X).notes == ()

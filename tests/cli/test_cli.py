@@ -55,6 +55,20 @@ def flat(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
+def test_a_device_that_there_is_not_is_an_error_of_every_view(files: Path) -> None:
+    for view in ([], ["--schedule"], ["--json"]):
+        done = call("inspect", "model.py", "spec.yaml", *view, "--device", "h100-80")
+        assert done.exit_code == 2
+        assert "did you mean 'h100-80g'" in done.output
+
+
+def test_weights_in_the_place_of_a_checkpoint(files: Path) -> None:
+    (files / "w.safetensors").write_bytes(b"")
+    done = call("run", "model.py", "spec.yaml", "--resume", "w.safetensors")
+    assert done.exit_code == 2
+    assert "to begin a run with these weights, write --weights w.safetensors" in flat(done.output)
+
+
 # --- what works -------------------------------------------------------------------------------------------------------
 
 

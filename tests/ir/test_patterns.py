@@ -97,6 +97,8 @@ def test_faults(pattern: str, fault: str) -> None:
         ("*q_prj", "*q_proj"),
         ("model.*.self_atn.o_proj", "model.*.self_attn.o_proj"),
         ("modle.*.q_proj", "model.*.q_proj"),
+        ("*.lm_haed", "lm_head"),
+        ("*.lm_head", "lm_head"),
         ("*.nothing_like_it", ""),
         ("*.xyz.*", ""),
     ],

@@ -203,6 +203,11 @@ def test_what_is_refused(spec: dict[str, Any], message: str) -> None:
         shardc.verify.simulate(compiled("gpt", mesh={"dp": 2}, **spec), model, batch)
 
 
+def test_freezing_everything_is_told_with_its_line() -> None:
+    (note,) = compiled("gpt", mesh={"dp": 2}, freeze=["*"]).notes
+    assert note == "spec: freeze: no parameter is left to train, and steps will be refused"
+
+
 def test_experts_take_no_dropout() -> None:
     adapters = [{"match": "*.experts.*", "rank": 2, "dropout": 0.1}]
     with pytest.raises(ShardcError, match="an entry of its own for experts, without dropout"):

@@ -751,3 +751,14 @@ def test_two_processes(tmp_path: Path) -> None:
 
 def _positional(rank: int, run: functools.partial[None]) -> None:
     run(rank)
+
+
+@pytest.mark.parametrize(("given", "told"), [({}, True), ({"loss_scale": "dynamic"}, False)])
+def test_float16_without_a_scale_of_the_loss_is_told(given: dict[str, Any], told: bool) -> None:
+    spec = {"shardc": 1, "mesh": {"dp": 2}, "precision": {"compute": "float16", **given}}
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return output.square().mean()
+
+    program = shardc.compile(nn.Linear(8, 8), {"input": torch.ones(8, 8)}, spec, loss=loss, prove=False)
+    assert [n.startswith("spec: precision: float16 has no numbers below 6e-8") for n in program.notes] == [True] * told
