@@ -211,12 +211,13 @@ POLES: dict[Any, tuple[tuple[int, ...], float]] = {
             aten.fmod.Tensor,
             aten.atan2.default,
             aten.xlogy.Tensor,
+            aten.kl_div.default,
         ),
         ((1,), 1.0),
     ),
     aten.addcdiv.default: ((2,), 1.0),
     aten.acosh.default: ((0,), 2.0),
-    **dict.fromkeys((aten.logit.default, aten.special_ndtri.default), ((0,), 0.5)),
+    **dict.fromkeys((aten.logit.default, aten.special_ndtri.default, aten.binary_cross_entropy.default), ((0,), 0.5)),
 }
 
 

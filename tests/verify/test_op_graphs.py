@@ -186,6 +186,34 @@ class Repeated(nn.Module):
         return (self.p.t() @ self.q.expand(12, 8)).square().sum() * x.sum()
 
 
+class Divergence(nn.Module):
+    """Of a parameter, whose logarithm is infinite where it is padded with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.arange(1.0, 49.0, dtype=torch.float64).view(4, 12))
+        self.q = nn.Parameter(torch.arange(48.0, dtype=torch.float64).view(4, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nn.functional.kl_div(self.q, self.p, reduction="none")
+        return (rows * 1e-3).square().sum() + x.sum()
+
+
+class Twice(nn.Module):
+    """One value, made twice, in two layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.product, self.w = nn.Linear(12, 8).double(), nn.Parameter(torch.ones(4, 12, dtype=torch.float64))
+        nn.init.ones_(self.product.weight)
+        nn.init.ones_(self.product.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.p.expand(4, 12), self.p.expand(4, 12)
+        return self.product(second).square().sum() * 1e-3 + (first.positive() * self.w * x).sum()
+
+
 X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
 
 
@@ -265,6 +293,16 @@ X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
             Repeated,
             {"mesh": {"tp": 5}, "batch": {"axes": []}, "uneven": "pad", "shard": {"p": {0: "tp"}}},
             id="a row that is repeated was taken for a parameter, whose padding is zero",
+        ),
+        pytest.param(
+            Divergence,
+            {"mesh": {"tp": 3}, "batch": {"axes": []}, "uneven": "pad", "shard": {"p": {0: "tp"}, "q": {0: "tp"}}},
+            id="the gradient of a divergence was nan where its target is padded",
+        ),
+        pytest.param(
+            Twice,
+            {"mesh": {"tp": 3}, "batch": {"axes": []}, "uneven": "pad", "activations": {"product": {0: "tp"}}},
+            id="of a value that is made twice the second layout was not known",
         ),
     ],
 )

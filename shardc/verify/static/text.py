@@ -67,6 +67,10 @@ class Model:
                 op, i = producer_of(node)
                 self.items[self.one[op], i] = self.one[node]
         self.calls = [n for n in calls(self.graph) if self.one[n] is n and n.target not in _SAME]
+        #: All names that one value has.
+        self.names: dict[fx.Node, set[str]] = {}
+        for node, one in self.one.items():
+            self.names.setdefault(one, set()).add(node.name)
 
     def choices_of(self, node: fx.Node) -> Choices:
         return choices_of(node, self.choices)
@@ -413,8 +417,9 @@ class Text:
         )
 
     def _declared(self, call: fx.Node) -> list[Layout]:
-        """The layouts that lines of an op's name, and inputs, have."""
-        named = [n for n in self.graph.nodes if n.op == "call_function" and n.name == call.name]
+        """The layouts that lines of an op's names, and inputs, have."""
+        names = self.model.names[call]
+        named = [n for n in self.graph.nodes if n.op == "call_function" and n.name in names]
         return [*self.model.seen, *(v.layout for n in named for v in values_of(n))]
 
     def _result(self, call: fx.Node, line: fx.Node, layouts: tuple[Layout, ...]) -> None:
