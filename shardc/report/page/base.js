@@ -71,6 +71,7 @@ const ways = (m) => m.ways || [];
 const exposedOf = (m) => sum(ways(m).map((w) => w.exposed || 0));
 const secondsOf = (m) => sum(ways(m).map((w) => w.seconds || 0));
 const bytesOf = (m) => sum(ways(m).map((w) => w.bytes * w.count));
+const countOf = (m) => sum(ways(m).map((w) => w.count));
 const isTimed = (m) => ways(m).some((w) => typeof w.seconds === "number");
 
 function sum(numbers) {
@@ -90,6 +91,11 @@ function exposedText(m) {
   if (!isTimed(m)) return ways(m).some((w) => w.kind === "send_recv") ? "waits: see the timeline" : "no device: no times";
   const all = secondsOf(m), waited = exposedOf(m);
   return exposure(m) === "h" ? `hidden, ${seconds(all)}` : waited > 0.99 * all ? `exposed, ${seconds(all)}` : `exposed ${seconds(waited)} of ${seconds(all)}`;
+}
+
+/** The same, with how many collectives a step it is of: their bytes stand beside it for one. */
+function exposedOfAll(m) {
+  return `${exposedText(m)}${isTimed(m) && countOf(m) > 1 ? ` for all ${countOf(m).toLocaleString("en")}` : ""}`;
 }
 
 /** `all_reduce` of forward, or of backward where forward sends nothing. */
@@ -158,7 +164,32 @@ function below(module) {
   return [module, ...module.children.flatMap(below)];
 }
 
-const titleOf = (m) => m.path ? (m.layers ? `${m.path.replace(/\d+$/, "")}{${m.layers}}` : m.path) : F.model;
+/** A module's name, with all layers that it stands for: model.layers.{0–79}.mlp. */
+function titleOf(m) {
+  if (!m.path) return F.model;
+  const around = D.modules[m.parent];
+  const own = m.path.slice(around.path ? around.path.length + 1 : 0);
+  return (around.path ? `${titleOf(around)}.` : "") + (m.layers ? own.replace(/\d+$/, `{${m.layers}}`) : own);
+}
+
+/** A weight's name, so too. */
+function weightTitle(w) {
+  const module = D.modules[w.module || 0];
+  return module.path && w.name.startsWith(module.path) ? titleOf(module) + w.name.slice(module.path.length) : w.name;
+}
+
+/** Names of modules that are not shown by themselves, as someone types them: "layers.37", "layer 37", "37 down_proj",
+ *  each with the module that it equals. */
+function equalModules(words) {
+  const typed = /^(.*?)[.\s]*\b(\d+)((?:[.\s].*)?)$/.exec(words.toLowerCase());
+  if (!typed) return [];
+  const [, head, number, rest] = typed, tail = rest.split(/[.\s]+/).filter(Boolean);
+  const isList = (list) => ["", "s"].some((s) => `.${list.path.toLowerCase()}`.endsWith(head ? `.${head}${s}` : ""));
+  return D.modules.filter((m) => m.layers && within(m.layers, Number(number)) && isList(D.modules[m.parent])).flatMap((layer) => {
+    const begin = layer.path.replace(/\d+$/, number);
+    return below(layer).map((m) => ({ text: begin + m.path.slice(layer.path.length), begin, module: m }));
+  }).filter(({ text, begin }) => !moduleAt.has(text) && tail.every((part) => text.slice(begin.length).toLowerCase().includes(part)));
+}
 
 // --- what lights what
 //

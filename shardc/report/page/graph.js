@@ -34,13 +34,15 @@ function drawGraph(panel) {
       el("button", { type: "button", title: about, "aria-label": about, onclick: () => scaleGraph(by) }, text))));
   const legend = el("div", { class: "legend" },
     ...["e", "h", "u"].filter((kind) => D.messages.some((m) => exposure(m) === kind)).map((kind) => mark(`var(--${{ e: "exposed", h: "hidden", u: "unknown" }[kind]})`, { e: "collective that is waited for", h: "collective hidden behind computing", u: "between stages, or of unknown time" }[kind])),
-    el("span", {}, "- - only in backward"),
+    D.messages.some(onlyBackward) ? el("span", {}, "- - only in backward") : "",
     ...splits.map((axes, i) => mark(`var(--split${i % 5})`, `weights split over ${axes}`)));
   const sheets = el("div", { class: `sheets ${which.length > 1 ? "both" : ""}` }, which.map((key) => sheet(key, module)));
   panel.replaceChildren(el("div", { class: "bench" }, tools, legend, sheets));
   which.forEach((key) => fitGraph(key));
   light(null);
 }
+
+const onlyBackward = (m) => !m.buckets && ways(m).every((w) => w.direction === "backward");
 
 function mark(colour, text) {
   return el("span", {}, sized(el("i"), { background: colour }), text);
@@ -173,10 +175,10 @@ function describe(unit, ops, module, key) {
     const m = D.messages[first.message];
     unit.kind = "message";
     unit.exposure = exposure(m);
-    unit.back = ways(m).every((w) => w.direction === "backward");
+    unit.back = onlyBackward(m);
     unit.title = `${kindOf(m)} over ${axesOf(m)}`;
     const biggest = Math.max(0, ...ways(m).map((w) => w.bytes));
-    unit.lines = [`${size(biggest)}${unit.back ? ", in backward" : ways(m).some((w) => w.direction === "backward") ? ", and in backward" : ""}`, exposedText(m)];
+    unit.lines = [`${size(biggest)}${unit.back ? ", in backward" : ways(m).some((w) => w.direction === "backward") ? ", and in backward" : ""}`, exposedOfAll(m)];
     return;
   }
   if (first.op === "layers") {

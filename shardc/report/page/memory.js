@@ -15,11 +15,17 @@ function drawMemory(panel) {
     el("div", { class: "bar-of-tools" }, el("b", { class: F.fits ? "" : "bad" }, `peak ${size(peak)} of ${size(m.limit)} on ${F.device}${F.fits ? "" : ": does not fit"}`),
       el("span", { class: "soft" }, "live tensors of one step, op by op in the order in which they run (not to scale with time)")),
     el("div", { class: "legend" }, kinds.map((k) => mark(KINDS[k], k))),
-    ...m.panels.map((p) => memoryPanel(p, m, kinds, peak, panel.clientWidth - 34)),
-    peakTable(m, kinds));
+    peakTable(m, kinds),
+    ...m.panels.map((p) => memoryPanel(p, m, kinds, peak, panel.clientWidth - 34)));
 }
 
 const placeOf = (p) => (F.axis ? `${F.axis}=${p.at.join(",")}` : "every rank");
+
+/** How many microbatches' activations the rank keeps at most: why an early stage holds more. "" without a pipeline. */
+function keptBy(p) {
+  const row = F.axis && D.timeline ? D.timeline.rows.find((r) => p.at.includes(r.at)) : null;
+  return row ? String(row.live) : "";
+}
 
 function memoryPanel(p, m, kinds, peak, wide) {
   const high = m.panels.length > 2 ? 120 : 200, left = 64;
@@ -75,8 +81,17 @@ function bytesAxis(top) {
   return Array.from({ length: Math.floor(top / step) + 1 }, (_, i) => i * step);
 }
 
+/** The peak and the largest kinds first, which is what a narrow panel shows. */
 function peakTable(m, kinds) {
+  const most = (k) => Math.max(...m.panels.map((p) => p.kinds[k] || 0));
+  const columns = [
+    ["peak", (p) => number(size(p.peak), p.peak > m.limit ? "bad" : "")],
+    ...(m.panels.some(keptBy) ? [["microbatches kept", (p) => number(keptBy(p))]] : []),
+    ...[...kinds].sort((a, b) => most(b) - most(a)).map((k) => [k, (p) => number(p.kinds[k] ? size(p.kinds[k]) : "–")]),
+    ["between steps", (p) => number(size(sum(Object.values(p.resident))))],
+    ...(m.panels.some((p) => p.host) ? [["outside, at most", (p) => number(size(p.host))]] : []),
+  ];
   return el("div", {}, el("h3", {}, "At the peak, and between steps"), el("div", { class: "wide" }, el("table", {},
-    el("thead", {}, el("tr", {}, el("th", {}, "rank"), kinds.map((k) => el("th", { class: "number" }, k)), el("th", { class: "number" }, "peak"), el("th", { class: "number" }, "between steps"), m.panels.some((p) => p.host) ? el("th", { class: "number" }, "outside, at most") : "")),
-    el("tbody", {}, m.panels.map((p) => el("tr", {}, el("td", {}, placeOf(p)), kinds.map((k) => number(p.kinds[k] ? size(p.kinds[k]) : "–")), number(size(p.peak), p.peak > m.limit ? "bad" : ""), number(size(sum(Object.values(p.resident)))), m.panels.some((q) => q.host) ? number(size(p.host)) : ""))))));
+    el("thead", {}, el("tr", {}, el("th", {}, "rank"), columns.map(([name]) => el("th", { class: "number" }, name)))),
+    el("tbody", {}, m.panels.map((p) => el("tr", {}, el("td", {}, placeOf(p)), columns.map(([, cell]) => cell(p))))))));
 }

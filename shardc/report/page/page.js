@@ -110,10 +110,8 @@ function found(words) {
   const hits = INDEX.filter((entry) => { const all = `${entry.text} ${entry.about}`.toLowerCase(); return parts.every((p) => all.includes(p)); });
   const rank = (entry) => { const text = entry.text.toLowerCase(); return text === words.toLowerCase() ? 0 : text.startsWith(parts[0]) ? 1 : parts.every((p) => text.includes(p)) ? 2 : 3; };
   hits.sort((a, b) => rank(a) - rank(b));
-  // a layer that is not shown by itself: model.layers.37
-  const named = /^[\w.]+\.\d+(\.[\w.]*)?$/.test(words) ? shownPath(words) : "";
-  const layer = named && !moduleAt.has(words) ? [{ text: words, about: `shown as ${named}`, act: () => { openModule(named); pick(`t${moduleAt.get(named).i}`); } }] : [];
-  return [...layer, ...hits].slice(0, 40);
+  const layers = equalModules(words).map(({ text, module }) => ({ text, about: `equal to ${titleOf(module)}, shown there`, act: () => { openModule(module.path); pick(`t${module.i}`); } }));
+  return [...layers, ...hits].slice(0, 40);
 }
 
 function search() {
@@ -144,7 +142,7 @@ function search() {
 
 // --- keys and themes
 
-const KEYS = [["/", "search"], ["1 … 7", "the panels"], ["Tab, Enter", "go to a thing, select it"], ["arrows", "in the graph along the lines, in the tree, along the memory"], ["o", "in the graph: open the module of a box"], ["+ − 0", "size of the graph or the timeline"], ["u", "the module around"], ["Esc", "select nothing"], ["d", "dark or light"], ["?", "this"]];
+const KEYS = [["/", "search"], ["1 … 7", "the panels"], ["Tab, Enter", "go to a thing, select it"], ["arrows", "in the graph along the lines, in the tree, along the memory"], ["o", "in the graph: open the module of a box"], ["+ − 0", "size of the graph or the timeline"], ["u", "the module around"], ["m, s", "to the modules, to the spec; arrows go up and down"], ["Esc", "select nothing"], ["d", "dark or light"], ["?", "this"]];
 
 function help() {
   const box = byId("keys");
@@ -165,6 +163,8 @@ function keys(e) {
   if (e.key === "/") byId("search").focus();
   else if (e.key === "?") help();
   else if (e.key === "d") theme();
+  else if (e.key === "m") focusRow(state.module);
+  else if (e.key === "s") focusLine(0);
   else if (e.key === "Escape") pick(null);
   else if (e.key === "u" && state.module) openModule(D.modules[moduleAt.get(state.module).parent].path);
   else if (/^[1-9]$/.test(e.key) && shown[e.key - 1]) show(shown[e.key - 1]);

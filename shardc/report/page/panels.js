@@ -25,15 +25,15 @@ function drawFacts() {
 function drawOverview(panel) {
   const cards = [];
   cards.push(el("section", {}, el("h2", {}, `Communication of a step, by axis${F.axis ? ", all stages added up" : ""}`), axisBars(true), el("button", { type: "button", class: "link", onclick: () => show("comm") }, "all collectives")));
-  const worst = D.messages.filter(ways_).sort((a, b) => exposedOf(b) - exposedOf(a) || bytesOf(b) - bytesOf(a)).slice(0, 7);
-  cards.push(el("section", {}, el("h2", {}, F.device ? "Collectives that a step waits for longest" : "The largest collectives"), worst.length ? messageList(worst) : el("p", { class: "soft" }, "None: ranks send nothing to each other.")));
   if (D.memory) {
     const worstPanel = D.memory.panels.reduce((a, b) => (b.peak > a.peak ? b : a));
     const kinds = Object.entries(worstPanel.kinds);
-    cards.push(el("section", {}, el("h2", {}, `Memory at the peak ${F.axis ? `(${placeOf(worstPanel)})` : ""}`), el("div", { class: "bar", role: "img", "aria-label": kinds.map(([k, n]) => `${k} ${size(n)}`).join(", ") },
+    cards.push(el("section", {}, el("h2", {}, `Memory at the peak${F.axis ? ` of the fullest, ${placeOf(worstPanel)}` : ""}`), el("div", { class: "bar", role: "img", "aria-label": kinds.map(([k, n]) => `${k} ${size(n)}`).join(", ") },
       kinds.map(([k, n]) => sized(el("i", { "data-tip": `${k} ${size(n)}` }), { background: KINDS[k], width: `${100 * n / worstPanel.peak}%` }))),
-    el("div", { class: "legend" }, kinds.map(([k, n]) => mark(KINDS[k], `${k} ${size(n)}`))), el("p", { class: "soft" }, `at ${worstPanel.where}`)));
+    el("div", { class: "legend" }, kinds.map(([k, n]) => mark(KINDS[k], `${k} ${size(n)}`))), el("p", { class: "soft" }, `at ${worstPanel.where}${keptBy(worstPanel) ? `; activations of at most ${several(Number(keptBy(worstPanel)), "microbatch", "microbatches")} are kept` : ""}`)));
   }
+  const worst = D.messages.filter(ways_).sort((a, b) => exposedOf(b) - exposedOf(a) || bytesOf(b) - bytesOf(a)).slice(0, 5);
+  cards.push(el("section", {}, el("h2", {}, F.device ? "Collectives that a step waits for longest" : "The largest collectives", F.axis ? ", all stages added up" : ""), worst.length ? messageList(worst) : el("p", { class: "soft" }, "None: ranks send nothing to each other.")));
   cards.push(el("section", {}, el("h2", {}, "How weights are split"), el("div", {}, splitSummary())));
   cards.push(el("section", {}, el("h2", {}, "Inputs"), el("ul", {}, D.inputs.map((i) => thing(el("li", {}, `${i.name} `, code(i.type)), "", i.lines)))));
   if (D.regions.length) cards.push(el("section", {}, el("h2", {}, "Computed again in backward"), el("ul", {}, D.regions.map((r) => thing(el("li", {}, r.text), "", r.lines)))));
@@ -45,8 +45,20 @@ function drawOverview(panel) {
 const ways_ = (m) => ways(m).length > 0;
 
 function typesHelp() {
-  const rows = [["bf16[32@dp, 4096]", "32 rows, spread over axis dp; 4096 columns, whole"], ["+tp", "a partial sum: the value is the sum over the ranks of tp"], ["~dp", "its gradient is a partial sum over dp"], ["exposed", "the rank waits for a collective: nothing is computed meanwhile"], ["hidden", "it runs while the rank computes"], ["⇄2", "two collectives in this module"], ["0–39, 41", "layers that are equal, shown once"]];
-  return el("table", {}, el("tbody", {}, rows.map(([sign, about]) => el("tr", {}, el("td", {}, code(sign)), el("td", {}, about)))));
+  const rows = [
+    ["bf16[32@dp, 4096]", "32 rows, spread over axis dp; 4096 columns, whole"],
+    ["+tp", "a partial sum: the value is the sum over the ranks of tp"],
+    ["~dp", "its gradient is a partial sum over dp: before the update, the ranks' gradients are added up there"],
+    ["exposed", "red: the rank waits for a collective, nothing is computed meanwhile", "exposed"],
+    ["hidden", "violet: it runs while the rank computes", "hidden"],
+    ["see timeline", "grey-blue: sent between stages; who waits for it is in the timeline", "unknown"],
+    ["lit", "yellow: what the line of the spec under the pointer caused, or the line that caused it", "like-lit"],
+    ["bubble", "the share of a step in which ranks wait for other stages"],
+    ["bucket 2", "gradients that are summed in one collective"],
+    ["⇄2", "two collectives in this module"],
+    ["{0–39, 41}", "layers that are equal, shown once; figures are of all of them"],
+  ];
+  return el("table", {}, el("tbody", {}, rows.map(([sign, about, kind = ""]) => el("tr", {}, el("td", {}, el("code", { class: kind }, sign)), el("td", {}, about)))));
 }
 
 function splitSummary() {
@@ -66,12 +78,12 @@ function axisBars(short = false) {
   const of = (a, key) => sum(D.rows.filter((r) => r.axes === a).map((r) => r[key] || 0));
   const timed = D.rows.some((r) => typeof r.seconds === "number");
   const most = Math.max(...axes.map((a) => of(a, timed ? "seconds" : "bytes"))) || 1;
-  const head = el("thead", {}, el("tr", {}, el("th", {}, "axis"), el("th", {}, ""), short ? "" : el("th", { class: "number" }, "bytes"), el("th", { class: "number" }, timed ? "exposed, of" : "")));
+  const head = el("thead", {}, el("tr", {}, el("th", {}, "axis"), el("th", {}, ""), short ? "" : el("th", { class: "number" }, "bytes"), el("th", { class: "number" }, timed ? "exposed of all" : "")));
   return el("table", { class: "axes" }, head, el("tbody", {}, axes.map((a) => {
     const taken = of(a, "seconds"), waited = of(a, "exposed");
     const lines = [...new Set(D.rows.filter((r) => r.axes === a).flatMap((r) => r.lines || []))];
     const bar_ = el("div", { class: "bar", role: "img", "aria-label": `${seconds(waited)} exposed of ${seconds(taken)}` },
-      timed ? [sized(el("i", { "data-tip": `exposed ${seconds(waited)}` }), { background: "var(--exposed)", width: `${100 * waited / most}%` }), sized(el("i", { "data-tip": `hidden ${seconds(taken - waited)}` }), { background: "var(--hidden)", width: `${100 * Math.max(taken - waited, 0) / most}%` })]
+      timed ? [["exposed", waited], ["hidden", taken - waited]].filter(([, s]) => s > 1e-9).map(([name, s]) => sized(el("i", { "data-tip": `${name} ${seconds(s)}` }), { background: `var(--${name})`, width: `${100 * s / most}%` }))
         : sized(el("i"), { background: "var(--unknown)", width: `${100 * of(a, "bytes") / most}%` }));
     return thing(el("tr", {}, el("td", {}, el("b", {}, a)), el("td", { class: "fill" }, bar_), short ? "" : number(size(of(a, "bytes"))), number(taken ? `${seconds(waited)} of ${seconds(taken)}` : timed ? "see timeline" : "", waited > 0.01 * taken ? "exposed" : "soft")), "", lines);
   })));
@@ -89,7 +101,7 @@ function drawComm(panel) {
       el("thead", {}, el("tr", {}, head.map((h, i) => el("th", { class: numbers.includes(i) ? "number" : "" }, h)))),
       el("tbody", {}, rows.map(([r, i]) => {
         const row = el("tr", { class: "item", tabindex: "0", "aria-label": `${r.kind} over ${r.axes}: its cause` }, el("td", { class: "why" }, r.cause), el("td", {}, `${r.kind}, ${r.direction}`), number(r.count.toLocaleString("en")), number(size(r.bytes)),
-          number(typeof r.seconds === "number" ? seconds(r.seconds) : "–"), number(typeof r.exposed === "number" ? seconds(r.exposed) : "–", r.exposed > 0.01 * r.seconds ? "exposed" : ""), el("td", {}, r.behind || ""));
+          number(typeof r.seconds === "number" ? seconds(r.seconds) : "–"), number(typeof r.exposed === "number" ? seconds(r.exposed) : "–", r.exposed > 0.01 * r.seconds ? "exposed" : ""), el("td", { class: "behind" }, r.behind || ""));
         thing(row, `r${i}`, r.lines);
         row.setAttribute("data-with", r.messages.map((m) => `m${m}`).join(" "));
         return acts(row, () => pick(r.messages.length === 1 ? `m${r.messages[0]}` : `r${i}`));

@@ -18,6 +18,7 @@ function drawSpec() {
       row.setAttribute("tabindex", "0");
       row.setAttribute("aria-label", `line ${line}: ${text.trim()}. ${lineTip(caused)}`);
       acts(row, () => pick(`l${line}`));
+      row.addEventListener("keydown", lineKey);
     }
     return row;
   });
@@ -25,10 +26,23 @@ function drawSpec() {
   if (spec.use.length) byId("lines").after(el("details", {}, el("summary", { class: "soft" }, "what `use` came to"), el("pre", {}, spec.use.join("\n"))));
 }
 
+/** From line to line of those that cause something. */
+function focusLine(at) {
+  const lines = [...document.querySelectorAll("#lines .cause")];
+  if (lines[at]) lines[at].focus();
+}
+
+function lineKey(e) {
+  const by = { ArrowDown: 1, ArrowUp: -1 }[e.key];
+  if (!by) return;
+  focusLine([...document.querySelectorAll("#lines .cause")].indexOf(e.currentTarget) + by);
+  e.preventDefault();
+}
+
 /** What a line caused, in short. */
 function lineTip(c) {
   const parts = [];
-  const ran = sum(c.messages.map((m) => sum(ways(m).map((w) => w.count))));
+  const ran = sum(c.messages.map(countOf));
   if (c.messages.length) parts.push(`${several(ran, "collective")} a step, ${size(sum(c.messages.map(bytesOf)))}`);
   const waited = sum(c.messages.map(exposedOf));
   if (waited > 0) parts.push(`${seconds(waited)} exposed`);
@@ -95,7 +109,7 @@ function ofMessage(m) {
   const what = m.buckets ? `${m.name}: ${m.title || ""}` : `${kindOf(m)} over ${axesOf(m)}`;
   const bucket = (m.params || []).length ? [el("h3", {}, "Its weights"), weightList(m.params.map((p) => D.weights[p]))] : [];
   return [what,
-    el("p", { class: exposure(m) === "e" ? "exposed" : exposure(m) === "h" ? "hidden" : "soft" }, exposedText(m)),
+    el("p", { class: exposure(m) === "e" ? "exposed" : exposure(m) === "h" ? "hidden" : "soft" }, exposedOfAll(m)),
     list([
       ["cause", el("span", {}, m.cause)],
       ["does", does(m)],
@@ -139,7 +153,7 @@ function wayTable(m) {
     el("thead", {}, el("tr", {}, ...["", "collective"].map((t) => el("th", {}, t)), ...["×", "each", "takes", "exposed"].map((t) => el("th", { class: "number" }, t)), el("th", {}, "behind"))),
     el("tbody", {}, ways(m).map((w) => el("tr", {},
       el("td", {}, w.direction), el("td", {}, m.axes.length > 1 && w.axes ? `${w.kind} ${w.axes}` : w.kind), number(w.count.toLocaleString("en")), number(size(w.bytes)),
-      number(typeof w.seconds === "number" ? seconds(w.seconds) : "–"), number(typeof w.exposed === "number" ? seconds(w.exposed) : "–", w.exposed > 0.01 * w.seconds ? "exposed" : ""), el("td", {}, w.behind || ""))))));
+      number(typeof w.seconds === "number" ? seconds(w.seconds) : "–"), number(typeof w.exposed === "number" ? seconds(w.exposed) : "–", w.exposed > 0.01 * w.seconds ? "exposed" : ""), el("td", { class: "behind" }, w.behind || ""))))));
 }
 
 function number(text, kind = "") {
@@ -148,7 +162,7 @@ function number(text, kind = "") {
 
 function ofWeight(w) {
   const bucket = D.messages.find((m) => m.buckets && w.bucket >= 0 && within(m.buckets, w.bucket));
-  return [w.name,
+  return [weightTitle(w),
     list([
       ["type", code(w.type)],
       ["split", splitText(w)],
@@ -213,17 +227,17 @@ function ofOp(o, i, graph) {
 }
 
 function moduleLink(path) {
-  return el("button", { type: "button", class: "link", onclick: () => openModule(path) }, path || F.model);
+  return el("button", { type: "button", class: "link", onclick: () => openModule(path) }, moduleAt.has(path) ? titleOf(moduleAt.get(path)) : path);
 }
 
 function messageList(messages) {
   return el("ul", {}, messages.map((m) => {
     const button = el("button", { type: "button", class: "link", onclick: () => pick(tagOf(m)) }, `${m.buckets ? `${m.name}: ` : ""}${kindOf(m)} over ${axesOf(m)}`);
     const place = m.home ? `${titleOf(moduleAt.get(m.home))} · ` : "";
-    return thing(el("li", { class: "two" }, button, " ", el("span", { class: exposure(m) === "e" ? "exposed" : "soft" }, exposedText(m)), el("small", {}, `${place}${size(bytesOf(m))} a step`)), tagOf(m), m.lines);
+    return thing(el("li", { class: "two" }, button, " ", el("span", { class: exposure(m) === "e" ? "exposed" : "soft" }, exposedText(m)), el("small", {}, `${place}${countOf(m) > 1 ? `${countOf(m).toLocaleString("en")} a step, ${size(bytesOf(m))} in all` : `${size(bytesOf(m))} a step`}`)), tagOf(m), m.lines);
   }));
 }
 
 function weightList(weights) {
-  return el("ul", {}, weights.map((w) => thing(el("li", {}, el("button", { type: "button", class: "link", onclick: () => pick(`w${w.i}`) }, w.name), " ", code(w.type), (w.count || 1) > 1 ? ` × ${w.count}` : ""), `w${w.i}`, w.lines)));
+  return el("ul", {}, weights.map((w) => thing(el("li", {}, el("button", { type: "button", class: "link", onclick: () => pick(`w${w.i}`) }, weightTitle(w)), " ", code(w.type), (w.count || 1) > 1 ? ` × ${w.count}` : ""), `w${w.i}`, w.lines)));
 }

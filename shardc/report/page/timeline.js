@@ -16,21 +16,21 @@ function drawTimeline(panel) {
   const several_ = t.rows.length > 1;
   const tools = el("div", { class: "bar-of-tools" },
     el("b", {}, `${seconds(t.end / 1e9)} a step on ${F.device}`),
-    F.schedule ? el("span", { class: "soft" }, `${F.schedule}: ${several(F.stages, "stage")}, ${several(F.microbatches, "microbatch", "microbatches")}; ranks wait for stages ${percent(t.bubble)} of the time`) : el("span", { class: "soft" }, several(F.microbatches, "microbatch", "microbatches")),
+    F.schedule ? el("span", { class: "soft" }, `${F.schedule}: ${several(F.stages, "stage")}, ${several(F.microbatches, "microbatch", "microbatches")}; bubble ${percent(t.bubble)}: ranks wait for other stages`) : el("span", { class: "soft" }, several(F.microbatches, "microbatch", "microbatches")),
     el("span", { class: "group", role: "group", "aria-label": "Size" }, [["−", 1 / 1.6, "smaller (−)"], ["fit", 0, "all of the step (0)"], ["+", 1.6, "larger (+)"]].map(([text, by, about]) => el("button", { type: "button", title: about, "aria-label": about, onclick: () => zoomTimeline(by) }, text))));
   const kinds = ["F", "B", "I", "W"].filter((k) => t.rows.some((r) => r.slots.some((s) => s[0] === k)));
-  const legend = el("div", { class: "legend" }, kinds.map((k) => mark(FILL[k], NAME[k])), mark("var(--other)", "other"), mark("var(--hidden)", "a collective, hidden"), mark("var(--exposed)", "waited for"));
+  const legend = el("div", { class: "legend" }, kinds.map((k) => mark(FILL[k], NAME[k])), mark("var(--other)", `other: ${[...new Set(t.rows.flatMap((r) => r.tail.map(([name]) => name)))].join(", ")}`), F.axis ? mark("var(--sunk)", "bubble") : "", mark("var(--hidden)", "a collective, hidden"), mark("var(--exposed)", "waited for"));
   const scroll = el("div", { class: "scroll", id: "times", tabindex: "0", role: "group", "aria-label": "Timeline of a step; the table below says the same in words" });
   const table = el("details", {}, el("summary", {}, "the same as a table"), el("div", { class: "wide" }, el("table", {},
     el("thead", {}, el("tr", {}, ["rank", "stages", "computes or sends", "idle for stages", "waits for collectives"].map((h) => el("th", {}, h)))),
     el("tbody", {}, t.rows.map((r) => el("tr", {}, el("td", {}, rankName(r)), el("td", {}, r.stages.join(", ")), el("td", {}, several(r.slots.length, "action")), number(percent(r.bubble)),
       el("td", {}, Object.entries(r.waits).map(([axes, ns]) => `${axes} ${seconds(ns / 1e9)}`).join(", ") || "none")))))));
-  panel.replaceChildren(el("div", { class: "bench" }, tools, legend, el("p", { class: "hint" }, several_ ? "A row a stage's rank; a click on its name shows what its communicators send. Ranks of other axes do the same at the same time." : "All ranks do the same at the same time."), scroll, table));
+  panel.replaceChildren(el("div", { class: "bench" }, tools, legend, el("p", { class: "hint" }, several_ ? "Each row is one rank of a stage; a click on its name shows what its communicators send. Ranks along the other axes do the same at the same time." : "All ranks do the same at the same time."), scroll, table));
   scroll.addEventListener("wheel", (e) => { if (e.ctrlKey) { e.preventDefault(); zoomTimeline(e.deltaY < 0 ? 1.2 : 1 / 1.2, e); } }, { passive: false });
   fillTimeline();
 }
 
-const rankName = (r) => (F.axis ? `${F.axis}=${r.at}` : `rank ${r.rank}`);
+const rankName = (r) => (F.axis ? `${F.axis}=${r.at}` : "every rank");
 
 function zoomTimeline(by, at) {
   const scroll = byId("times");
@@ -54,7 +54,7 @@ function fillTimeline() {
       svg("rect", { class: "shape", x: 4, y, width: LEFT - 12, height: ROW - 4, rx: 4 }),
       svg("text", { x: 10, y: y + 15 }, `${open ? "▾" : "▸"} ${rankName(r)}`), svg("text", { class: "soft", x: LEFT - 14, y: y + 15, "text-anchor": "end" }, F.axis ? `stage ${r.stages.join(",")}` : ""));
     acts(label, () => { if (open) view.open.delete(at); else view.open.add(at); fillTimeline(); });
-    parts.push(label, track(X(0), y, wide));
+    parts.push(label, track(X(0), y, wide, ROW - 4, F.axis ? `bubble: ${rankName(r)} waits for other stages ${percent(r.bubble)} of the step` : null));
     r.slots.forEach(([kind, microbatch, begin, end, stage]) => parts.push(...slot(kind, microbatch, begin, end, stage, r, X, y)));
     r.tail.forEach(([name, begin, end]) => parts.push(bar(X, y, begin, end, "var(--other)", `${name}: ${seconds((end - begin) / 1e9)}`)));
     y += ROW;
@@ -86,8 +86,8 @@ function fillTimeline() {
   light(null);
 }
 
-function track(x, y, wide, high = ROW - 4) {
-  return svg("rect", { class: "track", x, y, width: Math.max(wide - x - 12, 0), height: high });
+function track(x, y, wide, high = ROW - 4, text = null) {
+  return svg("rect", { class: "track", x, y, width: Math.max(wide - x - 12, 0), height: high, "data-tip": text });
 }
 
 function bar(X, y, begin, end, fill, text, high = ROW - 4) {

@@ -181,6 +181,63 @@ def test_keys_and_search(browser: Browser, file: Path) -> None:
     assert browser.run("document.activeElement.dataset.path") not in ("", None)
 
 
+@pytest.mark.parametrize("words", ["h.4.out", "h 4 out", "4 out", "H.4.OUT"])
+def test_a_layer_that_is_not_shown_is_found_by_any_part_of_its_name(browser: Browser, file: Path, words: str) -> None:
+    browser.open(file)
+    browser.key("/")
+    browser.type(words)
+    assert browser.run("document.querySelector('#found li').innerText").startswith("h.4.out\n")
+    assert browser.run("equalModules('nowhere.4').length + equalModules('99').length + equalModules('h.0').length") == 0
+    browser.key("Enter")
+    assert browser.run("document.querySelector('#details h2').innerText") == "h.{0–5}.out"  # what its figures are of
+
+
+def test_figures_of_equal_layers_say_how_many_they_are_of(browser: Browser, file: Path) -> None:
+    browser.open(file, hash_="#graph/after%3Ah.0")
+    sent = message("'h.*.out'")
+    times = sum(w["count"] for w in shown()["messages"][sent]["ways"])
+    assert f"for all {times}" in browser.run(f"document.querySelector('#panel .box[data-x=m{sent}]').textContent")
+    browser.run(f"pick('m{sent}')")
+    assert f"for all {times}\n" in browser.run("document.getElementById('details').innerText")
+    browser.run("show('overview')")
+    assert f"h.{{0–5}}.out · {times} a step" in browser.run("document.getElementById('panel').innerText")
+
+
+def test_the_fullest_stage_and_why_stand_first_in_memory(browser: Browser, file: Path) -> None:
+    browser.open(file, hash_="#memory")
+    table = "document.querySelector('#panel table')"
+    heads = browser.run(f"[...{table}.querySelectorAll('th')].map(e => e.innerText)")
+    assert heads[:3] == ["rank", "peak", "microbatches kept"]
+    kept = browser.run(f"[...{table}.querySelectorAll('tbody tr')].map(e => e.children[2].innerText)")
+    assert kept == [str(r["live"]) for r in shown()["timeline"]["rows"]]
+    assert browser.run(f"{table}.getBoundingClientRect().bottom < innerHeight")
+    cut = "getBoundingClientRect().right <= document.getElementById('panel').getBoundingClientRect().right"
+    assert browser.run(f"[...{table}.rows[0].cells].slice(0, 6).every(e => e.{cut})")
+
+
+def test_the_bubble_is_named_where_it_is_drawn(browser: Browser, file: Path) -> None:
+    browser.open(file, hash_="#timeline")
+    tip = "document.querySelector('#times .track').dataset.tip"
+    bubble = shown()["timeline"]["rows"][0]["bubble"]
+    assert f"pp=0 waits for other stages {100 * bubble:.1f} %" in browser.run(tip)
+    assert "bubble" in browser.run("document.querySelector('#panel .legend').innerText")
+
+
+def test_keys_reach_the_spec_and_the_modules(browser: Browser, file: Path) -> None:
+    browser.open(file)
+    browser.key("s")
+    first = browser.run("document.activeElement.dataset.x")
+    browser.key("ArrowDown")
+    second = browser.run("document.activeElement.dataset.x")
+    assert first == f"l{line_of('mesh')}"
+    assert second == f"l{line_of('qkv')}"
+    assert second in browser.run(LIT)
+    browser.key("Enter")
+    assert browser.run("state.picked") == second
+    browser.key("m")
+    assert browser.run("document.activeElement.dataset.path") == ""
+
+
 def test_a_narrow_screen_has_all_panels_and_no_sideways_scroll(browser: Browser, file: Path) -> None:
     browser.open(file, width=390)
     for panel in (*PANELS, "tree", "spec"):
