@@ -12,7 +12,6 @@ alike on all ranks before it and is not any longer drifts.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 
 from shardc.runtime.mesh.agreement import SAME_OPTIMIZER, DisagreementError, Fact, fingerprint, hashed
 from shardc.runtime.step.every_optimizer import observe, observers
+from shardc.runtime.step.lr import rates_text
 from shardc.runtime.zero.optimizer_list import class_of
 
 _SAME_LOSS = (
@@ -44,7 +44,7 @@ class LoopWatch:
         self._noting = noting
         self.ids = frozenset(map(id, params))
         self._gradients: list[tuple[Tensor, Any]] = []  # on the host, or on the way there: with the event of that
-        self._rates: list[float] = []
+        self._rates: list[float | None] = []
         self._settings: list[object] = []
         self._others: list[tuple[str, list[Tensor], int]] = []  # (optimizer, its parameters of no module, their hash)
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -93,7 +93,7 @@ class LoopWatch:
             Fact(
                 "the gradient of the loss in backward", hashed(values), (), "loss.backward()", _SAME_LOSS, _said(values)
             ),
-            Fact("the learning rate", hashed(rates), (), "optimizer.step()", SAME_OPTIMIZER, _said(rates)),
+            Fact("the learning rate", hashed(rates), (), "optimizer.step()", SAME_OPTIMIZER, rates_text(rates, "g")),
             Fact("the setting of the optimizer", hashed(settings), (), "optimizer.step()", SAME_OPTIMIZER),
         ]
 
@@ -123,10 +123,10 @@ class LoopWatch:
         return bool(self._others)
 
 
-def _number(x: Any) -> float:
-    """A learning rate; one that lies on a device is not read, and one that the optimizer has of its own is nan."""
+def _number(x: Any) -> float | None:
+    """A learning rate, None where the optimizer has its own; one that lies on a device is not read."""
     if x is None:
-        return math.nan
+        return None
     return float(x) if not isinstance(x, Tensor) or x.device.type == "cpu" else -1.0
 
 

@@ -69,6 +69,25 @@ def test_another_setting_on_one_rank(spec: str, odd: dict[str, float], message: 
         trained(spec, work)
 
 
+def test_a_rate_of_its_own() -> None:
+    """An optimizer's groups may have lr=None, as those of transformers' Adafactor, on all ranks or on none."""
+
+    class Own(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            torch._foreach_sub_([p for g in self.param_groups for p in g["params"]], 0.01)
+
+    def work(module: ShardedModule, rank: int, *, lr: list[Any]) -> None:
+        optimizer = Own(module.parameters(), {"lr": lr[rank]})
+        for _ in range(2):
+            module(**module.local(BATCH)).backward()
+            with torch.no_grad():
+                optimizer.step()
+
+    trained("dp", functools.partial(work, lr=[None, None]))
+    with pytest.raises(DisagreementError, match=r"the learning rate differs.*: its own on rank 0, 0.1 on rank 1"):
+        trained("dp", functools.partial(work, lr=[None, 0.1]))
+
+
 def test_a_schedule_that_one_rank_steps() -> None:
     def work(module: ShardedModule, rank: int) -> int:
         optimizer = torch.optim.AdamW(module.parameters())
