@@ -103,6 +103,11 @@ EXACT = {
     ),
     *("zeros_like", "ones_like", "full_like", "diag_embed", "count_nonzero", "numpy_T", "trace", "outer", "threshold"),
 }
+#: Of a singular matrix they are what rounding makes them, or their gradient is.
+SINGULAR = {
+    *("linalg_qr", "linalg_lu", "linalg_lu_factor", "linalg_lu_factor_ex", "_lu_with_info", "lu", "linalg_det", "det"),
+    *("_linalg_det", "linalg_inv", "linalg_inv_ex", "linalg_pinv", "linalg_cond"),
+}
 #: Results are kept below this, so that no sum of products leaves the integers of float64.
 LARGEST = 1e6
 
@@ -170,8 +175,7 @@ def wrong_in_torch(op: Any, x: Any = None, *_: Any) -> bool:
             return 0 in x.stride()
         case "multilabel_margin_loss" | "multi_margin_loss":  # a single row gives [1] on the meta device, elsewhere []
             return bool(x.ndim == 1)
-        case name if "eig" in name or "svd" in name or name in ("linalg_qr", "linalg_lu", "linalg_det", "det"):
-            # factors of a matrix with equal columns, and the gradient of its determinant, are what rounding makes them
+        case name if "eig" in name or "svd" in name or name in SINGULAR:
             return bool((torch.linalg.svdvals(x).amin(-1) < 1e-6).any()) if x.ndim > 1 and x.numel() else False
         case "matrix_exp":  # it refuses what is not contiguous, as what is gathered and then cut is not
             return True
