@@ -82,6 +82,7 @@ def forward(rule: Rule, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Te
             out, lse = forward(rule, q.flip(2), k.flip(2), v.flip(2), CAUSAL)
             return out.flip(2), lse.flip(2)
         causal = band == CAUSAL
+        q, k, v = map(_dense, (q, k, v))
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=rule.scale)
         return out, lse
     outs, lses = [], []
@@ -104,6 +105,7 @@ def backward(
             g, q, k, v, out, lse = (x.flip(2) for x in (g, q, k, v, out, lse))
             dq, dk, dv = backward(rule, g, q, k, v, out, lse, CAUSAL)
             return dq.flip(2), dk.flip(2), dv.flip(2)
+        q, k, v = map(_dense, (q, k, v))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             g, q, k, v, out, lse, 0.0, band == CAUSAL, scale=rule.scale
         )
@@ -125,6 +127,11 @@ def backward(
         dk += dscores.transpose(-2, -1) @ q[:, :, rows].to(wide)
         dv += kept.transpose(-2, -1) @ dout
     return torch.cat(dqs, 2), _grouped(dk, k), _grouped(dv, v)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x with a head's elements side by side: the kernel takes them to be, and does not look."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _fused(rule: Rule, q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:

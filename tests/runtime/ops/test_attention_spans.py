@@ -91,3 +91,21 @@ def test_a_block_whose_rows_see_nothing_gives_nothing() -> None:
     out, lse = attention_blocks.forward(Rule(1.0), q, k, k, Band(None, -2))
     assert torch.equal(out[:, :, :2], torch.zeros(1, 1, 2, 4))
     assert bool((lse[:, :, :2] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("band", [ALL, CAUSAL, UPPER])
+@pytest.mark.parametrize("which", ["q", "k", "v", "g"])
+def test_heads_whose_elements_are_not_side_by_side(which: str, band: Band) -> None:
+    """torch's kernel reads them as if they were: transposed and expanded tensors gave garbage."""
+    given = {n: torch.randn(2, 3, 8, 4, dtype=torch.float64) for n in "qkvg"}
+
+    def run(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        out, lse = attention_blocks.forward(Rule(0.5), x["q"], x["k"], x["v"], band)
+        return [
+            out,
+            *attention_blocks.backward(Rule(0.5), x["g"], x["q"], x["k"], x["v"], out, lse, band),
+        ]
+
+    turned = given[which].transpose(-1, -2).contiguous().transpose(-1, -2)
+    for found, want in zip(run({**given, which: turned}), run(given), strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
