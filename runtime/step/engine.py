@@ -312,6 +312,8 @@ class Engine(EngineState):
                 fix = "make it of what the function gets: lambda params: torch.optim.AdamW(params, lr=3e-4)"
                 raise ShardcError(what, where="optimizer", fix=fix)
             self._tell(f"the optimizer has none of {left}: nothing updates them")
+        if others := param_groups.strangers(optimizer, trained):
+            self._tell(f"the optimizer has {others} that it was not given: no step has a gradient for that")
         whole = matrices.place(optimizer, shown, self.mesh.layout.coords(self.mesh.rank)) if matrices else []
         self._check_optimizer(optimizer, shown, whole)
         if runs:

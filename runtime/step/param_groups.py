@@ -18,6 +18,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir import patterns
 from shardc.ir.matrices import inner as matrices_between
 from shardc.ir.program import Program
+from shardc.ir.units import plural
 from shardc.runtime.step import text_numbers
 from shardc.runtime.zero.optimizer_list import members_of
 
@@ -72,7 +73,10 @@ def check_trains(program: Program) -> None:
         fix = (
             "let some have it before compiling (p.requires_grad_(True)); engine.evaluate, and --steps 0, train nothing"
         )
-        raise ShardcError(what, where="the model", fix=fix)
+        frozen = program.spec is not None and program.spec.freeze
+        if frozen:
+            fix = f"leave some out of the spec's freeze; or {fix}"
+        raise ShardcError(what, where="freeze" if frozen else "the model", fix=fix)
 
 
 def groups(
@@ -176,6 +180,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             for k, p in enumerate(group["params"]):
                 if id(p) in owner:
                     name = names[k] if k < len(names) else f"a parameter of shape {list(p.shape)}"
+                    if owner[id(p)] == type(m).__name__:
+                        what = f"{name} is in {type(m).__name__} twice, which would update it twice"
+                        errors.add(what, where=f"parameter group {i}", fix="give it once")
+                        continue
                     what = f"{name} is in {owner[id(p)]} and in {type(m).__name__}, which would both update it"
                     errors.add(what, where="optimizer", fix="give it to one of the optimizers")
                 owner[id(p)] = type(m).__name__
@@ -186,6 +194,13 @@ def trains_any(optimizer: torch.optim.Optimizer, params: NamedParameters) -> boo
     """Whether any group of the optimizer has one of the parameters."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return any(id(p) in held for _, p in params)
+
+
+def strangers(optimizer: torch.optim.Optimizer, params: NamedParameters) -> str:
+    """The parameters of an optimizer that are none of those that it was given, for people; "" where there are none."""
+    given = {id(p) for _, p in params}
+    shapes = [str(list(p.shape)) for group in optimizer.param_groups for p in group["params"] if id(p) not in given]
+    return f"{plural(len(shapes), 'parameter')} of shape {', '.join(shapes[:5])}" if shapes else ""
 
 
 def not_trained(optimizer: torch.optim.Optimizer, params: NamedParameters) -> str:

@@ -182,6 +182,20 @@ def test_a_parameter_in_two_or_in_none(capsys: pytest.CaptureFixture[str]) -> No
     loopback(p.mesh, lambda mesh: p.engine(NET, neither, mesh=mesh))
     assert "the optimizer has none of a.0.weight: nothing updates them" in capsys.readouterr().err
 
+    def twice(params: Any) -> torch.optim.Optimizer:
+        with pytest.warns(UserWarning, match="duplicate"):
+            return torch.optim.SGD([*(q for _, q in params), params[0][1]], lr=0.1)
+
+    with pytest.raises(ShardcError, match=r"a parameter of shape \[.*\] is in SGD twice"):
+        loopback(p.mesh, lambda mesh: p.engine(NET, twice, mesh=mesh))
+    loopback(p.mesh, lambda mesh: p.engine(NET, with_a_stranger, mesh=mesh))
+    told = "the optimizer has 1 parameter of shape [3] that it was not given: no step has a gradient for that"
+    assert told in capsys.readouterr().err
+
+
+def with_a_stranger(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*(q for _, q in params), torch.nn.Parameter(torch.ones(3))], lr=0.1)
+
 
 @pytest.mark.parametrize(
     ("make", "error"),
