@@ -34,6 +34,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("shardc",),  # the public names, each imported when it is used
     ("cli",),
+    ("__main__",),
 )
 FLOOR = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
 
