@@ -105,8 +105,8 @@ def prove(
         named(model.named_buffers(remove_duplicate=False)),
     )
     before = {name: b.clone() for name, b in buffers.items()}
-    given = {name: x._version for name, x in inputs.items()}
-    plain = {name: (x, x._version) for name, x in _plain_tensors(model)}
+    given = {name: _version(x) for name, x in inputs.items()}
+    plain = {name: (x, _version(x)) for name, x in _plain_tensors(model)}
     trained = {p.name: params[p.fqn] for p in program.params if p.requires_grad}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model's own, which appear whenever it runs
@@ -116,7 +116,7 @@ def prove(
                 want, *beside = eager(whole)
                 want_grads = _grads(want, trained)
                 after = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
-            written = {name: Source() for name, (x, version) in plain.items() if x._version != version}
+            written = {name: Source() for name, (x, version) in plain.items() if _version(x) != version}
             changed = {**written, **changed}
             if changed:
                 with torch.no_grad():
@@ -200,6 +200,11 @@ def prove(
     if draws and not branches and any(map(_drops, calls(program.graph))):
         return Proof((KEEPS_DROPOUT,), evaluates="alike")
     return Proof(evaluates="otherwise")
+
+
+def _version(x: Tensor) -> int:
+    """How often it was written to; of one that was made in inference mode nobody counts."""
+    return 0 if x.is_inference() else x._version
 
 
 def _drops(node: fx.Node) -> bool:

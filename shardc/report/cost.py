@@ -66,7 +66,7 @@ def table(cost: Cost) -> str:
         for line in lines
     ]
     where = [f"{_name(cost, r)}: the peak is at {peak_place(cost, r.memory)}" for r in cost.ranks]
-    where += [_held(cost)] if cost.device.kind == "gpu" else []
+    where = [_held(cost), *where] if cost.device.kind == "gpu" else where
     where += [exposed] if (exposed := _exposed(cost)) else []
     return "\n".join(
         [f"live memory of one step on {cost.device.name}, at the peak", text[0], "-" * len(text[0]), *text[1:], *where]

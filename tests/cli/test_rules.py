@@ -134,7 +134,7 @@ def test_check_tells_what_is_too_strict(files: Path) -> None:
 
 
 def test_check_as_json(files: Path) -> None:
-    done = call("--check", "--json", "--file", own(files / "json.py", "jsonlib", linear="0 1"))
+    done = call("--check", "--json", "--file", own(files / "own.py", "jsonlib", linear="0 1"))
     assert done.exit_code == 1
     told = json.loads(done.stdout)
     assert told["ok"] is False
