@@ -247,6 +247,8 @@ class Maker:
                 raise Refused
             if name_of(op).endswith(("slogdet", "logdet")) and x.is_floating_point() and (x < -20).any():
                 raise Refused  # of a singular matrix: but for rounding it is -inf
+            if name_of(op) in ("std", "std_mean") and i == 0 and ((x > 0) & (x < 1e-9)).any():
+                raise Refused  # of equal entries: but for rounding it is 0, and has no gradient
             found.append(Value(x, "", "", made, i if several is result else -1))
         self.calls.append(made)
         self.pool += [v for v in found if is_real(v.tensor) and v.tensor.numel()]
