@@ -51,7 +51,7 @@ def pad_weights(program: Program, layouts: Mapping[str, Layout], mesh: Mesh) -> 
             same = {
                 q.name: s
                 for q, s in group.params.items()
-                if q.name in widened and _digits(widened[q.name], s.dim, mesh)[1] == n
+                if q.name in widened and _is_split(widened[q.name], s, n, mesh)
             }
             pieces = pieces_of(follower, group)
             if pieces and pieces % n and len(same) == sum(q.name in widened for q in group.params):
@@ -82,6 +82,12 @@ def _digits(layout: Layout, dim: int, mesh: Mesh) -> tuple[Shard, int]:
     shards = layout.shards(dim)
     outer = min((s for _, s in shards), key=lambda s: s.split, default=Shard(dim))
     return outer, math.prod(mesh.size(axis) for axis, _ in shards)
+
+
+def _is_split(layout: Layout, s: Shard, n: int, mesh: Mesh) -> bool:
+    """Is a dim split as this shard is, by n ranks in all?"""
+    outer, ranks = _digits(layout, s.dim, mesh)
+    return ranks == n and outer.split == s.split
 
 
 def _with(layout: Layout, dim: int, mesh: Mesh, padding: int, blocks: int) -> Layout:

@@ -214,6 +214,18 @@ class Twice(nn.Module):
         return self.product(second).square().sum() * 1e-3 + (first.positive() * self.w * x).sum()
 
 
+class Merged(nn.Module):
+    """A view merges the parts of one parameter, and another one is split in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.arange(48.0, dtype=torch.float64).view(4, 12))
+        self.w = nn.Parameter(torch.arange(288.0, dtype=torch.float64).view(12, 24) * 1e-2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.p.unsqueeze(2).expand(4, 12, 6).reshape(12, 24) * self.w).sum() + x.sum()
+
+
 X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
 
 
@@ -303,6 +315,16 @@ X = {"x": torch.arange(48.0, dtype=torch.float64).view(4, 12) - 20}
             Twice,
             {"mesh": {"tp": 3}, "batch": {"axes": []}, "uneven": "pad", "activations": {"product": {0: "tp"}}},
             id="of a value that is made twice the second layout was not known",
+        ),
+        pytest.param(
+            Merged,
+            {
+                "mesh": {"a": 2, "b": 2},
+                "batch": {"axes": []},
+                "uneven": "pad",
+                "shard": {"p": {1: ["a", "b"]}, "w": {0: ["b", "a"]}},
+            },
+            id="a parameter got the padding of another split than its own",
         ),
     ],
 )
