@@ -232,8 +232,8 @@ class Maker:
     def call(self, op: Any, *args: Any, **kwargs: Any) -> list[Value]:
         """Call it; its float64 results join the pool. Raises Refused for results of no use."""
         given = map_values((args, kwargs), lambda v: v.tensor)
-        if wrong_in_torch(op, *given[0]):
-            raise Refused
+        if wrong_in_torch(op, *given[0]) or (name_of(op) == "mode" and not whole(given[0][0])):
+            raise Refused  # which of two numbers comes more often, rounding decides
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = op(*given[0], **given[1])
