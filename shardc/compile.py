@@ -23,6 +23,7 @@ from shardc import recompile, torch_modes
 from shardc.artifact import model_source
 from shardc.capture import capture, check_forward
 from shardc.capture.loss import Forward
+from shardc.cost.device import of_spec
 from shardc.ir.generation import Step
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner
@@ -72,6 +73,7 @@ def compile(
 
     names = Names.of(model) if isinstance(model, nn.Module) else None
     spec = Spec.load(spec, mesh=mesh, overrides=overrides, world=world, names=names)
+    of_spec(spec)  # it is known, and has room for the mesh
     if isinstance(forward, Step):
         spec = forward_only.generating(spec)
     plan = model_plan.read(model) if spec.shard_use == "model" else {}

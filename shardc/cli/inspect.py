@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from shardc.ir.program import Program
     from shardc.report import Coverage
 
-#: The device of --device when the user names none.
-DEVICE = "h100-80g"
 #: The spec of `--before` when the user names none.
 ONE_DEVICE: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 1}}
 
@@ -51,8 +49,12 @@ def command(
         bool, typer.Option("--memory", help="what a step holds on each rank, by kind; the op at the peak")
     ] = False,
     device: Annotated[
-        str, typer.Option(help="with --memory, --comm and --html: a name that `shardc device` lists, or a YAML file")
-    ] = DEVICE,
+        str | None,
+        typer.Option(
+            help="with --memory, --comm and --html: a name that `shardc device` lists, or a YAML file (default: the"
+            " spec's device, else h100-80g)"
+        ),
+    ] = None,
     schedule: Annotated[
         bool, typer.Option("--schedule", help="who computes what when in a pipeline: bubbles, live activations")
     ] = False,
@@ -88,7 +90,7 @@ def command(
             raise ShardcError(what, where="--svg", fix="add --schedule, --memory, --comm, --scores or --draw MODULE")
         if draw is not None and svg is None:
             raise ShardcError("a picture needs a file", where="--draw", fix=f"--draw {draw} --svg layer.svg")
-        if device != DEVICE:
+        if device is not None:
             named(device)
         if coverage:
             covered = _coverage(model, batch, seq)
@@ -173,14 +175,14 @@ def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
         return coverage(file.on_meta(), file.batch, loss=file.loss)
 
 
-def _cost(program: Program, device: str, *, quiet: bool) -> Cost:
+def _cost(program: Program, device: str | None, *, quiet: bool) -> Cost:
     with common.progress("running a step without data", quiet=quiet) as told:
         return program.cost(
             device, on=lambda rank, done, total: told(f"running a step of {rank} without data", done, total)
         )
 
 
-def _page(program: Program, file: Path, device: str, *, full: bool, quiet: bool) -> None:
+def _page(program: Program, file: Path, device: str | None, *, full: bool, quiet: bool) -> None:
     """Write the page. A program that is not compiled has no step to price and nothing to prove."""
     from shardc import report
 
@@ -193,7 +195,7 @@ def _page(program: Program, file: Path, device: str, *, full: bool, quiet: bool)
     file.write_text(report.html(program, cost, proof, full=full), encoding="utf-8")
 
 
-def _memory(program: Program, device: str, svg: Path | None, as_json: bool, show: common.Show) -> None:
+def _memory(program: Program, device: str | None, svg: Path | None, as_json: bool, show: common.Show) -> None:
     from shardc.report import cost as cost_report
     from shardc.report import kept_activations
 
@@ -209,7 +211,7 @@ def _memory(program: Program, device: str, svg: Path | None, as_json: bool, show
             show(f"written to {svg}")
 
 
-def _streams(program: Program, device: str, svg: Path, as_json: bool, show: common.Show) -> None:
+def _streams(program: Program, device: str | None, svg: Path, as_json: bool, show: common.Show) -> None:
     from shardc import report
     from shardc.report import streams_picture
 

@@ -33,8 +33,13 @@ PREPARING = ("loading the model", "capturing")
 
 def command(
     model: Annotated[str, typer.Argument(help="model.py, model.py:builder, or hf:config.json", show_default=False)],
-    devices: Annotated[int | None, typer.Option(help="how many there are; required, but with --given")] = None,
-    device: Annotated[str, typer.Option(help="a name that `shardc device` lists, or a YAML file")] = "h100-80g",
+    devices: Annotated[
+        int | None, typer.Option(help="how many there are (default: of --given, or `nodes` of a device file)")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="a name that `shardc device` lists, or a YAML file (default: of --given, else h100-80g)"),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="write the best spec, annotated with why")
     ] = None,

@@ -304,15 +304,14 @@ def _quit(job: Job, status: int) -> NoReturn:
 def _expected(job: Job) -> str:
     """What a step needs by calculation, where memory did not suffice."""
     from shardc.artifact import load
-    from shardc.cost import device
     from shardc.cost.device import measured_file
     from shardc.ir.units import size
     from shardc.report.cost import peak_place
 
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    known = here if measured_file(here).is_file() else "h100-80g"
+    known = here if measured_file(here).is_file() else None
     try:
-        cost = load(job.program, trust=job.trust, as_compiled=True).cost(device(known))
+        cost = load(job.program, trust=job.trust, as_compiled=True).cost(known)
     except ShardcError as e:
         return f"what a step needs cannot be calculated: {e.what}"
     memory = cost.memory

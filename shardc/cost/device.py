@@ -3,6 +3,7 @@
 device("h100-80g")    of this package: shardc/cost/devices
 device("mine.yaml")   a file
 device("cpu")         as measured by `shardc device --measure`; also "cuda"
+of_spec(spec)         what a spec's `device:` names
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from shardc import text_file
 from shardc.cost.ledger import Op
 from shardc.errors import Errors, ShardcError
 from shardc.ir.patterns import nearest
+from shardc.ir.units import plural
+from shardc.spec import Spec
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -117,8 +120,9 @@ class Device(_Section):
     least seconds that an op takes. host: seconds in which the host starts one, at least; it may be ahead of the device.
     reaches: shares of these peaks; products: what one of them reaches, by its shape.
 
-    node: devices in a node; within, between: links inside of a node and between nodes. pod: devices in a pod, whose
-    nodes reach each other at the full rate of `between`; beyond: the link to other pods.
+    node: devices in a node; nodes: how many there are, None: as many as it takes. within, between: links inside of a
+    node and between nodes. pod: devices in a pod, whose nodes reach each other at the full rate of `between`; beyond:
+    the link to other pods.
     """
 
     name: str
@@ -133,6 +137,7 @@ class Device(_Section):
     reaches: Reaches = Reaches()
     products: Products | None = None
     node: Annotated[int, Field(ge=1)] = 1
+    nodes: Annotated[int, Field(ge=1)] | None = None
     within: Link
     between: Link
     pod: Annotated[int, Field(ge=1)] | None = None
@@ -145,6 +150,15 @@ class Device(_Section):
         if self.pod is not None and (self.pod % self.node or self.pod <= self.node):
             raise ValueError(f"a pod has several whole nodes of {self.node} devices, not {self.pod} devices")
         return self
+
+    def check_room(self, ranks: int, where: str = "device") -> None:
+        """Raises ShardcError where so many ranks are more than there are devices."""
+        if self.nodes is None or ranks <= self.nodes * self.node:
+            return
+        there = f"{plural(self.nodes, 'node')} of {plural(self.node, 'device')}"
+        what = f"{ranks:,} ranks have no room on {there}, which are {self.nodes * self.node:,}"
+        fix = f"make it at most {self.nodes * self.node:,} ranks, or write nodes: {-(-ranks // self.node)}"
+        raise ShardcError(what, where=where, fix=fix)
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """The peak of products in a dtype; of a dtype that is not listed, that of the slowest."""
@@ -192,6 +206,7 @@ _UNITS = {
     "reaches": "shares of these peaks that large ops reach",
     "products": "tiles: rows, columns, share",
     "node": "devices in a node",
+    "nodes": "how many there are",
     "within": "bytes per second and direction of one device; seconds",
     "pod": "devices in a pod",
 }
@@ -248,9 +263,54 @@ def device(name: str | Path | Device) -> Device:
         errors = Errors()
         for each in e.errors():
             key = ".".join(map(str, each["loc"]))
-            errors.add(f"{key}: {each['msg'][0].lower()}{each['msg'][1:]}", where=where, fix=example)
+            close = nearest(str(each["loc"][-1]), _keys(each["loc"])) if each["type"] == "extra_forbidden" else ""
+            fix = f"did you mean {close!r}? {example}" if close else example
+            errors.add(f"{key}: {each['msg'][0].lower()}{each['msg'][1:]}", where=where, fix=fix)
         errors.raise_any()
         raise AssertionError from e
+
+
+#: What a program is priced on where nobody names a device.
+USUAL = "h100-80g"
+
+
+def of_spec(spec: Spec | None) -> Device:
+    """The device that a spec's `device:` names, with as many nodes; without one `USUAL`. A file is looked for where the
+    command runs, then beside the spec. Raises ShardcError as `device` does, at the spec's line; and where its nodes
+    have no room for the mesh.
+    """
+    if spec is None or spec.device is None:
+        return device(USUAL)
+    named, where = Path(spec.device.name), spec.where(("device",))
+    beside = Path(spec.file).parent / named
+    try:
+        found = device(beside if beside.is_file() and not named.exists() else spec.device.name)
+    except ShardcError as e:
+        errors = Errors()
+        for each in e.errors:
+            errors.add(each.what, where=where if each.where == "device" else each.where, fix=each.fix)
+        errors.raise_any()
+        raise
+    found = found.model_copy(update={"nodes": spec.device.nodes or found.nodes})
+    found.check_room(spec.mesh.world, where)
+    return found
+
+
+def chosen(named: str | Path | Device | None, spec: Spec | None) -> Device:
+    """The device of a question on a spec: what a command names, else the spec's. Raises ShardcError as `of_spec`."""
+    if named is None:
+        return of_spec(spec)
+    found = device(named)
+    if spec is not None:
+        found.check_room(spec.mesh.world)
+    return found
+
+
+def _keys(place: tuple[int | str, ...]) -> list[str]:
+    """The keys that the part of a device file has in which this one is."""
+    sections: dict[str, type[_Section]] = {"within": Link, "between": Link, "beyond": Link}
+    sections |= {"reaches": Reaches, "products": Products, "outside": Outside}
+    return list(sections.get(str(place[0]), Device).model_fields if len(place) > 1 else Device.model_fields)
 
 
 def _did_you_mean(name: str) -> str:

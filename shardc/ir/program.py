@@ -653,7 +653,7 @@ class Program:
 
         return prove(self)
 
-    def html(self, device: str | Path | Device = "h100-80g", *, full: bool = False) -> str:
+    def html(self, device: str | Path | Device | None = None, *, full: bool = False) -> str:
         """One HTML page to look around in, which needs nothing else: modules and their weights, graphs before and after
         the passes, a step's timeline, memory and collectives on a device, the proof, and which line of the spec caused
         what. See shardc.report.page.
@@ -677,7 +677,7 @@ class Program:
 
     def cost(
         self,
-        device: str | Path | Device = "h100-80g",
+        device: str | Path | Device | None = None,
         *,
         optimizer: Any = None,
         clip_norm: float | None = None,
@@ -687,12 +687,13 @@ class Program:
         {(axis, kind): bytes}, `.step_seconds`; `.symbolic`: closed forms. No weights, devices or processes are needed.
         See shardc.cost.
 
-        device: a name ("a100-80g", "h100-80g", "h200"), a YAML file, or a shardc.cost.Device. optimizer: params ->
-        torch optimizer; default AdamW. clip_norm: of the engine. on: called before each rank is run:
-        (its name, how many are done, how many there are). Raises ShardcError for a device that is not known.
+        device: a name ("a100-80g", "h100-80g", "h200"), a YAML file, or a shardc.cost.Device; default: the spec's
+        `device:`, else h100-80g. optimizer: params -> torch optimizer; default AdamW. clip_norm: of the engine. on:
+        called before each rank is run: (its name, how many are done, how many there are). Raises ShardcError for a
+        device that is not known, or has no room for the mesh.
         """
-        from shardc.cost.device import device as described
+        from shardc.cost.device import chosen
         from shardc.cost.step import cost
         from shardc.runtime.step.engine import adamw
 
-        return cost(self, described(device), optimizer or adamw, on=on, clip_norm=clip_norm)
+        return cost(self, chosen(device, self.spec), optimizer or adamw, on=on, clip_norm=clip_norm)

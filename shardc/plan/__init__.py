@@ -22,8 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardc.cost.device import Device
-from shardc.cost.device import device as described
+from shardc.cost.device import Device, chosen
 from shardc.errors import ShardcError
 from shardc.plan.few_layers import Subject
 from shardc.plan.headroom import HEADROOM, usable
@@ -39,7 +38,7 @@ def plan(
     batch: Any,
     *,
     devices: int | None = None,
-    device: str | Path | Device = "h100-80g",
+    device: str | Path | Device | None = None,
     global_batch: int | None = None,
     precision: str = "bfloat16",
     headroom: float = HEADROOM,
@@ -54,12 +53,13 @@ def plan(
 ) -> Plan:
     """Search for the spec that trains a model fastest on so many devices.
 
-    model, batch, loss: as in `shardc.compile`; the model may be on the meta device. device: a name, a YAML file, or a
-        shardc.cost.Device.
+    model, batch, loss: as in `shardc.compile`; the model may be on the meta device.
+    devices: how many; default: those of the given spec's mesh, or all that the device's file has (`nodes`).
+    device: a name, a YAML file, or a shardc.cost.Device; default: the given spec's, else h100-80g.
     global_batch: rows of a step; default: those of `batch`, or a multiple such that every device has a row.
     precision: bfloat16 or float16 (with master weights in float32), float32, pure-bfloat16, or model (as it is).
     headroom: share of a device's memory left to the allocator, NCCL and kernels' workspaces.
-    given: price only this spec; devices is then the size of its mesh. largest: also find out how many rows, or how long
+    given: price only this spec. largest: also find out how many rows, or how long
         a sequence, the best spec (or the given one) can take. fewest: also find out on how few devices anything fits.
     what_if: also price the best spec (or the given one) on devices that are better in one respect, and on others.
     tokens: also say how long so many take, of a model whose rows are sequences.
@@ -67,7 +67,10 @@ def plan(
     Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """
     started = time.perf_counter()
-    usable(on_device := described(device), headroom)
+    spec = Spec.load(given, world=devices) if given is not None else None
+    usable(on_device := chosen(device, spec), headroom)
+    if devices is None and on_device.nodes is not None:
+        devices = on_device.nodes * on_device.node
     if given is None and devices is None:
         raise ShardcError(
             "the number of devices is missing",
@@ -78,6 +81,8 @@ def plan(
         raise ShardcError(f"{devices!r} is no number of devices", where="--devices", fix="a whole number, such as 8")
     if devices is not None and devices < 1:
         raise ShardcError(f"{devices} devices are too few", where="--devices", fix="name at least 1")
+    if devices is not None:
+        on_device.check_room(devices)
     if global_batch is not None and global_batch < 1:
         raise ShardcError(
             f"a global batch of {global_batch} rows is too small", where="--global-batch", fix="name at least 1"
@@ -88,8 +93,8 @@ def plan(
         raise ShardcError(f"{tokens} tokens are too few", where="--tokens", fix="name a number, such as 1e12")
     on("capturing", 0, 0)
     planner = Planner(Subject.of(model, batch, loss), on_device, precision, headroom, name or type(model).__name__, on)
-    if given is not None:
-        result = planner.given(given, devices, global_batch)
+    if spec is not None:
+        result = planner.given(spec, global_batch)
     else:
         assert devices is not None
         result = planner.search(devices, global_batch)

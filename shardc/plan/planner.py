@@ -5,10 +5,9 @@ sequence, and the fewest devices that fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,8 +154,7 @@ class Planner:
             f"no way to use {devices} devices was found", where="--devices", fix="try another number of devices"
         )
 
-    def given(self, source: str | Path | Mapping[str, Any] | Spec, devices: int | None, batch: int | None) -> Plan:
-        one = Spec.load(source, world=devices)
+    def given(self, one: Spec, batch: int | None) -> Plan:
         rows = batch or self.subject.rows
         self.on("the given spec", 0, 0)
         priced = price(self.library, one, rows)

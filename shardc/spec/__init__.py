@@ -38,6 +38,7 @@ from shardc.spec.schema import (
     Form,
     Loss,
     Lower,
+    On,
     Optimizer,
     Pipeline,
     Precision,
@@ -57,6 +58,7 @@ __all__ = [
     "Expert",
     "Loss",
     "Lower",
+    "On",
     "Optimizer",
     "OutputRule",
     "Pipeline",
@@ -114,6 +116,7 @@ class Spec:
     """
 
     mesh: Mesh
+    device: On | None = None
     batch: Batch = field(default_factory=Batch)
     shard: tuple[ShardRule, ...] = ()
     shard_use: Use | None = None
@@ -350,6 +353,7 @@ class Spec:
 
 
 _SECTIONS = (
+    "device",
     "batch",
     "sequence",
     "pipeline",

@@ -581,6 +581,35 @@ class Precision(Section):
     ] = Field(default=None, description="none, dynamic, or a number (for float16)", examples=["none", "dynamic"])
 
 
+class On(Section):
+    """What a step is priced on, where no command names another: a program itself is the same on all."""
+
+    name: Annotated[str, Field(min_length=1)] = Field(
+        description="a device that `shardc device` lists, or the path of a YAML file", examples=["h100-80g"]
+    )
+    nodes: Count | None = Field(
+        default=None, description="how many nodes there are; the mesh has to have room on them", examples=[8]
+    )
+
+
+_ON: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "object",
+            "required": ["name"],
+            "additionalProperties": False,
+            "properties": {"name": {"type": "string"}, "nodes": {"type": "integer", "minimum": 1}},
+        },
+    ]
+}
+
+
+def _on(value: Any) -> Any:
+    """`h100-80g` -> {"name": "h100-80g"}."""
+    return {"name": value} if isinstance(value, str) else value
+
+
 def _version(value: Any) -> Any:
     if type(value) is not int or value != 1:  # True == 1.0 == 1
         raise wrong("this shardc reads version 1 of the format, not {value}", "write shardc: 1", value=say(value))
@@ -598,6 +627,11 @@ class Form(Section):
         default={},
         description="axis: size, outermost first; one size may be -1: computed from the world size",
         examples=[{"dp": 2}],
+    )
+    device: Annotated[On | None, BeforeValidator(_on), WithJsonSchema(_ON)] = Field(
+        default=None,
+        description="what a step is priced on, where no command names another",
+        examples=["h100-80g", {"name": "h100-80g", "nodes": 8}],
     )
     batch: Batch = Field(default=Batch(), examples=[{"dims": {"*": 0}}])
     shard: Annotated[ShardForm, BeforeValidator(_shard), WithJsonSchema(_SHARD)] = Field(

@@ -10,10 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import shardc
 from shardc.cli import app
 from shardc.cost import device, measure
 from shardc.cost.device import names
 from shardc.errors import ShardcError
+from shardc.ir.program import Program
 
 RUNNER = CliRunner()
 
@@ -99,3 +101,63 @@ def test_what_cannot_be(words: tuple[str, ...], what: str, fix: str) -> None:
 def test_no_gpu_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch finds no GPU here" in run("cuda", "--measure").stderr
+
+
+def mlp() -> tuple[torch.nn.Module, torch.Tensor]:
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8)), torch.ones(16, 8)
+
+
+def compiled(**sections: Any) -> Program:
+    model, batch = mlp()
+    spec = {"shardc": 1, "mesh": {"dp": 2}, **sections}
+    return shardc.compile(model, batch, spec, loss=lambda out, _: out.square().mean())
+
+
+def test_a_spec_names_its_device() -> None:
+    program = compiled(device={"name": "a100-40g", "nodes": 2})
+    assert program.spec is not None
+    assert program.spec.to_dict()["device"] == {"name": "a100-40g", "nodes": 2}
+    assert (program.cost().device.name, program.cost().device.nodes) == ("a100-40g", 2)
+    assert program.cost("h200").device.name == "h200"
+    assert compiled(device="h200").cost().device.name == "h200"
+    assert compiled().cost().device.name == "h100-80g"
+    assert compiled().text() == compiled(device="h200").text()  # a program is the same on all
+
+
+def test_a_file_beside_the_spec(tmp_path: Path) -> None:
+    """Of one's own cluster, which says how large it is."""
+    (tmp_path / "ours.yaml").write_text(device("h200").to_yaml().replace('name: "h200"', "name: ours") + "nodes: 3\n")
+    (tmp_path / "spec.yaml").write_text("shardc: 1\nmesh: {dp: 2}\ndevice: ours.yaml\n")
+    model, batch = mlp()
+    cost = shardc.compile(model, batch, tmp_path / "spec.yaml", loss=lambda out, _: out.mean()).cost()
+    assert (cost.device.name, cost.device.nodes) == ("ours", 3)
+    planned = shardc.plan(model, batch, device=tmp_path / "ours.yaml", loss=lambda out, _: out.mean(), global_batch=24)
+    assert planned.target.devices == 24
+    with pytest.raises(ShardcError, match="32 ranks have no room on 3 nodes of 8 devices, which are 24"):
+        shardc.plan(model, batch, device=tmp_path / "ours.yaml", devices=32)
+
+
+@pytest.mark.parametrize(
+    ("section", "what", "fix"),
+    [
+        ("h100", "there is no device 'h100'", "did you mean 'h100-80g'"),
+        ({"name": "h200", "node": 2}, "unknown key 'node'", "did you mean 'nodes'"),
+        ({"nodes": 2}, "`name`", "h100-80g"),
+        ({"name": "h200", "nodes": 0}, "nodes", "1"),
+        ({"name": "rtx-4090", "nodes": 1}, "8 ranks have no room on 1 node of 4 devices, which are 4", "nodes: 2"),
+    ],
+)
+def test_a_spec_whose_device_cannot_be(section: Any, what: str, fix: str) -> None:
+    with pytest.raises(ShardcError) as found:
+        compiled(device=section, mesh={"dp": 8})
+    assert what in str(found.value)
+    assert fix in str(found.value)
+    assert "spec" in found.value.where
+
+
+def test_a_key_of_a_device_file_has_a_nearest(tmp_path: Path) -> None:
+    (tmp_path / "ours.yaml").write_text(device("h200").to_yaml().replace("latency:", "latancy:", 1) + "prodcts: {}\n")
+    with pytest.raises(ShardcError) as found:
+        device(tmp_path / "ours.yaml")
+    assert "did you mean 'products'" in str(found.value)
+    assert "did you mean 'latency'" in str(found.value)

@@ -68,7 +68,7 @@ WHOLE = [  # the whole text
 ]
 SECTIONS = [  # after HEAD
     ("shrad: {}\n", "3:1", "unknown section 'shrad'", "did you mean 'shard'?"),
-    ("qqq: {}\n", "3:1", "unknown section 'qqq'", "one of shardc, mesh, batch"),
+    ("qqq: {}\n", "3:1", "unknown section 'qqq'", "one of shardc, mesh, device, batch"),
     (
         "data: {zeor: 1}\n",
         "3:8",
