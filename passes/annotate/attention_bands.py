@@ -5,8 +5,8 @@
 
 Values are followed from `arange` on: sums of places (j - i + 3), comparisons of them (a half of the square, bounded by
 a diagonal), and what `and`, `or`, `not` make of these. What is not known may be seen: so the band is a bound, and the
-mask stays beside it, unless all of the mask is known. Only where the sequence is split: then a bound says which keys
-need not be sent. Elsewhere attention is left as the model has it.
+mask stays beside it, unless all of the mask is known. Where the sequence is not split, a bound saves nothing that is
+sent, and attention is left as the model has it; but for a mask that is `is_causal`, which kernels know.
 """
 
 from __future__ import annotations
@@ -54,19 +54,17 @@ _Known = _Place | _Seen
 
 def use_bands(spec: Spec, program: Program) -> None:
     """Puts what is known of masks on the attention that has them, and drops masks that are known whole."""
-    if spec.sequence_ranks == 1:
-        return
     known: dict[fx.Node, _Known | None] = {}
     for node in program.graph.nodes:
         known[node] = _known(node, known) if node.op == "call_function" else None
         if node.target in OPS:
-            _use(program.graph, node, known)
+            _use(program.graph, node, known, causal_only=spec.sequence_ranks == 1)
     for node in reversed(list(program.graph.nodes)):
         if node in known and isinstance(known[node], _Known) and not node.users:
             program.graph.erase_node(node)
 
 
-def _use(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, _Known | None]) -> None:
+def _use(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, _Known | None], causal_only: bool) -> None:
     call = call_of(node)
     position = {"query": 0, "key": 1, "value": 2, "attn_mask": 3}
     args: list[Any] = [*node.args[:4], *[None] * (4 - len(node.args))]
@@ -83,11 +81,17 @@ def _use(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, _Known | None]) ->
     rng, index = (node.args[8], node.args[9]) if node.target is OPS[1] else (None, 0)
     whole = seen.exact and not p
     causal = whole and (seen.low, seen.high) == (None, 0) and rows == keys
+    if causal_only and not causal:
+        return
     window: dict[str, Any] = {} if causal else {"window": (seen.low, seen.high)}
     with graph.inserting_before(node):
-        new = graph.call_function(
-            ops.attention, (*args[:3], None if whole else mask, p, causal, scale, grouped, rng, index), window
-        )
+        given = (*args[:3], None if whole else mask, p, causal)
+        if causal_only:
+            new = graph.call_function(
+                aten.scaled_dot_product_attention.default, given, {"scale": scale, "enable_gqa": grouped}
+            )
+        else:
+            new = graph.call_function(ops.attention, (*given, scale, grouped, rng, index), window)
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     graph.erase_node(node)

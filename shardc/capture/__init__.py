@@ -21,6 +21,7 @@ masked_rows             rows chosen by a mask, in a fixed size; expert_loops mak
 random_choices          what a model's masks are, tried on random numbers; dependence: what values depend on
 inline_regions          `with torch.no_grad()` in a graph; value_checks: checks that are left out
 inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
+flex_attention          FlexAttention as ops
 foreign_parameters      parameters of nobody that the loss uses
 generation              a model as it generates, with the keys and values of earlier tokens
 side_effects            what forward depends on and must not change
@@ -34,7 +35,16 @@ from typing import Any
 
 from torch import nn
 
-from shardc.capture import attribute_reads, compare_eager, expert_loops, global_reads, patches, refusals, side_effects
+from shardc.capture import (
+    attribute_reads,
+    compare_eager,
+    expert_loops,
+    flex_attention,
+    global_reads,
+    patches,
+    refusals,
+    side_effects,
+)
 from shardc.capture.batch_leaves import Leaves, with_plain_dicts
 from shardc.capture.export import export
 from shardc.capture.forward_arguments import keys_of_loss
@@ -127,7 +137,7 @@ def capture(
         )
     program.meta["capture_seconds"] = round(time.perf_counter() - started, 3)
     if prove and not generates:
-        with side_effects.unchanged(model):
+        with side_effects.unchanged(model), flex_attention.in_eager():
             proof = compare_eager.prove(
                 program,
                 model,

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from shardc.capture import (
+    flex_attention,
     functional_twins,
     inline_regions,
     inner_autograd,
@@ -82,6 +83,7 @@ def export(
         transformers.lean_transformers(model),
         transformers.as_one_op(),
         patches.export_patches(wrapper.side),
+        flex_attention.as_ops(),
         known_values(model, sizes=sizes, rows=rows) as reads,
         traceable(),
         patches.swapped(wrapper, tensors),

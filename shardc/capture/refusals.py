@@ -65,11 +65,6 @@ AUTOGRAD = (
 )
 PACKED = "packed sequences have a size that depends on the lengths' values"
 PADDED = "feed the padded sequences and leave padding out of the loss; pick each row's last step with gather"
-FLEX = "flex_attention is a kernel that torch.compile writes for one device: a program has no rule for it"
-SDPA = (
-    "use torch.nn.functional.scaled_dot_product_attention, with the mask as attn_mask; of transformers' models,"
-    ' config._attn_implementation = "sdpa"'
-)
 #: Ops that draw by rejection.
 REJECTION = r"_standard_gamma|_sample_dirichlet"
 CAUSES = (
@@ -95,8 +90,6 @@ CAUSES = (
     Cause(
         f"the loop over experts {DEPENDS}", EXPERTS, op=r"nonzero|item|^where$|^index$|masked_select", loop=r"expert"
     ),
-    Cause(FLEX, SDPA, raised=r"(?i)flex.?attention|flex.?attn"),
-    Cause(FLEX, SDPA, op=r"flex_attention"),
     Cause(
         "the attention implementation needs a package or device that this machine does not have",
         'config._attn_implementation = "sdpa" (or model.set_attn_implementation("sdpa")); ranks run the fastest kernel'

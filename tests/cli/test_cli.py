@@ -349,10 +349,13 @@ WRONG_MODELS: list[tuple[str, str, str, str, str]] = [
     (
         "flex_attention",
         "from torch.nn.attention.flex_attention import flex_attention\n"
-        + net("        q = self.a(x).view(1, 1, 4, -1)\n        return flex_attention(q, q, q).sum()"),
+        + net(
+            "        q = self.a(x).view(1, 1, 4, -1)\n"
+            "        return flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s - s.sum()).sum()"
+        ),
         "model.py:10",
-        "flex_attention is a kernel that torch.compile writes",
-        "scaled_dot_product_attention, with the mask as attn_mask",
+        "the score_mod of flex_attention calls sum, which does not work element by element",
+        "read one element of the result for each score",
     ),
     ("shapes do not fit", net("        return self.a(x[:, :4]).sum()"), "model.py:8", "", ""),
     ("branch on values", net("        return self.a(x).sum() if x.sum() > 0 else x.sum()"), "model.py:8", "", ""),

@@ -1,0 +1,249 @@
+"""FlexAttention as ops: what a `score_mod` and a `mask_mod` say of one score is written out for all of them.
+
+    flex_attention(q, k, v, block_mask=create_block_mask(lambda b, h, i, j: i >= j, ...))
+    ->    i, j = arange(queries)[:, None], arange(keys);  scaled_dot_product_attention(q, k, v, i >= j)
+
+The functions are called once, on indices of four dims [batch, 1, 1, 1], [1, heads, 1, 1], [1, 1, queries, 1] and
+[1, 1, 1, keys] that broadcast against each other, so that a mask has the dims that it depends on and no others; then
+it is a mask like any other (bands of it are understood, documents are cut to a rank's rows).
+
+    mask_mod                           the mask of torch's attention
+    score_mod: score + f(b, h, i, j)   the float mask of torch's attention, -inf where the block mask hides a key
+    any other score_mod                the attention is written out: product, score_mod, softmax, product
+
+That calls on whole tensors mean what calls on single numbers do holds for ops that work element by element, and for
+tensors from outside that are read at one index for each dim (`slopes[h]`, `documents[b, i]`); others are refused. The
+blocks of a BlockMask say the same as its mask_mod, and are not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardc.errors import ShardcError
+from shardc.ir import source
+from shardc.torch_modes import untraced
+from shardc.torch_private import FakeTensor, OpOverload, TorchDispatchMode, pytree, replaced_flex_attention
+
+aten = torch.ops.aten
+Mod = Callable[..., Tensor]
+
+
+@contextmanager
+def as_ops() -> Iterator[None]:
+    """While open, `torch.nn.attention.flex_attention.flex_attention` becomes ops, by whatever name a model imported it,
+    compiled or not, and `create_block_mask` computes no blocks.
+    """
+    with replaced_flex_attention(partial(_written_out, {}), blocks=False):
+        yield
+
+
+@contextmanager
+def in_eager() -> Iterator[None]:
+    """While open, it computes by torch's own definition, unfused: its kernels have no backward on a CPU."""
+    with replaced_flex_attention(None, blocks=True):
+        yield
+
+
+def _written_out(
+    masks: dict[tuple[object, ...], tuple[Sequence[Any], Tensor | None]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod,
+    block_mask: Sequence[Any],
+    scale: float,
+    options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The op below `flex_attention`, on traced tensors. masks: those made so far, each beside its block mask, which is
+    kept alive with its id: layers under one block mask have one mask.
+
+    query: f[b, h, s, d], key: f[b or 1, g, t, d], value: f[b or 1, g, t, e]. Returns f[b, h, s, e], and, if `options`
+    ask for them, log-sum-exps and greatest scores over log(2), f[b, h, s], float32 at least.
+    """
+    if query.shape[0] != key.shape[0]:
+        key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
+    sizes = *query.shape[:3], key.shape[2]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    which = id(next(x for x in block_mask if isinstance(x, Tensor))), *sizes
+    if which not in masks:
+        masks[which] = block_mask, _mask(block_mask[-1], sizes, query)
+    _, mask = masks[which]
+    form = _form(score_mod, sizes, query, wide)
+    grouped = query.shape[1] != key.shape[1]
+    aux = options["OUTPUT_LOGSUMEXP"], options["OUTPUT_MAX"]
+    out = lse = most = None
+    if form == "score" or (form == "sum" and wide == query.dtype):
+        given = mask
+        if form == "sum":
+            zero = torch.zeros((1, 1, 1, 1), dtype=wide, device=query.device)
+            given = score_mod(zero, *_indices(sizes, query))
+            given = given if mask is None else torch.where(mask, given, -math.inf)
+        given = None if given is None else given.expand(*given.shape[:2], *sizes[2:])
+        out = F.scaled_dot_product_attention(query, key, value, given, scale=scale, enable_gqa=grouped)
+    if out is None or any(aux):
+        if grouped:
+            key, value = (_for_each_head(x, query.shape[1]) for x in (key, value))
+        scores = (query.to(wide) @ key.to(wide).transpose(-2, -1)) * scale
+        if form != "score":
+            scores = score_mod(scores, *_indices(sizes, query))
+        if mask is not None:
+            scores = torch.where(mask, scores, -math.inf)
+        hidden = scores == -math.inf
+        if out is None:  # a row that sees no key is zeros: the softmax of equal numbers, hidden again
+            weights = torch.softmax(scores.masked_fill(hidden, torch.finfo(wide).min), -1).masked_fill(hidden, 0.0)
+            out = weights.to(query.dtype) @ value
+        if aux[0]:
+            lse = torch.where(hidden.all(-1), -math.inf, scores.logsumexp(-1)) / math.log(2)
+        if aux[1]:
+            most = scores.max(-1)[0] / math.log(2)
+    nothing = query.new_empty(0)
+    return out, nothing if lse is None else lse, nothing if most is None else most
+
+
+def _for_each_head(x: Tensor, heads: int) -> Tensor:
+    """Keys or values f[b, g, t, d] -> f[b, heads, t, d], each of them heads / g times in a row."""
+    b, g, t, d = x.shape
+    return x[:, :, None].expand(b, g, heads // g, t, d).reshape(b, heads, t, d)
+
+
+def _indices(sizes: Sequence[int], like: Tensor) -> list[Tensor]:
+    """Four i64 tensors of four dims, each counting along its own: batch, head, query, key."""
+    shapes = ([n if d == own else 1 for d in range(4)] for own, n in enumerate(sizes))
+    return [torch.arange(n, device=like.device).view(shape) for n, shape in zip(sizes, shapes, strict=True)]
+
+
+def _mask(mask_mod: Mod, sizes: Sequence[int], query: Tensor) -> Tensor | None:
+    """bool [b or 1, h or 1, s or 1, t or 1]; None: all True, which a mask of no block mask is."""
+    _tried(mask_mod, sizes, query, "mask_mod")
+    mask = mask_mod(*_indices(sizes, query))
+    return mask if mask.dim() else None if mask_mod is _no_mask() else mask.view(1, 1, 1, 1)
+
+
+def _no_mask() -> Mod:
+    from torch.nn.attention.flex_attention import noop_mask  # loaded by whoever called flex_attention
+
+    return noop_mask
+
+
+def _form(score_mod: Mod, sizes: Sequence[int], query: Tensor, dtype: torch.dtype) -> str:
+    """What a score becomes: "score" itself, its "sum" with what does not depend on it, or "other"."""
+    tried, out = _tried(score_mod, sizes, query, "score_mod", dtype)
+    found = tried.form(out)
+    return "other" if found == "sum" and out.dtype != dtype else found
+
+
+def _tried(
+    mod: Mod, sizes: Sequence[int], query: Tensor, kind: str, dtype: torch.dtype | None = None
+) -> tuple[_Ops, Tensor]:
+    """The ops of a mod, called on fake indices outside of the trace; dtype: of its scores, if it takes any."""
+
+    def call() -> tuple[_Ops, Tensor]:
+        with query.fake_mode if isinstance(query, FakeTensor) else nullcontext():
+            indices = _indices(sizes, query)
+            scores = [] if dtype is None else [torch.zeros(tuple(sizes), dtype=dtype, device=query.device)]
+            with torch.no_grad(), _Ops(kind, scores, indices) as ops:
+                out = mod(*scores, *indices)
+        return ops, out
+
+    return untraced(call)
+
+
+class _Known(NamedTuple):
+    """A tensor that has an element for each score, kept alive with its id. form: of `_form`, or "index" of what does
+    not depend on scores.
+    """
+
+    x: Tensor
+    form: str
+
+
+#: Ops that work element by element, though torch does not tag them so.
+_ELEMENTWISE = {aten.floor_divide.default, aten._to_copy.default, aten.alias.default, aten.lift_fresh.default}
+_SAME = {aten._to_copy.default, aten.alias.default, aten.clone.default}
+_LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
+_NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
+
+
+class _Ops(TorchDispatchMode):
+    """Looks at what a mod does, and refuses what would mean something else of all scores at once than of each."""
+
+    def __init__(self, kind: str, scores: list[Tensor], indices: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kind = kind
+        self.known = {id(x): _Known(x, "score") for x in scores} | {id(x): _Known(x, "index") for x in indices}
+        self.numbers: dict[int, tuple[Tensor, float]] = {}
+
+    def form(self, x: Any) -> str:
+        """Of a result; "index" for what is no function of any index."""
+        return self.known[id(x)].form if id(x) in self.known else "index"
+
+    def __torch_dispatch__(
+        self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = op(*args, **(kwargs or {}))
+        operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if op in (aten.scalar_tensor.default, aten.full.default) and isinstance(out, Tensor) and not out.dim():
+            self.numbers[id(out)] = out, args[-1]
+        if op is aten.lift_fresh.default and (constant := getattr(args[0], "constant", None)) is not None:
+            self.numbers[id(out)] = out, constant.item()
+        if op in _NEW or not isinstance(out, Tensor) or not any(id(x) in self.known for x in operands):
+            return out
+        self._check(op, args, operands)
+        self.known[id(out)] = _Known(out, self._of(op, args, kwargs or {}, out))
+        return out
+
+    def _check(self, op: OpOverload, args: Sequence[Any], operands: Sequence[Tensor]) -> None:
+        at = [x for x in operands if id(x) not in self.known and x.dim()]
+        if op is aten.index.Tensor:
+            base, index = args
+            whole = id(base) not in self.known and len(index) == base.dim() and None not in index
+            at = [x for x in at if x is not base]
+            if whole and not at:
+                return
+            said = "reads a tensor at fewer indices than it has dims, or at other ones"
+            fix = "name an index for each dim at once: table[b, h, q_idx] and not table[b][h][q_idx]"
+        elif op._schema.is_mutable:
+            said, fix = "changes a tensor in place", "write x = x + y, and not x += y"
+        elif at:
+            said = f"uses a tensor of {at[0].dim()} dims as a whole"
+            fix = "read one element of it for each score: table[h], documents[b, q_idx]"
+        elif torch.Tag.pointwise not in op.tags and op not in _ELEMENTWISE | _LIKE:
+            said = f"calls {op.__name__.partition('.')[0]}, which does not work element by element"
+            fix = "compute it outside, and read one element of the result for each score"
+        else:
+            return
+        place = source.of_call()
+        raise ShardcError(f"the {self.kind} of flex_attention {said} ({place.code})", where=place.line, fix=fix)
+
+    def _of(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> str:
+        """The form of a result."""
+        if op in _LIKE:
+            return "index"
+        forms = [self.form(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if set(forms) == {"index"}:
+            return "index"
+        if op in _SAME and args[0].dtype == out.dtype:
+            return forms[0]
+        sums = [f in ("score", "sum") for f in forms]
+        if op in (aten.add.Tensor, aten.sub.Tensor) and sum(sums) == 1 and "other" not in forms:
+            plain = kwargs.get("alpha", 1) == 1 or sums[0]
+            return "sum" if plain and (op is aten.add.Tensor or sums[0]) else "other"
+        if op is aten.where.self and forms[0] == "index" and "other" not in forms:
+            hides = [s or self._is_hidden(x) for s, x in zip(sums[1:], args[1:], strict=True)]
+            return "sum" if all(hides) else "other"
+        if op in (aten.masked_fill.Scalar, aten.masked_fill.Tensor) and sums[0] and forms[1] == "index":
+            return "sum" if args[2] == -math.inf or self._is_hidden(args[2]) else "other"
+        return "other"
+
+    def _is_hidden(self, x: Any) -> bool:
+        """Is it -inf, whatever the score?"""
+        return id(x) in self.numbers and self.numbers[id(x)][1] == -math.inf
