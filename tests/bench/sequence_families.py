@@ -4,7 +4,8 @@ equal to one device, or refused with a reason.
     python -m tests.bench.sequence_families [--seconds 3600] [--only 'gemma*']
 
 Cases come in rounds, one case of each family a round, so that a run that is cut short has as many of each. What was
-found is kept in build/sequence_families.jsonl: the next run goes on behind it (`--again`: begins anew).
+found is kept in build/sequence_families.jsonl: the next run goes on behind it (`--again`: begins anew, and without the
+page's rows).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import nn
 
 import shardc
 from tests import equality, zoo
-from tests.zoo import hf, hf_more
+from tests.zoo import hf, hf_more, sequences
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT, FOUND = ROOT / "docs" / "measured" / "sequences.md", ROOT / "build" / "sequence_families.jsonl"
@@ -34,16 +35,16 @@ FAMILIES = (
     *("gpt", "llama", "gpt2", "bert", "t5"),
     *("mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt_neox", "opt", "bloom", "falcon", "falcon_alibi"),
     *("mpt", "gpt_neo", "cohere2", "deepseek_v3_dense", "modernbert_decoder", "mixtral", "qwen3_moe", "gpt_oss"),
-    *("bart", "roberta", "deberta_v2", "mamba", "recurrent_gemma", "lfm2"),
+    *("bart", "roberta", "deberta_v2", "mamba", "recurrent_gemma", "lfm2", "llama4", "prefix_lm", "dit"),
 )
-EXPERTS = {"mixtral", "qwen3_moe", "gpt_oss"}
+EXPERTS = {"mixtral", "qwen3_moe", "gpt_oss", "llama4"}
 METHODS, SIZES = ("gather", "ring", "ulysses", "auto"), (2, 4, 3, 8)
 SECTIONS = ("tp", "pp", "zero 3", "ep", "checkpoint")
 HEAD = """\
 # Families with a split sequence
 
 Made by `make sequences` on {date}: {families} families, {cases} cases, of which {equal} are equal to one device, {refused} refused by name, and {wrong} neither.
-Tiny models (two layers, 8 heads, 8 × 16 tokens), float64; equal: loss and every gradient within 1e-12, relatively.
+A run keeps the rows of families that it did not try. Tiny models (two layers, 8 heads, 8 × 16 tokens), float64; equal: loss and every gradient within 1e-12, relatively.
 
 - *gather*, *ring*, *ulysses*, *auto*: the method alone, on cp = 2, 3 (`uneven: pad`), 4, 8.
 - *tp* (2 ranks, `use: structure`), *pp* (2 stages, 2 microbatches), *zero 3* (over cp), *ep* (2 ranks), *checkpoint* (layers computed again): with it, over the four methods{sizes}.
@@ -63,8 +64,8 @@ REASONS = {
 
 @functools.cache
 def reference(name: str) -> equality.Reference:
-    families = hf.FAMILIES | hf_more.FAMILIES
-    return equality.reference(zoo.ALL[name] if name in zoo.ALL else lambda: hf.build(families[name]))
+    families, built = hf.FAMILIES | hf_more.FAMILIES, zoo.ALL | sequences.MODELS
+    return equality.reference(built[name] if name in built else lambda: hf.build(families[name]))
 
 
 def layers(model: nn.Module) -> str:
@@ -148,29 +149,37 @@ def reason(verdict: str) -> str:
 
 
 def page() -> str:
-    found = known()
-    rows, every = [], list(found.values())
+    found, rows = known(), measured_before()
     for name in dict.fromkeys(key[0] for key in found):
         mine = {key[1:]: verdict for key, verdict in found.items() if key[0] == name}
         cells = [cell([v for (s, m, _), v in mine.items() if s == "alone" and m == method]) for method in METHODS]
         cells += [cell([v for (s, _, _), v in mine.items() if s == section]) for section in SECTIONS]
         why = Counter(reason(v) for v in mine.values() if v != "equal")
         said = "; ".join(f"{text} ({n})" for text, n in why.most_common())
-        rows.append(f"| {name} | {' | '.join(cells)} | {said} |\n")
-    equal, refused = every.count("equal"), sum(v.startswith("refused") for v in every)
+        rows[name] = f"| {name} | {' | '.join(cells)} | {said} |\n"
+    counts = " ".join(row.split("|", 2)[2].rpartition("|")[0].rpartition("|")[0] for row in rows.values())
+    wrong = sum(map(int, re.findall(r"\*\*(\d+)", counts)))
+    refused = sum(map(int, re.findall(r"\+ (\d+)", counts)))
+    cases = sum(map(int, re.findall(r"\d+", counts)))
     ranks = sorted({key[3] for key in found if key[1] != "alone"})
     head = HEAD.format(
         date=datetime.now(timezone.utc).date(),
         families=len(rows),
-        cases=len(every),
-        equal=equal,
+        cases=cases,
+        equal=cases - refused - wrong,
         refused=refused,
-        wrong=len(every) - equal - refused,
+        wrong=wrong,
         sizes=f", on cp = {' and '.join(map(str, ranks))}" if ranks else "",
         columns=" | ".join([*METHODS, *SECTIONS]),
         line="|".join(["---:"] * (len(METHODS) + len(SECTIONS))),
     )
-    return head + "".join(rows)
+    return head + "".join(rows.values())
+
+
+def measured_before() -> dict[str, str]:
+    """Rows of the page as it stands: those of families that were not tried since are kept."""
+    lines = OUT.read_text(encoding="utf-8").splitlines(keepends=True) if OUT.exists() else []
+    return {line.split("|")[1].strip(): line for line in lines if re.match(r"\| \w+ \| \d", line)}
 
 
 def main() -> int:
@@ -181,6 +190,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.again:
         FOUND.unlink(missing_ok=True)
+        OUT.unlink(missing_ok=True)
     run(time.monotonic() + args.seconds, args.only)
     OUT.write_text(page(), encoding="utf-8")
     print(f"{OUT}: {len(known())} cases")

@@ -28,21 +28,21 @@ from shardc.runtime.step.engine import Engine
 from tests import equality, zoo
 from tests.equality import assert_equal
 from tests.sequences import CP, PP, TP, check, exchanged
-from tests.zoo import BATCH, HEADS, HIDDEN, SEQ, VOCAB, hf, hf_more, labels, ready, tokens
+from tests.zoo import BATCH, HEADS, HIDDEN, SEQ, VOCAB, hf, hf_more, labels, ready, sequences, tokens
 
 
 @functools.lru_cache(maxsize=4)  # cases come model by model
 def reference(name: str) -> equality.Reference:
-    families = hf.FAMILIES | hf_more.FAMILIES
-    return equality.reference(zoo.ALL[name] if name in zoo.ALL else lambda: hf.build(families[name]))
+    families, built = hf.FAMILIES | hf_more.FAMILIES, zoo.ALL | sequences.MODELS
+    return equality.reference(built[name] if name in built else lambda: hf.build(families[name]))
 
 
 # --- models
 
 #: What is special in each: masks that are causal (llama), sliding (mistral, gemma3, with soft caps gemma2), padded
 #: (bert); cross attention and relative biases (t5); sinks and experts (gpt_oss); latent attention (deepseek_v3_dense);
-#: alibi (bloom), a state space (mamba), short convolutions (lfm2), disentangled positions (deberta_v2). The methods: of
-#: each those that it has, on so many ranks.
+#: alibi (bloom), a state space (mamba), short convolutions (lfm2), disentangled positions (deberta_v2), chunks
+#: (llama4), prefixes (prefix_lm), none (dit). The methods: of each those that it has, on so many ranks.
 MODELS: dict[str, tuple[tuple[str, int], ...]] = {
     "gpt": (("gather", 4), ("ring", 4), ("ulysses", 4), ("auto", 8)),
     "llama": (("gather", 8), ("ring", 2), ("ring", 8), ("ulysses", 4), ("auto", 4)),
@@ -60,6 +60,9 @@ MODELS: dict[str, tuple[tuple[str, int], ...]] = {
     "mamba2": (("auto", 4),),
     "lfm2": (("ring", 2),),
     "deberta_v2": (("auto", 4),),
+    "llama4": (("ring", 4),),
+    "prefix_lm": (("ring", 4), ("ulysses", 2)),
+    "dit": (("ring", 4),),
 }
 CASES = [(name, *how) for name, every in MODELS.items() for how in every]
 

@@ -151,6 +151,18 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": row(
         "GptOssForCausalLM", **GQA, **EXPERTS, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=8
     ),
+    # chunks of tokens attend to themselves, in every other layer to all
+    "llama4": row(
+        "Llama4ForCausalLM",
+        **GQA,
+        **EXPERTS,
+        num_local_experts=4,
+        head_dim=8,
+        intermediate_size_mlp=64,
+        attention_chunk_size=4,
+        no_rope_layers=[1, 0],
+        interleave_moe_layer_step=1,
+    ),
     # encoder and decoder
     "mbart": row("MBartForConditionalGeneration", **SEQ2SEQ),
     "pegasus": row("PegasusForConditionalGeneration", **SEQ2SEQ),

@@ -1,0 +1,72 @@
+"""Models whose attention is of a kind of its own, for tests of a split sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.zoo import BATCH, HIDDEN, SEQ, VOCAB, labels, tokens
+from tests.zoo.plain import DiTBlock, ids, real, sinusoid
+
+
+class PrefixLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 8, -1)).permute(2, 0, 3, 1, 4)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+class PrefixLM(nn.Module):
+    """A row's first tokens, of a number that the batch says, see one another; what follows is causal, as in T5's
+    prefix LM and PaliGemma.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
+        self.layers = nn.ModuleList(PrefixLayer() for _ in range(2))
+
+    def forward(self, input_ids: Tensor, prefix: Tensor, labels: Tensor) -> Tensor:
+        i = torch.arange(input_ids.shape[1])
+        mask = (i[:, None] >= i) | (i < prefix[:, None, None, None])
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class DiTOfTokens(nn.Module):
+    """adaLN-zero blocks over patches that come as tokens: attention sees all of them, a time is of a row."""
+
+    def __init__(self, features: int = 4) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Linear(features, HIDDEN), nn.Linear(HIDDEN, features)
+        self.time = nn.Sequential(nn.Linear(16, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, HIDDEN))
+        self.place = nn.Embedding(SEQ, HIDDEN)
+        self.blocks = nn.ModuleList(DiTBlock(HIDDEN, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        c = self.time(sinusoid(t.to(x.dtype), 16))
+        h = self.embed(x + noise) + self.place(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            h = block(h, c)
+        return F.mse_loss(self.out(h), noise)
+
+
+def prefix_lm() -> tuple[nn.Module, dict[str, Any]]:
+    return PrefixLM(), {"input_ids": tokens(), "prefix": torch.arange(BATCH), "labels": labels()}
+
+
+def dit_of_tokens() -> tuple[nn.Module, dict[str, Any]]:
+    noise = real(BATCH, SEQ, 4, seed=2)
+    return DiTOfTokens(), {"x": real(BATCH, SEQ, 4), "noise": noise, "t": ids(1000, BATCH)}
+
+
+MODELS = {"dit": dit_of_tokens, "prefix_lm": prefix_lm}
