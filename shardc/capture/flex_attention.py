@@ -12,8 +12,8 @@ it is a mask like any other (bands of it are understood, documents are cut to a 
     any other score_mod                the attention is written out: product, score_mod, softmax, product
 
 That calls on whole tensors mean what calls on single numbers do holds for ops that work element by element, and for
-tensors from outside that are read at one index for each dim (`slopes[h]`, `documents[b, i]`); others are refused. The
-blocks of a BlockMask say the same as its mask_mod, and are not looked at.
+tensors from outside that are read at one index for each dim (`slopes[h]`, `documents[b, i]`, `documents[b][i]`); others
+are refused. The blocks of a BlockMask say the same as its mask_mod, and are not looked at.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from shardc.errors import ShardcError
 from shardc.ir import source
+from shardc.ir.program import Source
 from shardc.torch_modes import untraced
 from shardc.torch_private import FakeTensor, OpOverload, TorchDispatchMode, pytree, replaced_flex_attention
 
@@ -85,7 +87,7 @@ def _written_out(
         given = mask
         if form == "sum":
             zero = torch.zeros((1, 1, 1, 1), dtype=wide, device=query.device)
-            given = score_mod(zero, *_indices(sizes, query))
+            given = _called(score_mod, "score_mod", zero, *_indices(sizes, query))
             given = given if mask is None else torch.where(mask, given, -math.inf)
         given = None if given is None else given.expand(*given.shape[:2], *sizes[2:])
         out = F.scaled_dot_product_attention(query, key, value, given, scale=scale, enable_gqa=grouped)
@@ -94,7 +96,7 @@ def _written_out(
             key, value = (_for_each_head(x, query.shape[1]) for x in (key, value))
         scores = (query.to(wide) @ key.to(wide).transpose(-2, -1)) * scale
         if form != "score":
-            scores = score_mod(scores, *_indices(sizes, query))
+            scores = _called(score_mod, "score_mod", scores, *_indices(sizes, query))
         if mask is not None:
             scores = torch.where(mask, scores, -math.inf)
         hidden = scores == -math.inf
@@ -124,7 +126,7 @@ def _indices(sizes: Sequence[int], like: Tensor) -> list[Tensor]:
 def _mask(mask_mod: Mod, sizes: Sequence[int], query: Tensor) -> Tensor | None:
     """bool [b or 1, h or 1, s or 1, t or 1]; None: all True, which a mask of no block mask is."""
     _tried(mask_mod, sizes, query, "mask_mod")
-    mask = mask_mod(*_indices(sizes, query))
+    mask = _called(mask_mod, "mask_mod", *_indices(sizes, query))
     return mask if mask.dim() else None if mask_mod is _no_mask() else mask.view(1, 1, 1, 1)
 
 
@@ -151,10 +153,68 @@ def _tried(
             indices = _indices(sizes, query)
             scores = [] if dtype is None else [torch.zeros(tuple(sizes), dtype=dtype, device=query.device)]
             with torch.no_grad(), _Ops(kind, scores, indices) as ops:
-                out = mod(*scores, *indices)
+                out = _called(mod, kind, *scores, *indices)
         return ops, out
 
     return untraced(call)
+
+
+def _called(mod: Mod, kind: str, *args: Tensor) -> Tensor:
+    """mod(*args), where `table[h][i]` reads table[h, i]."""
+    with _ReadAtOnce(kind) as reads:
+        out = mod(*args)
+    if id(out) in reads.waiting:
+        raise _refused(kind, *_FEW, source.of_function(mod))
+    return out
+
+
+class _ReadAtOnce(TorchFunctionMode):
+    """What is read of a tensor by an index waits for those of its other dims: on single numbers, table[h] is a row."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.waiting: dict[int, tuple[Tensor, Tensor, tuple[Any, ...]]] = {}  # by id of what stands for it: kept alive
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is not Tensor.__getitem__:
+            self.refuse_rows((args, kwargs))
+            return function(*args, **(kwargs or {}))
+        x, index = args
+        self.refuse_rows(index)
+        _, x, read = self.waiting.get(id(x), (x, x, ()))
+        index = *read, *(index if isinstance(index, tuple) else (index,))
+        plain = all(type(i) is int or (isinstance(i, Tensor) and i.dtype != torch.bool) for i in index)
+        counts = any(isinstance(i, Tensor) and i.dim() == len(_DIMS) for i in index)  # else it is a tensor from outside
+        if not (plain and counts) or len(index) >= x.dim():
+            return x[index]
+        if x.requires_grad:
+            raise _refused(self.kind, *_NO_BACKWARD, source.of_call())
+        row = x.view_as(x)
+        self.waiting[id(row)] = row, x, index
+        return row
+
+    def refuse_rows(self, values: Any) -> None:
+        """Where something else than another index takes what was read so far."""
+        if any(id(x) in self.waiting for x in pytree.tree_leaves(values)):
+            raise _refused(self.kind, *_FEW, source.of_call())
+
+
+_DIMS = ("batch", "head", "query", "key")
+_FEW = (
+    "reads a tensor at fewer indices than it has dims, or at other ones",
+    "name an index for each dim: table[b, h, q_idx]",
+)
+_NO_BACKWARD = (
+    "reads a tensor that has a gradient by one index after the other, of which torch has no backward",
+    "name them at once: table[h, q_idx] and not table[h][q_idx]",
+)
+
+
+def _refused(kind: str, said: str, fix: str, place: Source) -> ShardcError:
+    return ShardcError(f"the {kind} of flex_attention {said} ({place.code})", where=place.line, fix=fix)
 
 
 class _Known(NamedTuple):
@@ -209,8 +269,7 @@ class _Ops(TorchDispatchMode):
             at = [x for x in at if x is not base]
             if whole and not at:
                 return
-            said = "reads a tensor at fewer indices than it has dims, or at other ones"
-            fix = "name an index for each dim at once: table[b, h, q_idx] and not table[b][h][q_idx]"
+            said, fix = _FEW
         elif op._schema.is_mutable:
             said, fix = "changes a tensor in place", "write x = x + y, and not x += y"
         elif at:
@@ -221,8 +280,7 @@ class _Ops(TorchDispatchMode):
             fix = "compute it outside, and read one element of the result for each score"
         else:
             return
-        place = source.of_call()
-        raise ShardcError(f"the {self.kind} of flex_attention {said} ({place.code})", where=place.line, fix=fix)
+        raise _refused(self.kind, said, fix, source.of_call())
 
     def _of(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> str:
         """The form of a result."""

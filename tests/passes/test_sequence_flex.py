@@ -92,6 +92,13 @@ def padded(m: Attention, batch: Any) -> dict[str, Any]:
     return blocks(lambda b, h, i, j: (j < n[b]) & (i < n[b]), BATCH)
 
 
+def one_by_one(m: Attention, batch: Any) -> dict[str, Any]:
+    """Indices of one dim at a time, as in transformers. Without a gradient: torch itself has no backward of it."""
+    d, bias = batch["documents"], m.table.detach()
+    same = blocks(lambda b, h, i, j: d[b][i] == d[b][j], BATCH)
+    return {"score_mod": lambda s, b, h, i, j: s + bias[h][i - j + SEQ]} | same
+
+
 MODS: dict[str, Mods] = {
     "nothing": lambda m, batch: {},
     "causal": lambda m, batch: blocks(causal),
@@ -103,6 +110,7 @@ MODS: dict[str, Mods] = {
     "a mask for each head": lambda m, batch: blocks(lambda b, h, i, j: (i >= j) & (i - j < 4 * (h + 1)), None, HEADS),
     "alibi": lambda m, batch: {"score_mod": lambda s, b, h, i, j: s + m.slopes[h] * (j - i)} | blocks(causal),
     "a table": lambda m, batch: {"score_mod": lambda s, b, h, i, j: m.table[h, i - j + SEQ] + s, "scale": 0.2},
+    "indices one by one": one_by_one,
     "hidden by score": lambda m, batch: {"score_mod": lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf"))},
     "soft cap": lambda m, batch: {"score_mod": lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0)} | blocks(causal),
     "scaled, rows without a key": lambda m, batch: {"score_mod": lambda s, b, h, i, j: s * m.slopes[h]}
@@ -218,12 +226,14 @@ def test_layers_under_one_block_mask_have_one_mask() -> None:
     assert (found.count(ops.attention), found.count(ops.attention_reach)) == (3, 1)
 
 
-def chained(m: Attention, batch: Any) -> dict[str, Any]:
-    return {"score_mod": lambda s, b, h, i, j: s + m.table[h][i - j + SEQ]}
-
-
 REFUSED: dict[str, tuple[Mods, str]] = {
-    "indices one by one": (chained, r"table\[b, h, q_idx\] and not table\[b\]\[h\]"),
+    "one by one, with a gradient": (
+        lambda m, batch: {"score_mod": lambda s, b, h, i, j: s + m.table[h][i]},
+        r"torch has no backward.*\n.*table\[h, q_idx\] and not",
+    ),
+    "a row": (lambda m, batch: {"score_mod": lambda s, b, h, i, j: s + m.prefix.view(1, -1)[h].sum()}, "fewer indices"),
+    "a row alone": (lambda m, batch: blocks(lambda b, h, i, j: batch["documents"][b], BATCH), "fewer indices than it"),
+    "a slice": (lambda m, batch: {"score_mod": lambda s, b, h, i, j: s + m.table[h, 1:].sum()}, "fewer indices than"),
     "a sum": (lambda m, batch: {"score_mod": lambda s, b, h, i, j: s - s.sum()}, "calls sum, which does not work"),
     "in place": (lambda m, batch: {"score_mod": lambda s, b, h, i, j: s.mul_(2)}, "changes a tensor in place"),
     "a whole tensor": (lambda m, batch: blocks(lambda b, h, i, j: (m.slopes > 0) & (i >= j)), "tensor of 1 dims as a"),
