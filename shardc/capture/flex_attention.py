@@ -77,6 +77,7 @@ def _written_out(
     wide = torch.promote_types(query.dtype, torch.float32)
     which = id(next(x for x in block_mask if isinstance(x, Tensor))), *sizes
     if which not in masks:
+        _check_blocks(block_mask)
         masks[which] = block_mask, _mask(block_mask[-1], sizes, query)
     _, mask = masks[which]
     form = _form(score_mod, sizes, query, wide)
@@ -128,6 +129,22 @@ def _mask(mask_mod: Mod, sizes: Sequence[int], query: Tensor) -> Tensor | None:
     _tried(mask_mod, sizes, query, "mask_mod")
     mask = _called(mask_mod, "mask_mod", *_indices(sizes, query))
     return mask if mask.dim() else None if mask_mod is _no_mask() else mask.view(1, 1, 1, 1)
+
+
+def _check_blocks(block_mask: Sequence[Any]) -> None:
+    """Refuse one made of blocks (`BlockMask.from_kv_blocks`) beside no mask_mod, whose kernels leave out blocks that
+    torch's own definition computes. What is made in forward has no values to look at.
+    """
+    _, _, partial_blocks, which, full_blocks, *_ = block_mask
+    if block_mask[-1] is not _no_mask() or isinstance(partial_blocks, FakeTensor):
+        return
+    counts = [x for x in (partial_blocks, full_blocks) if x is not None]
+    if untraced(lambda: int(sum(x.long() for x in counts).min())) < which.shape[-1]:
+        raise ShardcError(
+            "a block mask of flex_attention leaves out blocks, and has no mask_mod that says so",
+            where=source.of_call().line,
+            fix="make it by create_block_mask(mask_mod, ...), or give from_kv_blocks a mask_mod that hides them, too",
+        )
 
 
 def _no_mask() -> Mod:

@@ -12,7 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, and_masks, create_block_mask, flex_attention, or_masks
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    flex_attention,
+    or_masks,
+)
 
 import shardc
 from shardc.capture import flex_attention as captured_flex
@@ -246,6 +253,21 @@ def test_what_is_not_said_of_each_score_is_refused(what: str) -> None:
     with pytest.raises(shardc.ShardcError, match=said) as e:
         shardc.compile(*build(mods), {"shardc": 1, "mesh": {"dp": 2}})
     assert "test_sequence_flex.py" in str(e.value)
+
+
+def test_blocks_that_no_mask_mod_hides_are_refused() -> None:
+    """Kernels leave them out, torch's own definition of FlexAttention does not."""
+    first = torch.ones(1, 1, 2, dtype=torch.int32), torch.arange(2, dtype=torch.int32).expand(1, 1, 2, 2)
+    both = torch.full((1, 1, 2), 2, dtype=torch.int32), first[1]
+
+    def compiled(count: Tensor, which: Tensor) -> shardc.Program:
+        made = BlockMask.from_kv_blocks(count, which, BLOCK_SIZE=SEQ // 2, seq_lengths=(SEQ, SEQ))
+        return shardc.compile(*build(lambda m, batch: {"block_mask": made}), {"shardc": 1, "mesh": {"dp": 2}})
+
+    with pytest.raises(shardc.ShardcError, match=r"leaves out blocks.*\n.*create_block_mask") as e:
+        compiled(*first)
+    assert "test_sequence_flex.py" in str(e.value)
+    assert squares(compiled(*both)) == []
 
 
 def test_a_block_mask_in_the_batch_is_refused() -> None:
