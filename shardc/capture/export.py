@@ -75,6 +75,7 @@ def export(
     """
     wrapper = _wrapper(model, leaves, loss, forward)
     mode, tensors = patches.fakes(wrapper)
+    own = {id(p): name for name, p in model.named_parameters()}
     inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # one each: export merges inputs that are one object
     beside = loss is not None or forward is not None
     wrapper.training = model.training
@@ -93,7 +94,7 @@ def export(
     ):
         warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs
         numbers = side_effects.random_state()
-        foreign = ForeignParameters()
+        foreign = ForeignParameters(own)
         try:
             with foreign:
                 exported = torch.export.export(wrapper, inputs, strict=False)

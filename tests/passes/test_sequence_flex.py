@@ -277,6 +277,17 @@ def test_a_block_mask_in_the_batch_is_refused() -> None:
         shardc.compile(model, batch | {"mask": OUTSIDE}, {"shardc": 1, "mesh": {"dp": 2}})
 
 
+def test_a_parameter_in_a_closure_is_refused() -> None:
+    """A program would have it as a constant."""
+    model, batch = build(lambda m, batch: {"score_mod": m.held})
+    slopes = model.layers[0].slopes
+    for layer in model.layers:
+        layer.held = lambda s, b, h, i, j: s + slopes[h] * (j - i)
+    with pytest.raises(shardc.ShardcError, match=r"reads the parameter 'layers\.0\.slopes' from .* a closure") as e:
+        shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}})
+    assert "test_sequence_flex.py" in str(e.value)
+
+
 def test_transformers_models() -> None:
     """Gemma 2 has windows, and a soft cap of scores."""
 
