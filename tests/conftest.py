@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.proven import prove_all
 from tests.shares import Recorder, take_shares
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -29,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--all-cases", action="store_true", help="every case of every test (tests/shares.py)")
     parser.addoption("--write-seconds", action="store_true", help="write tests/seconds.json from this run")
+    parser.addoption("--prove", type=Path, metavar="FILE", help="prove every program that is compiled (tests/proven.py)")
     parser.addoption("--fuzz-models", default="", metavar="NAMES", help="... of these models only")
 
 
@@ -39,6 +41,8 @@ settings.load_profile("shardc")
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # tests run side by side
     config.addinivalue_line("markers", "every_case: no case is left out of a run of everything (tests/shares.py)")
+    if config.getoption("--prove"):
+        prove_all(config.getoption("--prove").absolute())
     if config.getoption("--write-seconds") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
 
