@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--all-cases", action="store_true", help="every case of every test (tests/shares.py)")
     parser.addoption("--write-seconds", action="store_true", help="write tests/seconds.json from this run")
-    parser.addoption("--prove", type=Path, metavar="FILE", help="prove every program that is compiled (tests/proven.py)")
+    parser.addoption("--prove", type=Path, metavar="FILE", help="prove every program (tests/proven.py)")
     parser.addoption("--fuzz-models", default="", metavar="NAMES", help="... of these models only")
 
 

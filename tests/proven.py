@@ -1,5 +1,6 @@
-"""`pytest --prove FILE`: every program that a run compiles is proven, too, whatever its test is about. A gap in one is a
-false alarm of the proof, or a program that is wrong: no test wants it. FILE gets a line of JSON for each program."""
+"""`pytest --prove FILE`: every program that a run compiles is proven, too, whatever its test is about. A gap in one is
+a false alarm of the proof, or a program that is wrong. FILE gets a line of JSON for each program.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """One rank's training step, from a batch to updated parameters.
 
 engine                the step: takes a batch, runs forward and backward, sums gradients, updates; engine_state: what it
-                      saves, loads and hands out
+                      saves, loads and hands out; engine_forward: losses, scores and tokens without training;
+                      engine_optimizer: the user's optimizer on what a rank owns
 forward               what runs a forward-only program
 module                a program as an nn.Module for a loop of one's own; state_dict_marks: whose slices its state has
 parameter_updates     whether a module's parameters changed, and are to be gathered

@@ -4,7 +4,6 @@ global loss.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,13 +16,10 @@ from torch import Tensor, nn
 
 from shardc import torch_modes
 from shardc.errors import ShardcError
-from shardc.ir.outputs import MEAN_SCORE, SCORE
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.runtime import state
 from shardc.runtime.data import same_samples
 from shardc.runtime.data.loader import Loader, Loaders, Rest
-from shardc.runtime.generate import Generator, Options, Prompts
-from shardc.runtime.matrices.shown import Shown
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh, agreement, replicas
 from shardc.runtime.mesh.agreement import Fact, hashed, stated
@@ -34,6 +30,7 @@ from shardc.runtime.reshard.places import Plan
 from shardc.runtime.rng import Rng
 from shardc.runtime.step import (
     batch_sizes,
+    engine_optimizer,
     engine_options,
     evaluating,
     inputs,
@@ -43,29 +40,23 @@ from shardc.runtime.step import (
     param_groups,
     partial_grad_guard,
     random_fill,
-    text_numbers,
     user_changes,
 )
 from shardc.runtime.step.batch_argument import one_batch
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh, seen_as
-from shardc.runtime.step.engine_state import WRITE_ALIKE, EngineState
+from shardc.runtime.step.engine_forward import EngineForward
+from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
+from shardc.runtime.step.engine_state import WRITE_ALIKE
 from shardc.runtime.step.expert_load import Load, Loads
-from shardc.runtime.step.interpreter import Interpreter, StepHooks, Values
+from shardc.runtime.step.interpreter import Interpreter, StepHooks
 from shardc.runtime.step.loss_scale import LossScaler
-from shardc.runtime.step.mean_counts import MeanCounts
 from shardc.runtime.step.new_schedule import NewSchedule
 from shardc.runtime.step.stepped_once import SteppedOnce
-from shardc.runtime.step.whole_shapes import groups_of_whole, regroup
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
-from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
 from shardc.runtime.zero.optimizer_check import check_apart, check_sharded
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
-from shardc.runtime.zero.optimizer_list import as_one
-
-#: Returns a torch.optim.Optimizer, or a list of them
-OptimizerOf = Callable[[param_groups.NamedParameters], Any]
 
 
 def _stepped(*_: Any, **__: Any) -> None:
@@ -78,12 +69,7 @@ def _no_state() -> None:
     """Nothing beside the tensor, where the loss is saved."""
 
 
-def adamw(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
-    """What trains where the user names no optimizer: AdamW(3e-4)."""
-    return torch.optim.AdamW(params, lr=3e-4)
-
-
-class Engine(EngineState):
+class Engine(EngineForward):
     """Trains one rank's part of a model. Made by `program.engine(...)`, in each process of torchrun or thread of
     loopback.
 
@@ -216,9 +202,13 @@ class Engine(EngineState):
         self._watched = user_changes.Watched(program, self.params, self.buckets.runs, partial)
         parted = split | self.buckets.runs.keys()
         random_fill.refuse((p.fqn, self.params[p.name]) for p in program.params if p.name in parted)
-        self.optimizer = (
-            self._optimizer(optimizer) if optimizer is not None else None
-        )  # None also where a rank has nothing to train
+        self.optimizer = None
+        if optimizer is not None:
+            self.optimizer, self._matrices = engine_optimizer.made(
+                optimizer, program, self.buckets, self.mesh, self._check_optimizer, self._tell
+            )
+        if self.optimizer is not None and self.mesh.device.type == "cuda" and not self._offload.places:
+            choose_as_on_gpu(self.optimizer)  # not where a page's state comes and goes
         self._new_schedule = NewSchedule(self.optimizer, scheduler) if self.optimizer is not None else None
         self._once = SteppedOnce(self.optimizer)  # before schedulers are made, which look at its method `step`
         if check:
@@ -278,51 +268,6 @@ class Engine(EngineState):
             fix="engine.save(folder), or engine.full_state_dict(), the whole model's weights; an average of weights:"
             " tensors of your own beside engine.params, or copy.deepcopy(program.module(model))",
         )
-
-    def _optimizer(self, make: OptimizerOf) -> torch.optim.Optimizer | None:
-        """The user's optimizer on what this rank owns. It is made from parameters of the shapes that the model's layers
-        have here.
-        """
-        runs = self.buckets.runs
-        shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in self.params.items()}
-        matrices = Shown(self.program, self.params) if self.program.matrices is not None else None
-        trained = param_groups.NamedParameters.of(self.program, shown) if matrices is None else matrices.pairs
-        if not trained:
-            return None
-        of_whole = groups_of_whole(make, trained, self.program) if matrices is None else None
-        try:
-            with text_numbers.refused("optimizer"):
-                returned = make(trained)
-        except ValueError as e:
-            if "empty parameter list" not in str(e):
-                raise
-            what = "an optimizer got no parameter on this rank: with a pipeline, ranks have those of their stages"
-            fix = "leave an optimizer out of the list where it would have none"
-            if of_whole is not None:
-                what = "an optimizer got no parameter on this rank, where it would get some of the whole shapes"
-                fix = "choose an optimizer's parameters by their names, not by p.shape: it is that of a rank's part"
-            raise ShardcError(what, where="optimizer", fix=fix) from e
-        optimizer = as_one(returned)
-        if of_whole is not None:
-            regroup(optimizer, of_whole, trained)
-        param_groups.check_optimizer(optimizer)
-        if left := param_groups.not_trained(optimizer, trained):
-            if not param_groups.trains_any(optimizer, trained):
-                what = "the optimizer has none of the parameters that it was given: nothing would train"
-                fix = "make it of what the function gets: lambda params: torch.optim.AdamW(params, lr=3e-4)"
-                raise ShardcError(what, where="optimizer", fix=fix)
-            self._tell(f"the optimizer has none of {left}: nothing updates them")
-        if others := param_groups.strangers(optimizer, trained):
-            self._tell(f"the optimizer has {others} that it was not given: no step has a gradient for that")
-        whole = matrices.place(optimizer, shown, self.mesh.layout.coords(self.mesh.rank)) if matrices else []
-        self._check_optimizer(optimizer, shown, whole)
-        if runs:
-            replace_stand_ins(optimizer, shown, self.params, runs)
-        if matrices is not None and whole:
-            self._matrices = WholeMatrices(self.program, self.mesh, self.params, matrices, whole)
-        if self.mesh.device.type == "cuda" and not self._offload.places:  # a page's state comes and goes
-            choose_as_on_gpu(optimizer)
-        return optimizer
 
     def _check_optimizer(
         self,
@@ -632,118 +577,6 @@ class Engine(EngineState):
                 where="Engine.update",
                 fix="load a checkpoint into this engine, or make a new one",
             )
-
-    @one_batch
-    def evaluate(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
-        """What `step` returns, without dropout and with BatchNorm's running statistics; nothing changes.
-
-        Where forward has branches of its own on `self.training`, the model is compiled in eval mode for it, once.
-        """
-        interpreter, _, loss, beside = self._evaluate(batch, local=local)
-        return outputs.result(interpreter.program, self.mesh, loss, beside, gather=gather)
-
-    @one_batch
-    def score(self, batch: Any, *, local: bool = False, gather: bool = False) -> Tensor:
-        """The log-probability that the model gives to each target of its loss's cross entropy, in the form that the
-        targets have in the batch (`labels`, [batch, sequence]), in float32 at least; 0 where the loss ignores one.
-        Without dropout; nothing changes. This rank's rows; gather=True: all rows, on every rank.
-
-        The first call compiles a forward-only program for it, on the same parameters: logits stay split by their
-        classes, and are computed a few rows at a time. Raises ShardcError where the loss has no cross entropy of class
-        indices, or several.
-        """
-        interpreter, _, _, values = self._evaluate(batch, local=local, use="score")
-        named = outputs.result(interpreter.program, self.mesh, None, values, gather=gather)
-        score: Tensor = named[SCORE]
-        return score
-
-    def score_all(
-        self, batches: Iterable[Any], *, local: bool = False, each: Callable[[Tensor], None] | None = None
-    ) -> dict[str, float]:
-        """Of what `score` gives for all batches: {"tokens": how many targets count, "logprob": their mean
-        log-probability, "perplexity": exp(-logprob)}; exact on any mesh. {} without any batch.
-
-        each: called on every rank with the scores of all rows of each batch.
-        """
-        means = outputs.Means()
-        for batch in batches:
-            interpreter, _, _, values = self._evaluate(batch, local=local, use="score")
-            program = interpreter.program
-            means.add(program, None, values, 1, {})
-            if each is not None:
-                each(outputs.result(program, self.mesh, None, values, gather=True)[SCORE])
-        found = means.values()
-        if not found:
-            return {}
-        mean = found[MEAN_SCORE]
-        return {"tokens": means.counted(MEAN_SCORE), "logprob": mean, "perplexity": math.exp(-mean)}
-
-    def evaluate_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
-        """{"loss": ..., name: ...} over all batches, of what `evaluate` gives: (sum, count) pairs by their sums, whole
-        numbers added up; the loss and other means weighed by what they are the mean of, as many tokens as each batch
-        counts (shardc.runtime.step.mean_counts); other single numbers by the batches' rows. {} without any batch.
-        """
-        means = outputs.Means()
-        counted: dict[int, MeanCounts] = {}
-        for batch in batches:
-            interpreter, values, loss, beside = self._evaluate(batch, local=local)
-            program = interpreter.program
-            if id(program) not in counted:
-                counted[id(program)] = MeanCounts(program)
-            means.add(program, loss, beside, inputs.rows(program), counted[id(program)].of(self.mesh, values))
-        return means.values()
-
-    @torch.no_grad()
-    def _evaluate(
-        self, batch: Any, *, local: bool, use: batch_sizes.Use = "evaluate"
-    ) -> tuple[Interpreter, Values, Tensor | None, outputs.Values]:
-        self._check()
-        torch_modes.check("engine.evaluate", self.mesh.device.type, training=False)
-        user_changes.check_attributes(self.program, self._told, self._tell)
-        self.buckets.reset(forward=True)
-        self.rng.training = False
-        interpreter, values = self._take(batch, local=local, use=use)
-        return interpreter, values, *interpreter.evaluate(values)
-
-    def generate(
-        self,
-        prompts: Any,
-        max_new_tokens: int = 20,
-        *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        stop: Iterable[int] | None = None,
-        seed: int = 0,
-    ) -> list[list[int]]:
-        """The new tokens of each prompt, with the weights as they stand: on every rank, up to and with the first of
-        `stop` (None: the end tokens of the model's configuration). Nothing changes. All ranks give the same prompts.
-
-        prompts: lists of token ids, of any lengths; i64[rows, length]; or a tokenizer's dict. temperature 0: the most
-        likely token each time; else drawn, by counters of `seed`, so that every mesh draws the same
-        (shardc.runtime.generate). The first call of a length compiles for it. Raises ShardcError for a model that is
-        not causal or has an encoder.
-        """
-        ends = tuple(stop) if stop is not None else None
-        options = Options(max_new_tokens, temperature, top_k, top_p, ends, seed)
-        asked = Prompts.of(prompts)
-        self._check()
-        torch_modes.check("engine.generate", self.mesh.device.type, training=False)
-        user_changes.check_attributes(self.program, self._told, self._tell)
-        self._gather_written()
-        if self._checks:
-            facts = [stated("what is generated", (asked, options), fix="give all ranks the same prompts and options")]
-            agreement.check(self.mesh, [*facts, *self._facts()], "generating")
-        self.rng.training = False
-        return self._generator(asked, options)
-
-    @cached_property
-    def _generator(self) -> Generator:
-        def stored() -> dict[str, Any]:
-            self.buckets.reset(forward=True)
-            return {"mesh": self.mesh, "rng": self.rng, **self.buckets.given, **self.buffers}
-
-        return Generator(self.program, self.mesh, stored, self._tell)
 
     # --- data
 

@@ -91,7 +91,7 @@ def run(job: Job) -> dict[str, Any]:
     checkpoint, after the last whole step, before they are reported.
     """
     from shardc.cli.step_lines import StepLines, header
-    from shardc.runtime.step.engine import adamw
+    from shardc.runtime.step.engine_optimizer import adamw
     from shardc.runtime.step.interpreter import Interpreter
 
     signals = Signals()

@@ -30,7 +30,8 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.schedule import Action
 from shardc.runtime.step import param_groups
 from shardc.runtime.step.activation_offload import OffloadedTensors
-from shardc.runtime.step.engine import Engine, OptimizerOf
+from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.step.interpreter import Interpreter, Run, StepHooks, Values
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
 from shardc.runtime.zero.optimizer_list import as_one

@@ -24,7 +24,7 @@ from shardc.ir.units import si, size
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Costs, Schedule, Timeline
 from shardc.runtime.schedule.actions import COMPUTE
-from shardc.runtime.step.engine import OptimizerOf
+from shardc.runtime.step.engine_optimizer import OptimizerOf
 
 #: Called before each rank's dry run: (its name, how many are done, how many there are).
 OnRank = Callable[[str, int, int], None]

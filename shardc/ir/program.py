@@ -565,7 +565,8 @@ class Program:
         """A training loop for this rank. See shardc.runtime.step.engine.Engine. optimizer: default AdamW(3e-4); None:
         nothing is updated.
         """
-        from shardc.runtime.step.engine import Engine, adamw
+        from shardc.runtime.step.engine import Engine
+        from shardc.runtime.step.engine_optimizer import adamw
         from shardc.runtime.step.engine_options import check_names
 
         check_names("engine", Engine, options)
@@ -694,6 +695,6 @@ class Program:
         """
         from shardc.cost.device import chosen
         from shardc.cost.step import cost
-        from shardc.runtime.step.engine import adamw
+        from shardc.runtime.step.engine_optimizer import adamw
 
         return cost(self, chosen(device, self.spec), optimizer or adamw, on=on, clip_norm=clip_norm)

@@ -27,7 +27,7 @@ from shardc.plan.space import Choice, Core, SpecTemplate, budget, spec
 from shardc.plan.stage_vectors import FLOPS, Stage, Vector, lines, part_of, stage
 from shardc.runtime import ops
 from shardc.runtime.schedule import SCHEDULES
-from shardc.runtime.step.engine import adamw
+from shardc.runtime.step.engine_optimizer import adamw
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from shardc.ir.program import Buffer, Collective, Param, Program
 from shardc.ir.units import plural
 from shardc.runtime.mesh import CommRecord
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.step.engine import Engine, OptimizerOf, adamw
+from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
 
 #: How far replicas of one value may differ, relative to its largest element: rounding, if ranks add up in another
 #: order.

@@ -30,7 +30,9 @@ QUICK = Size(
 )  # tries the harness; its figures say nothing
 MANY_ROWS = replace(FULL, batch=16)  # more to compute for each byte of a parameter that is sent
 GPU = Size(layers=16, hidden=2048, heads=16, inter=5632, vocab=32000, batch=8, seq=1024)  # 0.95 billion parameters
-SIZE = {"quick": QUICK, "rows": MANY_ROWS, "gpu": GPU}.get(os.environ.get("SHARDC_BENCH", ""), FULL)  # processes inherit it
+SIZE = {"quick": QUICK, "rows": MANY_ROWS, "gpu": GPU}.get(
+    os.environ.get("SHARDC_BENCH", ""), FULL
+)  # processes inherit it
 
 
 def model() -> nn.Module:

@@ -1,0 +1,149 @@
+"""What an engine computes without training: losses of other batches, scores, new tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc import torch_modes
+from shardc.ir.outputs import MEAN_SCORE, SCORE
+from shardc.runtime.generate import Generator, Options, Prompts
+from shardc.runtime.mesh import agreement
+from shardc.runtime.mesh.agreement import Fact, stated
+from shardc.runtime.step import batch_sizes, inputs, outputs, user_changes
+from shardc.runtime.step.batch_argument import one_batch
+from shardc.runtime.step.engine_state import EngineState
+from shardc.runtime.step.interpreter import Interpreter, Values
+from shardc.runtime.step.mean_counts import MeanCounts
+
+
+class EngineForward(EngineState):
+    """The part of `shardc.runtime.step.engine.Engine` that runs forward alone."""
+
+    _told: set[str]
+
+    def _tell(self, note: str) -> None:
+        raise NotImplementedError
+
+    def _facts(self) -> list[Fact]:
+        raise NotImplementedError
+
+    def _take(self, batch: Any, *, local: bool, use: batch_sizes.Use) -> tuple[Interpreter, list[dict[str, Any]]]:
+        raise NotImplementedError
+
+    @one_batch
+    def evaluate(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
+        """What `step` returns, without dropout and with BatchNorm's running statistics; nothing changes.
+
+        Where forward has branches of its own on `self.training`, the model is compiled in eval mode for it, once.
+        """
+        interpreter, _, loss, beside = self._evaluate(batch, local=local)
+        return outputs.result(interpreter.program, self.mesh, loss, beside, gather=gather)
+
+    @one_batch
+    def score(self, batch: Any, *, local: bool = False, gather: bool = False) -> Tensor:
+        """The log-probability that the model gives to each target of its loss's cross entropy, in the form that the
+        targets have in the batch (`labels`, [batch, sequence]), in float32 at least; 0 where the loss ignores one.
+        Without dropout; nothing changes. This rank's rows; gather=True: all rows, on every rank.
+
+        The first call compiles a forward-only program for it, on the same parameters: logits stay split by their
+        classes, and are computed a few rows at a time. Raises ShardcError where the loss has no cross entropy of class
+        indices, or several.
+        """
+        interpreter, _, _, values = self._evaluate(batch, local=local, use="score")
+        named = outputs.result(interpreter.program, self.mesh, None, values, gather=gather)
+        score: Tensor = named[SCORE]
+        return score
+
+    def score_all(
+        self, batches: Iterable[Any], *, local: bool = False, each: Callable[[Tensor], None] | None = None
+    ) -> dict[str, float]:
+        """Of what `score` gives for all batches: {"tokens": how many targets count, "logprob": their mean
+        log-probability, "perplexity": exp(-logprob)}; exact on any mesh. {} without any batch.
+
+        each: called on every rank with the scores of all rows of each batch.
+        """
+        means = outputs.Means()
+        for batch in batches:
+            interpreter, _, _, values = self._evaluate(batch, local=local, use="score")
+            program = interpreter.program
+            means.add(program, None, values, 1, {})
+            if each is not None:
+                each(outputs.result(program, self.mesh, None, values, gather=True)[SCORE])
+        found = means.values()
+        if not found:
+            return {}
+        mean = found[MEAN_SCORE]
+        return {"tokens": means.counted(MEAN_SCORE), "logprob": mean, "perplexity": math.exp(-mean)}
+
+    def evaluate_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
+        """{"loss": ..., name: ...} over all batches, of what `evaluate` gives: (sum, count) pairs by their sums, whole
+        numbers added up; the loss and other means weighed by what they are the mean of, as many tokens as each batch
+        counts (shardc.runtime.step.mean_counts); other single numbers by the batches' rows. {} without any batch.
+        """
+        means = outputs.Means()
+        counted: dict[int, MeanCounts] = {}
+        for batch in batches:
+            interpreter, values, loss, beside = self._evaluate(batch, local=local)
+            program = interpreter.program
+            if id(program) not in counted:
+                counted[id(program)] = MeanCounts(program)
+            means.add(program, loss, beside, inputs.rows(program), counted[id(program)].of(self.mesh, values))
+        return means.values()
+
+    @torch.no_grad()
+    def _evaluate(
+        self, batch: Any, *, local: bool, use: batch_sizes.Use = "evaluate"
+    ) -> tuple[Interpreter, Values, Tensor | None, outputs.Values]:
+        self._check()
+        torch_modes.check("engine.evaluate", self.mesh.device.type, training=False)
+        user_changes.check_attributes(self.program, self._told, self._tell)
+        self.buckets.reset(forward=True)
+        self.rng.training = False
+        interpreter, values = self._take(batch, local=local, use=use)
+        return interpreter, values, *interpreter.evaluate(values)
+
+    def generate(
+        self,
+        prompts: Any,
+        max_new_tokens: int = 20,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Iterable[int] | None = None,
+        seed: int = 0,
+    ) -> list[list[int]]:
+        """The new tokens of each prompt, with the weights as they stand: on every rank, up to and with the first of
+        `stop` (None: the end tokens of the model's configuration). Nothing changes. All ranks give the same prompts.
+
+        prompts: lists of token ids, of any lengths; i64[rows, length]; or a tokenizer's dict. temperature 0: the most
+        likely token each time; else drawn, by counters of `seed`, so that every mesh draws the same
+        (shardc.runtime.generate). The first call of a length compiles for it. Raises ShardcError for a model that is
+        not causal or has an encoder.
+        """
+        ends = tuple(stop) if stop is not None else None
+        options = Options(max_new_tokens, temperature, top_k, top_p, ends, seed)
+        asked = Prompts.of(prompts)
+        self._check()
+        torch_modes.check("engine.generate", self.mesh.device.type, training=False)
+        user_changes.check_attributes(self.program, self._told, self._tell)
+        self._gather_written()
+        if self._checks:
+            facts = [stated("what is generated", (asked, options), fix="give all ranks the same prompts and options")]
+            agreement.check(self.mesh, [*facts, *self._facts()], "generating")
+        self.rng.training = False
+        return self._generator(asked, options)
+
+    @cached_property
+    def _generator(self) -> Generator:
+        def stored() -> dict[str, Any]:
+            self.buckets.reset(forward=True)
+            return {"mesh": self.mesh, "rng": self.rng, **self.buckets.given, **self.buffers}
+
+        return Generator(self.program, self.mesh, stored, self._tell)

@@ -1,0 +1,87 @@
+"""The user's optimizer, made on what this rank owns, and what it is to be looked at for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.runtime.matrices.shown import Shown
+from shardc.runtime.matrices.whole import WholeMatrices
+from shardc.runtime.step import param_groups, text_numbers
+from shardc.runtime.step.whole_shapes import groups_of_whole, regroup
+from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
+from shardc.runtime.zero.optimizer_list import as_one
+
+#: Returns a torch.optim.Optimizer, or a list of them
+OptimizerOf = Callable[[param_groups.NamedParameters], Any]
+#: (optimizer, the parameters that it was shown, those of a list that get whole matrices): raises ShardcError for one
+#: that needs more than what this rank has.
+Check = Callable[[torch.optim.Optimizer, Mapping[str, nn.Parameter], Sequence[torch.optim.Optimizer]], None]
+
+
+def adamw(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
+    """What trains where the user names no optimizer: AdamW(3e-4)."""
+    return torch.optim.AdamW(params, lr=3e-4)
+
+
+def made(
+    make: OptimizerOf, program: Program, buckets: Buckets, mesh: Any, check: Check, tell: Callable[[str], None]
+) -> tuple[torch.optim.Optimizer | None, WholeMatrices | None]:
+    """The optimizer, on the parameters that this rank owns, None where it has nothing to train; and what brings it
+    whole matrices. `make` is given parameters of the shapes that the model's layers have here.
+
+    tell: gets a note for the user. Raises ShardcError for an optimizer that trains nothing or cannot be used.
+    """
+    params, runs = buckets.owned, buckets.runs
+    shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in params.items()}
+    matrices = Shown(program, params) if program.matrices is not None else None
+    trained = param_groups.NamedParameters.of(program, shown) if matrices is None else matrices.pairs
+    if not trained:
+        return None, None
+    of_whole = groups_of_whole(make, trained, program) if matrices is None else None
+    optimizer = _called(make, trained, by_shape=of_whole is not None)
+    if of_whole is not None:
+        regroup(optimizer, of_whole, trained)
+    param_groups.check_optimizer(optimizer)
+    _look_at_parameters(optimizer, trained, tell)
+    whole = matrices.place(optimizer, shown, mesh.layout.coords(mesh.rank)) if matrices else []
+    check(optimizer, shown, whole)
+    if runs:
+        replace_stand_ins(optimizer, shown, params, runs)
+    return optimizer, WholeMatrices(program, mesh, params, matrices, whole) if matrices is not None and whole else None
+
+
+def _called(make: OptimizerOf, trained: param_groups.NamedParameters, *, by_shape: bool) -> torch.optim.Optimizer:
+    """by_shape: the function would make other groups of whole parameters."""
+    try:
+        with text_numbers.refused("optimizer"):
+            return as_one(make(trained))
+    except ValueError as e:
+        if "empty parameter list" not in str(e):
+            raise
+        what = "an optimizer got no parameter on this rank: with a pipeline, ranks have those of their stages"
+        fix = "leave an optimizer out of the list where it would have none"
+        if by_shape:
+            what = "an optimizer got no parameter on this rank, where it would get some of the whole shapes"
+            fix = "choose an optimizer's parameters by their names, not by p.shape: it is that of a rank's part"
+        raise ShardcError(what, where="optimizer", fix=fix) from e
+
+
+def _look_at_parameters(
+    optimizer: torch.optim.Optimizer, trained: param_groups.NamedParameters, tell: Callable[[str], None]
+) -> None:
+    """Does it train all that it was given, and nothing else?"""
+    if left := param_groups.not_trained(optimizer, trained):
+        if not param_groups.trains_any(optimizer, trained):
+            what = "the optimizer has none of the parameters that it was given: nothing would train"
+            fix = "make it of what the function gets: lambda params: torch.optim.AdamW(params, lr=3e-4)"
+            raise ShardcError(what, where="optimizer", fix=fix)
+        tell(f"the optimizer has none of {left}: nothing updates them")
+    if others := param_groups.strangers(optimizer, trained):
+        tell(f"the optimizer has {others} that it was not given: no step has a gradient for that")
