@@ -27,7 +27,7 @@ from shardc.artifact.emit import EFFECTS
 from shardc.ir.conversions import BY_OP, SENT
 from shardc.ir.program import Collective
 from shardc.passes.lower.memory import GATHERS, STARTS, WAITS, Memory, Sizes, Uses
-from shardc.passes.lower.rule_transposed import CONVERSIONS
+from shardc.passes.lower.rule_transposed import CONVERSIONS, EXCHANGES
 from shardc.passes.lower.seconds import Seconds
 from shardc.runtime import ops
 
@@ -81,24 +81,25 @@ def within(bytes_: tuple[int, int], most: tuple[int, int]) -> bool:
 
 
 def _split(graph: fx.Graph, seconds: Seconds) -> None:
-    """A conversion that communicates becomes a start and a wait."""
+    """A line that communicates becomes a start and a wait: of conversions, and of exchanges of experts."""
     for n in list(graph.nodes):
-        op = n.args[0] if n.target is ops.transpose else CONVERSIONS.get(n.target)
+        back = n.target is ops.transpose
+        op = n.args[0] if back else (CONVERSIONS | EXCHANGES).get(n.target)
         c: Collective | None = n.meta.get("collective")
-        if op is None or c is None or not seconds.sent(c):
+        if op is None or c is None or not seconds.sent(c) or not _communicates(op, back=back):
             continue
-        target: Any
-        if n.target is ops.transpose:
-            target, args, move = ops.transpose_start, n.args, BY_OP[op].backward
-        else:
-            target, args, move = ops.start, (op, *n.args), BY_OP[op].forward
-        if move not in SENT:
-            continue
+        target: Any = ops.transpose_start if back else ops.start
+        args = n.args if back else (op, *n.args)
         with graph.inserting_before(n):
             begun = graph.create_node("call_function", target, args, dict(n.kwargs), name=f"{n.name}_start")
         begun.meta = dict(n.meta)
         n.target, n.args, n.kwargs = ops.wait, (begun,), {}
         n.meta = {k: v for k, v in n.meta.items() if k != "collective"}
+
+
+def _communicates(op: str, *, back: bool) -> bool:
+    row = BY_OP.get(op)
+    return row is None or (row.backward if back else row.forward) in SENT
 
 
 class Text:

@@ -24,6 +24,8 @@ aten = torch.ops.aten
 
 #: Conversions between placements, with their names in the table.
 CONVERSIONS = {getattr(ops, op): op for op in BY_OP}
+#: Exchanges of experts' rows, with their names: linear in the first operand.
+EXCHANGES = {ops.experts_send: "experts_send", ops.experts_return: "experts_return"}
 #: Other ops of ours whose backward is an op of the gradient alone.
 LINEAR = {ops.dropout, ops.cast_once, ops.summed, ops.fill_padding}
 
@@ -41,10 +43,15 @@ def transposed(rank: Rank, call: Template, ask: Ask) -> Rule:
         g = w.call(ops.fill_padding, g, *behind[:5], blocks, 0.0, type_=Type.contiguous(x.shape, x.dtype))
     elif call.target is ops.dropout:
         g = w.call(ops.dropout, g, *behind, **kwargs)
+    elif call.target in EXCHANGES:
+        x = ask.operands[0]
+        tokens = {"tokens": x.shape[0]} if call.target is ops.experts_send else {}
+        made = replace(Type.contiguous(x.shape, x.dtype), ragged=x.ragged)
+        g = w.call(ops.transpose, EXCHANGES[call.target], g, *behind, type_=made, **tokens, **kwargs)
     elif call.target in CONVERSIONS and BY_OP[op := CONVERSIONS[call.target]].backward != "identity":
         kwargs.pop("overlap", None)
         g = w.call(ops.transpose, op, g, *behind, **kwargs)
-    return w.rule([g], "transposed")
+    return w.rule([g, *[None] * (len(ask.operands) - 1)], "transposed")
 
 
 def begun(rank: Rank, call: Template, ask: Ask) -> Rule:

@@ -1,8 +1,8 @@
 """Which way the derivative of a call is found: once for every distinct call of a program.
 
     traced       an op of torch's: what autograd runs for it, read off by running it on tensors without data
-    transposed   a linear op of ours (conversions, dropout, casts of weights, zeros in padding): its backward is an op
-                 of the gradient
+    transposed   a linear op of ours (conversions, exchanges of experts, dropout, casts of weights, zeros in padding):
+                 its backward is an op of the gradient
     taped        any other: whole, with its backward as one op (shardc.runtime.ops.taped). Ops of ours that look at
                  their rank or at data; those of which torch has a kernel for each kind of device; what cannot be traced
 
@@ -25,7 +25,16 @@ from shardc.passes.lower.record import Type, memory_of
 from shardc.passes.lower.rule import Ask, Rule
 from shardc.passes.lower.rule_taped import taped
 from shardc.passes.lower.rule_traced import traced
-from shardc.passes.lower.rule_transposed import CONVERSIONS, LINEAR, begun, of_data, of_weights, transposed, waited
+from shardc.passes.lower.rule_transposed import (
+    CONVERSIONS,
+    EXCHANGES,
+    LINEAR,
+    begun,
+    of_data,
+    of_weights,
+    transposed,
+    waited,
+)
 from shardc.passes.lower.template import Template, template
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
@@ -112,7 +121,7 @@ class Rules:
         call = self.template(node)
         key = (part, call.key, ask)
         if key not in self._rules:
-            by_hand = transposed if call.target in CONVERSIONS or call.target in LINEAR else None
+            by_hand = transposed if call.target in CONVERSIONS or call.target in LINEAR | EXCHANGES.keys() else None
             by_hand = _PARTS[part] or by_hand
             self._rules[key] = by_hand(self.rank, call, ask) if by_hand is not None else self._derive(node, call, ask)
         return self._rules[key]

@@ -4,8 +4,8 @@ math of ops whose rank's part is no op of torch. A program's text says `ops.all_
 x is this rank's tensor, mesh the runtime mesh (shardc.runtime.mesh), axis / axes name mesh axes. tag: the graph node's
 name, for the record of what ran.
 
-convert           conversions between placements, at once or begun; shard_parts: cut and joined; overlap: a product's
-                  backward beside its collective
+convert           conversions between placements; shard_parts: cut and joined; overlap: a product's backward beside its
+                  collective; one_way: what communicates, one way by itself, or begun and waited for
 cast_once         weights in the dtype of products, one copy a step
 zero              the gathers of ZeRO 3, gradients for buckets; host_copy: copies that stop nothing
 random_ops        random numbers by global index; dropout, dropout_kernel: masks by the same
@@ -37,13 +37,9 @@ from shardc.runtime.ops.convert import (
     reduce_scatter,
     shard,
     shard_partial_grad,
-    start,
     sum_grad,
     to_partial,
-    transpose,
-    transpose_start,
     unshard_partial,
-    wait,
 )
 from shardc.runtime.ops.dropout import dropout
 from shardc.runtime.ops.expert_parallel import (
@@ -70,6 +66,7 @@ from shardc.runtime.ops.local_math import (
     summed,
     total,
 )
+from shardc.runtime.ops.one_way import start, transpose, transpose_start, wait
 from shardc.runtime.ops.random_ops import random
 from shardc.runtime.ops.softmax_parts import largest, log_sum, sum_exp
 from shardc.runtime.ops.stretches import conv1d, cumsum

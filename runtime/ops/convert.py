@@ -362,31 +362,6 @@ def _forms(way: Callable[..., Any], *, start: bool) -> dict[str, Callable[..., A
     return {op: form(op, partial(way, start=start)) for op, form in forms.items()}  # type: ignore[no-untyped-call]
 
 
-_TRANSPOSED, _TRANSPOSE_STARTED = _forms(_way_back, start=False), _forms(_way_back, start=True)
-_FORWARD_STARTED = _forms(_one_way, start=True)
-
-
-def transpose(op: str, g: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The backward of a conversion. op: its name; g: the gradient of its result; the rest: its own arguments behind
-    x.
-    """
-    result: Tensor = _TRANSPOSED[op](g, *args, **kwargs)
-    return result
-
-
-def transpose_start(op: str, g: Tensor, *args: Any, **kwargs: Any) -> Started:
-    """The same, begun: of a conversion whose backward communicates."""
-    result: Started = _TRANSPOSE_STARTED[op](g, *args, **kwargs)
-    return result
-
-
-def start(op: str, x: Tensor, *args: Any, **kwargs: Any) -> Started:
-    """A conversion, begun: of those that communicate. op: its name; the rest: its own arguments."""
-    result: Started = _FORWARD_STARTED[op](x, *args, **kwargs)
-    return result
-
-
-def wait(started: Started) -> Tensor:
-    """What has been begun, once it is there."""
-    started.work.wait()
-    return started.result()
+#: By a conversion's name, with its own arguments: its transpose, the same begun, and the conversion begun.
+TRANSPOSED, TRANSPOSE_STARTED = _forms(_way_back, start=False), _forms(_way_back, start=True)
+FORWARD_STARTED = _forms(_one_way, start=True)

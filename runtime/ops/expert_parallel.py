@@ -38,6 +38,8 @@ from torch.autograd.function import once_differentiable
 
 from shardc.ir.mesh import Mesh as RankLayout
 from shardc.ir.placement import Layout, Shard
+from shardc.runtime.mesh.base import Work
+from shardc.runtime.ops.convert import Started
 from shardc.runtime.ops.host_copy import to_device, to_host
 from shardc.torch_private import FakeTensor
 
@@ -210,6 +212,7 @@ def _sorted(rows: Tensor, received: Tensor, *, back: bool) -> Tensor:
 
 
 def _there(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Tensor:
+    """To the ranks that have the experts, sorted by expert there."""
     if not axes:
         return rows
     sent, received = _by_rank(rows, counts)
@@ -219,6 +222,7 @@ def _there(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], dire
 
 
 def _back(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Tensor:
+    """To the ranks that have the tokens, in their `order` there."""
     if not axes:
         return rows
     sent, received = _by_rank(rows, counts)
@@ -228,23 +232,52 @@ def _back(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direc
     return result
 
 
+def _start_there(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Started:
+    if not axes:
+        return Started(Work(), lambda: rows)
+    sent, received = _by_rank(rows, counts)
+    into = rows.new_empty(sum(received), *rows.shape[1:])
+    work = mesh.start_all_to_all_rows(rows.contiguous(), into, sent, received, axes, direction=direction, tag=tag)
+    return Started(work, lambda: _sorted(into, counts[1], back=False))
+
+
+def _start_back(rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], direction: str, tag: str) -> Started:
+    if not axes:
+        return Started(Work(), lambda: rows)
+    sent, received = _by_rank(rows, counts)
+    rows = _sorted(rows, counts[1], back=True).contiguous()
+    into = rows.new_empty(sum(sent), *rows.shape[1:])
+    work = mesh.start_all_to_all_rows(rows, into, received, sent, axes, direction=direction, tag=tag)
+    return Started(work, lambda: into)
+
+
+def _chosen(x: Tensor, order: Tensor, k: int) -> Tensor:
+    """f[pairs, h]: the token of each pair."""
+    return x.index_select(0, order // k if k > 1 else order)
+
+
+def _by_token(rows: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
+    """f[tokens, h]: the sum of each token's pairs, from rows in their `order`."""
+    each = by_pair(rows, order, tokens * k)
+    return each.view(tokens, k, rows.shape[1]).sum(1) if k > 1 else each
+
+
 class _Send(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], k: int, tag: str
     ) -> Tensor:
         ctx.save_for_backward(order, counts)
-        ctx.how = mesh, axes, k, tag, x.shape
-        return _there(x.index_select(0, order // k if k > 1 else order), counts, mesh, axes, "forward", tag)
+        ctx.how = mesh, axes, k, tag, x.shape[0]
+        return _there(_chosen(x, order, k), counts, mesh, axes, "forward", tag)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         order, counts = ctx.saved_tensors
-        mesh, axes, k, tag, (t, h) = ctx.how
-        got = _back(g, counts, mesh, axes, "backward", tag)
-        each = by_pair(got, order, t * k)
-        return each.view(t, k, h).sum(1) if k > 1 else each, *[None] * 6
+        mesh, axes, k, tag, tokens = ctx.how
+        g = experts_send_transposed(g, order, counts, mesh, axes, k, tokens=tokens, tag=tag)
+        return g, *[None] * 6
 
 
 class _Return(Function):
@@ -258,7 +291,7 @@ class _Return(Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         mesh, axes, tag = ctx.how
-        return _there(g, ctx.saved_tensors[0], mesh, axes, "backward", tag), *[None] * 4
+        return experts_return_transposed(g, ctx.saved_tensors[0], mesh, axes, tag=tag), *[None] * 4
 
 
 def by_pair(rows: Tensor, order: Tensor, n: int) -> Tensor:
@@ -281,6 +314,48 @@ def experts_return(rows: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str]
     """f[pairs, h]: what the experts made of this rank's pairs, in their `order`."""
     result: Tensor = _Return.apply(rows, counts, mesh, tuple(axes), tag)  # type: ignore[no-untyped-call]
     return result
+
+
+# --- one way by itself, and begun, as lowered programs call it (shardc.runtime.ops.one_way)
+
+
+def experts_send_start(
+    x: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], k: int, *, tag: str = ""
+) -> Started:
+    """`experts_send`, begun."""
+    return _start_there(_chosen(x, order, k), counts, mesh, tuple(axes), "forward", tag)
+
+
+def experts_send_transposed(
+    g: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], k: int, *, tokens: int, tag: str = ""
+) -> Tensor:
+    """The backward of `experts_send`. tokens: how many there are."""
+    return _by_token(_back(g, counts, mesh, tuple(axes), "backward", tag), order, tokens, k)
+
+
+def experts_send_transposed_start(
+    g: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], k: int, *, tokens: int, tag: str = ""
+) -> Started:
+    """The same, begun."""
+    begun = _start_back(g, counts, mesh, tuple(axes), "backward", tag)
+    return Started(begun.work, lambda: _by_token(begun.result(), order, tokens, k))
+
+
+def experts_return_start(rows: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], *, tag: str = "") -> Started:
+    """`experts_return`, begun."""
+    return _start_back(rows, counts, mesh, tuple(axes), "forward", tag)
+
+
+def experts_return_transposed(g: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], *, tag: str = "") -> Tensor:
+    """The backward of `experts_return`."""
+    return _there(g, counts, mesh, tuple(axes), "backward", tag)
+
+
+def experts_return_transposed_start(
+    g: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], *, tag: str = ""
+) -> Started:
+    """The same, begun."""
+    return _start_there(g, counts, mesh, tuple(axes), "backward", tag)
 
 
 def weighted_sum(each: Tensor, weights: Tensor) -> Tensor:

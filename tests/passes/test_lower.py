@@ -137,7 +137,11 @@ def test_experts_of_a_mesh_are_lowered() -> None:
         }
         program = shardc.compile(model, batch, {**spec, "lower": True})
         plain_ = shardc.compile(model, batch, spec)
-    assert "ops.taped('ops.experts_apply'" in program.lowered()
+    text = program.lowered()
+    assert "ops.taped('ops.experts_apply'" in text
+    for op in ("experts_send", "experts_return"):  # there and back, forward and backward
+        assert f"ops.start('{op}', " in text
+        assert f"ops.transpose_start('{op}', " in text
     want, have = (shardc.verify.simulate(p, model, batch) for p in (plain_, program))
     assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
 

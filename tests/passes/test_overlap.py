@@ -98,3 +98,47 @@ def test_a_collective_inside_a_node_is_faster_than_one_between_nodes() -> None:
     assert 0 < inside < between / 5
     assert collective_seconds("all_reduce", 1e8, range(8)) == pytest.approx(2 * inside)
     assert collective_seconds("all_reduce", 1e8, range(1)) == 0
+
+
+class SharedAndRouted(nn.Module):
+    """A layer of experts with a shared expert beside them."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.empty(experts, 2 * width, width))
+        self.down = nn.Parameter(torch.empty(experts, width, 2 * width))
+        self.shared_up, self.shared_down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(2, -1)
+        routed = shardc.nn.experts(x, index, weights, self.up, self.down)
+        return x + routed + self.shared_down(nn.functional.relu(self.shared_up(x)))
+
+
+def test_exchanges_of_experts_run_beside_a_shared_expert() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(SharedAndRouted(4096, 16) for _ in range(3)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks(x).square().mean()
+
+    def exposed(lower: bool) -> float:
+        with torch.device("meta"):
+            model = Stack()
+        spec = {
+            "shardc": 1,
+            "mesh": {"ep": 8},
+            "experts": [{"match": "blocks.*", "axis": "ep"}],
+            "precision": {"compute": "bfloat16"},
+            "lower": lower,
+        }
+        program = shardc.compile(model, {"x": torch.empty(8 * 4096, 4096, device="meta")}, spec, prove=False)
+        rows = timed(program.cost("h100-80g")).items()
+        return sum(t.exposed for (axis, _, kind, *_), t in rows if (axis, kind) == ("ep", "all_to_all"))
+
+    eager = exposed(False)
+    assert eager > 0
+    assert exposed(True) < eager / 2

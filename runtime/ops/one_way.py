@@ -1,0 +1,67 @@
+"""What is exchanged, one way by itself, at once or begun, as lowered programs call it (shardc.passes.lower):
+conversions between placements, and the exchanges of experts.
+
+    sum = ops.transpose_start('sum_grad', g, mesh, ('tp',))        begins the backward of ops.sum_grad
+    rows = ops.start('experts_send', x, order, counts, ...)        begins ops.experts_send
+    dx = ops.wait(sum)                                             what has been begun, once it is there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from shardc.runtime.ops import convert
+from shardc.runtime.ops.convert import Started
+from shardc.runtime.ops.expert_parallel import (
+    experts_return_start,
+    experts_return_transposed,
+    experts_return_transposed_start,
+    experts_send_start,
+    experts_send_transposed,
+    experts_send_transposed_start,
+)
+
+_STARTED: dict[str, Callable[..., Any]] = {
+    **convert.FORWARD_STARTED,
+    "experts_send": experts_send_start,
+    "experts_return": experts_return_start,
+}
+_TRANSPOSED: dict[str, Callable[..., Any]] = {
+    **convert.TRANSPOSED,
+    "experts_send": experts_send_transposed,
+    "experts_return": experts_return_transposed,
+}
+_TRANSPOSE_STARTED: dict[str, Callable[..., Any]] = {
+    **convert.TRANSPOSE_STARTED,
+    "experts_send": experts_send_transposed_start,
+    "experts_return": experts_return_transposed_start,
+}
+
+
+def transpose(op: str, g: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The backward of an op that communicates, and is linear. op: its name; g: the gradient of its result; the rest:
+    its own arguments behind x.
+    """
+    result: Tensor = _TRANSPOSED[op](g, *args, **kwargs)
+    return result
+
+
+def transpose_start(op: str, g: Tensor, *args: Any, **kwargs: Any) -> Started:
+    """The same, begun: of an op whose backward communicates."""
+    result: Started = _TRANSPOSE_STARTED[op](g, *args, **kwargs)
+    return result
+
+
+def start(op: str, x: Tensor, *args: Any, **kwargs: Any) -> Started:
+    """Such an op, begun. op: its name; the rest: its own arguments."""
+    result: Started = _STARTED[op](x, *args, **kwargs)
+    return result
+
+
+def wait(started: Started) -> Tensor:
+    """What has been begun, once it is there."""
+    started.work.wait()
+    return started.result()
