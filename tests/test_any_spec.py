@@ -146,7 +146,9 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
             for _ in range(draw(st.integers(0, 2)))
         }
     if "pp" in mesh:
-        times, schedules = draw(st.sampled_from(((1, ("gpipe", "1f1b", "zb-h1")), (2, ("interleaved", "zb-v")))))
+        times, schedules = draw(
+            st.sampled_from(((1, ("gpipe", "1f1b", "zb-h1")), (2, ("interleaved", "zb-v", "dualpipe-v"))))
+        )
         spec["pipeline"] = {"axis": "pp", "stages": mesh["pp"] * times, "schedule": draw(st.sampled_from(schedules))}
     if "dp" in mesh:
         axis = ["dp_outer", "dp"] if "dp_outer" in mesh else "dp"

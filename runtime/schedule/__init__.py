@@ -7,8 +7,8 @@ shardc but errors and text_file, so that specs, passes, plans and the interprete
     timeline(s, costs).bubble()     # start and end of every action
 
     actions                               Action, Schedule, Link: what a schedule is made of
-    gpipe, one_f_one_b, zb_h1, zb_v       who computes what in which order: (stages, ranks, microbatches) -> F, B, I
-                                          and W of each rank
+    gpipe, one_f_one_b, zb_h1, zb_v,      who computes what in which order: (stages, ranks, microbatches) -> F, B, I,
+    dualpipe_v                            W and pairs of each rank
     sends                                 adds sends, receives, REDUCE and STEP
     proof                                 complete, in legal order, no deadlock
     text, timeline                        files of schedules; when each action runs
@@ -29,7 +29,8 @@ from typing import Any
 
 from shardc import text_file
 from shardc.errors import ShardcError
-from shardc.runtime.schedule.actions import Action, Edges, Kind, Link, Schedule, links, live
+from shardc.runtime.schedule.actions import Action, Edges, Kind, Link, Schedule, computed, links, live, pair
+from shardc.runtime.schedule.dualpipe_v import dualpipe_v, dualpipe_v_idle, dualpipe_v_kept
 from shardc.runtime.schedule.gpipe import gpipe, gpipe_kept
 from shardc.runtime.schedule.one_f_one_b import one_f_one_b, one_f_one_b_idle, one_f_one_b_kept
 from shardc.runtime.schedule.proof import Proof, prove
@@ -52,12 +53,14 @@ __all__ = [
     "Slot",
     "Timeline",
     "alone",
+    "computed",
     "fill",
     "forward_only",
     "live",
     "load",
     "make",
     "of",
+    "pair",
     "parse",
     "prove",
     "timeline",
@@ -68,7 +71,7 @@ __all__ = [
 class Maker:
     """How a schedule is made, and estimates by which a plan chooses which ones to make and price exactly.
 
-    order: (stages, ranks, microbatches) -> F, B, I and W of each rank.
+    order: (stages, ranks, microbatches) -> F, B, I, W and pairs of each rank.
     per_rank: numbers of stages on a rank that a plan tries; the first is that of a spec that names none.
     only: the order exists for the numbers in per_rank alone.
     kept, idle: estimates for plans, by default those of 1F1B: of `ranks` ranks that have `per_rank` equal stages each,
@@ -96,16 +99,22 @@ class Maker:
         return any(a.kind == "I" for each in self._small for a in each)
 
     @cached_property
+    def pairs(self) -> bool:
+        """Does a forward of one microbatch run beside a backward of another? (Two microbatches are too few for it.)"""
+        ranks = 2
+        return any(a.kind == "FB" for each in self.order(ranks * self.per_rank[0], ranks, 8) for a in each)
+
+    @cached_property
     def folds(self) -> bool:
         """Does the first rank have the last stage too, the second the one before, and so on?"""
         last = 2 * self.per_rank[0] - 1
-        return any(a.stage == last for a in self._small[0])
+        return any(a.stage == last for a in computed(self._small[0]))
 
     @cached_property
     def collects(self) -> bool:
         """Does the last stage run all microbatches forward before it runs one backward?"""
         last = 2 * self.per_rank[0] - 1
-        kinds = [a.kind for each in self._small for a in each if a.stage == last]
+        kinds = [a.kind for each in self._small for a in computed(each) if a.stage == last]
         return kinds[:2] == ["F", "F"]
 
 
@@ -116,6 +125,7 @@ SCHEDULES = {
     "interleaved": Maker(one_f_one_b, per_rank=(2, 3, 4)),
     "zb-h1": Maker(zb_h1, idle=zb_h1_idle),
     "zb-v": Maker(zb_v, per_rank=(2,), only=True, kept=zb_v_kept, idle=zb_v_idle),
+    "dualpipe-v": Maker(dualpipe_v, per_rank=(2,), only=True, kept=dualpipe_v_kept, idle=dualpipe_v_idle),
 }
 
 
@@ -210,6 +220,6 @@ def forward_only(schedule: Schedule, edges: Edges | None = None) -> Schedule:
     """The same forwards in the same order and nothing else: for evaluation. Legal where the whole is; `prove(...,
     training=False)`.
     """
-    kept = tuple(tuple(a for a in each if a.kind == "F") for each in schedule.actions)
+    kept = tuple(tuple(a for a in computed(each) if a.kind == "F") for each in schedule.actions)
     there = [e._replace(gradient=False) for e in links(edges, schedule.stages)]
     return fill(replace(schedule, name=f"{schedule.name}, forward only", actions=kept, where=()), there)

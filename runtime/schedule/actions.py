@@ -4,6 +4,8 @@
     2F0             stage 2 forward, microbatch 0
     2B0             its whole backward; or, split in two:
     2I0 2W0         the gradients of its inputs, which the stage before waits for, and later those of its weights
+    0F3+3B0         a forward and a backward of two microbatches, one beside the other (an overlapped pair): as one text
+                    where the program is lowered (shardc.passes.lower.pair), else one after the other
     1SEND_F0>2      what 1F0 made leaves for stage 2             2RECV_F0<1    and is received there, for 2F0
     2SEND_B0>1      the gradients of it leave for stage 1        1RECV_B0<2    and are received there, for 1B0 or 1I0
     2REDUCE         stage 2's gradients, of all microbatches now, are reduced over the data axes
@@ -15,29 +17,46 @@ action that uses it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from shardc.errors import ShardcError
 
-Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE", "STEP"]
+Kind = Literal["F", "B", "I", "W", "FB", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE", "STEP"]
 
-COMPUTE: frozenset[Kind] = frozenset(("F", "B", "I", "W"))
+COMPUTE: frozenset[Kind] = frozenset(("F", "B", "I", "W", "FB"))
 SENDS: frozenset[Kind] = frozenset(("SEND_F", "SEND_B"))
 RECEIVES: frozenset[Kind] = frozenset(("RECV_F", "RECV_B"))
 _OTHER_END: dict[Kind, Kind] = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B": "RECV_B", "RECV_B": "SEND_B"}
 
 
 class Action(NamedTuple):
-    """stage: -1 for STEP. microbatch: -1 for REDUCE and STEP. peer: the other stage of a send or receive, else -1."""
+    """stage: -1 for STEP. microbatch: -1 for REDUCE and STEP. peer: the other stage of a send or receive, else -1.
+    Of a pair stage and microbatch are those of its forward; back: (stage, microbatch) of its backward.
+    """
 
     kind: Kind
     stage: int = -1
     microbatch: int = -1
     peer: int = -1
+    back: tuple[int, int] = (-1, -1)
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The forward and the backward of a pair; of any other action, itself."""
+        if self.kind != "FB":
+            return (self,)
+        return Action("F", self.stage, self.microbatch), Action("B", *self.back)
+
+    def among(self, there: Callable[[int], bool]) -> tuple[Action, ...]:
+        """Itself, or what is left of it where not all microbatches are there. there: which are."""
+        left = tuple(p for p in self.parts if there(p.microbatch))
+        return (self,) if len(left) == len(self.parts) else left
 
     def __str__(self) -> str:
+        if self.kind == "FB":
+            return "+".join(map(str, self.parts))
         if self.kind == "STEP":
             return "STEP"
         if self.kind == "REDUCE":
@@ -48,6 +67,18 @@ class Action(NamedTuple):
     def other_end(self) -> Action:
         """The receive of a send, the send of a receive."""
         return Action(_OTHER_END[self.kind], self.peer, self.microbatch, self.stage)
+
+
+def pair(forward: Action, backward: Action) -> Action:
+    """One action that runs an F and a B beside each other."""
+    assert forward.kind == "F"
+    assert backward.kind == "B"
+    return forward._replace(kind="FB", back=(backward.stage, backward.microbatch))
+
+
+def computed(actions: Iterable[Action]) -> Iterator[Action]:
+    """The actions, pairs as their forward and their backward."""
+    return (p for a in actions for p in a.parts)
 
 
 class Link(NamedTuple):
@@ -107,11 +138,11 @@ class Schedule:
         """
         placement: dict[int, int] = {}
         for rank, each in enumerate(actions):
-            for a in each:
+            for a in computed(each):
                 placement.setdefault(a.stage, rank)
         placement.pop(-1, None)
         stages = range(max(placement, default=-1) + 1)
-        microbatches = max((a.microbatch for each in actions for a in each), default=-1) + 1
+        microbatches = max((a.microbatch for each in actions for a in computed(each)), default=-1) + 1
         return Schedule(
             name, microbatches, tuple(placement.get(s, -1) for s in stages), tuple(map(tuple, actions)), where
         )
@@ -144,6 +175,14 @@ class Schedule:
         """(rank, position, action) of all."""
         return ((r, i, a) for r, each in enumerate(self.actions) for i, a in enumerate(each))
 
+    def parts(self) -> Iterator[tuple[int, int, Action]]:
+        """The same, a pair as its forward and its backward, which have one position."""
+        return ((rank, i, part) for rank, i, a in self for part in a.parts)
+
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(stage of the forward, stage of the backward) of the pairs that there are."""
+        return tuple(sorted({(a.stage, a.back[0]) for _, _, a in self if a.kind == "FB"}))
+
     def __str__(self) -> str:
         rows = (f"rank {r}: {' '.join(map(str, each))}".rstrip() for r, each in enumerate(self.actions))
         return "\n".join([f"# {self.name}: {self.sizes}", *rows, ""])
@@ -154,7 +193,7 @@ def live(actions: Iterable[Action]) -> int:
     split.
     """
     now = peak = 0
-    for a in actions:
+    for a in computed(actions):
         if a.kind == "F":
             now += 1
             peak = max(peak, now)

@@ -79,14 +79,14 @@ class _Prover:
         errors.raise_any()
 
     def place(self, a: Action) -> str:
-        return self.schedule.place(*self.at[a])
+        return self.schedule.place(*self.at[a.parts[0]])
 
     # --- checks
 
     def what_is_there(self) -> None:
         s = self.schedule
         between = {(e.source, e.target): e for e in self.links if s.placement[e.source] != s.placement[e.target]}
-        for rank, i, a in s:
+        for rank, i, a in s.parts():
             if a.kind == "STEP":
                 if i + 1 < len(s.actions[rank]):
                     self.add(
@@ -222,7 +222,9 @@ class _Prover:
             self._before(receive, used)
 
     def _before(self, first: Action, then: Action) -> None:
-        if self.at[first][1] > self.at[then][1]:
+        if self.at[first][1] == self.at[then][1]:
+            self.add("order", self.place(then), f"{then} runs beside {first}", f"run {then} behind {first}")
+        elif self.at[first][1] > self.at[then][1]:
             self.add("order", self.place(then), f"{then} comes before {first}", f"move {then} behind {first}")
 
     def pairs(self) -> None:
@@ -263,14 +265,20 @@ class _Prover:
                         break
                     progress[peer] += 1
                     waiting.append(peer)
-                elif late := [n for n in needs.get(a, ()) if self.at[n][1] >= progress[self.at[n][0]]]:
+                elif late := self._late(a, needs, progress):
                     waiters.setdefault(late[0], []).append(rank)
                     break
                 progress[rank] += 1
-                waiting.extend(waiters.pop(a, ()))
+                for part in a.parts:
+                    waiting.extend(waiters.pop(part, ()))
         stuck = [(r, s.actions[r][i]) for r, i in enumerate(progress) if i < len(s.actions[r])]
         if stuck:
             self._report(dict(stuck), needs, progress)
+
+    def _late(self, a: Action, needs: dict[Action, list[Action]], progress: list[int]) -> list[Action]:
+        """What an action waits for, and has not come yet."""
+        wanted = (n for part in a.parts for n in needs.get(part, ()))
+        return [n for n in wanted if self.at[n][1] >= progress[self.at[n][0]]]
 
     def _needs(self) -> dict[Action, list[Action]]:
         """Of each action those of other ranks that it waits for."""
@@ -290,7 +298,7 @@ class _Prover:
         def awaited(a: Action) -> Action:
             if a.peer >= 0:
                 return a.other_end()
-            return next(n for n in needs[a] if self.at[n][1] >= progress[self.at[n][0]])
+            return self._late(a, needs, progress)[0]
 
         path: list[int] = []
         rank = next(iter(stuck))

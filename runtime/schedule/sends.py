@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardc.runtime.schedule.actions import COMPUTE, SENDS, Action, Edges, Schedule, links
+from shardc.runtime.schedule.actions import COMPUTE, SENDS, Action, Edges, Schedule, computed, links
 from shardc.runtime.schedule.timeline import timeline
 
 
 def fill(schedule: Schedule, edges: Edges | None = None) -> Schedule:
     """schedule: proven. What it has already of sends and receives, of REDUCE, or of STEP stays as it is."""
-    known = {a.kind for each in schedule.actions for a in each}
+    known = {a.kind for each in schedule.actions for a in computed(each)}
     actions = schedule.actions
     if not known & SENDS:
         actions = _with_sends(schedule, edges)
@@ -46,17 +46,18 @@ def _with_sends(schedule: Schedule, edges: Edges | None) -> tuple[tuple[Action, 
             if a.kind in COMPUTE:
                 end = next(ends).end
             listed[rank].append(((end, rank, 0 if a.kind in COMPUTE else 2), a))
-            peers = there if a.kind == "F" else back if a.kind in ("B", "I") else {}
-            for peer in peers.get(a.stage, ()):
-                send = Action("SEND_F" if a.kind == "F" else "SEND_B", a.stage, a.microbatch, peer)
-                listed[rank].append(((end, rank, 1), send))
-                listed[schedule.placement[peer]].append(((end, rank, 1), send.other_end()))
+            for part in a.parts:
+                peers = there if part.kind == "F" else back if part.kind in ("B", "I") else {}
+                for peer in peers.get(part.stage, ()):
+                    send = Action("SEND_F" if part.kind == "F" else "SEND_B", part.stage, part.microbatch, peer)
+                    listed[rank].append(((end, rank, 1), send))
+                    listed[schedule.placement[peer]].append(((end, rank, 1), send.other_end()))
     return tuple(tuple(a for _, a in sorted(each, key=lambda x: x[0])) for each in listed)
 
 
 def _with_reduce(actions: Sequence[Action]) -> tuple[Action, ...]:
     """Behind the last backward of each stage, and what that sends."""
-    last = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
+    last = {p.stage: i for i, a in enumerate(actions) for p in a.parts if p.kind in ("B", "W")}
     ordered: list[Action] = []
     due: list[Action] = []
     for i, a in enumerate(actions):
@@ -64,6 +65,5 @@ def _with_reduce(actions: Sequence[Action]) -> tuple[Action, ...]:
             ordered += due
             due = []
         ordered.append(a)
-        if last.get(a.stage) == i:
-            due.append(Action("REDUCE", a.stage))
+        due += [Action("REDUCE", p.stage) for p in a.parts if p.kind in ("B", "W") and last[p.stage] == i]
     return (*ordered, *due)

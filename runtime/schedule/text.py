@@ -5,16 +5,16 @@
     rank 1: 1F0 1B0
             1F1 1B1             a line without `rank` goes on with the rank before
 
-The actions are those of actions.py. Sends and receives, REDUCE and STEP may be left out: they are filled in.
-A file without any `rank` has a line a rank, split by commas or blanks: what torch.distributed.pipelining writes as CSV
-is read."""
+The actions are those of actions.py; for 0F3+3B0, torch's (0F3;3B0)OVERLAP_F_B is read too. Sends and receives, REDUCE
+and STEP may be left out: they are filled in. A file without any `rank` has a line a rank, split by commas or blanks:
+what torch.distributed.pipelining writes as CSV is read."""
 
 from __future__ import annotations
 
 import re
 
 from shardc.errors import SHOWN, Errors
-from shardc.runtime.schedule.actions import RECEIVES, SENDS, Action, Kind, Schedule
+from shardc.runtime.schedule.actions import RECEIVES, SENDS, Action, Kind, Schedule, pair
 
 #: Digits of a number at most: tables are made of so many stages and microbatches.
 _N = r"\d{1,5}"
@@ -24,6 +24,10 @@ _WORD = re.compile(r"[^\s,]+")
 _ACTION = re.compile(
     rf"(?:(?P<stage>{_N})(?:(?P<kind>[FBIW]|SEND_[FB]|RECV_[FB])(?P<microbatch>{_N})(?:(?P<way>[<>])(?P<peer>{_N}))?|REDUCE)|STEP)"
 )
+
+
+#: A pair, as it is written here and by torch.distributed.pipelining.
+_PAIR = re.compile(rf"(?P<f>{_N}F{_N})\+(?P<b>{_N}B{_N})|\((?P<f2>{_N}F{_N});(?P<b2>{_N}B{_N})\)OVERLAP_F_B")
 
 
 def parse(text: str, file: str = "schedule") -> Schedule:
@@ -71,9 +75,12 @@ def parse(text: str, file: str = "schedule") -> Schedule:
 
 def _action(word: str) -> Action | str:
     """An action, or what to write instead."""
+    if (both := _PAIR.fullmatch(word)) is not None:
+        forward, backward = _action(both["f"] or both["f2"]), _action(both["b"] or both["b2"])
+        return pair(forward, backward)  # type: ignore[arg-type]  # they matched
     parts = _ACTION.fullmatch(word)
     if parts is None:
-        return "write stage, kind, microbatch: 2F0, 2B0, 2I0, 2W0, 1SEND_F0>2, 2RECV_F0<1; or 2REDUCE, STEP"
+        return "write stage, kind, microbatch: 2F0, 2B0, 2I0, 2W0, 0F3+3B0, 1SEND_F0>2, 2RECV_F0<1; or 2REDUCE, STEP"
     if parts["stage"] is None:
         return Action("STEP")
     stage = int(parts["stage"])

@@ -19,18 +19,23 @@ class Costs:
     """Of each stage and one microbatch, in any one unit. B costs inputs + weights.
 
     transfer: of what goes over (source stage, target stage) between two ranks, there; and back again for its gradients.
+    pairs: of a forward beside a backward, by their stages; others cost as much as one after the other.
     """
 
     forward: tuple[float, ...]
     inputs: tuple[float, ...]
     weights: tuple[float, ...]
     transfer: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    pairs: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @staticmethod
     def even(stages: int, forward: float = 1, inputs: float = 1, weights: float = 1) -> Costs:
         return Costs((forward,) * stages, (inputs,) * stages, (weights,) * stages)
 
     def of(self, a: Action) -> float:
+        if a.kind == "FB":
+            known = self.pairs.get((a.stage, a.back[0]))
+            return sum(map(self.of, a.parts)) if known is None else known
         if a.kind == "F":
             return self.forward[a.stage]
         return (self.inputs[a.stage] if a.kind in ("B", "I") else 0) + (
@@ -46,8 +51,8 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """slots: of each rank, F, B, I and W in order. live: of each rank the peak number of microbatches of stages with
-    activations.
+    """slots: of each rank, F, B, I, W and pairs in order. live: of each rank the peak number of microbatches of stages
+    with activations.
     """
 
     schedule: Schedule
@@ -92,22 +97,24 @@ def timeline(schedule: Schedule, costs: Costs | None = None, edges: Edges | None
         rank = ready.popleft()
         done = slots[rank]
         for a in mine[rank][len(done) :]:
-            forward = a.kind == "F"
             start = done[-1].end if done else 0.0
             late = None
-            for stage, time in () if a.kind == "W" else (before if forward else after)[a.stage]:
-                end = ends.get((forward, stage, a.microbatch))
-                if end is None:
-                    late = forward, stage, a.microbatch
-                    break
-                start = max(start, end + time)
+            for p in a.parts:
+                forward = p.kind == "F"
+                for stage, time in () if p.kind == "W" else (before if forward else after)[p.stage]:
+                    end = ends.get((forward, stage, p.microbatch))
+                    if end is None:
+                        late = forward, stage, p.microbatch
+                        break
+                    start = max(start, end + time)
             if late is not None:
                 waiters.setdefault(late, []).append(rank)
                 break
             done.append(Slot(a, start, start + costs.of(a)))
-            if a.kind != "W":
-                result = forward, a.stage, a.microbatch
-                ends[result] = done[-1].end
-                ready.extend(waiters.pop(result, ()))
+            for p in a.parts:
+                if p.kind != "W":
+                    result = p.kind == "F", p.stage, p.microbatch
+                    ends[result] = done[-1].end
+                    ready.extend(waiters.pop(result, ()))
     assert all(len(d) == len(each) for d, each in zip(slots, mine, strict=True)), "prove the schedule first"
     return Timeline(schedule, tuple(map(tuple, slots)), tuple(map(live, schedule.actions)))

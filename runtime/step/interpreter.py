@@ -37,7 +37,7 @@ from shardc.runtime.compiled import Compiler
 from shardc.runtime.mesh import Work
 from shardc.runtime.ops.local_math import summed, total
 from shardc.runtime.ops.overlap import multiplies, product
-from shardc.runtime.schedule import Action
+from shardc.runtime.schedule import Action, computed
 from shardc.runtime.step import op_errors, outputs
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.lowered import LoweredStage
@@ -372,10 +372,10 @@ class Run:
         ] = {}  # (stage, microbatch, way)
         self.outbox: dict[tuple[int, int, int, Way], list[Tensor]] = {}
         self.sending: deque[list[Work]] = deque()
-        wanted = [a for a in actions if a.kind in ("B", "W")]
+        wanted = [a for a in computed(actions) if a.kind in ("B", "W")]
         self.first = wanted[0] if wanted else None
         self.last = {a.stage: a for a in wanted}
-        self.last_forward = {a.stage: a for a in actions if a.kind == "F"}
+        self.last_forward = {a.stage: a for a in computed(actions) if a.kind == "F"}
         self.weight_copies: dict[int, dict[str, Tensor]] = {}  # by stage
 
     def go(self) -> None:
@@ -392,12 +392,9 @@ class Run:
             f": stage {action.stage}, microbatch {action.microbatch}" if action.microbatch >= 0 else ""
         )
         self._act(doing)
-        if action.kind in ("F", "B", "I", "W"):
-            step = self.on.mesh.step
-            step.set_microbatch(action.microbatch, len(self.values), step.running.totals, step.running.sums)
         try:
-            if action.kind != "STEP":
-                getattr(self, _DOES[action.kind])(action)
+            for part in action.parts:
+                self._do(part)
         except ShardcError:
             raise
         except Exception as e:
@@ -406,6 +403,13 @@ class Run:
             if self.on.axis and hasattr(e, "add_note"):  # Python 3.11
                 e.add_note(doing)
             raise
+
+    def _do(self, action: Action) -> None:
+        if action.kind in ("F", "B", "I", "W"):
+            step = self.on.mesh.step
+            step.set_microbatch(action.microbatch, len(self.values), step.running.totals, step.running.sums)
+        if action.kind != "STEP":
+            getattr(self, _DOES[action.kind])(action)
 
     def _act(self, doing: str) -> None:
         if self.on.axis:
@@ -469,7 +473,7 @@ class Run:
             yield
         finally:
             step.weight_copies = None
-            if action is self.last_forward[action.stage]:
+            if action == self.last_forward[action.stage]:
                 del self.weight_copies[action.stage]
 
     def _begin(self, kept: _Kept, key: tuple[int, int]) -> tuple[list[Any], list[Tensor | None]]:
@@ -551,7 +555,7 @@ class Run:
     def _start(self, action: Action) -> None:
         assert self.hooks is not None
         key = (action.stage, action.microbatch)
-        self.hooks.start(key, stage=action.stage, first=action is self.first, last=action is self.last[action.stage])
+        self.hooks.start(key, stage=action.stage, first=action == self.first, last=action == self.last[action.stage])
 
     def _pause(self) -> None:
         assert self.hooks is not None

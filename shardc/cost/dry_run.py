@@ -26,8 +26,9 @@ from shardc.ir.pieces import moved, pieces_of
 from shardc.ir.program import Buffer, Input, Lowered, Param, Program, Stage
 from shardc.ir.units import plural
 from shardc.passes.lower.pieces import shares_memory
+from shardc.runtime import schedule as schedules
 from shardc.runtime.rng import Rng
-from shardc.runtime.schedule import Action
+from shardc.runtime.schedule import Action, computed
 from shardc.runtime.step import param_groups
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.engine import Engine
@@ -111,7 +112,16 @@ def _affordable(program: Program, rank: int) -> int:
     nodes = sum(
         len(s.graph.nodes) for s, coordinate in zip(program.stages, placement, strict=True) if coordinate == rank
     )
-    return max(min(program.microbatches, OPS // nodes), 3)
+    return max(min(program.microbatches, OPS // nodes), 3, _for_pairs(schedules.of(program).actions[rank]))
+
+
+def _for_pairs(actions: Sequence[Action]) -> int:
+    """How many microbatches are run so that, of every kind of pair, two are among them that are not the last one's."""
+    seen: dict[tuple[int, int], list[int]] = {}
+    for a in actions:
+        if a.kind == "FB":
+            seen.setdefault((a.stage, a.back[0]), []).append(max(a.microbatch, a.back[1]))
+    return max((sorted(each)[:2][-1] for each in seen.values()), default=-2) + 2
 
 
 class _OpNames:
@@ -244,11 +254,15 @@ class _Recorded(Interpreter):
         """(losses, new values of buffers, outputs) of the actions that are run."""
         names = {x.name for x in self.program.inputs}
         self.ledger.mark((x for microbatch in values for name, x in microbatch.items() if name in names), "inputs")
-        last = max((a.microbatch for a in self.actions), default=0)
+        last = max((a.microbatch for a in computed(self.actions)), default=0)
+
+        def there(m: int) -> bool:
+            return m < self.microbatches - 1 or m == last
+
         run = _Run(
             self,
             values,
-            [a for a in self.actions if a.microbatch < self.microbatches - 1 or a.microbatch == last],
+            [x for a in self.actions for x in a.among(there)],
             hooks,
         )
         run.go()
@@ -293,6 +307,7 @@ class _Run(Run):
             _mark_rest(ledger, "activations")
             return
         ledger.mark(passing, "communication")
+        # what a pair leaves beside gradients, which are marked, is its forward's
         _mark_rest(ledger, "gradients" if action.kind in ("B", "W", "REDUCE") else "activations")
 
 

@@ -67,15 +67,21 @@ def parts(r: DryRun, actions: tuple[Action, ...]) -> Iterator[tuple[Action | Non
     ran = dict(r.actions)
     microbatches = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
     middle = microbatches[len(microbatches) // 2]  # neither the first one, which makes gradients, nor the last
-    alike: dict[tuple[str, int, int], Part] = {}
+    alike: dict[tuple[str, int, int, int], Part] = {}
     for a, part in r.actions:
-        if (key := (a.kind, a.stage, a.peer)) not in alike or a.microbatch == middle:
-            alike[key] = part
+        of_pair = a.kind == "FB" and microbatches[-1] not in (a.microbatch, a.back[1])
+        if _kind(a) not in alike or a.microbatch == middle or of_pair:
+            alike[_kind(a)] = part
     yield None, r.before
     for a in actions:
-        yield a, ran[a] if a in ran else alike[a.kind, a.stage, a.peer]
+        yield a, ran[a] if a in ran else alike[_kind(a)]
     yield None, r.after
     yield None, r.update
+
+
+def _kind(a: Action) -> tuple[str, int, int, int]:
+    """Equal for actions that differ in their microbatches alone."""
+    return a.kind, a.stage, a.peer, a.back[0]
 
 
 def memory(r: DryRun, actions: tuple[Action, ...]) -> Memory:

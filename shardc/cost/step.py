@@ -169,6 +169,7 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
     """The cost of a schedule from dry runs of its ranks, which may be those of another schedule of the same stages."""
     ranks, ends = [], []
     of_stage: dict[tuple[str, int], float] = {}
+    of_pair: dict[tuple[int, int], list[float]] = {}
     first = 0.0  # seconds of the first action: it may wait for the last update's gathers, and other stages wait for it
     for r in dry_runs:
         actions = schedule.actions[r.at]
@@ -180,6 +181,9 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
             if action is not None and action.kind in COMPUTE:  # the timeline has these; sums of gradients follow it
                 computing += seconds
                 first = seconds if (action.kind, action.stage, action.microbatch) == ("F", 0, 0) else first
+                if action.kind == "FB":
+                    of_pair.setdefault((action.stage, action.back[0]), []).append(seconds)
+                    continue
                 if (action.kind, action.stage) not in of_stage or action.microbatch == 1:
                     of_stage[action.kind, action.stage] = seconds
             flops += part.flops
@@ -194,7 +198,8 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
         transfer[e.source, e.target] = collective_seconds(
             device, "send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair
         )
-    timeline = schedules.timeline(schedule, _costs(of_stage, schedule.stages, transfer), program.edges)
+    pairs = {stages: sorted(each)[len(each) // 2] for stages, each in of_pair.items()}
+    timeline = schedules.timeline(schedule, _costs(of_stage, schedule.stages, transfer, pairs), program.edges)
     late = max(first - of_stage["F", 0], 0.0)
     seconds = late + timeline.end + max(ends)
     return Cost(device, tuple(ranks), seconds, timeline.bubble(), program, tuple(dry_runs), timeline)
@@ -210,7 +215,12 @@ def _rank(program: Program, schedule: Schedule, stage: int) -> int:
     return program.mesh.rank({**coords, program.axis: schedule.placement[stage]})
 
 
-def _costs(seconds: Mapping[tuple[str, int], float], stages: int, transfer: Mapping[tuple[int, int], float]) -> Costs:
+def _costs(
+    seconds: Mapping[tuple[str, int], float],
+    stages: int,
+    transfer: Mapping[tuple[int, int], float],
+    pairs: Mapping[tuple[int, int], float],
+) -> Costs:
     """A whole backward counts as the gradients of inputs."""
     every = range(stages)
     inputs = tuple(seconds.get(("I", s), seconds.get(("B", s), 0.0)) for s in every)
@@ -219,4 +229,5 @@ def _costs(seconds: Mapping[tuple[str, int], float], stages: int, transfer: Mapp
         inputs,
         tuple(seconds.get(("W", s), 0.0) for s in every),
         transfer,
+        pairs,
     )

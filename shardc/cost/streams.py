@@ -11,7 +11,9 @@ from shardc.cost.clock import Clock, Flight
 from shardc.cost.ledger import Op, Part
 from shardc.runtime.mesh import CommRecord
 
-_ACTION = re.compile(r"\d+(F|B|I|W)\d*")
+_ACTION = re.compile(r"\d+(F|B|I|W)\d*(\+\d+B)?")
+#: What runs in a pair of two microbatches.
+PAIR = "forward and backward"
 _WAYS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 
@@ -47,7 +49,7 @@ class Streams(Clock):
 
     def run(self, part: Part) -> float:
         action = _ACTION.match(part.name)
-        self._part = _WAYS[action[1]] if action else part.name
+        self._part = PAIR if action and action[2] else _WAYS[action[1]] if action else part.name
         return super().run(part)
 
     def ran(self, w: Op, begin: float) -> None:

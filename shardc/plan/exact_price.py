@@ -76,7 +76,8 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
     if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)
         return _composed(library, [library.alone(less, rows)], schedules.alone(each), spec.mesh, "", batch, ())
-    if layers is None or p.schedule not in schedules.SCHEDULES:
+    pairs = p.schedule in schedules.SCHEDULES and schedules.SCHEDULES[p.schedule].pairs and spec.lower is not None
+    if layers is None or p.schedule not in schedules.SCHEDULES or pairs:  # a pair costs what its text takes
         return _whole(library, spec, batch)
     stages = library.pipelined(less, rows, p.axis)
     counts = counted(spec, stages, layers.number)
@@ -190,7 +191,7 @@ def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, 
     best = live
     for s in mine:
         live = live + s["before", ""][NET]
-    for a in schedule.actions[rank]:
+    for a in schedules.computed(schedule.actions[rank]):
         if a.stage < 0:
             continue
         which = "first" if a.microbatch == 0 else "last" if a.microbatch == schedule.microbatches - 1 else "middle"

@@ -112,6 +112,7 @@ def memory(part: Part) -> Vector:
 def stage(r: DryRun, device: Device, program: Program) -> Stage:
     """The vectors of a dry run of a rank with one stage. A middle microbatch leaves nothing once it has ended."""
     some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
+    assert not any(a.kind == "FB" for a, _ in r.actions), "a pair is of two stages"
     clock = meter(device, program, r.rank)
     vectors: Stage = {}
 

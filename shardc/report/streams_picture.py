@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardc.cost.step import Cost
-from shardc.cost.streams import Span, Streams
+from shardc.cost.streams import PAIR, Span, Streams
 from shardc.ir.units import seconds
-from shardc.report.colours import BLUE, GREEN, GREY, LINE, RED, SOFT, VIOLET
+from shardc.report.colours import BLUE, CYAN, GREEN, GREY, LINE, RED, SOFT, VIOLET
 from shardc.report.svg import Picture, cut, ticks
 
 #: Pixels of the picture, what is beside the rows, and a row.
 WIDTH, _LEFT, _RIGHT, _ROW = 1100, 110, 150, 26
-_FILLS = {"forward": BLUE, "backward": GREEN}
+_FILLS = {"forward": BLUE, "backward": GREEN, PAIR: CYAN}
 _SENT, _WAITED = VIOLET, RED
 #: Waiting that rounding makes of none.
 _NOTHING = 1e-9

@@ -24,7 +24,7 @@ from shardc.ir.graph import operands_of, values_of
 from shardc.ir.program import Program
 from shardc.ir.types import requires_grad
 from shardc.ir.units import si, size
-from shardc.report.colours import BLUE, CYAN, GREEN, INK, LINE, SOFT, YELLOW
+from shardc.report.colours import BLUE, CYAN, GREEN, INK, LINE, SOFT, VIOLET, YELLOW
 from shardc.report.svg import CHARACTER, Picture, cut, ticks
 from shardc.rules import registry
 from shardc.rules.op_call import call_of
@@ -32,9 +32,23 @@ from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Action, Costs, Schedule, Slot, Timeline
 
 #: One colour a kind: of terminals, of SVG.
-_INKS = {"F": "black on bright_blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow"}
-_FILLS = {"F": BLUE, "B": GREEN, "I": CYAN, "W": YELLOW}
-_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+_INKS = {
+    "F": "black on bright_blue",
+    "FB": "black on bright_magenta",
+    "B": "black on green",
+    "I": "black on cyan",
+    "W": "black on yellow",
+}
+_FILLS = {"F": BLUE, "FB": VIOLET, "B": GREEN, "I": CYAN, "W": YELLOW}
+_NAMES = {
+    "F": "forward",
+    "FB": "forward beside backward",
+    "B": "backward",
+    "I": "gradients of inputs",
+    "W": "gradients of weights",
+}
+#: How kinds are written.
+_LETTERS = {"FB": "F+B"}
 
 
 #: Seconds of a unit of a program's costs: a byte of memory traffic.
@@ -120,7 +134,9 @@ def text(t: Timeline, *, width: int | None = None) -> Text:
         out.append("." * (round(t.end * scale) - at), "dim")
         out.append(f"  {tail}\n")
     stage = "stage, " if _several(s) else ""
-    out.append(f"\n{stage}kind, microbatch: {', '.join(f'{k} {_NAMES[k]}' for k in _kinds(t))}\n", "dim")
+    out.append(
+        f"\n{stage}kind, microbatch: {', '.join(f'{_LETTERS.get(k, k)} {_NAMES[k]}' for k in _kinds(t))}\n", "dim"
+    )
     if any((slot.end - slot.start) * scale < 1 for each in t.slots for slot in each):
         out.append("some take less than a column: --svg FILE draws them all\n", "dim")
     return out
@@ -161,7 +177,9 @@ def svg(t: Timeline, unit: float | None = None) -> str:
 def _slot(picture: Picture, s: Schedule, slot: Slot, y: float, row: int, scale: float, later: float) -> None:
     """later: the share of the rank's stages that come before: they are paler."""
     x, wide, name = _LEFT + slot.start * scale, (slot.end - slot.start) * scale, _name(s, slot)
-    shown = next((n for n in (name, slot.action.kind) if CHARACTER * len(n) <= wide), "")
+    shown = next(
+        (n for n in (name, _LETTERS.get(slot.action.kind, slot.action.kind)) if CHARACTER * len(n) <= wide), ""
+    )
     about = f"{slot.action}: {slot.start:g} to {slot.end:g}"
     fill = _FILLS[slot.action.kind]
     picture.rect(x, y, max(wide - 1, 0.5), row - 4, fill, opacity=1 - 0.45 * later, title=about, kind="slot")
@@ -230,12 +248,17 @@ def _several(s: Schedule) -> bool:
 
 def _name(s: Schedule, slot: Slot) -> str:
     a = slot.action
-    return str(a) if _several(s) else f"{a.kind}{a.microbatch}"
+    return str(a) if _several(s) else _short(a)
+
+
+def _short(a: Action) -> str:
+    """Without stages."""
+    return "+".join(f"{p.kind}{p.microbatch}" for p in a.parts)
 
 
 def _cell(name: str, a: Action, columns: int) -> str:
     """An action as so many columns: the last one blank, or without its stage or microbatch where there is no room."""
-    name = next((n for n in (name, f"{a.kind}{a.microbatch}", a.kind) if len(n) <= columns), "")
+    name = next((n for n in (name, _short(a), _LETTERS.get(a.kind, a.kind)) if len(n) <= columns), "")
     return name if columns <= len(name) else f"{name.ljust(columns - 1, '-')} "
 
 

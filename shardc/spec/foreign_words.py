@@ -87,7 +87,8 @@ VALUES: dict[str, str] = {
     "fp32, float, single, f32, full, tf32, torch float32": "float32",
     "fp64, double, f64": "float64",
     "interleaved 1f1b, interleave": "interleaved",
-    "zbv, zbv zero bubble, zero bubble v, dual pipe v": "zb-v",
+    "zbv, zbv zero bubble, zero bubble v": "zb-v",
+    "dual pipe v, dual pipe": "dualpipe-v",
     "zero bubble, interleaved zero bubble, zb, zb1p": "zb-h1",
     "auto": "structure",
 }

@@ -48,7 +48,7 @@ def timeline(cost: Cost, messages: Messages) -> dict[str, Any]:
                 "bubble": cost.timeline.bubble(i) if cost.timeline is not None else 0.0,
                 "live": cost.timeline.live[i] if cost.timeline is not None else 0,
                 "slots": [
-                    [a.kind, a.microbatch, at.begin(begin), at.end(end), a.stage]
+                    [a.kind, a.microbatch, at.begin(begin), at.end(end), a.stage, *(a.back if a.kind == "FB" else ())]
                     for a, _, begin, end in ran
                     if a is not None and a.kind in COMPUTE
                 ],

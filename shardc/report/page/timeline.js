@@ -2,9 +2,9 @@
 "use strict";
 
 const ROW = 26, LEFT = 118;
-const FILL = { F: "var(--forward)", B: "var(--backward)", I: "var(--inputs)", W: "var(--weights)" };
-const NAME = { F: "forward", B: "backward", I: "gradients of inputs", W: "gradients of weights" };
-const PART = { forward: "var(--forward)", backward: "var(--backward)" };
+const FILL = { F: "var(--forward)", FB: "var(--pair)", B: "var(--backward)", I: "var(--inputs)", W: "var(--weights)" };
+const NAME = { F: "forward", FB: "forward beside backward", B: "backward", I: "gradients of inputs", W: "gradients of weights" };
+const PART = { forward: "var(--forward)", backward: "var(--backward)", "forward and backward": "var(--pair)" };
 const view = { zoom: 1, open: new Set([0]) };
 
 function drawTimeline(panel) {
@@ -18,7 +18,7 @@ function drawTimeline(panel) {
     el("b", {}, `${seconds(t.end / 1e9)} a step on ${F.device}`),
     F.schedule ? el("span", { class: "soft" }, `${F.schedule}: ${several(F.stages, "stage")}, ${several(F.microbatches, "microbatch", "microbatches")}; bubble ${percent(t.bubble)}: ranks wait for other stages`) : el("span", { class: "soft" }, several(F.microbatches, "microbatch", "microbatches")),
     el("span", { class: "group", role: "group", "aria-label": "Size" }, [["−", 1 / 1.6, "smaller (−)"], ["fit", 0, "all of the step (0)"], ["+", 1.6, "larger (+)"]].map(([text, by, about]) => el("button", { type: "button", title: about, "aria-label": about, onclick: () => zoomTimeline(by) }, text))));
-  const kinds = ["F", "B", "I", "W"].filter((k) => t.rows.some((r) => r.slots.some((s) => s[0] === k)));
+  const kinds = ["F", "FB", "B", "I", "W"].filter((k) => t.rows.some((r) => r.slots.some((s) => s[0] === k)));
   const legend = el("div", { class: "legend" }, kinds.map((k) => mark(FILL[k], NAME[k])), mark("var(--other)", `other: ${[...new Set(t.rows.flatMap((r) => r.tail.map(([name]) => name)))].join(", ")}`), F.axis ? mark("var(--sunk)", "bubble") : "", mark("var(--hidden)", "a collective, hidden"), mark("var(--exposed)", "waited for"));
   const scroll = el("div", { class: "scroll", id: "times", tabindex: "0", role: "group", "aria-label": "Timeline of a step; the table below says the same in words" });
   const table = el("details", {}, el("summary", {}, "the same as a table"), el("div", { class: "wide" }, el("table", {},
@@ -55,7 +55,7 @@ function fillTimeline() {
       svg("text", { x: 10, y: y + 15 }, `${open ? "▾" : "▸"} ${rankName(r)}`), svg("text", { class: "soft", x: LEFT - 14, y: y + 15, "text-anchor": "end" }, F.axis ? `stage ${r.stages.join(",")}` : ""));
     acts(label, () => { if (open) view.open.delete(at); else view.open.add(at); fillTimeline(); });
     parts.push(label, track(X(0), y, wide, ROW - 4, F.axis ? `bubble: ${rankName(r)} waits for other stages ${percent(r.bubble)} of the step` : null));
-    r.slots.forEach(([kind, microbatch, begin, end, stage]) => parts.push(...slot(kind, microbatch, begin, end, stage, r, X, y)));
+    r.slots.forEach((s) => parts.push(...slot(s, r, X, y)));
     r.tail.forEach(([name, begin, end]) => parts.push(bar(X, y, begin, end, "var(--other)", `${name}: ${seconds((end - begin) / 1e9)}`)));
     y += ROW;
     if (!open) return;
@@ -95,10 +95,13 @@ function bar(X, y, begin, end, fill, text, high = ROW - 4) {
   return sized(shape, { fill });
 }
 
-function slot(kind, microbatch, begin, end, stage, r, X, y) {
+function slot([kind, microbatch, begin, end, stage, ...back], r, X, y) {
   const wide = X(end) - X(begin);
-  const name = r.stages.length > 1 ? `${stage}${kind}${microbatch}` : `${kind}${microbatch}`;
-  const text = `${NAME[kind]} of microbatch ${microbatch}${F.axis ? `, stage ${stage}` : ""}\n${seconds((end - begin) / 1e9)} from ${seconds(begin / 1e9)}`;
+  // a pair: a forward beside the backward of another microbatch
+  const those = back.length ? [["F", stage, microbatch], ["B", ...back]] : [[kind, stage, microbatch]];
+  const name = those.map(([k, s, m]) => (r.stages.length > 1 ? `${s}${k}${m}` : `${k}${m}`)).join("+");
+  const about = those.map(([k, s, m]) => `${NAME[k]} of microbatch ${m}${F.axis ? `, stage ${s}` : ""}`).join(" beside ");
+  const text = `${about}\n${seconds((end - begin) / 1e9)} from ${seconds(begin / 1e9)}`;
   const shape = bar(X, y, begin, end, FILL[kind], text);
   shape.setAttribute("width", Math.max(wide - 0.7, 0.6));
   if (r.stages.length > 1) shape.style.opacity = String(1 - 0.4 * r.stages.indexOf(stage) / r.stages.length);

@@ -15,6 +15,7 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from shardc.errors import ShardcError
 from shardc.plan.space import Core, choices
@@ -34,6 +35,7 @@ KINDS = [
     ("zb-h1", 1),
     ("zb-h1", 2),
     ("zb-v", 2),
+    ("dualpipe-v", 2),
 ]
 
 
@@ -47,6 +49,57 @@ def skips(stages: int) -> list[Link]:
 
 
 # --- what the generators make
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 4), (2, 9), (3, 6), (4, 11), (5, 10)])
+def test_dualpipe_v_is_the_order_of_torchs(ranks: int, microbatches: int) -> None:
+    made = SCHEDULES["dualpipe-v"].order(2 * ranks, ranks, microbatches)
+    for rank, ours in enumerate(made):
+        theirs = object.__new__(ScheduleDualPipeV)
+        theirs.pp_group_size, theirs._n_microbatches = ranks, microbatches
+        order = theirs._calculate_single_rank_operations(rank)
+        assert parse("\n".join([f"rank 0: {' '.join(map(str, order))}"])).actions == (tuple(ours),)
+
+
+def test_a_pair_has_one_place_and_a_name_that_is_read_back() -> None:
+    text = "rank 0: 0F0 0F1+0B0 0B1"
+    made = parse(text)
+    assert str(made).splitlines()[1] == text
+    assert made.actions[0][1] == schedule.pair(Action("F", 0, 1), Action("B", 0, 0))
+    assert prove(made).live == (2,)
+    assert made.pairs() == ((0, 0),)
+    line = schedule.timeline(made, schedule.Costs.even(1))
+    assert [s.end - s.start for s in line.slots[0]] == [1, 3, 2]
+    cheap = replace(schedule.Costs.even(1), pairs={(0, 0): 2.5})
+    assert schedule.timeline(made, cheap).end == line.end - 0.5
+    assert schedule.forward_only(made).actions == ((Action("F", 0, 0), Action("F", 0, 1)),)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (["0F0+0B0 0F1 0B1"], "0B0 runs beside 0F0"),
+        (["0F0 1F0 0F1+1B0 1F1+0B0 0F1+1B1 0B1"], "0F1 is there twice"),
+        (["0F0 0F1+1B0 0B0 0B1", "1F0 1F1 1B1"], "1F0 is on rank 1, and stage 1 is rank 0's"),
+        # 0F1 is held up by its partner 0B0, for which rank 1 wants 0F1
+        (["0F0 0F1+0B0 0B1", "1F0 1F1 1B0 1B1"], "a deadlock: rank 0 at 0F1+0B0 waits for 1B0"),
+    ],
+)
+def test_wrong_pairs_are_refused(rows: list[str], said: str) -> None:
+    text = "\n".join(f"rank {r}: {row}" for r, row in enumerate(rows))
+    with pytest.raises(ShardcError, match=re.escape(said)):
+        prove(parse(text))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_dualpipe_v_waits_and_keeps_as_the_planner_says(ranks: int) -> None:
+    maker, m = SCHEDULES["dualpipe-v"], 4 * ranks
+    made = make("dualpipe-v", stages=2 * ranks, ranks=ranks, microbatches=m)
+    line = schedule.timeline(made)
+    assert {line.end - line.busy(r) for r in range(ranks)} == {maker.idle(ranks, 2, m, 2.0, 4.0)}
+    assert {n / 2 for n in prove(made).live} == {maker.kept(ranks, 2, m, True)}
+    assert maker.pairs
+    assert not SCHEDULES["zb-v"].pairs
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -138,7 +191,7 @@ def run(s: Schedule, capacity: int, rng: random.Random) -> None:
             queues.setdefault((rank, s.placement[a.peer]), deque()).append(a)
         elif a.kind in ("RECV_F", "RECV_B"):
             assert queues[s.placement[a.peer], rank].popleft() == a.other_end()
-        done.add(a)
+        done.update(a.parts)
 
 
 def _can(s: Schedule, rank: int, at: list[int], queues: dict[tuple[int, int], deque[Action]], capacity: int) -> bool:
