@@ -55,7 +55,7 @@ pipeline:
   stages: 4                              # cut by cost into so many stages (a multiple of the axis) ...
   # cut: [model.layers.8, model.layers.16]   # ... or before these modules
   # balance: [2, 2, 3, 1]                # ... or by counts of the repeated layers
-  schedule: 1f1b                         # gpipe | 1f1b | interleaved | zb-h1 | zb-v | dualpipe-v | path to a schedule file
+  schedule: 1f1b                         # gpipe | 1f1b | interleaved | zb-h1 | zb-v | path to a schedule file
 
 data:
   axis: dp                               # [dp_outer, dp] = sharded within dp, replicated over dp_outer (HSDP)

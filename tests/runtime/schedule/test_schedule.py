@@ -239,16 +239,14 @@ def test_both_ranks_of_a_pair_see_one_order_in_both_directions(kind: tuple[str, 
 
 # --- text
 
+_NONE = st.just(-1)
+_ALONE = st.just((-1, -1))
+_STAGE, _MICROBATCH = st.integers(0, 11), st.integers(0, 99)
 _ACTIONS = st.one_of(
-    st.builds(Action, st.sampled_from(["F", "B", "I", "W"]), st.integers(0, 11), st.integers(0, 99), st.just(-1)),
-    st.builds(
-        Action,
-        st.sampled_from(["SEND_F", "RECV_F", "SEND_B", "RECV_B"]),
-        st.integers(0, 11),
-        st.integers(0, 99),
-        st.integers(0, 11),
-    ),
-    st.builds(Action, st.just("REDUCE"), st.integers(0, 11), st.just(-1), st.just(-1)),
+    st.builds(Action, st.sampled_from(["F", "B", "I", "W"]), _STAGE, _MICROBATCH, _NONE, _ALONE),
+    st.builds(Action, st.just("FB"), _STAGE, _MICROBATCH, _NONE, st.tuples(_STAGE, _MICROBATCH)),
+    st.builds(Action, st.sampled_from(["SEND_F", "RECV_F", "SEND_B", "RECV_B"]), _STAGE, _MICROBATCH, _STAGE, _ALONE),
+    st.builds(Action, st.just("REDUCE"), _STAGE, _NONE, _NONE, _ALONE),
     st.just(Action("STEP")),
 )
 
