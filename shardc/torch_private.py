@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.cuda.memory import _dump_snapshot, _record_memory_history  # documented under these names
@@ -63,6 +64,7 @@ __all__ = [
     "engine_executes",
     "fake_device",
     "fake_mode",
+    "fake_result",
     "fake_tensor",
     "functionalized",
     "inductor_compiled",
@@ -130,6 +132,25 @@ def fake_device(x: Tensor) -> torch.device:
     """The device that a fake tensor says it is on. `x.device` says the same, but is dispatched like an op."""
     assert isinstance(x, FakeTensor)
     return x.fake_device
+
+
+def fake_result(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    like: Tensor,
+    view: tuple[Tensor, int] | None = None,
+) -> Tensor:
+    """A new fake tensor of the mode that `like` is of, made inside of a mode's dispatch. view: (the tensor that it is a
+    view of, its place in that one's storage).
+    """
+    assert isinstance(like, FakeTensor)
+    with in_kernel_invocation_manager(like.fake_mode):
+        made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        if view is not None:
+            made.set_(view[0].untyped_storage(), view[1], shape, strides)
+    return FakeTensor(like.fake_mode, made, device)
 
 
 def traced_node(x: Tensor) -> fx.Node | None:

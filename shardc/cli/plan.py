@@ -60,6 +60,9 @@ def command(
         float | None,
         typer.Option(help="share of memory left to the allocator, NCCL and workspaces; a twentieth without it"),
     ] = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="price all anew, and keep nothing on disk ($XDG_CACHE_HOME/shardc/plans)")
+    ] = False,
     batch: BatchOption = None,
     seq: SeqOption = None,
     as_json: JsonOption = False,
@@ -95,6 +98,7 @@ def command(
                 fewest=fewest,
                 what_if=what_if,
                 tokens=tokens,
+                cache=not no_cache,
                 loss=file.loss,
                 name=model,
                 on=on,

@@ -5,7 +5,7 @@ collective_seconds
               how long one collective takes on it
 dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory; which bytes
               are parameters, gradients, optimizer state, activations
-ledger        counts the storages and ops of a dry run
+ledger        counts the storages and ops of a dry run; known_ops: what it has seen of them already
 peak_memory   of the whole schedule, from a dry run; clock: its time, from the same
 step          all of it: `program.cost(device)`
 kept_activations

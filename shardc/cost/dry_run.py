@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from shardc.cost import host_memory
 from shardc.cost.fake_mesh import FakeMesh, rank_of
+from shardc.cost.known_ops import KnownOps
 from shardc.cost.ledger import Ledger, Part, Sent, Storage, Waited
 from shardc.ir.graph import copy_graph, values_of
 from shardc.ir.pieces import moved, pieces_of
@@ -68,10 +69,18 @@ class DryRun:
 
 
 def dry_run(
-    program: Program, coordinate: int = 0, optimizer: OptimizerOf | None = None, *, cpu: bool = False, **options: Any
+    program: Program,
+    coordinate: int = 0,
+    optimizer: OptimizerOf | None = None,
+    *,
+    cpu: bool = False,
+    known: KnownOps | None = None,
+    **options: Any,
 ) -> DryRun:
-    """The second step of a rank: the optimizer has its state. cpu: the device is one. options: of Engine."""
-    ledger = Ledger()
+    """The second step of a rank: the optimizer has its state. cpu: the device is one. known: what other dry runs have
+    found out about ops. options: of Engine.
+    """
+    ledger = Ledger(known=known)
     with fake_mode(), ledger:
         names = _OpNames(ledger)
         mesh = FakeMesh(program.mesh, rank_of(program.mesh, program.axis, coordinate), ledger, streams=not cpu)

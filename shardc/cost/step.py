@@ -14,6 +14,7 @@ from shardc.cost.collective_seconds import collective_seconds
 from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun, dry_run
 from shardc.cost.kept_activations import Kept, kept
+from shardc.cost.known_ops import KnownOps
 from shardc.cost.ledger import Part
 from shardc.cost.peak_memory import Memory, memory, parts, reserved
 from shardc.cost.streams import Span, Streams
@@ -158,10 +159,10 @@ class Cost:
 def cost(program: Program, device: Device, optimizer: OptimizerOf | None, on: OnRank, **options: Any) -> Cost:
     """See `Program.cost`. options: of Engine."""
     schedule = schedules.of(program)
-    dry_runs = []
+    dry_runs, known = [], KnownOps()
     for at in range(schedule.ranks):
         on(f"{program.axis}={at}" if program.axis else "a rank", at, schedule.ranks)
-        dry_runs.append(dry_run(program, at, optimizer, cpu=device.kind == "cpu", **options))
+        dry_runs.append(dry_run(program, at, optimizer, cpu=device.kind == "cpu", known=known, **options))
     return assemble(program, schedule, dry_runs, device)
 
 

@@ -4,6 +4,8 @@ without a device or data.
 planner         the questions that a plan answers           result          Plan, Candidate
 few_layers      the model, with few of its layers           space           the choices: mesh, ZeRO, schedule, ...
 dry_runs        one microbatch on one stage, dry-run        stage_vectors   the parts of a stage's step as vectors
+records         what is known of a model already            traces          dry runs as JSON
+fingerprint     whether a model is the same as before       disk_cache      files of answers
 estimate        a first price of every choice               exact_price     an exact price of one
 headroom        how much of a device's memory it may take
 search          from estimates to exact prices              largest_that_fits    the largest batch or sequence that fits
@@ -24,6 +26,7 @@ from torch import nn
 
 from shardc.cost.device import Device, chosen
 from shardc.errors import ShardcError
+from shardc.plan.disk_cache import DiskCache, folder
 from shardc.plan.few_layers import Subject
 from shardc.plan.headroom import HEADROOM, usable
 from shardc.plan.planner import Planner
@@ -47,6 +50,7 @@ def plan(
     fewest: bool = False,
     what_if: bool = False,
     tokens: float | None = None,
+    cache: bool = True,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     name: str = "",
     on: Callable[[str, int, int], None] = lambda subject, done, total: None,
@@ -63,6 +67,7 @@ def plan(
         a sequence, the best spec (or the given one) can take. fewest: also find out on how few devices anything fits.
     what_if: also price the best spec (or the given one) on devices that are better in one respect, and on others.
     tokens: also say how long so many take, of a model whose rows are sequences.
+    cache: keep dry runs and prices on disk (`$XDG_CACHE_HOME/shardc/plans`), and look there first.
     on: called with what is being priced: (subject, done, total).
     Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """
@@ -92,7 +97,9 @@ def plan(
     if tokens is not None and not tokens > 0:
         raise ShardcError(f"{tokens} tokens are too few", where="--tokens", fix="name a number, such as 1e12")
     on("capturing", 0, 0)
-    planner = Planner(Subject.of(model, batch, loss), on_device, precision, headroom, name or type(model).__name__, on)
+    disk = DiskCache(folder()) if cache else None
+    subject = Subject.of(model, batch, loss)
+    planner = Planner(subject, on_device, precision, headroom, name or type(model).__name__, on, disk)
     if spec is not None:
         result = planner.given(spec, global_batch)
     else:

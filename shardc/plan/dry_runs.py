@@ -13,21 +13,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
-from shardc.compile import compile as compiled
 from shardc.cost.device import Device
-from shardc.cost.dry_run import DryRun, dry_run
 from shardc.cost.ledger import KINDS
 from shardc.errors import ShardcError
-from shardc.ir.graph import calls, operands_of
-from shardc.ir.program import Program
 from shardc.plan.few_layers import UNITS, Subject
+from shardc.plan.records import Rank, Records
 from shardc.plan.space import Choice, Core, SpecTemplate, budget, spec
-from shardc.plan.stage_vectors import FLOPS, Stage, Vector, lines, part_of, stage
-from shardc.runtime import ops
+from shardc.plan.stage_vectors import FLOPS, Meter, Stage, Vector, lines, part_of, stage
 from shardc.runtime.schedule import SCHEDULES
-from shardc.runtime.step.engine_optimizer import adamw
 
 
 @dataclass(frozen=True)
@@ -81,12 +74,12 @@ def _then(a: Vector, b: Vector) -> Vector:
 
 @dataclass
 class Library:
-    """Makes each dry run once. template: what all specs have in common. microbatches: of the runs for estimates: a
-    first and a last one, or 1 for a model that cannot be run in microbatches, as where statistics of the batch are
-    used.
+    """The stages of every way to split and recompute, on one device. records: dry runs, which are made once. template:
+    what all specs have in common. microbatches: of the runs for estimates: a first and a last one, or 1 for a model
+    that cannot be run in microbatches, as where statistics of the batch are used.
     """
 
-    subject: Subject
+    records: Records
     template: SpecTemplate
     device: Device
     sequence: int | None = None
@@ -94,19 +87,19 @@ class Library:
     _cores: dict[Core, Stages | ShardcError] = field(default_factory=dict)
     _pipelined: dict[str, Stages] = field(default_factory=dict)
     _alone: dict[str, Stage] = field(default_factory=dict)
-    _programs: dict[str, Program] | None = None
-    _runs: dict[tuple[int, int], DryRun] = field(default_factory=dict)
 
-    def keeping(self) -> Library:
-        """An empty one that keeps the programs which it compiles and their dry runs: for `on`."""
-        return Library(self.subject, self.template, self.device, self.sequence, self.microbatches, _programs={})
+    @property
+    def subject(self) -> Subject:
+        return self.records.subject
 
     def on(self, device: Device) -> Library:
-        """The same on another device of its kind, from the dry runs that this one keeps."""
+        """The same on another device of its kind, from the same dry runs."""
         assert (device.kind == "cpu") == (self.device.kind == "cpu")
-        other = Library(self.subject, self.template, device, self.sequence, self.microbatches)
-        other._programs, other._runs = self._programs, self._runs
-        return other
+        return Library(self.records, self.template, device, self.sequence, self.microbatches)
+
+    def of_length(self, sequence: int) -> Library:
+        """The same with rows of so many tokens."""
+        return Library(self.records, self.template, self.device, sequence, self.microbatches)
 
     def core(self, choice: Choice) -> Stages:
         """The stages for a choice's core: one row a microbatch, no data axis. Raises ShardcError if compile refuses
@@ -127,31 +120,6 @@ class Library:
         """Whether its core has been run already."""
         return choice.core in self._cores
 
-    def compiled(self, spec: Mapping[str, Any], rows: int, units: int | None = None) -> Program:
-        """The program of a spec for a global batch of so many rows: of the whole model, or of so many units of its
-        layers.
-        """
-        key = repr((spec, rows, units))
-        if self._programs is not None and key in self._programs:
-            return self._programs[key]
-        captured = self.subject.captured(rows, units, self.sequence)
-        example = self.subject.example(rows, self.sequence)
-        program = compiled(
-            self.subject.model_of(units), example, spec, loss=self.subject.loss, captured=captured, prove=False
-        )
-        if self._programs is not None:
-            self._programs[key] = program
-        return program
-
-    def dry_run(self, program: Program, coordinate: int) -> DryRun:
-        key = id(program), coordinate
-        if key in self._runs:
-            return self._runs[key]
-        run = dry_run(program, coordinate, adamw, cpu=self.device.kind == "cpu")
-        if self._programs is not None:
-            self._runs[key] = run
-        return run
-
     def pipelined(self, spec: Mapping[str, Any], rows: int, axis: str = "pp") -> Stages:
         """A spec's stages, from a pipeline of four stages along `axis` in place of its own."""
         layers = self.subject.layers
@@ -160,40 +128,44 @@ class Library:
         mesh = {a: n for a, n in spec["mesh"].items() if a != axis}
         key = repr(({**spec, "pipeline": split, "mesh": mesh}, rows))
         if key not in self._pipelined:
-            program = self._four(spec, rows, axis, split)
-            first, one, two, last = (self._stage(program, coordinate) for coordinate in range(4))
-            casts = [_casts(program, coordinate) for coordinate in range(4)]
-            casts_of = casts[0], casts[1], casts[3]
-            self._pipelined[key] = Stages(None, first, one, two, last, layers.period, layers.first, casts_of)
+            ranks = self._four(spec, rows, (0, 1, 2, 3), axis, split)
+            first, one, two, last = map(self._stage, ranks)
+            casts = ranks[0].casts, ranks[1].casts, ranks[3].casts
+            self._pipelined[key] = Stages(None, first, one, two, last, layers.period, layers.first, casts)
         return self._pipelined[key]
 
-    def _four(self, spec: Mapping[str, Any], rows: int, axis: str = "pp", split: bool = False) -> Program:
-        """The program of five units of layers on four stages."""
+    def _four(
+        self, spec: Mapping[str, Any], rows: int, at: tuple[int, ...], axis: str = "pp", split: bool = False
+    ) -> list[Rank]:
+        """Ranks of the program of five units of layers on four stages."""
         layers = self.subject.layers
         assert layers is not None
         p = layers.period
         counts = [layers.first + p, p, 2 * p, p]
         mesh = {axis: 4, **spec["mesh"]} | {axis: 4}
         pipeline = {"axis": axis, "balance": counts, "schedule": "zb-h1" if split else "1f1b"}
-        return self.compiled({**spec, "mesh": mesh, "pipeline": pipeline}, rows, UNITS)
+        return self.records.ranks({**spec, "mesh": mesh, "pipeline": pipeline}, rows, UNITS, self.sequence, at)
 
     def alone(self, spec: Mapping[str, Any], rows: int) -> Stage:
         """The whole model on one stage: from two units of its layers and three, or as it is."""
         layers = self.subject.layers
         if layers is None:
-            return self._stage(self.compiled(spec, rows), 0)
+            return self._stage(self._only(spec, rows, None))
         key = repr((spec, rows))
         if key not in self._alone:
-            few, more = (self._stage(self.compiled(spec, rows, units), 0) for units in (2, 3))
+            few, more = (self._stage(self._only(spec, rows, units)) for units in (2, 3))
             self._alone[key] = lines(few, more, few, (layers.number - layers.first) / layers.period - 2)
         return self._alone[key]
+
+    def _only(self, spec: Mapping[str, Any], rows: int, units: int | None) -> Rank:
+        return self.records.ranks(spec, rows, units, self.sequence, (0,))[0]
 
     def _core(self, choice: Choice) -> Stages:
         entries = spec(choice, self.template)
         share = budget(choice.checkpoint)  # of what is kept, chosen by cost: not worse than a mixture
         if self.subject.layers is None and share is None:
-            program = self.compiled(entries, choice.batch)
-            return Stages(whole=self._stage(program, 0), casts=(_casts(program, 0), 0.0, 0.0))
+            rank = self._only(entries, choice.batch, None)
+            return Stages(whole=self._stage(rank), casts=(rank.casts, 0.0, 0.0))
         if choice.checkpoint == "none":
             return self.pipelined(entries, choice.batch)
         base = self.core(replace(choice, checkpoint="none"))
@@ -203,15 +175,14 @@ class Library:
                 return replace(base, whole=lines(full.whole, base.whole, full.whole, share))
             mixed = [lines(b, a, b, share) for a, b in ((base.one, full.one), (base.two, full.two))]
         else:  # regions are layers: what precedes and follows them stays as it is
-            program = self._four(entries, choice.batch)
-            mixed = [self._stage(program, coordinate) for coordinate in (1, 2)]
+            mixed = [self._stage(rank) for rank in self._four(entries, choice.batch, (1, 2))]
         one, two = mixed
         return replace(
             base, one=one, two=two, first=lines(base.first, one, base.one, 1), last=lines(base.last, one, base.one, 1)
         )
 
-    def _stage(self, program: Program, coordinate: int) -> Stage:
-        return stage(self.dry_run(program, coordinate), self.device, program)
+    def _stage(self, rank: Rank) -> Stage:
+        return stage(rank.run, Meter.of(self.device, rank.mesh, rank.run.rank, rank.roles))
 
     def takes_microbatches(self) -> None:
         """Find out whether the model can be run in microbatches. Raises ShardcError if compile refuses it at all."""
@@ -230,11 +201,3 @@ class Library:
         """Of the model and one row: three times forward's products, as each has two in backward; nothing recomputed."""
         whole = self.core(Choice()).alone(self.subject.layers.number if self.subject.layers else 0)
         return 3 * float(part_of(whole, "F", "middle")[FLOPS])
-
-
-def _casts(program: Program, coordinate: int) -> float:
-    """Bytes of a stage's weights that were cast for products."""
-    graph = program.stages[coordinate].graph
-    params = {p.name for p in program.params}
-    casts = [n for n in calls(graph) if n.target in (torch.ops.aten._to_copy.default, ops.cast_once)]
-    return float(sum(n.meta["value"].nbytes(program.mesh) for n in casts if operands_of(n)[0].name in params))

@@ -8,7 +8,7 @@ overlap as in the engine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,8 @@ from shardc.ir.layers import layer_of
 from shardc.ir.mesh import Mesh
 from shardc.passes.pipeline.cuts import default_stages
 from shardc.plan.dry_runs import Library, Stages
-from shardc.plan.stage_vectors import CAUSES, FLOPS, HIGH, NET, SENT, WHAT, Stage, Vector, meter, part_of
+from shardc.plan.records import spec_text
+from shardc.plan.stage_vectors import CAUSES, FLOPS, HIGH, NET, SENT, WHAT, Meter, Stage, Vector, part_of, roles
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Costs, Schedule
 from shardc.spec import Spec
@@ -62,6 +63,16 @@ class Priced:
 
 def price(library: Library, spec: Spec, batch: int) -> Priced:
     """The price of a spec for a global batch of so many rows. Raises ShardcError if compile does."""
+    p = spec.pipeline
+    if p is not None and p.schedule not in schedules.SCHEDULES:  # a file of the user's, which may change
+        return _price(library, spec, batch)
+    question = {"price": spec_text(spec), "batch": batch, "sequence": library.sequence}
+    question["on"] = library.device.model_dump(mode="json", exclude={"source", "nodes"})
+    found = library.records.answer(question, lambda: asdict(_price(library, spec, batch)))
+    return Priced(**{**found, "counts": tuple(found["counts"])})
+
+
+def _price(library: Library, spec: Spec, batch: int) -> Priced:
     layers = library.subject.layers
     each = spec.batch.microbatches
     some = min(each, 3)  # the first, one like all between, the last
@@ -209,13 +220,12 @@ def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, 
 
 def _whole(library: Library, spec: Spec, batch: int) -> Priced:
     """A spec whose program is compiled as it is, with a dry run of each of its ranks."""
-    program = library.compiled(spec.to_dict(), batch)
+    program, each = library.records.whole(spec_text(spec), batch, library.sequence)
     schedule = program.schedule or schedules.alone(program.microbatches)
-    each = [library.dry_run(program, coordinate) for coordinate in range(schedule.ranks)]
     cost = assemble(program, schedule, each, library.device)
     spent: list[dict[str, float]] = []
     for r in each:
-        clock = meter(library.device, program, r.rank)
+        clock = Meter.of(library.device, program.mesh, r.rank, roles(spec))
         for _, part in parts(r, schedule.actions[r.at]):
             clock.run(part)
         spent.append(clock.spent)

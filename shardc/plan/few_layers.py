@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,6 +133,27 @@ class Subject:
     def model_of(self, units: int | None) -> nn.Module:
         """The module to pass to compile: its plan and name are the model's."""
         return self._short if units is not None and self._short is not None else self.model
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What specs of a model have to know of its graph. regions, sequences, experts: patterns of modules; number: of
+    experts; cuts: stages that a pipeline may have; inputs: `batch: {dims: ...}`.
+    """
+
+    regions: Sequence[str]
+    sequences: Sequence[str]
+    experts: Sequence[str]
+    number: int
+    cuts: int
+    inputs: Mapping[str, int | None]
+
+
+def facts(subject: Subject) -> Facts:
+    """From the captured model with few of its layers, for two rows. Raises ShardcError as capture does."""
+    program = subject.captured(2, UNITS if subject.layers else None)
+    modules, number = experts(program)
+    return Facts(regions(program), sequences(program), modules, number, cuts(program), whole_inputs(program, 2))
 
 
 def whole_inputs(program: Program, rows: int) -> dict[str, int | None]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,12 +15,13 @@ import torch
 from shardc.cost.device import Device
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
-from shardc.ir.program import Program
+from shardc.plan.disk_cache import DiskCache
 from shardc.plan.dry_runs import Library
 from shardc.plan.exact_price import Priced, price
-from shardc.plan.few_layers import UNITS, Subject, cuts, experts, regions, sequences, whole_inputs
+from shardc.plan.few_layers import Facts, Subject, facts
 from shardc.plan.headroom import usable
 from shardc.plan.largest_that_fits import Largest
+from shardc.plan.records import Records
 from shardc.plan.result import Candidate, Plan, Target
 from shardc.plan.search import FAR, Search
 from shardc.plan.space import Choice, Core, Keep, SpecTemplate, spec
@@ -47,6 +48,7 @@ class Planner:
     headroom: float
     name: str
     on: Callable[[str, int, int], None]
+    disk: DiskCache | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -59,27 +61,29 @@ class Planner:
         return usable(self.device, self.headroom)
 
     @cached_property
-    def captured(self) -> Program:
-        """The captured model with few of its layers, for two rows."""
-        return self.subject.captured(2, UNITS if self.subject.layers else None)
+    def records(self) -> Records:
+        return Records(self.subject, self.device.kind == "cpu", self.disk)
+
+    @cached_property
+    def facts(self) -> Facts:
+        return Facts(**self.records.answer({"facts": "of the graph"}, lambda: asdict(facts(self.subject))))
 
     @cached_property
     def template(self) -> SpecTemplate:
-        p = self.captured
+        f = self.facts
         shard = {"use": "model" if self.subject.carried else "structure"}
-        return SpecTemplate(
-            shard, PRECISIONS[self.precision], regions(p), sequences(p), experts(p)[0], whole_inputs(p, 2)
-        )
+        words = tuple(f.regions), tuple(f.sequences), tuple(f.experts)
+        return SpecTemplate(shard, PRECISIONS[self.precision], *words, f.inputs)
 
     @cached_property
     def library(self) -> Library:
-        return Library(self.subject, self.template, self.device)
+        return Library(self.records, self.template, self.device)
 
     @cached_property
     def finder(self) -> Search:
         layers = self.subject.layers
-        number = layers.number if layers else cuts(self.captured)
-        return Search(self.library, self.usable, cuts=number, experts=experts(self.captured)[1], on=self.on)
+        number = layers.number if layers else self.facts.cuts
+        return Search(self.library, self.usable, cuts=number, experts=self.facts.number, on=self.on)
 
     def target(self, devices: int, batch: int, assumed: tuple[str, ...] = ()) -> Target:
         dtypes = (
@@ -224,8 +228,7 @@ class Planner:
         def peak(n: int) -> float:
             self.on(f"a sequence of {n * unit} tokens", 0, 0)
             try:
-                library = Library(self.subject, self.template, self.device, n * unit)
-                return price(library, one, rows).peak
+                return price(self.library.of_length(n * unit), one, rows).peak
             except ShardcError:
                 return math.inf  # too long for the model
 

@@ -19,7 +19,7 @@ from shardc.cost.clock import Clock
 from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun
 from shardc.cost.ledger import KINDS, Op, Part
-from shardc.ir.program import Program
+from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh import CommRecord
 from shardc.spec import Spec
 
@@ -59,6 +59,10 @@ class Meter(Clock):
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
     fixed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
 
+    @classmethod
+    def of(cls, device: Device, mesh: Mesh, rank: int, roles: Mapping[str, str]) -> Meter:
+        return cls(device, mesh, rank, roles=roles)
+
     def ran(self, w: Op, begin: float) -> None:
         what = self._what(w)
         self.spent[what] += self.now - begin
@@ -84,12 +88,6 @@ class Meter(Clock):
         return next(a for a in ("pp", "dp", "ep", "cp", "tp") if a in roles)
 
 
-def meter(device: Device, program: Program, rank: int) -> Meter:
-    """Of a rank of a program."""
-    assert program.spec is not None
-    return Meter(device, program.mesh, rank, roles=roles(program.spec))
-
-
 def memory(part: Part) -> Vector:
     """The columns of memory, flops and sends."""
     v = np.zeros(WIDTH)
@@ -109,11 +107,10 @@ def memory(part: Part) -> Vector:
     return v
 
 
-def stage(r: DryRun, device: Device, program: Program) -> Stage:
+def stage(r: DryRun, clock: Meter) -> Stage:
     """The vectors of a dry run of a rank with one stage. A middle microbatch leaves nothing once it has ended."""
     some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
     assert not any(a.kind == "FB" for a, _ in r.actions), "a pair is of two stages"
-    clock = meter(device, program, r.rank)
     vectors: Stage = {}
 
     def put(key: Key, part: Part) -> None:

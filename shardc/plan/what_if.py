@@ -18,15 +18,14 @@ def what_if(library: Library, spec: Spec, batch: int, usable: float) -> list[dic
     """[{"what", "step_seconds", "ratio", "fits"}], the most helpful first; ratio: of a step's time to that on this
     device. usable: bytes of the device's memory that a step may use; of another device, the same share.
     """
-    kept = library.keeping()
-    now = price(kept, spec, batch)
+    now = price(library, spec, batch)
     share = usable / library.device.memory
 
     def answer(what: str, other: Device, priced: Priced) -> dict[str, Any]:
         fits = priced.peak <= share * other.memory
         return {"what": what, "step_seconds": priced.seconds, "ratio": priced.seconds / now.seconds, "fits": fits}
 
-    found = [answer(what, other, price(kept.on(other), spec, batch)) for what, other in _others(library.device)]
+    found = [answer(what, other, price(library.on(other), spec, batch)) for what, other in _others(library.device)]
     return sorted(found, key=lambda x: x["ratio"])
 
 
