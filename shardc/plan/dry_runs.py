@@ -16,6 +16,7 @@ from typing import Any
 from shardc.cost.device import Device
 from shardc.cost.ledger import KINDS
 from shardc.errors import ShardcError
+from shardc.ir.mesh import Mesh
 from shardc.plan.few_layers import UNITS, Subject
 from shardc.plan.records import Rank, Records
 from shardc.plan.space import Choice, Core, SpecTemplate, budget, spec
@@ -125,11 +126,13 @@ class Library:
         layers = self.subject.layers
         assert layers is not None
         split = SCHEDULES[spec.get("pipeline", {}).get("schedule", "1f1b")].splits_backward
-        mesh = {a: n for a, n in spec["mesh"].items() if a != axis}
-        key = repr(({**spec, "pipeline": split, "mesh": mesh}, rows))
+        sizes = spec["mesh"]
+        mesh = {a: n for a, n in sizes.items() if a != axis}
+        inside = axis in sizes and next(iter(sizes)) != axis  # then neighbours elsewhere lie further apart
+        key = repr(({**spec, "pipeline": split, "mesh": mesh}, rows, list(sizes.items()) if inside else ()))
         if key not in self._pipelined:
-            ranks = self._four(spec, rows, (0, 1, 2, 3), axis, split)
-            first, one, two, last = map(self._stage, ranks)
+            ranks = self._four({**spec, "mesh": mesh}, rows, (0, 1, 2, 3), axis, split)
+            first, one, two, last = (self._stage(rank, sizes if inside else None) for rank in ranks)
             casts = ranks[0].casts, ranks[1].casts, ranks[3].casts
             self._pipelined[key] = Stages(None, first, one, two, last, layers.period, layers.first, casts)
         return self._pipelined[key]
@@ -142,7 +145,7 @@ class Library:
         assert layers is not None
         p = layers.period
         counts = [layers.first + p, p, 2 * p, p]
-        mesh = {axis: 4, **spec["mesh"]} | {axis: 4}
+        mesh = {axis: 4, **{a: n for a, n in spec["mesh"].items() if a != axis}}
         pipeline = {"axis": axis, "balance": counts, "schedule": "zb-h1" if split else "1f1b"}
         return self.records.ranks({**spec, "mesh": mesh, "pipeline": pipeline}, rows, UNITS, self.sequence, at)
 
@@ -181,8 +184,10 @@ class Library:
             base, one=one, two=two, first=lines(base.first, one, base.one, 1), last=lines(base.last, one, base.one, 1)
         )
 
-    def _stage(self, rank: Rank) -> Stage:
-        return stage(rank.run, Meter.of(self.device, rank.mesh, rank.run.rank, rank.roles))
+    def _stage(self, rank: Rank, sizes: Mapping[str, int] | None = None) -> Stage:
+        """sizes: of the mesh that it is a part of, where that is not the one that was run."""
+        mesh, number = (rank.mesh, rank.run.rank) if sizes is None else (ordered(rank.mesh, sizes), 0)
+        return stage(rank.run, Meter.of(self.device, mesh, number, rank.roles))
 
     def takes_microbatches(self) -> None:
         """Find out whether the model can be run in microbatches. Raises ShardcError if compile refuses it at all."""
@@ -201,3 +206,16 @@ class Library:
         """Of the model and one row: three times forward's products, as each has two in backward; nothing recomputed."""
         whole = self.core(Choice()).alone(self.subject.layers.number if self.subject.layers else 0)
         return 3 * float(part_of(whole, "F", "middle")[FLOPS])
+
+
+def ordered(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
+    """The mesh with other sizes, in another order; an axis that is seen as several digits stays so.
+
+    >>> ordered(Mesh((("pp", 4), ("dp", 2), ("tp.0", 2), ("tp.1", 2))), {"dp": 2, "pp": 8, "tp": 4}).axes
+    (('dp', 2), ('pp', 8), ('tp.0', 2), ('tp.1', 2))
+    """
+    axes: list[tuple[str, int]] = []
+    for name, size in sizes.items():
+        digits = [(a, n) for a, n in mesh.axes if a.partition(".")[0] == name and a != name]
+        axes += digits or [(name, size)]
+    return Mesh(tuple(axes))

@@ -9,22 +9,23 @@ The estimates only decide which choices are then priced exactly (shardc.plan.exa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from shardc.cost.collective_seconds import collective_seconds
 from shardc.cost.ledger import KINDS
 from shardc.ir.mesh import Mesh
+from shardc.plan.bounds import GROW
 from shardc.plan.dry_runs import Library, Stages
-from shardc.plan.exact_price import Priced, balanced, computing
+from shardc.plan.exact_price import balanced, computing
 from shardc.plan.space import Choice, casts_kept
-from shardc.plan.stage_vectors import CAUSES, FIXED, HIGH, NET, SENT, WHAT, Stage, Vector, part_of
+from shardc.plan.stage_vectors import CAUSES, FIXED, HIGH, NET, SENT, WHAT, WIDTH, Stage, Vector, part_of
 from shardc.runtime.schedule import SCHEDULES
 
 KIND = {k: i for i, k in enumerate(KINDS)}
-#: Kinds that grow with the rows of a microbatch.
-GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in KINDS])
 
 
 @dataclass(frozen=True)
@@ -45,31 +46,50 @@ class Load:
     sent: float
 
     @staticmethod
-    def of(stages: list[Stage], cast: float, end: Vector | None = None) -> Load:
-        f = np.sum([part_of(s, "F", "middle") for s in stages], 0)
-        b = np.sum([part_of(s, k, "middle") for s in stages for k in computing(s) if k != "F"], 0)
-        forward, backward = (
-            max((part_of(s, k, "last")[HIGH] for s in stages), key=lambda v: float(v.sum())) for k in ("F", "B")
-        )
-        after = np.sum([part_of(s, k, "")[CAUSES] for s in stages for k in ("before", "after", "update")], 0)
+    def of(sums: Sequence[Vector], cast: float, end: Vector | None = None) -> Load:
+        """sums: of each stage of the rank, see `summed`."""
+        total = np.sum(sums, 0)
+        f, b = total[_F], total[_B]
+        forward, backward = (max((x[high] for x in sums), key=lambda v: float(v.sum())) for high in (_HIGH_F, _HIGH_B))
         high = forward - f[NET] if forward.sum() > f[NET].sum() + backward.sum() else backward
-        resident = np.sum([s["resident", ""][NET] for s in stages], 0)
         end = np.zeros(len(KINDS)) if end is None else end
         return Load(
-            resident,
-            f[NET] - end,
-            end,
-            cast,
-            _by_rows(f),
-            _by_rows(b),
-            high,
-            after,
-            float(part_of(stages[-1], "SEND_F", "last")[SENT]),
+            total[_RESIDENT], f[NET] - end, end, cast, _by_rows(f), _by_rows(b), high, total[_ENDS], float(sums[-1][-1])
         )
+
+
+#: Of a stage, in one vector: forward and backward of a microbatch, the highest moments of both, what comes before and
+#: after, what stays, what it sends.
+_F, _B = slice(0, WIDTH), slice(WIDTH, 2 * WIDTH)
+_HIGH_F, _HIGH_B, _ENDS, _RESIDENT = (
+    slice(2 * WIDTH + a, 2 * WIDTH + b)
+    for a, b in (
+        (0, len(KINDS)),
+        (len(KINDS), 2 * len(KINDS)),
+        (2 * len(KINDS), 2 * len(KINDS) + len(WHAT)),
+        (2 * len(KINDS) + len(WHAT), 3 * len(KINDS) + len(WHAT)),
+    )
+)
+
+
+def summed(s: Stage) -> Vector:
+    """What estimates want of a stage. It is as linear in layers as the stage is."""
+    b = np.sum([part_of(s, k, "middle") for k in computing(s) if k != "F"], 0)
+    ends = np.sum([part_of(s, k, "")[CAUSES] for k in ("before", "after", "update")], 0)
+    highs = [part_of(s, k, "last")[HIGH] for k in ("F", "B")]
+    sent = [part_of(s, "SEND_F", "last")[SENT]]
+    return np.concatenate([part_of(s, "F", "middle"), b, *highs, ends, s["resident", ""][NET], sent])
 
 
 def _by_rows(v: Vector) -> Vector:
     return np.stack([v[CAUSES] - v[FIXED], v[FIXED]])
+
+
+class Rough(NamedTuple):
+    """An estimate: seconds of a step, bytes at its peak."""
+
+    seconds: float
+    peak: float
 
 
 @dataclass
@@ -77,108 +97,167 @@ class Estimates:
     """Estimates choices from the dry runs of their cores."""
 
     library: Library
-    _loads: dict[object, tuple[tuple[Load, ...], tuple[int, ...]]] = field(default_factory=dict)
+    _latest: _Summed | None = None
+    _loads: dict[object, tuple[Load, ...]] = field(default_factory=dict)  # of the latest core
     _lines: dict[object, tuple[float, float]] = field(default_factory=dict)
 
-    def __call__(self, c: Choice) -> Priced:
+    def __call__(self, c: Choice) -> Rough:
         """Raises ShardcError if compile refuses the core."""
-        loads, counts = self._of(c)
-        ranks = [self._rank(c, load, first=i == 0) for i, load in enumerate(loads)]
-        kinds = max((k for k, _ in ranks), key=lambda v: float(v.sum()))
-        spent = max((s for _, s in ranks), key=lambda s: sum(s.values()))
-        return Priced(
-            c.batch,
-            sum(spent.values()),
-            {k: float(n) for k, n in zip(KINDS, kinds, strict=True) if n > 0},
-            spent,
-            0,
-            counts,
-            False,
-        )
+        return self.of([c], self.library.core(c))[0]
 
-    def _of(self, c: Choice) -> tuple[tuple[Load, ...], tuple[int, ...]]:
+    def of(self, choices: Sequence[Choice], core: Stages) -> list[Rough]:
+        """Of choices with one core, whose stages are given, all at once."""
+        if not choices:
+            return []
+        groups: dict[object, list[int]] = {}
+        for i, c in enumerate(choices):
+            groups.setdefault((c.pp, c.per_rank, SCHEDULES[c.schedule].folds), []).append(i)
+        seconds, peaks = np.zeros(len(choices)), np.zeros(len(choices))
+        for places in groups.values():
+            some = [choices[i] for i in places]
+            loads = self._of(some[0], core)
+            each = [self._rank(_Columns(some), load, first=i == 0) for i, load in enumerate(loads)]
+            seconds[places] = np.max([s for s, _ in each], 0)
+            peaks[places] = np.max([p for _, p in each], 0)
+        return [Rough(*pair) for pair in zip(seconds.tolist(), peaks.tolist(), strict=True)]
+
+    def _of(self, c: Choice, core: Stages) -> tuple[Load, ...]:
+        if self._latest is None or self._latest.core is not core:
+            self._latest = _Summed.of(core)
+            self._loads.clear()
         folds = SCHEDULES[c.schedule].folds
-        key = c.core, c.pp, c.per_rank, folds
+        key = c.pp, c.per_rank, folds
         if key not in self._loads:
-            core = self.library.core(c)
-            self._loads[key] = _loads(core, c, self.library, folds)
+            self._loads[key] = _loads(self._latest, c, self.library, folds)
         return self._loads[key]
 
-    def _rank(self, c: Choice, x: Load, first: bool) -> tuple[Vector, dict[str, float]]:
-        device, m = self.library.device, c.microbatches
-        # memory
-        state = x.resident.copy()
+    def _rank(self, t: _Columns, x: Load, first: bool) -> tuple[Vector, Vector]:
+        """(seconds, bytes at the peak) of a rank with this load, of each choice."""
+        n, m, rows = len(t.choices), t.microbatches, t.rows
         p, o, g = (KIND[k] for k in ("parameters", "optimizer", "gradients"))
-        cast = min(x.cast, x.resident[p])
-        if c.zero:
-            if c.zero == 3:
-                state[p] /= c.sharded
-            elif cast:  # whole in the dtype of products, and a part of the master weights; without casts both are one
-                state[p] = cast + state[p] / c.sharded
-            state[o] /= c.sharded
-            state[g] /= c.sharded if c.zero > 1 else 1
-        kept = x.kept.copy()
+        cast = min(x.cast, float(x.resident[p]))
+        # memory
+        state = np.tile(x.resident, (n, 1))
+        shares = state[:, p] / t.sharded
+        gathered = cast + shares if cast else state[:, p]  # whole in the dtype of products, and a part of the others
+        gathered = np.where(t.kept & (cast == 0), state[:, p] + shares, gathered)
+        state[:, p] = np.where((t.zero == 3) & ~t.kept, shares, np.where(t.zero > 0, gathered, state[:, p]))
+        state[:, o] /= np.where(t.zero > 0, t.sharded, 1)
+        state[:, g] /= np.where((t.zero > 1) & ~t.kept, t.sharded, 1)
+        state[:, o] *= ~t.offloads_optimizer
+        state[:, p] = np.where(t.offloads_all, cast if cast else 0.0, state[:, p])
+        kept = np.tile(x.kept, (n, 1))
         # weights that are cast: a copy for all microbatches, unless they are stored in that dtype or gathered
-        casts = cast * casts_kept(c.checkpoint)
+        casts = cast * casts_kept(t.choices[0].checkpoint)
         if self.library.microbatches == 1:  # it was counted as the microbatch's
-            kept[KIND["activations"]] -= casts
-        kept = np.where(GROW, kept * c.rows, 0)
-        if not c.zero:
-            state[p] += casts
-        height = np.where(GROW, x.height * c.rows, 0)
-        ends = np.where(GROW, x.end * c.rows, 0) * (c.microbatches if SCHEDULES[c.schedule].collects else 1)
-        kinds = state + alive(c, first) * kept + ends + np.maximum(height, -kept - ends)
+            kept[:, KIND["activations"]] -= casts
+        kept = np.where(GROW, kept * rows[:, None], 0)
+        state[:, p] += np.where(t.zero == 0, casts, 0)
+        height = np.where(GROW, x.height * rows[:, None], 0)
+        ends = np.where(GROW, x.end * (rows * np.where(t.collects, m, 1))[:, None], 0)
+        alive = np.array([_alive(c, first) for c in t.choices])
+        kinds = state + alive[:, None] * kept + ends + np.maximum(height, -kept - ends)
         # time
-        forward, backward = (each * c.rows + fixed for each, fixed in (x.forward, x.backward))
-        spent = dict(zip(WHAT, map(float, m * (forward + backward) + x.ends), strict=True))
-        if c.dp * c.ep > 1 or (c.zero and c.cp > 1):
-            spent["dp"] += self._sums(c, float(x.resident[g]), float(cast or x.resident[p]), forward, backward)
-        spent["bubble"] = bubble(c, float(forward.sum()), float(backward.sum()))
-        if c.pp > 1:
-            ranks = (0, c.devices // c.pp)
-            spent["bubble"] += 2 * (c.pp - 1) * collective_seconds(device, "send_recv", x.sent * c.rows, ranks)
-        return np.maximum(kinds, 0), spent
+        forward, backward = (each[0] * rows[:, None] + each[1] for each in (x.forward, x.backward))
+        f, b = forward.sum(1), backward.sum(1)
+        spent = m * (f + b) + float(x.ends.sum())
+        spent += self._sums(t, float(x.resident[g]), float(cast or x.resident[p]), f, b)
+        spent += np.array([bubble(c, *pair) for c, *pair in zip(t.choices, f.tolist(), b.tolist(), strict=True)])
+        spent += [
+            2 * (c.pp - 1) * self._line("send_recv", c, ("pp",), x.sent * c.rows) if c.pp > 1 else 0.0
+            for c in t.choices
+        ]
+        return spent, np.maximum(kinds, 0).sum(1)
 
-    def _sums(self, c: Choice, grads: float, weights: float, forward: Vector, backward: Vector) -> float:
+    def _sums(self, t: _Columns, grads: float, weights: float, f: Vector, b: Vector) -> Vector:
         """Seconds of collectives over the data axes that do not overlap, or of ZeRO's over the sequence's axis: what is
         not sharded there is summed in the dry run. grads, weights: bytes of a rank's gradients, and of weights as
-        gathered.
+        gathered. f, b: seconds of a microbatch's forward and backward.
         """
-        if c.zero == 3:
-            gather, scatter = self._comm(c, "all_gather", weights), self._comm(c, "reduce_scatter", grads)
-            f, b = float(forward.sum()), float(backward.sum())
-            return c.microbatches * (
-                max(gather - f, 0.05 * gather) + max(gather + scatter - b, 0.05 * (gather + scatter))
-            )
-        late = max(self._comm(c, "reduce_scatter" if c.zero else "all_reduce", grads) - float(backward.sum()), 0.0)
-        late *= c.microbatches if c.zero == 2 else 1
-        if not c.zero:
-            return late
-        gather = self._comm(c, "all_gather", weights)  # of updated parameters, during the next step's first forward
-        return late + max(gather - float(forward.sum()), 0.05 * gather)
+        late = []
+        for c, forward, backward in zip(t.choices, f.tolist(), b.tolist(), strict=True):
+            if not (c.dp * c.ep > 1 or (c.zero and c.cp > 1)):
+                late.append(0.0)
+                continue
+            near: tuple[str, ...] = ("dp",) if c.outer > 1 else ("dp", "ep") if c.dp * c.ep > 1 else ("cp",)
+            if not c.zero:
+                late.append(max(self._line("all_reduce", c, near, grads) - backward, 0.0))
+                continue
+            gather, scatter = self._line("all_gather", c, near, weights), self._line("reduce_scatter", c, near, grads)
+            if c.outer > 1:  # and over the replicas
+                scatter += self._line("all_reduce", c, ("dp_outer",), grads / c.sharded)
+            if c.zero == 3 and not c.kept:
+                both = gather + scatter
+                each = max(gather - forward, 0.05 * gather) + max(both - backward, 0.05 * both)
+                late.append(c.microbatches * each)
+                continue
+            times = c.microbatches if c.zero == 2 else 1
+            # updated parameters are gathered during the next step's first forward
+            late.append(times * max(scatter - backward, 0.0) + max(gather - forward, 0.05 * gather))
+        return np.array(late)
 
-    def _comm(self, c: Choice, kind: str, nbytes: float) -> float:
-        """Seconds of a collective over the data axes, or the sequence's: linear in bytes."""
-        key = kind, c.dp, c.cp, c.ep, c.tp
+    def _line(self, kind: str, c: Choice, axes: tuple[str, ...], nbytes: float) -> float:
+        """Seconds of a collective over these axes, or from one stage to the next: linear in bytes."""
+        key = kind, axes, c.dp, c.cp, c.ep, c.tp, c.outer, c.inside, c.pp if c.inside or axes == ("pp",) else 1
         if key not in self._lines:
-            mesh = Mesh((("dp", c.dp), ("cp", c.cp), ("ep", c.ep), ("tp", c.tp)))
-            ranks = mesh.group(0, ("dp", "ep") if c.dp * c.ep > 1 else ("cp",))
+            mesh = Mesh(tuple(c.mesh.items()))
+            ranks = mesh.group(0, tuple(a for a in axes if a in mesh.names))
+            ranks = ranks[:2] if axes == ("pp",) else ranks
             none = collective_seconds(self.library.device, kind, 0, ranks)
             self._lines[key] = none, (collective_seconds(self.library.device, kind, 1e9, ranks) - none) / 1e9
         none, each = self._lines[key]
         return none + each * nbytes
 
 
-def _loads(core: Stages, c: Choice, library: Library, folds: bool) -> tuple[tuple[Load, ...], tuple[int, ...]]:
-    layers = library.subject.layers
+class _Columns:
+    """Choices as columns of numbers."""
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self.choices = choices
+        self.rows = np.array([c.rows for c in choices], float)
+        self.microbatches = np.array([c.microbatches for c in choices], float)
+        self.zero = np.array([c.zero for c in choices])
+        self.sharded = np.array([c.sharded for c in choices], float)
+        self.kept = np.array([c.kept for c in choices])
+        self.collects = np.array([SCHEDULES[c.schedule].collects and c.pp > 1 for c in choices])
+        self.offloads_optimizer = np.array([bool(c.offload) for c in choices])
+        self.offloads_all = np.array([c.offload == "all" for c in choices])
+
+
+@dataclass
+class _Summed:
+    """The stages of a core, each in one vector."""
+
+    core: Stages
+    first: Vector
+    one: Vector
+    layer: Vector
+    last: Vector
+
+    @staticmethod
+    def of(core: Stages) -> _Summed:
+        if core.whole is not None:
+            whole = summed(core.whole)
+            return _Summed(core, whole, whole, whole, whole)
+        one = summed(core.one)
+        return _Summed(core, summed(core.first), one, summed(core.two) - one, summed(core.last))
+
+    def at(self, index: int, count: int, layers: int) -> Vector:
+        """As Stages.at."""
+        base = self.first if index == 0 else self.last if index == count - 1 else self.one
+        before = self.core.before if index == 0 else 0
+        return base + ((layers - before) / self.core.period - 1) * self.layer
+
+
+def _loads(s: _Summed, c: Choice, library: Library, folds: bool) -> tuple[Load, ...]:
+    """Of the ranks that may have most: of a pipeline the first, one in the middle, and the last."""
+    layers, core = library.subject.layers, s.core
     if core.whole is not None or layers is None:
-        assert core.whole is not None
-        share = {k: x / c.pp for k, x in core.whole.items()}
-        return (Load.of([share], core.casts[0] / c.pp),), ()
+        return (Load.of([s.one / c.pp], core.casts[0] / c.pp),)
     if c.pp == 1:
-        whole = core.alone(layers.number)
         units = (layers.number - layers.first) / layers.period
-        return (Load.of([whole], core.casts[0] + core.casts[2] + (units - 2) * core.casts[1]),), (layers.number,)
+        cast = core.casts[0] + core.casts[2] + (units - 2) * core.casts[1]
+        return (Load.of([summed(core.alone(layers.number))], cast),)
     counts = balanced(core, c.stages, layers.number)
     ranks = [0, c.pp // 2, c.pp - 1] if c.pp > 2 else [0, 1]
     loads = []
@@ -187,16 +266,12 @@ def _loads(core: Stages, c: Choice, library: Library, folds: bool) -> tuple[tupl
         cast = sum(core.casts[1] * counts[i] / layers.period for i in mine)
         cast += core.casts[0] - core.casts[1] if 0 in mine else 0
         cast += core.casts[2] - core.casts[1] if c.stages - 1 in mine else 0
-        end = (
-            part_of(core.last, "F", "middle")[NET] - part_of(core.one, "F", "middle")[NET]
-            if c.stages - 1 in mine
-            else None
-        )
-        loads.append(Load.of([core.at(i, c.stages, counts[i]) for i in mine], cast, end))
-    return tuple(loads), counts
+        end = (s.last - s.one)[_F][NET] if c.stages - 1 in mine else None
+        loads.append(Load.of([s.at(i, c.stages, counts[i]) for i in mine], cast, end))
+    return tuple(loads)
 
 
-def alive(c: Choice, first: bool) -> float:
+def _alive(c: Choice, first: bool) -> float:
     """How many microbatches a rank keeps at once, all its stages counted as one: the first rank (most), or the last."""
     return 1.0 if c.pp == 1 else SCHEDULES[c.schedule].kept(c.pp, c.per_rank, c.microbatches, first)
 

@@ -7,6 +7,7 @@ overlap as in the engine.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -123,11 +124,12 @@ def balanced(stages: Stages, count: int, layers: int) -> tuple[int, ...]:
     extra[-1] += seconds(stages.last) - one
     counts = [1] * count
     counts[0] += stages.before
+    soonest = [(round(extra[i] / unit + 1, 6), -i) for i in range(count)]  # of equal ones the last
+    heapq.heapify(soonest)
     for _ in range(layers - sum(counts)):
-        i = min(
-            range(count), key=lambda i: (round((extra[i] / unit + counts[i] - (stages.before if i == 0 else 0)), 6), -i)
-        )
+        i = -soonest[0][1]
         counts[i] += 1
+        heapq.heapreplace(soonest, (round(extra[i] / unit + counts[i] - (stages.before if i == 0 else 0), 6), -i))
     return tuple(counts)
 
 

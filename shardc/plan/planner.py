@@ -120,6 +120,8 @@ class Planner:
         estimates = finder.estimate(devices, rows, cores)
         if not any(p.peak <= self.usable for _, p in estimates):
             estimates += finder.estimate(devices, rows, finder.cores(devices, over_nodes=True))
+        if not any(p.peak <= self.usable for _, p in estimates):
+            estimates += finder.estimate(devices, rows, cores, on_host=True)
         exact = finder.refine(finder.ranked(estimates))
         target = self.target(devices, rows, (note,))
         candidates = [self._candidate(c, p, target) for c, p in exact.items()]

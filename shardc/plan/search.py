@@ -1,23 +1,24 @@
 """The search: all choices, their estimated prices, and exact prices of the best.
 
 1  dry_runs   a microbatch for every (tp, ep) that compile accepts; recomputed where something does not fit otherwise,
-              and with the sequence split where no row fits as it is, or rows are too few for the devices
+              and with the sequence split where no row fits as it is, or rows are too few for the devices: the most
+              promising of these first, until no other can be among the best (frontier)
 2  estimate   a price of every mesh × ZeRO × schedule × microbatches
 3  exact      a price of the best, from dry runs at their own mesh; these rank the result
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from shardc.errors import ShardcError
 from shardc.plan.dry_runs import Library
-from shardc.plan.estimate import Estimates
+from shardc.plan.estimate import Estimates, Rough
 from shardc.plan.exact_price import Priced, price
-from shardc.plan.space import CHECKPOINTS, Choice, Core, Keep, choices, divisors, sequence_widths, spec, tensor_widths
+from shardc.plan.frontier import Frontier
+from shardc.plan.space import Choice, Core, choices, divisors, sequence_widths, spec, tensor_widths
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
 
@@ -30,8 +31,6 @@ ALIKE = 4
 SECOND = 4
 #: A choice estimated at so many times a device's memory is not priced: it will not fit.
 FAR = 2
-#: A choice estimated at so many times a device's memory is not tried with more rows.
-HOPELESS = 4
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -39,7 +38,7 @@ OnProgress = Callable[[str, int, int], None]
 class Search:
     """One model on one kind of device. memory: bytes of a device that a step may use. cuts: how many stages a pipeline
     may have. on: called with what is being priced: (subject, done, total). refused: why compile refused a split, by
-    name.
+    name. considered, ruled_out: how many choices were estimated, and how many splits were not run.
     """
 
     library: Library
@@ -49,6 +48,7 @@ class Search:
     on: OnProgress = lambda subject, done, total: None
     refused: dict[str, ShardcError] = field(default_factory=dict)
     considered: int = 0
+    ruled_out: int = 0
     _exact: dict[Choice, Priced] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,18 +66,12 @@ class Search:
         experts = [e for e in divisors(devices) if e in some and self.experts % e == 0] if self.experts else [1]
         splits = [(t, e) for t in widths for e in experts if devices % (t * e) == 0]
         cores = (
-            self._core(Core(tp, ep, sequence_parallel=tp > 1 and bool(self.library.template.sequences)))
+            self.accepted(Core(tp, ep, sequence_parallel=tp > 1 and bool(self.library.template.sequences)))
             for tp, ep in splits
         )
         return [core for core in cores if core is not None]
 
-    def recomputing(self, core: Core) -> list[Core]:
-        """A split with every kind of recomputation that compile accepts."""
-        keeps: list[Keep] = [k for k in CHECKPOINTS if k != "none"] if self.library.template.regions else []
-        cores = (self._core(core._replace(checkpoint=keep)) for keep in keeps)
-        return [core for core in cores if core is not None]
-
-    def _core(self, core: Core) -> Core | None:
+    def accepted(self, core: Core) -> Core | None:
         """It, or the same without sequence parallelism, if compile accepts that; None if neither."""
         mesh = ", ".join([f"tp={core.tp}", *(f"{a}={n}" for a, n in (("ep", core.ep), ("cp", core.cp)) if n > 1)])
         name = mesh if core.checkpoint == "none" else f"{mesh}, recompute {core.checkpoint}"
@@ -99,60 +93,39 @@ class Search:
     def choices(self, cores: Iterable[Core], devices: int, batch: int) -> Iterator[Choice]:
         """All choices of these cores."""
         most = batch if self.library.microbatches > 1 else 1
-        return choices(list(cores), devices, batch, self.cuts, most)
+        return choices(list(cores), devices, batch, self.cuts, most, self.library.device.node)
 
-    def estimate(self, devices: int, batch: int, cores: Iterable[Core]) -> list[tuple[Choice, Priced]]:
-        """Every choice, unordered; with recomputation, which costs time, only where something does not fit without, and
-        with the sequence split only where nothing does, or rows are too few for all devices.
+    def estimate(
+        self, devices: int, batch: int, cores: Iterable[Core], *, on_host: bool = False
+    ) -> list[tuple[Choice, Rough]]:
+        """Choices with their estimates, unordered: of all cores that may be among the best; others are ruled out by
+        bounds (shardc.plan.bounds). With recomputation, which costs time, only where something does not fit without;
+        with the sequence split only where nothing does, or rows are too few for all devices. on_host: also with state
+        or activations in the machine's memory.
         """
-        estimates: list[tuple[Choice, Priced]] = []
+        frontier = Frontier(self, devices, batch, on_host)
         for core in cores:
-            of_core, fits = self._of_core(devices, batch, core)
-            estimates += of_core
-            cp, ranks = 1, devices // (core.tp * core.ep)
-            least = min((p.peak for _, p in of_core), default=0.0) / self.memory  # a part of a row takes a part of it
-            split = self.long_rows([core], devices, math.ceil(max(least, ranks / batch)))
-            while not (fits and batch * cp >= ranks) and (longer := next(split, None)) is not None:
-                cp, (of_core, fits) = longer.cp, self._of_core(devices, batch, longer)
-                estimates += of_core
-        self.considered += len(estimates)
-        return estimates
+            frontier.run(core)
+        frontier.go()
+        self.considered += frontier.considered
+        self.ruled_out += len(frontier.pending)
+        return frontier.estimates
 
     def long_rows(self, cores: Iterable[Core], devices: int, least: int = 1) -> Iterator[Core]:
         """The splits that cut the sequence too, as compile accepts them: the fewest parts first, made as they are asked
-        for. least: of parts, or as many as there may be: with fewer than ranks / rows, pipelines have more stages than
-        microbatches.
+        for.
         """
-        for core in cores:
-            widths = sequence_widths(
-                devices // (core.tp * core.ep), self.library.sequence or self.library.subject.sequence
-            )
-            widths = [cp for cp in widths if cp >= least] or widths[-1:]
-            split = (self._core(core._replace(cp=cp)) for cp in widths)
-            yield from (core for core in split if core is not None)
+        found = (self.accepted(core) for base in cores for core in self.longer(base, devices, least))
+        return (core for core in found if core is not None)
 
-    def _of_core(self, devices: int, batch: int, core: Core) -> tuple[list[tuple[Choice, Priced]], bool]:
-        """The choices of a core, recomputed ones where it takes them, and whether one fits without."""
-        plain = self._estimate(devices, batch, [core])
-        short = [p for _, p in plain if p.peak > self.memory]
-        again = self._estimate(devices, batch, self.recomputing(core)) if short else []
-        return [*plain, *again], len(short) < len(plain)
+    def longer(self, core: Core, devices: int, least: int = 1) -> list[Core]:
+        """A split with the sequence cut too, whatever compile says of it. least: of parts, or as many as there may be:
+        with fewer than ranks / rows, pipelines have more stages than microbatches.
+        """
+        widths = sequence_widths(devices // (core.tp * core.ep), self.library.sequence or self.library.subject.sequence)
+        return [core._replace(cp=cp) for cp in [cp for cp in widths if cp >= least] or widths[-1:]]
 
-    def _estimate(self, devices: int, batch: int, cores: Iterable[Core]) -> list[tuple[Choice, Priced]]:
-        estimates: list[tuple[Choice, Priced]] = []
-        hopeless: set[object] = set()
-        for c in self.choices(cores, devices, batch):
-            family = c.core, c.pp, c.dp, c.zero, c.schedule, c.per_rank
-            if family in hopeless:
-                continue
-            estimates.append((c, self.estimates(c)))
-            if estimates[-1][1].peak > HOPELESS * self.memory:  # more rows take more
-                hopeless.add(family)
-            if len(estimates) % 500 == 0:
-                self.on(f"{self.considered + len(estimates)} choices", 0, 0)
-        return estimates
-
-    def ranked(self, estimates: Iterable[tuple[Choice, Priced]]) -> list[tuple[Choice, Priced]]:
+    def ranked(self, estimates: Iterable[tuple[Choice, Rough]]) -> list[tuple[Choice, Rough]]:
         """The best first: those that seem to fit by time, then the others by memory."""
         return sorted(
             estimates, key=lambda x: (x[1].peak > self.memory, x[1].seconds if x[1].peak <= self.memory else x[1].peak)
@@ -164,7 +137,7 @@ class Search:
             self._exact[c] = price(self.library, first, c.batch)
         return self._exact[c]
 
-    def refine(self, ranked: list[tuple[Choice, Priced]]) -> dict[Choice, Priced]:
+    def refine(self, ranked: list[tuple[Choice, Rough]]) -> dict[Choice, Priced]:
         """Exact prices of the best; of more of them where these turn out not to fit."""
         prices: dict[Choice, Priced] = {}
         dry_runs: set[object] = set()
@@ -193,7 +166,7 @@ class Search:
             prices[replace(c, sequence_parallel=False)] = self.exact(replace(c, sequence_parallel=False))
         return prices
 
-    def _second(self, ranked: list[tuple[Choice, Priced]], prices: dict[Choice, Priced]) -> None:
+    def _second(self, ranked: list[tuple[Choice, Rough]], prices: dict[Choice, Priced]) -> None:
         """Price choices of other kinds until a second one fits. Estimates are off by schedule: those of a schedule are
         scaled by what its exact prices were.
         """

@@ -8,21 +8,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from shardc.runtime.schedule import SCHEDULES
 
-Keep = Literal["none", "cheap", "selective", "half", "quarter", "eighth", "full"]
+Keep = Literal["none", "cheap", "products", "selective", "sent", "half", "quarter", "eighth", "full", "host"]
 #: What is recomputed, from nothing to everything, as an entry of `checkpoint:` beside `match`.
 CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
     "none": None,
     "cheap": {"recompute": "cheap"},
+    "products": {"recompute": ["elementwise", "norm", "gather", "attention", "matmul"]},
     "selective": {"save": ["linear", "attention", "collective"]},
+    "sent": {"save": ["linear", "attention"]},
     "half": {"budget": 0.5},
     "quarter": {"budget": 0.25},
     "eighth": {"budget": 0.125},
     "full": {"save": []},
+    "host": {"save": [], "offload": "cpu"},
+}
+#: What is kept is in the machine's memory: tried where nothing fits otherwise, as copies have no price.
+ON_HOST: tuple[Keep, ...] = ("host",)
+#: What `data: {offload: ...}` keeps there, likewise.
+Offload = Literal["", "optimizer", "all"]
+OFFLOADS: dict[Offload, dict[str, str]] = {
+    "": {},
+    "optimizer": {"optimizer": "cpu"},
+    "all": {"optimizer": "cpu", "parameters": "cpu"},
 }
 
 
@@ -64,7 +76,11 @@ class Core(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train. rows: of a microbatch, on one rank. per_rank: stages on each rank of a pipeline."""
+    """One way to train. rows: of a microbatch, on one rank. per_rank: stages on each rank of a pipeline.
+
+    outer: of the dp ranks, so many groups are replicas of each other, and ZeRO shards inside of one. kept: at ZeRO 3,
+    parameters stay whole over a step. inside: neighbours in the pipeline share nodes, in place of those in dp.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -78,10 +94,16 @@ class Choice:
     per_rank: int = 1
     rows: int = 1
     microbatches: int = 1
+    outer: int = 1
+    kept: bool = False
+    inside: bool = False
+    offload: Offload = ""
 
     @property
     def mesh(self) -> dict[str, int]:
-        sizes = {"pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep, "tp": self.tp}
+        data = {"dp_outer": self.outer, "dp": self.dp // self.outer, "cp": self.cp, "ep": self.ep}
+        stages = {"pp": self.pp}
+        sizes = {**data, **stages, "tp": self.tp} if self.inside else {**stages, **data, "tp": self.tp}
         return {a: n for a, n in sizes.items() if n > 1} or {"dp": 1}
 
     @property
@@ -103,9 +125,18 @@ class Choice:
         return "cp" if self.dp == 1 and self.cp > 1 else "dp"
 
     @property
+    def data(self) -> dict[str, Any]:
+        """The section `data:`; {} if there is nothing to say."""
+        section: dict[str, Any] = {}
+        if self.zero and self.sharded > 1:
+            axis: Any = ["dp_outer", "dp"] if self.outer > 1 else self.sharding
+            section = {"axis": axis, "zero": self.zero, **({"keep": True} if self.kept else {})}
+        return section | ({"offload": OFFLOADS[self.offload]} if self.offload else {})
+
+    @property
     def sharded(self) -> int:
         """The number of ranks that ZeRO shards over."""
-        return self.mesh.get(self.sharding, 1)
+        return self.cp if self.dp == 1 else self.dp // self.outer
 
     @property
     def core(self) -> Core:
@@ -114,7 +145,8 @@ class Choice:
     def __str__(self) -> str:
         said = [f"{a}={n}" for a, n in self.mesh.items()]
         said += ["sp"] if self.sequence_parallel else []
-        said += [f"zero {self.zero}"] if self.sharded > 1 else []
+        said += [f"zero {self.zero}{', kept' if self.kept else ''}"] if self.sharded > 1 else []
+        said += [f"offload {self.offload}"] if self.offload else []
         said += [self.schedule + (f" ×{self.per_rank}" if self.per_rank > 1 else "")] if self.pp > 1 else []
         return ", ".join([*said, f"recompute {self.checkpoint}", f"{self.microbatches} microbatches of {self.rows}"])
 
@@ -123,7 +155,7 @@ class Choice:
 class SpecTemplate:
     """What specs of one model have in common. shard: the section, where tp > 1; regions: of recomputation, as patterns
     of modules; sequences: modules whose results may be split by sequence; experts: those that hold experts; dims: of
-    inputs without rows.
+    inputs without rows. base: other sections that all have, such as `adapters`.
     """
 
     shard: Mapping[str, Any]
@@ -132,11 +164,12 @@ class SpecTemplate:
     sequences: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     dims: Mapping[str, int | None] | None = None
+    base: Mapping[str, Any] = field(default_factory=dict)
 
 
 def spec(choice: Choice, template: SpecTemplate, counts: tuple[int, ...] = ()) -> dict[str, Any]:
     """A choice as a spec. counts: layers of each stage."""
-    document: dict[str, Any] = {"shardc": 1, "mesh": choice.mesh}
+    document: dict[str, Any] = {**template.base, "shardc": 1, "mesh": choice.mesh}
     batch: dict[str, Any] = {"dims": dict(template.dims)} if template.dims else {}
     if choice.microbatches > 1:
         batch["microbatches"] = choice.microbatches
@@ -153,8 +186,8 @@ def spec(choice: Choice, template: SpecTemplate, counts: tuple[int, ...] = ()) -
             **({"balance": list(counts)} if counts else {"stages": choice.stages}),
             "schedule": choice.schedule,
         }
-    if choice.zero and choice.sharded > 1:
-        document["data"] = {"axis": choice.sharding, "zero": choice.zero}
+    if choice.data:
+        document["data"] = choice.data
     if choice.ep > 1:
         document["experts"] = [{"match": name, "axis": "ep"} for name in template.experts]
     if (how := CHECKPOINTS[choice.checkpoint]) is not None:
@@ -194,9 +227,11 @@ def sequence_widths(ranks: int, tokens: int | None) -> list[int]:
     return [c for c in divisors(ranks) if c > 1 and tokens and tokens % (2 * c) == 0 and tokens // c >= TOKENS]
 
 
-def choices(cores: list[Core], devices: int, batch: int, layers: int, most: int = 1 << 30) -> Iterator[Choice]:
+def choices(
+    cores: list[Core], devices: int, batch: int, layers: int, most: int = 1 << 30, node: int = 1
+) -> Iterator[Choice]:
     """All of them for so many devices and rows, given what there is of cores. layers: that a pipeline may cut; most:
-    microbatches that the model takes.
+    microbatches that the model takes; node: devices of one.
     """
     for tp, ep, cp, sp, keep in cores:
         if devices % (tp * ep * cp):
@@ -211,15 +246,39 @@ def choices(cores: list[Core], devices: int, batch: int, layers: int, most: int 
                 if each // rows > most:
                     continue
                 sized = replace(base, rows=rows, microbatches=each // rows)
-                for zero in range(4) if base.sharded > 1 else (0,):
-                    one = replace(sized, zero=zero)
-                    if pp == 1:
-                        yield one
-                        continue
-                    for name, maker in SCHEDULES.items():
-                        if maker.splits_backward and (zero == 3 or keep != "none"):
-                            # the second half of backward keeps what the first one gathered or computed again: nothing
-                            # is saved
-                            continue
-                        numbers = (v for v in maker.per_rank if pp * v <= layers)
-                        yield from (replace(one, schedule=name, per_rank=v) for v in numbers)
+                for one in placed(sized, node):
+                    for sharded in sharding(one, node):
+                        yield from schedules(sharded, layers)
+
+
+def placed(c: Choice, node: int) -> Iterator[Choice]:
+    """With stages in different nodes; and inside of nodes, where then other ranks are in different ones."""
+    yield c
+    neighbours = c.tp * c.cp * c.ep
+    if c.pp > 1 and c.dp > 1 and neighbours < node < c.devices:
+        yield replace(c, inside=True)
+
+
+def sharding(c: Choice, node: int) -> Iterator[Choice]:
+    """With every level of ZeRO: over all ranks of the data's axis, and over those in a node where there are more."""
+    for zero in range(4) if c.sharded > 1 else (0,):
+        one = replace(c, zero=zero)
+        near = node // (c.tp * c.cp * c.ep * (c.pp if c.inside else 1))
+        for outer in (1, *([c.dp // near] if zero and 1 < near < c.dp and c.dp % near == 0 else [])):
+            yield replace(one, outer=outer)
+            if zero == 3 and c.microbatches > 1:
+                yield replace(one, outer=outer, kept=True)
+
+
+def schedules(c: Choice, layers: int) -> Iterator[Choice]:
+    """With every schedule of a pipeline."""
+    if c.pp == 1:
+        yield c
+        return
+    for name, maker in SCHEDULES.items():
+        if maker.splits_backward and (c.zero == 3 or c.checkpoint != "none"):
+            # the second half of backward keeps what the first one gathered or computed again: nothing is saved
+            continue
+        for v in maker.per_rank:
+            if c.pp * v <= layers:
+                yield replace(c, schedule=name, per_rank=v)
