@@ -81,14 +81,17 @@ def _least(plain: Stages, full: Stages | None) -> Stages:
     def both(a: Stage, b: Stage | None) -> Stage:
         return {key: _lower(key, v, None if b is None else b.get(key)) for key, v in a.items()}
 
+    def of(stage: str) -> Stage | None:
+        return None if full is None else getattr(full, stage)  # type: ignore[no-any-return]
+
     if plain.whole is not None:
-        return replace(plain, whole=both(plain.whole, full and full.whole))
+        return replace(plain, whole=both(plain.whole, of("whole")))
     return replace(
         plain,
-        first=both(plain.first, full and full.first),
-        one=both(plain.one, full and full.one),
-        two=both(plain.two, full and full.two),
-        last=both(plain.last, full and full.last),
+        first=both(plain.first, of("first")),
+        one=both(plain.one, of("one")),
+        two=both(plain.two, of("two")),
+        last=both(plain.last, of("last")),
     )
 
 

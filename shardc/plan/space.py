@@ -248,7 +248,7 @@ def choices(
                 sized = replace(base, rows=rows, microbatches=each // rows)
                 for one in placed(sized, node):
                     for sharded in sharding(one, node):
-                        yield from schedules(sharded, layers)
+                        yield from scheduled(sharded, layers)
 
 
 def placed(c: Choice, node: int) -> Iterator[Choice]:
@@ -270,7 +270,7 @@ def sharding(c: Choice, node: int) -> Iterator[Choice]:
                 yield replace(one, outer=outer, kept=True)
 
 
-def schedules(c: Choice, layers: int) -> Iterator[Choice]:
+def scheduled(c: Choice, layers: int) -> Iterator[Choice]:
     """With every schedule of a pipeline."""
     if c.pp == 1:
         yield c

@@ -26,7 +26,7 @@ from shardc.plan.disk_cache import DiskCache, folder
 from shardc.plan.fingerprint import Unknown, fingerprint
 from shardc.plan.stage_vectors import Meter, roles, stage
 from shardc.runtime import schedule as schedules
-from shardc.runtime.step.engine import adamw
+from shardc.runtime.step.engine_optimizer import adamw
 from tests import zoo
 
 H100 = device("h100-80g")
