@@ -82,7 +82,7 @@ def _least(plain: Stages, full: Stages | None) -> Stages:
         return {key: _lower(key, v, None if b is None else b.get(key)) for key, v in a.items()}
 
     def of(stage: str) -> Stage | None:
-        return None if full is None else getattr(full, stage)  # type: ignore[no-any-return]
+        return None if full is None else getattr(full, stage)
 
     if plain.whole is not None:
         return replace(plain, whole=both(plain.whole, of("whole")))

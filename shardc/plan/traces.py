@@ -5,7 +5,7 @@ on the device. Equal ops, storages and collectives are written once.
      "actions": [[["F", 0, 0, -1], part], ...], ...}
     a part: {"changes": [3, -3, ...], "work": [0, 0, [record, key, after], [key], ...], "sent": [...]}
 
-Only what prices need is kept: not the names of the ops that made something.
+Only what prices need is kept: not the names of the ops that made something; pairs of two stages are not written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def encoded(run: DryRun) -> dict[str, Any]:
         "rank": run.rank,
         "resident": [tables.storage(s) for s in run.resident],
         "before": tables.part(run.before),
-        "actions": [[list(a), tables.part(p)] for a, p in run.actions],
+        "actions": [[list(a[:4]), tables.part(p)] for a, p in run.actions],
         "after": tables.part(run.after),
         "update": tables.part(run.update),
     }
