@@ -59,6 +59,7 @@ __all__ = [
     "TorchDispatchMode",
     "after_backward",
     "backward_decompositions",
+    "call_modes",
     "current_backward",
     "decompositions",
     "engine_executes",
@@ -70,6 +71,7 @@ __all__ = [
     "inductor_compiled",
     "is_transform",
     "kernels_of",
+    "module_calls",
     "no_compiler",
     "no_modes",
     "norms",
@@ -165,6 +167,37 @@ def traced_node(x: Tensor) -> fx.Node | None:
 def tracing() -> bool:
     """Whether ops become nodes of a graph, in this thread."""
     return get_proxy_mode() is not None
+
+
+@contextmanager
+def module_calls() -> Iterator[list[torch.nn.Module]]:
+    """While open, the modules whose calls are in progress, innermost last: what `self` is in their forward, which is a
+    stand-in of the module while torch exports a model.
+    """
+    original: Any = torch.nn.Module._call_impl
+    calls: list[torch.nn.Module] = []
+
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            calls.pop()
+
+    with mock.patch.object(torch.nn.Module, "_call_impl", call):
+        yield calls
+
+
+def call_modes() -> tuple[Any, ...]:
+    """What a call depends on beside its arguments: modes of gradients, autocast and defaults, functions that intercept
+    calls, transforms of torch.func.
+    """
+    kinds = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    return (
+        *(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype()),
+        *(torch._C._len_torch_function_stack(), torch._C._functorch.peek_interpreter_stack() is None),
+    )
 
 
 def traced_constant(name: str) -> Tensor | None:

@@ -18,6 +18,7 @@ autograd_function       custom autograd Functions keep their backward
 attribute_reads         what forward reads of modules: `self.training`, plain values, counters; global_reads: of names
                         of the file that it stands in
 masked_rows             rows chosen by a mask, in a fixed size; expert_loops makes the experts op of loops over experts
+equal_layers            equal layers are traced once, and copied in the graph
 random_choices          what a model's masks are, tried on random numbers; dependence: what values depend on
 inline_regions          `with torch.no_grad()` in a graph; value_checks: checks that are left out
 inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
@@ -38,6 +39,7 @@ from torch import nn
 from shardc.capture import (
     attribute_reads,
     compare_eager,
+    equal_layers,
     expert_loops,
     flex_attention,
     global_reads,
@@ -95,16 +97,24 @@ def capture(
     read_before = global_reads.of(model, function)
     # Perhaps a size depends on values. Few models have one, and looking for it costs a tenth of the time.
     # Perhaps rows are chosen by values: of loops over experts.
-    for sizes, rows in ((False, False), (True, False), (True, True)):
+    # Equal layers are traced once, unless something is special: then the whole is traced, and says what is wrong.
+    folds = not generates and not any(g.sets for g in read_before)
+    ways = ((True, False, False), (False, False, False), (False, True, False), (False, True, True))
+    for fold, sizes, rows in ways[not folds :]:
         try:
             with (
                 side_effects.unchanged(model) as changes,
                 attribute_reads.recorded(model, changes) as reads,
                 global_reads.of_environment() as environment,
             ):
-                exported = export(model, leaves, loss, forward, sizes=sizes, rows=rows)
+                given = (reads, changes) if fold else None
+                exported = export(model, leaves, loss, forward, sizes=sizes, rows=rows, fold=given)
             break
+        except equal_layers.UnlikeError:
+            continue
         except ShardcError as e:
+            if fold:
+                continue
             if rows or (sizes and not refusals.of_values(e)):
                 raise (refused if rows and refused and not isinstance(e, DrawnError) else e) from None
             refused = e

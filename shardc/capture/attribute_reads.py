@@ -44,13 +44,21 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module), *vars(nn.Module())})
 class Reads:
     """training: the lines that read `.training`, or call a module of torch's that does, but for those whose ops are
     switched; own: one of them is of no library, or such a module's; reading: the names of the modules that those read
-    it of. values: by module's name the plain attributes that were read, as they were.
+    it of. values: by module's name the plain attributes that were read, as they were. touched: (id of a module, name of
+    an attribute of its own, or "__dict__") of all that was read; again: reads an attribute once more.
     """
 
     training: dict[str, Source] = field(default_factory=dict)
     own: bool = False
     reading: set[str] = field(default_factory=set)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    touched: set[tuple[int, str]] = field(default_factory=set)
+
+    def again(self, module: nn.Module, name: str) -> None:
+        """Note a plain attribute as if forward had read it; no property runs."""
+        held = object.__getattribute__(module, "__dict__")
+        if name in held or any(type(vars(c).get(name)) in PLAIN for c in type(module).__mro__ if name in vars(c)):
+            getattr(module, name)
 
     def acts_otherwise(self, model: nn.Module) -> bool:
         """May the model compute something else in training mode than in eval mode? Where a library reads
@@ -105,6 +113,10 @@ def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
 
     def read(self: nn.Module, name: str) -> Any:
         value = super(nn.Module, self).__getattribute__(name)
+        if name not in _OF_EVERY_MODULE or (
+            name == "__dict__" and source.is_models(sys._getframe(1).f_code.co_filename)
+        ):
+            reads.touched.add((id(self), name))
         if type(value) in PLAIN and (path := names.get(id(self))) is not None:
             if name == "training":
                 frame = sys._getframe(1)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from shardc.capture import (
+    equal_layers,
     flex_attention,
     functional_twins,
     inline_regions,
@@ -25,12 +28,14 @@ from shardc.capture import (
     transformers,
     value_checks,
 )
+from shardc.capture.attribute_reads import Reads
 from shardc.capture.batch_leaves import Leaves
-from shardc.capture.data_dependent_values import known_values
+from shardc.capture.data_dependent_values import ValueReads, known_values
 from shardc.capture.foreign_parameters import ForeignParameters
 from shardc.capture.forward_arguments import arguments, check_call
 from shardc.capture.generation import GenerationOf, caches
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf
+from shardc.capture.side_effects import Changes
 from shardc.capture.tensor_methods import traceable
 from shardc.errors import ShardcError
 from shardc.ir import source
@@ -69,9 +74,11 @@ def export(
     *,
     sizes: bool = False,
     rows: bool = False,
+    fold: tuple[Reads, Changes] | None = None,
 ) -> Exported:
     """The exported model without regions and in-place ops. forward: there is no loss, but what it gives. sizes, rows:
-    see known_values.
+    see known_values. fold: trace equal layers once, which raises UnlikeError where they turn out not to be; what was
+    read of the model and what was set in it so far.
     """
     wrapper = _wrapper(model, leaves, loss, forward)
     mode, tensors = patches.fakes(wrapper)
@@ -91,6 +98,7 @@ def export(
         inner_autograd.recorded(),
         traced_with(source.trace_of_call),
         silent(),
+        equal_layers.folded(model, *fold, partial(_noted, wrapper, reads)) if fold else nullcontext() as folding,
     ):
         warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs
         numbers = side_effects.random_state()
@@ -111,6 +119,8 @@ def export(
                 )
         gm = exported.graph_module
         cut = inline_regions.inline_regions(gm)
+        if folding is not None:
+            equal_layers.unfold(gm.graph, folding.calls, cut)
         value_checks.drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
         if not transformed:
@@ -145,6 +155,12 @@ def export(
         *(foreign.notes() if forward is None else ()),
     )
     return Exported(exported, updated, wrapper.beside.divisors, notes, caches(wrapper))
+
+
+def _noted(wrapper: LossOf, reads: ValueReads, path: str) -> object:
+    """What capture has noted that a layer of this name must not add to, if it is to stand for others."""
+    values = [n for n in reads.buffers if n.startswith(f"{path}.")]
+    return len(wrapper.side), len(reads.sources), len(reads.inputs), values
 
 
 def _wrapper(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forward | None) -> LossOf:

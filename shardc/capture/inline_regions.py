@@ -97,7 +97,7 @@ def _region(
             env[node] = _region(graph, module, node, fx.map_arg(node.args, lambda n: env.get(n, n)), inner, cut)
         elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
             env[node] = env[node.args[0]][node.args[1]]
-        elif not inner and (same := _unchanged(node)) is not None:
+        elif not inner and (same := unchanged(node)) is not None:
             env[node] = env[same]  # outside of the region the tensor goes by this name, with the gradient that it has
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])
@@ -106,7 +106,7 @@ def _region(
     raise AssertionError("a region without output")
 
 
-def _unchanged(node: fx.Node) -> fx.Node | None:
+def unchanged(node: fx.Node) -> fx.Node | None:
     """The operand that a call gives back as it is, no view of it: `x.to(dtype)` of that dtype, `x.contiguous()`,
     dropout in evaluation.
     """

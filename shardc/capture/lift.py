@@ -4,6 +4,7 @@ batch, typed nodes that know their module and line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -153,6 +154,8 @@ def _persistent(path: str, module: nn.Module) -> list[str]:
     return [f"{path}.{n}" if path else n for n in module._buffers if n not in lost]
 
 
+#: Of a node's name. Nodes are numbered anew, so that names tell nothing of how the graph was made.
+_NUMBER = re.compile(r"_\d+$")
 #: Ops that read or write the memory of their first operand by strides.
 _STRIDED = {
     torch.ops.aten.as_strided.default,
@@ -186,7 +189,8 @@ def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> list[fx.
     """Copy the calls of `old` with typed metadata; returns the nodes of its results, where they are copied."""
     for node in old.nodes:
         if node.op == "call_function":
-            copy = new.node_copy(node, lambda n: env[n])
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            copy = new.create_node("call_function", node.target, args, kwargs, name=_NUMBER.sub("", node.name))
             if copy.target is torch.ops.aten.view.default:
                 # real and fake attention differ in strides: a view may need a copy
                 copy.target = torch.ops.aten.reshape.default
