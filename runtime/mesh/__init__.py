@@ -8,6 +8,7 @@
     local_device  which device of its machine a rank uses
     presence      this process as one of a world, from its start on: where ranks meet, who is there
     activity      what a rank is doing, noted; watch: who keeps the others waiting; failed_rank: an error reaches all
+    waits         how long a rank waits for its collectives
     processes     which ranks of this machine have ended or are stopped, where; inherited: what forks must not keep
     allocator     what the C library does with freed memory on a CPU
 

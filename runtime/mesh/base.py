@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.runtime.mesh.activity import Activity
+from shardc.runtime.mesh.waits import Waits
 from shardc.runtime.step.context import StepContext
 
 
@@ -40,16 +42,21 @@ class CommRecord:
 class Work:
     """A collective under way; `wait` returns when its tensor is ready.
 
-    then: called by `wait` once the tensor is there; kept: a tensor that must live until then."""
+    then: called by `wait` once the tensor is there; kept: a tensor that must live until then. waiting: is open while it
+    is waited for.
+    """
 
     def __init__(self, handle: Any = None, then: Callable[[], None] | None = None, kept: Tensor | None = None) -> None:
         self._handle, self._then, self._kept = handle, then, kept
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def wait(self) -> None:
-        if self._handle is not None:
-            self._handle.wait()
-        if self._then is not None:
-            self._then()
+        if self._handle is not None or self._then is not None:
+            with self.waiting():
+                if self._handle is not None:
+                    self._handle.wait()
+                if self._then is not None:
+                    self._then()
         self.abandon()
 
     def abandon(self) -> None:
@@ -68,7 +75,7 @@ class RankMesh(ABC):
     layout: the mesh; rank: this one's number in it; device: where its tensors live; record: keep a list of what ran in
     `.records`. The name of an axis that is seen as several digits (shardc.ir.mesh) means all of them.
     `.step`: what ops may know of the step that runs (shardc.runtime.step.context): ops are given the mesh alone.
-    `.activity`: what the rank is doing, for messages about ranks that hang or are killed.
+    `.activity`: what the rank is doing, for messages about ranks that hang or are killed. `.waits`: how long it waits.
     Gathers and exchanges take and return *stacks* [ranks of the axis, ...] (shardc.runtime.ops.shard_parts).
     """
 
@@ -79,7 +86,7 @@ class RankMesh(ABC):
         for axis in {n.partition(".")[0] for n in layout.names} - set(layout.names):
             self._sizes[axis] = layout.size(axis)
             self._coords[axis] = layout.group(rank, (axis,)).index(rank)
-        self.step, self.activity = StepContext(), Activity()
+        self.step, self.activity, self.waits = StepContext(), Activity(), Waits(self.device)
         self.records: list[CommRecord] = []
         self.recording = record
 
@@ -113,6 +120,15 @@ class RankMesh(ABC):
             direction = "recompute" if self.step.recomputing and direction == "forward" else direction
             self.records.append(CommRecord(kind, axes, nbytes, direction, tag))
 
+    def _timed(self, kind: str, axes: tuple[str, ...], nbytes: int) -> AbstractContextManager[None]:
+        """Around a collective that is waited for from its begin on."""
+        return self.waits.during(kind, axes, nbytes, whole=True)
+
+    def _begun(self, work: Work, kind: str, axes: tuple[str, ...], nbytes: int) -> Work:
+        """One in the background."""
+        work.waiting = partial(self.waits.during, kind, axes, nbytes, whole=False)
+        return work
+
     # --- what programs call
 
     def all_reduce(
@@ -122,7 +138,8 @@ class RankMesh(ABC):
         if self.members(axes) == 1:
             return x.clone()
         self._note("all_reduce", axes, x.nbytes, direction, tag)
-        return self._all_reduce(x, axes, op, tag)
+        with self._timed("all_reduce", axes, x.nbytes):
+            return self._all_reduce(x, axes, op, tag)
 
     def start_all_reduce(
         self, flat: Tensor, axes: tuple[str, ...], *, direction: str = "backward", tag: str = ""
@@ -131,7 +148,7 @@ class RankMesh(ABC):
         if self.members(axes) == 1:
             return Work()
         self._note("all_reduce", axes, flat.nbytes, direction, tag)
-        return self._start_all_reduce(flat, axes, tag)
+        return self._begun(self._start_all_reduce(flat, axes, tag), "all_reduce", axes, flat.nbytes)
 
     def start_all_gather(
         self, part: Tensor, whole: Tensor, axis: str, *, direction: str = "forward", tag: str = ""
@@ -144,7 +161,7 @@ class RankMesh(ABC):
             whole.copy_(part)
             return Work()
         self._note("all_gather", (axis,), whole.nbytes, direction, tag)
-        return self._start_all_gather(part, whole, axis, tag)
+        return self._begun(self._start_all_gather(part, whole, axis, tag), "all_gather", (axis,), whole.nbytes)
 
     def start_reduce_scatter(
         self, flat: Tensor, part: Tensor, axis: str, *, direction: str = "backward", tag: str = ""
@@ -154,21 +171,23 @@ class RankMesh(ABC):
         Both are contiguous; part may be this rank's place in flat. flat may not be used until then. More than one rank.
         """
         self._note("reduce_scatter", (axis,), flat.nbytes, direction, tag)
-        return self._start_reduce_scatter(flat, part, axis, tag)
+        return self._begun(self._start_reduce_scatter(flat, part, axis, tag), "reduce_scatter", (axis,), flat.nbytes)
 
     def all_gather(self, x: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
         """[ranks, *x.shape]: every rank's x, in the order of the axis."""
         if self.size(axis) == 1:
             return x.unsqueeze(0)
         self._note("all_gather", (axis,), x.nbytes * self.size(axis), direction, tag)
-        return self._all_gather(x.contiguous(), axis, tag)
+        with self._timed("all_gather", (axis,), x.nbytes * self.size(axis)):
+            return self._all_gather(x.contiguous(), axis, tag)
 
     def reduce_scatter(self, parts: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
         """parts [ranks, ...] -> [...]: the sum over ranks of everyone's part for this rank."""
         if self.size(axis) == 1:
             return parts[0].clone()
         self._note("reduce_scatter", (axis,), parts.nbytes, direction, tag)
-        return self._reduce_scatter(parts.contiguous(), axis, tag)
+        with self._timed("reduce_scatter", (axis,), parts.nbytes):
+            return self._reduce_scatter(parts.contiguous(), axis, tag)
 
     def all_to_all(self, parts: Tensor, axis: str, *, direction: str = "forward", tag: str = "") -> Tensor:
         """parts [ranks, ...], part i for rank i of the axis -> [ranks, ...]: what the
@@ -177,7 +196,8 @@ class RankMesh(ABC):
         if self.size(axis) == 1:
             return parts
         self._note("all_to_all", (axis,), parts.nbytes, direction, tag)
-        return self._all_to_all(parts.contiguous(), axis, tag)
+        with self._timed("all_to_all", (axis,), parts.nbytes):
+            return self._all_to_all(parts.contiguous(), axis, tag)
 
     def all_to_all_rows(
         self,
@@ -197,7 +217,8 @@ class RankMesh(ABC):
         if self.members(axes) == 1:
             return x
         self._note("all_to_all", axes, x.nbytes, direction, tag)
-        return self._all_to_all_rows(x.contiguous(), list(sent), list(received), axes, tag)
+        with self._timed("all_to_all", axes, x.nbytes):
+            return self._all_to_all_rows(x.contiguous(), list(sent), list(received), axes, tag)
 
     def start_all_to_all_rows(
         self,
@@ -215,7 +236,9 @@ class RankMesh(ABC):
             into.copy_(x)
             return Work()
         self._note("all_to_all", axes, x.nbytes, direction, tag)
-        return self._start_all_to_all_rows(x, into, list(sent), list(received), axes, tag)
+        return self._begun(
+            self._start_all_to_all_rows(x, into, list(sent), list(received), axes, tag), "all_to_all", axes, x.nbytes
+        )
 
     def start_send(self, x: Tensor, axis: str, to: int, *, direction: str = "forward", tag: str = "") -> Work:
         """Send a tensor to the rank at another coordinate of `axis`, in the background. x may not be changed until
@@ -224,14 +247,14 @@ class RankMesh(ABC):
         What one rank sends another arrives in the order in which it is sent, and has to be received in that order.
         """
         self._note("send_recv", (axis,), x.nbytes, direction, tag)
-        return self._start_send(x.detach().contiguous(), axis, to, tag)
+        return self._begun(self._start_send(x.detach().contiguous(), axis, to, tag), "send_recv", (axis,), x.nbytes)
 
     def start_receive(self, into: Tensor, axis: str, source: int, *, tag: str = "") -> Work:
         """Receive the next tensor that the rank at another coordinate of `axis` sends, in the background. into:
         contiguous, of its type.
         """
         self.activity.begin("receive", (axis,), tag)
-        return self._start_receive(into, axis, source, tag)
+        return self._begun(self._start_receive(into, axis, source, tag), "send_recv", (axis,), into.nbytes)
 
     def sum_on_host(self, numbers: Sequence[int]) -> list[int]:
         """The sums over all ranks of whole numbers (int64), one by one, on the host: for what ranks agree on beside the

@@ -8,6 +8,7 @@ Exit status: 0 done, 1 the check or the run failed, 2 the input is wrong.
 
 compile, inspect, verify    a model and a spec -> an artifact; shown; compared with one device
 run, plan                   train; which spec is fastest on so many devices
+cost                        what a step's time goes to; where a run and the prediction differ
 score                       log-probabilities and perplexity of data; scoring is what each process does
 generate                    tokens after prompts; generating is what each process does
 checkpoint, export          folders of checkpoints; weights for transformers
@@ -31,7 +32,21 @@ import typer
 # it is imported, which nothing here does.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from shardc.cli import checkpoint, compile, device, export, generate, inspect, plan, rules, run, score, spec, verify
+from shardc.cli import (
+    checkpoint,
+    compile,
+    cost,
+    device,
+    export,
+    generate,
+    inspect,
+    plan,
+    rules,
+    run,
+    score,
+    spec,
+    verify,
+)
 from shardc.cli.elsewhere import Commands
 
 app = typer.Typer(
@@ -55,6 +70,7 @@ for name, module in {
     "generate": generate,
     "export": export,
     "plan": plan,
+    "cost": cost,
     "rules": rules,
     "device": device,
     "spec": spec,

@@ -1,4 +1,4 @@
-"""`shardc device`: list the devices that programs are priced for, show one, measure this machine."""
+"""`shardc device`: list the devices that programs are priced for, show one, measure this machine, learn from runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,24 @@ def command(
     measure: Annotated[
         bool, typer.Option("--measure", help="measure this machine's cpu or cuda (default: cuda if it is there)")
     ] = False,
+    fit: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RUN",
+            help="numbers from a run's timed ops (`shardc run --log RUN --breakdown 5`), for those of WHICH; of several"
+            " runs, if given several times",
+        ),
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="with --measure: write this file, not that of `--device cpu`")
+        Path | None,
+        typer.Option("-o", "--output", help="with --measure and --fit: write this file, not that of `--device cpu`"),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """List devices that programs are priced for; show one and where its numbers are from; measure this machine."""
+    """List devices that programs are priced for; show one and where its numbers are from; measure this machine; learn
+    from its runs.
+    """
     from shardc.cost import device, known_devices
     from shardc.report.device_table import device_table
 
@@ -38,8 +49,14 @@ def command(
             with progress("measuring", quiet=as_json) as told:
                 name = _measure(which, output, lambda what: told(f"measuring {what}", 0, 0))
             console.print(f"written to {name}")
+        elif fit:
+            check_outputs(folders={"--output": output.parent if output else None})
+            name, how_well = _fit(which, fit, output)
+            console.print(how_well, markup=False)
+            console.print(f"written to {name}")
         elif output:
-            raise ShardcError("-o names the file that --measure writes", where="-o", fix="add --measure")
+            what = "-o names the file that --measure and --fit write"
+            raise ShardcError(what, where="-o", fix="add --measure, or --fit RUN")
         if name:
             shown = device(name)
             show(json.dumps(shown.model_dump()) if as_json else shown.to_yaml())
@@ -67,3 +84,23 @@ def _measure(which: str | None, output: Path | None, on: Callable[[str], None]) 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(device.to_yaml())
     return path
+
+
+def _fit(which: str | None, runs: list[Path], output: Path | None) -> tuple[Path, str]:
+    """A device's numbers from runs. Returns the file that has them, and how well they foretell what was held back."""
+    from shardc.cost.device import MEASURED, device, measured_file
+    from shardc.cost.run_log import fitted_to, read
+
+    logs = [read(run) for run in runs]
+    kinds = {step.kind for log in logs for step in log.timed}
+    if len(kinds) > 1:
+        what = f"some of these runs were on {' and some on '.join(sorted(kinds))}"
+        raise ShardcError(what, where="--fit", fix="fit each kind of device by itself")
+    base = device(which or kinds.pop())
+    if which not in (None, *MEASURED) and output is None:
+        raise ShardcError(f"nothing says where {which}'s new numbers go", where="--fit", fix="-o FILE")
+    found = fitted_to(base, logs)
+    path = output or measured_file(base.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(found.device.to_yaml())
+    return path, str(found)

@@ -135,6 +135,10 @@ def command(
     trace: Annotated[
         list[int] | None, typer.Option(min=1, help="steps of which torch.profiler records a trace, in --log")
     ] = None,
+    breakdown: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="steps of which every op is timed, in --log, for `shardc cost --compare`"),
+    ] = None,
     memory_snapshot: Annotated[
         list[int] | None,
         typer.Option(
@@ -210,6 +214,7 @@ def command(
             log=str(log) if log is not None else None,
             tensorboard=tensorboard,
             trace=tuple(trace) if trace else None,
+            breakdown=tuple(breakdown) if breakdown else None,
             memory_snapshot=tuple(memory_snapshot) if memory_snapshot else None,
             routing=routing,
             watch=watch,
@@ -313,6 +318,7 @@ def _settings(run: Run, **options: Any) -> Run:
     for name, wanted in (
         ("tensorboard", run.tensorboard),
         ("trace", run.trace),
+        ("breakdown", run.breakdown),
         ("memory-snapshot", run.memory_snapshot),
     ):
         if wanted and not run.log:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +15,7 @@ from shardc.cost.device import Device, device, measured_file, names
 from shardc.ir.flops import flops_of
 from shardc.ir.program import Program
 from shardc.report.comm import comm_rows
+from shardc.runtime.mesh import RankMesh
 from shardc.torch_private import TorchDispatchMode
 
 
@@ -29,6 +34,17 @@ class ForwardFlops(TorchDispatchMode):
         if torch._C._current_autograd_node() is None:
             self.flops += flops_of(func, args, kwargs or {}, result)
         return result
+
+
+@contextmanager
+def timed_ops(log: Path, step: int, mesh: RankMesh) -> Iterator[None]:
+    """Time every op of a step, into a file of `log` (shardc.cost.op_times)."""
+    from shardc.cost.op_times import OpTimes, file_of
+
+    with OpTimes(mesh.device, mesh) as times:
+        yield
+    log.mkdir(parents=True, exist_ok=True)
+    file_of(log, step, mesh.rank).write_text(json.dumps(times.measured(step).to_json()))
 
 
 def peak_flops(program: Program, where: torch.device) -> float | None:

@@ -122,6 +122,7 @@ class Training:
 
     def _steps(self) -> None:
         stream = iter(self.train)
+        self.engine.mesh.waits.on = bool(self.settings.log)
         for _ in range(0 if self.train.resumes else self.engine.step_count):
             next(stream)  # seen before the checkpoint that was resumed; a loader knows by itself where it stands
         while self.engine.step_count < self.settings.steps:
@@ -143,8 +144,10 @@ class Training:
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """The first step's products are counted; traces and snapshots are recorded of steps that are to have them."""
-        from shardc.cli.step_metrics import ForwardFlops
+        """The first step's products are counted; traces, snapshots and times of ops are recorded of steps that are to
+        have them.
+        """
+        from shardc.cli.step_metrics import ForwardFlops, timed_ops
 
         step, mesh = self.engine.step_count + 1, self.engine.mesh
         with ExitStack() as stack:
@@ -156,6 +159,8 @@ class Training:
                 stack.enter_context(traced(Path(self.settings.log) / f"trace-{name}.json", mesh.device))
             if first and step in self.settings.memory_snapshot:
                 stack.enter_context(memory_recorded(Path(self.settings.log) / f"memory-{name}.pickle"))
+            if first and step in self.settings.breakdown:
+                stack.enter_context(timed_ops(Path(self.settings.log), step, mesh))
             yield
         if counted is not None:
             self.flops = counted.flops
@@ -292,7 +297,11 @@ class Training:
         numbers = [float(x.loss) for x in steps]
         each = (sum(x.seconds for x in steps) + time.perf_counter() - begin) / len(steps)
         self.losses += numbers
-        *earlier, last = (self._line(x, loss, each) for x, loss in zip(steps, numbers, strict=True))
+        waited = {axes: round(s / len(steps), 6) for axes, s in self.engine.mesh.waits.take().items()}
+        *earlier, last = (self._line(x, loss, each, waited) for x, loss in zip(steps, numbers, strict=True))
+        if any(x.step in self.settings.breakdown for x in steps):  # slower by that
+            for line in (*earlier, last):
+                line["breakdown"] = True
         for line in earlier:
             self.lines.add(line)
         if self.engine.loads:
@@ -304,7 +313,7 @@ class Training:
             last |= {"held_out_outputs": held_out} if held_out else {}
         self.lines.add(last, always="held_out" in last)
 
-    def _line(self, step: Unread, loss: float, seconds: float) -> dict[str, Any]:
+    def _line(self, step: Unread, loss: float, seconds: float, waited: dict[str, float]) -> dict[str, Any]:
         line: dict[str, Any] = {
             "step": step.step,
             "loss": loss,
@@ -313,10 +322,13 @@ class Training:
             **self.speed(1 / seconds),
             "seconds": round(seconds, 6),
             "data_wait": round(step.waited, 6),
+            "waited": waited,
             **self.work(1 / seconds),
             "bytes": self.bytes,
             "memory_mb": round(peak_memory(self.engine.mesh.device) / 2**20, 1),
         }
+        if self.engine.mesh.device.type == "cuda":
+            line["reserved_mb"] = round(torch.cuda.max_memory_reserved(self.engine.mesh.device) / 2**20, 1)
         # the single numbers that the loss function names beside the loss
         if beside := {name: x.item() for name, x in step.beside.items() if x.numel() == 1}:
             line["outputs"] = beside

@@ -102,6 +102,16 @@ class Products(_Section):
         return many * m * n * k / (least * self.units)
 
 
+class OpRates(_Section):
+    """What one op of torch reaches where that is not the device's own. launch: seconds that it takes at least;
+    bandwidth: bytes per second that it reads and writes; flops: share of what products of its shape reach.
+    """
+
+    launch: Annotated[float, Field(ge=0)] | None = None
+    bandwidth: Positive | None = None
+    flops: Positive | None = None
+
+
 class Outside(_Section):
     """Bytes of a device's memory that torch's allocator does not give: the context of a process, with the kernels that
     it loads; workspaces of the library of products; buffers of each communicator of NCCL.
@@ -118,7 +128,8 @@ class Device(_Section):
 
     flops: per second of a matrix product, by dtype. bandwidth: bytes of memory read or written per second. launch: the
     least seconds that an op takes. host: seconds in which the host starts one, at least; it may be ahead of the device.
-    reaches: shares of these peaks; products: what one of them reaches, by its shape.
+    On a CPU, which is its own host, an op takes launch and host beside its work.
+    reaches: shares of these peaks; products: what one of them reaches, by its shape; ops: by torch's name of the op.
 
     node: devices in a node; nodes: how many there are, None: as many as it takes. within, between: links inside of a
     node and between nodes. pod: devices in a pod, whose nodes reach each other at the full rate of `between`; beyond:
@@ -136,6 +147,7 @@ class Device(_Section):
     host: Annotated[float, Field(ge=0)] = 0.0
     reaches: Reaches = Reaches()
     products: Products | None = None
+    ops: Mapping[str, OpRates] = {}
     node: Annotated[int, Field(ge=1)] = 1
     nodes: Annotated[int, Field(ge=1)] | None = None
     within: Link
@@ -167,24 +179,39 @@ class Device(_Section):
 
     def op_seconds(self, op: Op) -> float:
         """Its flops or its memory traffic in bytes, whichever takes longer."""
-        return max(self.product_seconds(op), self.traffic_seconds(op), self.launch)
+        launch = self.launch_seconds(op)
+        work = max(self.product_seconds(op), self.traffic_seconds(op))
+        return launch + work if self.kind == "cpu" else max(launch, work)
+
+    def cause(self, op: Op) -> Literal["compute", "memory", "launch"]:
+        """What most of an op's time goes to: its products, its traffic, or to be run at all."""
+        compute, traffic = self.product_seconds(op), self.traffic_seconds(op)
+        if max(compute, traffic) < self.launch_seconds(op):
+            return "launch"
+        return "compute" if compute >= traffic else "memory"
+
+    def launch_seconds(self, op: Op) -> float:
+        """That it takes at least."""
+        own = self.ops[op.name].launch if op.name in self.ops else None
+        return self.launch if own is None else own
 
     def product_seconds(self, op: Op) -> float:
         """Of its flops, without those that its kernel leaves out."""
         if not op.flops:
             return 0.0
         peak = self.flops_per_second(op.dtype)
+        share = (self.ops[op.name].flops if op.name in self.ops else None) or 1.0
         if op.attention:
-            return (op.flops - op.masked) / (peak * (self.reaches.attention or self.reaches.flops))
-        share = 1.0
+            return (op.flops - op.masked) / (peak * (self.reaches.attention or self.reaches.flops) * share)
         if self.products is not None and op.matrices:
             many, m, n = op.matrices
-            share = self.products.share(m, n, op.flops / (2 * many * m * n), many)
+            share *= self.products.share(m, n, op.flops / (2 * many * m * n), many)
         return op.flops / (peak * self.reaches.flops * share)
 
     def traffic_seconds(self, op: Op) -> float:
         """Of the bytes that it reads and writes."""
-        return op.traffic / (self.bandwidth * self.reaches.bandwidth)
+        own = self.ops[op.name].bandwidth if op.name in self.ops else None
+        return op.traffic / (own or self.bandwidth * self.reaches.bandwidth)
 
     def to_yaml(self) -> str:
         """The device as a file, with units in comments."""
@@ -205,6 +232,7 @@ _UNITS = {
     "host": "seconds: the host starts no more ops than one in so many",
     "reaches": "shares of these peaks that large ops reach",
     "products": "tiles: rows, columns, share",
+    "ops": "seconds; bytes per second; share of flops",
     "node": "devices in a node",
     "nodes": "how many there are",
     "within": "bytes per second and direction of one device; seconds",
@@ -308,7 +336,7 @@ def chosen(named: str | Path | Device | None, spec: Spec | None) -> Device:
 
 def _keys(place: tuple[int | str, ...]) -> list[str]:
     """The keys that the part of a device file has in which this one is."""
-    sections: dict[str, type[_Section]] = {"within": Link, "between": Link, "beyond": Link}
+    sections: dict[str, type[_Section]] = {"within": Link, "between": Link, "beyond": Link, "ops": OpRates}
     sections |= {"reaches": Reaches, "products": Products, "outside": Outside}
     return list(sections.get(str(place[0]), Device).model_fields if len(place) > 1 else Device.model_fields)
 

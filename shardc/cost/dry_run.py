@@ -84,6 +84,7 @@ def dry_run(
     with fake_mode(), ledger:
         names = _OpNames(ledger)
         mesh = FakeMesh(program.mesh, rank_of(program.mesh, program.axis, coordinate), ledger, streams=not cpu)
+        ledger.recomputing = lambda: mesh.step.recomputing
         offload = host_memory.offload(ledger.host, cpu=cpu)
         make = optimizer if cpu or optimizer is None else _as_on_gpu(program, optimizer)
         offloaded = OffloadedTensors if cpu else host_memory.offloaded_tensors(ledger.host)

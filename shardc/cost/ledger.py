@@ -82,7 +82,8 @@ class Storage:
 
 
 class Op(NamedTuple):
-    """An op that ran. traffic: bytes of memory that it reads and writes. dtype: of its first floating operand.
+    """An op that ran. traffic: bytes of memory that it reads and writes. dtype: of its first floating operand. name: as
+    torch calls it, "mm"; again: it is of forward, and runs in backward.
 
     of, shape: of an op with products, the program's op that it belongs to, and its result's shape. matrices: (how many,
     rows, columns) of the products' results. attention: it is a kernel for it; masked: flops of its kind that a kernel
@@ -97,6 +98,8 @@ class Op(NamedTuple):
     matrices: tuple[int, int, int] | tuple[()] = ()
     attention: bool = False
     masked: int = 0
+    name: str = ""
+    again: bool = False
 
 
 class Sent(NamedTuple):
@@ -133,7 +136,7 @@ class Part:
 
 class Ledger(TorchDispatchMode):
     """See the module's docstring. op: name of the forward op that runs now; op_of: the forward op that an autograd node
-    belongs to, by the node's sequence number.
+    belongs to, by the node's sequence number. recomputing: whether forward runs once more now.
     """
 
     def __init__(self, *, fake: bool = True, known: KnownOps | None = None) -> None:
@@ -144,6 +147,7 @@ class Ledger(TorchDispatchMode):
         self.kind = "temporaries"
         self.op = ""
         self.op_of: Callable[[int], str] = lambda number: ""
+        self.recomputing: Callable[[], bool] = lambda: False
         self._refs: dict[int, Any] = {}
         self._fusing: list[Op] | None = None
         self._known = known if known is not None else KnownOps()
@@ -164,7 +168,7 @@ class Ledger(TorchDispatchMode):
         ops, self._fusing = self._fusing or [], None
         if ops:
             dtype = next((x.dtype for x in ops if x.dtype.is_floating_point), ops[0].dtype)
-            self.parts[-1].work.append(Op(sum(x.flops for x in ops), traffic, dtype))
+            self.parts[-1].work.append(Op(sum(x.flops for x in ops), traffic, dtype, name="fused"))
 
     def live(self) -> list[Storage]:
         return list(self.storages.values())
@@ -222,7 +226,7 @@ class Ledger(TorchDispatchMode):
         if known is not None:
             result, op = known
         else:
-            result = (_LARGEST.get(func, func) if self.fake else func)(*args, **kwargs)
+            result = self.call(func, args, kwargs)
             op = _op(func, args, kwargs, result)
             if call is not None:
                 self._known.remember(*call, result, op)
@@ -231,8 +235,16 @@ class Ledger(TorchDispatchMode):
         if op is not None:
             if op.flops:
                 op = op._replace(of=self._forward_op())
-            (self.parts[-1].work if self._fusing is None else self._fusing).append(op)
+            self.ran(op._replace(again=True) if self.recomputing() else op)
         return result
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op."""
+        return (_LARGEST.get(func, func) if self.fake else func)(*args, **kwargs)
+
+    def ran(self, op: Op) -> None:
+        """It has run, and takes time."""
+        (self.parts[-1].work if self._fusing is None else self._fusing).append(op)
 
 
 def _tensors(result: Any) -> list[Tensor]:
@@ -246,7 +258,8 @@ def _op(func: Any, args: Any, kwargs: Any, result: Any) -> Op | None:
     operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     results = _tensors(result)
     floating = [x.dtype for x in (*operands, *results) if x.dtype.is_floating_point]
-    op = Op(flops_of(func, args, kwargs, result), traffic, floating[0] if floating else results[0].dtype)
+    dtype, name = floating[0] if floating else results[0].dtype, func._schema.name.removeprefix("aten::")
+    op = Op(flops_of(func, args, kwargs, result), traffic, dtype, name=name)
     if not op.flops:
         return op
     attention = is_attention(func)

@@ -3,10 +3,11 @@
 A device is one process: with the threads that torch has here on a CPU, or with one GPU. Times are the best of several
 rounds, as other load only adds to them.
 
-    flops       products of large square matrices, by dtype
-    bandwidth   a copy of a tensor that fits into no cache: bytes read and written
-    launch      a small op, with its record in autograd
-    within      an all_reduce of two processes
+    flops, bandwidth, launch, products, ops
+                ops of small pieces of models, forward and backward (shardc.cost.tour), and what fits them
+                (shardc.cost.fit), which also says how well shapes that were held back are foretold
+    host        what a small op takes beside its own time
+    within      collectives of two processes, of several kinds and sizes
 """
 
 from __future__ import annotations
@@ -26,155 +27,125 @@ from typing import Any, Literal
 import torch
 from torch import distributed as dist
 
-from shardc.cost.device import Device, Link
+from shardc.cost.device import Device, Link, Products
+from shardc.cost.fit import LinkSample, fit
+from shardc.cost.tour import tour
+from shardc.ir.mesh import Mesh
+from shardc.runtime.mesh import TorchMesh
 
-#: Seconds that one number is measured for, and rounds in them.
-SECONDS, ROUNDS = 0.6, 4
-#: Bytes of a tensor that fits into no cache of a CPU.
-LARGE = 2**28
-#: Of a link: bytes of the large message, calls of the small one, rounds of both.
-MESSAGES = 2**25, 200, 5
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+#: Seconds that ops are measured for, about.
+SECONDS = 25.0
+#: Kinds of collectives, and bytes of the tensors that they are measured with; calls of a small one, and rounds.
+KINDS = ("all_reduce", "all_gather", "all_to_all")
+MESSAGES = (2**8, 2**12, 2**15, 2**17, 2**20, 3 * 2**20, 2**23, 2**25)
+CALLS, ROUNDS = 30, 5
+#: What ops are fitted from: what is not measured stays so.
+_BEGIN: dict[str, Any] = {"flops": {"float32": 1e11}, "bandwidth": 1e10, "launch": 3e-6}
 Kind = Literal["cpu", "cuda"]
 
 
 def measure(kind: Kind | None = None, on: Callable[[str], None] = lambda subject: None) -> Device:
     """This machine as a device. kind: default: a GPU where there is one. on: called with what is measured next."""
     device = torch.device(kind or ("cuda" if torch.cuda.is_available() else "cpu"))
-    flops = {}
-    for dtype in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        on(f"products in {name}")
-        flops[name] = _flops(device, dtype)
-    on("memory bandwidth")
-    bandwidth = _bandwidth(device)
-    on("small ops")
-    launch = _launch(device)
+    ops = tour(device, SECONDS, on)
     on("links between processes")
-    link, how = _link(device)
-    return Device(
+    links, how = _links(device)
+    link = Link(bandwidth=1e9, latency=1e-5)
+    begin = Device(
         name=device.type,
-        source=f"{_name(device)}, measured {date.today()}, torch {torch.__version__}; link: {how}",
         kind="gpu" if device.type == "cuda" else "cpu",
         memory=_memory(device),
-        flops=flops,
-        bandwidth=bandwidth,
-        launch=launch,
-        node=_devices(device),
+        products=_products(device),
+        host=ops.host,
+        node=max(_devices(device), 2),  # the two processes that were measured
         within=link,
         between=link,
+        **_BEGIN,
     )
+    found = fit(begin, ops.samples, links)
+    source = f"{_name(device)}, measured {date.today()}, torch {torch.__version__}; link: {how}; {found}"
+    return found.device.model_copy(update={"source": source, "node": _devices(device)})
 
 
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call: the best of some rounds."""
+def _products(device: torch.device) -> Products | None:
+    """Of a GPU, the tiles that libraries choose from; of a CPU they are found by fitting."""
+    if device.type == "cpu":
+        return None
+    units = torch.cuda.get_device_properties(device).multi_processor_count
+    tiles = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.75), (64, 64, 0.55))  # as in the files of this package
+    return Products(tiles=tiles, units=units, ramp=250.0)
 
-    def settle() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
 
-    run()
-    settle()
-    begin = time.perf_counter()
-    run()
-    settle()
-    calls = max(int(SECONDS / ROUNDS / max(time.perf_counter() - begin, 1e-9)), 1)
+def _links(device: torch.device) -> tuple[list[LinkSample], str]:
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return _between_processes("gloo", threads), "gloo between two processes of this machine"
+    if torch.cuda.device_count() > 1:
+        return _between_processes("nccl", 1), "NCCL between two GPUs of this machine"
+    there = torch.zeros(MESSAGES[-1], dtype=torch.uint8, pin_memory=True)
+    here = torch.zeros_like(there, device=device)
+    copies = [LinkSample("send_recv", n, (0, 1), _copy_seconds(here[:n], there[:n])) for n in MESSAGES]
+    return copies, "there is only one GPU: copies from the machine's memory instead"
+
+
+def _copy_seconds(here: torch.Tensor, there: torch.Tensor) -> float:
     best = float("inf")
     for _ in range(ROUNDS):
+        torch.cuda.synchronize()
         begin = time.perf_counter()
-        for _ in range(calls):
-            run()
-        settle()
-        best = min(best, (time.perf_counter() - begin) / calls)
+        here.copy_(there)
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begin)
     return best
 
 
-def _flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Per second: the better of two sizes, or the smaller where the larger would take long, as on CPUs without fast
-    products of 16-bit numbers.
-    """
-    best = 0.0
-    for n in (256, 1024) if device.type == "cpu" else (4096, 8192):
-        a, b, out = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(3))
-        took = _seconds(partial(torch.mm, a, b, out=out), device)
-        best = max(best, 2 * n**3 / took)
-        if took * 4**3 > SECONDS:
-            break
-    return best
-
-
-def _bandwidth(device: torch.device) -> float:
-    nbytes = LARGE if device.type == "cpu" else 8 * LARGE
-    a = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    b = torch.zeros_like(a)
-    return 2 * nbytes / _seconds(lambda: b.copy_(a), device)
-
-
-def _launch(device: torch.device) -> float:
-    """Seconds of a small op: the mean of a product, a sum and a norm in forward."""
-    x, w = torch.ones(4, 8, device=device), torch.ones(8, 8, device=device, requires_grad=True)
-
-    def run() -> None:
-        y = torch.nn.functional.linear(x, w)
-        torch.nn.functional.layer_norm(y + x, (8,))
-
-    return _seconds(run, device) / 3
-
-
-def _link(device: torch.device) -> tuple[Link, str]:
-    if device.type == "cpu":
-        return _link_between_processes("gloo", torch.get_num_threads()), "gloo between two processes of this machine"
-    if torch.cuda.device_count() > 1:
-        return _link_between_processes("nccl", 1), "NCCL between two GPUs of this machine"
-    here, there = (
-        torch.zeros(2**28, dtype=torch.uint8, device=device),
-        torch.zeros(2**28, dtype=torch.uint8, pin_memory=True),
-    )
-    took, small = _seconds(lambda: here.copy_(there), device), _seconds(lambda: here[:1].copy_(there[:1]), device)
-    return (
-        Link(bandwidth=here.numel() / took, latency=small),
-        "there is only one GPU: copies from the machine's memory instead",
-    )
-
-
-def _link_between_processes(backend: str, threads: int) -> Link:
-    """Between two processes with so many threads each, which are started here and end here. Its all_reduce sends each
-    byte once in either direction.
-    """
+def _between_processes(backend: str, threads: int) -> list[LinkSample]:
+    """Between two processes with so many threads each, which are started here and end here."""
     with (
         tempfile.TemporaryDirectory(prefix="shardc-links-") as folder,
         ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool,
     ):
-        process = partial(_link_process, backend=backend, threads=threads, folder=folder, messages=MESSAGES)
-        (large, small), _ = pool.map(process, range(2))
-    return Link(bandwidth=MESSAGES[0] / max(large - small, 1e-9), latency=small / 2)
+        sizes = MESSAGES, CALLS, ROUNDS
+        process = partial(_link_process, backend=backend, threads=threads, folder=folder, sizes=sizes)
+        first, _ = pool.map(process, range(2))
+        return first
 
 
 def _link_process(
-    rank: int, backend: str, threads: int, folder: str, messages: tuple[int, int, int]
-) -> tuple[float, float]:
-    """One of the two: seconds of a large and of a small all_reduce."""
+    rank: int, backend: str, threads: int, folder: str, sizes: tuple[tuple[int, ...], int, int]
+) -> list[LinkSample]:
+    """One of the two: each collective as TorchMesh makes it."""
     torch.set_num_threads(threads)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    nbytes, calls, rounds = messages
-    large = _all_reduce_seconds(torch.zeros(nbytes // 4, device=device), 1, rounds)
-    small = _all_reduce_seconds(torch.zeros(1, device=device), calls, rounds)
+    mesh = TorchMesh(Mesh((("ranks", 2),)), device=device, watch=0)
+    messages, calls, rounds = sizes
+    found = []
+    for nbytes in messages:
+        x = torch.zeros(2, nbytes // 8, device=device)
+        ways: dict[str, Callable[[], Any]] = {
+            "all_reduce": partial(mesh.all_reduce, x, ("ranks",)),
+            "all_gather": partial(mesh.all_gather, x[0], "ranks"),
+            "all_to_all": partial(mesh.all_to_all, x, "ranks"),
+        }
+        often = max(min(calls, 2**24 // nbytes), 1)
+        found += [LinkSample(kind, nbytes, (0, 1), _call_seconds(ways[kind], device, often, rounds)) for kind in KINDS]
     dist.destroy_process_group()
-    return large, small
+    return found
 
 
-def _all_reduce_seconds(x: torch.Tensor, calls: int, rounds: int) -> float:
-    """Seconds of one all_reduce: the best round's mean."""
+def _call_seconds(call: Callable[[], Any], device: torch.device, calls: int, rounds: int) -> float:
+    """Seconds of one call: the best round's mean."""
     best = float("inf")
-    for _ in range(rounds + 1):
+    for _ in range(rounds):
         dist.barrier()
         begin = time.perf_counter()
         for _ in range(calls):
-            dist.all_reduce(x)
-        if x.is_cuda:
+            call()
+        if device.type == "cuda":
             torch.cuda.synchronize()
         best = min(best, (time.perf_counter() - begin) / calls)
     return best

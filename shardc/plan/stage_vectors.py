@@ -64,7 +64,7 @@ class Meter(Clock):
         return cls(device, mesh, rank, roles=roles)
 
     def ran(self, w: Op, begin: float) -> None:
-        what = self._what(w)
+        what = self.device.cause(w)
         self.spent[what] += self.now - begin
         self.fixed[what] += self.now - begin if what == "launch" else 0.0
 
@@ -77,11 +77,6 @@ class Meter(Clock):
         super().waited_for(record, seconds)
         self.spent[self._named(record)] += seconds
         self.fixed[self._named(record)] += min(seconds, self.alone(replace(record, bytes=0))[0])
-
-    def _what(self, w: Op) -> str:
-        d = self.device
-        compute, traffic = d.product_seconds(w), d.traffic_seconds(w)
-        return "launch" if max(compute, traffic) < d.launch else "compute" if compute >= traffic else "memory"
 
     def _named(self, record: CommRecord) -> str:
         roles = {self.roles[a.partition("[")[0].partition(".")[0]] for a in record.axes}

@@ -44,6 +44,11 @@ class Run(Section):
     trace: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
         default=(), description="steps of which torch.profiler records a trace, in `log`", examples=[[5, 6]]
     )
+    breakdown: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
+        default=(),
+        description="steps of which every op is timed, in `log`: for `shardc cost --compare` and `shardc device --fit`",
+        examples=[[5, 6]],
+    )
     memory_snapshot: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
         default=(),
         description="steps of which CUDA's allocator records who holds memory, in `log`, for pytorch.org/memory_viz",

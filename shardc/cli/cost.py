@@ -1,0 +1,80 @@
+"""`shardc cost`: a step's seconds by cause, as priced; and where a run says otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardc.cli import common
+
+if TYPE_CHECKING:
+    from shardc.cost import Cost, Device
+    from shardc.ir.program import Program
+
+
+def command(
+    model: common.Source,
+    spec: common.SpecFile = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="folder of `shardc run --log RUN --breakdown 5`: what of it was predicted"),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="a name that `shardc device` lists, or a YAML file (default: the spec's; with --compare this"
+            " machine's, once measured)"
+        ),
+    ] = None,
+    mesh: common.MeshOption = None,
+    set_: common.SetOption = None,
+    batch: common.BatchOption = None,
+    seq: common.SeqOption = None,
+    trust: common.TrustOption = False,
+    model_: common.ModelOption = None,
+    as_json: common.JsonOption = False,
+    debug: common.DebugOption = False,
+) -> None:
+    """What a step's time goes to, line by line; and where a run and the prediction differ."""
+    with common.reporting(debug, as_json) as show:
+        from shardc.cost import run_log, waterfall
+        from shardc.cost.device import chosen
+        from shardc.report import comparison
+
+        run = run_log.read(compare) if compare is not None else None
+        program = common.program_of(
+            model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, model=model_, as_compiled=True
+        )
+        if device is None and run is not None and (program.spec is None or program.spec.device is None):
+            device = run.timed[0].kind
+        cost = _cost(program, chosen(device, program.spec), compiled=common.is_artifact(model))
+        if run is not None:
+            found = waterfall.compare(cost, run)
+            show(json.dumps(comparison.comparison_json(found)) if as_json else comparison.comparison_table(found))
+        elif as_json:
+            each = [{"at": r.at, "lines": waterfall.predicted(cost, i)} for i, r in enumerate(cost.ranks)]
+            show(json.dumps({"device": cost.device.name, "step_seconds": cost.step_seconds, "ranks": each}))
+        else:
+            show(comparison.waterfall_table(cost))
+
+
+def _cost(program: Program, on: Device, *, compiled: bool) -> Cost:
+    """As `shardc run` trains: with the model file's optimizer, the norm of gradients, and the spec's clipping. A
+    compiled folder's model file is not imported for it: then with AdamW.
+    """
+    from shardc.cli import model_file
+    from shardc.cost.step import cost
+    from shardc.runtime.step.engine import adamw
+
+    optimizer = None if compiled else model_file.load(str(program.meta["model_ref"]), **_sizes(program)).optimizer
+    clip = program.spec.run.clip if program.spec is not None else None
+    norm = not program.forward_only
+    return cost(program, on, optimizer or adamw, on=lambda rank, done, total: None, clip_norm=clip, norm=norm)
+
+
+def _sizes(program: Program) -> dict[str, int]:
+    """Of an hf: model's example batch."""
+    return {k: n for k, n in program.meta.get("example", {}).items() if k in ("batch", "seq") and n is not None}

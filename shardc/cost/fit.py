@@ -1,0 +1,325 @@
+"""A device's numbers from measured ops and collectives: of `shardc device --measure`, or of steps of a run (`--fit`).
+
+Only the numbers are found here; what they mean is Device's business, whose own `op_seconds` is compared with what was
+measured. One after the other:
+
+    launch      of ops that move next to nothing
+    bandwidth   of ops that multiply nothing, large ones
+    products    the share that a product's shape reaches: the tile and ramp, of a few, that leave the least spread
+    flops       by dtype: what is then left
+    ops         an op that all of this describes badly has numbers of its own: seconds, and bytes per second or a share
+    links       latency and rate, for collectives that were waited for from begin to end
+
+A quarter of the shapes is held back from a first fit, which is then asked for them: that is the error which is said.
+The numbers that are kept come from all of them. Errors are ratios, so a small op counts as a large one does, and
+medians are taken, as a machine with other work has outliers, always above.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from shardc.cost.collective_seconds import collective_seconds, reach
+from shardc.cost.device import Device, Link, OpRates, Products
+from shardc.cost.ledger import Op
+
+#: One of so many shapes is held back.
+HELD = 4
+#: Tiles and ramps that are tried for a device whose file has none: (rows, columns).
+TILES = ((1, 1), (4, 16), (8, 32), (16, 64), (32, 64), (64, 64), (64, 128), (128, 128), (128, 256))
+RAMPS = (0, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+#: Bytes and flops of an op that takes as long as any small one.
+SMALL = 2**16
+#: An op has numbers of its own where the others are off by more than this.
+OWN = 0.1
+#: How much an op's own numbers are drawn to the device's: with one size only, both could be anything.
+DRAWN = 0.003
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OpSample:
+    """Seconds of one op, as measured. count: how often a step has it."""
+
+    op: Op
+    seconds: float
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class LinkSample:
+    """Seconds of one collective among ranks, as measured. bytes: as of collective_seconds."""
+
+    kind: str
+    bytes: float
+    ranks: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FitError:
+    """Of what was held back: how many of how many; the error that half and nine in ten of them stay below; and that of
+    their sum. Shares: 0.1 is 10 %.
+    """
+
+    held: int
+    of: int
+    half: float
+    most: float
+    sum: float
+
+    def __str__(self) -> str:
+        within = f"half within {self.half:.0%}, nine in ten within {self.most:.0%}, their sum {self.sum:+.0%}"
+        return f"{self.held} of {self.of} held back: {within}"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A device, and how well it foretells what was held back; None where there was too little to hold back."""
+
+    device: Device
+    ops: FitError | None
+    links: FitError | None
+
+    def __str__(self) -> str:
+        said = [f"{name}: {e}" for name, e in (("ops", self.ops), ("collectives", self.links)) if e is not None]
+        return "; ".join(said) or "too few shapes to hold any back"
+
+
+def fit(base: Device, ops: Iterable[OpSample], links: Iterable[LinkSample] = ()) -> Fitted:
+    """`base` with numbers that are those of the samples, where there are any. What the file calls a datasheet's peak
+    stays: of a device whose `reaches` are below 1, it is these that change.
+    """
+    ops, links = [x for x in ops if x.seconds > 0], [x for x in links if x.seconds > 0]
+    kept, held = _split(ops, lambda x: x.op, lambda x: x.op.name)
+    error = _error(_with_ops(base, kept).op_seconds, held, len(ops), lambda x: x.op)
+    kept_links, held_links = _split(links, lambda x: x, lambda x: x.kind)
+    of_links = _with_links(base, kept_links)
+    link_error = _error(lambda x: _seconds(of_links, x), held_links, len(links), lambda x: x)
+    return Fitted(_with_links(_with_ops(base, ops), links), error, link_error)
+
+
+# --- what is held back
+
+
+def _split(samples: Sequence[T], key: Callable[[T], Hashable], group: Callable[[T], str]) -> tuple[list[T], list[T]]:
+    """(to fit by, held back): of each group that has others, some; always the same ones."""
+    by: defaultdict[str, list[T]] = defaultdict(list)
+    for x in samples:
+        by[group(x)].append(x)
+    kept, held = [], []
+    for some in by.values():
+        some.sort(key=lambda x: zlib.crc32(repr(key(x)).encode()))
+        out = len(some) // HELD
+        held += some[:out]
+        kept += some[out:]
+    return kept, held
+
+
+def _error(seconds: Callable[[Any], float], held: Sequence[Any], of: int, key: Callable[[Any], Any]) -> FitError | None:
+    if not held:
+        return None
+    predicted, measured = [seconds(key(x)) for x in held], [x.seconds for x in held]
+    off = sorted(abs(p / m - 1) for p, m in zip(predicted, measured, strict=True))
+    half, most = (off[min(int(share * len(off)), len(off) - 1)] for share in (0.5, 0.9))
+    return FitError(len(held), of, half, most, sum(predicted) / sum(measured) - 1)
+
+
+# --- ops
+
+
+def _with_ops(base: Device, samples: Sequence[OpSample]) -> Device:
+    if not samples:
+        return base
+    plain = [x for x in samples if not x.op.flops]
+    d = base.model_copy(update={"ops": {}})
+    d = _bandwidth(_launch(d, samples), plain)
+    d = _attention(_flops(d, [x for x in samples if x.op.flops and not x.op.attention]), samples)
+    by: defaultdict[str, list[OpSample]] = defaultdict(list)
+    for x in samples:
+        by[x.op.name].append(x)
+    own = {name: _own(d, some) for name, some in sorted(by.items())}
+    unseen = {name: rates for name, rates in base.ops.items() if name not in by}
+    return d.model_copy(update={"ops": {**unseen, **{name: rates for name, rates in own.items() if rates is not None}}})
+
+
+def _launch(d: Device, samples: Sequence[OpSample]) -> Device:
+    """Of small ops, the smallest tenth of all or a few: half take longer, half take less."""
+    small = [x for x in samples if x.op.traffic <= SMALL and x.op.flops <= SMALL]
+    small = sorted(small, key=lambda x: x.op.traffic + x.op.flops)[: max(len(samples) // 10, 5)]
+    work = [max(d.product_seconds(x.op), d.traffic_seconds(x.op)) for x in small]
+    quick = [x.seconds for x, w in zip(small, work, strict=True) if w < 0.5 * x.seconds]
+    return d.model_copy(update={"launch": float(np.median(quick))}) if quick else d
+
+
+def _bandwidth(d: Device, plain: Sequence[OpSample]) -> Device:
+    """Of large ops: those that take several times as long as to be launched."""
+    rates = [(x.op.traffic / _work(d, x), x.seconds) for x in plain if x.op.traffic and x.seconds > 3 * d.launch]
+    if not rates:
+        return d
+    rate = _weighted_median(rates)
+    if d.reaches.bandwidth < 1:
+        share = min(rate / d.bandwidth, 1.0)
+        return d.model_copy(update={"reaches": d.reaches.model_copy(update={"bandwidth": share})})
+    return d.model_copy(update={"bandwidth": rate})
+
+
+def _flops(d: Device, samples: Sequence[OpSample]) -> Device:
+    """The tile and the ramp with which products of all shapes come to the same rate, and that rate, by dtype."""
+    least = [max(d.launch_seconds(x.op), d.traffic_seconds(x.op)) for x in samples]
+    bound = [x for x, other in zip(samples, least, strict=True) if x.op.matrices and x.seconds > 2 * other]
+    if not bound:
+        return d
+    tried: list[Products | None] = [d.products]
+    if d.products is not None and len(d.products.tiles) > 1:
+        tried += [d.products.model_copy(update={"ramp": float(ramp)}) for ramp in RAMPS]
+    else:
+        units = d.products.units if d.products is not None else 1
+        tried += [Products(tiles=((*tile, 1.0),), units=units, ramp=float(r)) for tile in TILES for r in RAMPS]
+    best = min((_of_dtypes(d.model_copy(update={"products": p}), bound) for p in tried), key=lambda x: x[0])
+    return best[1]
+
+
+def _of_dtypes(d: Device, samples: Sequence[OpSample]) -> tuple[float, Device]:
+    """(how far the samples are off, the device): with the rates by dtype that fit best."""
+    by: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for x in samples:
+        name = str(x.op.dtype).removeprefix("torch.")
+        by[name].append((d.product_seconds(x.op) / _work(d, x), x.seconds))
+    faster = {name: _weighted_median(some) for name, some in by.items()}
+    off = [w**0.5 * abs(math.log(r / faster[name])) for name, some in by.items() for r, w in some]
+    if d.reaches.flops < 1:
+        factor = float(np.median(list(faster.values())))
+        share = min(d.reaches.flops * factor, 1.0)
+        return sum(off), d.model_copy(update={"reaches": d.reaches.model_copy(update={"flops": share})})
+    flops = {**d.flops, **{name: _flops_of(d, name) * f for name, f in faster.items()}}
+    return sum(off), d.model_copy(update={"flops": flops})
+
+
+def _flops_of(d: Device, dtype: str) -> float:
+    return d.flops.get(dtype, min(d.flops.values()))
+
+
+def _attention(d: Device, samples: Sequence[OpSample]) -> Device:
+    """What kernels of attention reach of the flops."""
+    rates = [
+        ((x.op.flops - x.op.masked) / (d.flops_per_second(x.op.dtype) * _work(d, x)), x.seconds)
+        for x in samples
+        if x.op.attention and x.seconds > 2 * d.launch
+    ]
+    if not rates:
+        return d
+    share = min(_weighted_median(rates), 1.0)
+    return d.model_copy(update={"reaches": d.reaches.model_copy(update={"attention": share})})
+
+
+def _own(d: Device, some: Sequence[OpSample]) -> OpRates | None:
+    """Of one op: seconds to start it, and what its work takes times over; None where the device's numbers do."""
+    if np.median([abs(d.op_seconds(x.op) / x.seconds - 1) for x in some]) < OWN:
+        return None
+    work = np.array([max(d.product_seconds(x.op), d.traffic_seconds(x.op)) for x in some])
+    took = np.array([x.seconds for x in some])
+
+    def off(launch: float, times: float) -> float:
+        a, b = launch * d.launch, times * work
+        drawn = DRAWN * (abs(math.log(launch)) + abs(math.log(times)))
+        return float(np.abs(np.log((a + b if d.kind == "cpu" else np.maximum(a, b)) / took)).mean()) + drawn
+
+    launch, times = _descended(off)
+    products = [x.op for x in some if d.product_seconds(x.op) > d.traffic_seconds(x.op)]
+    seconds = launch * d.launch
+    if len(products) > len(some) // 2:
+        return OpRates(launch=seconds, flops=1 / times)
+    return OpRates(launch=seconds, bandwidth=d.bandwidth * d.reaches.bandwidth / times)
+
+
+def _work(d: Device, x: OpSample) -> float:
+    """Of its seconds, those that are not of starting it."""
+    return max(x.seconds - d.launch, 0.1 * x.seconds) if d.kind == "cpu" else x.seconds
+
+
+def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
+    """Of (value, weight)."""
+    ordered = sorted(values)
+    half, so_far = sum(w for _, w in ordered) / 2, 0.0
+    for value, weight in ordered:
+        so_far += weight
+        if so_far >= half:
+            return value
+    return ordered[-1][0]
+
+
+# --- links
+
+
+def _seconds(d: Device, x: LinkSample) -> float:
+    return collective_seconds(d, x.kind, x.bytes, x.ranks)
+
+
+def _with_links(base: Device, samples: Sequence[LinkSample]) -> Device:
+    """Links inside of a node, then those between nodes, ..."""
+    d = base
+    same = base.within == base.between
+    for level, name in enumerate(("within", "between", "beyond")):
+        mine = [x for x in samples if len(x.ranks) > 1 and reach(base, x.ranks) == level]
+        if not mine:
+            continue
+        link = getattr(d, name)
+        if not link.latency:
+            link = link.model_copy(update={"latency": 1e-6})
+        d = _with_link(d, name, link, mine)
+        if name == "within" and same:  # nobody has measured any other
+            d = d.model_copy(update={"between": d.within})
+    return d
+
+
+def _with_link(d: Device, name: str, link: Link, samples: Sequence[LinkSample]) -> Device:
+    """The delay and the rate, each times a factor, that leave the least error."""
+
+    def with_factors(delay: float, rate: float) -> Device:
+        update: dict[str, float] = {"latency": link.latency * delay, "start": link.start * delay}
+        if link.reaches is not None or d.reaches.link < 1:
+            update["reaches"] = min((link.reaches or d.reaches.link) * rate, 1.0)
+        else:
+            update["bandwidth"] = link.bandwidth * rate
+        return d.model_copy(update={name: link.model_copy(update=update)})
+
+    def off(delay: float, rate: float) -> float:
+        other = with_factors(delay, rate)
+        return float(np.mean([abs(math.log(_seconds(other, x) / x.seconds)) for x in samples]))
+
+    return with_factors(*_descended(off))
+
+
+def _descended(off: Callable[[float, float], float]) -> tuple[float, float]:
+    """Two factors with the least error, from 1 and 1 on: times 4 or a fourth of it, either or both; where none of that
+    helps, by smaller steps.
+    """
+    at, step = (1.0, 1.0), 4.0
+    least = off(*at)
+    while step > 1.005:
+        a, b = at
+        near = [(a * x, b * y) for x in (1 / step, 1.0, step) for y in (1 / step, 1.0, step)]
+        found = min((off(*x), x) for x in near)
+        if found[0] < least * (1 - 1e-9):
+            least, at = found
+        else:
+            step = step**0.5
+    return at
+
+
+def merged(samples: Iterable[OpSample], of_several: Callable[[Sequence[float]], float] = min) -> list[OpSample]:
+    """One sample for each op. of_several: which of its seconds count: the least, as other load adds to it."""
+    found: dict[Op, list[OpSample]] = {}
+    for x in samples:
+        op = x.op._replace(of="", again=False)
+        found.setdefault(op, []).append(replace(x, op=op))
+    return [replace(some[0], seconds=of_several([x.seconds for x in some])) for some in found.values()]

@@ -1,0 +1,224 @@
+"""What each op of a real step takes: `shardc run --log RUN --breakdown 5` writes RUN/ops-step5-rank0.json.
+
+The ledger of a dry run (shardc.cost.ledger) counts what an op computes and moves; here the tensors are real, and a
+clock stands beside it. So a measured op and a predicted one are the same record, and nothing has to be matched by name.
+
+On a CPU the op runs when it is called. On a GPU it is queued: the device is given something to wait for first, so that
+the host is ahead, and two events around the op say what its kernels took. A step that is measured so takes longer as a
+whole; its ops do not. Ops inside of a collective are the collective's, whose wait is measured
+(shardc.runtime.mesh.waits).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from shardc.cost.ledger import Ledger, Op
+from shardc.runtime.mesh.base import RankMesh
+from shardc.runtime.mesh.waits import Wait, event
+from shardc.torch_private import busy_gpu, current_backward, pytree
+
+#: Calls by which is found out what measuring an op adds to it.
+CALLS = 200
+
+
+@dataclass
+class OpTime:
+    """Equal ops of one part of a step ("forward", "backward", "update"): how many, the seconds of all of them, and of
+    the quickest.
+    """
+
+    part: str
+    op: Op
+    count: int
+    seconds: float
+    least: float
+
+
+@dataclass
+class MeasuredStep:
+    """A step whose ops were measured, on one rank of a mesh {axis: size}. kind: of device, "cpu" or "cuda"; device: its
+    name. made: bytes of the tensors that the step itself made, at most at once. seconds: of the whole step, slower by
+    the measuring.
+    """
+
+    step: int
+    rank: int
+    mesh: dict[str, int]
+    kind: str
+    device: str
+    made: int
+    seconds: float
+    ops: list[OpTime] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        times = ("part", "count", "seconds", "least")
+        ops = [{**{name: getattr(x, name) for name in times}, **_op_json(x.op)} for x in self.ops]
+        head = {name: getattr(self, name) for name in _HEAD}
+        return {**head, "ops": ops, "waits": [asdict(x) for x in self.waits]}
+
+    @staticmethod
+    def of_json(value: dict[str, Any]) -> MeasuredStep:
+        ops = [OpTime(x["part"], _op(x), x["count"], x["seconds"], x["least"]) for x in value["ops"]]
+        waits = [Wait(**{**x, "axes": tuple(x["axes"])}) for x in value["waits"]]
+        return MeasuredStep(**{name: value[name] for name in _HEAD}, ops=ops, waits=waits)
+
+
+_HEAD = ("step", "rank", "mesh", "kind", "device", "made", "seconds")
+
+
+def _op_json(op: Op) -> dict[str, Any]:
+    """Without what is empty."""
+    said = {**op._asdict(), "dtype": str(op.dtype).removeprefix("torch.")}
+    return {k: x for k, x in said.items() if x or k in ("flops", "traffic")}
+
+
+def _op(value: dict[str, Any]) -> Op:
+    said = {k: x for k, x in value.items() if k in Op._fields}
+    for name in ("shape", "matrices"):
+        if name in said:
+            said[name] = tuple(said[name])
+    return Op(**{**said, "dtype": getattr(torch, said["dtype"])})
+
+
+class OpTimes(Ledger):
+    """`with OpTimes(device) as times:` measures the ops that run. mesh: whose collectives, and recomputation, are told
+    apart; `.measured(step)` then has them.
+    """
+
+    def __init__(self, device: torch.device, mesh: RankMesh | None = None) -> None:
+        super().__init__(fake=False)
+        self.device, self.mesh = device, mesh
+        if mesh is not None:
+            self.recomputing = lambda: mesh.step.recomputing
+        self._found: dict[tuple[str, Op], OpTime] = {}
+        self._last: Callable[[], float] = float
+        self._waiting: list[tuple[str, Op, Callable[[], float]]] = []  # for the device
+        self._updates = 0
+        self._hooks: list[RemovableHandle] = []
+        self._added = 0.0
+        self._before: dict[int, Any] = {}  # storages that were there already, until they are freed
+        self._began = 0.0
+        self._seconds = 0.0
+
+    def __enter__(self) -> OpTimes:
+        self._added = self._overhead()
+        if self.mesh is not None:
+            self.mesh.waits.kept = []
+        self._hooks = [register_optimizer_step_pre_hook(self._update), register_optimizer_step_post_hook(self._updated)]
+        self._began = time.perf_counter()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._seconds = time.perf_counter() - self._began
+        for part, op, took in self._waiting:
+            self._note(part, op, took())
+        self._waiting.clear()
+
+    def measured(self, step: int) -> MeasuredStep:
+        """What has run."""
+        live = most = 0
+        for part in self.parts:
+            for sign, storage in part.changes:
+                live += sign * storage.nbytes
+                most = max(most, live)
+        cpu = self.device.type == "cpu"
+        name = f"cpu, {torch.get_num_threads()} threads" if cpu else torch.cuda.get_device_name(self.device)
+        waits: list[Wait] = []
+        if self.mesh is not None:
+            self.mesh.waits.settle()
+            waits, self.mesh.waits.kept = self.mesh.waits.kept or [], None
+        rank, mesh = (self.mesh.rank, dict(self.mesh.layout.axes)) if self.mesh is not None else (0, {})
+        found = list(self._found.values())
+        return MeasuredStep(step, rank, mesh, self.device.type, name, most, self._seconds, found, waits)
+
+    # --- what the ledger sees
+
+    def observe(self, x: Tensor) -> None:
+        if x.layout is torch.strided and x.untyped_storage()._cdata not in self._before:
+            super().observe(x)
+
+    def _was_there(self, x: Tensor) -> None:
+        """An operand that no op of this step has made."""
+        if x.layout is not torch.strided or x.device.type == "meta":
+            return
+        untyped = x.untyped_storage()
+        key = untyped._cdata
+        if key not in self.storages and key not in self._before:
+            self._before[key] = weakref.ref(untyped, lambda _: self._before.pop(key, None))
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        for x in pytree.tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor):
+                self._was_there(x)
+        if self.device.type == "cpu":
+            begin = time.perf_counter()
+            result = func(*args, **kwargs)
+            took = max(time.perf_counter() - begin - self._added, 0.0)
+            self._last = lambda: took
+            return result
+        with torch.cuda.device(self.device):
+            busy_gpu()
+            before, after = event(), event()
+            before.record()
+            result = func(*args, **kwargs)
+            after.record()
+        self._last = lambda: before.elapsed_time(after) / 1e3
+        return result
+
+    def ran(self, op: Op) -> None:
+        if op.name.startswith("c10d::") or (self.mesh is not None and self.mesh.waits.inside):
+            return
+        part = "update" if self._updates else "forward" if current_backward() is None else "backward"
+        if self.device.type == "cpu":
+            self._note(part, op._replace(of=""), self._last())
+        else:
+            self._waiting.append((part, op._replace(of=""), self._last))
+
+    def _note(self, part: str, op: Op, seconds: float) -> None:
+        found = self._found.get((part, op))
+        if found is None:
+            self._found[part, op] = OpTime(part, op, 1, seconds, seconds)
+            return
+        found.count += 1
+        found.seconds += seconds
+        found.least = min(found.least, seconds)
+
+    def _update(self, *_: Any) -> None:
+        self._updates += 1
+
+    def _updated(self, *_: Any) -> None:
+        self._updates -= 1
+
+    def _overhead(self) -> float:
+        """Seconds that calling an op from Python adds to one whose call takes next to nothing."""
+        if self.device.type != "cpu":
+            return 0.0
+        x: Tensor = torch.zeros(1)
+        call, least = torch.ops.aten.alias.default, float("inf")
+        for _ in range(CALLS):
+            begin = time.perf_counter()
+            call(x)
+            least = min(least, time.perf_counter() - begin)
+        return least
+
+
+def file_of(log: Path, step: int, rank: int) -> Path:
+    return log / f"ops-step{step}-rank{rank}.json"

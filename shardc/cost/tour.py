@@ -1,0 +1,158 @@
+"""What a machine is measured by: pieces of models, forward and backward, in several sizes, and updates of weights.
+
+Each op of them is timed (shardc.cost.op_times). All pieces run in turn, again and again, so that an op finds its
+operands where it finds them in a step: seldom in the nearest cache. Of each op the quickest round counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardc.cost.fit import OpSample, merged
+from shardc.cost.op_times import OpTimes
+from shardc.runtime.mesh.allocator import keep_freed
+
+#: (tokens, hidden) of the pieces.
+SIZES = {
+    "cpu": ((16, 32), (64, 64), (128, 96), (256, 128), (256, 384), (512, 256), (1024, 512), (2048, 192)),
+    "cuda": ((256, 256), (1024, 1024), (2048, 2048), (4096, 1536), (4096, 4096), (8192, 3072), (16384, 2048)),
+}
+VOCABULARY, HEAD = 1000, 32
+
+
+@dataclass(frozen=True)
+class Tour:
+    """What was measured. host: seconds that a small op takes beside its own, in autograd and Python."""
+
+    samples: list[OpSample]
+    host: float
+
+
+def tour(device: torch.device, seconds: float, on: Callable[[str], None] = lambda what: None) -> Tour:
+    """Rounds for about so many seconds, and no less than one."""
+    if device.type == "cpu":
+        keep_freed()  # as in a run
+    pieces = [piece for tokens, hidden in SIZES[device.type] for piece in _pieces(tokens, hidden, device)]
+    small = list(_pieces(*SIZES[device.type][0], device))
+    found: list[OpSample] = []
+    begin, rounds = time.perf_counter(), 0
+    while not rounds or time.perf_counter() - begin < seconds:
+        on(f"ops, round {rounds + 1}")
+        times = OpTimes(device)
+        with times:
+            for piece in pieces:
+                piece()
+        measured = times.measured(0).ops
+        if rounds:  # the first one allocates
+            found = merged([*found, *(OpSample(x.op, x.least, x.count) for x in measured)])
+        rounds += 1
+        if rounds == 1 and time.perf_counter() - begin > seconds:
+            found = merged(OpSample(x.op, x.least, x.count) for x in measured)
+    return Tour(found, _host(small, device))
+
+
+def _host(pieces: list[Callable[[], None]], device: torch.device) -> float:
+    """Of small pieces: what their steps take beside their ops, for each op."""
+    least, spent, count = float("inf"), 0.0, 1
+    for _ in range(5):
+        begin = time.perf_counter()
+        for piece in pieces:
+            piece()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        least = min(least, time.perf_counter() - begin)
+        with OpTimes(device) as times:
+            for piece in pieces:
+                piece()
+        ops = times.measured(0).ops
+        count, spent = sum(x.count for x in ops), sum(x.count * x.least for x in ops)
+    return max(least - spent, 0.0) / count if device.type == "cpu" else least / count
+
+
+def _pieces(tokens: int, hidden: int, device: torch.device) -> Iterator[Callable[[], None]]:
+    """Functions that each run one piece, forward and backward."""
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device=device)
+
+    x = random(tokens, hidden).requires_grad_()
+    wide = random(tokens, 4 * hidden).requires_grad_()
+    yield from _products(x, wide, hidden, device)
+    yield from _attention(tokens, hidden, device)
+    norm, scale = nn.LayerNorm(hidden, device=device), random(hidden).requires_grad_()
+
+    def root_mean_square() -> None:
+        _backward(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * scale)
+
+    yield lambda: _backward(norm(x))
+    yield root_mean_square
+    for function in (functional.gelu, functional.silu, functional.relu, torch.tanh, torch.sigmoid, torch.exp):
+        yield lambda function=function: _backward(function(wide))  # type: ignore[misc]
+    yield lambda: _backward(functional.gelu(wide, approximate="tanh"))
+    yield lambda: _backward(wide.softmax(-1))
+    yield lambda: _backward((x + x * 0.5) * x / 3 - x)
+    yield lambda: _backward(torch.cat([x, x], -1).chunk(2, -1)[0].contiguous())
+    yield lambda: _backward(x.view(tokens, -1, 8).transpose(0, 1).contiguous())
+    yield lambda: _backward(torch.where(x > 0, x, -x) + x.clone())
+    ids = torch.arange(tokens, device=device) % VOCABULARY
+    table, logits = random(VOCABULARY, hidden).requires_grad_(), random(tokens, VOCABULARY).requires_grad_()
+    yield lambda: _backward(functional.embedding(ids, table))
+    yield lambda: _backward(functional.cross_entropy(logits, ids))
+    numbers = torch.arange(tokens * hidden, dtype=torch.int32, device=device)
+
+    def hashed() -> None:  # as a mask of dropout is made
+        keys = (numbers ^ (numbers >> 16)) * 0x45D9F3B
+        (keys ^ (keys >> 7)).lt(1 << 20)
+
+    yield hashed
+    yield lambda: _backward(x.to(torch.bfloat16).to(torch.float32))
+    for fused in (False, True):
+        weights = [nn.Parameter(random(hidden, hidden)), nn.Parameter(random(hidden))]
+        optimizer = torch.optim.AdamW(weights, lr=1e-4, fused=fused, foreach=None if fused else False)
+
+        def update(optimizer: torch.optim.Optimizer = optimizer, weights: list[nn.Parameter] = weights) -> None:
+            for w in weights:
+                w.grad = w.detach().clone()
+            optimizer.step()
+
+        yield update
+
+
+def _products(x: Tensor, wide: Tensor, hidden: int, device: torch.device) -> Iterator[Callable[[], None]]:
+    up, down = nn.Linear(hidden, 4 * hidden, device=device), nn.Linear(4 * hidden, hidden, bias=False, device=device)
+    head = nn.Linear(hidden, VOCABULARY, bias=False, device=device)
+    yield lambda: _backward(up(x))
+    yield lambda: _backward(down(wide))
+    yield lambda: _backward(head(x))
+    low = x.detach().to(torch.bfloat16).requires_grad_()
+    weight = up.weight.detach().to(torch.bfloat16).requires_grad_()
+    yield lambda: _backward(functional.linear(low, weight))
+    double = x.detach().double().requires_grad_()
+    yield lambda: _backward(functional.linear(double, up.weight.double()))
+    channels = max(hidden // 16, 4)
+    image, convolution = (
+        torch.randn(4, channels, 16, 16, device=device),
+        nn.Conv2d(channels, 2 * channels, 3, padding=1),
+    )
+    yield lambda: _backward(convolution.to(device)(image))
+
+
+def _attention(tokens: int, hidden: int, device: torch.device) -> Iterator[Callable[[], None]]:
+    heads, length = max(hidden // HEAD, 1), min(tokens, 256)
+    q = torch.randn(tokens // length, heads, length, HEAD, device=device).requires_grad_()
+    for causal in (False, True):
+        yield lambda causal=causal: _backward(  # type: ignore[misc]
+            functional.scaled_dot_product_attention(q, q, q, is_causal=causal)
+        )
+    yield lambda: _backward((q @ q.transpose(-1, -2)).softmax(-1) @ q)
+
+
+def _backward(result: Tensor) -> None:
+    """With a gradient that lies in memory as others do."""
+    torch.autograd.backward([result], [result.detach()])

@@ -1,0 +1,199 @@
+"""A step's seconds, cause by cause: as priced, and as they were in a run.
+
+    products at the peak    what the products of forward and backward would take at the device's peak
+    below the peak          what they take beside that
+    memory-bound ops        ops that wait for memory; small ops: those that take no longer than to be started
+    recomputed              of forward, in backward
+    update                  ops of the optimizer's step
+    host                    the device has nothing to do: on a CPU, autograd and Python beside the ops
+    waiting for tp          the rank waits for collectives over these axes
+    other stages            a pipeline's bubble, and what stages send
+    data                    waiting for the batch
+
+The lines add up to the step. Measured ones are of the ops of timed steps, and of the waits of all others; what is left
+of their seconds is the host's. Which line an op belongs to is the device's answer in both, so that a line differs by
+its seconds alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardc.cost.clock import Clock
+from shardc.cost.device import Device
+from shardc.cost.ledger import Op, Part
+from shardc.cost.op_times import MeasuredStep
+from shardc.cost.peak_memory import parts
+from shardc.cost.run_log import RunLog
+from shardc.cost.step import Cost
+from shardc.errors import ShardcError
+from shardc.runtime import schedule as schedules
+from shardc.runtime.mesh import CommRecord
+
+PEAK, BELOW, MEMORY, SMALL = "products at the peak", "below the peak", "memory-bound ops", "small ops"
+AGAIN, UPDATE, HOST, STAGES, DATA = "recomputed", "update", "host", "other stages", "data"
+#: The order of the lines; those of axes stand before the stages'.
+FIRST, LAST = (PEAK, BELOW, MEMORY, SMALL, AGAIN, UPDATE, HOST), (STAGES, DATA)
+
+
+def waiting(axes: str) -> str:
+    return f"waiting for {axes}"
+
+
+@dataclass
+class Waterfall(Clock):
+    """A clock that keeps what for. spent: seconds by line."""
+
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    updating: bool = False
+
+    def run(self, part: Part) -> float:
+        self.updating = part.name == "update"
+        return super().run(part)
+
+    def ran(self, w: Op, begin: float) -> None:
+        for name, seconds in lines_of(self.device, w, self.now - begin, updating=self.updating).items():
+            self.spent[name] += seconds
+
+    def waited_for_host(self, seconds: float) -> None:
+        super().waited_for_host(seconds)
+        self.spent[HOST] += seconds
+
+    def waited_for(self, record: CommRecord, seconds: float) -> None:
+        super().waited_for(record, seconds)
+        self.spent[waiting(record.axis)] += seconds
+
+
+def lines_of(device: Device, op: Op, seconds: float, *, updating: bool) -> dict[str, float]:
+    """The lines that an op's seconds belong to."""
+    if updating:
+        return {UPDATE: seconds}
+    if op.again:
+        return {AGAIN: seconds}
+    cause = device.cause(op)
+    if cause != "compute":
+        return {MEMORY if cause == "memory" else SMALL: seconds}
+    peak = min(op.flops / device.flops_per_second(op.dtype), seconds)
+    return {PEAK: peak, BELOW: seconds - peak}
+
+
+def predicted(cost: Cost, rank: int = 0) -> dict[str, float]:
+    """Of one of `cost.ranks`, by its number there."""
+    r = cost.dry_runs[rank]
+    clock = Waterfall(cost.device, cost.program.mesh, r.rank)
+    for _, part in parts(r, schedules.of(cost.program).actions[r.at]):
+        clock.run(part)
+    if (rest := cost.step_seconds - clock.now) > 0:
+        clock.spent[STAGES] += rest
+    return ordered(clock.spent)
+
+
+def measured(run: RunLog, cost: Cost, at: int) -> dict[str, float]:
+    """Of the rank that stands at this place of the pipeline's axis, over all steps in which its ops were timed."""
+    steps = [x for x in run.timed if _at(cost, x) == at]
+    spent: defaultdict[str, float] = defaultdict(float)
+    for step in steps:
+        for x in step.ops:
+            each = lines_of(cost.device, x.op, x.seconds / x.count, updating=x.part == "update")
+            for name, seconds in each.items():
+                spent[name] += seconds * x.count / len(steps)
+    waited = run.waited if at == 0 else _waited(steps)
+    for axes, seconds in waited.items():
+        spent[STAGES if axes == cost.program.axis else waiting(axes)] += seconds
+    spent[HOST] = run.seconds - sum(spent.values())
+    spent[DATA] = run.data_wait
+    return ordered(spent)
+
+
+def _waited(steps: Sequence[MeasuredStep]) -> dict[str, float]:
+    """Of a rank that writes no lines: in the steps whose ops were timed."""
+    found: dict[str, float] = {}
+    for step in steps:
+        for wait in step.waits:
+            axes = "+".join(wait.axes)
+            found[axes] = found.get(axes, 0.0) + wait.seconds / len(steps)
+    return found
+
+
+def _at(cost: Cost, step: MeasuredStep) -> int:
+    """The number, in `cost.ranks`, of those that do what the rank of a step did."""
+    axis = cost.program.axis
+    place = cost.program.mesh.coords(step.rank)[axis] if axis else 0
+    return next(i for i, r in enumerate(cost.ranks) if r.at == place)
+
+
+def ordered(spent: Mapping[str, float]) -> dict[str, float]:
+    axes = sorted(name for name in spent if name not in (*FIRST, *LAST))
+    return {name: spent[name] for name in (*FIRST, *axes, *LAST) if spent.get(name)}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Equal ops: as often as a step has them, their seconds as measured and as priced."""
+
+    op: Op
+    part: str
+    count: float
+    measured: float
+    predicted: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A run, and what was predicted of it. at: the place on the pipeline's axis. lines: seconds of a step by line,
+    (predicted, measured). made: bytes of what a step itself makes, at their peak, likewise. memory, reserved: the
+    device's, where that has an allocator. ops: what differs most first.
+    """
+
+    cost: Cost
+    run: RunLog
+    at: int
+    lines: Mapping[str, tuple[float, float]]
+    made: tuple[float, float]
+    memory: tuple[float, float] | None
+    reserved: tuple[float, float] | None
+    ops: tuple[Difference, ...]
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Of a step, (predicted, measured), the wait for data included."""
+        return sum(a for a, _ in self.lines.values()), sum(b for _, b in self.lines.values())
+
+
+def compare(cost: Cost, run: RunLog) -> list[Comparison]:
+    """For every place on the pipeline's axis whose ops were timed. Raises ShardcError for a run on another mesh, and
+    for a device of another kind.
+    """
+    mesh = dict(cost.program.mesh.axes)
+    for step in run.timed:
+        if step.mesh != mesh:
+            what, fix = f"the run's mesh was {step.mesh}, this is {mesh}", "give the spec that was run"
+            raise ShardcError(what, where=str(run.folder), fix=fix)
+        if (step.kind == "cpu") != (cost.device.kind == "cpu"):
+            what = f"the run was on {step.device}, and {cost.device.name} is no {step.kind} device"
+            raise ShardcError(what, where=str(run.folder), fix=f"shardc device --measure, then --device {step.kind}")
+    found = []
+    for at in sorted({_at(cost, x) for x in run.timed}):
+        ours, theirs = predicted(cost, at), measured(run, cost, at)
+        lines = {name: (ours.get(name, 0.0), theirs.get(name, 0.0)) for name in ordered({**ours, **theirs})}
+        steps = [x for x in run.timed if _at(cost, x) == at]
+        memory = cost.ranks[at].memory
+        made = memory.peak - sum(memory.resident.values()), max(x.made for x in steps)
+        had = run.memory if cost.device.kind == "gpu" and at == 0 else {}
+        live = (memory.peak, had["memory"]) if "memory" in had else None
+        reserved = (cost.reserved, had["reserved"]) if "reserved" in had else None
+        found.append(Comparison(cost, run, at, lines, made, live, reserved, _differences(cost.device, steps)))
+    return found
+
+
+def _differences(device: Device, steps: list[MeasuredStep]) -> tuple[Difference, ...]:
+    spent: defaultdict[tuple[str, Op], float] = defaultdict(float)
+    count: defaultdict[tuple[str, Op], float] = defaultdict(float)
+    for step in steps:
+        for x in step.ops:
+            spent[x.part, x.op] += x.seconds / len(steps)
+            count[x.part, x.op] += x.count / len(steps)
+    every = [Difference(op, part, n, spent[part, op], n * device.op_seconds(op)) for (part, op), n in count.items()]
+    return tuple(sorted(every, key=lambda x: -abs(x.measured - x.predicted)))

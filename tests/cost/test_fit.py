@@ -1,0 +1,314 @@
+"""A device's numbers from measured ops: logs of runs on devices whose numbers are known; and real runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import shardc
+from shardc.cli import app
+from shardc.cost import device, run_log, waterfall
+from shardc.cost.collective_seconds import collective_seconds
+from shardc.cost.device import Device, Link, OpRates, Products
+from shardc.cost.fit import LinkSample, OpSample, fit
+from shardc.cost.ledger import Op
+from shardc.cost.op_times import MeasuredStep, OpTime, OpTimes, file_of
+from shardc.cost.tour import _host, _pieces
+from shardc.errors import ShardcError
+from shardc.ir.mesh import Mesh
+from shardc.runtime.mesh.waits import Wait
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+CPU = Device(
+    name="cpu",
+    kind="cpu",
+    memory=8e9,
+    flops={"float32": 9e10, "float64": 4e10},
+    bandwidth=8e9,
+    launch=5e-6,
+    reaches={"attention": 0.3},
+    products=Products(tiles=((32, 64, 1.0),), ramp=64.0),
+    ops={"gelu": OpRates(launch=2e-5, bandwidth=3e9)},
+    node=4,
+    within=Link(bandwidth=2e9, latency=4e-5),
+    between=Link(bandwidth=2e9, latency=4e-5),
+)
+#: As a new installation of torch knows it.
+UNKNOWN = Device(
+    name="cpu",
+    kind="cpu",
+    memory=8e9,
+    flops={"float32": 2e11},
+    bandwidth=2e10,
+    launch=2e-6,
+    node=4,
+    within=Link(bandwidth=1e10, latency=1e-5),
+    between=Link(bandwidth=1e10, latency=1e-5),
+)
+GPU = device("h100-80g").model_copy(
+    update={
+        "reaches": device("h100-80g").reaches.model_copy(update={"flops": 0.6, "bandwidth": 0.7, "attention": 0.25}),
+        "launch": 2.5e-6,
+        "within": device("h100-80g").within.model_copy(update={"reaches": 0.5, "latency": 9e-6, "start": 9e-5}),
+    }
+)
+
+
+def ops(scale: int, *dtypes: torch.dtype) -> Iterator[Op]:
+    """Of a model of so many hidden features, and others."""
+    for dtype in dtypes:
+        size = dtype.itemsize
+        for m, n, k in ((1, 1, 1), (2, 1, 1), (1, 4, 1), (1, 1, 4), (3, 5, 2), (7, 1, 3), (8, 2, 2), (0.3, 1, 2)):
+            m, n, k = (round(x * scale) for x in (m, n, k))
+            moved = size * (m * k + k * n + m * n)
+            yield Op(2 * m * n * k, moved, dtype, matrices=(1, m, n), name="mm")
+            yield Op(2 * 8 * m * n * k, 8 * moved, dtype, matrices=(8, m, n), name="bmm")
+            yield Op(4 * m * n * k, moved, dtype, attention=True, masked=2 * m * n * k, name="_scaled_dot_product")
+        for many in (1e-4, 1e-3, 0.01, 0.1, 0.5, 1, 4, 10, 30):
+            for name, times in (("add", 3), ("mul", 3), ("copy_", 2), ("gelu", 2)):
+                yield Op(0, max(int(many * times * size * scale**2), 4), dtype, name=name)
+
+
+def links(d: Device, groups: tuple[tuple[int, ...], ...]) -> list[LinkSample]:
+    return [
+        LinkSample(kind, n, ranks, collective_seconds(d, kind, n, ranks))
+        for kind in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter")
+        for n in (1e3, 1e5, 1e6, 1e7, 3e8)
+        for ranks in groups
+    ]
+
+
+@pytest.mark.parametrize(
+    ("true", "base", "some"),
+    [
+        (CPU, UNKNOWN, (256, F32, F64)),
+        (GPU, device("h100-80g"), (1536, F32, BF16)),
+    ],
+    ids=["cpu", "gpu"],
+)
+def test_a_known_device_is_found(true: Device, base: Device, some: tuple[int, torch.dtype]) -> None:
+    samples = [OpSample(op, true.op_seconds(op)) for op in ops(*some)]
+    found = fit(base, samples, links(true, ((0, 1), (0, 1, 2, 3))))
+    for x in samples:
+        assert found.device.op_seconds(x.op) == pytest.approx(x.seconds, rel=0.05), x
+    for link in links(true, ((0, 1, 2), (0, 3))):
+        assert collective_seconds(found.device, link.kind, link.bytes, link.ranks) == pytest.approx(
+            link.seconds, rel=0.03
+        )
+    assert found.ops is not None
+    assert found.ops.half < 0.01
+    assert found.ops.most < 0.03
+    assert abs(found.ops.sum) < 0.03
+    assert found.links is not None
+    assert found.links.most < 0.03
+    assert found.device.products is not None
+    if true is CPU:
+        assert found.device.products == true.products
+        assert found.device.bandwidth == pytest.approx(true.bandwidth, rel=0.02)
+        assert found.device.ops["gelu"].bandwidth == pytest.approx(3e9, rel=0.03)
+        assert set(found.device.ops) == {"gelu"}
+    else:  # the datasheet's peaks stay
+        assert (found.device.flops, found.device.bandwidth) == (base.flops, base.bandwidth)
+        assert found.device.reaches.flops == pytest.approx(0.6, rel=0.02)
+        assert not found.device.ops
+
+
+def test_it_says_how_far_off_it_is() -> None:
+    """Times that nothing explains: by a factor of up to 2, at random."""
+    noise = torch.rand(2000, generator=torch.Generator().manual_seed(0)).tolist()
+    samples = [OpSample(op, CPU.op_seconds(op) * 2**r) for op, r in zip(ops(256, F32), noise, strict=False)]
+    error = fit(UNKNOWN, samples).ops
+    assert error is not None
+    assert 0.1 < error.half < 0.4
+    assert error.half < error.most
+    assert str(error).startswith(f"{error.held} of {len(samples)} held back: half within ")
+
+
+def test_what_was_not_measured_stays() -> None:
+    only = fit(CPU, [OpSample(Op(0, 10**8, F32, name="add"), 0.05)])
+    assert (only.device.flops, only.device.within, only.device.ops["gelu"]) == (CPU.flops, CPU.within, CPU.ops["gelu"])
+    assert only.device.bandwidth == pytest.approx(10**8 / (0.05 - CPU.launch), rel=0.1)
+    assert only.ops is None
+    assert str(only) == "too few shapes to hold any back"
+
+
+# --- logs
+
+
+def write_log(folder: Path, program: shardc.Program, true: Device, *, host: float = 3e-5) -> Path:
+    """As a run on such a device leaves it: its steps are what the device takes."""
+    folder.mkdir()
+    cost = program.cost(true.model_copy(update={"host": host}))
+    lines = waterfall.predicted(cost)
+    line = {
+        "seconds": cost.step_seconds,
+        "data_wait": 0.002,
+        "waited": {name.removeprefix("waiting for "): s for name, s in lines.items() if name.startswith("waiting")},
+    }
+    (folder / "steps.jsonl").write_text("".join(json.dumps({"step": i, **line}) + "\n" for i in range(1, 7)))
+    dry = cost.dry_runs[0]
+    times: dict[tuple[str, Op], OpTime] = {}
+    waits = []
+    for part in (dry.before, *(p for _, p in dry.actions), dry.after, dry.update):
+        for w in part.work:
+            if isinstance(w, Op):
+                key = ("update" if part is dry.update else "forward", w._replace(of=""))
+                x = times.setdefault(key, OpTime(key[0], key[1], 0, 0.0, math.inf))
+                took = true.op_seconds(w)
+                x.count, x.seconds, x.least = x.count + 1, x.seconds + took, min(x.least, took)
+        for r in part.sent:
+            took = collective_seconds(true, r.kind, r.bytes, program.mesh.group(0, r.axes))
+            waits.append(Wait(r.kind, r.axes, r.bytes, took, whole=True))
+    made = cost.memory.peak - sum(cost.memory.resident.values())
+    mesh = dict(program.mesh.axes)
+    step = MeasuredStep(3, 0, mesh, "cpu", "cpu, 1 threads", made, 1.0, list(times.values()), waits)
+    file_of(folder, 3, step.rank).write_text(json.dumps(step.to_json()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def program() -> shardc.Program:
+    from tests import zoo
+
+    model, batch = zoo.gpt(torch.float32)
+    spec = {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": 1}, "checkpoint": [{"match": "h.0"}]}
+    return shardc.compile(model, batch, spec)
+
+
+def test_a_step_reads_back(program: shardc.Program, tmp_path: Path) -> None:
+    log = run_log.read(write_log(tmp_path / "log", program, CPU))
+    (step,) = log.timed
+    assert MeasuredStep.of_json(json.loads(json.dumps(step.to_json()))) == step
+    assert any(x.op.again for x in step.ops)
+    assert any(x.op.matrices for x in step.ops)
+
+
+def test_a_run_of_the_device_that_is_priced_differs_in_nothing(program: shardc.Program, tmp_path: Path) -> None:
+    log = run_log.read(write_log(tmp_path / "log", program, CPU, host=3e-5))
+    (found,) = waterfall.compare(program.cost(CPU.model_copy(update={"host": 3e-5})), log)
+    for name, (ours, theirs) in found.lines.items():
+        if name != "data":
+            assert ours == pytest.approx(theirs, rel=1e-6), name
+    assert found.lines["data"] == (0.0, 0.002)
+    assert {"recomputed", "update", "waiting for dp", "host", "small ops", "products at the peak"} <= found.lines.keys()
+    assert found.made[0] == found.made[1]
+    assert found.seconds[1] == pytest.approx(log.seconds + 0.002)
+
+
+def test_lines_say_where_a_run_differs(program: shardc.Program, tmp_path: Path) -> None:
+    """A slower link makes waiting longer, and nothing else; a slow op its line, which is that of its price."""
+    slow_link = CPU.model_copy(update={"within": Link(bandwidth=4e7, latency=4e-5)})
+    slow_gelu = CPU.model_copy(update={"ops": {"gelu": OpRates(launch=2e-3)}})
+    for name, true, shares in (
+        ("link", slow_link, {"waiting for dp": 1.0}),
+        ("gelu", slow_gelu, {"memory-bound ops": 2 / 3, "recomputed": 1 / 3}),
+    ):
+        log = run_log.read(write_log(tmp_path / name, program, true))
+        (found,) = waterfall.compare(program.cost(CPU.model_copy(update={"host": 3e-5})), log)
+        off = {n: theirs - ours for n, (ours, theirs) in found.lines.items() if n != "data"}
+        whole = sum(abs(x) for x in off.values())
+        for line, share in shares.items():
+            assert off[line] / whole == pytest.approx(share, rel=0.05)
+    assert {x.op.name for x in found.ops[:2]} == {"gelu"}
+
+
+def test_the_command_learns(program: shardc.Program, tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log", program, CPU, host=3e-5)
+    (tmp_path / "unknown.yaml").write_text(UNKNOWN.to_yaml())
+    out = tmp_path / "learned.yaml"
+    done = CliRunner().invoke(app, ["device", str(tmp_path / "unknown.yaml"), "--fit", str(log), "-o", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "held back: half within" in done.stderr
+    learned = device(out)
+    assert f"fitted to {log}" in learned.source
+    before, after = (abs(program.cost(d).step_seconds / run_log.read(log).seconds - 1) for d in (UNKNOWN, learned))
+    assert after < 0.03 < 0.2 < before
+    assert learned.host == pytest.approx(3e-5, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        (["cpu", "--fit", "nothing"], "there is no steps.jsonl in nothing", "shardc run ... --log DIR"),
+        (["h200", "--fit", "log"], "nothing says where h200's new numbers go", "-o FILE"),
+        (["h200", "--fit", "log", "-o", "x.yaml"], "h200 is no cpu device", "name the device that it was on"),
+        (["--fit", "plain"], "no step of this run has times of ops", "--breakdown 5"),
+        (["--fit", "other"], "this is no log of `shardc run`", "name another folder"),
+    ],
+)
+def test_runs_that_teach_nothing(
+    words: list[str], what: str, fix: str, program: shardc.Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_log(tmp_path / "log", program, CPU)
+    for name, text in (("plain", '{"step": 1, "seconds": 1}\n'), ("other", "what a day\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "steps.jsonl").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["device", *words])
+    assert done.exit_code == 2
+    assert what in done.stderr
+    assert fix in done.stderr
+
+
+def test_a_run_on_another_mesh_or_device_is_refused(program: shardc.Program, tmp_path: Path) -> None:
+    log = run_log.read(write_log(tmp_path / "log", program, CPU))
+    with pytest.raises(ShardcError, match=r"the run was on cpu, 1 threads, and h100-80g is no cpu device"):
+        waterfall.compare(program.cost("h100-80g"), log)
+    from tests import zoo
+
+    other = shardc.compile(*zoo.gpt(torch.float32), {"shardc": 1, "mesh": {"dp": 4}})
+    with pytest.raises(ShardcError, match=r"the run's mesh was \{'dp': 2\}, this is \{'dp': 4\}"):
+        waterfall.compare(other.cost(CPU), log)
+
+
+# --- what is measured
+
+
+def test_ops_of_a_step_are_timed_as_the_ledger_counts_them() -> None:
+    x, w = torch.randn(64, 32), torch.randn(16, 32, requires_grad=True)
+    kept = torch.zeros(1000)
+    optimizer = torch.optim.AdamW([w], foreach=False)
+    with OpTimes(torch.device("cpu")) as times:
+        torch.nn.functional.linear(x, w).sum().backward()
+        kept.view(10, 100).add_(1)
+        optimizer.step()
+    step = times.measured(4)
+    named = {(x.part, x.op.name): x for x in step.ops}
+    forward, backward = named["forward", "mm"], named["backward", "mm"]
+    assert (forward.op.flops, forward.op.matrices) == (2 * 64 * 32 * 16, (1, 64, 16))
+    assert backward.op.flops == forward.op.flops
+    assert 0 < forward.least <= forward.seconds < step.seconds
+    assert ("update", "addcdiv_") in named
+    assert not any(x.op.name in ("t", "view") for x in step.ops)
+    assert step.made < 3 * 4 * (64 * 16 + 16 * 32) + 4096  # neither x nor kept, which were there before
+    assert step.made >= 4 * (64 * 16 + 16 * 32)
+
+
+def test_a_machine_is_measured_by_pieces_that_run() -> None:
+    pieces = list(_pieces(16, 32, torch.device("cpu")))
+    assert 0 <= _host(pieces, torch.device("cpu")) < 0.1
+
+
+def test_waits_are_measured_where_somebody_asks() -> None:
+    from shardc.runtime.mesh.loopback import loopback
+
+    def work(mesh: shardc.runtime.mesh.RankMesh) -> tuple[dict[str, float], dict[str, float], list[Wait]]:
+        mesh.all_reduce(torch.ones(4), ("dp",))
+        before = mesh.waits.take()
+        mesh.waits.on, mesh.waits.kept = True, []
+        mesh.all_reduce(torch.ones(4), ("dp",))
+        flat = torch.ones(8)
+        mesh.start_all_reduce(flat, ("dp", "tp")).wait()
+        mesh.all_gather(flat, "tp")
+        return before, mesh.waits.take(), mesh.waits.kept
+
+    for before, seconds, kept in loopback(Mesh((("dp", 2), ("tp", 2))), work):
+        assert before == {}
+        assert set(seconds) >= {"dp", "tp"}
+        assert [(x.kind, x.bytes) for x in kept if x.whole] == [("all_reduce", 16), ("all_gather", 64)]
