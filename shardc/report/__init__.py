@@ -8,7 +8,7 @@ layer_picture           a module as boxes and collectives; drawn_ops: which ops 
 page                    a program as one HTML file to look around in; svg, colours: what all pictures are made of
 coverage, rule_table    ops of a model without a rule; all rules, and what a check of them found
 resharding              what would move between the ranks of two plans
-device_table            the table of `shardc device`
+device_table            the table of `shardc device`; comparison: where a run and the prediction differ
 """
 
 from shardc.report.comm import Row, comm_rows, comm_table
