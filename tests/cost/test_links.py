@@ -1,26 +1,18 @@
-"""What collectives take, against a simulation of the links that their messages use; and published measurements of
-collectives and products.
-
-The simulation knows algorithms and links only: in each round of an algorithm every rank sends some bytes to another. A
-message takes the sender's and the receiver's link of its kind; a link takes its messages one after the other. A round
-lasts as long as its busiest link, and the latency of its longest way.
+"""What collectives take, against a simulation of the links that their messages use (tests/cost/link_simulator.py);
+and published measurements of collectives and products.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
+from shardc.cost.clock import shared_seconds
 from shardc.cost.collective_seconds import collective_seconds, reach
 from shardc.cost.device import Device, Link, device, names
 from shardc.cost.ledger import Op
-
-Round = tuple[NDArray[np.int64], NDArray[np.int64], float]  # senders, receivers, bytes of each message
+from tests.cost.link_simulator import Links, Machine, padded
 
 PODS = device("h100-80g").model_copy(
     update={"name": "pods", "pod": 64, "beyond": Link(bandwidth=12.5e9, latency=12e-6, reaches=0.92)}
@@ -28,95 +20,140 @@ PODS = device("h100-80g").model_copy(
 MACHINES = {x.name: x for x in (*map(device, ("h100-80g", "a100-80g", "gb200-nvl72", "rtx-4090", "h100-pcie")), PODS)}
 
 
-class Links:
-    """Of a machine whose ranks are 0, 1, ..."""
-
-    def __init__(self, machine: Device, n: int) -> None:
-        self.machine, self.n = machine, n
-        levels = [(1, machine.within), (machine.node, machine.between)]
-        levels += [(machine.pod, machine.beyond)] if machine.pod and machine.beyond else []
-        self.levels = levels
-
-    def seconds(self, rounds: Iterator[Round]) -> float:
-        return sum(self._round(*each) for each in rounds)
-
-    def around(self, node: int, nbytes: float) -> float:
-        """Of a ring, whose ranks do not wait for each other's rounds: a part goes from rank to rank."""
-        senders, receivers, each = next(ring(self.n, node, nbytes))
-        links = self._levels(senders[: self.n - 1], receivers[: self.n - 1])
-        latency = sum(self.levels[i][1].latency for i in links)
-        return latency + (self.n - 1) * self._busiest(senders, receivers, each)
-
-    def _round(self, senders: NDArray[np.int64], receivers: NDArray[np.int64], nbytes: float) -> float:
-        latency = self.levels[int(self._levels(senders, receivers).max())][1].latency
-        return latency + self._busiest(senders, receivers, nbytes)
-
-    def _levels(self, senders: NDArray[np.int64], receivers: NDArray[np.int64]) -> NDArray[np.int64]:
-        level = np.zeros(len(senders), dtype=np.int64)
-        for i, (size, _) in enumerate(self.levels):
-            level[senders // size != receivers // size] = i
-        return level
-
-    def _busiest(self, senders: NDArray[np.int64], receivers: NDArray[np.int64], nbytes: float) -> float:
-        level, busiest = self._levels(senders, receivers), 0.0
-        for i, (_, link) in enumerate(self.levels):
-            rate = link.bandwidth * (link.reaches or self.machine.reaches.link)
-            if (mine := level >= i if i == 1 else level == i).any():  # what leaves a pod leaves a node, too
-                for ends in (senders[mine], receivers[mine]):
-                    # a pod's ranks have their links to other pods in common
-                    many = min(self.machine.pod or 1, self.n) if i == 2 else 1
-                    busiest = max(busiest, np.bincount(ends // many).max() * nbytes / (rate * many))
-        return busiest
+# --- the simulator, where the answer is known
 
 
-def ring(n: int, node: int, nbytes: float) -> Iterator[Round]:
-    """all_gather: as many rings as a node has ranks, each of which leaves the node at another rank. All rounds are
-    alike: the first.
+def test_messages_share_what_they_have_in_common() -> None:
+    links = Links()
+    a, b = links.add(10.0), links.add(4.0)
+    assert links.seconds([(a,)], [5.0]) == pytest.approx(0.5)
+    assert links.seconds([(a,)] * 5, [2.0] * 5) == pytest.approx(1.0)
+    # of a's 10, two that also take b get 2 each, and the third the rest
+    assert links.fair(padded([(a, b), (a, b), (a,)])).tolist() == pytest.approx([2.0, 2.0, 6.0])
+    # when one has ended the others are faster: 2 bytes each at 5, then 8 at 10
+    assert links.ends([(a,), (a,)], [2.0, 10.0]).tolist() == pytest.approx([0.4, 1.2])
+
+
+def test_a_parking_lot() -> None:
+    """One message over three links, and one more on each: all have half, as max-min fairness wants it."""
+    links = Links()
+    ways = [links.add(1.0) for _ in range(3)]
+    assert links.fair(padded([tuple(ways), *((x,) for x in ways)])).tolist() == pytest.approx([0.5] * 4)
+
+
+def test_closed_forms() -> None:
+    """An exchange in a node sends (n - 1) / n of the tensor over each link; a ring likewise; two exchanges side by side
+    take no longer, as each rank has links of its own.
     """
-    g = min(node, n)
-    ranks = np.arange(n)
-    orders = [ranks.reshape(-1, g)[:, (np.arange(g) + c) % g].reshape(-1) for c in range(g)]
-    yield np.concatenate(orders), np.concatenate([np.roll(order, -1) for order in orders]), nbytes / n / g
+    d = device("h100-80g")
+    m, rate, card = Machine(d, 32), d.within.bandwidth * 0.8, d.between.bandwidth * 0.92
+    assert m.all_to_all([range(8)], 1e9) == pytest.approx(d.within.latency + 7 / 8 * 1e9 / rate)
+    assert m.ring([range(8)], 1e9) == pytest.approx(7 * d.within.latency + 7 / 8 * 1e9 / rate)
+    assert m.all_to_all([(0, 8)], 1e9) == pytest.approx(d.between.latency + 1e9 / 2 / card)
+    assert m.all_to_all([(i, i + 8) for i in range(8)], 1e9) == pytest.approx(m.all_to_all([(0, 8)], 1e9))
+    assert m.doubling([(0, 8, 16, 24)], 4e9) == pytest.approx(2 * d.between.latency + 3e9 / card)
+    assert PODS.beyond is not None
+    far = Machine(PODS, 128)  # what leads out of a pod is its ranks' in common: one alone is held up by its own card
+    alone, all_of_them = (far.all_to_all(g, 1e9) for g in ([(0, 64)], [(i, i + 64) for i in range(64)]))
+    assert alone == pytest.approx(PODS.beyond.latency + 0.5e9 / card)
+    assert all_of_them == pytest.approx(PODS.beyond.latency + 0.5e9 / (12.5e9 * 0.92))
 
 
-def doubling(n: int, nbytes: float) -> Iterator[Round]:
-    """all_gather: in round j, what one has goes to the rank whose number differs in bit j."""
-    ranks = np.arange(n)
-    for j in range(int(math.log2(n))):
-        yield ranks, ranks ^ (1 << j), nbytes / n * 2**j
+def test_on_rails_the_way_to_another_rail_is_through_the_node() -> None:
+    d = device("h100-80g").model_copy(update={"within": Link(bandwidth=50e9, latency=3e-6)})
+    crossed = [(i, 8 + (i + 1) % 8) for i in range(8)]
+    plain, rails = (Machine(d, 16, rails=r).all_to_all(crossed, 1e9) for r in (False, True))
+    card, inside = d.between.bandwidth * 0.92, d.within.bandwidth * 0.8
+    assert plain == pytest.approx(d.between.latency + 0.5e9 / card)
+    assert rails == pytest.approx(d.between.latency + 0.5e9 / inside)  # slower than the card, here
 
 
-def exchange(n: int, nbytes: float) -> Iterator[Round]:
-    """all_to_all: everybody sends to everybody else at once."""
-    a, b = np.divmod(np.arange(n * n), n)
-    yield a[a != b], b[a != b], nbytes / n
+# --- prices
 
 
-@pytest.mark.parametrize("n", [8, 16, 64, 256, 1024])
+def groups_of(n: int, size: int, step: int) -> list[list[int]]:
+    """All groups of an axis of so many ranks, of a mesh of n: `step` others lie between two neighbours."""
+    return [
+        [first + i * step for i in range(size)] for at in range(0, n, size * step) for first in range(at, at + step)
+    ]
+
+
+def rounded(machine: Device, n: int) -> int:
+    """Whole nodes."""
+    return n // machine.node * machine.node or n
+
+
+@pytest.mark.parametrize("n", [8, 64, 256, 1024])
 @pytest.mark.parametrize("name", list(MACHINES))
-def test_collectives_take_what_their_messages_take(name: str, n: int) -> None:
-    machine = MACHINES[name]
-    n = n // machine.node * machine.node or n  # whole nodes
-    ranks, links = tuple(range(n)), Links(machine, n)
-    start = (machine.within if n <= machine.node else machine.between).start
-    start = machine.beyond.start if machine.beyond and machine.pod and n > machine.pod else start
+def test_collectives_of_all_ranks(name: str, n: int) -> None:
+    check(MACHINES[name], rounded(MACHINES[name], n), 1)
+
+
+@pytest.mark.parametrize("rails", [False, True])
+@pytest.mark.parametrize("step", [2, 4, 8])
+@pytest.mark.parametrize("name", ["h100-80g", "rtx-4090", "pods"])
+def test_collectives_of_all_groups_of_an_axis_at_once(name: str, step: int, rails: bool) -> None:
+    """Between neighbours lie the ranks of inner axes: then fewer of a group share a node, and cards are its own."""
+    check(MACHINES[name], 128, step, rails=rails)
+
+
+def check(machine: Device, n: int, step: int, *, rails: bool = False) -> None:
+    groups = groups_of(n, n // step, step)
+    m, ranks = Machine(machine, n, rails=rails), tuple(groups[0])
+    level, power = reach(machine, ranks), len(ranks) & (len(ranks) - 1) == 0
+    link = (machine.within, machine.between, machine.beyond)[level]
+    assert link is not None
 
     def priced(kind: str, nbytes: float) -> float:
-        return collective_seconds(machine, kind, nbytes, ranks) - start
+        return collective_seconds(machine, kind, nbytes, ranks) - link.start
 
-    for nbytes in (8, 2e4, 1e6, 3e7, 1e9, 4e10):
-        ways = [links.around(machine.node, nbytes)]
-        if n & (n - 1) == 0:
-            ways.append(links.seconds(doubling(n, nbytes)))
-            assert priced("all_gather", nbytes) == pytest.approx(min(ways), rel=0.1)
-        elif nbytes > 1e8:
-            assert priced("all_gather", nbytes) == pytest.approx(min(ways), rel=0.1)
-        if n & (n - 1) == 0 and nbytes < 100:
+    for nbytes in (8, 2e4, 1e6, 3e7, 1e9, 4e10) if n < 1000 else (8, 1e6, 4e10):
+        around = m.ring(groups, nbytes)
+        ways = [around, *([m.doubling(groups, nbytes)] if power else [])]
+        if power or nbytes > 1e8:
+            for kind in ("all_gather", "reduce_scatter"):
+                assert priced(kind, nbytes) == pytest.approx(min(ways), rel=0.1), (kind, nbytes)
+        if power and nbytes < 100:
             assert priced("all_reduce", nbytes) == pytest.approx(2 * ways[1], rel=0.1)
-        if nbytes > 1e8 * n and not machine.within.adds:
-            assert priced("all_reduce", nbytes) == pytest.approx(2 * ways[0], rel=0.1)
-    exchanged = links.seconds(exchange(n, 1e9))
-    assert priced("all_to_all", 1e9) == pytest.approx(exchanged, rel=0.1)
+        if nbytes > 3e7 * n and not link.adds:
+            assert priced("all_reduce", nbytes) == pytest.approx(2 * around, rel=0.1)
+    assert priced("all_to_all", 1e9) == pytest.approx(m.all_to_all(groups, 1e9), rel=0.1)
+    if power:  # of small messages: those for many are sent together (Bruck et al. 1997), in as many rounds as doubling
+        assert priced("all_to_all", 8) == pytest.approx(m.doubling(groups, 8), rel=0.1)
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_a_node_whose_devices_have_links_to_each_other(n: int) -> None:
+    """Each sends its own part to every other at once. (Its rings would have to take all of these links in turn, which
+    the simulation's do not.)
+    """
+    machine = device("mi300x")
+    m, ranks = Machine(machine, 8), list(range(n))
+    exchanged = m.all_to_all([ranks], 1e9)
+    for kind in ("all_to_all", "all_gather", "reduce_scatter"):
+        priced = collective_seconds(machine, kind, 1e9, tuple(ranks)) - machine.within.start
+        assert priced == pytest.approx(exchanged, rel=0.1)
+
+
+@pytest.mark.parametrize(("stages", "level"), [(8, 0), (2, 1)])
+def test_stages_send_side_by_side(stages: int, level: int) -> None:
+    """Every rank to the same one of the next stage: over its own link, so as if it were alone."""
+    machine, n = device("h100-80g"), 8 if level == 0 else 64
+    m, step = Machine(machine, n), n // stages
+    senders, receivers = np.arange(n - step), np.arange(step, n)
+    took = m.links.seconds(m.paths(senders, receivers), np.full(n - step, 1e9)) + m.latency(senders, receivers)
+    assert collective_seconds(machine, "send_recv", 1e9, (0, step)) == pytest.approx(took, rel=0.1)
+
+
+def test_two_collectives_at_once_share_their_links() -> None:
+    """As the clock of a step has it (shardc.cost.clock.shared_seconds): equal parts, until the shorter one ends."""
+    machine = device("h100-80g")
+    m = Machine(machine, 64)
+    ranks = np.arange(64)
+    across = m.paths(ranks, (ranks + 8) % 64)
+    alone = [m.links.seconds(across, np.full(64, nbytes)) for nbytes in (1e9, 3e9)]
+    both = m.links.ends(np.concatenate([across, across]), np.repeat([1e9, 3e9], 64))
+    assert shared_seconds(alone) == pytest.approx([both[0], both[64]])
 
 
 def busbw(name: str, n: int, gib: float) -> float:
