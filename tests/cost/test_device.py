@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 import shardc
 from shardc.cli import app
-from shardc.cost import device, measure
+from shardc.cost import device, measure, tour
 from shardc.cost.device import names
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
@@ -67,25 +68,29 @@ def test_one_of_them() -> None:
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a hurry: the numbers are rough, and nobody looks at them."""
     monkeypatch.setattr(measure, "SECONDS", 0.02)
-    monkeypatch.setattr(measure, "LARGE", 2**22)
-    monkeypatch.setattr(measure, "MESSAGES", (2**22, 10, 1))
+    monkeypatch.setattr(measure, "MESSAGES", (2**8, 2**12, 2**16, 2**20))
+    monkeypatch.setattr(measure, "CALLS", 3)
+    monkeypatch.setattr(tour, "SIZES", {"cpu": ((16, 32), (32, 32), (64, 64))})
     file = tmp_path / "here" / "cpu.yaml"
     made = run("cpu", "--measure", "-o", str(file), "--json")
     assert made.exit_code == 0, made.output
     found = device(file)
     assert found.kind == "cpu"
-    assert set(found.flops) == {"float64", "float32", "float16", "bfloat16"}
+    assert set(found.flops) == {"float64", "float32", "bfloat16"}
+    assert found.products is not None
+    assert {"native_layer_norm", "convolution_backward"} <= found.ops.keys()
     assert found.within.bandwidth > 1e6
     assert 0 < found.within.latency < 1
     assert 1e8 < found.memory < 1e13
     assert "gloo" in found.source
+    assert re.search(r"ops: \d+ of \d+ held back: half within .*; collectives: 3 of 12 held back", found.source)
     assert f'"name": "{found.name}"' in made.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
-        (("-o", "x.yaml"), "-o names the file that --measure writes", "add --measure"),
+        (("-o", "x.yaml"), "-o names the file that --measure and --fit write", "add --measure, or --fit RUN"),
         (("h200", "--measure"), "only this machine can be measured, not 'h200'", "shardc device cpu --measure"),
         (("cpu",), "this machine's cpu has not been measured", "shardc device cpu --measure"),
         (("h900",), "there is no device 'h900'", "h100-80g, h100-pcie, h200, l40s"),
