@@ -67,7 +67,7 @@ def _cost(program: Program, on: Device, *, compiled: bool) -> Cost:
     """
     from shardc.cli import model_file
     from shardc.cost.step import cost
-    from shardc.runtime.step.engine import adamw
+    from shardc.runtime.step.engine_optimizer import adamw
 
     optimizer = None if compiled else model_file.load(str(program.meta["model_ref"]), **_sizes(program)).optimizer
     clip = program.spec.run.clip if program.spec is not None else None
