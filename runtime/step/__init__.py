@@ -24,7 +24,7 @@ not_finite            a loss or gradient that is nan or inf: stop or skip, and w
 engine_options        options that there are not, or that mean nothing; batch_argument: a batch that is spread out
 user_changes          what users do to a module that a program would not notice; optimizer_watch: its optimizer;
                       loop_watch: what a loop does between two forwards, alike on all ranks; both see optimizers by
-                      every_optimizer
+                      every_optimizer; given_model: what they do to the model that the weights came from
 evaluating            which program evaluates: that of a step, or one of the model in eval mode
 op_errors             an op that fails, in the user's terms; profiler_ranges: each node is one in a trace
 param_groups, lr      the optimizer's parameter groups by name; learning-rate schedulers

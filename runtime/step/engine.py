@@ -49,6 +49,7 @@ from shardc.runtime.step.engine_forward import EngineForward
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
 from shardc.runtime.step.engine_state import WRITE_ALIKE
 from shardc.runtime.step.expert_load import Load, Loads
+from shardc.runtime.step.given_model import GivenModel
 from shardc.runtime.step.interpreter import Interpreter, StepHooks
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.new_schedule import NewSchedule
@@ -184,6 +185,7 @@ class Engine(EngineForward):
         changed = user_changes.check_as_compiled(program, given.model, built=given.model is not model)
         user_changes.tell_once(changed, self._told, self._tell)
         user_changes.tell_eval_mode(program, self._tell)
+        self._given = GivenModel(model, "this engine")
         self._takes = inputs.arguments(given.model)
         self._skeleton, self._folder = state.skeleton(given.model), given.folder
         parts, self.buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast)
@@ -286,6 +288,12 @@ class Engine(EngineForward):
         """Raises ShardcError where no parameter is trained."""
         param_groups.check_trains(self.program)
 
+    def _tell_changes(self) -> None:
+        """Raises ShardcError for what changed in the model that was compiled, and tells what does not reach the copy."""
+        user_changes.check_attributes(self.program, self._told, self._tell)
+        for note in self._given.tell(self._told):
+            self._tell(note)
+
     def _tell(self, note: str) -> None:
         """A line on the first rank's stderr."""
         if self.mesh.rank == 0:
@@ -342,6 +350,7 @@ class Engine(EngineForward):
         options = {**self._options, "callbacks": self.callbacks, **options}
         other = Engine(program, state.blank(program), seed=self.rng.seed, mesh=seen_as(self.mesh, program), **options)
         other._takes, other._skeleton, other._folder = self._takes, self._skeleton, self._folder
+        other._given = self._given
         self._move_to(other)
         if isinstance(self.mesh, TorchMesh):
             self.mesh.hand_over(other.mesh)
@@ -397,7 +406,7 @@ class Engine(EngineForward):
         self._saves.poll()
         torch_modes.check("engine.step", self.mesh.device.type)
         self._watched.check()
-        user_changes.check_attributes(self.program, self._told, self._tell)
+        self._tell_changes()
         self.buckets.reset(forward=True)
         self.rng.training = True
         interpreter, values = self._take(batch, local=local, use="as compiled")

@@ -15,7 +15,7 @@ from shardc.ir.outputs import MEAN_SCORE, SCORE
 from shardc.runtime.generate import Generator, Options, Prompts
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import Fact, stated
-from shardc.runtime.step import batch_sizes, inputs, outputs, user_changes
+from shardc.runtime.step import batch_sizes, inputs, outputs
 from shardc.runtime.step.batch_argument import one_batch
 from shardc.runtime.step.engine_state import EngineState
 from shardc.runtime.step.interpreter import Interpreter, Values
@@ -25,7 +25,8 @@ from shardc.runtime.step.mean_counts import MeanCounts
 class EngineForward(EngineState):
     """The part of `shardc.runtime.step.engine.Engine` that runs forward alone."""
 
-    _told: set[str]
+    def _tell_changes(self) -> None:
+        raise NotImplementedError
 
     def _tell(self, note: str) -> None:
         raise NotImplementedError
@@ -102,7 +103,7 @@ class EngineForward(EngineState):
     ) -> tuple[Interpreter, Values, Tensor | None, outputs.Values]:
         self._check()
         torch_modes.check("engine.evaluate", self.mesh.device.type, training=False)
-        user_changes.check_attributes(self.program, self._told, self._tell)
+        self._tell_changes()
         self.buckets.reset(forward=True)
         self.rng.training = False
         interpreter, values = self._take(batch, local=local, use=use)
@@ -132,7 +133,7 @@ class EngineForward(EngineState):
         asked = Prompts.of(prompts)
         self._check()
         torch_modes.check("engine.generate", self.mesh.device.type, training=False)
-        user_changes.check_attributes(self.program, self._told, self._tell)
+        self._tell_changes()
         self._gather_written()
         if self._checks:
             facts = [stated("what is generated", (asked, options), fix="give all ranks the same prompts and options")]

@@ -29,6 +29,7 @@ from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.saving_optimizer import fill, room_for, state_parts
 from shardc.runtime.step import lr, resumed
+from shardc.runtime.step.given_model import GivenModel
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.new_schedule import NewSchedule, steps_of
 from shardc.runtime.zero.bucket_launch import Buckets
@@ -59,6 +60,7 @@ class EngineState:
     _whole: bool
     _skeleton: Any
     _folder: Any
+    _given: GivenModel
     _matrices: WholeMatrices | None
     reshards: MutableMapping[End, Reshard]
 
@@ -300,6 +302,7 @@ class EngineState:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank; rank0_only: on
         the first, and {} on the others, which then keep nothing. Collective.
         """
+        self._given.handed_out = True
         with self.mesh.together("full_state_dict"):
             if self._checks:
                 stage = (self.program.axis,) if self.program.axis else ()

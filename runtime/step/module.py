@@ -39,6 +39,7 @@ from shardc.runtime.step import (
 )
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
+from shardc.runtime.step.given_model import GivenModel
 from shardc.runtime.step.interpreter import runnable
 from shardc.runtime.step.loop_watch import LoopWatch
 from shardc.runtime.step.optimizer_watch import OptimizerWatch
@@ -100,10 +101,11 @@ class _Running:
     check: bool
     slices: dict[str, str]
     saves: state.Saves
+    given: GivenModel
     end: End | None = None  # made when it is asked for
     unmarked: bool = False  # weights were loaded that do not say of which rank they are
     eval: tuple[Program, fx.GraphModule, dict[str, Tensor]] | None = None
-    told: set[str] = field(default_factory=set)  # names, of user_changes.check_attributes
+    told: set[str] = field(default_factory=set)  # names, of user_changes.check_attributes, and kinds of `given`
 
     def evaluating(self, batch: Any) -> tuple[Program, fx.GraphModule, dict[str, Tensor]]:
         """What runs a forward in eval mode, and constants of its own: see shardc.runtime.step.evaluating."""
@@ -315,6 +317,8 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         user_changes.check_held(self._held)
         user_changes.check_submodules(self, r.program.still)
         user_changes.check_attributes(r.program, r.told, r.tell)
+        for note in r.given.tell(r.told):
+            r.tell(note)
         batch = inputs.from_call(r.program, inputs.arguments(r.model), args, kwargs)
         if r.check:
             facts = agreement.batch_facts(r.program, batch, local=True)
@@ -486,6 +490,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         self._compare("full_state_dict", stated("whether parameters changed", r.updates.due))
         r.updates.carry_out()
         r.updates.settle()
+        r.given.handed_out = True
         return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
 
     def _compare(self, call: str, fact: Fact) -> None:
@@ -534,6 +539,7 @@ def _running(
         check,
         state_dict_marks.slices(program, mesh, buckets.runs),
         state.Saves(mesh),
+        GivenModel(model, "this module"),
     )
 
 

@@ -241,7 +241,7 @@ class Watched:
         self._params, self._sharded, self._partial = params, sharded, partial
         self._fqns = {p.name: p.fqn for p in program.params}
         self._trained = {name: p.requires_grad for name, p in params.items()}
-        self._hooks = {name: _hooks(p) for name, p in params.items()}
+        self._hooks = {name: hook_counts(p) for name, p in params.items()}
 
     def check(self) -> None:
         """Raises ShardcError for parameters that were released, or, where they are sharded, frozen; and for hooks that
@@ -249,7 +249,7 @@ class Watched:
         """
         errors = Errors()
         for name, p in self._params.items():
-            trains, hooks = p.requires_grad, _hooks(p)
+            trains, hooks = p.requires_grad, hook_counts(p)
             if trains != self._trained[name] and (trains or name in self._sharded):
                 _add(errors, self._fqns[name], trains=trains)
             # a hook on the sum is called too early, as the sum over ranks comes later; one on a stretch never
@@ -332,7 +332,8 @@ def _add(errors: Errors, fqn: str, *, trains: bool) -> None:
     errors.add(f"{what} {now}", where=f"{fqn}.requires_grad", fix=_AGAIN)
 
 
-def _hooks(p: nn.Parameter) -> tuple[int, int]:
+def hook_counts(p: nn.Parameter) -> tuple[int, int]:
+    """Hooks on a parameter's gradient: as it comes, and after it was added up."""
     return len(p._backward_hooks or ()), len(getattr(p, "_post_accumulate_grad_hooks", None) or ())
 
 

@@ -167,7 +167,7 @@ def _of_generator(source: Any) -> int | None:
     """The seed of a DataLoader's own generator, which is not taken over; None without one."""
     if not isinstance(source, DataLoader) or _taken_over(source) is None:
         return None
-    of_sampler = source.generator or getattr(source.sampler, "generator", None)
+    of_sampler = source.generator or getattr(source.batch_sampler.sampler, "generator", None)
     return of_sampler.initial_seed() if of_sampler is not None else None
 
 
@@ -180,16 +180,32 @@ def _in_order(source: Any, *, train: bool) -> bool:
 
 
 def _taken_over(loader: DataLoader[Any]) -> dict[str, Any] | None:
-    """Options of engine.loader that read the same samples; None for samplers that are not torch's plain ones."""
-    sampler = loader.sampler
-    plain = isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement)
-    if isinstance(loader.dataset, IterableDataset) or not plain or type(loader.batch_sampler) is not BatchSampler:
+    """Options of engine.loader that read the same samples; None where nobody but the loader itself knows which: its own
+    `__iter__`, samplers of other classes than torch's plain ones (a subclass may draw anything), of part of the dataset.
+    """
+    batches, dataset = loader.batch_sampler, loader.dataset
+    if type(loader).__iter__ is not DataLoader.__iter__ or type(batches) is not BatchSampler:
+        return None
+    sampler = batches.sampler  # with `batch_sampler=` the loader's own one reads nothing
+    plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    if isinstance(dataset, IterableDataset) or not plain or len(sampler) != len(dataset):  # type: ignore[arg-type]
         return None
     return {
-        "batch_size": loader.batch_size,
-        "shuffle": isinstance(sampler, RandomSampler),
-        "drop_last": loader.drop_last,
-        "collate_fn": loader.collate_fn,
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
+        "batch_size": batches.batch_size,
+        "shuffle": type(sampler) is RandomSampler,
+        "drop_last": batches.drop_last,
+        **{name: getattr(loader, name) for name in _READING},
     }
+
+
+#: Options of a DataLoader that say how samples are read, not which.
+_READING = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)

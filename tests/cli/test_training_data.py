@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from shardc.cli.training_data import Batches, batches
+from shardc.cli.training_data import Batches, _taken_over, batches
 from shardc.cli.training_loop import Training
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
@@ -102,6 +102,42 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 
 def shuffled(**options: Any) -> DataLoader[Any]:
     return DataLoader(Rows(), batch_size=4, **options)
+
+
+class Backwards(SequentialSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self))[::-1])
+
+
+class Doubling(DataLoader[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return (2 * x for x in super().__iter__())
+
+
+def test_a_loader_that_reads_in_its_own_way_is_not_taken_over() -> None:
+    rows = Rows()
+    for own in (
+        DataLoader(rows, 2, sampler=Backwards(rows)),
+        DataLoader(rows, 2, sampler=SequentialSampler(range(2))),  # the first two alone
+        DataLoader(rows, 2, sampler=RandomSampler(rows, num_samples=2)),
+        Doubling(rows, 2),
+    ):
+        assert _taken_over(own) is None
+
+
+def test_a_batch_sampler_of_the_user_is_taken_over_with_what_it_holds() -> None:
+    """With `batch_sampler=` a DataLoader has a `sampler` that reads nothing: rows that should be shuffled were not."""
+    rows = Rows()
+    options = _taken_over(DataLoader(rows, batch_sampler=BatchSampler(RandomSampler(rows), 2, True)))
+    assert options is not None
+    assert options["shuffle"] and options["drop_last"] and options["batch_size"] == 2
+
+
+def test_how_a_loader_reads_goes_with_it() -> None:
+    """What a worker runs first, such as opening a file, was left out."""
+    options = _taken_over(DataLoader(Rows(), 2, num_workers=1, worker_init_fn=print, prefetch_factor=3))
+    assert options is not None
+    assert options["worker_init_fn"] is print and options["prefetch_factor"] == 3
 
 
 def reseeded(source: Any) -> Any:

@@ -322,3 +322,46 @@ def test_what_the_loss_reads_of_its_own_is_told(capsys: pytest.CaptureFixture[st
     told = capsys.readouterr().err
     assert "a tensor of shape [4] that is read here was written to" in told
     assert "scale of test_user_changes.py: the code of forward or of the loss names it" in told
+
+
+def replace(m: Any) -> None:
+    m.up = nn.Linear(8, 16)
+
+
+LATER: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "freeze": (lambda m: m.up.requires_grad_(False), "up.weight and 1 more: requires_grad, changed after"),
+    "load": (lambda m: m.load_state_dict(net().state_dict()), "up.weight and 5 more: its values, changed after"),
+    "hook": (lambda m: m.up.register_forward_hook(lambda *given: given[2] * 2), "up: a hook, changed after"),
+    "gradient hook": (lambda m: m.up.weight.register_hook(lambda g: 3 * g), "up: a hook, changed after"),
+    "replace": (replace, "up: another module, changed after"),
+    "dtype": (lambda m: m.bfloat16(), "up.weight and 5 more: its dtype, changed after"),
+    "part in eval mode": (lambda m: m.norm.eval(), "norm: in eval mode, changed after"),
+}
+
+
+@pytest.mark.parametrize("made", ["engine", "module"])
+@pytest.mark.parametrize("change", LATER)
+def test_what_is_done_to_the_model_afterwards_is_told(
+    change: str, made: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine has a copy: a layer that is frozen after the first epoch would go on training without a word."""
+    model = net()
+    program = shardc.compile(model, BATCH, {"shardc": 1})
+    engine = program.engine(model) if made == "engine" else program.module(model)
+    step = (lambda: engine.step(BATCH)) if made == "engine" else (lambda: engine(**BATCH))
+    step()
+    assert "changed after" not in capsys.readouterr().err
+    LATER[change][0](model)
+    step(), step()
+    told = LATER[change][1]
+    assert capsys.readouterr().err.count(f"note: {told} this {made} was made") == 1
+
+
+def test_weights_that_were_handed_out_may_be_put_into_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    model = net()
+    engine = shardc.compile(model, BATCH, {"shardc": 1}).engine(model)
+    engine.step(BATCH)
+    model.load_state_dict(engine.full_state_dict())
+    model.eval()  # of the whole model: to use it
+    engine.step(BATCH)
+    assert "changed after" not in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""The model that an engine or a module took its weights from: what is done to it later does not reach them.
+
+They have copies, and the program is what was captured. A user who freezes a layer of the model after the first epoch, or
+loads weights into it, means the training; so each kind of change is told, once. It is no error: the model may be used
+for something else by now, such as a teacher that stands still.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardc.runtime.step.user_changes import Notes, hook_counts
+
+_LOST = "changed after {made} was made of the model, which has a copy: this changes nothing there; "
+_AGAIN = "compile again after the change, and load the weights (save, load) into what comes out"
+_WEIGHTS = "to train new values, make {made} after they are written, or give them as `weights`"
+
+
+class _Parameter(NamedTuple):
+    parameter: weakref.ref[Tensor]
+    version: int
+    trains: bool
+    dtype: torch.dtype
+
+
+class _Module(NamedTuple):
+    module: weakref.ref[nn.Module]
+    training: bool
+    hooks: int
+    parameters: dict[str, _Parameter]
+
+
+class GivenModel:
+    """A model as it was when `made` was made of it; it is not kept alive. What is no module (a builder, a folder) cannot
+    be changed by anybody.
+    """
+
+    def __init__(self, model: Any, made: str) -> None:
+        self._made = made
+        self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
+        self._then = dict(_modules(model)) if isinstance(model, nn.Module) else {}
+        #: The trained weights were given out, so that new values in the model may be these.
+        self.handed_out = False
+
+    def changes(self) -> Notes:
+        """What to tell, by the name of what changed first, one of each kind."""
+        model = self._model() if self._model is not None else None
+        if model is None:
+            return {}
+        lost = _LOST.format(made=self._made)
+        found: dict[str, list[str]] = {}
+        for path, m in model.named_modules():
+            if (then := self._then.get(path)) is None or then.module() is not m:
+                found.setdefault(f"another module, {lost}{_AGAIN}", []).append(path)
+                continue
+            if _hooks(m) > then.hooks:
+                found.setdefault(f"a hook, {lost}{_AGAIN}", []).append(path)
+            root = self._then[""]
+            if model.training and root.training and m.training != then.training:
+                mode = "training" if m.training else "eval"
+                found.setdefault(f"in {mode} mode, {lost}{_AGAIN}", []).append(path)
+            for name, p in m._parameters.items():
+                fqn = f"{path}.{name}" if path else name
+                if p is None or (was := then.parameters.get(name)) is None:
+                    continue
+                if p.requires_grad != was.trains:
+                    found.setdefault(f"requires_grad, {lost}{_AGAIN}", []).append(fqn)
+                if p.dtype != was.dtype:
+                    found.setdefault(f"its dtype, {lost}it is the spec's `precision`", []).append(fqn)
+                elif not self.handed_out and (was.parameter() is not p or _version(p) != was.version):
+                    found.setdefault(f"its values, {lost}{_WEIGHTS.format(made=self._made)}", []).append(fqn)
+        notes: Notes = {}
+        for what, names in found.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            notes[f"{names[0]}{more}"] = what
+        return notes
+
+    def tell(self, told: set[str]) -> Iterator[str]:
+        """The notes of kinds that are not told yet. told: new ones are added."""
+        for name, what in self.changes().items():
+            if what not in told:
+                told.add(what)
+                yield f"{name}: {what}"
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, _Module]]:
+    for path, m in model.named_modules():
+        held = {
+            name: _Parameter(weakref.ref(p), _version(p), p.requires_grad, p.dtype)
+            for name, p in m._parameters.items()
+            if p is not None
+        }
+        yield path, _Module(weakref.ref(m), m.training, _hooks(m), held)
+
+
+def _hooks(m: nn.Module) -> int:
+    """Hooks of a module and of the gradients of its own parameters."""
+    own = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+    return sum(map(len, own)) + sum(sum(hook_counts(p)) for p in m._parameters.values() if p is not None)
+
+
+def _version(p: Tensor) -> int:
+    return 0 if p.is_inference() else p._version
