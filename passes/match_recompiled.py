@@ -47,10 +47,7 @@ class MatchRecompiled(Pass):
                     f"for a batch of these sizes {name} would be {_shown(x)}, but the running program has it as"
                     f" {_shown(theirs[name])}",
                     where="engine.step",
-                    fix=(
-                        f"name {name} in the spec's `shard`, and the modules that begin a stage in `pipeline.cut`, or"
-                        " leave the last batch out (drop_last)"
-                    ),
+                    fix=f"name {name} in the spec's `shard`, and the modules that begin a stage in `pipeline.cut`",
                 )
         errors.raise_any()
         for stage in program.stages:

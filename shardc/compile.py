@@ -24,6 +24,7 @@ from shardc.artifact import model_source
 from shardc.capture import capture, check_forward
 from shardc.capture.loss import Forward
 from shardc.cost.device import of_spec
+from shardc.errors import ShardcError
 from shardc.ir.generation import Step
 from shardc.ir.program import OffloadPlaces, Program
 from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner
@@ -68,6 +69,11 @@ def compile(
     Raises ShardcError for everything that is wrong with the input, all independent mistakes at once.
     """
     torch_modes.check("compile", training=False)
+    if isinstance(batch, (str, Path, Spec)):
+        what = f"the batch is a {type(batch).__name__}, which looks like the spec"
+        raise ShardcError(
+            what, where="shardc.compile", fix="pass the batch before the spec: compile(model, batch, spec)"
+        )
     start = time.perf_counter()
     passes = runner.Runner(dump=Path(dump) if dump else None, on_pass=on_pass)
 

@@ -195,8 +195,13 @@ class Resizer:
                 sizes = f"the program was compiled for other sizes, and compiling it for {given} fails"
                 what = f"{sizes if again else f'{OTHERWISE}, and compiling it in that mode fails'}: {e.what}"
                 then = ", ".join(f"{name_of(x.path)} {list(x.shape)}" for x in program.inputs)
-                fix = f"give batches as the one that was compiled ({then}); or: {e.fix}" if again else e.fix
-                raise ShardcError(what, where=e.where, fix=fix) from e
+                fix = (
+                    f"give batches as the one that was compiled ({then}), or leave others out (drop_last); or: {e.fix}"
+                    if again
+                    else e.fix
+                )
+                where = e.where if again or e.where != "engine.step" else "evaluating"
+                raise ShardcError(what, where=where, fix=fix) from e
 
 
 def _stop_tokens(model: nn.Module) -> tuple[int, ...]:

@@ -161,7 +161,9 @@ class Experts:
                 what = f"pattern {e.match!r} matches no module that holds experts"
                 names = ", ".join(map(_named, holding))
                 otherwise = (
-                    f"experts are in {names}" if holding else f"the model has none that shardc recognises: {FORMS}"
+                    f"experts are in {names}: match: '*'"
+                    if holding
+                    else f"the model has none that shardc recognises: {FORMS}"
                 )
                 fix = did_you_mean(e.match, [m for m in holding or modules if m], otherwise)
             errors.add(what, where=self.where(i), fix=fix)

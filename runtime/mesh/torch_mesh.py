@@ -386,5 +386,6 @@ def _check_world(layout: Mesh, world: int) -> None:
         raise ShardcError(
             f"the mesh {layout} has {layout.world} ranks, but {world}"
             f" {'process runs' if world == 1 else 'processes run'}",
-            fix=f"start {layout.world} processes, or compile with mesh={sizes}",
+            fix=f"start {layout.world} process{'es' * (layout.world > 1)}, or "
+            + (f"compile with mesh={sizes}" if axes else f"write a mesh of {world} ranks: mesh: {{dp: {world}}}"),
         )

@@ -289,7 +289,7 @@ class Engine(EngineForward):
         param_groups.check_trains(self.program)
 
     def _tell_changes(self) -> None:
-        """Raises ShardcError for what changed in the model that was compiled, and tells what does not reach the copy."""
+        """Raises ShardcError for what changed in the model that was compiled; tells what does not reach the copy."""
         user_changes.check_attributes(self.program, self._told, self._tell)
         for note in self._given.tell(self._told):
             self._tell(note)
@@ -339,6 +339,7 @@ class Engine(EngineForward):
         its memory as long as somebody holds it: `engine = engine.to(program)`.
         Raises ShardcError for a program of another model, of other ranks, or that runs forward alone (`weights_to`).
         """
+        engine_options.check_program(program)
         if program.forward_only:
             what, fix = "the program is forward-only: it does not train", "engine.weights_to(program.forward(model))"
             raise ShardcError(what, where="engine.to", fix=fix)

@@ -9,8 +9,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from shardc.errors import Errors
+import torch
+
+from shardc.errors import Errors, ShardcError
 from shardc.ir.patterns import nearest
+from shardc.ir.program import Program
 from shardc.runtime.step import not_finite
 
 _OF_OPTIMIZERS = ("lr", "weight_decay", "betas", "momentum", "eps")
@@ -55,6 +58,24 @@ def check(*, clip_norm: Any, nonfinite: Any, seed: Any, check_every: Any, optimi
             errors.add(f"{value!r} is no whole number", where=name, fix="pass one, such as 0")
     errors.raise_any()
 
+
+def check_program(given: Any) -> None:
+    """Raises ShardcError for what `engine.to` is given that is no program, such as a device."""
+    if not isinstance(given, Program):
+        what, fix = f"a {type(given).__name__} is no program: this moves to another plan", "engine.to(program)"
+        if isinstance(given, (str, torch.device, torch.dtype)):
+            fix = "devices are those of the ranks, the dtype is `precision` of the spec: leave it out"
+        raise ShardcError(what, where="engine.to", fix=fix)
+
+
+#: What DistributedDataParallel and models have, and what a module has in its place.
+INSTEAD_OF_MODULE = {
+    "no_sync": "backward sums gradients over ranks each time, and they add up in .grad as on one device: leave it out",
+    "module": "it is the module itself: leave `.module` out",
+    "step": "optimizer.step() is the loop's; program.engine(model).step(batch) does all of a step",
+    "save_pretrained": "full_state_dict() has the plain model's weights; an engine's export(folder) writes a folder",
+    "generate": "program.engine(model).generate(prompts), or program.forward(model) and module.weights_to(it)",
+}
 
 #: What other trainers have, and what an engine has in its place.
 INSTEAD = {

@@ -1,8 +1,8 @@
 """The model that an engine or a module took its weights from: what is done to it later does not reach them.
 
-They have copies, and the program is what was captured. A user who freezes a layer of the model after the first epoch, or
-loads weights into it, means the training; so each kind of change is told, once. It is no error: the model may be used
-for something else by now, such as a teacher that stands still.
+They have copies, and the program is what was captured. A user who freezes a layer of the model after the first epoch,
+or loads weights into it, means the training; so each kind of change is told, once. It is no error: the model may be
+used for something else by now, such as a teacher that stands still.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Module(NamedTuple):
 
 
 class GivenModel:
-    """A model as it was when `made` was made of it; it is not kept alive. What is no module (a builder, a folder) cannot
-    be changed by anybody.
+    """A model as it was when `made` was made of it; it is not kept alive. What is no module (a builder, a folder)
+    cannot be changed by anybody.
     """
 
     def __init__(self, model: Any, made: str) -> None:
@@ -49,30 +49,32 @@ class GivenModel:
 
     def changes(self) -> Notes:
         """What to tell, by the name of what changed first, one of each kind."""
-        model = self._model() if self._model is not None else None
+        model: nn.Module | None = self._model() if self._model is not None else None
         if model is None:
             return {}
         lost = _LOST.format(made=self._made)
         found: dict[str, list[str]] = {}
         for path, m in model.named_modules():
-            if (then := self._then.get(path)) is None or then.module() is not m:
+            then = self._then.get(path)
+            same: Any = then.module() if then is not None else None
+            if then is None or m is not same:
                 found.setdefault(f"another module, {lost}{_AGAIN}", []).append(path)
                 continue
             if _hooks(m) > then.hooks:
                 found.setdefault(f"a hook, {lost}{_AGAIN}", []).append(path)
-            root = self._then[""]
-            if model.training and root.training and m.training != then.training:
+            if model.training and self._then[""].training and m.training != then.training:
                 mode = "training" if m.training else "eval"
                 found.setdefault(f"in {mode} mode, {lost}{_AGAIN}", []).append(path)
-            for name, p in m._parameters.items():
-                fqn = f"{path}.{name}" if path else name
-                if p is None or (was := then.parameters.get(name)) is None:
+            for name, was in then.parameters.items():
+                p, fqn = m._parameters.get(name), f"{path}.{name}" if path else name
+                held: Any = was.parameter()
+                if p is None:
                     continue
                 if p.requires_grad != was.trains:
                     found.setdefault(f"requires_grad, {lost}{_AGAIN}", []).append(fqn)
                 if p.dtype != was.dtype:
                     found.setdefault(f"its dtype, {lost}it is the spec's `precision`", []).append(fqn)
-                elif not self.handed_out and (was.parameter() is not p or _version(p) != was.version):
+                elif not self.handed_out and (held is not p or _version(p) != was.version):
                     found.setdefault(f"its values, {lost}{_WEIGHTS.format(made=self._made)}", []).append(fqn)
         notes: Notes = {}
         for what, names in found.items():

@@ -95,8 +95,11 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
         what = f"the batch has {name_of(path)!r} in its place, {type_name(x.dtype, by_path[path].shape)}"
         errors.add(what, where=name_of(x.path), fix=f"rename {name_of(path)!r} to {name_of(x.path)!r}")
         errors.raise_any()
+    expected = {x.path for x in program.inputs}
     for path, leaf in by_path.items():
-        if isinstance(leaf, Tensor) and path not in {x.path for x in program.inputs}:
+        if isinstance(leaf, Tensor) and path not in expected:
+            if any(path[: len(x.path)] == x.path for x in program.inputs if x.path not in by_path):
+                continue  # an entry of a list where a tensor is expected: told of that
             lacking = [x for x in program.inputs if x.path not in by_path]
             near = difflib.get_close_matches(name_of(path), [name_of(x.path) for x in lacking], 1)
             near = near or [name_of(x.path) for x in lacking if (x.shape, x.dtype) == (tuple(leaf.shape), leaf.dtype)]
@@ -241,11 +244,19 @@ def type_name(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{DTYPES.get(dtype, str(dtype))}[{', '.join(map(str, shape))}]"
 
 
+def _others(at: Path, by_path: Mapping[Path, Any]) -> str:
+    """What a batch has in the place of a tensor, which is no leaf."""
+    inside = [leaf for path, leaf in by_path.items() if path[: len(at)] == at]
+    if not isinstance(inside[0], Tensor):
+        return "a list or dict of others"
+    return f"a list or dict of {len(inside)} tensors, such as {type_name(inside[0].dtype, inside[0].shape)}"
+
+
 def _mismatch(x: Input, by_path: Mapping[Path, Any], want: Sequence[int], local: bool) -> str:
     expected = f"the program was compiled for {type_name(x.dtype, want)}{' on each rank' if local else ''}"
     if x.path not in by_path:
         if any(path[: len(x.path)] == x.path for path in by_path):
-            return f"the batch gives a list or dict of others, but {expected}"
+            return f"the batch gives {_others(x.path, by_path)}, but {expected}"
         names = sorted({name_of(path) for path in by_path})
         more = f", ... ({len(names)} in all)" if len(names) > NAMED else ""
         return f"the batch does not have it (it has {', '.join(names[:NAMED]) or 'nothing'}{more}); {expected}"
@@ -272,6 +283,11 @@ def _fix(x: Input, by_path: Mapping[Path, Any], local: bool, part: Sequence[int]
         return "make it a tensor: torch.from_numpy(...)"
     if leaf is None and any(path[: len(x.path)] == x.path and not isinstance(v, Tensor) for path, v in by_path.items()):
         return "make it a tensor: torch.tensor(...)"
+    if leaf is None and any(path[: len(x.path)] == x.path for path in by_path):
+        return (
+            "give each sample a tensor (torch.tensor(...), or set_format('torch') of datasets): torch's default_collate"
+            " turns lists of numbers the other way round; or write a collate"
+        )
     if isinstance(leaf, Tensor) and leaf.dtype == x.dtype and x.shape and tuple(leaf.shape) == x.shape[1:]:
         loader = f"DataLoader(dataset, batch_size={x.shape[0]})"
         return f"this is one sample, not a batch: let {loader} or engine.loader(dataset) make batches"

@@ -26,6 +26,7 @@ from shardc.runtime.reshard.between import End, Reshard, move_weights
 from shardc.runtime.rng import Rng
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.step import (
+    engine_options,
     evaluating,
     inputs,
     op_errors,
@@ -281,6 +282,12 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         for copied, m in zip(result.modules(), self.modules(), strict=True):
             copied.training = m.training
         return result
+
+    def __getattr__(self, name: str) -> Any:
+        if name in engine_options.INSTEAD_OF_MODULE:
+            what = f"a module of a program has no {name!r}: {engine_options.INSTEAD_OF_MODULE[name]}"
+            raise AttributeError(what, name=name, obj=self)
+        return super().__getattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardcError(

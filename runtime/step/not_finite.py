@@ -22,7 +22,10 @@ from shardc.runtime.step.interpreter import Interpreter, on_device
 Action = Literal["ignore", "stop", "skip"]
 
 
-_FIX = "nothing was updated: try a lower learning rate, clip_norm, or nonfinite='skip'"
+_FIX = (
+    "nothing was updated: try a lower learning rate, clip (clip_norm=, --clip), or leave such updates out"
+    " (nonfinite='skip', --nonfinite skip)"
+)
 _NAMED = 3  # parameters that an error names
 
 

@@ -96,6 +96,8 @@ def _check_sharded(
     )
     samples, grads, one = _check_apart(optimizer, shardings, first, fix)
     whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
+    if runs:
+        _check_skips(optimizer, shardings, first, samples, grads)
     try:
         two = pieces.run(samples, grads, cut=True)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
@@ -106,6 +108,26 @@ def _check_sharded(
             reason = f"it updates their parts in another way, and {m.sharding.why}"
             what = f"the optimizer {kind} needs whole parameters: {reason}"
             raise ShardcError(what, where=m.sharding.where, fix=fix)
+
+
+def _check_skips(
+    optimizer: Optimizer,
+    shardings: Mapping[Tensor, ParamSharding],
+    first: ParamSharding,
+    samples: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+) -> None:
+    """Raises ShardcError for an optimizer that cannot step where a parameter has no gradient."""
+    lacking = TrialCopy(optimizer, shardings)
+    try:
+        lacking.run(samples, grads)
+        lacking.step_without_one()
+    except Exception as e:  # the user's own optimizer
+        kind = type(optimizer).__name__
+        what = f"the optimizer {kind} fails where a parameter has no gradient ({type(e).__name__}: {e})"
+        what += f", and ranks that have no part of a small one have none: {first.why}"
+        fix = "let its step leave out a parameter whose .grad is None, as torch's optimizers do"
+        raise ShardcError(what, where=first.where, fix=fix) from e
 
 
 def _closure_of(optimizer: Optimizer) -> str:
@@ -379,6 +401,11 @@ class TrialCopy:
                     p.grad = g.clone() if p.numel() else None
             self.step()
         return [[p.detach() for p in parts] for parts in held]
+
+    def step_without_one(self) -> None:
+        """A step after `run`, in which one parameter has no gradient."""
+        self.optimizer.param_groups[0]["params"][0].grad = None
+        self.step()
 
     def _begin(self, m: _Member, parts: Sequence[nn.Parameter], cut: bool) -> None:
         """State that the optimizer makes in its constructor, of the small shape."""

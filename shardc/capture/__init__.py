@@ -12,6 +12,7 @@ user's terms why a capture failed.
 The model is captured in the mode it is in: put it in train mode first. It may be on the meta device; it is not changed.
 
 forward_arguments       which argument of the model's forward each part of the batch is
+wrapped_models          what DDP, FSDP or torch.compile has wrapped: refused, or looked through
 constants, guards       values that are known while a model is traced; branches that do nothing then
 tensor_methods          methods of tensors that tracing cannot follow
 autograd_function       custom autograd Functions keep their backward
@@ -46,6 +47,7 @@ from shardc.capture import (
     patches,
     refusals,
     side_effects,
+    wrapped_models,
 )
 from shardc.capture.batch_leaves import Leaves, with_plain_dicts
 from shardc.capture.export import export
@@ -84,6 +86,7 @@ def capture(
     started = time.perf_counter()
     if not isinstance(model, nn.Module):
         raise _no_module(model)
+    wrapped_models.check(model)
     patches.check_hooks(model)
     if loss is not None:
         check_loss(loss)

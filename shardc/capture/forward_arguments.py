@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import nn
 
+from shardc.capture.wrapped_models import beneath_compile
 from shardc.errors import ShardcError
 from shardc.ir import source
 
 
 def keys_of_loss(model: nn.Module, batch: Any) -> set[Any]:
     """The batch's keys that forward does not name: labels, when a function computes the loss."""
-    named = inspect.signature(model.forward).parameters
+    named = inspect.signature(beneath_compile(model).forward).parameters
     if not isinstance(batch, Mapping) or any(p.kind is p.VAR_KEYWORD for p in named.values()):
         return set()
     return {key for key in batch if key not in named}
@@ -37,6 +38,7 @@ def arguments(model: nn.Module, batch: Any, own_loss: bool) -> tuple[tuple[Any, 
 
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], own_loss: bool = False) -> None:
     """Raise ShardcError, naming forward's line, if it does not take the batch. own_loss: a function takes all of it."""
+    model = beneath_compile(model)
     forward = inspect.signature(model.forward)
     try:
         forward.bind(*args, **kwargs)

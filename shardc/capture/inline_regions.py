@@ -66,7 +66,7 @@ def _region(
             raise ShardcError(
                 f"the model turns autocast ({dtype}) on inside its forward",
                 where=source.where(where),
-                fix="take the autocast region out of the model",
+                fix="take the autocast region out of the model, and write `precision: {compute: bfloat16}` in the spec",
             )
     elif name == "tag_activation_checkpoint":
         sub, *operands = args

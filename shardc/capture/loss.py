@@ -29,6 +29,10 @@ OUTPUT = "output"
 CONTRACT = "return (loss, {name: real tensor}); a mean may also be (sum, count), both tensors of one element"
 
 
+#: What Python makes of a tensor's number, also while it is traced.
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def check_loss(loss: object, name: str = "loss") -> None:
     """Raise ShardcError for a loss that is no function of (output, batch). name: of the argument."""
     does = "F.mse_loss(output, batch['y'])" if name == "loss" else "{'logits': output}"
@@ -91,6 +95,9 @@ class LossOf(nn.Module):
             loss, beside = _of_model(output, line)
             self.beside.notes = _several(output, loss, line)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            if isinstance(loss, _NUMBERS):
+                what = "the loss is a Python number, of .item(), float() or int(): it has no gradient"
+                raise ShardcError(what, where=line, fix="leave that out: return the tensor")
             what = f"the loss is {_described(loss)}, not a scalar"
             raise ShardcError(what, where=line, fix="return one floating-point number, e.g. loss.mean()")
         loss = loss.reshape(()) if loss.dim() else loss
@@ -122,7 +129,7 @@ class LossOf(nn.Module):
             if name in divisors:
                 values |= {name: value[0].reshape(()), divisors[name]: value[1].reshape(())}
             elif not isinstance(value, Tensor) or value.is_complex():
-                if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+                if isinstance(value, _NUMBERS):
                     what = f"the output {name!r} is a Python number, of .item(), float() or int()"
                     raise ShardcError(what, where=line, fix="leave that out: the value stays a tensor until it is read")
                 raise ShardcError(f"the output {name!r} is {_described(value)}", where=line, fix=CONTRACT)

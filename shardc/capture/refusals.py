@@ -260,7 +260,13 @@ def of_error(error: BaseException, read: Sequence[str] = (), *, of_loss: bool = 
     code = f" ({at.code})" if at.code else ""
     part, fix = "the model's forward", "check that model and batch run together in plain PyTorch"
     if of_loss:
-        part, fix = "the loss", "check it in plain PyTorch: it is given the model's output and the whole batch"
+        part = "the loss"
+        fix = "it is given the model's output and the whole batch: loss=lambda output, batch: f(output, batch['y'])"
+    elif "got an unexpected keyword argument" in str(error):
+        fix = (
+            "a forward with **keywords is given every key of the batch: let it name its arguments (what it does not"
+            " name is for the loss alone), or leave that key out"
+        )
     if "no fake impl" in str(error):
         fix = "give the op a shape function, @OP.register_fake (docs/rules.md)"
     return ShardcError(

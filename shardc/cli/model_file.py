@@ -288,7 +288,9 @@ def _function(
         raise ShardcError(what, where=str(path), fix=fix)
     if function is not None and not callable(function):
         raise ShardcError(
-            f"{name} is a {type(function).__name__}, not a function", where=str(path), fix=f"write `def {name}(...)`"
+            f"{name} is a {type(function).__name__}, not a function",
+            where=str(path),
+            fix=f"write `def {name}(...)`, which returns it",
         )
     if inspect.isfunction(function):  # a class, or an object that can be called, may have no signature to read
         signature = inspect.signature(function)

@@ -167,7 +167,8 @@ def _of_generator(source: Any) -> int | None:
     """The seed of a DataLoader's own generator, which is not taken over; None without one."""
     if not isinstance(source, DataLoader) or _taken_over(source) is None:
         return None
-    of_sampler = source.generator or getattr(source.batch_sampler.sampler, "generator", None)
+    sampler = getattr(source.batch_sampler, "sampler", None)
+    of_sampler = source.generator or getattr(sampler, "generator", None)
     return of_sampler.initial_seed() if of_sampler is not None else None
 
 
@@ -180,8 +181,9 @@ def _in_order(source: Any, *, train: bool) -> bool:
 
 
 def _taken_over(loader: DataLoader[Any]) -> dict[str, Any] | None:
-    """Options of engine.loader that read the same samples; None where nobody but the loader itself knows which: its own
-    `__iter__`, samplers of other classes than torch's plain ones (a subclass may draw anything), of part of the dataset.
+    """Options of engine.loader that read the same samples; None where nobody but the loader itself knows which: its
+    own `__iter__`, samplers of other classes than torch's plain ones (a subclass may draw anything), or of a part of
+    the dataset.
     """
     batches, dataset = loader.batch_sampler, loader.dataset
     if type(loader).__iter__ is not DataLoader.__iter__ or type(batches) is not BatchSampler:

@@ -437,6 +437,9 @@ def _text(source: object) -> str:
     if not isinstance(source, (str, os.PathLike)):
         kind = type(source).__name__
         raise ShardcError(f"a spec is a path, a dict or a Spec, not a {kind}", where="spec", fix='e.g. "spec.yaml"')
+    if "\n" in str(source) or ": " in str(source):
+        what = "this is the text of a spec, where its path is expected"
+        raise ShardcError(what, where="spec", fix="give a path, or a mapping: yaml.safe_load(text)")
     file = Path(source)
     if file.suffix == ".py":
         fix = "give the path of a YAML file; on the command line the model comes first: shardc ... model.py spec.yaml"

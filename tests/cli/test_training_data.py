@@ -130,14 +130,14 @@ def test_a_batch_sampler_of_the_user_is_taken_over_with_what_it_holds() -> None:
     rows = Rows()
     options = _taken_over(DataLoader(rows, batch_sampler=BatchSampler(RandomSampler(rows), 2, True)))
     assert options is not None
-    assert options["shuffle"] and options["drop_last"] and options["batch_size"] == 2
+    assert (options["shuffle"], options["drop_last"], options["batch_size"]) == (True, True, 2)
 
 
 def test_how_a_loader_reads_goes_with_it() -> None:
     """What a worker runs first, such as opening a file, was left out."""
     options = _taken_over(DataLoader(Rows(), 2, num_workers=1, worker_init_fn=print, prefetch_factor=3))
     assert options is not None
-    assert options["worker_init_fn"] is print and options["prefetch_factor"] == 3
+    assert (options["worker_init_fn"], options["prefetch_factor"]) == (print, 3)
 
 
 def reseeded(source: Any) -> Any:

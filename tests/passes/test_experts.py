@@ -699,7 +699,7 @@ SPECS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], str, str]] = {
         {"mesh": {"ep": 2}},
         [{"match": "*.mlp"}],
         r"pattern '\*.mlp' matches no module that holds experts",
-        "experts are in the model",
+        "experts are in the model: match: '*'",
     ),
     "no experts": (
         {"mesh": {"ep": 2}},

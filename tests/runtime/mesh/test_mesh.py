@@ -14,6 +14,7 @@ from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh import CommRecord, RankMesh, TorchMesh
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.mesh.torch_mesh import _check_world
 from tests import warm
 
 GRID = Mesh((("dp", 2), ("tp", 2)))
@@ -188,6 +189,9 @@ def test_a_mesh_of_another_size_than_the_world_is_refused() -> None:
     with pytest.raises(ShardcError, match="the mesh dp=2 × tp=2 has 4 ranks, but 1 process runs") as caught:
         TorchMesh(GRID)
     assert caught.value.fix == "start 4 processes, or compile with mesh={'dp': 1, 'tp': 1}"
+    with pytest.raises(ShardcError) as caught:
+        _check_world(Mesh(()), 2)
+    assert caught.value.fix == "start 1 process, or write a mesh of 2 ranks: mesh: {dp: 2}"
 
 
 def test_one_process_needs_no_process_group() -> None:

@@ -41,6 +41,16 @@ BUSY = {"waits": False, "doing": "in step 5, at all_reduce 'g' over tp", "place"
             " all_reduce 'g' over tp; ranks 0, 2, 3 wait for it in step 5, at all_reduce 'h' over tp",
         ),
         (
+            {0: waiting(), 1: BUSY, 2: BUSY, 3: waiting()},
+            "ranks 1 (dp=0, tp=1), 2 (dp=1, tp=0) keep the others waiting for 9 s: they are at model.py:22, in forward,"
+            " in step 5, at all_reduce 'g' over tp; ranks 0, 3 wait for it in step 5, at all_reduce 'h' over tp",
+        ),
+        (
+            {0: BUSY, 1: BUSY, 2: BUSY, 3: BUSY},
+            "ranks 0 (dp=0, tp=0), 1 (dp=0, tp=1), 2 (dp=1, tp=0), 3 (dp=1, tp=1) have been busy for 9 s, at"
+            " model.py:22, in forward, in step 5, at all_reduce 'g' over tp",
+        ),
+        (
             {0: waiting(), 1: waiting(), 3: waiting("after step 4")},
             "rank 2 (dp=1, tp=0) does not answer for 9 s: it is stopped, or its machine is gone; ranks 0, 1, 3 wait for"
             " it in step 5, at all_reduce 'h' over tp",

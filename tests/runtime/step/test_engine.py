@@ -255,6 +255,12 @@ WRONG: list[tuple[str, Any, str]] = [
         r"^y: the batch gives a list or dict of others, but .* for f64\[8, 4\]\n  fix: make it a tensor: torch.tensor",
     ),
     (
+        "numbers of samples, as default_collate turns them",
+        {**example_program.batch(), "y": list(torch.zeros(4, 8, dtype=torch.float64))},
+        r"^y: the batch gives a list or dict of 4 tensors, such as f64\[8\], but .* for f64\[8, 4\]\n"
+        r"  fix: give each sample a tensor .* default_collate[^\n]*$",
+    ),
+    (
         "an array",
         {**example_program.batch(), "y": np.zeros((8, 4))},
         r"^y: the batch gives ndarray, but .*\n  fix: make it a tensor: torch.from_numpy",

@@ -131,6 +131,10 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).backward(BATCH["x"], strength=2.0),  # type: ignore[call-arg]
         r"engine.backward: it takes one batch, and was given one argument and strength by name",
     ),
+    "a device": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).to("cuda"),  # type: ignore[arg-type]
+        r"engine.to: a str is no program: this moves to another plan\n  fix: devices are those of the ranks",
+    ),
     "another model": (
         lambda mesh: Engine(PROGRAM, torch.nn.Linear(3, 3), mesh=mesh),
         r"of another model: of 4 tensors 4 missing",
@@ -330,3 +334,74 @@ def test_nothing_to_train_is_said() -> None:
     assert program.cost().step_seconds > 0
     with pytest.raises(ShardcError, match="no parameter of the model is trained"):
         program.verify()
+
+
+def test_what_a_wrapped_module_would_have_is_named() -> None:
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(PROGRAM, MODEL, mesh=mesh)
+        with pytest.raises(AttributeError, match=r"has no 'no_sync': .* they add up in .grad as on one device"):
+            module.no_sync()
+        with pytest.raises(AttributeError, match="object has no attribute 'other'"):
+            _ = module.other
+
+    loopback(PROGRAM.mesh, work)
+
+
+class Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+
+    def forward(self, **given: torch.Tensor) -> Any:
+        return self.inner(**given)
+
+
+def distance(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (output - batch["y"]).square().mean()
+
+
+ROWS = {"input": torch.randn(8, 8), "y": torch.randn(8, 4)}
+ONE = {"shardc": 1}
+
+
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a wrapped model": (
+        lambda: shardc.compile(nn.DataParallel(nn.Linear(8, 4)), ROWS, ONE, loss=distance),
+        r"the model: it is wrapped in DataParallel, .*\n  fix: pass what it holds: model.module;",
+    ),
+    "a forward that takes all": (
+        lambda: shardc.compile(Keywords(), ROWS, ONE, loss=distance),
+        r"unexpected keyword argument 'y'(.|\n)*fix: a forward with \*\*keywords is given every key of the batch",
+    ),
+    "a loss of a library": (
+        lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, loss=nn.MSELoss()),
+        r"the loss failed(.|\n)*whole batch: loss=lambda output, batch: f\(output, batch\['y'\]\)",
+    ),
+    "the text of a spec": (
+        lambda: shardc.compile(nn.Linear(8, 4), ROWS, "shardc: 1\nmesh: {dp: 2}", loss=distance),
+        r"spec: this is the text of a spec, where its path is expected\n  fix: .*yaml.safe_load",
+    ),
+    "spec and batch swapped": (
+        lambda: shardc.compile(nn.Linear(8, 4), "spec.yaml", ROWS, loss=distance),
+        r"the batch is a str, which looks like the spec\n  fix: .*compile\(model, batch, spec\)",
+    ),
+    "a loss that is a number": (
+        lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, loss=lambda o, b: distance(o, b).item()),
+        r"the loss is a Python number, of .item\(\), .*\n  fix: leave that out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_of_compile(name: str) -> None:
+    call, said = CALLS[name]
+    with pytest.raises(ShardcError, match=said):
+        call()
+
+
+def test_what_torch_compile_wraps_has_arguments_with_names() -> None:
+    """Keys of the batch that forward does not name are for the loss, as of the model itself."""
+    model = nn.Linear(8, 4)
+    program = shardc.compile(torch.compile(model, backend="eager"), ROWS, ONE, loss=distance)  # type: ignore[arg-type]
+    loss = program.engine(torch.compile(model, backend="eager"), optimizer=None).evaluate(ROWS)
+    torch.testing.assert_close(loss, distance(model(ROWS["input"]), ROWS).detach())

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.errors import ShardcError
-from shardc.runtime.mesh.loopback import loopback
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step.engine import Engine
 from shardc.runtime.zero.optimizer_check import ParamSharding, multiplies, needs_whole
 from tests.runtime.offload.test_offload import Normalised
 from tests.runtime.zero.test_edges import WHOLE, Two, X
@@ -222,3 +223,32 @@ def test_which_need_whole_matrices_and_multiply_them(make: Any, whole: bool, pro
     optimizer = make([nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(3, 9))])
     assert needs_whole(optimizer) == whole
     assert multiplies(optimizer) == products
+
+
+class Careless(torch.optim.Optimizer):
+    """Reads the gradient of every parameter, also of one that has none."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= 0.1 * p.grad.sign()
+
+
+def test_an_optimizer_that_wants_every_gradient_is_told_before_the_first_step() -> None:
+    """At ZeRO 3 a rank may have none of a small parameter: its step would fail on that rank alone."""
+    model = torch.nn.Linear(8, 1)
+    batch = {"input": torch.randn(8, 8)}
+    program = shardc.compile(
+        model, batch, {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": 3}}, loss=lambda y, _: y.mean()
+    )
+
+    def work(mesh: LoopbackMesh) -> None:
+        with pytest.raises(ShardcError, match=r"Careless fails where a parameter has no gradient .*NoneType") as caught:
+            Engine(program, model, Careless, mesh=mesh)
+        assert "leave out a parameter whose .grad is None" in str(caught.value.fix)
+
+    loopback(program.mesh, work)
