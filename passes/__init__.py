@@ -25,6 +25,7 @@ from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
 from shardc.passes.place import Place
 from shardc.passes.precision import Precision
+from shardc.passes.products import Products
 from shardc.passes.recompute import Recompute
 from shardc.passes.stack_experts import StackExperts
 from shardc.passes.unknown_ops import UnknownOps
@@ -59,6 +60,7 @@ PIPELINE = (
     Stage("annotate", Annotate, "placement starts from the layouts of weights, inputs and activations in the spec"),
     Stage("adapt", Adapt, "plans and structures are the model's; adapters are split as the weights beside them"),
     Stage("forward_only", ForwardOnly, "annotate tells activations by their gradients; nothing after it needs them"),
+    Stage("products", Products, "all before it knows linear layers by their shape; scales are placed with all else"),
     Stage("place", Place, "every op runs by one strategy per mesh axis before collectives can be known"),
     # the local graph, of one rank
     Stage("partition", Partition, "conversions between placements become collectives, and sizes those of one rank"),

@@ -13,6 +13,7 @@ attention         with dropout, or of a part of the queries: attention_blocks; a
                   too; attention_spans: which keys rows see; attention_held: which of them a rank has, and a mask shows
 expert_parallel   tokens to experts and back; expert_products: what experts compute, by grouped_mm and
                   expert_activation; experts_op: the op in a captured graph
+fp8               numbers of 8 bits: values and gradients rounded, and as bytes of a message
 linear_nll        a linear layer and its cross entropy in chunks of rows
 stretches         cumulative sums and convolutions along a dim that is split
 softmax_parts     a softmax's normaliser over dims that are split
@@ -50,6 +51,7 @@ from shardc.runtime.ops.expert_parallel import (
     experts_send,
 )
 from shardc.runtime.ops.expert_products import experts, experts_apply
+from shardc.runtime.ops.fp8 import fp8_amax, fp8_grad, fp8_round
 from shardc.runtime.ops.linear_nll import linear_nll, nll_exp, nll_top
 from shardc.runtime.ops.local_math import (
     batch_stat,
@@ -112,6 +114,9 @@ __all__ = [
     "experts_send",
     "fill_padding",
     "first_grad",
+    "fp8_amax",
+    "fp8_grad",
+    "fp8_round",
     "gather_partial",
     "gather_start",
     "gather_wait",

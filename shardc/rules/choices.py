@@ -64,6 +64,8 @@ class Choices:
 
     @cached_property
     def partial_grad(self) -> Strategy:
+        if self.rule.whole_grad:
+            return self.replicate
         ins = tuple(PARTIAL_GRAD if needs_sum_grad(v) else REPLICATE for v in self.call.operands)
         outs = tuple(PARTIAL_GRAD if needs_sum_grad(v) else REPLICATE for v in self.call.results)
         return Strategy("partial_grad", ins, outs)

@@ -10,6 +10,7 @@ linear  groups of operands in which the op is jointly linear, separated by `|`: 
 added   operands that are added to the result once: when a summed factor is split they become partial themselves.
 local   rewrites one call for a rank's part (sizes, offsets); gets a `LocalCall`, returns the node of the result.
 extra   further strategies that no factor expresses (a vocabulary, unequal sections).
+whole_grad  the backward is not linear in the gradient of the result (it rounds it), so it takes no summands of it.
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ class Rule:
     extra: ExtraOf | None = None
     linear_of: Callable[[Call], str] | None = None
     flops: Callable[[Call], int] | None = None
+    whole_grad: bool = False
     where: str = field(default="", compare=False)
 
     @property
@@ -165,6 +167,7 @@ def rule(
     local: LocalOf | None = None,
     extra: ExtraOf | None = None,
     flops: Callable[[Call], int] | None = None,
+    whole_grad: bool = False,
     where: str = "",
 ) -> Rule:
     """Register the rule of an op (an `OpOverload`, or a function that appears in graphs). Raises ValueError if it has
@@ -178,7 +181,7 @@ def rule(
         raise ValueError(f"{op} already has the rule {RULES[op].text!r} ({RULES[op].where})")
     fixed = parse_linear(linear) if isinstance(linear, str) else ()
     of_call = None if isinstance(linear, str) else linear
-    new = Rule(op, notation, fixed, added, local, extra, of_call, flops, where or caller(__file__))
+    new = Rule(op, notation, fixed, added, local, extra, of_call, flops, whole_grad, where or caller(__file__))
     RULES[op] = new
     find.cache_clear()  # someone may have looked for it before
     return new

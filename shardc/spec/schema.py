@@ -554,8 +554,50 @@ class Checkpoint(Section):
     )
 
 
+Recipe = Literal["fp8-rowwise", "fp8-tensorwise", "mxfp8"]
+RECIPES = get_args(Recipe)
+
+
+class Products(Section):
+    """Products of linear layers with numbers of 8 bits: inputs, weights and gradients are rounded to float8, with one
+    scale for each row (fp8-rowwise), each tensor (fp8-tensorwise), or each block of 32 (mxfp8).
+    """
+
+    recipe: Recipe = Field(
+        description="what has one scale: a row, a tensor, or a block of 32 along what is summed",
+        examples=["fp8-rowwise"],
+    )
+    match: Annotated[
+        tuple[Annotated[str, AfterValidator(_trained)], ...], BeforeValidator(as_list), WithJsonSchema(_ONE_OR_MANY)
+    ] = Field(
+        default=("*",),
+        description="linear layers (or their weights) that are computed so; behind a ! those that are not; the last"
+        " that matches counts",
+        examples=[["*", "!lm_head"]],
+    )
+
+
+def _products(value: Any) -> Any:
+    """`fp8-rowwise` is short for {recipe: fp8-rowwise}; none for no section."""
+    return None if value == "none" else {"recipe": value} if isinstance(value, str) else value
+
+
+_PRODUCTS: dict[str, Any] = {
+    "anyOf": [
+        {"enum": ["none", *RECIPES]},
+        {
+            "type": "object",
+            "required": ["recipe"],
+            "additionalProperties": False,
+            "properties": {"recipe": {"enum": list(RECIPES)}, "match": _ONE_OR_MANY},
+        },
+    ]
+}
+
+
 class Precision(Section):
     """Number formats. params: the master copy; compute: forward and backward; reduce: the sums of gradients over ranks.
+    products: those of linear layers, in 8 bits.
 
     None: params as the model has them, compute as params, reduce as the parameter.
     """
@@ -579,6 +621,11 @@ class Precision(Section):
         NONE,
         number_schema("none", "dynamic"),
     ] = Field(default=None, description="none, dynamic, or a number (for float16)", examples=["none", "dynamic"])
+    products: Annotated[Products | None, BeforeValidator(_products), WithJsonSchema(_PRODUCTS)] = Field(
+        default=None,
+        description="none, or how linear layers multiply numbers of 8 bits: fp8-rowwise, fp8-tensorwise, mxfp8",
+        examples=["fp8-rowwise", {"recipe": "fp8-rowwise", "match": ["*", "!lm_head"]}],
+    )
 
 
 class On(Section):

@@ -2,7 +2,7 @@
 makes a good one.
 
 pointwise, reduce, views, writes, create, index, matmul, linalg, conv, norm, attention, experts, recurrent, random,
-fourier, softmax, loss; own: as users write them
+fourier, softmax, loss, fp8; own: as users write them
 """
 
 from importlib import import_module

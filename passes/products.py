@@ -1,0 +1,219 @@
+"""Products: linear layers multiply numbers of 8 bits (`precision: {products: fp8-rowwise}`).
+
+    before   y = linear(x, w, b)                                bf16[8, 128, 256] grad      x: bf16[8, 128, 64]
+
+    after    x_amax = fp8_amax(x, (1, 1, 0))                    f32[8, 128, 1]              the largest of each row
+             x_fp8 = fp8_round(x, x_amax, 'e4m3', (1, 1, 0))    bf16[8, 128, 64] grad       values that float8 has
+             w_amax = fp8_amax(w, (1, 0))                       f32[256, 1]
+             w_fp8 = fp8_round(w, w_amax, 'e4m3', (1, 0))       bf16[256, 64] grad
+             y = linear(x_fp8, w_fp8)                           bf16[8, 128, 256] grad
+             y_grad = fp8_grad(y, w_amax, 'e4m3', (1, 1, 0))    bf16[8, 128, 256] grad      its gradient is rounded
+             y_1 = add(y_grad, b)
+
+It works on the graph of one device, so this is what one device computes, and all that follows splits it like anything
+else. Rounded values keep their dtype (shardc.runtime.ops.fp8 says why that loses nothing), so products and gradients
+are ordinary ones, and a weight is cast once for both directions. It stands before placement, as the largest values of
+granules that are split have to be compared over ranks, and behind all that knows layers by their shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from shardc.errors import Errors, ShardcError
+from shardc.ir.graph import calls, copy_graph, source_of, value_of
+from shardc.ir.patterns import names_weight
+from shardc.ir.program import Param, Program, Value
+from shardc.passes.base import Pass
+from shardc.runtime import ops
+from shardc.runtime.ops.fp8 import Granule, granules
+from shardc.runtime.ops.overlap import PRODUCTS, factors
+from shardc.spec.names import Names
+
+aten = torch.ops.aten
+_CAST = aten._to_copy.default
+#: Sizes that kernels for float8 take are multiples of this; a block of mxfp8 has as many as the second.
+ALIGNED, BLOCK = 16, 32
+
+
+class Recipe(NamedTuple):
+    """x, weight, grad: block sizes of granules along (all but the last dim, the last dim); 0 is the whole dim. The
+    weight's are along (out, in). gradient: its format; rows: the scales of the weight's rows go into the gradient.
+    """
+
+    x: tuple[int, int]
+    weight: tuple[int, int]
+    grad: tuple[int, int]
+    gradient: str
+    rows: bool = False
+
+
+RECIPES = {
+    "fp8-rowwise": Recipe((1, 0), (1, 0), (1, 0), "e4m3", rows=True),
+    "fp8-tensorwise": Recipe((0, 0), (0, 0), (0, 0), "e5m2"),
+    "mxfp8": Recipe((1, BLOCK), (BLOCK, BLOCK), (1, BLOCK), "e4m3"),
+}
+
+
+@dataclass(frozen=True)
+class Products(Pass):
+    """Rounds what the chosen linear layers multiply. Notes the layers that it leaves as they are, and why."""
+
+    def applies(self, program: Program) -> bool:
+        return self.spec.precision.products is not None
+
+    def run(self, program: Program) -> Program:
+        products = self.spec.precision.products
+        assert products is not None
+        where = self.spec.where(("precision", "products"))
+        self._check(program, where)
+        graph = copy_graph(program.graph)
+        writer = _Writer(graph, RECIPES[products.recipe])
+        left: dict[str, list[str]] = {}
+        chosen = _Chosen(products.match, program)
+        for node in list(calls(graph)):
+            if node.target is ops.experts:
+                left.setdefault("products of experts are not written for 8 bits", []).append(source_of(node).module)
+            if node.target not in PRODUCTS or (p := chosen.weight(node)) is None:
+                continue
+            if why := _unfit(node, p, program, BLOCK if products.recipe == "mxfp8" else ALIGNED):
+                left.setdefault(why, []).append(p.fqn)
+            else:
+                writer.product(node)
+        graph.lint()
+        notes = [
+            f"{where}: {products.recipe} leaves {_some(names)} as {'they are' if len(names) > 1 else 'it is'}: {why}"
+            for why, names in left.items()
+        ]
+        if not writer.made:
+            notes.append(f"{where}: {products.recipe} finds no linear layer to compute in 8 bits")
+        return replace(program, graph=graph, notes=(*program.notes, *notes))
+
+    def _check(self, program: Program, where: str) -> None:
+        """What would not be one device's numbers, and patterns that name nothing."""
+        products = self.spec.precision.products
+        assert products is not None
+        if self.spec.precision.compute == "float16":
+            what = f"products: {products.recipe} with compute: float16, which has no numbers for float8 times its scale"
+            raise ShardcError(what, where=where, fix="write compute: bfloat16")
+        microbatches = self.spec.batch.microbatches
+        if products.recipe == "fp8-tensorwise" and microbatches > 1:
+            what = (
+                f"fp8-tensorwise has one scale for the whole batch, and {microbatches} microbatches are computed one"
+                " after the other: each would have a scale of its own, which is not what one device computes"
+            )
+            raise ShardcError(what, where=where, fix="write fp8-rowwise or mxfp8, or microbatches: 1")
+        errors = Errors()
+        names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
+        for text in products.match:
+            pattern = text.removeprefix("!")
+            if not names.has_weights(pattern):
+                what, fix = names.without_weights(pattern)
+                errors.add(f"pattern {pattern!r} {what}", where=where, fix=fix)
+        errors.raise_any()
+
+
+@dataclass
+class _Chosen:
+    """The parameters that are the weights of chosen layers."""
+
+    patterns: Sequence[str]
+    program: Program
+    params: dict[str, Param] = field(init=False)
+
+    def __post_init__(self) -> None:
+        beside = {n for a in self.program.adapters for n in a.names}
+        self.params = {p.name: p for p in self.program.params if p.name not in beside}
+
+    def weight(self, product: fx.Node) -> Param | None:
+        """The weight of a product, perhaps cast; None if it is none, or of a layer that is not chosen."""
+        _, w, _ = factors(product.target, product.args)
+        while isinstance(w, fx.Node) and w.target is _CAST:
+            w = w.args[0]
+        p = self.params.get(w.name) if isinstance(w, fx.Node) and w.op == "placeholder" else None
+        return p if p is not None and self._matches(p) else None
+
+    def _matches(self, p: Param) -> bool:
+        for pattern in reversed(self.patterns):
+            if any(names_weight(pattern.removeprefix("!"), name) for name in p.names):
+                return not pattern.startswith("!")
+        return False
+
+
+def _unfit(product: fx.Node, p: Param, program: Program, multiple: int) -> str:
+    """Why a product is not computed in 8 bits; "" if it is."""
+    x, w, _ = factors(product.target, product.args)
+    if len(value_of(w).shape) != 2 or product.kwargs or len(value_of(x).shape) < 2:
+        return "it is no product of rows with a matrix"
+    if not value_of(x).dtype.is_floating_point or value_of(x).dtype == torch.float16:
+        return "its input is no bfloat16 or float32"
+    if any(n % multiple for n in value_of(w).shape):
+        return f"sizes are no multiples of {multiple}"
+    return ""
+
+
+def _some(names: list[str]) -> str:
+    names = list(dict.fromkeys(names))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@dataclass
+class _Writer:
+    """Rewrites products, in a graph which it changes. made: products rewritten."""
+
+    graph: fx.Graph
+    recipe: Recipe
+    made: int = 0
+    rounded: dict[tuple[fx.Node, tuple[int, ...]], tuple[fx.Node, fx.Node]] = field(default_factory=dict)
+
+    def product(self, node: fx.Node) -> None:
+        self.made += 1
+        x, w, bias = factors(node.target, node.args)
+        last = node.target is aten.linear.default
+        users, v = list(node.users), value_of(node)
+        with self.graph.inserting_before(node):
+            x8, _ = self._round(x, _granule(x, self.recipe.x), node)
+            w8, rows = self._round(w, self.recipe.weight if last else self.recipe.weight[::-1], node)
+        if node.target is aten.addmm.default:
+            node.target = aten.mm.default
+        node.args = (x8, w8)
+        y, name = node, node.name
+        if v.requires_grad:
+            how = self.recipe.gradient, _granule(node, self.recipe.grad)
+            y = self._behind(y, ops.fp8_grad, (y, rows if self.recipe.rows else None, *how), f"{name}_fp8")
+        if bias is not None:
+            y = self._behind(y, aten.add.Tensor, (y, bias), f"{name}_biased")
+        for user in users if y is not node else ():
+            user.replace_input_with(node, y)
+
+    def _round(self, x: fx.Node, granule: tuple[int, ...], product: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The rounded value, and the largest ones; once for all products that take it."""
+        if (x, granule) not in self.rounded:
+            v = value_of(x)
+            scales = Value(granules(v.shape, granule), torch.promote_types(v.dtype, torch.float32), False)
+            top = self._call(ops.fp8_amax, (x, granule), f"{x.name}_amax", scales, product)
+            self.rounded[x, granule] = (
+                self._call(ops.fp8_round, (x, top, "e4m3", granule), f"{x.name}_fp8", v, product),
+                top,
+            )
+        return self.rounded[x, granule]
+
+    def _behind(self, y: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+        """A call of the type of y, behind it."""
+        with self.graph.inserting_after(y):
+            return self._call(target, args, name, value_of(y), y)
+
+    def _call(self, target: Any, args: tuple[Any, ...], name: str, value: Value, like: fx.Node) -> fx.Node:
+        new = self.graph.create_node("call_function", target, args, {}, name=name)
+        new.meta = {"value": value, "source": source_of(like)}
+        return new
+
+
+def _granule(x: fx.Node, of: tuple[int, int]) -> tuple[int, ...]:
+    """Of a tensor of rows."""
+    return (*[of[0]] * (len(value_of(x).shape) - 1), of[1])

@@ -1,0 +1,200 @@
+"""Numbers of 8 bits: rounding to float8 with one scale for each *granule*, as ops on tensors of any floating dtype.
+
+    x        0.11  3.0  -7.0     a row, which is a granule
+    amax     7.0                 the largest of it
+    scale    2**6                the largest power of two that float8 e4m3 can take: 7.0 * 64 = 448
+    float8   7     192  -448     what a product of 8 bits multiplies: 0.11 * 64 = 7.04 is rounded
+    result   0.109375  3.0  -7.0
+
+The result of `fp8_round` has the dtype of x. Scales are powers of two, so a number of 4 significant bits is the same in
+bfloat16, float32 and float64: a product of such tensors is the product of float8 tensors, exactly, and everything that
+follows (splits, gradients, proofs) is that of an ordinary product. Where it counts, the 8 bits are made of the values
+again, by `packed`: for messages (half the bytes of bfloat16), and for kernels. Rounding twice changes nothing, and no
+scale.
+
+A granule is written as a block size for each dim: 0 is the whole dim. [rows, features] in (1, 0) has a scale for each
+row; (0, 0) one scale; (1, 32) one for each 32 features of a row.
+
+Scales as in torchao's float8 (`round_scales_to_power_of_2`) and in the OCP's MX formats, but for the very top: a scale
+is the largest with which the largest element still rounds to a number. Then it is the scale of the rounded values,
+too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+Granule = Sequence[int]
+
+
+class Format(NamedTuple):
+    """top: what is this large, or larger, does not round to a number (`even`: larger alone)."""
+
+    dtype: torch.dtype
+    top: float
+    even: bool
+
+
+#: e4m3 has numbers to 448, the next would be 480: what is above 464 is none, and the tie goes to the even one. e5m2 has
+#: numbers to 57344, the next would be 65536, which is the even one.
+FORMATS = {"e4m3": Format(torch.float8_e4m3fn, 464.0, True), "e5m2": Format(torch.float8_e5m2, 61440.0, False)}
+#: Of scales: with these, the least number of float8 times its scale is one of bfloat16 and float32.
+_EXPONENTS = 110
+
+
+def blocks(x: Tensor, granule: Granule) -> Tensor:
+    """x with each dim as [granules, size of one]."""
+    sizes = [(1, n) if g == 0 else (n // g, g) for n, g in zip(x.shape, granule, strict=True)]
+    return x.reshape([n for pair in sizes for n in pair])
+
+
+def fp8_amax(x: Tensor, granule: Granule) -> Tensor:
+    """The largest absolute value of each granule, in float32 or wider; detached. One number a granule: a dim in blocks
+    of 1 keeps its size, a whole one has size 1.
+    """
+    x = x.detach()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if not x.dim():
+        return x.abs().to(wide)
+    return blocks(x.abs(), granule).amax(list(range(1, 2 * x.dim(), 2))).to(wide)
+
+
+def exponents(amax: Tensor, format: str) -> Tensor:
+    """int32: the binary logarithm of each granule's scale. 0 for a granule of zeros, and where something is not finite,
+    which rounding hands on.
+    """
+    _, top, even = FORMATS[format]
+    most, power = math.frexp(top)
+    mantissa, own = torch.frexp(amax)
+    over = mantissa > most if even else mantissa >= most
+    found = power - own - over.to(torch.int32)
+    return found.where((amax > 0) & amax.isfinite(), torch.zeros_like(found)).clamp(-_EXPONENTS, _EXPONENTS)
+
+
+def powers(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """2 ** exponent, exactly."""
+    return ((exponent + 127) << 23).view(torch.float32).to(dtype)
+
+
+def _times(x: Tensor, exponent: Tensor, granule: Granule) -> Tensor:
+    """Each granule times a power of two, in float32 or wider."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    each = blocks(powers(exponent, wide), [1] * exponent.dim())
+    return (blocks(x.to(wide), granule) * each).view(x.shape)
+
+
+def _rounded(x: Tensor, exponent: Tensor, format: str, granule: Granule) -> Tensor:
+    narrow = _times(x, exponent, granule).to(FORMATS[format].dtype)
+    return _times(narrow, -exponent, granule).to(x.dtype)
+
+
+class _Round(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, amax: Tensor, format: str, granule: Granule) -> Tensor:
+        return _rounded(x, exponents(amax, format), format, granule)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, None, None, None
+
+
+def fp8_round(x: Tensor, amax: Tensor, format: str, granule: Granule) -> Tensor:
+    """x as float8 holds it, in the dtype of x. amax: of each granule; its gradient is that of x.
+
+    format: "e4m3" or "e5m2". What is not finite becomes nan.
+    """
+    result: Tensor = _Round.apply(x, amax, format, granule)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RoundGrad(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, weights: Tensor | None, how: tuple[str, Granule], mesh: Any, axes: tuple[str, ...], tag: str
+    ) -> Tensor:
+        ctx.how, ctx.mesh, ctx.axes, ctx.tag = how, mesh, axes, tag
+        ctx.save_for_backward(weights)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (weights,) = ctx.saved_tensors
+        return round_grad(g, weights, *ctx.how, ctx.mesh, ctx.axes, ctx.tag), *[None] * 5
+
+
+def fp8_grad(
+    y: Tensor,
+    weights: Tensor | None,
+    format: str,
+    granule: Granule,
+    mesh: Any = None,
+    axes: tuple[str, ...] = (),
+    tag: str = "",
+) -> Tensor:
+    """y itself, whose gradient is rounded to float8 before it goes on to the product that y is the result of.
+
+    weights: of a weight [out, in] with a scale for each of its rows, their largest values [out, 1]. The product of the
+    gradient with the weight sums over these rows, so their scales are multiplied into the gradient before it is
+    rounded. None: one scale does for all rows that are summed together. axes: of the mesh, over which granules are
+    split.
+    """
+    if not (torch.is_grad_enabled() and y.requires_grad):
+        return y
+    result: Tensor = _RoundGrad.apply(y, weights, (format, granule), mesh, axes, tag)  # type: ignore[no-untyped-call]
+    return result
+
+
+def round_grad(
+    g: Tensor, weights: Tensor | None, format: str, granule: Granule, mesh: Any, axes: tuple[str, ...], tag: str
+) -> Tensor:
+    """What `fp8_grad` does with a gradient."""
+    rows = None if weights is None else exponents(weights.reshape(-1), "e4m3")
+    each = [1] * g.dim()
+    if rows is not None:
+        rows = rows.view(*each[1:], -1)
+    folded = g if rows is None else _times(g, -rows, [*[0] * (g.dim() - 1), 1])
+    amax = fp8_amax(folded, granule)
+    if axes:
+        amax = mesh.all_reduce(amax, axes, op="max", direction="backward", tag=tag)
+    folded = _rounded(folded, exponents(amax, format), format, granule)
+    return folded if rows is None else _times(folded, rows, [*[0] * (g.dim() - 1), 1]).to(g.dtype)
+
+
+# --- messages
+
+
+def packed(x: Tensor, format: str, granule: Granule) -> Tensor:
+    """Values that `fp8_round` gave, or a part of them, as bytes: one for each element, and one for each granule of the
+    part, which is its scale's exponent. A part of a granule has a scale of its own, which holds its values as well.
+    """
+    exponent = exponents(fp8_amax(x, granule), format)
+    narrow = _times(x, exponent, granule).to(FORMATS[format].dtype)
+    return torch.cat((narrow.view(torch.uint8).reshape(-1), exponent.to(torch.int8).view(torch.uint8).reshape(-1)))
+
+
+def unpacked(message: Tensor, like: Tensor, format: str, granule: Granule) -> Tensor:
+    """The values of `packed`. like: of their shape and dtype."""
+    n = like.numel()
+    shape = granules(like.shape, granule)
+    exponent = message[n:].view(torch.int8).to(torch.int32).view(shape)
+    narrow = message[:n].view(FORMATS[format].dtype).view(like.shape)
+    return _times(narrow, -exponent, granule).to(like.dtype)
+
+
+def granules(shape: Sequence[int], granule: Granule) -> tuple[int, ...]:
+    """The shape of one number a granule."""
+    return tuple(1 if g == 0 else n // g for n, g in zip(shape, granule, strict=True))
+
+
+def message_bytes(shape: Sequence[int], granule: Granule) -> int:
+    """Of `packed`."""
+    return math.prod(shape) + math.prod(granules(shape, granule))

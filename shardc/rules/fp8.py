@@ -1,0 +1,114 @@
+"""Rounding to float8 (shardc.runtime.ops.fp8). A granule, which has one scale, is a block size for each dim, 0 a whole
+dim.
+
+Blocks stay whole: what is split is their number. A whole dim may be split, and the largest values of its parts are
+compared over ranks (one number a granule), so the scale is that of one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
+from shardc.ir.program import Collective
+from shardc.rules.notation import Dim, Operand, Signature
+from shardc.rules.op_call import Call
+from shardc.rules.registry import LocalCall, rule
+from shardc.rules.strategy import Strategy
+from shardc.runtime import ops
+from shardc.runtime.ops.fp8 import granules
+
+#: The kind of the strategy by which granules are split.
+GRANULE = "granule"
+_CAUSE = "the scale of values that are split"
+
+
+def _operand(shape: Sequence[int], granule: Sequence[int]) -> tuple[Operand, dict[str, int]]:
+    """The factors of a tensor: of dim i the number of blocks di, and the block gi where it has more than one element."""
+    dims: list[Dim] = []
+    sizes: dict[str, int] = {}
+    for i, (n, g) in enumerate(zip(shape, granule, strict=True)):
+        sizes[f"d{i}"] = n // max(g, 1)
+        if g > 1:
+            sizes[f"g{i}"] = g
+        dims.append((f"d{i}", f"g{i}") if g > 1 else (f"d{i}",))
+    return tuple(dims), sizes
+
+
+def _inside(sizes: dict[str, int]) -> frozenset[str]:
+    return frozenset(f for f in sizes if f.startswith("g"))
+
+
+def _scales(granule: Sequence[int]) -> Operand:
+    """One number a granule."""
+    return tuple(() if g == 0 else (f"d{i}",) for i, g in enumerate(granule))
+
+
+def amax(call: Call) -> Signature:
+    granule = call.arg(1, "granule")
+    x, sizes = _operand(call.operands[0].shape, granule)
+    whole = frozenset(f"d{i}" for i, g in enumerate(granule) if g == 0)
+    return Signature((x,), (_scales(granule),), sizes, frozenset(), whole | _inside(sizes))
+
+
+def parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
+    """Each rank has a part of a granule."""
+    x, granule = call.operands[0].shape, call.arg(1, "granule")
+    for p in sorted(available[0], key=repr):
+        if isinstance(p, Shard) and granule[p.dim] == 0 and p.padded(x[p.dim]) % (p.split * n) == 0:
+            yield Strategy(GRANULE, (p,), (REPLICATE,))
+
+
+def local_amax(call: LocalCall) -> fx.Node:
+    """The largest of the rank's part, and of all parts."""
+    split = call.axes(GRANULE)
+    granule, x = call.call.arg(1, "granule"), call.args[0]
+    for s in call.inputs[0].paddings():
+        if granule[s.dim] == 0:
+            x = call.without_padding(x, 0, s.dim, 0.0)
+    if not split:
+        return call.same(_0=x)
+    value = call.call.results[0]
+    items = {a: Partial("max") for a in split}
+    mine = Layout.of({**dict(call.outputs[0].items), **items}, call.mesh)
+    own = call.emit(ops.fp8_amax, (x, granule), {}, value=replace(value, layout=mine))
+    axes = call.mesh.merge(split)
+    whole = replace(value, layout=call.outputs[0])
+    collective = Collective("all_reduce", "none", axes, whole.nbytes(call.mesh), _CAUSE)
+    return call.emit(ops.all_reduce_max, (own, call.mesh_node, axes), {}, value=whole, collective=collective)
+
+
+def rounded(call: Call) -> Signature:
+    granule = call.arg(3, "granule")
+    x, sizes = _operand(call.operands[0].shape, granule)
+    return Signature((x, _scales(granule)), (x,), sizes, frozenset(), _inside(sizes))
+
+
+def gradient(call: Call) -> Signature:
+    """Of y, and of the scales of the weight's rows, where they are given: [out, 1], or [1, out]."""
+    granule = call.arg(3, "granule")
+    y, sizes = _operand(call.operands[0].shape, granule)
+    last = (f"d{len(granule) - 1}",)
+    rows = tuple(tuple(last if n > 1 else () for n in v.shape) for v in call.operands[1:])
+    return Signature((y, *rows), (y,), sizes, frozenset(), _inside(sizes))
+
+
+def local_gradient(call: LocalCall) -> fx.Node:
+    """Where granules of the gradient are split, backward compares their largest values."""
+    granule, y = call.call.arg(3, "granule"), call.call.operands[0]
+    split = [a for i, g in enumerate(granule) if g == 0 for a in call.split(f"d{i}")]
+    if not split or not y.requires_grad:
+        return call.same()
+    axes = call.mesh.merge([a for a in call.mesh.names if a in split])
+    local = call.inputs[0].local_shape(y.shape, call.mesh)
+    nbytes = math.prod(granules(local, granule)) * max(y.dtype.itemsize, 4)
+    collective = Collective("none", "all_reduce", axes, nbytes, _CAUSE)
+    return call.emit(ops.fp8_grad, (*call.args[:4], call.mesh_node, axes), {}, collective=collective)
+
+
+rule(ops.fp8_amax, amax, local=local_amax, extra=parts)
+rule(ops.fp8_round, rounded)
+rule(ops.fp8_grad, gradient, linear="0", local=local_gradient, whole_grad=True)
