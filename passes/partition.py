@@ -37,6 +37,7 @@ from shardc.rules.pointwise import poles
 from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
+from shardc.runtime.ops.fp8 import message_bytes
 from shardc.runtime.ops.overlap import multiplies
 from shardc.torch_private import OpOverload
 
@@ -177,6 +178,8 @@ class LocalProgram:
         operands = operands_of(node)
         need = [self._layout({a: s.inputs[i] for a, s in strategies.items()}) for i in range(len(operands))]
         out = [self._layout({a: s.outputs[i] for a, s in strategies.items()}) for i in range(len(values_of(node)))]
+        if len(operands) == 1 and not any(map(needs_sum_grad, values_of(node))):
+            need = [self._as_it_is(operands[0], need[0])]
         order = iter(range(len(operands)))
         at_poles, away = poles(node.target, node.args)
 
@@ -235,6 +238,15 @@ class LocalProgram:
                         self.forms[node, i] = {out[i]: item}
         else:
             self.forms[node, 0] = {out[0]: new}
+
+    def _as_it_is(self, node: fx.Node, need: Layout) -> Layout:
+        """The layout of a form that differs in its gradient alone, for an op that gives it none."""
+
+        def value(layout: Layout) -> list[tuple[str, Placement]]:
+            return [(a, p) for a, p in layout.items if p != PARTIAL_GRAD]
+
+        forms = self.forms[producer_of(node)]
+        return need if need in forms else next((f for f in forms if value(f) == value(need)), need)
 
     def _layout(self, placements: dict[str, Placement]) -> Layout:
         """Layout.of, once for placements that are alike: there are few."""
@@ -422,7 +434,13 @@ class LocalProgram:
         cause = producer if row.source is Partial else user  # a sum is due to what it sums, all else to what needs it
         name = f"{producer.name}_{row.suffix}"
         collective = self._collective(row, axes, old, new, v, producer, user, asked)
-        return new, self._emit(getattr(ops, row.op), args, {}, replace(v, layout=new), cause, collective, name)
+        kwargs: dict[str, Any] = {}
+        if producer.target is ops.fp8_round and collective is not None and row.forward == "all_gather":
+            granule: Any = producer.args[3]
+            kwargs["fp8"] = producer.args[2], granule
+            message = message_bytes(old.local_shape(v.shape, self.mesh), granule)
+            collective = replace(collective, packed=self.mesh.size(axes[0]) * message)
+        return new, self._emit(getattr(ops, row.op), args, kwargs, replace(v, layout=new), cause, collective, name)
 
     def _digit_arguments(self, axis: str, old: Layout, new: Layout) -> tuple[Any, ...]:
         """The digits that a conversion joins and cuts, as its op takes them (shardc.runtime.ops.convert)."""

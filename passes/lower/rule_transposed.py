@@ -49,7 +49,8 @@ def transposed(rank: Rank, call: Template, ask: Ask) -> Rule:
         made = replace(Type.contiguous(x.shape, x.dtype), ragged=x.ragged)
         g = w.call(ops.transpose, EXCHANGES[call.target], g, *behind, type_=made, **tokens, **kwargs)
     elif call.target in CONVERSIONS and BY_OP[op := CONVERSIONS[call.target]].backward != "identity":
-        kwargs.pop("overlap", None)
+        for forwards in ("overlap", "fp8"):
+            kwargs.pop(forwards, None)
         g = w.call(ops.transpose, op, g, *behind, **kwargs)
     return w.rule([g, *[None] * (len(ask.operands) - 1)], "transposed")
 
@@ -57,7 +58,7 @@ def transposed(rank: Rank, call: Template, ask: Ask) -> Rule:
 def begun(rank: Rank, call: Template, ask: Ask) -> Rule:
     """Of a conversion whose backward is a sum over ranks: the sum is begun."""
     w = Lines(rank, call, replace(ask, before=(None,)))
-    options = {k: v for k, v in call.kwargs.items() if k != "overlap"}
+    options = {k: v for k, v in call.kwargs.items() if k not in ("overlap", "fp8")}
     op = CONVERSIONS[call.target]
     started = w.call(ops.transpose_start, op, Ref("g"), *call.args[1:], type_=ask.operands[0], **options)
     return w.rule([started], "begun", types=(ask.operands[0],))

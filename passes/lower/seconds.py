@@ -115,7 +115,7 @@ class Seconds:
 
     def sent(self, c: Collective) -> float:
         """Of the collective of a line."""
-        return collective_seconds(c.kind, c.bytes, self._layout.group(0, c.axes))
+        return collective_seconds(c.kind, c.forward_bytes, self._layout.group(0, c.axes))
 
     def _run(self, n: fx.Node, key: str) -> Work:
         target: Any = n.target

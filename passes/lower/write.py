@@ -273,7 +273,7 @@ class Writer:
         meta = self._meta(n)
         collective: Collective | None = n.meta.get("collective")
         if collective is not None and collective.backward != "none":
-            meta["collective"] = replace(collective, kind=collective.backward, backward="none")
+            meta["collective"] = replace(collective, kind=collective.backward, backward="none", packed=0)
         named = {
             r.index: f"{item_name(*operands[i])}_grad"
             for i, r in enumerate(rule.grads)
@@ -305,7 +305,7 @@ class Writer:
             node = _add(self._back, ops.scatter, (params, grads, start.args[1]), name=f"{start.name}_scatter")
             c: Collective | None = start.meta.get("collective")
             if c is not None and c.backward != "none":
-                meta["collective"] = replace(c, kind=c.backward, backward="none")
+                meta["collective"] = replace(c, kind=c.backward, backward="none", packed=0)
         node.meta = meta
 
     def _sum_of(self, bucket: int) -> Collective:

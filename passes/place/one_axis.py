@@ -22,6 +22,7 @@ from shardc.rules.attention import RING, sent_by_ring
 from shardc.rules.choices import Choices
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.rules.stretches import STRETCHES
+from shardc.runtime import ops
 
 #: Demands go one op with a choice of its own further up in every sweep; few models change after the second.
 SWEEPS = 4
@@ -293,6 +294,11 @@ class Axis:
         self.sizes[operand] = size = v.nbytes() / cut * min(4 / v.dtype.itemsize, 1)
         return size
 
+    def _packed(self, operand: Key) -> float:
+        """The share of a value's bytes that a gather of it sends: 8 bits of each number, of what is rounded to them."""
+        node, i = operand
+        return 1 / min(values_of(node)[i].dtype.itemsize, 4) if node.target is ops.fp8_round else 1.0
+
     def _conversion_cost(
         self, operand: Key, need: Placement, user: fx.Node | None = None, *, fresh: bool = False
     ) -> float:
@@ -308,7 +314,7 @@ class Axis:
         free = need == PARTIAL_GRAD or (isinstance(need, Shard) and not need.mirrored and node in self.splittable)
         if node in self.from_parameters and forms[0] in (REPLICATE, PARTIAL_GRAD) and free:
             return 0.0  # its gradient has to be reduced anyway, and a weight that is only used split is stored split
-        cost = min(transfer(v, p, need, self.n, nbytes) for p in forms)
+        cost = min(transfer(v, p, need, self.n, nbytes, self._packed(operand)) for p in forms)
         if isinstance(forms[0], Partial) and not isinstance(need, Partial):
             others = self.demands.get(operand, {}).get(need, set()) - {user}
             cost = 0.0 if others and not fresh else cost / len(node.users)  # one sum does for all users
@@ -344,7 +350,7 @@ class Axis:
             nbytes = self._size((node, i))
             forms: list[Placement] = [out]
             for need in sorted(later, key=lambda p: p != REPLICATE):  # what is converted for one user serves the next
-                cost += min(transfer(v, p, need, self.n, nbytes) for p in forms)
+                cost += min(transfer(v, p, need, self.n, nbytes, self._packed((node, i))) for p in forms)
                 forms.append(need)
             # handing a partial value on only puts its sum off; all outputs are summed together, at no cost of their own
             if isinstance(out, Partial) and not later and node not in self.summed_after:
@@ -397,7 +403,9 @@ class Axis:
         """The strategy that produces what users need, if that costs no more than a conversion; else the chosen one."""
         if wanted == chosen.outputs[0] or (other := self._alternative(node, wanted)) is None:
             return chosen
-        now = transfer(values_of(node)[0], chosen.outputs[0], wanted, self.n, self._size((node, 0)))
+        made = node, 0
+        size, packed = self._size(made), self._packed(made)
+        now = transfer(values_of(node)[0], chosen.outputs[0], wanted, self.n, size, packed)
         return other if self._extra_cost(node, other, chosen, depth=8) <= now else chosen
 
     def _extra_cost(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:

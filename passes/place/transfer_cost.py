@@ -16,9 +16,11 @@ TOUCH = 0.01
 UNDO = 1000.0
 
 
-def transfer(v: Value, old: Placement, new: Placement, n: int, nbytes: float) -> float:
-    """Bytes that one rank sends for a conversion, forward and backward: the sum of its rows in the table."""
+def transfer(v: Value, old: Placement, new: Placement, n: int, nbytes: float, packed: float = 1.0) -> float:
+    """Bytes that one rank sends for a conversion, forward and backward: the sum of its rows in the table. packed: see
+    `Conversion.price`.
+    """
     if old == new:
         return 0.0
     gradient = needs_sum_grad(v)
-    return sum(row.price(nbytes, n, gradient=gradient) for row in between(type(old), type(new)))
+    return sum(row.price(nbytes, n, gradient=gradient, packed=packed) for row in between(type(old), type(new)))

@@ -94,7 +94,7 @@ class StageGraph:
         flops = rule.flops(call) if rule is not None and rule.flops is not None else 0
         touched = float(sum(v.nbytes() for v in (*call.operands, *call.results)))
         collective: Collective | None = node.meta.get("collective")
-        sent = collective.bytes if collective is not None and collective.kind != "none" else 0
+        sent = collective.forward_bytes if collective is not None and collective.kind != "none" else 0
         return flops + FLOPS_PER_MEMORY_BYTE * touched + FLOPS_PER_LINK_BYTE * sent
 
 

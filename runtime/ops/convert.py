@@ -7,7 +7,8 @@ three forms in which programs call the ops:
     ops.to_partial(x, mesh, "tp")                one axis
     ops.all_gather(x, mesh, "tp", 0, 3, ())      one axis, and the digit of a dim that is cut or joined
 
-overlap=True: backward begins its sum, and waits for it when the gradients of weights are there
+fp8=(format, granule), of a gather: x is what `fp8_round` gave, and is sent in 8 bits (shardc.runtime.ops.fp8: nothing is
+lost); its gradient is not. overlap=True: backward begins its sum, and waits for it when the gradients of weights are there
 (shardc.runtime.ops.overlap).
 
 `dim`, `split` (negative: mirrored), `sections` name a digit of the *local* dim (shardc.ir.placement.Shard); padding,
@@ -32,6 +33,7 @@ from shardc.ir.conversions import BY_OP, Move
 from shardc.ir.placement import Shard
 from shardc.ir.shard_chunks import trim, widen
 from shardc.runtime.mesh.base import Work
+from shardc.runtime.ops import fp8 as float8
 from shardc.runtime.ops import shard_parts
 from shardc.runtime.ops.overlap import begun
 
@@ -46,6 +48,21 @@ def _all_gather(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, record:
     if mesh.step.gathers.may_end_later and not (old.sections or old.padding or old.mirrored) and mesh.size(axis) > 1:
         return _gathered_later(x, mesh, axis, old, record)
     return trim(shard_parts.unstack(mesh.all_gather(x, axis, **record), old), old)
+
+
+#: What is sent in 8 bits: the format, and what has one scale.
+Packed = tuple[str, tuple[int, ...]]
+
+
+def _all_gather_packed(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, record: Record, fp8: Packed) -> Tensor:
+    messages = mesh.all_gather(float8.packed(x, *fp8), axis, **record)
+    return _whole(messages, x, old, fp8)
+
+
+def _whole(messages: Tensor, x: Tensor, old: Shard, fp8: Packed) -> Tensor:
+    """The value that all ranks' messages make. x: this rank's part."""
+    parts = torch.stack([float8.unpacked(m, x, *fp8) for m in messages])
+    return trim(shard_parts.unstack(parts, old), old)
 
 
 def _gathered_later(x: Tensor, mesh: Mesh, axis: str, old: Shard, record: Record) -> Tensor:
@@ -104,23 +121,37 @@ _MOVES: dict[Move, Callable[..., Tensor]] = {
 }
 
 
+def _move_of(move: Move, fp8: Packed | None) -> Callable[..., Tensor]:
+    """What is done with a value. fp8: it is gathered in 8 bits."""
+    return _MOVES[move] if fp8 is None else partial(_all_gather_packed, fp8=fp8)
+
+
 class _Convert(Function):
     """A conversion: forward the one move of its row, backward the other, from the new placement to the old one."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, op: str, mesh: Mesh, over: str | tuple[str, ...], old: Any, new: Any, tag: str
+        ctx: Any,
+        x: Tensor,
+        op: str,
+        mesh: Mesh,
+        over: str | tuple[str, ...],
+        old: Any,
+        new: Any,
+        tag: str,
+        fp8: Packed | None,
     ) -> Tensor:
         row = BY_OP[op]
         ctx.transpose = _MOVES[row.backward], mesh, over, new, old, {"direction": "backward", "tag": tag}
-        result = _MOVES[row.forward](x, mesh, over, old, new, {"direction": "forward", "tag": tag})
+        move = _move_of(row.forward, fp8)
+        result = move(x, mesh, over, old, new, {"direction": "forward", "tag": tag})
         return x.view_as(x) if result is x else result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         move, *where = ctx.transpose
-        return move(g, *where), *[None] * 6
+        return move(g, *where), *[None] * 7
 
 
 @dataclass(frozen=True)
@@ -135,6 +166,13 @@ def _start_all_gather(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, r
     stack = x.new_empty(mesh.size(axis), *x.shape)
     work = mesh.start_all_gather(x.contiguous().view(-1), stack.view(-1), axis, **record)
     return Started(work, lambda: trim(shard_parts.unstack(stack, old), old))
+
+
+def _start_packed(x: Tensor, mesh: Mesh, axis: str, old: Shard, record: Record, fp8: Packed) -> Started:
+    message = float8.packed(x, *fp8)
+    stack = message.new_empty(mesh.size(axis), *message.shape)
+    work = mesh.start_all_gather(message, stack.view(-1), axis, **record)
+    return Started(work, lambda: _whole(stack, x, old, fp8))
 
 
 def _start_all_reduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], old: None, new: None, record: Record) -> Started:
@@ -179,6 +217,7 @@ def _convert(
     new: Shard | None,
     tag: str,
     overlap: bool = False,
+    fp8: Packed | None = None,
 ) -> Tensor:
     several = mesh.members((over,) if isinstance(over, str) else over) > 1
     if overlap and several and x.requires_grad and torch.is_grad_enabled():
@@ -187,10 +226,10 @@ def _convert(
         backward: Record = {"direction": "backward", "tag": tag}
         return begun(
             x,
-            lambda x: _MOVES[row.forward](x, mesh, over, old, new, forward),
+            lambda x: _move_of(row.forward, fp8)(x, mesh, over, old, new, forward),
             lambda g: _begun_sum(_STARTS[row.backward](g, mesh, over, new, old, backward)),
         )
-    result: Tensor = _Convert.apply(x, op, mesh, over, old, new, tag)  # type: ignore[no-untyped-call]
+    result: Tensor = _Convert.apply(x, op, mesh, over, old, new, tag, fp8)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -227,6 +266,7 @@ class OfDigit(Protocol):
         *,
         tag: str = "",
         overlap: bool = False,
+        fp8: Packed | None = None,
     ) -> Tensor: ...
 
 
@@ -271,10 +311,11 @@ def _of_digit(op: str, convert_by: Callable[..., Any] = _convert) -> OfDigit:
         *,
         tag: str = "",
         overlap: bool = False,
+        fp8: Packed | None = None,
     ) -> Tensor:
         digit = Shard.of_signed(dim, split, sections, padding, blocks)
         old, new = (digit, None) if joins else (None, digit)
-        return convert_by(x, op, mesh, axis, old, new, tag, overlap)  # type: ignore[no-any-return]
+        return convert_by(x, op, mesh, axis, old, new, tag, overlap, fp8)  # type: ignore[no-any-return]
 
     return _named(op, convert)
 
@@ -332,10 +373,21 @@ def all_reduce_max(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") 
 
 
 def _one_way(
-    x: Tensor, op: str, mesh: Mesh, over: Any, old: Shard | None, new: Shard | None, tag: str, *_: Any, start: bool
+    x: Tensor,
+    op: str,
+    mesh: Mesh,
+    over: Any,
+    old: Shard | None,
+    new: Shard | None,
+    tag: str,
+    overlap: bool = False,
+    fp8: Packed | None = None,
+    *,
+    start: bool,
 ) -> Any:
     """What forward does with a value, at once or begun."""
-    return _move(x, BY_OP[op].forward, mesh, over, old, new, {"direction": "forward", "tag": tag}, start=start)
+    record = {"direction": "forward", "tag": tag}
+    return _move(x, BY_OP[op].forward, mesh, over, old, new, record, start=start, fp8=fp8)
 
 
 def _way_back(
@@ -346,13 +398,25 @@ def _way_back(
 
 
 def _move(
-    x: Tensor, move: Move, mesh: Mesh, over: Any, old: Shard | None, new: Shard | None, record: Record, *, start: bool
+    x: Tensor,
+    move: Move,
+    mesh: Mesh,
+    over: Any,
+    old: Shard | None,
+    new: Shard | None,
+    record: Record,
+    *,
+    start: bool,
+    fp8: Packed | None = None,
 ) -> Any:
     if not start:
-        return _MOVES[move](x, mesh, over, old, new, record)
+        return _move_of(move, fp8)(x, mesh, over, old, new, record)
     if mesh.members((over,) if isinstance(over, str) else over) == 1:
-        result = _MOVES[move](x, mesh, over, old, new, record)
+        result = _move_of(move, fp8)(x, mesh, over, old, new, record)
         return Started(Work(), lambda: result)
+    if fp8 is not None:
+        assert old is not None
+        return _start_packed(x, mesh, over, old, record, fp8)
     return _STARTS[move](x, mesh, over, old, new, record)
 
 

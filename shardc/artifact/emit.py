@@ -333,7 +333,7 @@ def region_text(region: str, kept: Sequence[str], again: int) -> str:
 
 def collective_text(c: Collective) -> str:
     return (
-        f"{c.kind}/{c.backward} {'+'.join(c.axes)} {c.bytes}"
+        f"{c.kind}/{c.backward} {'+'.join(c.axes)} {f'{c.packed}/' if c.packed else ''}{c.bytes}"
         f" {'implicit ' if c.implicit else ''}{json.dumps(plain(c.cause), ensure_ascii=False)}"
     )
 

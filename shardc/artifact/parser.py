@@ -27,7 +27,7 @@ from shardc.torch_private import OpOverload
 
 _OF = re.compile(r"# (\w+) (backward|again), (.*)$")
 #: `unasked` is what earlier versions wrote for `implicit`.
-_COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (\d{1,18}) (implicit |unasked )?(\".*\")$")
+_COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (?:(\d{1,18})/)?(\d{1,18}) (implicit |unasked )?(\".*\")$")
 _NAME = r'"(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-f]{4})*"'  # as JSON writes strings
 _REGION = re.compile(rf"({_NAME})(?: kept ({_NAME}(?: {_NAME})*))?(?: again (\d{{1,9}}))?(?: \| |$)")
 _PIECE = re.compile(r"piece (\d{1,9})(?: \| |$)")
@@ -285,15 +285,15 @@ class _Reader:
             if not m:
                 raise self.wrong(line, f"cannot read the collective {collective[:80]!r}")
             try:
-                cause = json.loads(m[6])
+                cause = json.loads(m[7])
             except json.JSONDecodeError as e:
-                raise self.wrong(line, f"cannot read the cause {m[6][:80]}: {e.msg}") from None
+                raise self.wrong(line, f"cannot read the cause {m[7][:80]}: {e.msg}") from None
             axes = tuple(m[3].split("+"))
             if not {m[1], m[2]} <= _KINDS:
                 raise self.wrong(line, f"there is no collective {m[1]}/{m[2]}")
             if why := next(filter(None, (axis_fault(a, self.mesh) for a in axes)), ""):
                 raise self.wrong(line, why)
-            node.meta["collective"] = Collective(m[1], m[2], axes, int(m[4]), cause, bool(m[5]))
+            node.meta["collective"] = Collective(m[1], m[2], axes, int(m[5]), cause, bool(m[6]), int(m[4] or 0))
 
     def _region(self, node: fx.Node, text: str, line: int) -> str:
         """Read the region, who keeps the result, and how often it is repeated. Returns the rest of the text."""

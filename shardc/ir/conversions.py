@@ -64,13 +64,16 @@ class Conversion:
         backward = self.backward if gradient and self.backward in SENT else "none"
         return self.forward if self.forward in SENT else "none", backward
 
-    def price(self, nbytes: float, n: int, *, gradient: bool) -> float:
-        """Bytes that each of n ranks sends to convert a tensor of `nbytes`, forward and backward, now and later."""
+    def price(self, nbytes: float, n: int, *, gradient: bool, packed: float = 1.0) -> float:
+        """Bytes that each of n ranks sends to convert a tensor of `nbytes`, forward and backward, now and later.
+
+        packed: the share of them that a gather in forward sends of what is rounded to 8 bits.
+        """
         part = nbytes * (n - 1) / n
         price = self.deferred * part
-        for kind in self.collectives(gradient=gradient):
+        for kind, share in zip(self.collectives(gradient=gradient), (packed, 1.0), strict=True):
             if kind != "none":
-                price += SENT[kind] * part / (n if kind == "all_to_all" else 1)
+                price += SENT[kind] * part / (n if kind == "all_to_all" else 1) * (share if kind == "all_gather" else 1)
         return price
 
 

@@ -128,7 +128,8 @@ class Collective:
 
     kind: what forward runs: all_reduce | all_gather | reduce_scatter | all_to_all | none; backward: what its gradient
     runs.
-    axes: mesh axes it runs over. bytes: per rank, of the whole (gathered or reduced) local tensor, per direction.
+    axes: mesh axes it runs over. bytes: per rank, of the whole (gathered or reduced) local tensor, per direction;
+    packed: of forward, where that sends 8 bits of each number (0: it does not).
     cause: the spec line behind it and why, e.g. "spec.yaml:9 '*.o_proj: row'".
     """
 
@@ -138,6 +139,12 @@ class Collective:
     bytes: int
     cause: str = ""
     implicit: bool = False  # no annotation implies it: a note, and an error under `strict`
+    packed: int = 0
+
+    @property
+    def forward_bytes(self) -> int:
+        """What `bytes` is of forward."""
+        return self.packed or self.bytes
 
 
 class Stored:

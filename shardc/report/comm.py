@@ -65,8 +65,8 @@ def comm_rows(program: Program, at: int | None = None) -> list[Row]:
                 add(c.axes, c.kind, "forward", c.cause, c.bytes, int(once not in totals))
                 totals.add(once)
             elif c is not None and node.target is not ops.gather_start:
-                add(c.axes, c.kind, "forward", c.cause, c.bytes, m)
-                add(c.axes, c.kind, "recompute", c.cause, c.bytes, m * node.meta.get("again", 0))
+                add(c.axes, c.kind, "forward", c.cause, c.forward_bytes, m)
+                add(c.axes, c.kind, "recompute", c.cause, c.forward_bytes, m * node.meta.get("again", 0))
                 add(c.axes, c.backward, "backward", c.cause, c.bytes, m)
             elif c is not None:
                 b = program.buckets[int(str(node.args[1]).removeprefix("bucket"))]

@@ -124,7 +124,7 @@ def _key(node: fx.Node, layer: str, places: Mapping[fx.Node, int], inputs: Colle
         source.code,
         str(node.target),
         tuple((str(v), v.requires_grad) for v in values_of(node)),
-        sent and (sent.kind, sent.backward, sent.axes, sent.bytes, _blank(sent.cause)),
+        sent and (sent.kind, sent.backward, sent.axes, sent.bytes, sent.packed, _blank(sent.cause)),
         _blank(node.meta.get("region", "")),
         len(node.meta.get("kept", ())),
         node.meta.get("again", 0),

@@ -121,9 +121,9 @@ class Messages:
 
     def _of_node(self, n: fx.Node, c: Collective, stage: int, times: int) -> Message:
         source, axes = source_of(n), "+".join(c.axes)
-        ways = [Way("forward", c.kind, axes, times, c.bytes)] if c.kind != "none" else []
+        ways = [Way("forward", c.kind, axes, times, c.forward_bytes)] if c.kind != "none" else []
         if c.kind != "none" and (again := n.meta.get("again", 0)):
-            ways.append(Way("recompute", c.kind, axes, times * again, c.bytes))
+            ways.append(Way("recompute", c.kind, axes, times * again, c.forward_bytes))
         if c.backward != "none":
             ways.append(Way("backward", c.backward, axes, times, c.bytes))
         if n.target is ops.total:

@@ -30,6 +30,10 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
     shape. Raises WrongError where the operand is not what the conversion takes, or where its digits name another part.
     """
     row, over = ROWS[node.target], node.args[2]
+    if (sent := node.kwargs.get("fp8")) is not None:
+        of = claim.of
+        if row.forward != "all_gather" or of.target is not ops.fp8_round or tuple(of.args[2:4]) != _plain(sent):
+            raise WrongError(f"{row.op} sends 8 bits of what is not rounded to {sent}")
     axes: Any = over if isinstance(over, tuple | list) else (over,)
     digits = tuple(node.args[3:])
     try:
@@ -54,6 +58,12 @@ def converted(node: fx.Node, claim: Claim, value: Value, mesh: Mesh) -> Claim:
         if _digits(axis, claim.layout, new, mesh) == digits and not new.fits(value.shape, mesh):
             return Claim(claim.of, normal(new, value), _zeros(row, claim, new))
     raise WrongError(f"{row.op} names the digits {digits}: no part of a value that is {claim.layout or 'whole'}")
+
+
+def _plain(sent: Any) -> tuple[Any, ...]:
+    """A format and a granule, as they stand in a call."""
+    format_, granule = sent
+    return format_, tuple(granule)
 
 
 def _less(value: Value) -> Placement:
