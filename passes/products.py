@@ -18,7 +18,7 @@ granules that are split have to be compared over ranks, and behind all that know
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from shardc.ir.patterns import names_weight
 from shardc.ir.program import Param, Program, Value
 from shardc.passes.base import Pass
 from shardc.runtime import ops
-from shardc.runtime.ops.fp8 import Granule, granules
+from shardc.runtime.ops.fp8 import granules
 from shardc.runtime.ops.overlap import PRODUCTS, factors
 from shardc.spec.names import Names
 

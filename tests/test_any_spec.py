@@ -170,6 +170,8 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
     if draw(st.booleans()):
         spec["lower"] = draw(st.sampled_from((True, True, {"compile": "layers"})))
     if draw(st.integers(0, 3)) == 0:
+        spec["precision"] = {"products": draw(st.sampled_from(("fp8-rowwise", "mxfp8", "fp8-tensorwise")))}
+    if draw(st.integers(0, 3)) == 0:
         linear = layers(model, nn.Linear)
         if linear and draw(st.booleans()):
             kind, match = draw(st.sampled_from(("lora", "dora"))), draw(st.sampled_from(linear))
@@ -217,7 +219,7 @@ def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> 
                 ran.append(False)
                 return
             ran.append(True)
-            own = {n: spec[n] for n in ("adapters", "freeze") if n in spec}
+            own = {n: spec[n] for n in ("adapters", "freeze", "precision") if n in spec}
             check(program, model, batch, alone(name, json.dumps(own)) if own else want)
             if not own and (fuzz or len(str(spec)) % 4 == 0):
                 whole_matrices(name, spec)
@@ -227,7 +229,7 @@ def test_any_spec(name: str, examples: int, monkeypatch: pytest.MonkeyPatch) -> 
             proof = program.prove()
             assert proof.ok, str(proof)
             looked_at(program)
-            if (fuzz or len(str(spec)) % 3 == 0) and "adapters" not in spec:
+            if (fuzz or len(str(spec)) % 3 == 0) and not {"adapters", "precision"} & spec.keys():
                 forwards(name, spec)
             if fuzz:
                 written(program)

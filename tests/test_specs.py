@@ -34,7 +34,7 @@ def gpt() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("name", specs.names())
 def test_ready_specs(name: str) -> None:
-    family = name.removesuffix("-sp").removesuffix("-cp").removesuffix("-lora")
+    family = name.removesuffix("-sp").removesuffix("-cp").removesuffix("-lora").removesuffix("-fp8")
     with zoo.Wide():
         model, batch = gpt() if family == "gpt" else SMALL[family]()
         program = shardc.compile(model, batch, specs.path(name), prove=False)
@@ -52,6 +52,7 @@ def test_every_family_has_both_kinds() -> None:
         [
             "mixtral",
             "llama-cp",
+            "llama-fp8-sp",
             "llama-lora",
             *(f"{f}{s}" for f in ("gpt", "llama", "gpt2", "bert", "t5") for s in ("", "-sp")),
         ]

@@ -7,9 +7,9 @@ three forms in which programs call the ops:
     ops.to_partial(x, mesh, "tp")                one axis
     ops.all_gather(x, mesh, "tp", 0, 3, ())      one axis, and the digit of a dim that is cut or joined
 
-fp8=(format, granule), of a gather: x is what `fp8_round` gave, and is sent in 8 bits (shardc.runtime.ops.fp8: nothing is
-lost); its gradient is not. overlap=True: backward begins its sum, and waits for it when the gradients of weights are there
-(shardc.runtime.ops.overlap).
+overlap=True: backward begins its sum, and waits for it when the gradients of weights are there
+(shardc.runtime.ops.overlap). fp8=(format, granule), of a gather: x is what `fp8_round` gave, and 8 bits of each number
+are sent, which loses nothing (shardc.runtime.ops.fp8); its gradient is not rounded.
 
 `dim`, `split` (negative: mirrored), `sections` name a digit of the *local* dim (shardc.ir.placement.Shard); padding,
 blocks: what the whole dim lacks of its padded size (0 where another axis still splits it). Uneven parts are padded, so

@@ -47,6 +47,8 @@ class Format(NamedTuple):
 FORMATS = {"e4m3": Format(torch.float8_e4m3fn, 464.0, True), "e5m2": Format(torch.float8_e5m2, 61440.0, False)}
 #: Of scales: with these, the least number of float8 times its scale is one of bfloat16 and float32.
 _EXPONENTS = 110
+#: What e8m0 holds as nan; its negative too.
+_NAN = 128
 
 
 def blocks(x: Tensor, granule: Granule) -> Tensor:
@@ -67,20 +69,21 @@ def fp8_amax(x: Tensor, granule: Granule) -> Tensor:
 
 
 def exponents(amax: Tensor, format: str) -> Tensor:
-    """int32: the binary logarithm of each granule's scale. 0 for a granule of zeros, and where something is not finite,
-    which rounding hands on.
+    """int32: the binary logarithm of each granule's scale. 0 for a granule of zeros, `_NAN` for one in which something
+    is not finite: all of it becomes nan.
     """
     _, top, even = FORMATS[format]
     most, power = math.frexp(top)
     mantissa, own = torch.frexp(amax)
     over = mantissa > most if even else mantissa >= most
     found = power - own - over.to(torch.int32)
-    return found.where((amax > 0) & amax.isfinite(), torch.zeros_like(found)).clamp(-_EXPONENTS, _EXPONENTS)
+    found = found.clamp(-_EXPONENTS, _EXPONENTS).masked_fill(amax == 0, 0)
+    return found.masked_fill(~amax.isfinite(), _NAN)
 
 
 def powers(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """2 ** exponent, exactly."""
-    return ((exponent + 127) << 23).view(torch.float32).to(dtype)
+    """2 ** exponent, exactly: as e8m0 holds it, which is an exponent and nothing else. nan for `_NAN`."""
+    return (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu).to(dtype)
 
 
 def _times(x: Tensor, exponent: Tensor, granule: Granule) -> Tensor:
@@ -109,18 +112,20 @@ class _Round(Function):
 def fp8_round(x: Tensor, amax: Tensor, format: str, granule: Granule) -> Tensor:
     """x as float8 holds it, in the dtype of x. amax: of each granule; its gradient is that of x.
 
-    format: "e4m3" or "e5m2". What is not finite becomes nan.
+    format: "e4m3" or "e5m2". A granule in which something is not finite becomes nan.
     """
     result: Tensor = _Round.apply(x, amax, format, granule)  # type: ignore[no-untyped-call]
     return result
 
 
+#: How a gradient is rounded: format, granule, mesh, axes over which granules are split, tag.
+_How = tuple[str, Granule, Any, tuple[str, ...], str]
+
+
 class _RoundGrad(Function):
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, weights: Tensor | None, how: tuple[str, Granule], mesh: Any, axes: tuple[str, ...], tag: str
-    ) -> Tensor:
-        ctx.how, ctx.mesh, ctx.axes, ctx.tag = how, mesh, axes, tag
+    def forward(ctx: Any, y: Tensor, weights: Tensor | None, how: _How) -> Tensor:
+        ctx.how = how
         ctx.save_for_backward(weights)
         return y.view_as(y)
 
@@ -128,7 +133,7 @@ class _RoundGrad(Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         (weights,) = ctx.saved_tensors
-        return round_grad(g, weights, *ctx.how, ctx.mesh, ctx.axes, ctx.tag), *[None] * 5
+        return _round_grad(g, weights, *ctx.how), None, None
 
 
 def fp8_grad(
@@ -149,24 +154,23 @@ def fp8_grad(
     """
     if not (torch.is_grad_enabled() and y.requires_grad):
         return y
-    result: Tensor = _RoundGrad.apply(y, weights, (format, granule), mesh, axes, tag)  # type: ignore[no-untyped-call]
+    result: Tensor = _RoundGrad.apply(y, weights, (format, granule, mesh, axes, tag))  # type: ignore[no-untyped-call]
     return result
 
 
-def round_grad(
+def _round_grad(
     g: Tensor, weights: Tensor | None, format: str, granule: Granule, mesh: Any, axes: tuple[str, ...], tag: str
 ) -> Tensor:
     """What `fp8_grad` does with a gradient."""
-    rows = None if weights is None else exponents(weights.reshape(-1), "e4m3")
-    each = [1] * g.dim()
-    if rows is not None:
-        rows = rows.view(*each[1:], -1)
-    folded = g if rows is None else _times(g, -rows, [*[0] * (g.dim() - 1), 1])
-    amax = fp8_amax(folded, granule)
+    rows, columns = None, [*[0] * (g.dim() - 1), 1]
+    if weights is not None:
+        rows = exponents(weights.reshape(-1), "e4m3").view(*[1] * (g.dim() - 1), -1)
+        g, dtype = _times(g, -rows, columns), g.dtype
+    amax = fp8_amax(g, granule)
     if axes:
         amax = mesh.all_reduce(amax, axes, op="max", direction="backward", tag=tag)
-    folded = _rounded(folded, exponents(amax, format), format, granule)
-    return folded if rows is None else _times(folded, rows, [*[0] * (g.dim() - 1), 1]).to(g.dtype)
+    g = _rounded(g, exponents(amax, format), format, granule)
+    return g if rows is None else _times(g, rows, columns).to(dtype)
 
 
 # --- messages

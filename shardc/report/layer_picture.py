@@ -161,7 +161,10 @@ def _axes(weights: Sequence[Any]) -> tuple[str, ...]:
 
 def _pill(c: Collective) -> list[str]:
     ways = [f"{kind}{when}" for kind, when in ((c.kind, ""), (c.backward, " in backward")) if kind != "none"]
-    return [f"{', '.join(ways)} over {'+'.join(c.axes)}, {size(c.bytes)}" + (f", {size(c.packed)} in forward" if c.packed else "")]
+    return [
+        f"{', '.join(ways)} over {'+'.join(c.axes)}, {size(c.bytes)}"
+        + (f", {size(c.packed)} in forward" if c.packed else "")
+    ]
 
 
 def _origin(n: fx.Node) -> str:

@@ -7,8 +7,8 @@ shared_signatures       what rules of several families have in common
 samples                 calls of every op, on which its rule is proven (shardc.verify.rules)
 
 Rules, a file a family: pointwise, reduce, views, writes, create, index, matmul, linalg, conv, norm, attention, experts,
-recurrent, random, fourier, softmax, loss, fp8. stretches: cumulative sums and convolutions along a dim that stays split;
-attention_methods: what `sequence: {method: ...}` allows attention.
+recurrent, random, fourier, softmax, loss, fp8. stretches: cumulative sums and convolutions along a dim that stays
+split; attention_methods: what `sequence: {method: ...}` allows attention.
 """
 
 from importlib import import_module

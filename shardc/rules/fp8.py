@@ -27,7 +27,7 @@ _CAUSE = "the scale of values that are split"
 
 
 def _operand(shape: Sequence[int], granule: Sequence[int]) -> tuple[Operand, dict[str, int]]:
-    """The factors of a tensor: of dim i the number of blocks di, and the block gi where it has more than one element."""
+    """The factors of a tensor: of dim i the number of blocks di, and the block gi if it has several elements."""
     dims: list[Dim] = []
     sizes: dict[str, int] = {}
     for i, (n, g) in enumerate(zip(shape, granule, strict=True)):

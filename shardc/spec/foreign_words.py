@@ -21,7 +21,11 @@ _PRECISION = "`precision: {compute: bfloat16}`"
 _BATCH = "`batch: {microbatches: N}`; the size of the batch is that of batch() in the model file"
 _OFFLOAD = "`data: {offload: {optimizer: cpu}}`"
 _OPTIMIZER = "optimizer(params) in the model file"
-_NARROW = "no format of 8 bits is supported; bfloat16 and float16 are the narrowest"
+_NARROW = (
+    "weights and activations are kept in 16 bits at least; products of linear layers are computed in 8 by"
+    " `precision: {products: fp8-rowwise}`"
+)
+_PRODUCTS = "`precision: {products: fp8-rowwise}`; or fp8-tensorwise, mxfp8"
 
 #: What a key of others is here.
 KEYS: dict[str, str] = {
@@ -53,7 +57,9 @@ KEYS: dict[str, str] = {
     " params dtype": _PRECISION,
     "reduce dtype, grad reduce in fp32, accumulate allreduce grads in fp32": "`precision: {reduce: float32}`",
     "initial scale power, grad scaler, grad scaling": "`precision: {loss_scale: dynamic}`",
-    "fp8, float8": _NARROW,
+    "fp8, float8, fp8 recipe, fp8 format, float8 config, fp8 training, enable fp8, recipe name, quantize": _PRODUCTS,
+    "mx, mxfp8": "`precision: {products: mxfp8}`",
+    "filter fqns": '`precision: {products: {recipe: fp8-rowwise, match: ["*", "!lm_head"]}}`',
     "gradient accumulation steps, gradient accumulation, accumulate, accumulate grad batches, micro batch size,"
     " micro batches, num microbatches, train micro batch size per gpu, train batch size, global batch size,"
     " batch size, local batch size": _BATCH,
@@ -81,7 +87,10 @@ VALUES: dict[str, str] = {
     "sequence parallel, prepare module input, prepare module output": _SEQUENCE,
     "shard, shard 0": "`{0: tp}`: dim 0 over tp",
     "shard 1": "`{1: tp}`: dim 1 over tp",
-    "fp8, float8, fp8 e4m3, float8 e4m3fn, fp8 e5m2, float8 e5m2, mxfp8, nvfp4, int8, uint8, fp4, nf4, int4": _NARROW,
+    "fp8, float8, fp8 e4m3, float8 e4m3fn, fp8 e5m2, float8 e5m2, nvfp4, int8, uint8, fp4, nf4, int4": _NARROW,
+    "rowwise with gw hp, axiswise": "fp8-rowwise",
+    "tensorwise, tensorwise scaling, delayed": "fp8-tensorwise",
+    "mxfp8 cublas, mxfp8 rceil, mxfp8 emulated": "mxfp8",
     "fp16, half, f16, 16, torch float16": "float16",
     "bf16, torch bfloat16": "bfloat16",
     "fp32, float, single, f32, full, tf32, torch float32": "float32",

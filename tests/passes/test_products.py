@@ -1,0 +1,310 @@
+"""Products of 8 bits: what they are on one device, and that every mesh computes the same."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.ir.program import Collective, Program
+from shardc.runtime.ops import fp8
+from shardc.verify.equality import verify
+from tests import equality, zoo
+
+RECIPES = ("fp8-rowwise", "fp8-tensorwise", "mxfp8")
+SEQUENCE = {"norms.*": {1: "tp"}, "last": {1: "tp"}}
+
+
+class Layers(nn.Module):
+    """Two blocks, column and row parallel under `use: structure`, and a head that is split by its classes."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width, bias=False) for _ in range(2))
+        self.last = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 128, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(nn.functional.gelu(up(norm(x))))
+        return nn.functional.cross_entropy(self.head(self.last(x)).flatten(0, 1), labels.flatten())
+
+
+def build() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Layers()
+    with torch.no_grad():  # rows whose scales differ, and numbers that float8 nearly loses
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.mul_(torch.exp(2 * torch.randn(p.shape[0], 1)).clamp(0.01, 5))
+    return model, {"ids": torch.randint(128, (12, 8)), "labels": torch.randint(128, (12, 8))}
+
+
+def spec_of(recipe: Any, more: dict[str, Any]) -> dict[str, Any]:
+    return {"shardc": 1, "mesh": {"dp": 1}, "precision": {"products": recipe}, **more}
+
+
+def compiled(spec: dict[str, Any], **how: Any) -> Program:
+    model, batch = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return shardc.compile(model, batch, spec, **how)
+
+
+def collectives(program: Program) -> dict[str, Collective]:
+    return {n.name: c for s in program.stages for n in s.graph.nodes if (c := n.meta.get("collective")) is not None}
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("granule", [(1, 0), (0, 0), (1, 32), (32, 32)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_rounded_values_are_those_of_float8_and_stay(format: str, granule: tuple[int, int], dtype: torch.dtype) -> None:
+    """Rounding again changes no value and no scale, and a message of any part loses nothing."""
+    x = (torch.randn(64, 96) * torch.exp(4 * torch.randn(64, 96))).to(dtype)
+    amax = fp8.fp8_amax(x, granule)
+    r = fp8.fp8_round(x, amax, format, granule)
+    steps = 2 ** (3 if format == "e4m3" else 2)
+    top = fp8.blocks(amax, [1] * 2)
+    scale = fp8.blocks(fp8.powers(fp8.exponents(amax, format), torch.float64), [1] * 2)
+    assert bool((top * scale < fp8.FORMATS[format].top + 1).all())
+    assert bool((2 * top * scale > fp8.FORMATS[format].top - 1).all())  # the largest scale that there is
+    off = (r - x).double().abs()
+    smallest = fp8.blocks(torch.full_like(amax, 2.0 ** (-9 if format == "e4m3" else -16), dtype=torch.float64), [1, 1])
+    assert bool(
+        (fp8.blocks(off, granule) <= fp8.blocks(x.double().abs() / steps / 2, granule) + smallest / scale).all()
+    )
+    again = fp8.fp8_amax(r, granule)
+    assert torch.equal(fp8.exponents(again, format), fp8.exponents(amax, format))
+    assert torch.equal(fp8.fp8_round(r, again, format, granule), r)
+    for part in (r, r[32:], r[:, :32], r[:32, 64:]):
+        message = fp8.packed(part, format, granule)
+        assert message.numel() == fp8.message_bytes(part.shape, granule)
+        assert torch.equal(fp8.unpacked(message, part, format, granule), part)
+
+
+def test_what_is_not_finite_is_seen_and_zeros_stay_zeros() -> None:
+    x = torch.tensor([[1.0, float("inf")], [float("nan"), 2.0], [0.0, 0.0], [1e-42, 0.0]])
+    r = fp8.fp8_round(x, fp8.fp8_amax(x, (1, 0)), "e4m3", (1, 0))
+    assert r[:2].isnan().all()
+    assert torch.equal(r[2:], torch.zeros(2, 2))  # of 1e-42 nothing is left
+
+
+def test_a_layer_is_a_product_of_float8_by_hand() -> None:
+    """Forward and both gradients of one layer, row-wise, from the bytes and scales that `torch._scaled_mm` takes."""
+    torch.manual_seed(1)
+    layer, x, g = nn.Linear(32, 48), torch.randn(16, 32), torch.randn(16, 48)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor, g: Tensor) -> Tensor:
+            return (self.layer(x) * g).sum()
+
+    batch = {"x": x, "g": g}
+    program = shardc.compile(Model(), batch, spec_of("fp8-rowwise", {}))
+    sim = shardc.simulate(program, Model(), batch)
+
+    def cast(t: Tensor) -> tuple[Tensor, Tensor]:
+        exponent = fp8.exponents(t.abs().amax(1, keepdim=True), "e4m3")
+        return (t * fp8.powers(exponent, t.dtype)).to(torch.float8_e4m3fn), fp8.powers(-exponent, t.dtype)
+
+    (x8, sx), (w8, sw) = cast(x), cast(layer.weight.detach())
+    y = x8.double() @ w8.double().T * sx * sw.T
+    assert torch.allclose(sim.loss.double(), ((y + layer.bias) * g).sum(), rtol=1e-6)
+    g8, sg = cast(g * sw.T)  # the scales of the weight's rows go into the gradient: they are summed over
+    rounded = g8.double() * sg / sw.T
+    assert torch.allclose(sim.grads["layer.weight"].double(), rounded.T @ (x8.double() * sx), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(sim.grads["layer.bias"], g.sum(0), rtol=1e-5)  # no product: it is not rounded
+
+
+# --- meshes
+
+MESHES: tuple[dict[str, Any], ...] = (
+    {"mesh": {"dp": 2}},
+    {"mesh": {"tp": 2}, "shard": {"use": "structure"}},
+    {"mesh": {"tp": 2}, "shard": {"use": "structure"}, "activations": SEQUENCE},
+    {"mesh": {"tp": 3}, "shard": {"use": "structure"}, "uneven": "pad"},
+    {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}, "data": {"zero": 3}, "lower": True},
+    {"mesh": {"dp_outer": 2, "dp": 2}, "data": {"axis": ["dp_outer", "dp"], "zero": 2}},
+    {"mesh": {"dp": 5}, "uneven": "pad", "data": {"zero": 3}},
+    {"mesh": {"cp": 2}, "sequence": {"axis": "cp"}, "checkpoint": [{"match": "up.*", "save": []}]},
+)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("more", MESHES, ids=str)
+def test_equal_to_one_device(recipe: str, more: dict[str, Any]) -> None:
+    """In float64, where what differs is the order of sums: 1e-16, which moves no number over to the next of float8."""
+    program = compiled(spec_of(recipe, more))
+    assert program.prove().ok, str(program.prove())
+    report = verify(program)
+    assert report.worst < 1e-12, str(report)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-rowwise", "mxfp8"])
+def test_a_scale_of_rows_or_blocks_is_that_of_one_device_with_microbatches_and_stages(recipe: str) -> None:
+    more: dict[str, Any] = {"batch": {"microbatches": 3}}
+    for mesh in (
+        {"mesh": {"dp": 2}, "data": {"zero": 3}},
+        {"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "stages": 2}},
+    ):
+        report = verify(compiled(spec_of(recipe, more | mesh)))
+        assert report.worst < 1e-12, str(report)
+
+
+class Whole(nn.Module):
+    """Layers of small whole numbers, whose sums are exact in float64 in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.token = nn.ReLU()
+
+    def forward(self, x: Tensor, g: Tensor) -> Tensor:
+        return (self.down(self.up(self.token(x)).relu()) * g).sum()
+
+
+BITWISE: tuple[dict[str, Any], ...] = (
+    {"mesh": {"tp": 2}, "shard": {"up": "column"}},
+    {"mesh": {"tp": 2}, "shard": {"up": "row", "down": "row"}},
+    {"mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}, "activations": {"token": {1: "tp"}}},
+    {"mesh": {"dp": 4}},
+    {"mesh": {"dp": 2}, "data": {"zero": 3}, "batch": {"microbatches": 2}},
+)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("more", BITWISE, ids=str)
+def test_bit_for_bit_where_sums_are_exact(recipe: str, more: dict[str, Any]) -> None:
+    if recipe == "fp8-tensorwise" and "batch" in more:
+        return
+    generator = torch.Generator().manual_seed(0)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-500, 500, shape, generator=generator).double()
+
+    model = Whole().double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(whole(*p.shape))
+    batch = {"x": whole(8, 16, 32), "g": whole(8, 16, 32)}
+    with zoo.Wide():
+        one = shardc.simulate(shardc.compile(model, batch, spec_of(recipe, {})), model, batch)
+        program = shardc.compile(model, batch, spec_of(recipe, more))
+        many = shardc.simulate(program, model, batch)
+        plain = shardc.simulate(shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}), model, batch)
+    assert torch.equal(one.loss, many.loss)
+    assert all(torch.equal(one.grads[n], g) for n, g in many.grads.items())
+    assert not torch.equal(one.loss, plain.loss)  # these numbers are rounded
+
+
+# --- messages
+
+
+def test_gathers_before_column_parallel_products_send_half_the_bytes_of_bfloat16() -> None:
+    more = {"mesh": {"tp": 2}, "shard": {"use": "structure"}, "activations": SEQUENCE}
+    program = compiled(spec_of("fp8-rowwise", more) | {"precision": {"compute": "bfloat16", "products": "fp8-rowwise"}})
+    bf16 = compiled({"shardc": 1, **more, "precision": {"compute": "bfloat16"}})
+
+    def gathers(program: Program) -> list[Collective]:
+        return [c for c in collectives(program).values() if c.kind == "all_gather"]
+
+    rows = 12 * 8
+    assert [c.forward_bytes for c in gathers(program)] == [rows * 64 + rows] * 3  # a scale for each row
+    assert [c.forward_bytes for c in gathers(bf16)] == [rows * 64 * 2] * 3
+    assert [c.backward for c in gathers(program)] == ["reduce_scatter"] * 3
+    assert [c.bytes for c in gathers(program)] == [rows * 64 * 2] * 3  # gradients are summed in bfloat16
+    model, batch = build()
+    sent = [c.bytes for c in shardc.simulate(program, model, batch).comms if c.kind == "all_gather"]
+    assert sent.count(rows * 64 + rows) == 3  # what ran is what the text says
+    assert "all_gather/reduce_scatter tp 6240/12288" in str(program)
+
+
+def test_blocks_that_shards_would_cut_are_gathered_and_named() -> None:
+    program = compiled(spec_of("mxfp8", {"mesh": {"tp": 3}, "shard": {"up.*": "column"}, "uneven": "pad"}))
+    assert any("fp8_amax needs it whole" in str(n) for n in program.notes)
+    assert not any("fp8_amax" in str(n) for n in compiled(spec_of("mxfp8", MESHES[1])).notes)
+
+
+def test_a_message_of_8_bits_of_what_is_not_rounded_is_no_proof() -> None:
+    program = compiled(spec_of("fp8-rowwise", MESHES[2]))
+    (stage,) = program.stages
+    gather = next(n for n in stage.graph.nodes if "fp8" in n.kwargs)
+    gather.kwargs = gather.kwargs | {"fp8": ("e5m2", (1, 1, 0))}
+    assert "8 bits of what is not rounded" in str(program.prove())
+
+
+def test_it_is_saved_and_read_back(tmp_path: Any) -> None:
+    program = compiled(spec_of("fp8-rowwise", MESHES[2]))
+    program.save(tmp_path / "out")
+    again = shardc.load(tmp_path / "out")
+    assert again.text(full=True) == program.text(full=True)
+    assert collectives(again) == collectives(program)
+
+
+# --- words
+
+
+def test_the_layers_that_are_left_are_named() -> None:
+    program = compiled(spec_of({"recipe": "fp8-rowwise", "match": ["*", "!head"]}, {}))
+    assert "head_weight_fp8" not in str(program)
+    assert "up_0_weight_fp8" in str(program)
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = nn.Linear(10, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.small(x).sum()
+
+    notes = shardc.compile(Odd(), {"x": torch.randn(4, 10)}, spec_of("fp8-rowwise", {})).notes
+    assert any("leaves small.weight as it is: sizes are no multiples of 16" in str(n) for n in notes)
+    assert any("finds no linear layer" in str(n) for n in notes)
+
+
+def test_adapters_are_left_in_the_dtype_of_products() -> None:
+    more = {"adapters": [{"match": "up.*", "rank": 16, "alpha": 16}], "mesh": {"tp": 2}, "shard": {"use": "structure"}}
+    program = compiled(spec_of("fp8-rowwise", more))
+    assert "lora_A_weight_fp8" not in str(program)
+    assert "up_0_weight_fp8" in str(program)
+    assert verify(program).worst < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("spec", "what"),
+    [
+        (
+            spec_of("fp8-tensorwise", {"batch": {"microbatches": 2}}),
+            "fp8-tensorwise has one scale for the whole batch, and 2 microbatches",
+        ),
+        (
+            {"shardc": 1, "mesh": {"dp": 1}, "precision": {"compute": "float16", "products": "mxfp8"}},
+            "products: mxfp8 with compute: float16",
+        ),
+        (spec_of({"recipe": "mxfp8", "match": ["*", "!hat"]}, {}), "pattern 'hat' matches no parameter"),
+        (spec_of("fp8", {}), "'fp8'"),
+    ],
+)
+def test_refusals(spec: dict[str, Any], what: str) -> None:
+    with pytest.raises(shardc.ShardcError) as e:
+        compiled(spec)
+    assert what in str(e.value)
+
+
+def test_forward_only_has_no_gradient_to_round() -> None:
+    assert "fp8_grad" not in str(compiled(spec_of("fp8-rowwise", MESHES[1]), forward=True))
+    assert equality.RTOL == 1e-12
