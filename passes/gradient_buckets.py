@@ -28,17 +28,20 @@ import math
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PartialGrad, Shard
-from shardc.ir.program import Bucket, Collective, Param, Program, Source, Value
+from shardc.ir.program import Bucket, Collective, Param, Program, Rounded, Source, Value
 from shardc.passes.base import Pass
 from shardc.passes.precision import dtype_of
 from shardc.runtime import ops
 from shardc.runtime.zero.flat_partition import Flat
+
+_CAST = torch.ops.aten._to_copy.default
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class GradientBuckets(Pass):
             dtype = reduce if reduce is not None and p.dtype.is_floating_point else p.dtype
             size = max(replace(p.value, dtype=dtype).nbytes(mesh), p.value.nbytes(mesh))
             compute = uses.dtype(p.name) if zero else None
+            rounded = uses.rounded(p.name) if zero == 3 else None
             # parameters of one dtype together; where they are gathered, not with those that are needed at other times
             # or not at all
             key = (
@@ -112,6 +116,7 @@ class GradientBuckets(Pass):
                 p.dtype,
                 zero,
                 compute,
+                rounded is not None,
                 p.stages,
                 zero == 3 and (p.requires_grad, p.name in uses.first, uses.far(p.name)),
             )
@@ -135,7 +140,8 @@ class GradientBuckets(Pass):
                         keep,
                     )
                 )
-            buckets[last] = replace(buckets[last], params=(*buckets[last].params, p.name))
+            each = (*buckets[last].rounded, *([rounded] if rounded is not None else []))
+            buckets[last] = replace(buckets[last], params=(*buckets[last].params, p.name), rounded=each)
             open_at[key] = (last, filled + size)
         return buckets
 
@@ -213,7 +219,8 @@ class GradientBuckets(Pass):
             cause = f"{self.spec.where(('data', 'zero'))} zero: {self.spec.data.zero}"
             nbytes = Flat.of(program, b).padded * _types(program, b)[0].dtype.itemsize
             back = "reduce_scatter" if b.shard in b.axes else "all_reduce" if b.axes else "none"
-            node.meta["collective"] = Collective("all_gather", back, (b.shard,), nbytes, cause)
+            packed = Flat.of(program, b).padded if b.rounded else 0
+            node.meta["collective"] = Collective("all_gather", back, (b.shard,), nbytes, cause, packed=packed)
         return node
 
 
@@ -228,6 +235,37 @@ def _node(
 def _types(program: Program, b: Bucket) -> tuple[Value, ...]:
     """What ops get of a bucket."""
     return tuple(replace(program.param(n).value, dtype=b.compute or program.param(n).dtype) for n in b.params)
+
+
+def _rounding(program: Program, param: str) -> Rounded | None:
+    """How all that reads a parameter, or casts of it, rounds it; None if something does not, or not alike."""
+    found: set[Rounded | None] = set()
+    dtypes: set[Any] = set()
+    for stage in program.stages:
+        node = next((n for n in stage.graph.find_nodes(op="placeholder") if n.name == param), None)
+        readers = list(node.users) if node is not None else []
+        casts = [r for r in readers if r.target is _CAST]
+        dtypes |= {r.kwargs.get("dtype") if r in casts else None for r in readers}
+        readers = [r for r in readers if r.target is not _CAST] + [u for c in casts for u in c.users]
+        found |= {how_rounded(r) for r in readers}
+    return next(iter(found)) if len(found) == 1 == len(dtypes) else None
+
+
+def how_rounded(reader: fx.Node) -> Rounded | None:
+    """How an op rounds what it reads; None for any other op."""
+    if reader.target is ops.fp8_amax:
+        x, granule, rounds = reader.args[0], reader.args[1], reader
+        axes: Any = ()
+        if (whole := next((u for u in reader.users if u.target is ops.all_reduce_max), None)) is not None:
+            rounds, axes = whole, whole.args[2]
+        uses = [u for u in rounds.users if u.target is ops.fp8_round and u.args[0] is x]
+        formats = {u.args[2] for u in uses}
+        return Rounded(str(formats.pop()), tuple(granule), tuple(axes)) if len(formats) == 1 else None  # type: ignore[arg-type]
+    if reader.target is ops.fp8_round and isinstance(reader.args[1], fx.Node):
+        amax = reader.args[1]
+        amax = amax.args[0] if amax.target is ops.all_reduce_max else amax  # type: ignore[assignment]
+        return how_rounded(amax) if amax.args[:1] == reader.args[:1] else None
+    return None
 
 
 class _Uses:
@@ -255,6 +293,7 @@ class _Uses:
                     )
                     self._casts.setdefault(used.name, set()).add(cast if isinstance(cast, torch.dtype) else None)
                 self.end += 1
+        self._rounded = {p: how for p in self.first if (how := _rounding(program, p)) is not None}
 
     def first_users(self, stage: int, params: tuple[str, ...]) -> list[str]:
         return [self._first_user[stage, p] for p in params if (stage, p) in self._first_user]
@@ -263,6 +302,10 @@ class _Uses:
         """The dtype in which all ops want a parameter, where that is another one than it has."""
         dtypes = self._casts.get(param, {None})
         return next(iter(dtypes)) if len(dtypes) == 1 else None
+
+    def rounded(self, param: str) -> Rounded | None:
+        """How a parameter, or its cast, is rounded to float8, where nothing else is done with it."""
+        return self._rounded.get(param)
 
     def far(self, param: str) -> bool:
         """Whether it is used again much later, as a tied embedding: its whole bucket would stay gathered as long."""

@@ -94,8 +94,7 @@ def _times(x: Tensor, exponent: Tensor, granule: Granule) -> Tensor:
 
 
 def _rounded(x: Tensor, exponent: Tensor, format: str, granule: Granule) -> Tensor:
-    narrow = _times(x, exponent, granule).to(FORMATS[format].dtype)
-    return _times(narrow, -exponent, granule).to(x.dtype)
+    return wide(narrow(x, exponent, format, granule), exponent, x.dtype, format, granule)
 
 
 class _Round(Function):
@@ -181,8 +180,8 @@ def packed(x: Tensor, format: str, granule: Granule) -> Tensor:
     part, which is its scale's exponent. A part of a granule has a scale of its own, which holds its values as well.
     """
     exponent = exponents(fp8_amax(x, granule), format)
-    narrow = _times(x, exponent, granule).to(FORMATS[format].dtype)
-    return torch.cat((narrow.view(torch.uint8).reshape(-1), exponent.to(torch.int8).view(torch.uint8).reshape(-1)))
+    scales = exponent.to(torch.int8).view(torch.uint8)
+    return torch.cat((narrow(x, exponent, format, granule).reshape(-1), scales.reshape(-1)))
 
 
 def unpacked(message: Tensor, like: Tensor, format: str, granule: Granule) -> Tensor:
@@ -190,8 +189,17 @@ def unpacked(message: Tensor, like: Tensor, format: str, granule: Granule) -> Te
     n = like.numel()
     shape = granules(like.shape, granule)
     exponent = message[n:].view(torch.int8).to(torch.int32).view(shape)
-    narrow = message[:n].view(FORMATS[format].dtype).view(like.shape)
-    return _times(narrow, -exponent, granule).to(like.dtype)
+    return wide(message[:n].view(like.shape), exponent, like.dtype, format, granule)
+
+
+def narrow(x: Tensor, exponent: Tensor, format: str, granule: Granule) -> Tensor:
+    """x times its scales, rounded, as bytes."""
+    return _times(x, exponent, granule).to(FORMATS[format].dtype).view(torch.uint8)
+
+
+def wide(message: Tensor, exponent: Tensor, dtype: torch.dtype, format: str, granule: Granule) -> Tensor:
+    """What `narrow` made bytes of."""
+    return _times(message.view(FORMATS[format].dtype), -exponent, granule).to(dtype)
 
 
 def granules(shape: Sequence[int], granule: Granule) -> tuple[int, ...]:

@@ -13,6 +13,7 @@
     replicated_bucket, sharded_state_bucket, sharded_grad_bucket, sharded_param_bucket: the classes
     gather             ZeRO 3's gathers: ahead of use, freed after it, again in backward (where forward's stand in
                        the program: shardc.passes.gradient_buckets)
+    rounded_gather     the same, of parameters that are rounded to float8 before
     optimizer          a user's optimizer on this rank's stretches of parameters
     optimizer_check    may this optimizer be sharded, or stepped bucket by bucket? It is tried on a small copy
     early_step         the optimizer steps bucket by bucket, while later gradients are still being summed

@@ -14,6 +14,7 @@ from shardc.runtime.mesh import Work
 from shardc.runtime.offload import Offload
 from shardc.runtime.zero.gather import Gathered, Use, views
 from shardc.runtime.zero.replicated_bucket import ReplicatedBucket
+from shardc.runtime.zero.rounded_gather import RoundedGather
 from shardc.runtime.zero.scattered_bucket import ScatteredBucket
 from shardc.runtime.zero.sharded_bucket import BucketRef
 
@@ -34,6 +35,7 @@ class ShardedParamBucket(ScatteredBucket):
         super().__init__(program, index, mesh, offload, last)
         self._gathered, self._launched = gathered, launched
         self.prefetch, self.elements = self.spec.prefetch, self.flat.padded
+        self._rounded = RoundedGather(self.spec, self.flat, self.runs, mesh, self.tag) if self.spec.rounded else None
         self._master: Tensor | None = None
         self._trained = False
         #: With `keep`: what was gathered, until the step's last backward.
@@ -64,8 +66,14 @@ class ShardedParamBucket(ScatteredBucket):
             part = self._offload.read(self._home, direction, self.spec.compute)
         else:
             part = self._master if self.spec.compute is None else self._master.to(self.spec.compute)
+        if self._rounded is not None:
+            return self._until_step_ends(self._rounded.start(part, self._slices(part), direction))
         whole = torch.empty(self.flat.padded, dtype=part.dtype, device=part.device)
-        started = whole, self.mesh.start_all_gather(part, whole, self.spec.shard, direction=direction, tag=self.tag)
+        work = self.mesh.start_all_gather(part, whole, self.spec.shard, direction=direction, tag=self.tag)
+        return self._until_step_ends((whole, work))
+
+    def _until_step_ends(self, started: tuple[Tensor, Work]) -> tuple[Tensor, Work]:
+        """The gather, kept where the bucket stays whole until a step's end."""
         if self.spec.keep and (torch.is_grad_enabled() or self.mesh.step.lowered):
             self._kept_whole = started
         return started

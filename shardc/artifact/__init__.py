@@ -41,7 +41,19 @@ from shardc.ir.adapters import Adapter
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.outputs import Output
 from shardc.ir.placement import Shard
-from shardc.ir.program import Bucket, Buffer, Input, Lowered, OffloadPlaces, Param, Program, Region, Stage, Value
+from shardc.ir.program import (
+    Bucket,
+    Buffer,
+    Input,
+    Lowered,
+    OffloadPlaces,
+    Param,
+    Program,
+    Region,
+    Rounded,
+    Stage,
+    Value,
+)
 from shardc.ir.type_text import show
 from shardc.runtime import schedule
 from shardc.spec import Spec
@@ -205,6 +217,7 @@ def _layouts(program: Program) -> dict[str, Any]:
                 "stages": b.stages,
                 "late": b.late,
                 "keep": b.keep,
+                **({"rounded": [asdict(r) for r in b.rounded]} if b.rounded else {}),
             }
             for b in program.buckets
         ],
@@ -339,6 +352,7 @@ def _program(tables: Checked, files: FolderFiles) -> Program:
             tuple(b.stages),
             b.late,
             b.keep,
+            tuple(Rounded(r.format, tuple(r.granule), tuple(r.axes)) for r in b.rounded),
         )
         for b in layouts.buckets
     )

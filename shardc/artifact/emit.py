@@ -273,7 +273,7 @@ def bucket_text(b: Bucket, program: Program) -> str:
         else []
     )
     often = "once a step" if b.keep else f"in forward and in backward, {plural(b.prefetch, 'bucket')} ahead"
-    after = f"all_gather {often}" if b.zero == 3 else "all_gather after the update"
+    after = f"all_gather {'in 8 bits ' if b.rounded else ''}{often}" if b.zero == 3 else "all_gather after the update"
     return f"{kept} split over {b.shard}: {held}; gradients: {', then '.join(ways) or 'no sum'}; {after}"
 
 

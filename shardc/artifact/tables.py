@@ -112,6 +112,12 @@ class OutputRow(_Form):
     stage: Number
 
 
+class RoundedRow(_Form):
+    format: Literal["e4m3", "e5m2"]
+    granule: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+    axes: list[str]
+
+
 class BucketRow(_Form):
     axes: list[str]
     dtype: Dtype
@@ -123,6 +129,7 @@ class BucketRow(_Form):
     stages: list[Number]
     late: bool
     keep: bool
+    rounded: list[RoundedRow] = []
 
 
 class AdapterRow(_Form):
@@ -297,6 +304,14 @@ class Checked:
             self._axes(f"buckets[{i}].axes", b.axes)
             self._axes(f"buckets[{i}].shard", [b.shard] if b.shard else [])
             self._stages(f"buckets[{i}]", b.stages)
+            if b.rounded and not self.errors.found:
+                shapes = {p.name: p.type for p in layouts.params}
+                if len(b.rounded) != len(b.params) or b.zero != 3:
+                    self._wrong(LAYOUTS, f"buckets[{i}].rounded", "it says of other parameters how they are rounded")
+                for how, name in zip(b.rounded, b.params, strict=False):
+                    self._axes(f"buckets[{i}].rounded", how.axes)
+                    if name in shapes and len(how.granule) != len(self.typed(shapes[name])[0]):
+                        self._wrong(LAYOUTS, f"buckets[{i}].rounded", f"{name} has not {len(how.granule)} dims")
             if not b.params or (b.zero and not b.shard):
                 self._wrong(LAYOUTS, f"buckets[{i}]", "it has no parameters, or no axis over which it is cut")
         self._once(LAYOUTS, "buckets", [n for b in layouts.buckets for n in b.params])

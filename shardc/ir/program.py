@@ -264,6 +264,17 @@ class Input:
 
 
 @dataclass(frozen=True)
+class Rounded:
+    """How a parameter is rounded: format and granule, as `fp8_round` takes them; axes: over which granules are split,
+    beside that of the bucket.
+    """
+
+    format: str
+    granule: tuple[int, ...]
+    axes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Parameters that lie in one flat buffer, and whose gradients are reduced together.
 
@@ -277,6 +288,8 @@ class Bucket:
     prefetch: at zero 3, how many buckets are gathered ahead of their use in backward. (Forward's gathers stand in the
     graph.)
     keep: at zero 3, what is gathered is kept, and gradients are not summed, until the last backward of a step.
+    rounded: at zero 3, of each parameter, if all that ops want of it is what `fp8_round` gives: it is rounded before it
+        is gathered, in 8 bits. () = they are gathered as `compute` says.
     stages: of a pipeline: those that use its parameters. late: other ranks' stages do too, and the sum is begun after
         all backwards: the ranks do not get there at the same time.
     """
@@ -291,6 +304,7 @@ class Bucket:
     stages: tuple[int, ...] = (0,)
     late: bool = False
     keep: bool = False
+    rounded: tuple[Rounded, ...] = ()
 
     @property
     def each(self) -> bool:

@@ -16,6 +16,7 @@ from shardc.ir.units import seconds, size
 from shardc.runtime import ops
 from shardc.runtime.mesh import CommRecord
 from shardc.runtime.zero.flat_partition import Flat
+from shardc.runtime.zero.rounded_gather import scale_bytes
 
 if TYPE_CHECKING:
     from shardc.cost import Cost
@@ -70,8 +71,14 @@ def comm_rows(program: Program, at: int | None = None) -> list[Row]:
                 add(c.axes, c.backward, "backward", c.cause, c.bytes, m)
             elif c is not None:
                 b = program.buckets[int(str(node.args[1]).removeprefix("bucket"))]
-                add(c.axes, c.kind, "forward", c.cause, c.bytes, 1 if b.keep else m)
-                add(c.axes, c.kind, "backward", c.cause, c.bytes, 0 if b.keep or program.forward_only else m)
+                times, again = 1 if b.keep else m, 0 if b.keep or program.forward_only else m
+                add(c.axes, c.kind, "forward", c.cause, c.forward_bytes, times)
+                add(c.axes, c.kind, "backward", c.cause, c.forward_bytes, again)
+                for axes, nbytes in (
+                    scale_bytes(b, Flat.of(program, b), program.mesh.names).items() if b.rounded else ()
+                ):
+                    add(axes, "all_reduce", "forward", f"{c.cause}: scales", nbytes, times)
+                    add(axes, "all_reduce", "backward", f"{c.cause}: scales", nbytes, again)
     for b in program.buckets:
         flat = Flat.of(program, b)
         rest = tuple(a for a in b.axes if a != b.shard) if b.zero else b.axes

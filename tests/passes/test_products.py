@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import warnings
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.ir.program import Collective, Program
+from shardc.report.comm import comm_rows
+from shardc.runtime import ops
 from shardc.runtime.ops import fp8
 from shardc.verify.equality import verify
 from tests import equality, zoo
@@ -231,6 +234,33 @@ def test_gathers_before_column_parallel_products_send_half_the_bytes_of_bfloat16
     sent = [c.bytes for c in shardc.simulate(program, model, batch).comms if c.kind == "all_gather"]
     assert sent.count(rows * 64 + rows) == 3  # what ran is what the text says
     assert "all_gather/reduce_scatter tp 6240/12288" in str(program)
+
+
+@pytest.mark.parametrize(
+    "more", [{"mesh": {"dp": 3}}, {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}], ids=str
+)
+def test_zero_3_gathers_weights_that_are_rounded_before_in_8_bits(more: dict[str, Any], tmp_path: Any) -> None:
+    """Stretches begin in the middle of rows; their scales are found over ranks, also over those of tp."""
+    precision = {"compute": "bfloat16", "products": {"recipe": "fp8-rowwise", "match": ["*", "!head"]}}
+    program = compiled({"shardc": 1, "precision": precision, "data": {"zero": 3}, **more})
+    rounded = [b for b in program.buckets if b.rounded]
+    assert {n for b in rounded for n in b.params} == {f"{n}_{i}_weight" for n in ("up", "down") for i in (0, 1)}
+    sent = {n.args[1]: n.meta["collective"] for n in program.stages[0].graph.nodes if n.target is ops.gather_start}
+    for i, b in enumerate(program.buckets):
+        c = sent[f"bucket{i}"]
+        assert c.bytes == 2 * c.forward_bytes if b.rounded else c.bytes == c.forward_bytes
+    assert program.prove().ok
+    model, batch = build()
+    ran = collections.Counter((c.kind, c.axis, c.direction) for c in shardc.simulate(program, model, batch).comms)
+    said: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for row in comm_rows(program):
+        said[row.kind, "+".join(row.axes), row.direction] += row.count
+    assert all(said[k] == n for k, n in ran.items() if k[0] == "all_gather" or "update" not in k)
+    program.save(tmp_path / "out")
+    assert shardc.load(tmp_path / "out").buckets == program.buckets
+    (reader,) = [n for n in program.stages[0].graph.nodes if n.name.endswith("up_0_weight_bf16_fp8")]
+    reader.args = (*reader.args[:2], "e5m2", *reader.args[3:])
+    assert "does not round it so" in str(program.prove())
 
 
 def test_blocks_that_shards_would_cut_are_gathered_and_named() -> None:

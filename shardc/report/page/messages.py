@@ -248,4 +248,5 @@ def _ways_of_bucket(program: Program, b: Bucket) -> Iterator[Way]:
     if b.zero in (1, 2):
         yield Way("update", "all_gather", b.shard, ranks, flat.padded * dtype.itemsize)
     if b.zero == 3 and b.axes:  # else the gather in the graph is all there is
-        yield Way("forward", "all_gather", b.shard, 1 if b.keep else m, flat.padded * dtype.itemsize)
+        width = 1 if b.rounded else dtype.itemsize
+        yield Way("forward", "all_gather", b.shard, 1 if b.keep else m, flat.padded * width)

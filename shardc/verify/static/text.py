@@ -21,7 +21,7 @@ from torch import fx
 from shardc.ir.graph import calls, operands_of, producer_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import REPLICATE, Layout, Partial, PartialGrad, Placement
-from shardc.ir.program import Bucket, Program, Value
+from shardc.ir.program import Bucket, Program, Rounded, Value
 from shardc.rules.choices import Choices, choices_of
 from shardc.runtime import ops
 from shardc.verify.static import chunked_loss, op_types
@@ -328,6 +328,9 @@ class Text:
         bucket = self._bucket(started.args[1])
         assert bucket is not None
         source = started.args[0][index]
+        if bucket.rounded and (reader := _unrounded(node, bucket.rounded[index])) is not None:
+            self.wrong[node] = f"it is rounded to float8 before it is gathered, and {reader.name} does not round it so"
+            return
         for claim in self.claims.get(source, ()):
             of = claim.of if bucket.compute is None else self._cast(claim, bucket.compute)
             if of is None:
@@ -454,3 +457,17 @@ def shown(layout: Layout, mesh: Mesh, *, own: bool = False, padded: bool = False
     if own and MICROBATCH in mesh.names:
         layout = of_one_microbatch(layout, mesh, padded=padded)
     return {a: p for a, p in layout.items if not isinstance(p, PartialGrad)}
+
+
+def _unrounded(x: fx.Node, how: Rounded) -> fx.Node | None:
+    """An op that reads a value and does not round it so, or look for its scale so."""
+    for u in x.users:
+        if u.target is ops.fp8_amax:
+            over = [v for v in u.users if v.target is ops.all_reduce_max]
+            axes = tuple(a for v in over for a in v.args[2])  # type: ignore[union-attr]
+            right = axes == how.axes and tuple(u.args[1]) == how.granule  # type: ignore[arg-type]
+        else:
+            right = u.target is ops.fp8_round and u.args[0] is x and tuple(u.args[2:]) == (how.format, how.granule)
+        if not right:
+            return u
+    return None

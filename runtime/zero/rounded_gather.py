@@ -1,0 +1,130 @@
+"""A gather of parameters of which ops only want what `fp8_round` gives: they are rounded before, and sent in 8 bits.
+
+    scales      each rank finds the largest numbers of its stretches; one all_reduce makes them those of whole granules
+    message     a byte for each element of the rank's part
+    whole       all ranks' bytes times the scales, in the dtype that ops want
+
+A stretch may begin and end in the middle of a row: it is looked at as whole rows, with zeros in what others have.
+Rounding what was gathered once more changes nothing, so ops read it as they would read the parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.ir.program import Bucket, Rounded
+from shardc.runtime.mesh import Work
+from shardc.runtime.ops import fp8
+from shardc.runtime.zero.flat_partition import Flat, Run
+
+
+def axes_of(bucket: Bucket, rounded: Rounded, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes over which the granules of a parameter are spread. names: of the mesh, in order."""
+    axes = {bucket.shard, *rounded.axes}
+    return tuple(sorted(axes, key=lambda a: next(i for i, n in enumerate(names) if n.partition(".")[0] == a or n == a)))
+
+
+def scale_bytes(bucket: Bucket, flat: Flat, names: tuple[str, ...]) -> dict[tuple[str, ...], int]:
+    """Of the all_reduces of one gather, by axes."""
+    found: dict[tuple[str, ...], int] = {}
+    for shape, how in zip(flat.shapes, bucket.rounded, strict=True):
+        axes = axes_of(bucket, how, names)
+        found[axes] = found.get(axes, 0) + 4 * math.prod(fp8.granules(shape, how.granule))
+    return found
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """A rank's run of one parameter, and the granules that it reaches into: rows first .. last of the first dim."""
+
+    run: Run
+    granule: tuple[int, ...]
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        size, inner = self.run.shape[0], math.prod(self.run.shape[1:])
+        step = self.granule[0] or size
+        first, last = self.run.start // inner, -(-self.run.stop // inner)
+        return first // step * step, -(-last // step) * step
+
+    def as_rows(self, values: Tensor) -> Tensor:
+        """The run's values in their place, in zeros."""
+        first, last = self.rows
+        inner = math.prod(self.run.shape[1:])
+        flat = values.new_zeros((last - first) * inner)
+        flat[self.run.start - first * inner : self.run.stop - first * inner] = values
+        return flat.view(last - first, *self.run.shape[1:])
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        first, _ = self.rows
+        inner = math.prod(self.run.shape[1:])
+        return rows.reshape(-1)[self.run.start - first * inner : self.run.stop - first * inner]
+
+    def of_scales(self, scales: Tensor) -> Tensor:
+        """Those of the granules that it reaches into."""
+        first, last = self.rows
+        return scales if self.granule[0] == 0 else scales[first // self.granule[0] : last // self.granule[0]]
+
+
+class RoundedGather:
+    """Of one bucket on one rank."""
+
+    def __init__(self, bucket: Bucket, flat: Flat, runs: Mapping[str, Run], mesh: Any, tag: str) -> None:
+        self._bucket, self._flat, self._mesh, self._tag = bucket, flat, mesh, tag
+        self._hows = dict(zip(bucket.params, bucket.rounded, strict=True))
+        self._stretches = {n: _Stretch(runs[n], how.granule) for n, how in self._hows.items()}
+
+    def start(self, part: Tensor, slices: Mapping[str, Tensor], direction: str) -> tuple[Tensor, Work]:
+        """The whole bucket, and when it is there. part: this rank's; slices: its stretches of parameters."""
+        with torch.no_grad():
+            scales = self._scales(slices, direction)
+            message = torch.zeros(self._flat.part, dtype=torch.uint8, device=part.device)
+            for name, x in slices.items():
+                s = self._stretches[name]
+                if s.run.size:
+                    low = x.storage_offset() - part.storage_offset()
+                    narrow = fp8.narrow(s.as_rows(x), s.of_scales(scales[name]), *self._how(name))
+                    message[low : low + x.numel()] = s.of_rows(narrow.view(torch.uint8))
+            messages = message.new_empty(self._flat.padded)
+            whole = torch.empty(self._flat.padded, dtype=part.dtype, device=part.device)
+            work = self._mesh.start_all_gather(
+                message, messages, self._bucket.shard, direction=direction, tag=self._tag
+            )
+
+        def wide() -> None:
+            with torch.no_grad():
+                for name, start, shape in self._places():
+                    size = math.prod(shape)
+                    x = messages[start : start + size].view(shape)
+                    whole[start : start + size] = fp8.wide(x, scales[name], part.dtype, *self._how(name)).view(-1)
+
+        return whole, Work(work, wide, messages)
+
+    def _how(self, name: str) -> tuple[str, tuple[int, ...]]:
+        return self._hows[name].format, self._hows[name].granule
+
+    def _places(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+        return zip(self._bucket.params, self._flat.starts, self._flat.shapes, strict=True)
+
+    def _scales(self, slices: Mapping[str, Tensor], direction: str) -> dict[str, Tensor]:
+        """The exponents of each parameter's scales."""
+        mine: dict[tuple[str, ...], list[str]] = {}
+        largest: dict[str, Tensor] = {}
+        for name, x in slices.items():
+            s, how = self._stretches[name], self._hows[name]
+            wide = torch.promote_types(x.dtype, torch.float32)
+            largest[name] = x.new_zeros(fp8.granules(s.run.shape, how.granule), dtype=wide)
+            if s.run.size:
+                s.of_scales(largest[name]).copy_(fp8.fp8_amax(s.as_rows(x), how.granule))
+            mine.setdefault(axes_of(self._bucket, how, self._mesh.layout.names), []).append(name)
+        for axes, names in mine.items():
+            flat = torch.cat([largest[n].view(-1) for n in names])
+            flat = self._mesh.all_reduce(flat, axes, op="max", direction=direction, tag=self._tag)
+            for n, found in zip(names, flat.split([largest[n].numel() for n in names]), strict=True):
+                largest[n] = found.view(largest[n].shape)
+        return {n: fp8.exponents(x, self._hows[n].format) for n, x in largest.items()}
