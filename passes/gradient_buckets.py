@@ -204,6 +204,8 @@ class GradientBuckets(Pass):
                             if b.compute is not None:  # its only users are casts to this dtype
                                 u.replace_all_uses_with(item)
                                 copy.erase_node(u)
+                        if b.rounded:
+                            _without_rounding(copy, item)
             copy.erase_node(before)
         copy.lint()
         return copy
@@ -235,6 +237,18 @@ def _node(
 def _types(program: Program, b: Bucket) -> tuple[Value, ...]:
     """What ops get of a bucket."""
     return tuple(replace(program.param(n).value, dtype=b.compute or program.param(n).dtype) for n in b.params)
+
+
+def _without_rounding(graph: fx.Graph, item: fx.Node) -> None:
+    """What is gathered is rounded already. So backward can gather it again, and keeps no copy."""
+    for user in list(item.users):
+        if user.target is ops.fp8_round:
+            user.replace_all_uses_with(item)
+            graph.erase_node(user)
+    for amax in [u for u in item.users if u.target is ops.fp8_amax]:  # where no gradient asks for scales
+        for node in (*(u for u in list(amax.users) if u.target is ops.all_reduce_max), amax):
+            if not node.users:
+                graph.erase_node(node)
 
 
 def _rounding(program: Program, param: str) -> Rounded | None:

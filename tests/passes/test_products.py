@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -251,16 +252,22 @@ def test_zero_3_gathers_weights_that_are_rounded_before_in_8_bits(more: dict[str
         assert c.bytes == 2 * c.forward_bytes if b.rounded else c.bytes == c.forward_bytes
     assert program.prove().ok
     model, batch = build()
-    ran = collections.Counter((c.kind, c.axis, c.direction) for c in shardc.simulate(program, model, batch).comms)
-    said: collections.Counter[tuple[str, str, str]] = collections.Counter()
-    for row in comm_rows(program):
-        said[row.kind, "+".join(row.axes), row.direction] += row.count
-    assert all(said[k] == n for k, n in ran.items() if k[0] == "all_gather" or "update" not in k)
+    said = {(r.axes, r.kind, r.direction): (r.count, r.bytes) for r in comm_rows(program) if "zero" in r.cause}
+    ran: dict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
+    for c in shardc.simulate(program, model, batch).comms:
+        ran[c.axis, c.kind, c.direction].append(c.bytes)
+    assert said["dp", "all_gather", "forward"] == (3, sum(ran["dp", "all_gather", "forward"]))
+    packed = [sent[f"bucket{i}"].packed for i, b in enumerate(program.buckets) if b.rounded]
+    assert set(packed) <= set(ran["dp", "all_gather", "backward"])  # they are freed, and gathered again
     program.save(tmp_path / "out")
     assert shardc.load(tmp_path / "out").buckets == program.buckets
-    (reader,) = [n for n in program.stages[0].graph.nodes if n.name.endswith("up_0_weight_bf16_fp8")]
-    reader.args = (*reader.args[:2], "e5m2", *reader.args[3:])
-    assert "does not round it so" in str(program.prove())
+    i, b = next((i, b) for i, b in enumerate(program.buckets) if b.rounded)
+    wrong = replace(b, rounded=tuple(replace(r, granule=(0, 0)) for r in b.rounded))
+    other = replace(program, buckets=(*program.buckets[:i], wrong, *program.buckets[i + 1 :]))
+    assert "reads it otherwise" in str(other.prove())
+    wrong = replace(b, rounded=tuple(replace(r, axes=("tp",) if not r.axes else ()) for r in b.rounded))
+    other = replace(program, buckets=(*program.buckets[:i], wrong, *program.buckets[i + 1 :]))
+    assert "tp" not in program.mesh.names or "what has one scale is split over" in str(other.prove())
 
 
 def test_blocks_that_shards_would_cut_are_gathered_and_named() -> None:

@@ -328,15 +328,38 @@ class Text:
         bucket = self._bucket(started.args[1])
         assert bucket is not None
         source = started.args[0][index]
-        if bucket.rounded and (reader := _unrounded(node, bucket.rounded[index])) is not None:
-            self.wrong[node] = f"it is rounded to float8 before it is gathered, and {reader.name} does not round it so"
-            return
         for claim in self.claims.get(source, ()):
             of = claim.of if bucket.compute is None else self._cast(claim, bucket.compute)
             if of is None:
                 self.wrong[node] = f"the model has no cast of {source.name} to {bucket.compute}"
-            else:
+            elif not bucket.rounded:
                 self.claim(node, replace(claim, of=of))
+            else:
+                self._rounded(node, replace(claim, of=of), bucket.rounded[index])
+
+    def _rounded(self, node: fx.Node, claim: Claim, how: Rounded) -> None:
+        """A parameter that is rounded before it is gathered: it stands for what the model rounds, and, as rounding
+        changes no scale, for the parameter where the model looks for one. Nothing else may read it.
+        """
+        readers = [n for n in self.model.graph.nodes if n.op == "call_function" and claim.of in operands_of(n)]
+        rounds = [
+            n
+            for n in readers
+            if n.target is ops.fp8_round and frozen(n.args[2:], {}) == frozen((how.format, how.granule), {})
+        ]
+        scales = [n for n in readers if n.target is ops.fp8_amax and tuple(n.args[1]) == how.granule]
+        other = [n for n in readers if n not in rounds and n not in scales]
+        split = {a for a, s in claim.layout.shards() if how.granule[s.dim] == 0}
+        if other or not rounds:
+            what = f"{other[0].name} reads it otherwise" if other else "the model does not round it"
+            self.wrong[node] = f"it is rounded to float8 before it is gathered, and {what}"
+        elif split != {part for a in how.axes for part in self.mesh.parts(a)}:
+            over = ", ".join(sorted(split)) or "no axis"
+            self.wrong[node] = f"its scales are compared over {how.axes}, and what has one scale is split over {over}"
+        else:
+            self.claim(node, claim)
+            for n in rounds:
+                self.claim(node, replace(claim, of=self.model.one[n]))
 
     # --- the model's ops
 
@@ -457,17 +480,3 @@ def shown(layout: Layout, mesh: Mesh, *, own: bool = False, padded: bool = False
     if own and MICROBATCH in mesh.names:
         layout = of_one_microbatch(layout, mesh, padded=padded)
     return {a: p for a, p in layout.items if not isinstance(p, PartialGrad)}
-
-
-def _unrounded(x: fx.Node, how: Rounded) -> fx.Node | None:
-    """An op that reads a value and does not round it so, or look for its scale so."""
-    for u in x.users:
-        if u.target is ops.fp8_amax:
-            over = [v for v in u.users if v.target is ops.all_reduce_max]
-            axes = tuple(a for v in over for a in v.args[2])  # type: ignore[union-attr]
-            right = axes == how.axes and tuple(u.args[1]) == how.granule  # type: ignore[arg-type]
-        else:
-            right = u.target is ops.fp8_round and u.args[0] is x and tuple(u.args[2:]) == (how.format, how.granule)
-        if not right:
-            return u
-    return None
