@@ -516,8 +516,8 @@ def needing(user: fx.Node) -> str:
 
 def _in_parts(user: fx.Node, axis: str) -> str:
     """What to write instead where a fused weight's result is taken apart: each part split."""
-    if user.target is not torch.ops.aten.split_with_sizes.default:
-        return ""
+    if user.target is not torch.ops.aten.split_with_sizes.default or user.args[2:] in ((), (0,)):
+        return ""  # along dim 0 are rows of the batch, no features
     sizes: Any = user.args[1]
     how = f"split: {len(sizes)}" if len(set(sizes)) == 1 else f"sections: {list(sizes)}"
     return (

@@ -31,7 +31,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 def check_hooks(model: nn.Module) -> None:
     """Refuse, all at once, what is not part of an exported graph: backward hooks of modules and parameters, modules
-    that torch.jit compiled, parameters without a shape. BatchNorm's momentum=None by name, too.
+    that torch.jit compiled, parameters without a shape. BatchNorm's momentum=None and max_norm of tables by name, too.
     """
     errors = Errors()
     compiled = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
@@ -60,6 +60,12 @@ def check_hooks(model: nn.Module) -> None:
                 "momentum=None divides by a count of steps, which tracing cannot follow: it becomes a Python number",
                 where=name or type(module).__name__,
                 fix="give the layer a momentum: 0.1 is torch's default",
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            errors.add(
+                "max_norm writes to the weight in forward, which a program does not",
+                where=name or type(module).__name__,
+                fix="leave max_norm out, and normalise what is looked up: torch.nn.functional.normalize(x, dim=-1)",
             )
     for name, p in model.named_parameters():
         held = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)

@@ -209,8 +209,7 @@ def _import(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent.resolve()))
     with _users(path, "importing it"):
         try:
-            with mock.patch.object(torch.distributed, "init_process_group", _join):
-                spec.loader.exec_module(module)
+            spec.loader.exec_module(module)
         except SyntaxError as e:
             file = str(path) if e.filename and Path(e.filename).resolve() == path.resolve() else e.filename
             code = f" ({e.text.strip()})" if e.text and e.text.strip() else ""
@@ -236,7 +235,8 @@ def _users(path: Path, doing: str) -> Iterator[None]:
     traceback.
     """
     try:
-        yield
+        with mock.patch.object(torch.distributed, "init_process_group", _join):
+            yield
     except ShardcError:
         raise
     except (Exception, SystemExit) as e:  # of any kind, as it is the user's code; --debug shows the cause

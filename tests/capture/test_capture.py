@@ -492,6 +492,12 @@ def test_lazy_modules_are_refused() -> None:
         shardc.compile(nn.Sequential(nn.LazyLinear(4)), X, {"shardc": 1}, loss=lambda y, _: y.sum())
 
 
+def test_a_table_that_is_written_to_when_it_is_read() -> None:
+    model = nn.Sequential(nn.Embedding(6, 6, max_norm=1.0))
+    with pytest.raises(ShardcError, match=r"0: max_norm writes to the weight .*\n  fix: leave max_norm out"):
+        capture(model, torch.arange(6), loss=lambda y, _: y.sum())
+
+
 def test_batch_norm_without_momentum() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None))
     with pytest.raises(ShardcError, match=r"1: momentum=None divides by a count .*\n  fix: give the layer a momentum"):
@@ -626,3 +632,16 @@ def test_a_tuple_of_two_numbers_is_told() -> None:
     assert "loss=lambda output, batch: output[0] + output[1]" in note
     for returned in ((lambda _, y: (y.sum(), y)), (lambda _, y: (y, y.sum())), (lambda _, y: (y.sum(), y.argmax()))):
         assert capture(Net(returned), X).notes == ()
+
+
+def test_halves_of_a_batch_are_no_fused_weight() -> None:
+    """Rows of pairs, chosen and rejected: the note on what is gathered advised to split a weight."""
+
+    def pairs(output: Tensor, batch: Any) -> Tensor:
+        chosen, rejected = output.chunk(2)
+        return (rejected - chosen).mean().exp()
+
+    program = shardc.compile(nn.Linear(4, 3), torch.randn(8, 4), {"shardc": 1, "mesh": {"dp": 2}}, loss=pairs)
+    gathered = [note for note in program.notes if "is gathered over dp" in note]
+    assert gathered
+    assert not any("fused weight" in note for note in gathered)

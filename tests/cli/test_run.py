@@ -535,3 +535,9 @@ def test_a_model_file_does_not_join_the_world_itself(tmp_path: Path, call: str) 
     with pytest.raises(ShardcError, match=r"model.py:6: init_process_group: shardc run joins(.|\n)*__name__ ==") as e:
         load(str(tmp_path / "model.py"))
     assert call in str(e.value)
+    inside = text.replace(
+        "def model(): return nn.Linear(2, 2)", f"def model():\n    {call}\n    return nn.Linear(2, 2)"
+    )
+    (tmp_path / "model.py").write_text(inside)
+    with pytest.raises(ShardcError, match=r"model.py:5: init_process_group: shardc run joins"):
+        load(str(tmp_path / "model.py")).build()
