@@ -408,6 +408,7 @@ class Engine(EngineForward):
         torch_modes.check("engine.step", self.mesh.device.type)
         self._watched.check()
         self._tell_changes()
+        inputs.check_no_gradient(batch)
         self.buckets.reset(forward=True)
         self.rng.training = True
         interpreter, values = self._take(batch, local=local, use="as compiled")

@@ -63,6 +63,25 @@ def check_real(by_path: Mapping[Path, Any]) -> None:
     errors.raise_any()
 
 
+def check_no_gradient(batch: Any) -> None:
+    """Raise ShardcError for a tensor that waits for a gradient: a program computes those of parameters alone, so what
+    made it (an encoder that stands before the model, an adversarial example) would get none, without a word.
+    """
+    errors = Errors()
+    for path, leaf in leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            made = (
+                "it comes from other parameters, which" if leaf.grad_fn is not None else "it requires a gradient, and"
+            )
+            errors.add(
+                f"{made} would get no gradient: a program computes those of its own parameters alone",
+                where=name_of(path),
+                fix="detach it, or make what comes before a part of the model; a gradient of an input that the loss is"
+                " made of: torch.autograd.grad in forward",
+            )
+    errors.raise_any()
+
+
 def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor]:
     """This rank's part of every input, in the program's order, on the mesh's device.
 

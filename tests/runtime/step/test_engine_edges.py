@@ -133,12 +133,15 @@ def test_modes_that_would_make_it_another_program_are_refused(where: str) -> Non
         run(torch.inference_mode())
 
 
-def test_the_users_batch_gets_no_gradients() -> None:
+def test_the_users_batch_gets_no_gradients_and_may_not_want_any() -> None:
     given = batch()
-    given["x"].requires_grad_()
     program = shardc.compile(Mlp(), given, {"shardc": 1, "mesh": {"dp": 2}, "checkpoint": [{"match": "layers.*"}]})
     on_ranks(program, Mlp(), lambda engine: engine.step(given))
-    assert given["x"].grad is None
+    assert not given["x"].requires_grad
+    given["x"].requires_grad_()
+    with pytest.raises(ShardcError, match="x: it requires a gradient, and would get no gradient"):
+        on_ranks(program, Mlp(), lambda engine: engine.step(given))
+    on_ranks(program, Mlp(), lambda engine: engine.evaluate(given))
 
 
 def frozen_first() -> tuple[nn.Module, Program]:

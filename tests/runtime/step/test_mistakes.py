@@ -88,6 +88,10 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
         lambda m: m(x=m.local(BATCH)["x"][:2], strength=2.0),
         r"leave the last, smaller batch of an epoch out \(drop_last=True\), or use engine.step",
     ),
+    "an input that waits for a gradient": (
+        lambda m: m(x=m.local(BATCH)["x"].requires_grad_(), strength=2.0),
+        r"x: it requires a gradient, and would get no gradient(.|\n)*detach it",
+    ),
     "a gradient scaler": (
         scaled,
         r"torch.amp.GradScaler: each rank would look for overflows(.|\n)*`precision: \{loss_scale: dynamic\}`",
@@ -142,6 +146,10 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     "another option": (
         lambda mesh: PROGRAM.module(MODEL, mesh=mesh, brodcast=True),
         r"program.module\(brodcast=...\): there is no such option\n  fix: did you mean 'broadcast'",
+    ),
+    "an input of an encoder that trains": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "x": nn.Linear(8, 8)(BATCH["x"])}),
+        r"x: it comes from other parameters, which would get no gradient(.|\n)*or make what comes before a part",
     ),
     "another number": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({**BATCH, "strength": 1.0}),
