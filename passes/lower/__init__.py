@@ -9,6 +9,7 @@
     write       the two graphs
     overlap     collectives in two, and lines in an order that hides them; seconds: what a line takes;
                 memory: the bytes that are alive
+    pair        a forward and a backward of two microbatches as one text
     pieces      which lines are compiled as one
 
 docs/lowering.md shows both texts of a layer. A stage that cannot be lowered runs under autograd, and a note says why;
@@ -28,6 +29,7 @@ from shardc.passes.base import Pass
 from shardc.passes.lower.memory import Sizes
 from shardc.passes.lower.order import Backward
 from shardc.passes.lower.overlap import overlap_collectives
+from shardc.passes.lower.pair import pairs_of
 from shardc.passes.lower.pieces import mark_pieces
 from shardc.passes.lower.record import Type
 from shardc.passes.lower.rules import Facts, Rules
@@ -47,11 +49,23 @@ class Lower(Pass):
 
     def run(self, program: Program) -> Program:
         assert self.spec.lower is not None
+        if self.spec.lower.overlap == "microbatches":
+            self._check_overlap(program)
         lowered, notes = lower(program, self.spec.lower)
         if notes and self.spec.strict:
             fix = "leave `lower` out, or `strict`"
             raise ShardcError("; ".join(notes), where=self.spec.where(("lower",)), fix=fix)
         return replace(lowered, notes=(*program.notes, *notes))
+
+    def _check_overlap(self, program: Program) -> None:
+        where = self.spec.where(("lower", "overlap"))
+        if program.schedule is not None:
+            what = "`overlap: microbatches` is for programs without a pipeline, whose schedule says what runs beside what"
+            fix = "`pipeline: {schedule: dualpipe-v}`, and leave `overlap` out"
+            raise ShardcError(what, where=where, fix=fix)
+        if program.microbatches == 1:
+            what = "`overlap: microbatches` with one microbatch: there is none to run beside it"
+            raise ShardcError(what, where=where, fix="`batch: {microbatches: 2}`, or leave `overlap` out")
 
 
 def lower(program: Program, how: How) -> tuple[Program, list[str]]:
@@ -63,7 +77,19 @@ def lower(program: Program, how: How) -> tuple[Program, list[str]]:
         if why:
             notes.append(f"{stage.name} is not lowered, and runs under autograd: {why}")
         stages.append(replace(stage, lowered=None if why else _stage(program, stage, rules, seconds, sizes, how)))
-    return replace(program, stages=tuple(stages)), notes
+    made = replace(program, stages=tuple(stages))
+    pairs = pairs_of(made, seconds, sizes, _wanted_pairs(made, how))
+    for p in pairs:
+        if how.compile == "layers":
+            mark_pieces(p.graph, sizes)
+    return replace(made, pairs=pairs), notes
+
+
+def _wanted_pairs(program: Program, how: How) -> tuple[tuple[int, int], ...]:
+    """Which forwards a step runs beside which backwards, by stages."""
+    if program.schedule is not None:
+        return program.schedule.pairs()
+    return ((0, 0),) if how.overlap == "microbatches" and program.microbatches > 1 else ()
 
 
 def _refused(program: Program) -> str:

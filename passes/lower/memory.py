@@ -77,7 +77,7 @@ class Uses:
             self.counts.update(self.of[n])
         #: Bytes that a line makes.
         self.added = {n: self.bytes[n] if self.owner[n] is n else 0 for n in graph.nodes}
-        self.stays = {n for n in graph.nodes if n.op == "placeholder" and n.name in sizes.stays}
+        self.stays = {n for n in graph.nodes if n.op == "placeholder" and n.meta.get("named", n.name) in sizes.stays}
 
     def _used(self, n: fx.Node) -> set[fx.Node]:
         """The owners of the memory that a line uses. What a collective sends is there until it is waited for."""

@@ -134,13 +134,14 @@ class Text:
         """(line, one that has to come before it): a bucket is gathered no earlier than the pass has decided, as it
         takes memory, and what has effects keeps its order."""
         pairs = []
-        there: fx.Node | None = None
+        there: dict[bool, fx.Node] = {}  # by half of an overlapped pair
         effect: fx.Node | None = None
         for n in self.nodes:
-            if n.target in GATHERS and there is not None:
-                pairs.append((n, there))
+            half = bool(n.meta.get("back"))
+            if n.target in GATHERS and half in there:
+                pairs.append((n, there[half]))
             elif n.target in GATHERS.values():
-                there = n
+                there[half] = n
             elif n.target in EFFECTS:
                 if effect is not None:
                     pairs.append((n, effect))

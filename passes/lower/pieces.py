@@ -25,6 +25,7 @@ from torch import fx
 
 from shardc.artifact.emit import EFFECTS
 from shardc.ir.graph import values_of
+from shardc.ir.pairs import role
 from shardc.ir.pieces import moved, piece_of
 from shardc.passes.lower.memory import Sizes
 from shardc.passes.lower.record import is_view
@@ -117,6 +118,8 @@ class _Cut:
         return min((self._was[n] for n in lines if not _is_view(n)), default=self._was[lines[0]])
 
     def _take(self, n: fx.Node) -> None:
+        if self._open.lines and bool(self._open.lines[0].meta.get("back")) != bool(n.meta.get("back")):
+            self._close()  # of an overlapped pair, a piece is of one microbatch
         inside = [x for x in n.all_input_nodes if self._in.get(x) is self._open]
         later = any(x in self._behind for x in n.all_input_nodes)
         if _fuses(n) or (_is_view(n) and any(x in self._in for x in n.all_input_nodes)):
@@ -204,7 +207,7 @@ class _Cut:
             return False
         piece = piece_of(0, lines)
         one_by_one, together = moved(piece, self._sizes.bytes_of, shares_memory)
-        reads = any(x.name not in ("mesh", "rng") for x in piece.takes)
+        reads = any(not role(x) for x in piece.takes)
         return reads and one_by_one - together >= self._least
 
 
@@ -219,7 +222,7 @@ def _connected(lines: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
     for n in lines:
         for x in n.all_input_nodes:
-            if x.name not in ("mesh", "rng"):
+            if not role(x):
                 group[root(x)] = root(n)
     parts: dict[fx.Node, list[fx.Node]] = {}
     for n in lines:

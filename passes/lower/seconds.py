@@ -22,6 +22,7 @@ from shardc.ir.conversions import SENT
 from shardc.ir.flops import flops_of, traffic_of
 from shardc.ir.graph import is_call, map_value, values_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.pairs import role
 from shardc.ir.program import Collective, Program
 from shardc.passes.lower.rank import Rank
 from shardc.runtime import ops
@@ -99,13 +100,13 @@ class Seconds:
 
     def of(self, n: fx.Node) -> Work:
         """Without what it sends."""
-        if n.op == "placeholder" and n.name in self._tapes:
-            return self._found[self._tapes[n.name]]
+        if n.op == "placeholder" and _name(n) in self._tapes:
+            return self._found[self._tapes[_name(n)]]
         if not is_call(n) or n.target in _NOTHING:
             return Work()
         if n.target is ops.untaped:
             tape: Any = n.args[0]
-            return self._back[self._tapes[tape.name]]
+            return self._back[self._tapes[_name(tape)]]
         key = repr((target_text(n.target), _with_types(n.args), _with_types(n.kwargs, leave=("tag",))))
         if key not in self._found:
             self._found[key] = self._run(n, key)
@@ -151,8 +152,8 @@ class Seconds:
         return Work(count.seconds, count.most - count.live)
 
     def _operand(self, x: fx.Node) -> Any:
-        if x.name in ("mesh", "rng"):
-            return self._rank.named(x.name)
+        if which := role(x):
+            return self._rank.named(which)
         return map_value(lambda v: torch.empty(v.local_shape(self._layout), dtype=v.dtype), x.meta["value"])
 
 
@@ -163,10 +164,15 @@ _NOTHING = {
 }
 
 
+def _name(n: fx.Node) -> str:
+    """In the text of a stage; in that of an overlapped pair it may have another one."""
+    return str(n.meta.get("named", n.name))
+
+
 def _with_types(a: Any, leave: tuple[str, ...] = ()) -> Any:
     """Arguments, values by their types."""
     if isinstance(a, fx.Node):
-        return str(a.meta.get("value")) if "value" in a.meta else a.name
+        return role(a) or (str(a.meta["value"]) if "value" in a.meta else a.name)
     if isinstance(a, (tuple, list)):
         return tuple(map(_with_types, a))
     if isinstance(a, dict):

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from shardc.ir.graph import source_of
+from shardc.ir.pairs import role
 from shardc.ir.pieces import Piece, pieces_of
 from shardc.runtime import ops
 from shardc.runtime.compiled import masks
@@ -130,8 +131,8 @@ class _PieceCall:
     """One piece of one rank. takes: what it is given, in order; named: "mesh" and "rng", where its lines use them."""
 
     def __init__(self, piece: Piece, compiler: Compiler) -> None:
-        self.named = {x.name: x for x in piece.takes if x.name in ("mesh", "rng")}
-        self.takes = tuple(x for x in piece.takes if x.name not in self.named)
+        self.named = {role(x): x for x in piece.takes if role(x)}
+        self.takes = tuple(x for x in piece.takes if not role(x))
         self._masks = [_mask(n) for n in piece.lines if n.target is ops.dropout]
         self._text = piece_text(piece)
         self._written = sorted(self._text.writes.items())
@@ -181,7 +182,7 @@ def _mask(n: fx.Node) -> partial[list[Tensor]]:
 
 def piece_text(piece: Piece) -> PieceText:
     """A piece as others that are equal have it, too."""
-    takes = [x for x in piece.takes if x.name not in ("mesh", "rng")]
+    takes = [x for x in piece.takes if not role(x)]
     numbered: dict[fx.Node, Any] = {n: _Take(i) for i, n in enumerate(takes)}
     numbered |= {n: _Line(i) for i, n in enumerate(piece.lines)}
     lines = []
@@ -218,7 +219,7 @@ def _one_by_one(piece: Piece, takes: Sequence[fx.Node]) -> fx.GraphModule:
     """The piece without a compiler, as a function of (what it takes, mesh, rng)."""
     graph = fx.Graph()
     box, mesh, rng = (graph.placeholder(name) for name in ("box", "mesh", "rng"))
-    env = {x: {"mesh": mesh, "rng": rng}[x.name] for x in piece.takes if x.name in ("mesh", "rng")}
+    env = {x: {"mesh": mesh, "rng": rng}[role(x)] for x in piece.takes if role(x)}
     for x in takes:
         env[x] = graph.create_node("call_method", "pop", (box, 0), name=x.name)
     for n in piece.lines:

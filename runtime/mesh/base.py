@@ -3,6 +3,7 @@ implementations: torch_mesh.py, loopback.py, and the planner's shardc.cost.fake_
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -89,6 +90,12 @@ class RankMesh(ABC):
         self.step, self.activity, self.waits = StepContext(), Activity(), Waits(self.device)
         self.records: list[CommRecord] = []
         self.recording = record
+
+    def beside(self) -> RankMesh:
+        """The same mesh as it is seen by another microbatch that runs at the same time: with a step of its own."""
+        view = copy.copy(self)
+        view.step = StepContext()
+        return view
 
     def coordinate(self, axis: str) -> int:
         """This rank's place on an axis. The microbatches of a step are an axis too: one of time."""

@@ -106,6 +106,13 @@ class TorchMesh(RankMesh):
         options: dict[str, Any] = {"device": self.device, "timeout": self._timeout, "record": self.recording}
         return TorchMesh(layout, axes, lines=lines, **options)
 
+    def beside(self) -> TorchMesh:
+        """See RankMesh.beside."""
+        view = super().beside()
+        assert isinstance(view, TorchMesh)
+        view.owner = False
+        return view
+
     def hand_over(self, other: TorchMesh) -> None:
         """Another mesh of this world takes this one's place: it leaves the world, and watches, instead of it."""
         other.owner, self.owner = self.owner or other.owner, False

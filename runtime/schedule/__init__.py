@@ -63,6 +63,7 @@ __all__ = [
     "pair",
     "parse",
     "prove",
+    "side_by_side",
     "timeline",
 ]
 
@@ -207,11 +208,23 @@ def alone(microbatches: int) -> Schedule:
     return make("1f1b", stages=1, ranks=1, microbatches=microbatches)
 
 
+_BOTH: tuple[Kind, Kind] = ("F", "B")
+
+
+def side_by_side(microbatches: int) -> Schedule:
+    """One stage on one rank, each forward but the first beside the backward of the microbatch before."""
+    forward, backward = ([Action(kind, 0, m) for m in range(microbatches)] for kind in _BOTH)
+    pairs = (pair(f, b) for f, b in zip(forward[1:], backward, strict=False))
+    return fill(Schedule.of("side by side", [[forward[0], *pairs, backward[-1]]]))
+
+
 def of(program: Any) -> Schedule:
     """What a step of a program runs, with a pipeline or without; of a forward-only program, forwards alone."""
     if program.schedule is not None:
         there: Schedule = program.schedule
         return there
+    if program.pairs:
+        return side_by_side(program.microbatches)
     one = alone(program.microbatches)
     return forward_only(one) if program.forward_only else one
 

@@ -31,6 +31,7 @@ from torch import Tensor, fx
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph
 from shardc.ir.outputs import loss_axes, loss_value
+from shardc.ir.pairs import Pair
 from shardc.ir.program import Edge, Program, Stage, Value
 from shardc.runtime import ops, schedule
 from shardc.runtime.compiled import Compiler
@@ -40,7 +41,7 @@ from shardc.runtime.ops.overlap import multiplies, product
 from shardc.runtime.schedule import Action, computed
 from shardc.runtime.step import op_errors, outputs
 from shardc.runtime.step.activation_offload import OffloadedTensors
-from shardc.runtime.step.lowered import LoweredStage
+from shardc.runtime.step.lowered import LoweredPair, LoweredStage
 from shardc.runtime.step.profiler_ranges import with_ranges
 from shardc.runtime.step.recompute import with_regions
 from shardc.runtime.step.split_backward import SplitBackward, split_stage
@@ -165,6 +166,11 @@ class Interpreter:
         with _WRITING:
             self.stages = {
                 s: _Runnable(program, s, mesh.device, offloaded, compiler, divided=divided, ranges=ranges) for s in mine
+            }
+            self.pairs = {
+                (p.forward, p.backward): _pair(program, p, self.stages, mesh.device, compiler, ranges=ranges)
+                for p in program.pairs
+                if p.forward in mine and p.backward in mine
             }
             self.edges = {(e.source, e.target): e for e in program.edges}
             self._count = runnable(program.prologue, mesh.device, program) if program.prologue is not None else None
@@ -331,6 +337,21 @@ class _Runnable:
             self.updates = tuple(b.name for b in program.buffers if b.updated)
 
 
+def _pair(
+    program: Program,
+    pair: Pair,
+    stages: Mapping[int, _Runnable],
+    device: torch.device,
+    compiler: Compiler | None,
+    *,
+    ranges: bool,
+) -> LoweredPair:
+    graph = on_device(pair.graph, device) if device.type != "cpu" else pair.graph
+    backward = stages[pair.backward].lowered
+    assert backward is not None
+    return LoweredPair(graph, program.stages[pair.forward], backward, ranges=ranges, compiler=compiler)
+
+
 #: Kind of action -> the method that does it. (A table in the run itself would tie it into a knot, which is freed much
 #: later.)
 _DOES = {
@@ -393,8 +414,11 @@ class Run:
         )
         self._act(doing)
         try:
-            for part in action.parts:
-                self._do(part)
+            if action.kind == "FB" and self.hooks is not None and (action.stage, action.back[0]) in self.on.pairs:
+                self._pair(*action.parts)
+            else:
+                for part in action.parts:
+                    self._do(part)
         except ShardcError:
             raise
         except Exception as e:
@@ -404,10 +428,13 @@ class Run:
                 e.add_note(doing)
             raise
 
+    def _set_microbatch(self, action: Action) -> None:
+        step = self.on.mesh.step
+        step.set_microbatch(action.microbatch, len(self.values), step.running.totals, step.running.sums)
+
     def _do(self, action: Action) -> None:
         if action.kind in ("F", "B", "I", "W"):
-            step = self.on.mesh.step
-            step.set_microbatch(action.microbatch, len(self.values), step.running.totals, step.running.sums)
+            self._set_microbatch(action)
         if action.kind != "STEP":
             getattr(self, _DOES[action.kind])(action)
 
@@ -418,25 +445,44 @@ class Run:
     # --- computing
 
     def forward(self, action: Action) -> None:
-        s, m = action.stage, action.microbatch
-        self._received(s, m, "forward")
-        stage, key = self.on.stages[s], (s, m)
-        values = self.values[m]
-        training = self.hooks is not None
-        lowered = stage.lowered if training else None
-        under_autograd = training and lowered is None
-        leaves = {}
-        for name, x in self.inbox.pop(key, {}).items():
-            leaves[name] = x.detach().requires_grad_(under_autograd and stage.receives[name].requires_grad)
-        args = [leaves[n] if n in leaves else values[n] for n in stage.takes]
-        saving = self.hooks.saving(key) if self.hooks is not None else nullcontext()
+        stage = self.on.stages[action.stage]
+        lowered = stage.lowered if self.hooks is not None else None
+        leaves, given = self._given(action)
+        args = [given[n] for n in stage.takes]
         wanted: dict[str, Any] | None = None
-        with saving, self._weight_copies(action):
+        with self._around_forward(action):
             if lowered is not None:
                 returned, wanted = lowered.forward(self.on.mesh, *args)
             else:
                 with op_errors.named(stage.graph):
                     returned = stage.run(*args)
+        self._forwarded(action, leaves, returned, wanted)
+
+    def _given(self, action: Action) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """({what a stage received for a forward}, {all that it takes})."""
+        stage, key = self.on.stages[action.stage], (action.stage, action.microbatch)
+        self._received(*key, "forward")
+        under_autograd = self.hooks is not None and stage.lowered is None
+        leaves = {}
+        for name, x in self.inbox.pop(key, {}).items():
+            leaves[name] = x.detach().requires_grad_(under_autograd and stage.receives[name].requires_grad)
+        values = self.values[action.microbatch]
+        return leaves, {n: leaves[n] if n in leaves else values[n] for n in stage.takes}
+
+    @contextmanager
+    def _around_forward(self, action: Action) -> Iterator[None]:
+        saving = self.hooks.saving((action.stage, action.microbatch)) if self.hooks is not None else nullcontext()
+        with saving, self._weight_copies(action):
+            yield
+
+    def _forwarded(
+        self, action: Action, leaves: dict[str, Tensor], returned: Any, wanted: dict[str, Any] | None
+    ) -> None:
+        """A forward has run. wanted: by its backward, of a lowered stage."""
+        s, m = action.stage, action.microbatch
+        stage, key = self.on.stages[s], (s, m)
+        training = self.hooks is not None
+        lowered = stage.lowered if training else None
         loss, news, sent, *rest = returned if stage.piped or lowered else (*returned[:2], (), *returned[2:])
         if self._keep_outputs:
             for name, x in zip(stage.outputs, news[len(stage.updates) :], strict=True):
@@ -513,10 +559,39 @@ class Run:
         lowered = self.on.stages[key[0]].lowered
         assert lowered is not None
         assert self.hooks is not None
-        one = torch.ones_like(loss) if loss is not None else self.on.zero()
-        begin = self.grads.pop(key, {})
-        grads = lowered.backward(kept, self.values[key[1]], begin, self.hooks.scaled(one), self.hooks.launch)
+        begin, of_loss = self._begin_lowered(loss, key)
+        grads = lowered.backward(kept, self.values[key[1]], begin, of_loss, self.hooks.launch)
         return {n: g if g is None else g.contiguous() for n, g in grads.items()}
+
+    def _begin_lowered(self, loss: Tensor | None, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
+        """The gradients that a lowered backward begins with: of what the stage made for others, and of the loss."""
+        assert self.hooks is not None
+        one = torch.ones_like(loss) if loss is not None else self.on.zero()
+        return self.grads.pop(key, {}), self.hooks.scaled(one)
+
+    def _pair(self, forward: Action, backward: Action) -> None:
+        """Both as one text."""
+        assert self.hooks is not None
+        self._set_microbatch(backward)
+        theirs = self.on.mesh.step.running
+        self._set_microbatch(forward)
+        leaves, given = self._given(forward)
+        key = (backward.stage, backward.microbatch)
+        kept = self.kept.pop(key)
+        lowered = self.on.stages[backward.stage].lowered
+        assert kept.lowered is not None
+        assert lowered is not None
+        self._received(*key, "backward")
+        self._start(backward)
+        begin = lowered.begin(*self._begin_lowered(kept.loss, key))
+        pair = self.on.pairs[forward.stage, backward.stage]
+        with self._around_forward(forward):
+            (returned, wanted), grads = pair.run(
+                self.on.mesh, theirs, given, kept.lowered, self.values[key[1]], begin, self.hooks.launch
+            )
+        self._forwarded(forward, leaves, returned, wanted)
+        self._pause()
+        self._give_back(backward, {n: g if g is None else g.contiguous() for n, g in grads.items()})
 
     def _lowered_weights(self, kept: dict[str, Any], key: tuple[int, int]) -> None:
         """The second half of a backward that has two."""

@@ -1,4 +1,4 @@
-"""A lowered stage (shardc.passes.lower) as two functions: neither runs under autograd.
+"""A lowered stage (shardc.passes.lower) as two functions, and an overlapped pair as one: none runs under autograd.
 
 forward(*what the stage takes)   -> loss, news, what other stages take; and what backward wants, kept by name
 backward({name: value})          -> gradients of what was received; it takes each value out of the dict, so that
@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from shardc.ir.pairs import prefix_of
 from shardc.ir.program import Stage
 from shardc.runtime.compiled import Compiler, with_pieces
 from shardc.runtime.step import op_errors
+from shardc.runtime.step.context import MicrobatchContext
 from shardc.runtime.step.profiler_ranges import with_ranges
 
 
@@ -31,7 +33,7 @@ class LoweredStage:
         forward, backward = texts["forward"], texts["backward"]
         returned: Any = stage.graph.output_node().args[0]
         self._loss = f"{returned[0].name}_grad" if returned[0] is not None else ""
-        self._received = [n for n, v in stage.receives.items() if v.requires_grad]
+        self.received = [n for n, v in stage.receives.items() if v.requires_grad]
         self._forward_graph = forward
         kept: Any = forward.output_node().args[0]
         self._kept = [n.name for n in kept[3]]
@@ -50,6 +52,10 @@ class LoweredStage:
             *returned, kept = self._forward(*values)
         return tuple(returned), dict(zip(self._kept, kept, strict=True))
 
+    def begin(self, grads: Mapping[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
+        """What backward begins with, by the names of its text: see `backward`."""
+        return {f"{n}_grad": g for n, g in grads.items()} | {self._loss: loss}
+
     @torch.no_grad()
     def backward(
         self,
@@ -63,14 +69,65 @@ class LoweredStage:
         values: what the stage takes; grads: of what it made for others; loss: the gradient of the loss; launch: begins
         the sums of buckets that are complete.
         """
-        kept |= {f"{n}_grad": g for n, g in grads.items()} | {self._loss: loss}
+        kept |= self.begin(grads, loss)
         if self.weights is None:
-            return dict(zip(self._received, self._backward(kept, values, launch), strict=True))
+            return dict(zip(self.received, self._backward(kept, values, launch), strict=True))
         later = {name: kept[name] for name in self.weights.takes & kept.keys()}
         returned, handed_on = self._backward(kept, values, launch)
         kept.clear()
         kept |= later | dict(zip(self._handed_on, handed_on, strict=True))
-        return dict(zip(self._received, returned, strict=True))
+        return dict(zip(self.received, returned, strict=True))
+
+
+class LoweredPair:
+    """The forward of one microbatch and the backward of another as one text (shardc.passes.lower.pair). graph: for the
+    device; forward, backward: the stages of its halves; compiler: of its pieces, if they are compiled.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, forward: Stage, backward: LoweredStage, *, ranges: bool, compiler: Compiler | None = None
+    ) -> None:
+        assert forward.lowered is not None
+        self._prefix = prefix_of(forward.lowered.forward)
+        self._backward = backward
+        kept: Any = graph.output_node().args[0][0][3]  # type: ignore[index]
+        self._kept = [n.name for n in kept]
+        self._graph, self._text = graph, _Half(graph, compiler, ranges=ranges)
+
+    @torch.no_grad()
+    def run(
+        self,
+        mesh: Any,
+        microbatch: MicrobatchContext,
+        given: Mapping[str, Any],
+        kept: dict[str, Any],
+        values: Mapping[str, Any],
+        begin: Mapping[str, Tensor],
+        launch: Callable[[], None],
+    ) -> tuple[tuple[Any, dict[str, Any]], dict[str, Tensor | None]]:
+        """(what forward returns, as of LoweredStage.forward; the gradients of what backward's stage received).
+
+        given: what forward's stage takes. microbatch, kept, values: backward's, what its forward kept for it, which is
+        used up, and what its stage takes; begin: gradients of what it made for others, and of the loss, by the names of
+        its text; launch: begins the sums of buckets that are complete.
+        """
+        view = mesh.beside()
+        view.step.recomputing, view.step.microbatch = True, microbatch
+        kept |= begin
+        here: dict[str, Any] = {}
+        for name in self._text.takes:
+            own = name.removeprefix(self._prefix)
+            if own == name:
+                here[name] = given[name] if name in given else values[name]
+            elif own == "mesh":
+                here[name] = view
+            else:
+                here[name] = kept.pop(own) if own in kept else values[own]
+        kept.clear()
+        with mesh.step.in_lowered(launch), view.step.in_lowered(launch):
+            (*returned, saved), grads = self._text.call(here)
+        names = self._backward.received
+        return (tuple(returned), dict(zip(self._kept, saved, strict=True))), dict(zip(names, grads, strict=True))
 
 
 class _Half:
@@ -87,8 +144,13 @@ class _Half:
         step = values["mesh"].step
         for name in self.takes - kept.keys():
             kept[name] = values[name]
-        with step.in_lowered(launch), step.recompute(step.microbatch), op_errors.named(self._graph):
-            return self._run(kept)
+        with step.in_lowered(launch), step.recompute(step.microbatch):
+            return self.call(kept)
+
+    def call(self, values: dict[str, Any]) -> Any:
+        """values: all that it takes, by name; it takes each out of the dict."""
+        with op_errors.named(self._graph):
+            return self._run(values)
 
 
 def _taking(graph: fx.Graph) -> fx.GraphModule:

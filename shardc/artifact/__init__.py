@@ -22,7 +22,7 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.adapters import Adapter
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.outputs import Output
+from shardc.ir.pairs import Pair
 from shardc.ir.placement import Shard
 from shardc.ir.program import (
     Bucket,
@@ -112,6 +113,9 @@ def _write(program: Program, folder: Path) -> None:
             for way, graph in stage.lowered.texts.items():
                 doc = f"{stage.name}, {way} of a training step. Types are those of one rank."
                 files[f"stage{i}_{way}.py"] = emit.module(graph, program, doc)
+    for p in program.pairs:
+        doc = f"Forward of stage {p.forward} beside backward of stage {p.backward}, of two microbatches."
+        files[f"{emit.pair_name(p)}.py"] = emit.module(p.graph, program, doc)
     if program.prologue is not None:
         files["counts.py"] = emit.module(
             program.prologue.graph, program, "Sums over all microbatches that a step needs before they run."
@@ -422,6 +426,15 @@ def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
             raise ShardcError(what, where=files.path(name), fix="compile again")
         return graph
 
+    def paired(name: str, graph: fx.Graph) -> fx.Graph:
+        """Checks that a pair's text returns what forward does, and what backward does."""
+        returned: Any = graph.output_node().args[0]
+        both = isinstance(returned, tuple) and len(returned) == 2 and all(isinstance(x, tuple) for x in returned)
+        if not both or len(returned[0]) != 4 or not isinstance(returned[0][3], tuple):
+            what = "it does not return what a forward and a backward do"
+            raise ShardcError(what, where=files.path(name), fix="compile again")
+        return graph
+
     beside = sum(b.updated for b in program.buffers) + len(program.outputs)
     program.graph = returns("single.py", graph("single.py", whole), (beside,))
     stages = []
@@ -445,6 +458,14 @@ def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
         if program.schedule.stages != len(stages) or program.schedule.microbatches != program.microbatches:
             what = f"it is for {program.schedule.stages} stages and {program.schedule.microbatches} microbatches"
             raise ShardcError(what, where=files.path(SCHEDULE), fix="compile again")
+    beside_each_other = program.schedule.pairs() if program.schedule is not None else ((0, 0),)
+    pairs = []
+    for p in (Pair(f, b, fx.Graph()) for f, b in beside_each_other):
+        if (file := f"{emit.pair_name(p)}.py") in files:
+            if any(stages[s].lowered is None for s in (p.forward, p.backward)):
+                raise ShardcError("its stages are not lowered", where=files.path(file), fix="compile again")
+            pairs.append(replace(p, graph=paired(file, graph(file, local, lowered=True))))
+    program.pairs = tuple(pairs)
     if "counts.py" in files:
         counts = graph("counts.py", local)
         returned: Any = counts.output_node().args[0]

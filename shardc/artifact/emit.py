@@ -29,6 +29,7 @@ from shardc.errors import ShardcError
 from shardc.folded_messages import note_lines
 from shardc.ir.graph import source_of
 from shardc.ir.outputs import Output
+from shardc.ir.pairs import Pair
 from shardc.ir.program import Bucket, Buffer, Collective, Input, OffloadPlaces, Param, Program, Region, Source, Value
 from shardc.ir.type_text import show
 from shardc.ir.units import plural, size
@@ -146,7 +147,17 @@ def lowered(program: Program, stage: int | None = None) -> str:
             for way, graph in s.lowered.texts.items():
                 head = f"# {s.name}, {way}: what {who(program, i)} runs; types are those of one rank"
                 parts.append(f"{head}\n{function(graph, program, f'{s.name}_{way}')}")
+    for p in program.pairs:
+        if stage in (None, p.forward, p.backward):
+            forward, backward = (program.stages[i].name for i in (p.forward, p.backward))
+            head = f"# forward of {forward} beside backward of {backward}, of another microbatch"
+            parts.append(f"{head}\n{function(p.graph, program, pair_name(p))}")
     return "\n".join(parts)
+
+
+def pair_name(p: Pair) -> str:
+    """Of the function of an overlapped pair, and of its file."""
+    return f"pair_{p.forward}_{p.backward}"
 
 
 def text(program: Program, folded: Folded = NOTHING) -> str:

@@ -126,9 +126,10 @@ class _Reader:
             if not said:
                 continue
             if said.startswith("#"):
-                if self.lowered and (of := _OF.match(said)):
-                    self.of = {"of": of[1], **({"repeats": True} if of[2] == "again" else {})}
-                    said = f"# {of[3]}"
+                if self.lowered:
+                    of = _OF.match(said)
+                    self.of = {"of": of[1], **({"repeats": True} if of[2] == "again" else {})} if of else {}
+                    said = f"# {of[3]}" if of else said
                 source = source_of_text(said) or source
                 continue
             if returned:

@@ -171,7 +171,8 @@ def _reporting(program: Program, names: _OpNames) -> Program:
         lowered = s.lowered and Lowered(*(_with_reports(graph, names, program) for graph in texts))
         return replace(s, graph=_with_reports(s.graph, names, program), lowered=lowered)
 
-    return replace(program, stages=tuple(map(reporting, program.stages)))
+    pairs = tuple(replace(p, graph=_with_reports(p.graph, names, program)) for p in program.pairs)
+    return replace(program, stages=tuple(map(reporting, program.stages)), pairs=pairs)
 
 
 def _with_reports(graph: fx.Graph, names: _OpNames, program: Program) -> fx.Graph:

@@ -18,6 +18,7 @@ from shardc.cost.known_ops import KnownOps
 from shardc.cost.ledger import Part
 from shardc.cost.peak_memory import Memory, memory, parts, reserved
 from shardc.cost.streams import Span, Streams
+from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program, Source
 from shardc.ir.units import seconds as duration
@@ -153,6 +154,9 @@ class Cost:
 
     def forms(self, **sizes: int) -> Symbolic:
         """Closed forms with named sizes (batch, sequence, hidden, heads, vocab, ...). See closed_form_memory."""
+        if any(a.kind == "FB" for r in self.dry_runs for a, _ in r.actions):
+            what = "closed forms are of one microbatch, and here two of them run beside each other"
+            raise ShardcError(what, where="program.cost", fix="ask them of the program without overlapped pairs")
         return symbolic(self.program, self.dry_runs, sizes)
 
 

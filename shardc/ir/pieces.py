@@ -57,7 +57,11 @@ def without_pieces(program: Program) -> Program:
         return copy
 
     stages = [s.lowered and Lowered(*map(plain, s.lowered.texts.values())) for s in program.stages]
-    return replace(program, stages=tuple(replace(s, lowered=x) for s, x in zip(program.stages, stages, strict=True)))
+    return replace(
+        program,
+        stages=tuple(replace(s, lowered=x) for s, x in zip(program.stages, stages, strict=True)),
+        pairs=tuple(replace(p, graph=plain(p.graph)) for p in program.pairs),
+    )
 
 
 def moved(piece: Piece, bytes_of: Callable[[fx.Node], int], shares: Callable[[fx.Node], bool]) -> tuple[int, int]:

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from shardc.ir.forward_record import ForwardRecord
     from shardc.ir.generation import Generation
     from shardc.ir.matrices import Cut
+    from shardc.ir.pairs import Pair
     from shardc.report.resharding import Resharding
     from shardc.runtime.schedule import Schedule
     from shardc.runtime.step.engine import Engine
@@ -459,6 +460,7 @@ class Program:
     meta: dict[str, Any] = field(default_factory=dict)
     axis: str = ""
     schedule: Schedule | None = None
+    pairs: tuple[Pair, ...] = ()
     regions: tuple[Region, ...] = ()  # outer ones before those in them
     shared_modules: tuple[tuple[str, ...], ...] = ()  # names of one module object: a node's Source carries just one
     #: What the engine multiplies the loss by before backward: a number, or "dynamic".

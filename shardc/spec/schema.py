@@ -418,6 +418,11 @@ class Lower(Section):
         description="layers: element-wise ops and reductions become fused kernels, compiled once for equal layers",
         examples=["layers"],
     )
+    overlap: Literal["none", "microbatches"] = Field(
+        default="none",
+        description="microbatches: forward of one beside backward of the one before, without a pipeline",
+        examples=["microbatches"],
+    )
 
 
 _LOWER: dict[str, Any] = {
@@ -426,7 +431,10 @@ _LOWER: dict[str, Any] = {
         {
             "type": "object",
             "additionalProperties": False,
-            "properties": {"compile": {"enum": ["none", "layers"], "default": "none"}},
+            "properties": {
+                "compile": {"enum": ["none", "layers"], "default": "none"},
+                "overlap": {"enum": ["none", "microbatches"], "default": "none"},
+            },
         },
     ]
 }

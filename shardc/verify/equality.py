@@ -188,7 +188,7 @@ def _ways(program: Program, seed: int) -> tuple[list[Finding], list[Way]]:
         what, fix = "no stage is lowered: there is nothing to compare", "write `lower: true` in the spec"
         return [Finding("lower", what, fix)], []
     weights, batch = random_state(program, seed), random_inputs(program, seed)
-    eager = replace(program, stages=tuple(replace(s, lowered=None) for s in program.stages))
+    eager = replace(program, stages=tuple(replace(s, lowered=None) for s in program.stages), pairs=())
     steps = {"autograd": eager, "lowered": without_pieces(program)}
     if any(pieces_of(g) for s in program.stages if s.lowered is not None for g in s.lowered.texts.values()):
         steps["compiled"] = program

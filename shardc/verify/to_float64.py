@@ -46,6 +46,7 @@ def to_float64(program: Program, *, compiled: bool = False) -> Program:
         program,
         graph=graph_to_float64(program.graph),
         stages=tuple(replace(s, graph=graph_to_float64(s.graph), lowered=None) for s in program.stages),
+        pairs=(),
         prologue=first and replace(first, graph=graph_to_float64(first.graph)),
         params=tuple(map(typed, program.params)),
         buffers=tuple(map(buffer, program.buffers)),
@@ -53,5 +54,7 @@ def to_float64(program: Program, *, compiled: bool = False) -> Program:
         outputs=tuple(map(typed, program.outputs)),
         buckets=tuple(replace(typed(b), compute=None) for b in program.buckets),
     )
-    how = program.spec.lower if program.spec is not None and compiled else None
-    return lower(double, how or Lower())[0] if any(s.lowered is not None for s in program.stages) else double
+    how = (program.spec.lower if program.spec is not None else None) or Lower()
+    if not compiled:
+        how = how.model_copy(update={"compile": "none"})
+    return lower(double, how)[0] if any(s.lowered is not None for s in program.stages) else double

@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardc.ir.graph import operands_of
-from shardc.ir.program import Program, Stage, Value
+from shardc.ir.pairs import MixedError, Pair, halves, prefix_of
+from shardc.ir.program import Lowered, Program, Stage, Value
 from shardc.passes.lower.record import is_view
 from shardc.passes.lower.rules import Rules
 from shardc.runtime import ops
@@ -40,7 +41,9 @@ _MEMORY_OF_FIRST = {ops.add_into}
 
 @dataclass(frozen=True)
 class Wrong:
-    """text: "forward", "backward" or "weights"; line: where, if it is one; what is, and what would be right."""
+    """text: "forward", "backward" or "weights", or "pair" and which half; line: where, if it is one; what is, and what
+    would be right.
+    """
 
     text: str
     line: fx.Node | None
@@ -61,6 +64,28 @@ def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf)
             yield Wrong(name, node, what)
         for node, what in _unfinished(graph):
             yield Wrong(name, node, what)
+
+
+def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = math.inf) -> Iterator[Wrong]:
+    """What is wrong in the text of an overlapped pair: it is read as two texts, each of which stands in the place of a
+    stage's own; and no line of it takes over memory that another line, of either half, still reads.
+    """
+    forward, backward = program.stages[pair.forward], program.stages[pair.backward]
+    assert forward.lowered is not None
+    assert backward.lowered is not None
+    try:
+        first, then = halves(program, pair.graph, prefix_of(forward.lowered.forward))
+    except MixedError as e:
+        yield Wrong("pair", e.line, "it takes a value of the other microbatch", "one of its own half")
+        return
+    with_first = replace(forward, lowered=replace(forward.lowered, forward=first))
+    with_then = replace(backward, lowered=Lowered(backward.lowered.forward, then))
+    for stage, half in ((with_first, "forward"), (with_then, "backward")):
+        terms = Terms()
+        expected = ChainRule(program, stage, rules, terms, until).results()
+        yield from (replace(w, text=f"pair, {half}") for w in _Texts(program, stage, terms, expected).wrong())
+    for node, what in (*_overwritten(pair.graph), *_unfinished(pair.graph)):
+        yield Wrong("pair", node, what)
 
 
 class _Texts:

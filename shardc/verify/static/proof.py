@@ -89,7 +89,7 @@ def prove_within(program: Program, seconds: float) -> Proof | None:
     except TooLongError:
         return None
     took = time.perf_counter() - start
-    texts = sum(1 + len(s.lowered.texts if s.lowered is not None else ()) for s in program.stages)
+    texts = sum(1 + len(s.lowered.texts if s.lowered is not None else ()) for s in program.stages) + len(program.pairs)
     return Proof(gaps, checker.lines, texts, program.mesh.world, took)
 
 
@@ -299,19 +299,23 @@ class _Checker:
                 yield Gap("schedule", error.what, right=error.fix or "")
 
     def _lowered(self) -> Iterator[Gap]:
-        """The texts that a lowered step runs in the place of a stage's."""
+        """The texts that a lowered step runs in the place of a stage's, and of two stages'."""
         rules = Rules(self.program)
         for stage in self.program.stages:
-            if stage.lowered is None:
-                continue
-            for graph in stage.lowered.texts.values():
-                self.lines += sum(n.op == "call_function" for n in graph.nodes)
-            for w in lowered.wrong(self.program, stage, rules, self.until):
-                where, line, source = f"{stage.name}, {w.text}", "", ""
-                if w.line is not None:
-                    where, source = f"{where}: {w.line.name}", str(source_of(w.line))
-                    line = _line(stage.lowered.texts[w.text], self.program, w.line)
-                yield Gap(where, w.what, line, source, w.right)
+            if stage.lowered is not None:
+                self.lines += sum(map(_calls, stage.lowered.texts.values()))
+                for w in lowered.wrong(self.program, stage, rules, self.until):
+                    yield self._of_lowered(stage.name, w)
+        for p in self.program.pairs:
+            self.lines += _calls(p.graph)
+            for w in lowered.wrong_in_pair(self.program, p, rules, self.until):
+                yield self._of_lowered(emit.pair_name(p), w)
+
+    def _of_lowered(self, name: str, w: lowered.Wrong) -> Gap:
+        if w.line is None:
+            return Gap(f"{name}, {w.text}", w.what, right=w.right)
+        line = _line(w.line.graph, self.program, w.line)
+        return Gap(f"{name}, {w.text}: {w.line.name}", w.what, line, str(source_of(w.line)), w.right)
 
     # --- what is said
 
@@ -341,6 +345,10 @@ class _Checker:
     def _right(self, text: Text, node: fx.Node) -> str:
         call = next((n for n in self.model.calls if n.name == node.name), None)
         return f"{call.target} by its rule" if call is not None and node not in text.wrong | text.unfit else ""
+
+
+def _calls(graph: fx.Graph) -> int:
+    return sum(n.op == "call_function" for n in graph.nodes)
 
 
 def _line(graph: fx.Graph, program: Program, node: fx.Node) -> str:

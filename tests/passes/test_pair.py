@@ -1,0 +1,248 @@
+"""Forward and backward of two microbatches as one text: the same numbers to the bit, less waiting, no more memory."""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardc
+from shardc.ir.graph import copy_graph
+from shardc.ir.pairs import halves, prefix_of
+from shardc.passes.lower.memory import Sizes
+from shardc.passes.lower.rank import Rank
+from shardc.passes.lower.seconds import Seconds
+from shardc.report.comm import timed
+from shardc.runtime import ops
+from shardc.runtime.schedule import of as schedule_of
+from tests import zoo
+from tests.passes.test_lower import SP, TP, built, compiled, momentum, same
+from tests.passes.test_overlap import Block, SharedAndRouted
+from tests.zoo import hf, hf_more
+
+overlap: Any = importlib.import_module("shardc.passes.lower.overlap")
+pair: Any = importlib.import_module("shardc.passes.lower.pair")
+
+SIDE = {"overlap": "microbatches"}
+DUAL = {
+    "mesh": {"pp": 2},
+    "pipeline": {"axis": "pp", "stages": 4, "schedule": "dualpipe-v"},
+    "batch": {"microbatches": 4},
+}
+MICRO = {"batch": {"microbatches": 4}}
+CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "tp": ("gpt", {**TP, **MICRO}, SIDE),
+    "sp, recomputed": ("gpt", {**SP, **MICRO, "checkpoint": [{"match": "h.*", "save": ["linear"]}]}, SIDE),
+    "two microbatches, zero 2": (
+        "gpt",
+        {**TP, "batch": {"microbatches": 2}, "data": {"zero": 2, "bucket_mb": 0.01}},
+        SIDE,
+    ),
+    "zero 3, cheap": (
+        "gpt",
+        {
+            **TP,
+            **MICRO,
+            "data": {"zero": 3, "bucket_mb": 0.01},
+            "checkpoint": [{"match": "h.*", "recompute": "cheap"}],
+        },
+        SIDE,
+    ),
+    "zero 3 kept": ("gpt", {"mesh": {"dp": 2}, "data": {"zero": 3, "keep": True}, **MICRO}, SIDE),
+    "precision": ("gpt", {"mesh": {"dp": 2}, "precision": {"compute": "bfloat16"}, **MICRO}, SIDE),
+    "dualpipe-v": ("gpt", DUAL, True),
+    "dualpipe-v, zero 3": (
+        "gpt",
+        {**DUAL, "mesh": {"pp": 2, "dp": 2}, "data": {"zero": 3, "bucket_mb": 0.01}},
+        True,
+    ),
+    "dualpipe-v, tied, sp": ("llama", {**DUAL, "mesh": {"pp": 2, "tp": 2}, "shard": {"use": "structure"}}, True),
+    "dualpipe-v, passed on": ("linear_attention", DUAL, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_side_by_side_is_one_after_the_other_to_the_bit(case: str) -> None:
+    name, spec, lower = CASES[case]
+    model, batch, _ = built(name)
+    program, one_by_one = compiled(name, spec, lower=lower), compiled(name, spec)
+    assert program.pairs, program.notes
+    assert {(p.forward, p.backward) for p in program.pairs} == set(schedule_of(program).pairs())
+    want, have = (shardc.verify.simulate(p, model, batch, steps=2, optimizer=momentum) for p in (one_by_one, program))
+    assert torch.equal(have.loss, want.loss)
+    assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
+    assert [n for n, x in want.state.items() if not same(have.state[n], x)] == []
+    sent = [collections.Counter((c.kind, c.axis, c.bytes, c.direction) for c in sim.comms) for sim in (want, have)]
+    assert not sent[1] - sent[0]
+
+
+def test_experts_side_by_side() -> None:
+    with zoo.Wide():
+        model, batch = hf.build(hf_more.FAMILIES["mixtral"])
+        spec = {
+            "shardc": 1,
+            "mesh": {"ep": 2},
+            "shard": {"use": "model"},
+            "experts": [{"match": "*.mlp.experts", "axis": "ep"}],
+            "batch": {"microbatches": 2},
+        }
+        program = shardc.compile(model, batch, {**spec, "lower": SIDE})
+        plain = shardc.compile(model, batch, spec)
+    want, have = (shardc.verify.simulate(p, model, batch) for p in (plain, program))
+    assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
+
+
+@pytest.mark.parametrize("case", ["zero 3, cheap", "dualpipe-v"])
+def test_a_pair_has_the_lines_of_both_texts_and_takes_no_more_memory(case: str) -> None:
+    name, spec, lower = CASES[case]
+    program = compiled(name, spec, lower=lower)
+    seconds, sizes = Seconds(program, Rank(program)), Sizes(program)
+    for p in program.pairs:
+        forward, backward = program.stages[p.forward].lowered, program.stages[p.backward].lowered
+        assert forward is not None
+        assert backward is not None
+        first, then = halves(program, p.graph, prefix_of(forward.forward))
+        for half, texts in (
+            (first, [forward.forward]),
+            (then, [g for w, g in backward.texts.items() if w != "forward"]),
+        ):
+            lines = sorted(n.name for text in texts for n in text.nodes if n.op == "call_function")
+            assert sorted(n.name for n in half.nodes if n.op == "call_function") == lines
+        for text in forward.texts.values():  # what its tapes take is known from forward's lines
+            overlap.Text(text, seconds, sizes)
+        for text in backward.texts.values():
+            overlap.Text(text, seconds, sizes)
+        one_by_one = overlap.Text(pair._joined(program, forward, backward), seconds, sizes)
+        both = overlap.Text(p.graph, seconds, sizes)
+        assert overlap.within(both.uses.peak(both.nodes), one_by_one.uses.peak(one_by_one.nodes))
+        assert both.simulate(both.nodes) <= one_by_one.simulate(one_by_one.nodes)
+
+
+def test_names_of_the_two_halves_do_not_meet() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.back_, self.back_mesh = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.back_mesh(self.back_(x).relu()).square().mean()
+
+    with zoo.Wide():
+        model, batch = Model().double(), {"x": torch.randn(8, 8, dtype=torch.float64)}
+        spec = {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": 2}}
+        want, have = (
+            shardc.simulate(shardc.compile(model, batch, spec | more), model, batch) for more in ({}, {"lower": SIDE})
+        )
+    assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
+
+
+def test_pairs_come_back_from_disk_and_are_proven(tmp_path: Path) -> None:
+    program = compiled(*CASES["dualpipe-v"][:2], lower=True)
+    program.save(tmp_path / "out")
+    there = shardc.load(tmp_path / "out")
+    assert there.lowered() == program.lowered()
+    assert {f.name for f in (tmp_path / "out").glob("pair_*")} == {
+        f"pair_{f}_{b}.py" for f, b in ((0, 3), (1, 2), (2, 1), (3, 0))
+    }
+    assert there.prove().ok
+    assert there.verify(lowered=True).ok
+    file = tmp_path / "out" / "pair_1_2.py"
+    file.write_text(re.sub(r"return \(\((.*?)\), \(.*\)\)\n", r"return (\1)\n", file.read_text()))
+    with pytest.raises(shardc.ShardcError, match="does not return what a forward and a backward do"):
+        shardc.load(tmp_path / "out", trust=True)
+
+
+def _broken(program: Any, change: Any) -> list[str]:
+    """What the proof says of a program whose first pair has one line changed."""
+    from dataclasses import replace
+
+    p = program.pairs[0]
+    graph = copy_graph(p.graph)
+    change(graph)
+    return [str(g) for g in replace(program, pairs=(replace(p, graph=graph), *program.pairs[1:])).prove().gaps]
+
+
+def test_a_pair_that_mixes_its_microbatches_is_not_proven() -> None:
+    program = compiled(*CASES["tp"][:2], lower=SIDE)
+
+    def other_mesh(graph: Any) -> None:
+        mesh = {n.name: n for n in graph.nodes}["mesh"]
+        line = next(n for n in graph.nodes if n.target is ops.transpose_start)
+        line.args = tuple(mesh if getattr(a, "name", "") == "back_mesh" else a for a in line.args)
+
+    def twice(graph: Any) -> None:
+        line = next(n for n in graph.nodes if n.target is torch.ops.aten.gelu.default)
+        line.args = (line.args[0],)
+        line.target = torch.ops.aten.silu.default
+        line.kwargs = {}
+
+    assert "takes a value of the other microbatch" in _broken(program, other_mesh)[0]
+    assert any("pair_0_0, pair, forward" in gap for gap in _broken(program, twice))
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"mesh": {"dp": 2}}, "with one microbatch"),
+        ({"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "stages": 2}, **MICRO}, "is for programs without a pipeline"),
+    ],
+)
+def test_overlap_is_refused_where_nothing_runs_beside(spec: dict[str, Any], said: str) -> None:
+    with pytest.raises(shardc.ShardcError, match=said):
+        compiled("gpt", spec, lower=SIDE)
+
+
+def _waited(model: nn.Module, width: int, spec: dict[str, Any], lower: Any) -> tuple[float, float]:
+    """(seconds of waiting for collectives, peak bytes) of a step."""
+    full = {"shardc": 1, **spec, "batch": {"microbatches": 4}, "lower": lower}
+    program = shardc.compile(model, {"x": torch.empty(4 * 8192, width, device="meta")}, full, prove=False)
+    cost = program.cost("h100-80g")
+    return sum(t.exposed for t in timed(cost).values()), cost.memory.peak
+
+
+def test_forward_waits_for_less_than_half_beside_a_backward() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(Block(8192) for _ in range(4)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks(x).square().mean()
+
+    with torch.device("meta"):
+        model = Stack()
+    spec = {
+        "mesh": {"tp": 8},
+        "shard": {"*.up": "column", "*.down": "row"},
+        "activations": {"blocks.*.norm": {0: "tp"}},
+    }
+    alone, _ = _waited(model, 8192, spec, True)
+    beside, _ = _waited(model, 8192, spec, SIDE)
+    assert beside < alone / 2
+
+
+def test_exchanges_of_experts_run_beside_the_other_microbatch() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(SharedAndRouted(4096, 16) for _ in range(3)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks(x).square().mean()
+
+    with torch.device("meta"):
+        model = Stack()
+    spec = {
+        "mesh": {"ep": 8},
+        "experts": [{"match": "blocks.*", "axis": "ep"}],
+        "precision": {"compute": "bfloat16"},
+    }
+    eager, _ = _waited(model, 4096, spec, False)
+    beside, _ = _waited(model, 4096, spec, SIDE)
+    assert beside < eager / 2
