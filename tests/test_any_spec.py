@@ -168,7 +168,10 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
             {"match": draw(st.sampled_from(modules).map(starred)), **draw(st.sampled_from(CHECKPOINTS))}
         ]
     if draw(st.booleans()):
-        spec["lower"] = draw(st.sampled_from((True, True, {"compile": "layers"})))
+        ways: tuple[Any, ...] = (True, True, {"compile": "layers"})
+        if microbatches > 1 and "pp" not in mesh:
+            ways += ({"overlap": "microbatches"}, {"overlap": "microbatches", "compile": "layers"})
+        spec["lower"] = draw(st.sampled_from(ways))
     if draw(st.integers(0, 3)) == 0:
         spec["precision"] = {"products": draw(st.sampled_from(("fp8-rowwise", "mxfp8", "fp8-tensorwise")))}
     if draw(st.integers(0, 3)) == 0:

@@ -60,7 +60,7 @@ class Lower(Pass):
     def _check_overlap(self, program: Program) -> None:
         where = self.spec.where(("lower", "overlap"))
         if program.schedule is not None:
-            what = "`overlap: microbatches` is for programs without a pipeline, whose schedule says what runs beside what"
+            what = "`overlap: microbatches` is without a pipeline, whose schedule says what runs beside what"
             fix = "`pipeline: {schedule: dualpipe-v}`, and leave `overlap` out"
             raise ShardcError(what, where=where, fix=fix)
         if program.microbatches == 1:

@@ -17,13 +17,14 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import operands_of
-from shardc.ir.pairs import MixedError, Pair, halves, prefix_of
+from shardc.ir.pairs import Pair, prefix_of
 from shardc.ir.program import Lowered, Program, Stage, Value
 from shardc.passes.lower.record import is_view
 from shardc.passes.lower.rules import Rules
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 from shardc.verify.static.chain_rule import ChainRule, Results
+from shardc.verify.static.pair_halves import MixedError, halves
 from shardc.verify.static.terms import Term, Terms
 
 aten = torch.ops.aten

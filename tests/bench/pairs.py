@@ -1,0 +1,99 @@
+"""What a forward hides beside a backward of another microbatch, by the simulation of streams on h100-80g: the table of
+docs/lowering.md. Nothing is computed: tensors have no data.
+
+    .venv/bin/python tests/bench/pairs.py [llama] [mixtral] [dualpipe-v]        some minutes, 3 GB
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import shardc
+from shardc.report.comm import timed
+
+MICROBATCHES, TOKENS, LAYERS = 8, 4096, 4
+SHAPE: dict[str, Any] = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": LAYERS,
+    "max_position_embeddings": TOKENS,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+}
+SP = {
+    "shard": {
+        "model.embed_tokens": "vocab",
+        "*.{q,k,v}_proj": "column",
+        "*.o_proj": "row",
+        "*.{gate,up}_proj": "column",
+        "*.down_proj": "row",
+        "lm_head": "column",
+    },
+    "activations": {"model.embed_tokens": {1: "tp"}},
+}
+LLAMA = {"mesh": {"tp": 8}, **SP}
+MIXTRAL = {"mesh": {"ep": 8}, "experts": [{"match": "*.mlp.experts", "axis": "ep"}]}
+DUAL = {"mesh": {"pp": 2, "tp": 8}, **SP, "pipeline": {"axis": "pp", "stages": 4}}
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32000, **SHAPE))
+
+
+def mixtral() -> Any:
+    """Mixtral 8x7B's shape."""
+    sizes = {**SHAPE, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    return MixtralForCausalLM(
+        MixtralConfig(vocab_size=32000, num_local_experts=8, num_experts_per_tok=2, sliding_window=None, **sizes)
+    )
+
+
+def row(name: str, make: Any, rows: int, spec: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = make().train()
+        ids = torch.zeros(rows * MICROBATCHES, TOKENS, dtype=torch.int64)
+    full = {"shardc": 1, "batch": {"microbatches": MICROBATCHES}, "precision": {"compute": "bfloat16"}, **spec}
+    program = shardc.compile(model, {"input_ids": ids, "labels": ids}, full, prove=False)
+    cost = program.cost("h100-80g")
+    takes: defaultdict[str, float] = defaultdict(float)
+    waits: defaultdict[str, float] = defaultdict(float)
+    for (_, way, kind, _), t in timed(cost).items():
+        for key in (way, kind, "all"):
+            takes[key] += t.seconds
+            waits[key] += t.exposed
+    cells = [f"{1e3 * waits[k]:.2f} of {1e3 * takes[k]:.2f}" for k in ("forward", "backward", "all_to_all", "all")]
+    step = f"{1e3 * cost.step_seconds:.1f}"
+    print(f"| {name} | {step} | {' | '.join(cells)} | {cost.memory.peak / 1e9:.2f} |", flush=True)
+
+
+def main(wanted: list[str]) -> None:
+    print("| | step, ms | waited for, forward, ms | backward | all_to_all | all | peak, GB |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    side: dict[str, Any] = {"overlap": "microbatches"}
+    ways: dict[str, Any] = {"autograd": False, "lowered": True, "side by side": side}
+    for name, make, rows, spec in (("llama", llama, 1, LLAMA), ("mixtral", mixtral, 8, MIXTRAL)):
+        for way, lower in ways.items() if not wanted or name in wanted else ():
+            row(f"{name}, {way}", make, rows, {**spec, "lower": lower})
+    if not wanted or "dualpipe-v" in wanted:
+        for schedule, lower in (("zb-v", True), ("dualpipe-v", False), ("dualpipe-v", True)):
+            pipeline = {**DUAL["pipeline"], "schedule": schedule}
+            row(
+                f"llama, {schedule}{', lowered' if lower else ''}",
+                llama,
+                1,
+                {**DUAL, "pipeline": pipeline, "lower": lower},
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
