@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import shardc
 from shardc.report.comm import timed
 
-MICROBATCHES, TOKENS, LAYERS = 8, 4096, 4
+MICROBATCHES, TOKENS, LAYERS = 4, 4096, 4
 SHAPE: dict[str, Any] = {
     "hidden_size": 8192,
     "intermediate_size": 28672,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import shardc
 from shardc.errors import ShardcError
@@ -46,6 +47,20 @@ def test_real_processes_equal_one_device(name: str, mesh: dict[str, int], tmp_pa
     model, batch, loss, grads = reference(name)
     with zoo.Wide():
         program = shardc.compile(model, batch, spec_of(name, mesh, sequence=mesh == {"dp": 2, "tp": 2}), prove=False)
+    equal(program, name, loss, grads, tmp_path)
+
+
+def test_real_processes_run_two_microbatches_side_by_side(tmp_path: Path) -> None:
+    model, batch, loss, grads = reference("gpt")
+    with zoo.Wide():
+        spec = spec_of("gpt", {"dp": 1, "tp": 2}, sequence=True)
+        side = {"batch": {"microbatches": 4}, "lower": {"overlap": "microbatches"}}
+        program = shardc.compile(model, batch, {**spec, **side}, prove=False)
+    assert program.pairs
+    equal(program, "gpt", loss, grads, tmp_path)
+
+
+def equal(program: shardc.Program, name: str, loss: Tensor, grads: dict[str, Tensor], tmp_path: Path) -> None:
     program.save(tmp_path / "program")
     world = program.mesh.world
     run = functools.partial(work, world=world, port=launch.free_port(), name=name, folder=str(tmp_path))
