@@ -30,7 +30,7 @@ def encoded(run: DryRun) -> dict[str, Any]:
         "rank": run.rank,
         "resident": [tables.storage(s) for s in run.resident],
         "before": tables.part(run.before),
-        "actions": [[list(a[:4]), tables.part(p)] for a, p in run.actions],
+        "actions": [[_plain(a), tables.part(p)] for a, p in run.actions],
         "after": tables.part(run.after),
         "update": tables.part(run.update),
     }
@@ -60,10 +60,15 @@ def decoded(value: Mapping[str, Any]) -> DryRun:
         value["rank"],
         tuple(storages[i - 1] for i in value["resident"]),
         part(value["before"]),
-        tuple((Action(*a), part(p)) for a, p in value["actions"]),
+        tuple((Action(*a[:4], *map(tuple, a[4:])), part(p)) for a, p in value["actions"]),
         part(value["after"]),
         part(value["update"]),
     )
+
+
+def _plain(a: Action) -> list[Any]:
+    """An action has five fields where it is a pair."""
+    return [*a[:4], *([list(a.back)] if a.kind == "FB" else [])]
 
 
 def _dtype(name: str) -> torch.dtype:

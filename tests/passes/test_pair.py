@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import importlib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from shardc.ir.pairs import prefix_of
 from shardc.passes.lower.memory import Sizes
 from shardc.passes.lower.rank import Rank
 from shardc.passes.lower.seconds import Seconds
+from shardc.plan import traces
 from shardc.report.comm import timed
 from shardc.runtime import ops
 from shardc.runtime.schedule import of as schedule_of
@@ -247,3 +249,11 @@ def test_exchanges_of_experts_run_beside_the_other_microbatch() -> None:
     eager, _ = _waited(model, 4096, spec, False)
     beside, _ = _waited(model, 4096, spec, SIDE)
     assert beside < eager / 2
+
+
+def test_dry_runs_with_pairs_are_kept_as_they_are() -> None:
+    program = compiled("gpt", {"mesh": {"dp": 2}, **MICRO}, lower=SIDE)
+    (run,) = program.cost("h100-80g").dry_runs
+    back = traces.decoded(json.loads(json.dumps(traces.encoded(run))))
+    assert [str(a) for a, _ in back.actions] == [str(a) for a, _ in run.actions]
+    assert "0F1+0B0" in [str(a) for a, _ in back.actions]
