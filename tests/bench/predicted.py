@@ -65,7 +65,7 @@ def memory(name: str, quick: bool) -> Iterator[tuple[float, list[str]]]:
     """(how far off, the cells) of each setting; of a pipeline its worst rank."""
     model, batch = MODELS[name].make(1)
     for label, spec in settings(MODELS[name]):
-        if quick and label not in ("one device", "zero 3", "tp", "checkpoint", "lower"):
+        if quick and label not in ("one device", "zero 3", "tp", "ep", "checkpoint", "lower"):
             continue
         try:
             program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
