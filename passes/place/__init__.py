@@ -4,6 +4,7 @@ The graph stays the same; its nodes get `strategies` and `why` (node metadata: s
 and inputs get their layouts. Partition then inserts the conversions that the choices imply.
 
 one_axis        how strategies are chosen on one axis, greedily
+scans           what reads a whole sequence that the axis splits, split by another dim instead
 refuse          annotated splits that could not be carried out
 transfer_cost   what conversions cost, in bytes that one rank sends
 """
@@ -19,6 +20,7 @@ from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.passes import outputs
 from shardc.passes.base import Pass
+from shardc.passes.place import scans
 from shardc.passes.place.one_axis import Axis
 from shardc.passes.place.refuse import refuse_pins, refuse_uneven
 from shardc.rules.choices import Choices, choices_of
@@ -47,18 +49,22 @@ class Place(Pass):
         # leave
         splits_batch, other = outputs.batch_axes(self.spec, mesh), self.options.compatible_with
         batch = {a for x in program.inputs for a, p in x.layout.items if isinstance(p, Shard)}
-        for axis, n in sorted(mesh.axes, key=lambda a: a[0] not in batch):
+        section = self.spec.sequence
+        tokens = {part for a in section.axis for part in mesh.parts(a)} if section is not None else set[str]()
+        # of these the sequence's last: what is split by rows instead of tokens takes what is left of the rows
+        for axis, n in sorted(mesh.axes, key=lambda a: (a[0] not in batch, a[0] in tokens)):
             if n == 1:
                 continue
             held = {p.name: p.layout[axis] for p in other.params} if other is not None else {}
-            one = Axis(program, axis, n, mesh, choices, operands, axis in splits_batch, held)
-            one.run()
+            one = Axis(program, axis, n, mesh, choices, operands, axis in splits_batch, held).choose()
+            if axis in tokens:
+                one, notes = scans.split_otherwise(one, tokens)
+                program = replace(program, notes=(*program.notes, *notes))
+            one.write()
             layouts = {p.name: p.layout for p in program.stored}
             program = program.with_layouts(
                 {node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()}
             )
         refuse_pins(program, mesh)
-        section = self.spec.sequence
-        tokens = {part for a in section.axis for part in mesh.parts(a)} if section is not None else set[str]()
         refuse_uneven(program, mesh, choices, tokens)
         return program

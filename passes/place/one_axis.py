@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -69,6 +69,8 @@ class Axis:
     splits_batch: bool = False
     #: Of parameters of a program that runs already, by name: how it has them.
     running: Mapping[str, Placement] = field(default_factory=dict)
+    #: Ops whose strategy is decided already, with that of others (shardc.passes.place.scans).
+    decided: Mapping[fx.Node, Strategy] = field(default_factory=dict)
     #: Outputs that are summed after the step, on this axis.
     summed_after: set[fx.Node] = field(default_factory=set)
     #: The strategy of every op, in this sweep.
@@ -89,7 +91,7 @@ class Axis:
     annotated: set[fx.Node] = field(default_factory=set)
     #: Weights whose key-value heads several ranks of the axis share, and views of them.
     shared_heads: set[fx.Node] = field(default_factory=set)
-    #: Bytes of a value as cut by the axes before (`_size`).
+    #: Bytes of a value as cut by the axes before (`size`).
     sizes: dict[Key, float] = field(default_factory=dict)
     #: Of a value in a placement: its cost (`_cheapest`), and how deep that looked.
     known_costs: dict[tuple[Key, Placement], tuple[int, float]] = field(default_factory=dict)
@@ -100,7 +102,8 @@ class Axis:
         of them."""
         return self.name == MICROBATCH
 
-    def run(self) -> None:
+    def choose(self) -> Axis:
+        """Chooses a strategy for every op. The graph is left as it is."""
         self._classify()
         for _ in range(SWEEPS):
             before = self.chosen
@@ -108,6 +111,15 @@ class Axis:
             if self.chosen == before:
                 break
             self._collect_demands()
+        return self
+
+    def choose_with(self, decided: Mapping[fx.Node, Strategy]) -> Axis:
+        """The same axis with the strategies of some ops decided, and all others chosen."""
+        same = (self.program, self.name, self.n, self.mesh, self.choices, self.operands, self.splits_batch)
+        return Axis(*same, self.running, decided).choose()
+
+    def write(self) -> None:
+        """Puts what was chosen on the graph's nodes."""
         self._hoist()
         for node, strategy in self.chosen.items():
             node.meta["strategies"][self.name] = strategy
@@ -173,7 +185,7 @@ class Axis:
             operands = self.operands[node]
             best, lowest = None, float("inf")
             for strategy in self._candidates(node, operands):
-                if not self._fits(node, strategy):
+                if not self.fits(node, strategy):
                     continue
                 cost = self._strategy_cost(node, operands, strategy)
                 if cost < lowest * (1 - 1e-9):
@@ -202,6 +214,9 @@ class Axis:
         if pin != REPLICATE:  # on axes that the annotation does not name a pin is an ordinary identity
             pin = self._inner_digit(node, pin)
             yield Strategy("pin", (pin,), (pin,))
+            return
+        if node in self.decided:
+            yield self.decided[node]
             return
         choices = self.choices[node]
         if (method := node.meta.get("method", {}).get(self.name)) is not None:
@@ -261,7 +276,7 @@ class Axis:
         ]
         return replace(pin, split=pin.split * max(others, default=1))
 
-    def _fits(self, node: fx.Node, strategy: Strategy) -> bool:
+    def fits(self, node: fx.Node, strategy: Strategy) -> bool:
         """Whether the digits that other axes took leave room, on every operand and result."""
         others: dict[str, Strategy] = {a: s for a, s in node.meta["strategies"].items() if a != self.name}
         if not others or strategy.kind in ("replicate", "partial_grad", "partial", "pin"):
@@ -279,7 +294,7 @@ class Axis:
                         return False
         return True
 
-    def _size(self, operand: Key) -> float:
+    def size(self, operand: Key) -> float:
         """Bytes of a value as cut by the axes that were placed before.
 
         float64 counts as float32: what is cheap must not depend on whether a check runs in double precision."""
@@ -309,15 +324,20 @@ class Axis:
         forms = self.available[operand][: 1 if fresh else None]
         if need in forms:
             return 0.0
+        cost = self._nearest(operand, forms, need)
+        if isinstance(forms[0], Partial) and not isinstance(need, Partial):
+            others = self.demands.get(operand, {}).get(need, set()) - {user}
+            cost = 0.0 if others and not fresh else cost / len(operand[0].users)  # one sum does for all users
+        return cost
+
+    def _nearest(self, operand: Key, forms: list[Placement], need: Placement) -> float:
+        """Bytes of converting a value from the nearest of its forms, of which the first is the one that is produced."""
         node, i = operand
-        v, nbytes = values_of(node)[i], self._size(operand)
         free = need == PARTIAL_GRAD or (isinstance(need, Shard) and not need.mirrored and node in self.splittable)
         if node in self.from_parameters and forms[0] in (REPLICATE, PARTIAL_GRAD) and free:
             return 0.0  # its gradient has to be reduced anyway, and a weight that is only used split is stored split
+        v, nbytes = values_of(node)[i], self.size(operand)
         cost = min(transfer(v, p, need, self.n, nbytes, self._packed(operand)) for p in forms)
-        if isinstance(forms[0], Partial) and not isinstance(need, Partial):
-            others = self.demands.get(operand, {}).get(need, set()) - {user}
-            cost = 0.0 if others and not fresh else cost / len(node.users)  # one sum does for all users
         kept = node in self.annotated or self.of_time
         return cost * UNDO if kept and isinstance(forms[0], Shard) else cost
 
@@ -328,26 +348,14 @@ class Axis:
         pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
         # a part that becomes a summand moves nothing; what it costs is its sum, which here is done anyway
         cost = sum(self._conversion_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
-        if strategy.kind == RING:
-            rows, keys, *_ = strategy.inputs
-            assert isinstance(rows, Shard)
-            assert isinstance(keys, Shard)
-            share = sent_by_ring(self.choices[node].call, rows, keys, self.n) / self.n
-            cost += sum(3 * share * self._size(o) for o in operands[1:3])  # forward, backward, and gradients
+        cost += self._own_cost(node, operands, strategy)
         if strategy.kind == "pin":
             return cost
-        choices = self.choices[node]
-        if strategy.kind == softmax.PARTS:  # the largest element and the sum, of each softmax
-            v = choices.call.operands[0]
-            each = self._size(operands[0]) / softmax.elements(choices.call)
-            cost += 2 * transfer(v, PARTIAL, REPLICATE, self.n, each)
-        if strategy.kind in ("replicate", "partial_grad", "partial"):
-            cost += (3 * choices.flops / FLOPS_PER_LINK_BYTE + TOUCH * choices.touched) * (self.n - 1) / self.n
-        for i, (v, out) in enumerate(zip(choices.call.results, strategy.outputs, strict=True)):
+        for i, (v, out) in enumerate(zip(self.choices[node].call.results, strategy.outputs, strict=True)):
             if joins:
                 continue  # it is added to another value that has to be summed anyway
             later = [need for need in self.demands.get((node, i), ()) if need != out]
-            nbytes = self._size((node, i))
+            nbytes = self.size((node, i))
             forms: list[Placement] = [out]
             for need in sorted(later, key=lambda p: p != REPLICATE):  # what is converted for one user serves the next
                 cost += min(transfer(v, p, need, self.n, nbytes, self._packed((node, i))) for p in forms)
@@ -356,6 +364,42 @@ class Axis:
             if isinstance(out, Partial) and not later and node not in self.summed_after:
                 cost += transfer(v, out, REPLICATE, self.n, nbytes)
         return cost
+
+    def _own_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
+        """Bytes that an op sends by itself, and the work that every rank repeats, as bytes."""
+        if strategy.kind == RING:
+            rows, keys, *_ = strategy.inputs
+            assert isinstance(rows, Shard)
+            assert isinstance(keys, Shard)
+            share = sent_by_ring(self.choices[node].call, rows, keys, self.n) / self.n
+            return sum(3 * share * self.size(o) for o in operands[1:3])  # forward, backward, and gradients
+        choices = self.choices[node]
+        if strategy.kind == softmax.PARTS:  # the largest element and the sum, of each softmax
+            v = choices.call.operands[0]
+            each = self.size(operands[0]) / softmax.elements(choices.call)
+            return 2 * transfer(v, PARTIAL, REPLICATE, self.n, each)
+        if strategy.kind in ("replicate", "partial_grad", "partial"):
+            return (3 * choices.flops / FLOPS_PER_LINK_BYTE + TOUCH * choices.touched) * (self.n - 1) / self.n
+        return 0.0
+
+    def price(self, nodes: Collection[fx.Node] | None = None) -> float:
+        """Bytes that a rank sends by what was chosen, and repeated work as bytes; of some ops and their operands, or of
+        all.
+
+        Each value is converted once to what several users need."""
+        total, needs = 0.0, dict[Key, dict[Placement, None]]()
+        for node, strategy in self.chosen.items():
+            if nodes is None or node in nodes:
+                total += self._own_cost(node, self.operands[node], strategy)
+                for operand, need in zip(self.operands[node], strategy.inputs, strict=True):
+                    needs.setdefault(operand, {})[need] = None
+        for operand, wanted in needs.items():
+            forms = self.available[operand][:1]
+            for need in sorted(wanted, key=lambda p: p != REPLICATE):
+                if need not in forms:
+                    total += self._nearest(operand, forms, need)
+                    forms.append(need)
+        return total
 
     def _joins_a_sum(self, node: fx.Node) -> bool:
         """Whether all that uses a result can add it to another partial value, which nothing else needs whole."""
@@ -404,7 +448,7 @@ class Axis:
         if wanted == chosen.outputs[0] or (other := self._alternative(node, wanted)) is None:
             return chosen
         made = node, 0
-        size, packed = self._size(made), self._packed(made)
+        size, packed = self.size(made), self._packed(made)
         now = transfer(values_of(node)[0], chosen.outputs[0], wanted, self.n, size, packed)
         return other if self._extra_cost(node, other, chosen, depth=8) <= now else chosen
 
@@ -432,6 +476,8 @@ class Axis:
 
     def _alternative(self, node: fx.Node, wanted: Placement) -> Strategy | None:
         """A strategy by which an op would produce its result as wanted; None if it has none, or only with more work."""
+        if node in self.decided:
+            return None
         choices, chosen = self.choices[node], self.chosen[node]
         works = choices.rule.flops is not None
         if chosen.kind != "replicate" and (works or chosen.kind != "split"):
@@ -441,7 +487,7 @@ class Axis:
             if wanted == PARTIAL_GRAD
             else choices.from_result(0, wanted, self.n)
         )
-        return other if other is not None and self._fits(node, other) else None
+        return other if other is not None and self.fits(node, other) else None
 
     # --- after the sweeps
 
