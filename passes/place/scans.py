@@ -11,8 +11,8 @@ dim, each rank computes its share, and an all_to_all leads back. For attention t
 
 1. Placement runs as ever. What it left whole, though it comes from a value whose tokens are split, is grouped into
    *regions* of ops that hang together (`_regions`).
-2. Of what a region reads, each dim is tried: does every op that it reaches keep the split (`_follow`)? What it does not
-   reach (inputs that all channels share) is whole on every rank, and gathered once.
+2. Of what a region reads, each dim is tried: which ops keep that split (`_follow`)? What it does not reach (inputs that
+   all channels share) is whole on every rank, and gathered once.
 3. Placement runs again with these strategies decided, and the cheapest is taken: by bytes, and by work that ranks
    repeat. To gather once what the ops would read token by token is tried, too. Regions that are alike, those of equal
    layers, are decided together.
@@ -56,15 +56,15 @@ class Region:
         return tuple((n.target, values_of(n)) for n in self.nodes)
 
 
-#: A way to run a region: what says so (an operand's number and dim; None: whole), and the strategies of its ops.
-Way = tuple[tuple[int, int] | None, dict[fx.Node, Strategy]]
+#: What says how a region runs: the number of a value that it reads, and its split. None: whole.
+Name = tuple[int, Shard] | None
 
 
 def split_otherwise(axis: Axis, tokens: set[str]) -> tuple[Axis, list[str]]:
     """Decides the regions of an axis of the sequence that has been placed; returns it placed anew, and notes. tokens:
     all axes of the sequence.
     """
-    inner = _ranks_of_weights(axis, tokens)
+    inner = _ranks_beside(axis, tokens)
     kinds: dict[tuple[object, ...], list[Region]] = {}
     for region in _regions(axis):
         kinds.setdefault(region.kind, []).append(region)
@@ -86,13 +86,13 @@ def split_otherwise(axis: Axis, tokens: set[str]) -> tuple[Axis, list[str]]:
     return axis, notes
 
 
-def _note(axis: Axis, region: Region, name: tuple[int, int]) -> str:
-    number, dim = name
+def _note(axis: Axis, region: Region, name: tuple[int, Shard]) -> str:
+    number, shard = name
     (node, i), _ = region.reads[number]
     v = values_of(node)[i]
     return (
         f"{source_of(region.nodes[0])}: {len(region.nodes)} ops read tokens of other ranks; over {axis.name} they are"
-        f" split by dim {dim} of {v} instead of the sequence, by all_to_all"
+        f" split by dim {shard.dim} of {v} instead of the sequence, by all_to_all"
     )
 
 
@@ -156,30 +156,26 @@ def _keeps(axis: Axis, node: fx.Node, split: dict[Key, Shard]) -> Strategy | Non
     return None
 
 
-def _ways(axis: Axis, region: Region, inner: int) -> Iterator[Way]:
-    """How a region may run, but for how it does."""
+def _ways(axis: Axis, region: Region, inner: tuple[int, ...]) -> Iterator[tuple[Name, dict[fx.Node, Strategy]]]:
+    """How a region may run, but for how it does: what says so, and the strategies of its ops."""
     now = axis.price(set(region.nodes))
     known: list[dict[fx.Node, Strategy]] = []
     for number, (seed, made) in enumerate(region.reads[:_SEEDS]):
         v = values_of(seed[0])[seed[1]]
-        for dim in range(len(v.shape)):
-            digit = _digit(axis, seed, dim, inner)
-            if digit is None or made.dim == dim:
-                continue
-            shard = Shard(dim, digit)
+        dims = [d for d in range(len(v.shape)) if d != made.dim]
+        for shard in (Shard(d, digit) for d in dims for digit in _digits(axis, seed, d, inner)):
             # what is sent may become less, as other values may be turned in its place; but not by that much
             if transfer(v, made, shard, axis.n, axis.size(seed)) > 2 * now:
                 continue
-            split = _follow(axis, region, seed, shard)
-            if split and split not in known:
-                known.append(split)
-                rest = {n: axis.choices[n].partial_grad for n in region.nodes if n not in split}
-                yield (number, dim), {**split, **rest}
+            ops = _follow(axis, region, seed, shard)
+            if ops and ops not in known:
+                known.append(ops)
+                yield (number, shard), ops
     # noted where it is gathered
     yield None, {n: axis.choices[n].replicate for n in region.nodes}
 
 
-def _digit(axis: Axis, operand: Key, dim: int, inner: int) -> int | None:
+def _digits(axis: Axis, operand: Key, dim: int, inner: tuple[int, ...]) -> list[int]:
     """Where in a dim the axis may have its digit: inside of those of axes that split it already, or may do so."""
     node, i = operand
     size = values_of(node)[i].shape[dim]
@@ -189,57 +185,69 @@ def _digit(axis: Axis, operand: Key, dim: int, inner: int) -> int | None:
         for a, s in placed
         if a != axis.name and isinstance(p := s.outputs[i], Shard) and p.dim == dim
     ]
-    for digit in (max(taken),) if taken else (inner, 1):
-        if size % (digit * axis.n) == 0:
-            return digit
-    return None
+    every = (max(taken),) if taken else inner
+    return [digit for digit in every if size % (digit * axis.n) == 0]
 
 
-def _follow(axis: Axis, region: Region, seed: Key, shard: Shard) -> dict[fx.Node, Strategy] | None:
-    """The strategies of the ops that a split of one value reaches, forward and back; None where one cannot keep it."""
+def _ranks_beside(axis: Axis, tokens: set[str]) -> tuple[int, ...]:
+    """Digits that an axis may have in channels: inside of those of axes that split weights, which are placed later, and
+    of the sequence's other axes, which may have taken some already; or the outermost.
+    """
+    params = axis.program.params
+    weights = {a for p in params for a, s in p.layout.items if isinstance(s, Shard) and a not in tokens}
+    ranks = math.prod(axis.mesh.size(a) for a in weights)
+    others = math.prod(axis.mesh.size(a) for a in tokens if a != axis.name)
+    return tuple(dict.fromkeys((ranks * others, ranks, 1)))
+
+
+def _follow(axis: Axis, region: Region, seed: Key, shard: Shard) -> dict[fx.Node, Strategy]:
+    """The strategies that ops get by a split of one value, forward and back; what it does not reach is whole. Left out
+    are ops that cannot keep it, and what they lead to: placement decides those.
+    """
     placed: dict[Key, Placement] = {seed: shard}
     wanted: dict[Key, Placement] = {}
     split: dict[fx.Node, Strategy] = {}
+    left: set[fx.Node] = set()
     reads, within = {o for o, _ in region.reads}, set(region.nodes)
-    changed = True
-    while changed:
-        changed = False
+    before = -1
+    while before != len(split) + len(left):
+        before = len(split) + len(left)
         for node in region.nodes:
-            if node in split:
+            operands = axis.operands[node]
+            if node in split or node in left:
                 continue
-            choices, operands, found = axis.choices[node], axis.operands[node], None
-            for i, o in enumerate(operands):
-                if isinstance(p := placed.get(o), Shard):
-                    if (found := choices.from_operand(i, p, axis.n)) is None:
-                        return None
-                    break
-            else:
-                results = range(len(choices.call.results))
-                asked = (choices.from_result(i, p, axis.n) for i in results if (p := wanted.get((node, i))) is not None)
-                found = next((s for s in asked if s is not None), None)
+            if any(source in left for source, _ in operands):
+                left.add(node)
+                continue
+            found = _reached(axis, node, placed, wanted)
+            if found is None and any(isinstance(placed.get(o), Shard) for o in operands):
+                left.add(node)
             if found is None:
                 continue
-            if any(isinstance(p, Partial) for p in found.outputs) or not axis.fits(node, found):
-                return None
             for o, need in zip(operands, found.inputs, strict=True):
-                if isinstance(p := placed.get(o), Shard) and p != need:
-                    return None
                 if isinstance(need, Shard):
-                    if o[0] in split or o in reads or o[0] not in within:
-                        placed[o] = need
-                    else:
-                        wanted[o] = need
-            for i, p in enumerate(found.outputs):
-                placed[node, i] = p
+                    made = o[0] in split or o in reads or o[0] not in within
+                    (placed if made else wanted)[o] = need
+            placed |= {(node, i): p for i, p in enumerate(found.outputs)}
             split[node] = found
-            changed = True
-    return split
+    rest = {n: axis.choices[n].partial_grad for n in region.nodes if n not in split and n not in left}
+    return {**split, **rest} if split else {}
 
 
-def _ranks_of_weights(axis: Axis, tokens: set[str]) -> int:
-    """Ranks of axes that split weights: they may split channels as well, and are placed later. Theirs are the outer
-    digits.
-    """
-    params = axis.program.params
-    axes = {a for p in params for a, s in p.layout.items if isinstance(s, Shard) and a not in tokens}
-    return math.prod(axis.mesh.size(a) for a in axes)
+def _reached(
+    axis: Axis, node: fx.Node, placed: dict[Key, Placement], wanted: dict[Key, Placement]
+) -> Strategy | None:
+    """How an op keeps the split of an operand, or gives the one that is wanted of its result; None: not."""
+    choices, operands = axis.choices[node], axis.operands[node]
+    split = [(i, p) for i, o in enumerate(operands) if isinstance(p := placed.get(o), Shard)]
+    if split:
+        every = [choices.from_operand(*split[0], axis.n)]
+    else:
+        results = range(len(choices.call.results))
+        every = [choices.from_result(i, p, axis.n) for i in results if (p := wanted.get((node, i))) is not None]
+    for s in every:
+        if s is None or any(isinstance(p, Partial) for p in s.outputs) or not axis.fits(node, s):
+            continue
+        if all(not isinstance(p := placed.get(o), Shard) or p == need for o, need in zip(operands, s.inputs, strict=True)):
+            return s
+    return None
