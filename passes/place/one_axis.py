@@ -16,7 +16,7 @@ from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.outputs import SMALL
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
-from shardc.passes.place.transfer_cost import TOUCH, UNDO, transfer
+from shardc.passes.place.transfer_cost import MESSAGE, TOUCH, UNDO, transfer
 from shardc.rules import attention_methods, softmax
 from shardc.rules.attention import RING, sent_by_ring
 from shardc.rules.choices import Choices
@@ -386,7 +386,8 @@ class Axis:
         """Bytes that a rank sends by what was chosen, and repeated work as bytes; of some ops and their operands, or of
         all.
 
-        Each value is converted once to what several users need."""
+        Each value is converted once to what several users need. Messages count for themselves, too: else a loop that
+        sends every token by itself were no dearer than one message for all."""
         total, needs = 0.0, dict[Key, dict[Placement, None]]()
         for node, strategy in self.chosen.items():
             if nodes is None or node in nodes:
@@ -397,7 +398,8 @@ class Axis:
             forms = self.available[operand][:1]
             for need in sorted(wanted, key=lambda p: p != REPLICATE):
                 if need not in forms:
-                    total += self._nearest(operand, forms, need)
+                    sent = self._nearest(operand, forms, need)
+                    total += sent + (MESSAGE if sent else 0.0)
                     forms.append(need)
         return total
 

@@ -234,9 +234,7 @@ def _follow(axis: Axis, region: Region, seed: Key, shard: Shard) -> dict[fx.Node
     return {**split, **rest} if split else {}
 
 
-def _reached(
-    axis: Axis, node: fx.Node, placed: dict[Key, Placement], wanted: dict[Key, Placement]
-) -> Strategy | None:
+def _reached(axis: Axis, node: fx.Node, placed: dict[Key, Placement], wanted: dict[Key, Placement]) -> Strategy | None:
     """How an op keeps the split of an operand, or gives the one that is wanted of its result; None: not."""
     choices, operands = axis.choices[node], axis.operands[node]
     split = [(i, p) for i, o in enumerate(operands) if isinstance(p := placed.get(o), Shard)]
@@ -248,6 +246,8 @@ def _reached(
     for s in every:
         if s is None or any(isinstance(p, Partial) for p in s.outputs) or not axis.fits(node, s):
             continue
-        if all(not isinstance(p := placed.get(o), Shard) or p == need for o, need in zip(operands, s.inputs, strict=True)):
+        if all(
+            not isinstance(p := placed.get(o), Shard) or p == need for o, need in zip(operands, s.inputs, strict=True)
+        ):
             return s
     return None

@@ -12,6 +12,9 @@ from shardc.rules.strategy import needs_sum_grad
 
 # Touching memory weighs little: it only breaks ties.
 TOUCH = 0.01
+# Bytes that a message counts for besides its own, where ways to run many ops are compared. The assumed machine's link
+# sends 1.35 MB while one begins (shardc.ir.assumed_machine); so little, that small models are placed as large ones are.
+MESSAGE = 2048.0
 # Gathering a weight that an annotation splits would undo the annotation.
 UNDO = 1000.0
 

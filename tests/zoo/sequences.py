@@ -1,4 +1,4 @@
-"""Models whose attention is of a kind of its own, for tests of a split sequence."""
+"""Models whose attention is of a kind of its own, or that scan a sequence, for tests of a split sequence."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.zoo import BATCH, HIDDEN, SEQ, VOCAB, labels, tokens
+from tests.zoo.hf import EXPERTS, GQA, Family, row
 from tests.zoo.plain import DiTBlock, ids, real, sinusoid
 
 
@@ -70,3 +71,45 @@ def dit_of_tokens() -> tuple[nn.Module, dict[str, Any]]:
 
 
 MODELS = {"dit": dit_of_tokens, "prefix_lm": prefix_lm}
+
+#: Families whose layers scan a sequence, besides those of zoo/hf_more.py. A row here is not tried on other meshes.
+GDN = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
+FAMILIES: dict[str, Family] = {
+    "falcon_mamba": row("FalconMambaForCausalLM", state_size=4, time_step_rank=4),
+    "jamba": row(
+        "JambaForCausalLM",
+        **GQA,
+        **EXPERTS,
+        num_experts=2,
+        num_experts_per_tok=1,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    ),
+    "nemotron_h": row(
+        "NemotronHForCausalLM",
+        **GQA,
+        head_dim=8,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=4,
+        chunk_size=4,
+        layers_block_type=["mamba", "attention"],
+        use_mamba_kernels=False,
+    ),
+    "qwen3_5": row("Qwen3_5ForCausalLM", **GQA, **GDN, **LAYERS, head_dim=16),
+    "minimax": row(
+        "MiniMaxForCausalLM",
+        **GQA,
+        **EXPERTS,
+        **LAYERS,
+        head_dim=8,
+        block_size=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+}
