@@ -36,8 +36,9 @@ FAMILIES = (
     *("mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt_neox", "opt", "bloom", "falcon", "falcon_alibi"),
     *("mpt", "gpt_neo", "cohere2", "deepseek_v3_dense", "modernbert_decoder", "mixtral", "qwen3_moe", "gpt_oss"),
     *("bart", "roberta", "deberta_v2", "mamba", "recurrent_gemma", "lfm2", "llama4", "prefix_lm", "dit"),
+    *("mamba2", "rwkv", "zamba", "jamba", "nemotron_h", "qwen3_5", "minimax"),
 )
-EXPERTS = {"mixtral", "qwen3_moe", "gpt_oss", "llama4"}
+EXPERTS = {"mixtral", "qwen3_moe", "gpt_oss", "llama4", "minimax"}
 METHODS, SIZES = ("gather", "ring", "ulysses", "auto"), (2, 4, 3, 8)
 SECTIONS = ("tp", "pp", "zero 3", "ep", "checkpoint")
 HEAD = """\
@@ -64,7 +65,7 @@ REASONS = {
 
 @functools.cache
 def reference(name: str) -> equality.Reference:
-    families, built = hf.FAMILIES | hf_more.FAMILIES, zoo.ALL | sequences.MODELS
+    families, built = hf.FAMILIES | hf_more.FAMILIES | sequences.FAMILIES, zoo.ALL | sequences.MODELS
     return equality.reference(built[name] if name in built else lambda: hf.build(families[name]))
 
 
@@ -78,7 +79,7 @@ def cases() -> Iterator[tuple[str, str, int]]:
     """(section, method, ranks), the most telling first."""
     for cp in SIZES:
         yield from (("alone", method, cp) for method in METHODS)
-    for cp in (2, 4):
+    for cp in SIZES:
         for section in SECTIONS:
             yield from ((section, method, cp) for method in METHODS)
 
@@ -169,7 +170,7 @@ def page() -> str:
         equal=cases - refused - wrong,
         refused=refused,
         wrong=wrong,
-        sizes=f", on cp = {' and '.join(map(str, ranks))}" if ranks else "",
+        sizes=f", on cp = {', '.join(map(str, ranks))}" if ranks else "",
         columns=" | ".join([*METHODS, *SECTIONS]),
         line="|".join(["---:"] * (len(METHODS) + len(SECTIONS))),
     )
