@@ -314,10 +314,10 @@ def test_what_needs_little_of_other_ranks_gets_little(what: str, where: str) -> 
     }.items(),
     ids=lambda x: x[0],
 )
-def test_other_convolutions_are_gathered(what: tuple[str, Callable[[Any, Tensor], Tensor]]) -> None:
+def test_other_convolutions_are_split_by_rows(what: tuple[str, Callable[[Any, Tensor], Tensor]]) -> None:
     one = equality.reference(lambda: (ready(Reads(what[1]), torch.float64), {"ids": tokens(), "targets": labels()}))
     program = check(one, {"cp": 4})
-    assert any("is gathered over cp" in note for note in program.notes)
+    assert any("read tokens of other ranks; over cp they are split by dim 0 of" in note for note in program.notes)
 
 
 # --- attention
