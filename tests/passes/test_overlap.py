@@ -116,18 +116,19 @@ class SharedAndRouted(nn.Module):
         return x + routed + self.shared_down(nn.functional.relu(self.shared_up(x)))
 
 
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(SharedAndRouted(4096, 16) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).square().mean()
+
+
 def test_exchanges_of_experts_run_beside_a_shared_expert() -> None:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.Sequential(*(SharedAndRouted(4096, 16) for _ in range(3)))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.blocks(x).square().mean()
-
     def exposed(lower: bool) -> float:
         with torch.device("meta"):
-            model = Stack()
+            model = Routed()
         spec = {
             "shardc": 1,
             "mesh": {"ep": 8},
