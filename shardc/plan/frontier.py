@@ -93,23 +93,30 @@ class Frontier:
         heapq.heappush(self._queue, (bound, core))
 
     def _following(self, core: Core, found: list[tuple[Choice, Rough]]) -> Iterator[Core]:
+        """What a split leads to: where it does not fit, everything recomputed; where that fits, less than everything;
+        and parts of rows.
+        """
         memory = self.search.memory
+        fits = [r.peak <= memory for _, r in found]
+        if core.checkpoint == "full" and (any(fits) or self.on_host):
+            yield from (core._replace(checkpoint=keep) for keep in self._keeps())
         if core.checkpoint != "none":
             return
-        if self.search.library.template.regions and any(r.peak > memory for _, r in found):
-            yield from (core._replace(checkpoint=keep) for keep in self._keeps())
-        if core.cp == 1:
-            fits = any(r.peak <= memory for _, r in found)
-            ranks = self.devices // (core.tp * core.ep)
+        if not all(fits):
+            yield from self._full(core)
+        ranks = self.devices // (core.tp * core.ep)
+        if core.cp == 1 and (not any(fits) or self.batch < ranks):
             least = min((r.peak for _, r in found), default=0.0) / memory  # a part of a row takes a part of it
-            if not fits or self.batch < ranks:
-                longer = self.search.longer(core, self.devices, math.ceil(max(least, ranks / self.batch)))
-                yield from longer
-                if self.search.library.template.regions:
-                    yield from (c._replace(checkpoint=keep) for c in longer for keep in self._keeps())
+            for longer in self.search.longer(core, self.devices, math.ceil(max(least, ranks / self.batch))):
+                yield longer
+                yield from self._full(longer)
+
+    def _full(self, core: Core) -> Iterator[Core]:
+        if self.search.library.template.regions:
+            yield core._replace(checkpoint="full")
 
     def _keeps(self) -> list[Keep]:
-        return [k for k in CHECKPOINTS if k != "none" and (self.on_host or k not in ON_HOST)]
+        return [k for k in CHECKPOINTS if k not in ("none", "full") and (self.on_host or k not in ON_HOST)]
 
     def _bound(self, core: Core) -> Bound:
         self._from[core] = relatives(core, self._known)

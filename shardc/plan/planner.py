@@ -17,6 +17,7 @@ from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 from shardc.plan.disk_cache import DiskCache
 from shardc.plan.dry_runs import Library
+from shardc.plan.estimate import Rough
 from shardc.plan.exact_price import Priced, price
 from shardc.plan.few_layers import Facts, Subject, facts
 from shardc.plan.headroom import usable
@@ -117,17 +118,35 @@ class Planner:
         finder = self.finder
         cores = finder.cores(devices)
         rows, note = self._batch(devices, batch, cores)
-        estimates = finder.estimate(devices, rows, cores)
-        if not any(p.peak <= self.usable for _, p in estimates):
-            estimates += finder.estimate(devices, rows, finder.cores(devices, over_nodes=True))
-        if not any(p.peak <= self.usable for _, p in estimates):
-            estimates += finder.estimate(devices, rows, cores, on_host=True)
+        estimates = self.estimates(devices, rows, cores)
         exact = finder.refine(finder.ranked(estimates))
         target = self.target(devices, rows, (note,))
         candidates = [self._candidate(c, p, target) for c, p in exact.items()]
         candidates.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.peak))
         refused = {k: e.what for k, e in finder.refused.items()}
         return Plan(target, tuple(candidates), finder.considered, refused)
+
+    def estimates(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
+        """Of choices for so many devices, and for half of them as long as that is faster: the others are idle then. What
+        is slow, or in the machine's memory, only where nothing fits without. cores: the splits for so many devices.
+        """
+        finder = self.finder
+
+        def fitting(some: list[tuple[Choice, Rough]]) -> list[float]:
+            return [r.seconds for _, r in some if r.peak <= self.usable]
+
+        found = finder.estimate(devices, rows, cores)
+        if not fitting(found):
+            found += finder.estimate(devices, rows, finder.cores(devices, over_nodes=True))
+        if not fitting(found):
+            found += finder.estimate(devices, rows, cores, on_host=True)
+        while (best := min(fitting(found), default=0.0)) and devices % 2 == 0:
+            devices //= 2
+            fewer = finder.estimate(devices, rows, finder.cores(devices), below=best)
+            if min(fitting(fewer), default=best) >= best:
+                break
+            found += fewer
+        return found
 
     def _candidate(self, c: Choice, p: Priced, target: Target) -> Candidate:
         return Candidate(Spec.load(spec(c, self.template, p.counts if c.pp > 1 else ())), p, target)

@@ -96,14 +96,14 @@ class Search:
         return choices(list(cores), devices, batch, self.cuts, most, self.library.device.node)
 
     def estimate(
-        self, devices: int, batch: int, cores: Iterable[Core], *, on_host: bool = False
+        self, devices: int, batch: int, cores: Iterable[Core], *, on_host: bool = False, below: float = math.inf
     ) -> list[tuple[Choice, Rough]]:
         """Choices with their estimates, unordered: of all cores that may be among the best; others are ruled out by
         bounds (shardc.plan.bounds). With recomputation, which costs time, only where something does not fit without;
         with the sequence split only where nothing does, or rows are too few for all devices. on_host: also with state
-        or activations in the machine's memory.
+        or activations in the machine's memory. below: seconds; what is slower is of no use.
         """
-        frontier = Frontier(self, devices, batch, on_host)
+        frontier = Frontier(self, devices, batch, on_host, best=below)
         for core in cores:
             frontier.run(core)
         frontier.go()

@@ -1,0 +1,125 @@
+"""What holds on any machine: more devices and more memory make the best plan no slower, longer rows and lower levels of
+ZeRO take no less memory. Models and devices are drawn at random; `--fuzz N` tries N of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from shardc.cost import Device, device
+from shardc.plan.few_layers import Subject
+from shardc.plan.planner import Planner
+from shardc.plan.records import Records
+from shardc.plan.space import Core, choices
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, wide: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, wide), nn.Linear(wide, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int, hidden: int, wide: int, vocab: int) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)
+        self.h = nn.ModuleList(Block(hidden, wide) for _ in range(layers))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.h:
+            x = block(x)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+MODELS = ((8, 64, 256, 128), (12, 256, 512, 64), (6, 512, 2048, 4096))
+
+
+@functools.cache
+def records(model: int) -> Records:
+    """Of one model: its dry runs serve all cases."""
+    with torch.device("meta"):
+        made = Stack(*MODELS[model])
+    return Records(Subject.of(made, {"ids": torch.empty(16, 64, dtype=torch.long)}))
+
+
+def planner(model: int, on: Device) -> Planner:
+    made = Planner(records(model).subject, on, "bfloat16", 0.05, "it", lambda what, done, of: None)
+    made.__dict__["records"] = records(model)
+    return made
+
+
+@st.composite
+def machines(draw: Any) -> Device:
+    """Datasheets' devices, with other links, nodes and latencies."""
+    one = device(draw(st.sampled_from(["h100-80g", "a100-80g", "l40s"])))
+    share = draw(st.sampled_from([0.01, 0.1, 1.0]))
+    links = {
+        w: getattr(one, w).model_copy(update={"bandwidth": getattr(one, w).bandwidth * share})
+        for w in ("within", "between")
+    }
+    update: dict[str, Any] = {**links, "node": draw(st.sampled_from([2, 4, 8]))}
+    if draw(st.booleans()):
+        update |= {"launch": 0.0, "host": 0.0}
+    return one.model_copy(update=update)
+
+
+cases = st.tuples(
+    st.integers(0, len(MODELS) - 1), machines(), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([8, 32])
+)
+
+
+def best(model: int, on: Device, devices: int, batch: int) -> float:
+    """Seconds of the fastest estimate that fits; inf where nothing does."""
+    plans = planner(model, on)
+    found = plans.estimates(devices, batch, plans.finder.cores(devices))
+    return min((r.seconds for _, r in found if r.peak <= plans.usable), default=float("inf"))
+
+
+def test_the_best_is_no_slower_with_more(pytestconfig: pytest.Config) -> None:
+    """More devices, some of which may be idle; more memory. So no split that was left out could have been the best."""
+
+    @settings(max_examples=pytestconfig.getoption("--fuzz") or 12, derandomize=True, database=None)
+    @given(cases, st.sampled_from([2e6, 2e7, 1e8]))
+    def check(case: Any, memory: float) -> None:
+        model, on, devices, batch = case
+        little = on.model_copy(update={"memory": memory})
+        assert best(model, on, 2 * devices, batch) <= best(model, on, devices, batch) * (1 + 1e-9)
+        for more in (2 * memory, 8 * memory):
+            much = on.model_copy(update={"memory": more})
+            assert best(model, much, devices, batch) <= best(model, little, devices, batch) * (1 + 1e-9)
+        assert best(model, little, 2 * devices, batch) <= best(model, little, devices, batch) * (1 + 1e-9)
+
+    check()
+
+
+def test_memory_follows_zero_and_the_length_of_rows(pytestconfig: pytest.Config) -> None:
+    """Of exact prices."""
+
+    @settings(max_examples=pytestconfig.getoption("--fuzz") or 3, derandomize=True, database=None)
+    @given(cases, st.sampled_from([Core(), Core(checkpoint="full"), Core(tp=2)]), st.data())
+    def check(case: Any, core: Core, data: st.DataObject) -> None:
+        model, on, devices, batch = case
+        plans = planner(model, on)
+        few = [c for c in choices([core], max(devices, 2), batch, MODELS[model][0]) if c.zero == 0]
+        c = data.draw(st.sampled_from(few))
+        levels = range(1 if c.dp == 1 else 3 if c.schedule.startswith("zb") else 4)
+        peaks = [plans.finder.exact(replace(c, zero=zero)).peak for zero in levels]
+        assert all(more <= less * 1.001 for less, more in pairwise(peaks)), (c, peaks)
+        longer = planner(model, on)
+        longer.__dict__["library"] = plans.library.of_length(128)
+        assert longer.finder.exact(c).peak >= peaks[0], c
+
+    check()
