@@ -44,12 +44,17 @@ def command(
         Path | None, typer.Option("-o", "--output", help="write the best spec, annotated with why")
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="draw the priced specs by time and memory, with the limit")] = None,
-    given: Annotated[Path | None, typer.Option(help="price this spec, and search for no other")] = None,
+    given: Annotated[
+        list[Path] | None,
+        typer.Option(help="price this spec, and search for no other; several times: side by side"),
+    ] = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", help="rows of a step (default: those that batch() gives)")
     ] = None,
     precision: Annotated[str, typer.Option(help="bfloat16 | float16 | float32 | pure-bfloat16 | model")] = "bfloat16",
-    largest: Annotated[str | None, typer.Option(help="batch | sequence: also answer how large it may be")] = None,
+    largest: Annotated[
+        str | None, typer.Option(help="batch | sequence | model: also answer how large it may be")
+    ] = None,
     fewest: Annotated[bool, typer.Option("--fewest", help="also answer on how few devices anything fits")] = False,
     what_if: Annotated[
         bool,
@@ -93,7 +98,7 @@ def command(
                 global_batch=global_batch,
                 precision=precision,
                 **({} if headroom is None else {"headroom": headroom}),
-                given=given,
+                given=given or None,
                 largest=largest,  # type: ignore[arg-type]  # plan refuses any other word
                 fewest=fewest,
                 what_if=what_if,
@@ -104,7 +109,7 @@ def command(
                 on=on,
             )
         fits = bool(planned.candidates) and planned.candidates[0].fits
-        failure = planned.lacking() if not fits and given is None else None
+        failure = planned.lacking() if not fits and not given else None
         if output and fits:
             planned.save(output)
         if svg:
@@ -113,7 +118,7 @@ def command(
             errors = {"errors": failure.to_json()} if failure else {}
             show(json.dumps({**planned.to_json(), "output": str(output) if output and fits else None, **errors}))
         else:
-            _print(planned, given=given is not None)
+            _print(planned, given=len(given or ()) == 1)
             if output and fits:
                 show(f"written to {output}")
             if svg:

@@ -16,7 +16,7 @@ picture         the plan as a plot of time and memory      what_if         what 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -45,8 +45,8 @@ def plan(
     global_batch: int | None = None,
     precision: str = "bfloat16",
     headroom: float = HEADROOM,
-    given: str | Path | Mapping[str, Any] | Spec | None = None,
-    largest: Literal["batch", "sequence"] | None = None,
+    given: str | Path | Mapping[str, Any] | Spec | Sequence[str | Path | Mapping[str, Any] | Spec] | None = None,
+    largest: Literal["batch", "sequence", "model"] | None = None,
     fewest: bool = False,
     what_if: bool = False,
     tokens: float | None = None,
@@ -63,8 +63,9 @@ def plan(
     global_batch: rows of a step; default: those of `batch`, or a multiple such that every device has a row.
     precision: bfloat16 or float16 (with master weights in float32), float32, pure-bfloat16, or model (as it is).
     headroom: share of a device's memory left to the allocator, NCCL and kernels' workspaces.
-    given: price only this spec. largest: also find out how many rows, or how long
-        a sequence, the best spec (or the given one) can take. fewest: also find out on how few devices anything fits.
+    given: price only this spec, or these, side by side. largest: also find out how many rows, how long a sequence, or
+        how many layers the best spec (or the best given one) can take. fewest: also find out on how few devices
+        anything fits.
     what_if: also price the best spec (or the given one) on devices that are better in one respect, and on others.
     tokens: also say how long so many take, of a model whose rows are sequences.
     cache: keep dry runs and prices on disk (`$XDG_CACHE_HOME/shardc/plans`), and look there first.
@@ -72,11 +73,14 @@ def plan(
     Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """
     started = time.perf_counter()
-    spec = Spec.load(given, world=devices) if given is not None else None
-    usable(on_device := chosen(device, spec), headroom)
+    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    specs = [Spec.load(each, world=devices) for each in several if each is not None]
+    usable(on_device := chosen(device, specs[0] if specs else None), headroom)
+    for each in specs:
+        on_device.check_room(each.mesh.world)
     if devices is None and on_device.nodes is not None:
         devices = on_device.nodes * on_device.node
-    if given is None and devices is None:
+    if not specs and devices is None:
         raise ShardcError(
             "the number of devices is missing",
             where="--devices",
@@ -92,21 +96,22 @@ def plan(
         raise ShardcError(
             f"a global batch of {global_batch} rows is too small", where="--global-batch", fix="name at least 1"
         )
-    if largest not in (None, "batch", "sequence"):
-        raise ShardcError(f"cannot search for the largest {largest!r}", where="--largest", fix="name batch or sequence")
+    if largest not in (None, "batch", "sequence", "model"):
+        fix = "name batch, sequence or model"
+        raise ShardcError(f"cannot search for the largest {largest!r}", where="--largest", fix=fix)
     if tokens is not None and not tokens > 0:
         raise ShardcError(f"{tokens} tokens are too few", where="--tokens", fix="name a number, such as 1e12")
     on("capturing", 0, 0)
     disk = DiskCache(folder()) if cache else None
     subject = Subject.of(model, batch, loss)
     planner = Planner(subject, on_device, precision, headroom, name or type(model).__name__, on, disk)
-    if spec is not None:
-        result = planner.given(spec, global_batch)
+    if specs:
+        result = planner.given(specs, global_batch)
     else:
         assert devices is not None
         result = planner.search(devices, global_batch)
     if largest is not None:
-        result = planner.largest(result, largest, given=given is not None)
+        result = planner.largest(result, largest, given=bool(specs))
     if fewest:
         result = planner.fewest(result)
     if what_if:

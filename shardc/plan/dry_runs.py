@@ -19,7 +19,7 @@ from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.plan.few_layers import UNITS, Subject
 from shardc.plan.records import Rank, Records
-from shardc.plan.space import Choice, Core, SpecTemplate, budget, spec
+from shardc.plan.space import Choice, Core, Layers, SpecTemplate, budget, spec
 from shardc.plan.stage_vectors import FLOPS, Meter, Stage, Vector, lines, part_of, stage
 from shardc.runtime.schedule import SCHEDULES
 
@@ -85,6 +85,7 @@ class Library:
     device: Device
     sequence: int | None = None
     microbatches: int = 2
+    number: int | None = None
     _cores: dict[Core, Stages | ShardcError] = field(default_factory=dict)
     _pipelined: dict[str, Stages] = field(default_factory=dict)
     _alone: dict[str, Stage] = field(default_factory=dict)
@@ -101,6 +102,16 @@ class Library:
     def of_length(self, sequence: int) -> Library:
         """The same with rows of so many tokens."""
         return Library(self.records, self.template, self.device, sequence, self.microbatches)
+
+    def of_layers(self, number: int) -> Library:
+        """The same of a model with so many layers, from the same dry runs."""
+        return replace(self, number=number, _alone={})
+
+    @property
+    def layers(self) -> Layers | None:
+        """The model's list of layers that repeats."""
+        layers = self.subject.layers
+        return layers if layers is None or self.number is None else replace(layers, number=self.number)
 
     def core(self, choice: Choice) -> Stages:
         """The stages for a choice's core: one row a microbatch, no data axis. Raises ShardcError if compile refuses
@@ -123,7 +134,7 @@ class Library:
 
     def pipelined(self, spec: Mapping[str, Any], rows: int, axis: str = "pp") -> Stages:
         """A spec's stages, from a pipeline of four stages along `axis` in place of its own."""
-        layers = self.subject.layers
+        layers = self.layers
         assert layers is not None
         split = SCHEDULES[spec.get("pipeline", {}).get("schedule", "1f1b")].splits_backward
         sizes = spec["mesh"]
@@ -141,7 +152,7 @@ class Library:
         self, spec: Mapping[str, Any], rows: int, at: tuple[int, ...], axis: str = "pp", split: bool = False
     ) -> list[Rank]:
         """Ranks of the program of five units of layers on four stages."""
-        layers = self.subject.layers
+        layers = self.layers
         assert layers is not None
         p = layers.period
         counts = [layers.first + p, p, 2 * p, p]
@@ -151,7 +162,7 @@ class Library:
 
     def alone(self, spec: Mapping[str, Any], rows: int) -> Stage:
         """The whole model on one stage: from two units of its layers and three, or as it is."""
-        layers = self.subject.layers
+        layers = self.layers
         if layers is None:
             return self._stage(self._only(spec, rows, None))
         key = repr((spec, rows))
@@ -166,7 +177,7 @@ class Library:
     def _core(self, choice: Choice) -> Stages:
         entries = spec(choice, self.template)
         share = budget(choice.checkpoint)  # of what is kept, chosen by cost: not worse than a mixture
-        if self.subject.layers is None and share is None:
+        if self.layers is None and share is None:
             rank = self._only(entries, choice.batch, None)
             return Stages(whole=self._stage(rank), casts=(rank.casts, 0.0, 0.0))
         if choice.checkpoint == "none":
@@ -204,7 +215,7 @@ class Library:
     @cached_property
     def flops(self) -> float:
         """Of the model and one row: three times forward's products, as each has two in backward; nothing recomputed."""
-        whole = self.core(Choice()).alone(self.subject.layers.number if self.subject.layers else 0)
+        whole = self.core(Choice()).alone(self.layers.number if self.layers else 0)
         return 3 * float(part_of(whole, "F", "middle")[FLOPS])
 
 

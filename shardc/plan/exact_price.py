@@ -67,14 +67,14 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
     p = spec.pipeline
     if p is not None and p.schedule not in schedules.SCHEDULES:  # a file of the user's, which may change
         return _price(library, spec, batch)
-    question = {"price": spec_text(spec), "batch": batch, "sequence": library.sequence}
+    question = {"price": spec_text(spec), "batch": batch, "sequence": library.sequence, "layers": library.number}
     question["on"] = library.device.model_dump(mode="json", exclude={"source", "nodes"})
     found = library.records.answer(question, lambda: asdict(_price(library, spec, batch)))
     return Priced(**{**found, "counts": tuple(found["counts"])})
 
 
 def _price(library: Library, spec: Spec, batch: int) -> Priced:
-    layers = library.subject.layers
+    layers = library.layers
     each = spec.batch.microbatches
     some = min(each, 3)  # the first, one like all between, the last
     less = {**spec.to_dict(), "mesh": dict(spec.mesh.axes)}

@@ -5,7 +5,7 @@ sequence, and the fewest devices that fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -127,8 +127,8 @@ class Planner:
         return Plan(target, tuple(candidates), finder.considered, refused)
 
     def estimates(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
-        """Of choices for so many devices, and for half of them as long as that is faster: the others are idle then. What
-        is slow, or in the machine's memory, only where nothing fits without. cores: the splits for so many devices.
+        """Of choices for so many devices, and for half of them as long as that is faster: others are idle then. What is
+        slow, or in the machine's memory, only where nothing fits without. cores: the splits for so many devices.
         """
         finder = self.finder
 
@@ -179,18 +179,22 @@ class Planner:
             f"no way to use {devices} devices was found", where="--devices", fix="try another number of devices"
         )
 
-    def given(self, one: Spec, batch: int | None) -> Plan:
+    def given(self, specs: Sequence[Spec], batch: int | None) -> Plan:
+        """The prices of these specs, for the same global batch."""
         rows = batch or self.subject.rows
-        self.on("the given spec", 0, 0)
-        priced = price(self.library, one, rows)
         note = f"global batch of {rows} rows" + (
             "" if batch else ": what batch() gives (change it with --global-batch)"
         )
-        name = one.precision.compute or one.precision.params
-        target = replace(
-            self.target(one.mesh.world, rows, (note,)), dtype=getattr(torch, name) if name else self._dtype()
-        )
-        return Plan(target, (Candidate(one, priced, target),), 1)
+        found = []
+        for one in specs:
+            self.on("the given spec", 0, 0)
+            name = one.precision.compute or one.precision.params
+            target = replace(
+                self.target(one.mesh.world, rows, (note,)), dtype=getattr(torch, name) if name else self._dtype()
+            )
+            found.append(Candidate(one, price(self.library, one, rows), target))
+        found.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.peak))
+        return Plan(found[0].target, tuple(found), len(found))
 
     # --- how much, how few
 
@@ -212,6 +216,9 @@ class Planner:
             answer = _answer(solver, solver.solve(max(best.priced.batch // data, 1)), data, best.spec)
             answer["what"] = "rows of the global batch"
             return replace(plan, answers={**plan.answers, "largest batch": answer})
+        if what == "model":
+            answer = {**self._deepest(best.spec, best.priced.batch), "what": "layers"}
+            return replace(plan, answers={**plan.answers, "largest model": answer})
         if self.subject.sequence is None:
             raise ShardcError(
                 "the inputs have no sequence dim in common", where="--largest sequence", fix="use --largest batch"
@@ -257,6 +264,33 @@ class Planner:
         if above and solver.at(above // unit + 1) > self.usable:
             return {"value": 0, "priced": 1}
         return _answer(solver, solver.solve(max(start // unit, 1)), unit, one)
+
+    def _deepest(self, one: Spec, rows: int) -> dict[str, Any]:
+        """How many layers a spec takes: a pipeline has as many stages as before, with other numbers of layers."""
+        layers = self.subject.layers
+        if layers is None or not self.subject.treats_layers_alike(one):
+            raise ShardcError(
+                "the model has no long list of equal layers, or the spec tells them apart",
+                where="--largest model",
+                fix="use --largest batch",
+            )
+        document = one.to_dict()
+        if balance := document.get("pipeline", {}).pop("balance", None):
+            document["pipeline"]["stages"] = len(balance)
+        spec, stages = Spec.load(document), len(balance or [0])
+
+        def peak(n: int) -> float:
+            number = layers.first + n * layers.period
+            self.on(f"{number} layers", 0, 0)
+            return price(self.library.of_layers(number), spec, rows).peak if number >= stages else 0.0
+
+        solver = Largest(peak, self.usable)
+        n = solver.solve(max((layers.number - layers.first) // layers.period, 1))
+        answer = _answer(solver, n, layers.period, spec)
+        return answer | {
+            "value": answer["value"] and answer["value"] + layers.first,
+            "next": answer["next"] + layers.first,
+        }
 
     def fewest(self, plan: Plan) -> Plan:
         """Answers on how few devices anything fits, for the same global batch: by halving the number while something

@@ -512,6 +512,46 @@ def test_the_longest_sequence_fits_and_the_next_does_not(longest: int, next_is_p
         assert answer["value"] == longest
 
 
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}], ids=["dp", "pp"])
+def test_the_deepest_model_fits_and_one_more_layer_does_not(mesh: dict[str, int]) -> None:
+    model, batch = stack()
+    spec: dict[str, Any] = {"shardc": 1, "mesh": mesh}
+    spec |= {"pipeline": {"axis": "pp"}, "batch": {"microbatches": 2}} if "pp" in mesh else {}
+    little = H100.model_copy(update={"memory": 12e6})
+    found = shardc.plan(model, batch, device=little, given=spec, largest="model", precision="float32")
+    answer = found.answers["largest model"]
+    assert answer["peak_bytes"] <= found.target.usable < answer["next_peak_bytes"]
+    assert answer["value"] > 6
+    deep, _ = stack(answer["value"])
+    whole = shardc.compile(deep, batch, answer["spec"], prove=False).cost(little)
+    assert answer["peak_bytes"] == pytest.approx(whole.memory.peak, rel=0.02)
+
+
+def test_a_model_without_equal_layers_has_no_deepest() -> None:
+    with pytest.raises(shardc.ShardcError, match="the model has no long list of equal layers") as e:
+        shardc.plan(
+            nn.Linear(4, 1),
+            torch.zeros(8, 4),
+            given={"shardc": 1, "mesh": {"dp": 2}},
+            largest="model",
+            loss=lambda y, _: y.sum(),
+        )
+    assert e.value.fix == "use --largest batch"
+
+
+def test_given_specs_are_priced_side_by_side(folder: Path, tmp_path: Path) -> None:
+    """The fastest that fits is the first, in whatever order they are named."""
+    files = []
+    for i, mesh in enumerate(("{dp: 1}", "{dp: 8}")):
+        files.append(tmp_path / f"{i}.yaml")
+        files[-1].write_text(f"shardc: 1\nmesh: {mesh}\n")
+    alone = [call("plan", str(folder / "model.py"), "--given", str(f), "--json") for f in files]
+    both = call("plan", str(folder / "model.py"), "--given", str(files[1]), "--given", str(files[0]), "--json")
+    assert both.exit_code == 0, both.output
+    seconds = [json.loads(x.stdout)["candidates"][0]["step_seconds"] for x in alone]
+    assert [c["step_seconds"] for c in json.loads(both.stdout)["candidates"]] == sorted(seconds)
+
+
 def test_rows_without_a_sequence_have_no_longest() -> None:
     with pytest.raises(shardc.ShardcError, match="the inputs have no sequence dim in common") as e:
         shardc.plan(
@@ -592,7 +632,7 @@ def test_from_a_file_to_a_verified_spec(folder: Path) -> None:
         (("--devices", "2", "--precision", "bf16"), "unknown precision 'bf16'"),
         (("--devices", "2", "--headroom", "2"), "headroom 2.0 is not a share"),
         (("--devices", "2", "--global-batch", "0"), "a global batch of 0 rows"),
-        (("--devices", "2", "--largest", "model"), "cannot search for the largest 'model'"),
+        (("--devices", "2", "--largest", "all"), "cannot search for the largest 'all'"),
     ],
 )
 def test_wrong_options(folder: Path, args: tuple[str, ...], what: str) -> None:
