@@ -46,6 +46,8 @@ def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
         mesh.append(f"ep={sizes['ep']}: experts over ranks that split the batch too")
     if sizes.get("dp", 1) > 1:
         mesh.append(f"dp={sizes['dp']}: {c.shares.get('dp', 0):.0%} of a step waits for gradients and weights")
+    if c.devices < a.devices:
+        mesh.append(f"{a.devices - c.devices} of {a.devices} devices are idle: with them it is slower")
     reasons["mesh"] = "; ".join(mesh) or "one device"
     twins = next((group for first, group in distinct(plan.candidates) if first is c), [])
     if fitting := [x for x in others if x.fits and x not in twins]:
@@ -73,6 +75,8 @@ def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
         reasons["data"] = (
             f"ZeRO {s.data.zero}: parameters, gradients and optimizer state are {size(state)} a rank at the peak"
         )
+    if s.data.offload.optimizer != "none":
+        reasons["data"] = "nothing fits without the machine's memory; copies to and from it have no price here"
     if s.checkpoint:
         less = [x for x in others if recompute(x) == "none" and not x.fits]
         tried = f"; without, {size(min(x.peak for x in less))} at least" if less else ""

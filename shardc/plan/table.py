@@ -74,10 +74,20 @@ def named(c: Candidate) -> str:
     s = c.spec
     parts = [f"{a}={n}" for a, n in s.mesh.axes]
     parts += ["sequence parallel"] if s.activations else []
-    parts += [f"zero {s.data.zero}"] if s.data.zero else []
+    parts += [f"zero {zero(c)}"] if s.data.zero or s.data.offload.optimizer != "none" else []
     return ", ".join(
         [*parts, *([schedule(c)] if s.pipeline else []), f"recompute {recompute(c)}", f"{microbatches(c)}"]
     )
+
+
+def zero(c: Candidate) -> str:
+    """The level of ZeRO, and what else `data:` says."""
+    d, sizes = c.spec.data, dict(c.spec.mesh.axes)
+    said = [str(d.zero)]
+    said += ["kept"] if d.keep else []
+    said += [f"{sizes[d.axis[0]]} replicas"] if d.zero and len(d.axis) > 1 else []
+    said += [f"{x} on host" for x in ("optimizer", "parameters") if getattr(d.offload, x) != "none"]
+    return ", ".join(said)
 
 
 def schedule(c: Candidate) -> str:
@@ -148,7 +158,7 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
             str(i),
             mesh,
             "yes" if s.activations else "-",
-            str(s.data.zero),
+            zero(c),
             schedule(c),
             recompute(c),
             microbatches(c),
@@ -214,6 +224,12 @@ def keys(plan: Plan, *, plain: bool) -> Text:
     for name, color in CAUSES.items():
         if name in spent:
             text.append(f"{LETTERS[name] if plain else '█'} ", style=color).append(f"{cause(name)}  ")
+    if any(c.devices < plan.target.devices for c in plan.candidates[:1]):
+        text.append(
+            f"\nthe best leaves {plan.target.devices - plan.candidates[0].devices} devices idle: with more, it is slower"
+        )
+    if any(zero(c).endswith("host") for c in plan.candidates):
+        text.append("\ncopies to and from the host have no price: steps with `on host` take longer than shown")
     text.append(f"\n{plan.considered} choices considered, {len(plan.candidates)} priced, in {plan.seconds:.1f} s")
     for name, why in plan.refused.items():
         text.append(f"\nnot possible: {name}: {why}", style="bright_black")

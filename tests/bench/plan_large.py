@@ -1,0 +1,100 @@
+"""How long `shardc plan` takes for large models' shapes, and what it finds: Llama 3 405B on 16,384 H100s, DeepSeek-V3 and
+Kimi K2 on 2,048. Nothing is asserted.
+
+    python tests/bench/plan_large.py deepseek-v3              a first question, then a second one
+    python tests/bench/plan_large.py llama-405b --no-cache    the first one alone
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+#: https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/config.json
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "routed_scaling_factor": 2.5,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+}
+#: (config, options)
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "llama-405b": (
+        {
+            "model_type": "llama",
+            "num_hidden_layers": 126,
+            "hidden_size": 16384,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 8,
+            "intermediate_size": 53248,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": False,
+        },
+        "--batch 1 --seq 8192 --devices 16384 --device h100-80g --global-batch 2048",
+    ),
+    "deepseek-v3": (DEEPSEEK, "--batch 1 --seq 4096 --devices 2048 --device h100-80g --global-batch 16384"),
+    # https://huggingface.co/moonshotai/Kimi-K2-Base/blob/main/config.json
+    "kimi-k2": (
+        DEEPSEEK
+        | {
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "n_routed_experts": 384,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.827,
+            "vocab_size": 163840,
+        },
+        "--batch 1 --seq 4096 --devices 2048 --device h100-80g --global-batch 16384",
+    ),
+}
+
+
+def main() -> None:
+    config, options = MODELS[sys.argv[1]]
+    more = sys.argv[2:]
+    with tempfile.TemporaryDirectory() as folder:
+        if "--no-cache" not in more:
+            os.environ["XDG_CACHE_HOME"] = folder
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        for question in ("first", "second") if "--no-cache" not in more else ("first",):
+            started = time.perf_counter(), time.process_time()
+            from shardc.cli import app
+
+            app(["plan", f"hf:{path}", *options.split(), *more], standalone_mode=False)
+            clock, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            text = f"{question} question: {clock:.1f} s, of which {cpu:.1f} s on the CPU; {peak:.2f} GiB at most"
+            print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
