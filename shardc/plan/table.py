@@ -224,10 +224,8 @@ def keys(plan: Plan, *, plain: bool) -> Text:
     for name, color in CAUSES.items():
         if name in spent:
             text.append(f"{LETTERS[name] if plain else '█'} ", style=color).append(f"{cause(name)}  ")
-    if any(c.devices < plan.target.devices for c in plan.candidates[:1]):
-        text.append(
-            f"\nthe best leaves {plan.target.devices - plan.candidates[0].devices} devices idle: with more, it is slower"
-        )
+    if idle := sum(plan.target.devices - c.devices for c in plan.candidates[:1]):
+        text.append(f"\nthe best leaves {idle} devices idle: with them it is slower")
     if any(zero(c).endswith("host") for c in plan.candidates):
         text.append("\ncopies to and from the host have no price: steps with `on host` take longer than shown")
     text.append(f"\n{plan.considered} choices considered, {len(plan.candidates)} priced, in {plan.seconds:.1f} s")
