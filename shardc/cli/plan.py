@@ -37,8 +37,15 @@ def command(
         int | None, typer.Option(help="how many there are (default: of --given, or `nodes` of a device file)")
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option(help="a name that `shardc device` lists, or a YAML file (default: of --given, else h100-80g)"),
+        list[str] | None,
+        typer.Option(
+            help="a name that `shardc device` lists, or a YAML file (default: of --given, else h100-80g); several times:"
+            " the best of them"
+        ),
+    ] = None,
+    price: Annotated[
+        list[str] | None,
+        typer.Option(help="of an hour of one device, e.g. h100-80g=2.5: the cheapest --device is best"),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="write the best spec, annotated with why")
@@ -94,7 +101,8 @@ def command(
                 file.on_meta(),
                 file.batch,
                 devices=devices,
-                device=device,
+                device=device[0] if device is not None and len(device) == 1 else device or None,
+                prices=_prices(price or []),
                 global_batch=global_batch,
                 precision=precision,
                 **({} if headroom is None else {"headroom": headroom}),
@@ -129,10 +137,22 @@ def command(
     raise typer.Exit(0 if fits else 1)
 
 
+def _prices(said: list[str]) -> dict[str, float]:
+    """{device: price} of `h100-80g=2.5`."""
+    found = {}
+    for text in said:
+        name, _, number = text.partition("=")
+        try:
+            found[name] = float(number)
+        except ValueError:
+            raise ShardcError(f"{text!r} is no price", where="--price", fix="e.g. --price h100-80g=2.5") from None
+    return found
+
+
 def _print(plan: Plan, *, given: bool) -> None:
     """The table of candidates, or the parts of the one given, and the answers, on stdout."""
     from shardc.ir.units import size
-    from shardc.plan.table import breakdown, heading, helpful, table, waterfall
+    from shardc.plan.table import breakdown, heading, helpful, of_clusters, table, waterfall
 
     out = Console(highlight=False)
     plain = not out.is_terminal
@@ -150,6 +170,8 @@ def _print(plan: Plan, *, given: bool) -> None:
         if name == "duration":
             hours, every = answer["value"], answer["device_hours"]
             out.print(f"{answer['tokens']:.3g} tokens: {hours:,.1f} hours, {every:,.0f} device-hours")
+        elif name == "clusters":
+            out.print(of_clusters(answer))
         elif answer["value"] is None:
             out.print(f"{name}: none")
         elif not answer["value"]:

@@ -9,6 +9,7 @@ fingerprint     whether a model is the same as before       disk_cache      file
 estimate        a first price of every choice               exact_price     an exact price of one
 headroom        how much of a device's memory it may take
 search          from estimates to exact prices              largest_that_fits    the largest batch or sequence that fits
+clusters        the best of several clusters
 table           the plan as a table                         annotated_yaml  the best spec, with reasons as comments
 picture         the plan as a plot of time and memory      what_if         what would help most
 """
@@ -26,6 +27,7 @@ from torch import nn
 
 from shardc.cost.device import Device, chosen
 from shardc.errors import ShardcError
+from shardc.plan import clusters
 from shardc.plan.disk_cache import DiskCache, folder
 from shardc.plan.few_layers import Subject
 from shardc.plan.headroom import HEADROOM, usable
@@ -41,7 +43,7 @@ def plan(
     batch: Any,
     *,
     devices: int | None = None,
-    device: str | Path | Device | None = None,
+    device: str | Path | Device | Sequence[str | Path | Device] | None = None,
     global_batch: int | None = None,
     precision: str = "bfloat16",
     headroom: float = HEADROOM,
@@ -50,6 +52,7 @@ def plan(
     fewest: bool = False,
     what_if: bool = False,
     tokens: float | None = None,
+    prices: Mapping[str, float] | None = None,
     cache: bool = True,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     name: str = "",
@@ -59,7 +62,8 @@ def plan(
 
     model, batch, loss: as in `shardc.compile`; the model may be on the meta device.
     devices: how many; default: those of the given spec's mesh, or all that the device's file has (`nodes`).
-    device: a name, a YAML file, or a shardc.cost.Device; default: the given spec's, else h100-80g.
+    device: a name, a YAML file, or a shardc.cost.Device; default: the given spec's, else h100-80g. Several: the plan of
+        the cheapest by `prices`, {device's name: of an hour of one}, or else of the fastest.
     global_batch: rows of a step; default: those of `batch`, or a multiple such that every device has a row.
     precision: bfloat16 or float16 (with master weights in float32), float32, pure-bfloat16, or model (as it is).
     headroom: share of a device's memory left to the allocator, NCCL and kernels' workspaces.
@@ -73,11 +77,24 @@ def plan(
     Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """
     started = time.perf_counter()
+    if isinstance(device, Sequence) and not isinstance(device, str):
+        each = [chosen(one, None) for one in device]
+        clusters.priced(prices or {}, [one.name for one in each])
+        same: dict[str, Any] = {
+            "devices": devices,
+            "global_batch": global_batch,
+            "precision": precision,
+            "given": given,
+        }
+        same |= {"headroom": headroom, "largest": largest, "fewest": fewest, "what_if": what_if, "tokens": tokens}
+        same |= {"cache": cache, "loss": loss, "name": name, "on": on}
+        found = clusters.best([plan(model, batch, device=one, **same) for one in each], prices or {})
+        return replace(found, seconds=time.perf_counter() - started)
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    specs = [Spec.load(each, world=devices) for each in several if each is not None]
+    specs = [Spec.load(one, world=devices) for one in several if one is not None]
     usable(on_device := chosen(device, specs[0] if specs else None), headroom)
-    for each in specs:
-        on_device.check_room(each.mesh.world)
+    for one in specs:
+        on_device.check_room(one.mesh.world)
     if devices is None and on_device.nodes is not None:
         devices = on_device.nodes * on_device.node
     if not specs and devices is None:

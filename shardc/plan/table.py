@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -286,4 +287,17 @@ def helpful(plan: Plan) -> RenderableType:
     for x in plan.what_if:
         fits = "" if x["fits"] else ", does not fit"
         rows.add_row(f"{x['what']}{fits}", seconds(x["step_seconds"]), f"{x['ratio']:.2f}x")
+    return rows
+
+
+def of_clusters(answer: Mapping[str, Any]) -> RenderableType:
+    """The clusters that were compared, the best first."""
+    rows = Table(box=None, pad_edge=False, header_style="bold")
+    names = ("clusters, " + answer["what"] + " first", "step", "MFU", "an hour", "a million tokens")
+    for i, name in enumerate(names):
+        rows.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for x in answer["clusters"]:
+        prices = [x.get("price_per_hour"), x.get("price_per_million_tokens")]
+        shown = [seconds(x["step_seconds"]), f"{x['mfu']:.1%}"] if x["fits"] else ["does not fit", "-"]
+        rows.add_row(f"{x['devices']} × {x['device']}", *shown, *("-" if n is None else f"{n:,.4g}" for n in prices))
     return rows

@@ -552,6 +552,27 @@ def test_given_specs_are_priced_side_by_side(folder: Path, tmp_path: Path) -> No
     assert [c["step_seconds"] for c in json.loads(both.stdout)["candidates"]] == sorted(seconds)
 
 
+def test_the_cheapest_of_several_clusters(folder: Path) -> None:
+    """A slower device may be cheaper by the row; without prices the fastest is the best."""
+    given = str(folder / "one.yaml")
+    Path(given).write_text("shardc: 1\nmesh: {dp: 2}\n")
+    asked = ("plan", str(folder / "model.py"), "--given", given, "--device", "a100-80g", "--device", "b200", "--json")
+
+    def answer(*more: str) -> Any:
+        done = call(*asked, *more)
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    free, cheap = answer(), answer("--price", "a100-80g=1", "--price", "b200=50")
+    by = {x["device"]: x for x in cheap["answers"]["clusters"]["clusters"]}
+    fastest = min(by.values(), key=lambda x: x["step_seconds"])["device"]
+    assert free["device"] == free["answers"]["clusters"]["value"] == fastest
+    assert cheap["device"] == "a100-80g"
+    assert by["a100-80g"]["price_per_row"] == pytest.approx(2 / 3600 * by["a100-80g"]["step_seconds"] / 8)
+    shown = call(*asked[:-1], "--price", "a100-80g=1", "--price", "b200=50")
+    assert "clusters, the cheapest first" in shown.stdout
+
+
 def test_rows_without_a_sequence_have_no_longest() -> None:
     with pytest.raises(shardc.ShardcError, match="the inputs have no sequence dim in common") as e:
         shardc.plan(
@@ -630,6 +651,8 @@ def test_from_a_file_to_a_verified_spec(folder: Path) -> None:
         (("--devices", "0"), "0 devices"),
         (("--devices", "2", "--device", "h1"), "there is no device 'h1'"),
         (("--devices", "2", "--precision", "bf16"), "unknown precision 'bf16'"),
+        (("--devices", "2", "--price", "much"), "'much' is no price"),
+        (("--devices", "2", "--device", "b200", "--device", "l40s", "--price", "h=1"), "a price of 'h'"),
         (("--devices", "2", "--headroom", "2"), "headroom 2.0 is not a share"),
         (("--devices", "2", "--global-batch", "0"), "a global batch of 0 rows"),
         (("--devices", "2", "--largest", "all"), "cannot search for the largest 'all'"),
