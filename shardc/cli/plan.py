@@ -39,8 +39,8 @@ def command(
     device: Annotated[
         list[str] | None,
         typer.Option(
-            help="a name that `shardc device` lists, or a YAML file (default: of --given, else h100-80g); several times:"
-            " the best of them"
+            help="a name that `shardc device` lists, or a YAML file (default: of --given, else h100-80g); several"
+            " times: the best of them"
         ),
     ] = None,
     price: Annotated[
