@@ -203,4 +203,4 @@ class Search:
             if self.library.subject.layers is None
             else (SCHEDULES[c.schedule].splits_backward, c.pp == 1)
         )
-        return c.core, c.dp, c.zero, c.rows, min(c.microbatches, 3), whole
+        return c.core, c.dp, c.outer, c.zero, c.kept, c.offload, c.rows, min(c.microbatches, 3), whole
