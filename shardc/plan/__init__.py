@@ -8,6 +8,7 @@ records         what is known of a model already            traces          dry 
 fingerprint     whether a model is the same as before       disk_cache      files of answers
 estimate        a first price of every choice               exact_price     an exact price of one
 headroom        how much of a device's memory it may take
+frontier        which splits are dry-run                bounds          the best that one could come to
 search          from estimates to exact prices              largest_that_fits    the largest batch or sequence that fits
 clusters        the best of several clusters
 table           the plan as a table                         annotated_yaml  the best spec, with reasons as comments

@@ -122,6 +122,7 @@ def blocks() -> Plan:
         Choice(pp=2, dp=2, zero=3, rows=2, microbatches=4, schedule="interleaved", per_rank=2, checkpoint="selective"),
         Choice(pp=2, tp=2, rows=4, microbatches=4, schedule="zb-v", per_rank=2),
         Choice(cp=2, tp=2, zero=3, rows=4, microbatches=4, sequence_parallel=True, checkpoint="full"),
+        Choice(pp=2, dp=4, outer=2, zero=3, kept=True, rows=1, microbatches=4, schedule="1f1b"),
     ],
     ids=str,
 )
@@ -136,6 +137,25 @@ def test_a_price_from_few_layers_is_that_of_the_whole_program(c: Choice) -> None
     assert found.seconds == pytest.approx(whole.step_seconds, rel=0.05)
     assert found.peak == pytest.approx(whole.memory.peak, rel=0.05)
     assert sum(found.spent.values()) == pytest.approx(found.seconds, rel=1e-6)
+
+
+def test_a_pipeline_inside_of_nodes_sends_gradients_between_them() -> None:
+    """As of the whole program: the order of the mesh's axes says who shares a node."""
+    q, pairs = stacked(), H100.model_copy(update={"node": 2})
+    library = q.library.on(pairs)
+    c = Choice(pp=2, dp=2, rows=2, microbatches=4)
+    for inside in (False, True):
+        found = price(library, Spec.load(spec(replace(c, inside=inside), q.template)), c.batch)
+        asked = spec(replace(c, inside=inside), q.template, found.counts)
+        assert list(asked["mesh"]) == (["dp", "pp"] if inside else ["pp", "dp"])
+        model, _ = stack()
+        whole = shardc.compile(model, q.subject.example(c.batch), asked, prove=False).cost(pairs)
+        assert found.seconds == pytest.approx(whole.step_seconds, rel=0.05)
+    slow = pairs.model_copy(update={"between": Link(bandwidth=1e7, latency=1e-5)})
+    apart, inside = (
+        price(q.library.on(slow), Spec.load(spec(replace(c, inside=x), q.template)), c.batch) for x in (False, True)
+    )
+    assert inside.spent["dp"] > 2 * apart.spent["dp"]
 
 
 def test_the_best_candidate_costs_what_its_spec_does() -> None:
