@@ -69,7 +69,7 @@ class DiskCache:
             self._make_room()
 
     def _file(self, question: Any) -> Path:
-        text = json.dumps(question, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(question, separators=(",", ":"))
         return self.path / (hashlib.sha256(text.encode()).hexdigest()[:40] + _SUFFIX)
 
     def _make_room(self) -> None:

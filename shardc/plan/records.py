@@ -70,7 +70,7 @@ class Records:
         """The answer to a question of plain values: as it is known, else what `find` returns, plain values too. What
         compile refused before it refuses again: raises ShardcError.
         """
-        key = json.dumps(question, sort_keys=True)
+        key = json.dumps(question)  # in its order: that of a mesh's axes counts
         named = {"model": self._model, "question": key}
         if key in self._texts:
             known = json.loads(zlib.decompress(self._texts[key]))
@@ -147,4 +147,4 @@ def _casts(program: Program, coordinate: int) -> float:
 
 def spec_text(spec: Spec) -> str:
     """A spec as JSON, with its mesh's sizes."""
-    return json.dumps({**spec.to_dict(), "mesh": dict(spec.mesh.axes)}, sort_keys=True)
+    return json.dumps({**spec.to_dict(), "mesh": dict(spec.mesh.axes)})

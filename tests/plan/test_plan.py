@@ -157,6 +157,7 @@ def test_a_pipeline_inside_of_nodes_sends_gradients_between_them() -> None:
         price(q.library.on(slow), Spec.load(spec(replace(c, inside=x), q.template)), c.batch) for x in (False, True)
     )
     assert inside.spent["dp"] > 2 * apart.spent["dp"]
+    assert inside.spent["pp"] + inside.spent["bubble"] < apart.spent["pp"] + apart.spent["bubble"]
 
 
 def test_the_best_candidate_costs_what_its_spec_does() -> None:
