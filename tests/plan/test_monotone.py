@@ -1,12 +1,10 @@
-"""What holds on any machine: more devices and more memory make the best plan no slower, longer rows and lower levels of
-ZeRO take no less memory. Models and devices are drawn at random; `--fuzz N` tries N of them.
+"""What holds on any machine: more devices and more memory make the best estimate no slower. Models and devices are drawn
+at random; `--fuzz N` tries N of them.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from shardc.cost import Device, device
 from shardc.plan.few_layers import Subject
 from shardc.plan.planner import Planner
 from shardc.plan.records import Records
-from shardc.plan.space import Core, choices
 
 
 class Block(nn.Module):
@@ -101,25 +98,5 @@ def test_the_best_is_no_slower_with_more(pytestconfig: pytest.Config) -> None:
             much = on.model_copy(update={"memory": more})
             assert best(model, much, devices, batch) <= best(model, little, devices, batch) * (1 + 1e-9)
         assert best(model, little, 2 * devices, batch) <= best(model, little, devices, batch) * (1 + 1e-9)
-
-    check()
-
-
-def test_memory_follows_zero_and_the_length_of_rows(pytestconfig: pytest.Config) -> None:
-    """Of exact prices."""
-
-    @settings(max_examples=pytestconfig.getoption("--fuzz") or 3, derandomize=True, database=None)
-    @given(cases, st.sampled_from([Core(), Core(checkpoint="full"), Core(tp=2)]), st.data())
-    def check(case: Any, core: Core, data: st.DataObject) -> None:
-        model, on, devices, batch = case
-        plans = planner(model, on)
-        few = [c for c in choices([core], max(devices, 2), batch, MODELS[model][0]) if c.zero == 0]
-        c = data.draw(st.sampled_from(few))
-        levels = range(1 if c.dp == 1 else 3 if c.schedule.startswith("zb") else 4)
-        peaks = [plans.finder.exact(replace(c, zero=zero)).peak for zero in levels]
-        assert all(more <= less * 1.001 for less, more in pairwise(peaks)), (c, peaks)
-        longer = planner(model, on)
-        longer.__dict__["library"] = plans.library.of_length(128)
-        assert longer.finder.exact(c).peak >= peaks[0], c
 
     check()
