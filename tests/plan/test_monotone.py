@@ -1,5 +1,5 @@
-"""What holds on any machine: more devices and more memory make the best estimate no slower. Models and devices are drawn
-at random; `--fuzz N` tries N of them.
+"""What holds on any machine: more devices and more memory make the best estimate no slower. Models and devices are
+drawn at random; `--fuzz N` tries N of them.
 """
 
 from __future__ import annotations
