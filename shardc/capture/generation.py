@@ -70,7 +70,7 @@ class GenerationOf(ValuesOf):
         parameters = inspect.signature(self.model.forward).parameters
         given = {name: x for name, x in batch.items() if name in parameters}
         given |= {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        logits: Tensor = self.model(**given, past_key_values=cache, use_cache=True).logits
+        logits: Tensor = self.model(**given, **{_cache_argument(self.model): cache}, use_cache=True).logits
         return logits
 
     def _whole(self, ids: Tensor, at: Tensor) -> dict[str, Tensor]:
@@ -91,10 +91,15 @@ def caches(module: nn.Module) -> dict[str, Tensor]:
 
 def no_cache(model: nn.Module) -> str:
     """Why a model takes no cache of this kind; "" if it may."""
-    name = type(model).__name__
-    if getattr(model, "config", None) is None or "past_key_values" not in inspect.signature(model.forward).parameters:
-        return f"{name} takes no past_key_values, as transformers' models do"
+    if getattr(model, "config", None) is None or not _cache_argument(model):
+        return f"{type(model).__name__} takes no cache of keys and values, as transformers' models do"
     return ""
+
+
+def _cache_argument(model: nn.Module) -> str:
+    """What forward calls it: transformers renames it in 5.24, model by model; "" if it takes none."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in taken), "")
 
 
 def _types() -> Any:

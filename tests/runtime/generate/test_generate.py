@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.capture.generation import no_cache
 from shardc.errors import ShardcError
 from shardc.passes.annotate import model_plan
 from shardc.runtime.mesh.loopback import loopback
@@ -312,3 +313,21 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
 
     with pytest.raises(ShardcError, match="what is generated"):
         loopback(program.mesh, work)
+
+
+def test_the_cache_has_the_name_that_the_model_gives_it() -> None:
+    """transformers 5.24 calls it `cache`; with only the old name known every token ran the whole sequence."""
+
+    class Renamed(nn.Module):
+        config = object()
+
+        def forward(self, input_ids: torch.Tensor, cache: Any = None) -> None: ...
+
+    class Before(nn.Module):
+        config = object()
+
+        def forward(self, input_ids: torch.Tensor, past_key_values: Any = None) -> None: ...
+
+    assert not no_cache(Renamed())
+    assert not no_cache(Before())
+    assert "takes no cache of keys and values" in no_cache(Own())
