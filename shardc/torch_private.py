@@ -91,6 +91,7 @@ __all__ = [
     "traced_functional",
     "traced_node",
     "traced_on",
+    "traced_so_far",
     "traced_with",
     "tracing",
 ]
@@ -163,6 +164,12 @@ def traced_node(x: Tensor) -> fx.Node | None:
         return None
     slot: Any = get_proxy_slot(x, mode.tracer, None)
     return slot.proxy.node if slot is not None else None
+
+
+def traced_so_far() -> list[fx.Node]:
+    """While a model is traced: the nodes of the graph in the making, latest first."""
+    mode = get_proxy_mode()
+    return [] if mode is None else list(reversed(mode.tracer.graph.nodes))
 
 
 def tracing() -> bool:

@@ -17,7 +17,7 @@ from shardc.ir.graph import placeholders
 from shardc.ir.patterns import match, names_weight, of_every_layer
 from shardc.ir.placement import Shard
 from shardc.ir.program import Param, Program
-from shardc.passes.annotate.weight_roles import ROLES, dim_for_style, role_of
+from shardc.passes.annotate.weight_roles import ROLES, dim_by_roles, role_of, roles_of
 from shardc.spec import DimShard, ShardRule, Style
 
 
@@ -36,14 +36,15 @@ def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Ite
     earlier rules name already.
     """
     done = set(named)
+    says = _Says()
     nodes = placeholders(program.graph)
     free = [p for p in program.params if p.name not in done]
     groups: dict[tuple[str, Style | None, Shard | None], list[_Entry]] = {}
-    for entry in _units(free, splits, nodes):
+    for entry in _units(free, splits, nodes, says):
         groups.setdefault((of_every_layer(entry.name), entry.style, entry.shard), []).append(entry)
     patterns: list[tuple[str, Style | None, Shard | None]] = []
     for (pattern, style, shard), some in groups.items():
-        fits = all(_means(pattern, style, shard, p, splits.get(p.name), nodes[p.name]) for p in free)
+        fits = all(_means(pattern, style, shard, p, splits.get(p.name), nodes[p.name], says) for p in free)
         patterns += [(pattern, style, shard)] if fits else [(e.name, style, shard) for e in some]
     merged: dict[tuple[str, Style | None, Shard | None], list[str]] = {}
     for pattern, style, shard in patterns:
@@ -52,7 +53,9 @@ def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Ite
     return tuple(_rule(parent, lasts, style, shard, axis) for (parent, style, shard), lasts in merged.items())
 
 
-def _units(params: list[Param], splits: Mapping[str, Shard], nodes: Mapping[str, fx.Node]) -> Iterable[_Entry]:
+def _units(
+    params: list[Param], splits: Mapping[str, Shard], nodes: Mapping[str, fx.Node], says: _Says
+) -> Iterable[_Entry]:
     """A module for all of its parameters where a style word says it; else every parameter by itself."""
     modules: dict[str, list[Param]] = {}
     for p in params:
@@ -62,7 +65,7 @@ def _units(params: list[Param], splits: Mapping[str, Shard], nodes: Mapping[str,
         if not split:
             continue
         words: list[Style] = ["vocab", "column", "row"]
-        fits = (w for w in words if all(_says(w, splits.get(p.name), nodes[p.name], module) for p in own))
+        fits = (w for w in words if all(says(w, splits.get(p.name), nodes[p.name], module) for p in own))
         style = next((w for w in fits if _named(w, split, splits, nodes)), None)
         if style and module:
             yield _Entry(module, style, None, tuple(own))
@@ -76,19 +79,28 @@ def _named(style: Style, split: list[Param], splits: Mapping[str, Shard], nodes:
     return bool(roles & set(ROLES[style][:1]))
 
 
-def _says(style: Style, wanted: Shard | None, node: fx.Node, module: str) -> bool:
-    """Whether a style word for a module gives a parameter just this split."""
-    dim = dim_for_style(node, style, module)
-    return dim == -1 if wanted is None else wanted == Shard(wanted.dim) and dim == wanted.dim
+class _Says:
+    """Whether a style word for a module gives a parameter just this split. Roles are asked for once: several words are
+    tried on every parameter.
+    """
+
+    def __init__(self) -> None:
+        self._roles: dict[tuple[fx.Node, str], list[str]] = {}
+
+    def __call__(self, style: Style, wanted: Shard | None, node: fx.Node, module: str) -> bool:
+        if (node, module) not in self._roles:
+            self._roles[node, module] = roles_of(node, module)
+        dim = dim_by_roles(node, style, self._roles[node, module])
+        return dim == -1 if wanted is None else wanted == Shard(wanted.dim) and dim == wanted.dim
 
 
 def _means(
-    pattern: str, style: Style | None, shard: Shard | None, p: Param, wanted: Shard | None, node: fx.Node
+    pattern: str, style: Style | None, shard: Shard | None, p: Param, wanted: Shard | None, node: fx.Node, says: _Says
 ) -> bool:
     """Whether a pattern is right for one parameter: it does not match, or it says what is wanted."""
     for name in (p.fqn, *p.names):
         module = name.rpartition(".")[0]
-        if style is not None and names_weight(pattern, name) and not _says(style, wanted, node, module):
+        if style is not None and names_weight(pattern, name) and not says(style, wanted, node, module):
             return False
         if style is None and (match(pattern, module) or (match(pattern, name) and shard != wanted)):
             return False

@@ -91,9 +91,16 @@ def dim_for_style(node: fx.Node, style: Style, module: str = "") -> int | None:
 
     module: for a tied weight, the module by which the spec names it.
     """
-    if style == "replicate":
-        return -1
-    roles = [role_of(node, d, module) for d in range(len(node.meta["value"].shape))]
+    return -1 if style == "replicate" else dim_by_roles(node, style, roles_of(node, module))
+
+
+def roles_of(node: fx.Node, module: str = "") -> list[str]:
+    """`role_of` every dim of a parameter."""
+    return [role_of(node, d, module) for d in range(len(node.meta["value"].shape))]
+
+
+def dim_by_roles(node: fx.Node, style: Style, roles: list[str]) -> int | None:
+    """`dim_for_style` of a parameter whose dims have these roles."""
     for role in ROLES[style]:
         if role in roles:
             return roles.index(role)

@@ -35,6 +35,7 @@ from shardc.torch_private import (
     fake_device,
     module_calls,
     pytree,
+    traced_so_far,
 )
 
 torch.library.define("shardc::equal_layer", "(int call, Tensor[] own, Tensor[] first, int results) -> Tensor[]")
@@ -249,7 +250,7 @@ class Folding:
     def _trace(self, layer: _Layer, run: Callable[[], Any], key: Any, operands: list[Tensor]) -> Any:
         """Run the layer. It may stand for others if it did nothing but give its results."""
         outer, self._reads.touched = self._reads.touched, set()
-        before = self._state(layer, operands)
+        before, nodes = self._state(layer, operands), len(traced_so_far())
         try:
             result = run()
         finally:
@@ -260,8 +261,11 @@ class Folding:
         at = [places.get(id(x), -1) for x in results]
         first = _First(layer, key, operands, _own(layer, touched), results, structure, at)
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+        added = traced_so_far()
+        constants = any(n.op == "get_attr" for n in added[: len(added) - nodes])  # each layer has its own
         if (
-            self._state(layer, operands) == before
+            not constants
+            and self._state(layer, operands) == before
             and all(isinstance(x, (FakeTensor, *_PLAIN)) for x in results)
             and first.made
             and all(x.requires_grad == (grad and (x.is_floating_point() or x.is_complex())) for x in first.made)
