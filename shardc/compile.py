@@ -112,7 +112,7 @@ def compile(
         spec=spec,
         loss_scale=spec.precision.loss_scale,
         offload=OffloadPlaces(**spec.data.offload.model_dump(), page_mb=spec.data.bucket_bytes() / 2**20),
-        resize=recompile.Resizer.of(model, loss, compile, forward),
+        resize=recompile.Resizer.of(model, loss, compile, forward, batch),
         origins=model_source.origins(model, forward if callable(forward) else loss),
         meta=meta,
     )

@@ -1,5 +1,6 @@
 """Recompile when it is first wanted: for a batch of other sizes (fewer rows, such as the last ones of an epoch, or
-another sequence length), and for evaluating, where forward has branches of its own on `self.training`.
+another sequence length), for evaluating, where forward has branches of its own on `self.training`, and for another
+spec, to which weights then move.
 
 The new program is as exact as any: means are over the rows that are there, and fewer rows that ranks and microbatches
 do not divide are padded (`uneven: pad`). The engine runs it on the parameters, buckets and optimizer that it has, so
@@ -23,7 +24,9 @@ from shardc.ir.generation import AT, IDS, Decode, Generation, Prefill, State, Wh
 from shardc.ir.program import Program
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.step.batch_sizes import Shapes, Use
-from shardc.runtime.step.inputs import leaves, name_of
+from shardc.runtime.step.inputs import leaves, mapped, name_of
+from shardc.spec import Spec
+from shardc.spec.names import Names
 
 Build = Callable[[], nn.Module | None]
 Loss = Callable[[Any, Any], Any]
@@ -39,22 +42,25 @@ class Resizer:
     """`(program, batch, its global shapes, use) -> program for that batch`, for Program.resize.
 
     build: gives the model that was compiled, or one like it. modes: whether each of its modules was in training mode.
-    compile: shardc.compile.compile; forward: what it was given.
+    compile: shardc.compile.compile; forward, batch: what it was given.
     """
 
     def __init__(
-        self, build: Build, loss: Loss | None, modes: dict[str, bool], compile: Compile, forward: Any = False
+        self, build: Build, loss: Loss | None, modes: dict[str, bool], compile: Compile, forward: Any, batch: Any
     ) -> None:
         self.build, self.loss, self.modes, self.compile, self.forward = build, loss, modes, compile, forward
+        self.batch = mapped(batch, (), _without_numbers)
+        self._specs: list[tuple[Spec, Program]] = []
         self._programs: dict[tuple[Shapes, Use], Program] = {}
         self._generations: dict[tuple[int, int, int], Generation] = {}
         self._wholes: dict[tuple[int, int], Program] = {}
         self._lock = threading.Lock()
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Loss | None, compile: Compile, forward: Any = False) -> Resizer:
+    def of(cls, model: nn.Module, loss: Loss | None, compile: Compile, forward: Any, batch: Any) -> Resizer:
         """For a model that somebody else holds: a program does not keep its weights alive."""
-        return cls(weakref.ref(model), loss, {n: m.training for n, m in model.named_modules()}, compile, forward)
+        modes = {n: m.training for n, m in model.named_modules()}
+        return cls(weakref.ref(model), loss, modes, compile, forward, batch)
 
     def __call__(self, program: Program, batch: Any, shapes: Shapes, use: Use = "as compiled") -> Program:
         """Compile, once for each set of sizes. Ranks that are threads of one process take turns: only one may capture
@@ -70,6 +76,27 @@ class Resizer:
             if key not in self._programs:
                 self._programs[key] = self._recompile(program, batch, shapes, use)
             return self._programs[key]
+
+    def to(self, spec: Any, world: int | None) -> Program:
+        """The same model, loss and batch under another spec, compiled once. Raises ShardcError if the model no longer
+        exists.
+        """
+        with self._lock:
+            model = self.build()
+            if model is None:
+                what = "another spec wants a program of its own, and the model that was compiled no longer exists"
+                fix = (
+                    "keep it: `net = model(); program = shardc.compile(net, ...)`; or compile it, and give the program"
+                )
+                raise ShardcError(what, where="to(spec)", fix=fix)
+            loaded = Spec.load(spec, world=world, names=Names.of(model))
+            for known, program in self._specs:
+                if known == loaded:
+                    return program
+            with _modes(model, self.modes):
+                made = self.compile(model, self.batch, loaded, loss=self.loss, forward=self.forward, prove=False)
+            self._specs.append((loaded, made))
+            return made
 
     def generating(self, program: Program, rows: int, prompt: int, length: int) -> Generation:
         """How the model generates from prompts of this length in a cache of that, compiled once for these sizes.
@@ -202,6 +229,10 @@ class Resizer:
                 )
                 where = e.where if again or e.where != "engine.step" else "evaluating"
                 raise ShardcError(what, where=where, fix=fix) from e
+
+
+def _without_numbers(_: Any, leaf: Any) -> Any:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _stop_tokens(model: nn.Module) -> tuple[int, ...]:

@@ -34,12 +34,22 @@ class _Way:
         return sent, received
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """One bucket's messages that are under way. sent: is kept until they have arrived."""
+
+    way: _Way
+    work: Work
+    sent: Tensor
+    into: Tensor
+
+
 class Exchange:
     """Of one rank. dtypes: of the parameters, by placeholder name."""
 
-    def __init__(self, routes: Routes, mesh: Any, dtypes: Mapping[str, torch.dtype], limit: int = BUCKET) -> None:
+    def __init__(self, routes: Routes, mesh: Any, dtypes: Mapping[str, torch.dtype], limit: int | None = None) -> None:
         self._routes, self._mesh = routes, mesh
-        self._buckets = list(_buckets(routes.matrices, dtypes, limit * len(routes.ranks)))
+        self._buckets = list(_buckets(routes.matrices, dtypes, (limit or BUCKET) * len(routes.ranks)))
         self._there = [_without(_Way(*routes.to_owners(some)), routes.here) for some, _ in self._buckets]
         self._back = [_without(_Way(*routes.from_owners(some)), routes.here) for some, _ in self._buckets]
         self._own = [p for m in routes.matrices for p in self._kept(m)]
@@ -49,48 +59,35 @@ class Exchange:
         if self._routes.owners[m.name] == self._routes.here:
             yield from self._routes.pieces(m, self._routes.here)
 
-    @torch.no_grad()
     def to_owners(self, stored: Mapping[str, Tensor], wholes: Mapping[str, Tensor], direction: str) -> None:
         """stored: {parameter: this rank's part}; wholes: {matrix that it owns: a tensor to fill}."""
-        for p in self._own:
-            p.whole(wholes[p.matrix.name]).copy_(p.stored(stored[p.matrix.param]))
-        self._move(
-            self._there,
-            lambda p: p.stored(stored[p.matrix.param]),
-            lambda p: p.whole(wholes[p.matrix.name]),
-            direction,
-        )
+        Sending(self, direction).finish(stored, wholes)
 
     @torch.no_grad()
     def from_owners(self, wholes: Mapping[str, Tensor], stored: Mapping[str, Tensor], direction: str) -> None:
         """The way back: every rank's part of every parameter is filled."""
         for p in self._own:
             p.stored(stored[p.matrix.param]).copy_(p.whole(wholes[p.matrix.name]))
-        self._move(
-            self._back,
-            lambda p: p.whole(wholes[p.matrix.name]),
-            lambda p: p.stored(stored[p.matrix.param]),
-            direction,
-        )
+        ways = range(len(self._back) if len(self._routes.ranks) > 1 else 0)
+        begun = [self._start(i, self._back[i], lambda p: p.whole(wholes[p.matrix.name]), direction) for i in ways]
+        self._land(begun, lambda p: p.stored(stored[p.matrix.param]))
 
-    def _move(
-        self, ways: Sequence[_Way], read: Callable[[Piece], Tensor], room: Callable[[Piece], Tensor], direction: str
-    ) -> None:
-        if len(self._routes.ranks) == 1:
-            return
-        begun: list[tuple[Work, Tensor, Tensor, _Way]] = []
-        for i, (way, (_, dtype)) in enumerate(zip(ways, self._buckets, strict=True)):
-            sent, received = way.counts
-            flat = [read(p).reshape(-1) for each in way.sent for p in each]
-            x = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=self._mesh.device)
-            into = torch.empty(sum(received), dtype=dtype, device=self._mesh.device)
-            options = {"direction": direction, "tag": f"matrices{i}"}
-            work = self._mesh.start_all_to_all_rows(x, into, sent, received, self._routes.axes, **options)
-            begun.append((work, x, into, way))
-        for work, _, into, way in begun:  # what is sent is kept until then
-            work.wait()
-            pieces = [p for each in way.received for p in each]
-            for p, values in zip(pieces, into.split_with_sizes([p.numel for p in pieces]), strict=True):
+    def _start(self, i: int, way: _Way, read: Callable[[Piece], Tensor], direction: str) -> _Flight:
+        """Begin the messages of a bucket, one way."""
+        sent, received = way.counts
+        dtype, device = self._buckets[i][1], self._mesh.device
+        flat = [read(p).reshape(-1).to(device) for each in way.sent for p in each]
+        x = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
+        into = torch.empty(sum(received), dtype=dtype, device=device)
+        options = {"direction": direction, "tag": f"matrices{i}"}
+        work = self._mesh.start_all_to_all_rows(x, into, sent, received, self._routes.axes, **options)
+        return _Flight(way, work, x, into)
+
+    def _land(self, begun: Sequence[_Flight], room: Callable[[Piece], Tensor]) -> None:
+        for flight in begun:
+            flight.work.wait()
+            pieces = [p for each in flight.way.received for p in each]
+            for p, values in zip(pieces, flight.into.split_with_sizes([p.numel for p in pieces]), strict=True):
                 target = room(p)
                 target.copy_(values.view(target.shape))
 
@@ -107,6 +104,49 @@ class Exchange:
         """Elements that this rank sends to owners, and as an owner to others, in a step."""
         there, back = (sum(sum(w.counts[0]) for w in ways) for ways in (self._there, self._back))
         return there, back
+
+
+class Sending:
+    """One way to the owners, bucket by bucket: what is there can go while the rest is still being computed.
+
+    Use: `begin` as parameters' values come, `finish` with all of them."""
+
+    def __init__(self, exchange: Exchange, direction: str) -> None:
+        self._exchange, self._direction = exchange, direction
+        self._there: dict[str, Tensor] = {}
+        self._begun: list[_Flight] = []
+
+    @torch.no_grad()
+    def begin(self, stored: Mapping[str, Tensor]) -> None:
+        """Some parameters' values are there, {parameter: this rank's part}: begin the buckets that are complete, in
+        order. Ranks have to call it alike."""
+        self._there |= stored
+        x = self._exchange
+        while len(x._routes.ranks) > 1 and len(self._begun) < len(x._buckets):
+            i = len(self._begun)
+            if any(m.param not in self._there for m in x._buckets[i][0]):
+                return
+            self._begun.append(x._start(i, x._there[i], self._read, self._direction))
+
+    @torch.no_grad()
+    def finish(self, stored: Mapping[str, Tensor], wholes: Mapping[str, Tensor]) -> None:
+        """stored: all of them; wholes: {matrix that this rank owns: a tensor to fill}."""
+        self.begin(stored)
+        x = self._exchange
+        for p in x._own:
+            p.whole(wholes[p.matrix.name]).copy_(self._read(p))
+        begun, self._begun = self._begun, []
+        x._land(begun, lambda p: p.whole(wholes[p.matrix.name]))
+        self._there = {}
+
+    def drop(self) -> None:
+        """Wait for what a step began that failed halfway."""
+        for flight in self._begun:
+            flight.work.wait()
+        self._begun, self._there = [], {}
+
+    def _read(self, p: Piece) -> Tensor:
+        return p.stored(self._there[p.matrix.param])
 
 
 def _without(way: _Way, here: int) -> _Way:

@@ -10,7 +10,7 @@ after somebody wrote to what is stored (a checkpoint, or the user)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from shardc.errors import ShardcError
 from shardc.ir.matrices import Matrix, owners, work
 from shardc.ir.program import Program
-from shardc.runtime.matrices.exchange import Exchange
+from shardc.runtime.matrices.exchange import Exchange, Sending
 from shardc.runtime.matrices.routes import Routes
 from shardc.runtime.matrices.shown import Shown
+from shardc.runtime.offload import Offload
 from shardc.runtime.zero.optimizer_check import multiplies
 from shardc.runtime.zero.optimizer_list import members_of
 from shardc.runtime.zero.trained_params import trained_params
@@ -32,7 +33,8 @@ class WholeMatrices:
     """What one rank owns.
 
     stored: what it stores of each parameter, by placeholder name. members: the optimizers that need whole matrices;
-    they hold stand-ins (`shown`), which are replaced by `.owned`: {matrix: parameter}. Collective."""
+    they hold stand-ins (`shown`), which are replaced by `.owned`: {matrix: parameter}. offload: what is stored may be
+    outside of the device. Collective."""
 
     def __init__(
         self,
@@ -41,8 +43,9 @@ class WholeMatrices:
         stored: Mapping[str, nn.Parameter],
         shown: Shown,
         members: Sequence[Optimizer],
+        offload: Offload,
     ) -> None:
-        trained, order = trained_params(program), {p.name: p.order for p in program.params}
+        trained = trained_params(program)
         costs: dict[Matrix, float] = {}
         #: For each group of each of the optimizers: the matrices in it, of whichever owner.
         self.groups: dict[Optimizer, list[list[Matrix]]] = {}
@@ -51,10 +54,8 @@ class WholeMatrices:
             self.groups[member] = shown.groups(member)
             each = (m for group in self.groups[member] for m in group if m.param in trained)
             costs |= {m: work(m.shape, products=products) for m in each}
-        found = sorted(costs, key=lambda m: order[m.param])  # as backward finishes them; sorted() keeps others' order
-        routes = Routes(program, mesh.rank, found, {})
-        places = owners([costs[m] for m in found], len(routes.ranks))
-        routes.owners |= {m.name: place for m, place in zip(found, places, strict=True)}
+        routes = routes_of(program, mesh.rank, costs)
+        found = routes.matrices
         self.matrices = {m.name: m for m in found if routes.owners[m.name] == routes.here}
         self._stored = {m.param: stored[m.param] for m in found}
         self.exchange = Exchange(routes, mesh, {n: p.dtype for n, p in self._stored.items()})
@@ -63,19 +64,31 @@ class WholeMatrices:
             for n, m in self.matrices.items()
         }
         self._sent = {p.matrix.param for p in self.exchange.read}
-        self._versions = 0
+        self._sending = Sending(self.exchange, "update")
+        self._offload, self._versions = offload, 0
         self.gather()
         for member in members:
             shown.give_wholes(member, self.owned)
 
     def gather(self) -> None:
         """What is stored goes to the owners. Collective."""
-        self.exchange.to_owners(_detached(self._stored), _detached(self.owned), "state")
-        self._versions = self._version()
+        with self._offload.at_home():
+            self.exchange.to_owners(_detached(self._stored), _detached(self.owned), "state")
+        self.note()
+
+    def forget(self) -> None:
+        """Before a step: no gradient has come."""
+        self._sending.drop()
+
+    def begin(self, names: Iterable[str]) -> None:
+        """The gradients of these parameters are final: begin to send them, while backward goes on. Collective."""
+        here = {n: self._stored[n].grad for n in names if n in self._stored}
+        of_others = {n: self._stored[n] for n in here if n not in self._sent}  # of which this rank sends nothing
+        self._sending.begin({n: g.as_subclass(Tensor) for n, g in here.items() if g is not None} | of_others)
 
     def take_gradients(self) -> None:
         """The gradients of what is stored go to the owners, before the optimizer steps. Collective."""
-        grads: dict[str, Tensor] = {}
+        grads: dict[str, Tensor] = _detached({n: p for n, p in self._stored.items() if n not in self._sent})
         for name in self._sent:
             grad = self._stored[name].grad
             if grad is None:
@@ -87,14 +100,15 @@ class WholeMatrices:
             grads[name] = grad.as_subclass(Tensor)
         for p in self.owned.values():
             p.grad = torch.empty_like(p)
-        self.exchange.to_owners(grads, {n: p.grad for n, p in self.owned.items() if p.grad is not None}, "update")
+        self._sending.finish(grads, {n: p.grad for n, p in self.owned.items() if p.grad is not None})
 
     def publish(self) -> None:
         """After the optimizer's step: the new values go to all that store some of them. Collective."""
         for p in self.owned.values():
             p.grad = None
-        self.exchange.from_owners(_detached(self.owned), _detached(self._stored), "update")
-        self._versions = self._version()
+        with self._offload.at_home():
+            self.exchange.from_owners(_detached(self.owned), _detached(self._stored), "update")
+        self.note()
 
     def by_group(self, optimizer: Optimizer) -> list[list[Matrix] | None]:
         """For each group of an optimizer, or of several as one, its matrices of all owners; None: it steps parts."""
@@ -112,8 +126,22 @@ class WholeMatrices:
         """Has anybody written to what is stored, since values last came from the owners, or went there?"""
         return self._version() != self._versions
 
+    def note(self) -> None:
+        """What was written to what is stored, by a gather of its parts, is what the owners have."""
+        self._versions = self._version()
+
     def _version(self) -> int:
         return sum(p._version for p in self._stored.values())
+
+
+def routes_of(program: Program, rank: int, costs: Mapping[Matrix, float]) -> Routes:
+    """The routes of one rank. costs: of the matrices of its parameters, the work of a step of each."""
+    order = {p.name: p.order for p in program.params}
+    found = sorted(costs, key=lambda m: order[m.param])  # as backward finishes them; sorted() keeps others' order
+    routes = Routes(program, rank, found, {})
+    places = owners([costs[m] for m in found], len(routes.ranks))
+    routes.owners |= {m.name: place for m, place in zip(found, places, strict=True)}
+    return routes
 
 
 def _detached(params: Mapping[str, Tensor]) -> dict[str, Tensor]:

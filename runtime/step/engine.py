@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -56,7 +57,6 @@ from shardc.runtime.step.new_schedule import NewSchedule
 from shardc.runtime.step.stepped_once import SteppedOnce
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
-from shardc.runtime.zero.optimizer_check import check_apart, check_sharded
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
 
 
@@ -114,7 +114,8 @@ class Engine(EngineForward):
 
     `step` updates a bucket's parameters as soon as their gradients are summed, while later buckets still are
     (shardc.runtime.zero.early_step), at ZeRO 0 on a CPU, if the optimizer steps each parameter by itself and nothing
-    has to be known of all gradients first (clip_norm, loss scaling).
+    has to be known of all gradients first (clip_norm, loss scaling). Under the same condition gradients of matrices go
+    to their owners while backward runs.
 
     An error in a step before its update (a wrong batch, a failing op, Ctrl-C) leaves the engine as it was, if all ranks
     meet it: the next step starts afresh. One in the update itself, as in an optimizer of one's own, does not: the
@@ -207,7 +208,7 @@ class Engine(EngineForward):
         self.optimizer = None
         if optimizer is not None:
             self.optimizer, self._matrices = engine_optimizer.made(
-                optimizer, program, self.buckets, self.mesh, self._check_optimizer, self._tell
+                optimizer, program, self.buckets, self.mesh, self._check_optimizer, self._tell, self._offload
             )
         if self.optimizer is not None and self.mesh.device.type == "cuda" and not self._offload.places:
             choose_as_on_gpu(self.optimizer)  # not where a page's state comes and goes
@@ -226,7 +227,9 @@ class Engine(EngineForward):
             if self.optimizer is not None and not whole and self._matrices is None and self.buckets.arrive_apart
             else None
         )
-        self._stepping = False
+        #: Do gradients go to the owners of matrices while backward runs? In a step, the first time that they are final.
+        self._sends_early = self._matrices is not None and not whole
+        self._stepping = self._sending = False
         self._paged = (
             Paged(self.optimizer, self._offload) if self.optimizer is not None and self._offload.places else None
         )
@@ -280,9 +283,7 @@ class Engine(EngineForward):
         """Raises ShardcError for an optimizer that needs more than what this rank has of the parameters. whole: those
         that get whole matrices.
         """
-        check_sharded(self.program, optimizer, params, self.buckets.runs)
-        for each in whole:
-            check_apart(each)
+        engine_optimizer.check_parts(self.program, self.buckets)(optimizer, params, whole)
 
     def _check_trains(self) -> None:
         """Raises ShardcError where no parameter is trained."""
@@ -329,17 +330,20 @@ class Engine(EngineForward):
         """
         return next(iter(lr.rates(self.optimizer)), None)
 
-    def to(self, program: Program, **options: Any) -> Engine:
+    def to(self, program: Program | str | Path | Mapping[str, Any], **options: Any) -> Engine:
         """An engine of another program of the same model, over the same ranks, that goes on where this one stands: with
         its weights, buffers, optimizer's state, schedules, step, seed and places in the data, as if it had loaded this
         one's checkpoint, but from memory to memory (shardc.runtime.reshard). Collective.
 
+        program: or a spec (path, dict), for which the model is compiled: see Program.to.
         options: of the engine, in the place of this one's: `optimizer`, `clip_norm`, ...; an optimizer of another kind
         is refused. Loaders are made anew, by `loader`, and go on where those of the same name stood. This engine keeps
         its memory as long as somebody holds it: `engine = engine.to(program)`.
         Raises ShardcError for a program of another model, of other ranks, or that runs forward alone (`weights_to`).
         """
         engine_options.check_program(program)
+        if not isinstance(program, Program):
+            program = self._compiled_for(program)
         if program.forward_only:
             what, fix = "the program is forward-only: it does not train", "engine.weights_to(program.forward(model))"
             raise ShardcError(what, where="engine.to", fix=fix)
@@ -357,6 +361,18 @@ class Engine(EngineForward):
             self.mesh.hand_over(other.mesh)
         return other
 
+    def _compiled_for(self, spec: Any) -> Program:
+        """The program for another spec. Collective. Raises ShardcError, on all ranks, where one cannot compile it."""
+        self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
+        made, error = self.program, None
+        try:
+            made = self.program.to(spec, world=self.mesh.layout.world)
+        except ShardcError as e:
+            error = e
+        if self.mesh.sum_on_host([error is not None])[0]:
+            raise error or ShardcError("another rank could not compile the program for it", where="engine.to")
+        return made
+
     # --- training
 
     @one_batch
@@ -371,6 +387,7 @@ class Engine(EngineForward):
         Raises ShardcError for a batch that is not of the compiled names, shapes and dtypes.
         """
         self._stepping = self._overlapped is not None and self._overlapped.possible()
+        self._sending = self._sends_early
         try:
             with self.mesh.together(f"step {self.rng.step + 1}"):
                 result = self._backward(batch, local=local, gather=gather)
@@ -378,7 +395,7 @@ class Engine(EngineForward):
                 for callback in self.callbacks:
                     callback(self, result)
         finally:
-            self._stepping = False
+            self._stepping = self._sending = False
         return result
 
     @one_batch
@@ -414,6 +431,9 @@ class Engine(EngineForward):
         interpreter, values = self._take(batch, local=local, use="as compiled")
         for p in self.params.values():
             p.grad = None
+        if self._matrices is not None:
+            self._matrices.forget()
+        self.buckets.early = self._reduced if self._sending else None
         self._norm.start()
         scaled = self.scaler.scale if self.scaler is not None else lambda loss: loss
         b = self.buckets
@@ -519,6 +539,8 @@ class Engine(EngineForward):
             self.scaler.unscale(self.params[n].grad for n in names)
         if self._wants_norm:
             self._norm.add(names)
+        if self._sending and self._matrices is not None:
+            self._matrices.begin(names)
         if self._stepping and self._overlapped is not None and names and not self._skipping:
             self._whole = False
             with self._once.by_the_engine():

@@ -12,10 +12,12 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.matrices.shown import Shown
 from shardc.runtime.matrices.whole import WholeMatrices
+from shardc.runtime.offload import Offload
 from shardc.runtime.step import param_groups, text_numbers
 from shardc.runtime.step.whole_shapes import groups_of_whole, regroup
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
+from shardc.runtime.zero.optimizer_check import check_apart, check_sharded
 from shardc.runtime.zero.optimizer_list import as_one
 
 #: Returns a torch.optim.Optimizer, or a list of them
@@ -30,13 +32,34 @@ def adamw(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=3e-4)
 
 
+def check_parts(program: Program, buckets: Buckets) -> Check:
+    """What an optimizer is looked at for: it needs no more than what this rank has of the parameters."""
+
+    def check(
+        optimizer: torch.optim.Optimizer,
+        params: Mapping[str, nn.Parameter],
+        whole: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        check_sharded(program, optimizer, params, buckets.runs)
+        for each in whole:
+            check_apart(each)
+
+    return check
+
+
 def made(
-    make: OptimizerOf, program: Program, buckets: Buckets, mesh: Any, check: Check, tell: Callable[[str], None]
+    make: OptimizerOf,
+    program: Program,
+    buckets: Buckets,
+    mesh: Any,
+    check: Check,
+    tell: Callable[[str], None],
+    offload: Offload,
 ) -> tuple[torch.optim.Optimizer | None, WholeMatrices | None]:
     """The optimizer, on the parameters that this rank owns, None where it has nothing to train; and what brings it
     whole matrices. `make` is given parameters of the shapes that the model's layers have here.
 
-    tell: gets a note for the user. Raises ShardcError for an optimizer that trains nothing or cannot be used.
+    tell: gets a note for the user; offload: where parameters are kept outside of the device. Raises ShardcError for an optimizer that trains nothing or cannot be used.
     """
     params, runs = buckets.owned, buckets.runs
     shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in params.items()}
@@ -54,7 +77,9 @@ def made(
     check(optimizer, shown, whole)
     if runs:
         replace_stand_ins(optimizer, shown, params, runs)
-    return optimizer, WholeMatrices(program, mesh, params, matrices, whole) if matrices is not None and whole else None
+    if matrices is None or not whole:
+        return optimizer, None
+    return optimizer, WholeMatrices(program, mesh, params, matrices, whole, offload)
 
 
 def _called(make: OptimizerOf, trained: param_groups.NamedParameters, *, by_shape: bool) -> torch.optim.Optimizer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -15,6 +16,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.patterns import nearest
 from shardc.ir.program import Program
 from shardc.runtime.step import not_finite
+from shardc.spec import Spec
 
 _OF_OPTIMIZERS = ("lr", "weight_decay", "betas", "momentum", "eps")
 
@@ -59,9 +61,17 @@ def check(*, clip_norm: Any, nonfinite: Any, seed: Any, check_every: Any, optimi
     errors.raise_any()
 
 
+def _device(text: str) -> bool:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
+
+
 def check_program(given: Any) -> None:
-    """Raises ShardcError for what `engine.to` is given that is no program, such as a device."""
-    if not isinstance(given, Program):
+    """Raises ShardcError for what `engine.to` is given that is neither a program nor a spec, such as a device."""
+    if not isinstance(given, (Program, Mapping, Path, Spec)) and not (isinstance(given, str) and not _device(given)):
         what, fix = f"a {type(given).__name__} is no program: this moves to another plan", "engine.to(program)"
         if isinstance(given, (str, torch.device, torch.dtype)):
             fix = "devices are those of the ranks, the dtype is `precision` of the spec: leave it out"

@@ -15,22 +15,29 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
+from torch.optim import Optimizer
 
 from shardc import torch_modes
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime import state
+from shardc.runtime.matrices.own_loop import OwnersOptimizer
+from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh, agreement, replicas
-from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
+from shardc.runtime.mesh.agreement import SAME_CALLS, SAME_OPTIMIZER, Fact, hashed, stated
+from shardc.runtime.offload import Offload
 from shardc.runtime.reshard.between import End, Reshard, move_weights
 from shardc.runtime.rng import Rng
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.step import (
+    engine_optimizer,
     engine_options,
     evaluating,
     inputs,
+    lr,
     op_errors,
     outputs,
+    param_groups,
     partial_grad_guard,
     random_fill,
     resumed,
@@ -40,6 +47,7 @@ from shardc.runtime.step import (
 )
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
+from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.step.given_model import GivenModel
 from shardc.runtime.step.interpreter import runnable
 from shardc.runtime.step.loop_watch import LoopWatch
@@ -378,6 +386,39 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             for o, x in zip(program.outputs, values, strict=True)
         }
 
+    def optimizer(self, make: OptimizerOf) -> Optimizer:
+        """An optimizer of this module's parameters: as an engine makes one, from the same function. Collective.
+
+        make: params -> torch optimizer, or a list of them; params are (name, parameter) pairs (shardc.groups and
+        shardc.matrices take them). Where the spec says `optimizer: {matrices: ...}`, those are whole matrices, and an
+        optimizer that needs them whole is stepped by their owners: `step()` is then collective, too. It is clipped,
+        scheduled and saved as any. Raises ShardcError for an optimizer that would train otherwise than on one device.
+        """
+        r = self._running
+        with r.mesh.together("making an optimizer"):
+            param_groups.check_trains(r.program)
+            r.updates.carry_out()
+            r.updates.settle()
+            check, offload = engine_optimizer.check_parts(r.program, r.buckets), Offload(r.program.offload, r.mesh)
+            optimizer, matrices = engine_optimizer.made(make, r.program, r.buckets, r.mesh, check, r.tell, offload)
+        assert optimizer is not None, "a module has all parameters"
+        if matrices is None:
+            return optimizer
+        r.updates.owners.add(matrices)
+        return OwnersOptimizer(optimizer, matrices, r.buckets.owned.values(), self._agree_on_step)
+
+    def _agree_on_step(self, optimizer: Optimizer, written: bool) -> None:
+        """Before owners step: a rank may own nothing of a group, whose learning rate nobody else looks at."""
+        r = self._running
+        r.updates.settle()
+        if r.check:
+            rates = lr.rates(optimizer)
+            facts = [
+                Fact("the learning rate", hashed(rates), fix=SAME_OPTIMIZER, shown=lr.rates_text(rates)),
+                stated("whether parameters were written to", written, fix="write to parameters on all ranks alike"),
+            ]
+            agreement.check(r.mesh, facts, "the optimizer's step")
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale gradients so that the 2-norm of the whole model's is at most `max_norm`. After backward; collective.
@@ -428,11 +469,12 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         loaded. Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
         """
         r = self._running
+        made, matrices = _parts_of(optimizer)
         facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})} | resumed.record(r.program)
         with r.mesh.together(f"saving step {r.rng.step}"):
             self._compare("saving", stated("the number of steps done", r.rng.step, fix=SAME_CALLS))
             if r.check_every:
-                held = r.buckets.owned, self._buffers_by_name(), as_one(optimizer) if optimizer is not None else None
+                held = r.buckets.owned, self._buffers_by_name(), made
                 replicas.check_replicas(r.program, r.mesh, *held, step=r.rng.step, call="saving")
             state.save(
                 folder,
@@ -440,9 +482,10 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                 r.mesh,
                 r.buckets.owned,
                 self._buffers_by_name(),
-                as_one(optimizer) if optimizer is not None else None,
+                made,
                 facts,
                 runs=r.buckets.runs,
+                matrices=matrices,
                 saves=r.saves,
                 keep=keep,
                 overwrite=overwrite,
@@ -456,6 +499,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         checkpoint of another model or optimizer, before anything changes.
         """
         r = self._running
+        made, matrices = _parts_of(optimizer)
         r.buckets.reset(forward=True)
         r.updates.settle()
         with r.mesh.together("loading a checkpoint"):
@@ -465,8 +509,9 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                 r.mesh,
                 r.buckets.owned,
                 self._buffers_by_name(),
-                as_one(optimizer) if optimizer is not None else None,
+                made,
                 runs=r.buckets.runs,
+                matrices=matrices,
                 last_good=last_good,
             )
         r.saves.loaded(folder)
@@ -550,6 +595,15 @@ def _running(
         state.Saves(mesh),
         GivenModel(model, "this module"),
     )
+
+
+def _parts_of(optimizer: Any) -> tuple[Optimizer | None, WholeMatrices | None]:
+    """What a checkpoint has of the optimizer of a user's own loop, and the matrices that this rank owns."""
+    if optimizer is None:
+        return None, None
+    if isinstance(optimizer, OwnersOptimizer):
+        return optimizer.made, optimizer.matrices
+    return as_one(optimizer), None
 
 
 def _mark(module: ShardedModule, _: Any, __: str, metadata: dict[str, Any]) -> None:

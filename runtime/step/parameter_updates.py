@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.zero.bucket_launch import Buckets
 
 
@@ -18,6 +20,9 @@ class Updates:
     def __init__(self, buckets: Buckets) -> None:
         self.buckets, self._noted, self._settled = buckets, False, True
         self._versions = self._now()
+        #: What owners keep of these parameters: a gather writes them, too, and changes nothing for them.
+        self.owners: weakref.WeakSet[WholeMatrices] = weakref.WeakSet()
+        self._same: list[WholeMatrices] = []
 
     @property
     def due(self) -> bool:
@@ -34,6 +39,7 @@ class Updates:
 
     def carry_out(self) -> None:
         if self.due:
+            self._same = [m for m in self.owners if not m.written]
             self.buckets.publish()
             self._noted = self._settled = False
 
@@ -41,6 +47,9 @@ class Updates:
         if not self._settled:
             self.buckets.wait_for_gathers()
             self._settled, self._versions = True, self._now()
+            for m in self._same:
+                m.note()
+            self._same = []
 
     def _now(self) -> int:
         return sum(p._version for p in self.buckets.owned.values())

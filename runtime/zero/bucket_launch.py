@@ -85,6 +85,9 @@ class Buckets:
         self._gathers = any(isinstance(b, ShardedParamBucket) for b in self._all)
         self._active = False
         self._flying: list[ReplicatedBucket] = []
+        #: Called with a bucket's parameters whose sums are there already while backward runs; None: `finish` gives all.
+        self.early: Reduced | None = None
+        self._done: set[ReplicatedBucket] = set()
         self.given: dict[str, Any] = {}
         self.owned: dict[str, nn.Parameter] = {}
         for name, p in params.items() if isinstance(params, Mapping) else params:
@@ -147,7 +150,7 @@ class Buckets:
         pipeline.
         """
         if first:
-            self._next, self._active, self._flying = 0, True, []
+            self._next, self._active, self._flying, self._done = 0, True, [], set()
             self._left = {b: set(stages) for b, stages in self._stages.items()}
         for b in self._all:
             if first or stage in self._stages[b]:
@@ -217,6 +220,10 @@ class Buckets:
         """A bucket's sum is under way: go on with the one before it, whose buffer is then free."""
         for other in self._flying:
             other.settle()
+            if self.early is not None and other.final and other not in self._done:
+                self._done.add(other)
+                other.finish()
+                self.early(other.spec.params)
         self._flying = [bucket]
 
     def finish(self, reduced: Reduced | None = None) -> None:
@@ -226,12 +233,13 @@ class Buckets:
         self._scatter(all_of_them=True)
         self._launch(all_of_them=True)
         self._gathered.end_backward()
-        for b in self._all:
+        left = [b for b in self._all if b not in self._done]
+        for b in left:
             if isinstance(b, ScatteredBucket):
                 b.launch()
-        for b in self._all:
+        for b in left:
             b.settle()
-        for b in self._all:
+        for b in left:
             b.finish()
             if reduced is not None:
                 reduced(b.spec.params)

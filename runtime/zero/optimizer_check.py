@@ -90,10 +90,12 @@ def _check_sharded(
         iter(shardings.values()),
         ParamSharding((), f"each rank along {program.axis} has those of its stages", "pipeline", "remove the pipeline"),
     )
-    fix = (
-        "use an optimizer that updates every element by itself (SGD, Adam, AdamW, ...), or write optimizer: {matrices:"
-        f" whole}} in the spec, which gives each matrix to one rank, or {first.instead}"
+    how = (
+        "write optimizer: {matrices: whole} in the spec, which gives each matrix to one rank"
+        if program.matrices is None
+        else "make it by module.optimizer(lambda params: ...), which gives each matrix to one rank"
     )
+    fix = f"use an optimizer that updates every element by itself (SGD, Adam, AdamW, ...), or {how}, or {first.instead}"
     samples, grads, one = _check_apart(optimizer, shardings, first, fix)
     whole, pieces = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings)
     if runs:

@@ -121,6 +121,11 @@ class ReplicatedBucket:
     def settle(self) -> None:
         """Later buckets are under way: go on with this one."""
 
+    @property
+    def final(self) -> bool:
+        """Is the sum that is under way the step's last?"""
+        return not self.spec.late
+
     def finish(self) -> None:
         """Wait for the sums: gradients stand in `.owned`, and nowhere else: who lets go of them frees the memory for
         the next forward.

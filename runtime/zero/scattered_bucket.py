@@ -53,6 +53,10 @@ class ScatteredBucket(ShardedBucket):
         if self._final and self._sum is None:
             self._rest(part, at_once=True)
 
+    @property
+    def final(self) -> bool:
+        return self._final
+
     def settle(self) -> None:
         if self._coming is not None:
             self._work.wait()

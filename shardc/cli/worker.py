@@ -189,7 +189,7 @@ def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh, Callable[[str], Non
     file = model_file.load(job.model, batch=job.batch, seq=job.seq, seed=settings.seed)
     program = load(job.program, trust=job.trust, as_compiled=True)
     forward = "score" if program.scores else program.forward_only and (file.outputs or True)
-    program.resize = Resizer(file.on_meta, file.loss, {}, _compiled, forward)
+    program.resize = Resizer(file.on_meta, file.loss, {}, _compiled, forward, file.batch)
     timeout = timedelta(seconds=settings.timeout) if settings.timeout else None
     mesh = runtime_mesh(program, watch=settings.watch, timeout=timeout)
     tell = Told(Path(job.progress)).say if job.progress else told

@@ -82,6 +82,9 @@ class Resize(Protocol):
     def whole(self, program: Program, rows: int, length: int, /) -> Program:
         """To generate without a cache: for sequences of this length."""
 
+    def to(self, spec: Any, world: int | None, /) -> Program:
+        """For another spec."""
+
 
 @dataclass(frozen=True)
 class Value:
@@ -687,6 +690,18 @@ class Program:
         from shardc.report import html
 
         return html(self, self.cost(device), self.prove(), full=full) if self.stages else html(self, full=full)
+
+    def to(self, spec: str | Path | Mapping[str, Any] | Spec, *, world: int | None = None) -> Program:
+        """The same model, loss and batch compiled for another spec (path, dict or Spec), which the engine of this one
+        can go on under: `engine.to(program.to("split.yaml"))`, or at once `engine.to("split.yaml")`.
+
+        world: number of ranks, where known, as of `shardc.compile`. Raises ShardcError as that does; where the model no
+        longer exists; and of a program that was loaded, which has none.
+        """
+        if self.resize is None:
+            what, fix = "a program that was loaded has no model to compile", "load, or compile, the other program"
+            raise ShardcError(what, where="program.to", fix=fix)
+        return self.resize.to(spec, world)
 
     def reshard(self, other: Program, *, moments: int = 0) -> Resharding:
         """What would move from this program's ranks to those of another one of the same model, by `engine.to` and

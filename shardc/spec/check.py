@@ -102,7 +102,6 @@ class Check:
         self.pipeline()
         self.gathers()
         self.offload()
-        self.matrices()
         self.lists()
         self.lengths()
 
@@ -308,14 +307,6 @@ class Check:
                 "the mesh has no data axis over which parameters are gathered",
                 "add dp to the mesh; dp: 1 is enough",
             )
-
-    def matrices(self) -> None:
-        """Owners of matrices keep their state on the device."""
-        offload = self.form.data.offload
-        used = [k for k in ("optimizer", "parameters") if getattr(offload, k) != "none"]
-        if self.form.optimizer.matrices is not None and used:
-            what = f"`optimizer: {{matrices: ...}}` and `data: {{offload: {{{used[0]}: ...}}}}` do not go together"
-            self.add(("optimizer", "matrices"), what, "leave one of them out", value=False)
 
     def lists(self) -> None:
         for section, axes in (("batch", self.form.batch.axes or ()), ("data", self.form.data.axis)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,39 @@ def test_matrices_with_owners(tmp_path: Path) -> None:
         same(engine, back)
 
     loopback(old.mesh, work)
+
+
+def test_a_spec_in_the_place_of_a_program(tmp_path: Path) -> None:
+    """A path, a dict, a compiled one: the same program, compiled once for all ranks."""
+    old, new, source = small(zero=3, dp=4), small(tp=4), two()
+    spec = {"shardc": 1, "mesh": {"tp": 4}, "shard": {"up": "column", "down": "row"}}
+    path = tmp_path / "split.yaml"
+    path.write_text("shardc: 1\nmesh: {tp: -1}\nshard: {up: column, down: row}\n")
+    program = shardc.compile(source, PAIR, {"shardc": 1, "mesh": {"dp": 4}, "data": {"zero": 3}})
+
+    def work(mesh: LoopbackMesh) -> None:
+        engine, first = (p.engine(source, adamw, mesh=mesh) for p in (program, old))
+        for e in (engine, first):
+            e.step(PAIR)
+        moved, named, expected = engine.to(spec), engine.to(path), first.to(new)
+        assert moved.program is named.program
+        assert moved.program.text() == new.text()
+        same(moved, expected)
+        assert float(moved.step(PAIR)) == float(expected.step(PAIR))
+
+    loopback(program.mesh, work)
+    assert program.to(spec).mesh == new.mesh
+    with pytest.raises(ShardcError, match="3 ranks"):
+        loopback(program.mesh, lambda mesh: program.engine(source, mesh=mesh).to({"shardc": 1, "mesh": {"dp": 3}}))
+
+
+def test_a_spec_without_a_model_to_compile() -> None:
+    program = shardc.compile(two(), PAIR, {"shardc": 1, "mesh": {"dp": 4}})
+    gc.collect()
+    with pytest.raises(ShardcError, match="the model that was compiled no longer exists"):
+        program.to({"shardc": 1, "mesh": {"dp": 2}})
+    with pytest.raises(ShardcError, match="a program that was loaded has no model to compile"):
+        replace(program, resize=None).to({"shardc": 1, "mesh": {"dp": 2}})
 
 
 def test_weights_for_a_forward_only_program_and_back() -> None:
