@@ -107,7 +107,7 @@ class GradientBuckets(Pass):
                 continue
             dtype = reduce if reduce is not None and p.dtype.is_floating_point else p.dtype
             size = max(replace(p.value, dtype=dtype).nbytes(mesh), p.value.nbytes(mesh))
-            compute = uses.dtype(p.name) if zero else None
+            compute = uses.dtype(p) if zero else None
             rounded = uses.rounded(p.name) if zero == 3 else None
             # parameters of one dtype together; where they are gathered, not with those that are needed at other times
             # or not at all
@@ -312,10 +312,13 @@ class _Uses:
     def first_users(self, stage: int, params: tuple[str, ...]) -> list[str]:
         return [self._first_user[stage, p] for p in params if (stage, p) in self._first_user]
 
-    def dtype(self, param: str) -> torch.dtype | None:
-        """The dtype in which all ops want a parameter, where that is another one than it has."""
-        dtypes = self._casts.get(param, {None})
-        return next(iter(dtypes)) if len(dtypes) == 1 else None
+    def dtype(self, p: Param) -> torch.dtype | None:
+        """The dtype in which all ops want a parameter, where that is a narrower one than it has: nobody gathers
+        quantised numbers in the dtype of products.
+        """
+        dtypes = self._casts.get(p.name, {None})
+        found = next(iter(dtypes)) if len(dtypes) == 1 else None
+        return found if found is not None and found.itemsize <= p.dtype.itemsize else None
 
     def rounded(self, param: str) -> Rounded | None:
         """How a parameter, or its cast, is rounded to float8, where nothing else is done with it."""

@@ -37,8 +37,8 @@ class Matrices(Pass):
 
     def run(self, program: Program) -> Program:
         note = (
-            "optimizer: {matrices: ...}: what goes to owners of matrices and back depends on the optimizer:"
-            " program.cost(optimizer=...) counts it, and the collectives of this program, plans and proofs do not"
+            "optimizer: {matrices: ...}: what goes to owners of matrices and back is counted for Muon (AdamW for"
+            " tables, head, norms and biases); program.cost(optimizer=...) counts it for another optimizer"
         )
         return replace(program, matrices=cuts_of(self.spec, program), notes=(*program.notes, note))
 

@@ -30,6 +30,7 @@ from shardc.ir.program import OffloadPlaces, Program
 from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner
 from shardc.passes.annotate import model_plan
 from shardc.passes.annotate.inputs import with_microbatches
+from shardc.runtime.state import quantized
 from shardc.spec import Spec
 from shardc.spec.names import Names
 
@@ -75,6 +76,7 @@ def compile(
             what, where="shardc.compile", fix="pass the batch before the spec: compile(model, batch, spec)"
         )
     start = time.perf_counter()
+    model = quantized.plain(model)
     passes = runner.Runner(dump=Path(dump) if dump else None, on_pass=on_pass)
 
     names = Names.of(model) if isinstance(model, nn.Module) else None

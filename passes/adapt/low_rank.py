@@ -9,6 +9,7 @@ As peft's (tuners/lora/layer.py, dora.py), which write A and B as the weights of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 from torch import fx
 
 from shardc.errors import Errors
-from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, name_beside
-from shardc.ir.graph import placeholders, source_of, value_of
+from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, name_beside, whole_name
+from shardc.ir.graph import operands_of, placeholders, source_of, stored_alone, value_of
 from shardc.ir.patterns import names_weight
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Param, Program
@@ -72,11 +73,14 @@ class LowRank:
         self.last = nodes[program.params[-1].name]
         names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
         adapted: set[int] = set()
+        parts = sorted(filter(_quantised, program.params), key=lambda p: math.prod(p.shape))
+        largest = {whole_name(p.fqn): p.name for p in parts}.values()  # which has the numbers, beside scales
         for p in program.params:
             found = next((i for i, e in enumerate(self.spec.adapters) if _names(e, p)), None)
-            if found is None or len(p.shape) < 2:
+            quantised = _quantised(p)
+            if found is None or (len(p.shape) < 2 and not quantised) or (quantised and p.name not in largest):
                 continue
-            uses = list(_uses(nodes[p.name]))
+            uses = list((_made if quantised else _uses)(nodes[p.name]))
             if uses:
                 adapted.add(found)
                 self._adapt(p, self.spec.adapters[found], found, uses)
@@ -113,13 +117,18 @@ class LowRank:
             what = f"{said} of adapters of experts ({p.fqn}): what an expert takes is only known inside of its op"
             self.errors.add(what, where=where, fix=f"an entry of its own for experts, without {said}")
             return
-        *experts, rows, columns = p.shape
+        if entry.kind == "dora" and _quantised(p):
+            what = f"kind: dora of {whole_name(p.fqn)}: it is quantised, and has no rows whose lengths are known"
+            self.errors.add(what, where=where, fix="kind: lora, or rslora")
+            return
+        *experts, rows, columns = shape = _shape(p, uses[0])
         n, k = (columns, rows) if flipped else (rows, columns)
-        out, into = (len(p.shape) - 1, len(p.shape) - 2) if flipped else (len(p.shape) - 2, len(p.shape) - 1)
-        last = len(p.shape) - 1
-        a = self._param(p, A, (*experts, entry.rank, k), {0: 0, into: last} if experts else {into: last})
-        b = self._param(p, B, (*experts, n, entry.rank), {0: 0, out: last - 1} if experts else {out: last - 1})
-        m = self._param(p, MAGNITUDE, (n,), {out: 0}) if entry.kind == "dora" else None
+        out, into = (len(shape) - 1, len(shape) - 2) if flipped else (len(shape) - 2, len(shape) - 1)
+        last = len(shape) - 1
+        dtype = p.dtype if not _quantised(p) else _floating(uses[0])
+        a = self._param(p, dtype, A, (*experts, entry.rank, k), {0: 0, into: last} if experts else {into: last})
+        b = self._param(p, dtype, B, (*experts, n, entry.rank), {0: 0, out: last - 1} if experts else {out: last - 1})
+        m = self._param(p, dtype, MAGNITUDE, (n,), {out: 0}) if entry.kind == "dora" else None
         adapter = Adapter(
             p.name,
             a.name,
@@ -142,15 +151,17 @@ class LowRank:
                     summed = self._summed(use, use.weight, factors, adapter)
                 use.call.replace_input_with(use.weight, summed)
                 continue
-            with self.program.graph.inserting_before(use.call.next):
+            with self.program.graph.inserting_before(_result(use.call).next):
                 factors = [self.emit.cast(x, dtype) for x in (a, b)]
                 self._beside(use, factors, self.emit.cast(m, dtype) if m is not None else None, adapter)
 
-    def _param(self, base: Param, part: str, shape: tuple[int, ...], dims: dict[int, int]) -> fx.Node:
+    def _param(
+        self, base: Param, dtype: torch.dtype, part: str, shape: tuple[int, ...], dims: dict[int, int]
+    ) -> fx.Node:
         """A parameter of an adapter: its placeholder. dims: {dim of the weight: dim that is split as it is}."""
         own = {
             axis: replace(s, dim=dims[s.dim]) if isinstance(s, Shard) and s.dim in dims else None
-            for axis, s in base.layout.items
+            for axis, s in (base.layout.items if len(base.shape) > 1 else ())  # of blocks in a row nothing is known
         }
         layout = Layout(tuple((axis, s) for axis, s in own.items() if s is not None))
         fqn = name_beside(base.fqn, part)
@@ -159,7 +170,7 @@ class LowRank:
             node = graph.placeholder("".join(c if c.isalnum() else "_" for c in fqn).strip("_"))
         node.target = node.name
         members = tuple(name_beside(n, part) for n in base.members)
-        p = Param(node.name, fqn, shape, base.dtype, True, layout=layout, members=members)
+        p = Param(node.name, fqn, shape, dtype, True, layout=layout, members=members)
         beside = placeholders(graph)[base.name].meta
         cause = {axis: text for axis, text in beside.get("cause", {}).items() if own.get(axis) is not None}
         node.meta = {**beside, "value": replace(p.value, layout=Layout()), "cause": cause}
@@ -173,15 +184,16 @@ class LowRank:
         """Adds what the adapter makes to the result of a product with a matrix."""
         emit, call = self.emit, use.call
         x_at, _, bias_at, _ = _PRODUCTS[call.target]
+        scaled = _result(call)
         x = call.args[x_at]
         bias = call.args[bias_at] if 0 <= bias_at < len(call.args) else None
         assert isinstance(x, fx.Node)
-        (a, b), users = factors, list(call.users)
+        (a, b), users = factors, list(scaled.users)
         dropped = emit.dropout(x, adapter.dropout)
         low = emit(aten.linear.default, emit(aten.linear.default, dropped, a), b)
         low = emit(aten.mul.Tensor, low, adapter.scale) if adapter.scale != 1 else low
         if m is None:
-            result = emit(aten.add.Tensor, call, low)
+            result = emit(aten.add.Tensor, scaled, low)
         else:
             gain = self._gain(use, factors, m, adapter)
             if adapter.dropout:  # what the lengths scale sees dropout, too
@@ -193,7 +205,7 @@ class LowRank:
                 result = emit(aten.mul.Tensor, emit(aten.add.Tensor, whole, low), gain)
                 result = result if bias is None else emit(aten.add.Tensor, result, bias)
         for user in users:
-            user.replace_input_with(call, result)
+            user.replace_input_with(scaled, result)
 
     def _product(self, use: _Use, x: fx.Node) -> fx.Node:
         """The product of x and the weight, without a bias."""
@@ -223,6 +235,61 @@ class LowRank:
 def _names(entry: Entry, p: Param) -> bool:
     """Does an entry name this weight, or the module that it is in?"""
     return any(names_weight(entry.match, n) for n in p.names)
+
+
+def _quantised(p: Param) -> bool:
+    return whole_name(p.fqn) != p.fqn
+
+
+def _floating(use: _Use) -> torch.dtype:
+    """The dtype of the scales of a quantised weight, in which adapters beside it are kept."""
+    todo = [use.weight, *operands_of(_result(use.call))]
+    while todo:
+        node = todo.pop(0)
+        if node.op == "placeholder" and node.meta.get("stored") and value_of(node).dtype.is_floating_point:
+            return value_of(node).dtype
+        todo += operands_of(node) if stored_alone(node) else []
+    return value_of(use.call).dtype
+
+
+def _result(call: fx.Node) -> fx.Node:
+    """The result of a product: where the weight's scales multiply it, what they make of it."""
+    users = list(call.users)
+    scaled = len(users) == 1 and users[0].target is aten.mul.Tensor
+    if scaled and any(x is not call and stored_alone(x) for x in operands_of(users[0])):
+        return users[0]
+    return call
+
+
+def _shape(p: Param, use: _Use) -> tuple[int, ...]:
+    """Of a weight, of which p may have the numbers in a row: then as [out, in]."""
+    if len(p.shape) > 1:
+        return p.shape
+    shape = value_of(use.weight).shape
+    return shape[::-1] if use.flipped else shape
+
+
+def _made(part: fx.Node) -> Iterator[_Use]:
+    """The products that take a quantised weight, put together of its numbers and scales. part: the numbers, of the
+    weight's shape, or in a row.
+    """
+    stored = value_of(part).shape
+    todo, seen = [(part, False)], set[fx.Node]()
+    while todo:
+        node, turned = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for user in node.users:
+            if user.target in _PRODUCTS and user.args[_PRODUCTS[user.target][1]] is node:
+                _, place, _, flipped = _PRODUCTS[user.target]
+                if len(stored) == 1:
+                    yield _Use(user, node, place, flipped, stored=False)
+                elif value_of(node).shape == (stored[::-1] if turned else stored):
+                    yield _Use(user, node, place, flipped, flipped != turned)
+            elif user.op == "call_function" and stored_alone(user):
+                turns = user.target is aten.transpose.int and len(value_of(node).shape) == 2
+                todo.append((user, turned != turns))
 
 
 def _uses(node: fx.Node) -> Iterator[_Use]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardc.ir.graph import source_of
+from shardc.ir.graph import operands_of, producer_of, source_of, stored_alone
 from shardc.ir.placement import Shard
 from shardc.passes.annotate.propagate_split import uses
 from shardc.rules import registry
@@ -54,11 +54,15 @@ def role_of(node: fx.Node, dim: int, module: str = "") -> str:
         s = choices.from_operand(i, Shard(dim), 1)
         if s is None:
             continue
-        if len(call.operands) == 1 and len(call.results) == 1 and isinstance(out := s.outputs[0], Shard):
-            later = role_of(user, out.dim, module)
-            if later:
-                return later
-            continue
+        beside = [x for j, x in enumerate(operands_of(user)) if j != i]
+        if len(call.results) == 1 and isinstance(out := s.outputs[0], Shard):
+            if all(map(stored_alone, beside)):  # the weight is made of it
+                later = role_of(user, out.dim, module)
+                if later:
+                    return later
+                continue
+            if rule.flops is None and node.meta["value"].shape[dim] > 1 and any(_ends(x, user) for x in beside):
+                return "bias"
         factor = s.factor.partition("/")[0]
         if i in rule.added:
             return "bias"
@@ -68,6 +72,21 @@ def role_of(node: fx.Node, dim: int, module: str = "") -> str:
         if rule.flops is not None and not any(factor in d for o in others for d in o):
             return "out"
     return ""
+
+
+def _ends(node: fx.Node, user: fx.Node) -> bool:
+    """Is a value the result of a matrix product, with ops in between that the user's module does to each element: is
+    it what a gain or a bias of that product is multiplied by, or added to?
+    """
+    while (op := producer_of(node)[0]).op == "call_function" and source_of(op).module == source_of(user).module:
+        rule = registry.find(op.target)
+        if rule is None or rule.flops is not None:
+            return rule is not None
+        onward = [x for x in operands_of(op) if not stored_alone(x)]
+        if len(onward) != 1:
+            return False
+        node = onward[0]
+    return False
 
 
 def fused_parts(node: fx.Node, dim: int) -> int:
@@ -101,10 +120,11 @@ def roles_of(node: fx.Node, module: str = "") -> list[str]:
 
 def dim_by_roles(node: fx.Node, style: Style, roles: list[str]) -> int | None:
     """`dim_for_style` of a parameter whose dims have these roles."""
+    sizes = node.meta["value"].shape
     for role in ROLES[style]:
         if role in roles:
             return roles.index(role)
     alone = node.meta["value"].shape == (1,)  # the bias of one output
-    return (
-        -1 if "bias" in roles or alone or not node.users else None
-    )  # a row-parallel layer's bias is added once, whole
+    # a row-parallel layer's bias is added once, whole; scales of rows are whole where columns are split
+    kept = "bias" in roles or (any(roles) and all(n == 1 for n, r in zip(sizes, roles, strict=True) if not r))
+    return -1 if kept or alone or not node.users else None

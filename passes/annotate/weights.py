@@ -7,12 +7,14 @@ out-features are the factor that only the weight and the result have, in-feature
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from shardc.errors import Errors
+from shardc.ir.adapters import whole_name
 from shardc.ir.graph import placeholders
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import match, names_weight
@@ -41,12 +43,16 @@ class Weights:
     _unsplittable: set[int] = field(default_factory=set)  # rules whose style word has no meaning for some weight
     _indivisible: list[tuple[Param, Layout, str]] = field(default_factory=list)  # with the places that split them
     _idle: list[str] = field(default_factory=list)  # of alternatives that match nothing
+    _whole: list[str] = field(default_factory=list)  # parts of quantised weights that no style word splits
     # (kv heads, digit) -> weights whose queries all ranks of the digit compute
     _repeated: dict[tuple[int, str], list[str]] = field(default_factory=dict)
 
     @property
     def notes(self) -> Iterator[str]:
         yield from self._idle
+        if self._whole:
+            more = f" and {len(self._whole) - 1} more" if len(self._whole) > 1 else ""
+            yield f"{self._whole[0]}{more}: whole on every rank: nothing splits this part of a quantised weight"
         for (kv, digit), (first, *others) in self._repeated.items():
             more = f" and {len(others)} more" if others else ""
             yield (
@@ -144,6 +150,10 @@ class Weights:
                 {dim: (DimShard(axis=rule.axis, split=fused_parts(node, dim)),)} if dim >= 0 else {}, node
             )
             return layout if self._fits(p, layout, name, where, errors) else None
+        if whole_name(p.fqn) != p.fqn:  # a part of a quantised weight, whose blocks do not lie along such a dim
+            if math.prod(p.shape) > 1:
+                self._whole.append(p.fqn)
+            return self._split({}, node)
         if i in self._unsplittable:  # one error for the pattern, not one for every weight it matches
             return None
         self._unsplittable.add(i)

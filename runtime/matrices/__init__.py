@@ -5,6 +5,8 @@ it. Gradients go there, updates come back, the optimizer's state stays (`optimiz
     exchange       the messages: buckets of matrices, one all_to_all each
     shown          what the user's function is given: a stand-in for each matrix
     whole          the matrices that this rank owns, in the optimizers that need them whole
+    own_loop       their step in a loop of the user's own
+    assumed        what is counted of a program whose optimizer nobody has named
 
 Which matrices a parameter consists of, and who owns them: shardc.ir.matrices.
 """

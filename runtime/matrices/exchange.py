@@ -35,6 +35,31 @@ class _Way:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """The messages of one rank. buckets: the matrices of each, in order, and their dtype; there, back: its pieces, to
+    owners and from them.
+    """
+
+    buckets: list[tuple[list[Matrix], torch.dtype]]
+    there: list[_Way]
+    back: list[_Way]
+
+
+def planned(routes: Routes, dtypes: Mapping[str, torch.dtype], limit: int | None = None) -> Planned:
+    """limit: bytes of matrices in a bucket, for each rank. Without what a rank would send itself."""
+    buckets = list(_buckets(routes.matrices, dtypes, (limit or BUCKET) * len(routes.ranks)))
+    there = [_without(_Way(*routes.to_owners(some)), routes.here) for some, _ in buckets]
+    back = [_without(_Way(*routes.from_owners(some)), routes.here) for some, _ in buckets]
+    return Planned(buckets, there, back)
+
+
+def bytes_sent(plan: Planned) -> list[int]:
+    """Bytes that the rank sends in each message."""
+    ways = (zip(plan.buckets, way, strict=True) for way in (plan.there, plan.back))
+    return [dtype.itemsize * sum(w.counts[0]) for each in ways for (_, dtype), w in each]
+
+
+@dataclass(frozen=True)
 class _Flight:
     """One bucket's messages that are under way. sent: is kept until they have arrived."""
 
@@ -49,9 +74,8 @@ class Exchange:
 
     def __init__(self, routes: Routes, mesh: Any, dtypes: Mapping[str, torch.dtype], limit: int | None = None) -> None:
         self._routes, self._mesh = routes, mesh
-        self._buckets = list(_buckets(routes.matrices, dtypes, (limit or BUCKET) * len(routes.ranks)))
-        self._there = [_without(_Way(*routes.to_owners(some)), routes.here) for some, _ in self._buckets]
-        self._back = [_without(_Way(*routes.from_owners(some)), routes.here) for some, _ in self._buckets]
+        plan = planned(routes, dtypes, limit)
+        self._buckets, self._there, self._back = plan.buckets, plan.there, plan.back
         self._own = [p for m in routes.matrices for p in self._kept(m)]
 
     def _kept(self, m: Matrix) -> Iterator[Piece]:
@@ -100,10 +124,9 @@ class Exchange:
                 yield from each
 
     @property
-    def elements(self) -> tuple[int, int]:
-        """Elements that this rank sends to owners, and as an owner to others, in a step."""
-        there, back = (sum(sum(w.counts[0]) for w in ways) for ways in (self._there, self._back))
-        return there, back
+    def nbytes(self) -> list[int]:
+        """Bytes that this rank sends in each message of a step."""
+        return bytes_sent(Planned(self._buckets, self._there, self._back))
 
 
 class Sending:

@@ -40,7 +40,7 @@ class OwnersOptimizer(Optimizer):
     def _take_over(self) -> None:
         self.param_groups, self.defaults, self.state = self.made.param_groups, self.made.defaults, self.made.state
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """One step of all matrices, and of what else it has. closure: computes the loss, which is returned. Collective.
 
         Where backward reached none of the parameters, nothing is done."""

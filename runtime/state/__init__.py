@@ -30,6 +30,7 @@ place in the global tensor, never by how a program shards, so that any mesh read
     init_recorder         records that; init_tape: the tape, and the replay of any tensor
     adapter_files         what is exported of them: peft's folders, or merged weights
     adapters              weights of adapters that the spec adds: how they begin, and peft's files
+    quantized             weights that are tensors of tensors (torchao's), taken apart
     tape_slices           a slice of a recorded tensor, traced back to the tensors of files that it is made of
 """
 
@@ -49,6 +50,7 @@ from shardc.runtime.state.checkpoint_folder import DamagedError, SavingError
 from shardc.runtime.state.export import export_safetensors, skeleton
 from shardc.runtime.state.loading import load
 from shardc.runtime.state.parts import blank, constants, local_parameters, local_parts
+from shardc.runtime.state.quantized import plain
 from shardc.runtime.state.saving import Saves, save
 from shardc.runtime.state.sources import Weights, weights, weights_for
 
@@ -65,6 +67,7 @@ __all__ = [
     "load",
     "local_parameters",
     "local_parts",
+    "plain",
     "save",
     "skeleton",
     "weights",

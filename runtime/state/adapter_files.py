@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, name_beside
+from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, name_beside, whole_name
 from shardc.ir.program import Param, Program
 from shardc.runtime.state.adapters import CONFIG, PREFIX, as_peft, parts, peft_name
 
@@ -46,6 +46,10 @@ class OfSpec:
         made = {n: x for n, x in tensors.items() if n not in parts(self.program)}
         for adapter in self.program.adapters:
             base = self._of(adapter)
+            if whole_name(base.fqn) != base.fqn:
+                what = f"{whole_name(base.fqn)} is quantised: what is added to it would be rounded"
+                fix = "export the adapters (without merge)"
+                raise ShardcError(what, where="merge", fix=fix)
             if tied := [other for other, name in ties.items() if name in base.names]:
                 what = f"{base.fqn} is also {tied[0]}, which its adapter does not change: they cannot be merged"
                 fix = "export the adapters (without merge), or train with the two weights apart"
@@ -61,11 +65,12 @@ class OfSpec:
         adapters = self.program.adapters
         modules = {a: self._of(a) for a in adapters}
         # peft's patterns are of modules: those of single parameters get what holds for all
-        alike = [a for a, p in modules.items() if not p.names[0].endswith(".weight")] or adapters
+        alike = [a for a, p in modules.items() if not whole_name(p.names[0]).endswith(".weight")] or adapters
         rank = Counter(a.rank for a in alike).most_common(1)[0][0]
         alpha = Counter(a.alpha for a in alike).most_common(1)[0][0]
-        layers = [n for p in modules.values() for n in (p.members or (p.fqn,))]
-        keys = {n.removesuffix(".weight"): a for a, p in modules.items() for n in (p.members or (p.fqn,))}
+        named = {a: [whole_name(n) for n in (p.members or (p.fqn,))] for a, p in modules.items()}
+        layers = [n for names in named.values() for n in names]
+        keys = {n.removesuffix(".weight"): a for a, names in named.items() for n in names}
         config: dict[str, Any] = {
             "peft_type": "LORA",
             "task_type": None,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, name_beside
+from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, name_beside, whole_name
 from shardc.ir.program import Program
 from shardc.runtime.state.init import Recipe, record
 from shardc.runtime.state.init_recorder import Recorder
@@ -58,7 +58,7 @@ def parts(program: Program) -> dict[str, Part]:
             p = by_name[name]
             shape = p.shape[1:] if p.members else p.shape
             for of in base.members or (base.fqn,):
-                part = Part(adapter, of, kind, shape)
+                part = Part(adapter, whole_name(of), kind, shape)
                 found[part.name] = part
     return found
 
@@ -238,7 +238,7 @@ def _check_config(files: WeightFiles, program: Program) -> None:
     errors = Errors()
     for adapter in program.adapters:
         p = program.param(adapter.base)
-        module = p.names[0].removesuffix(".weight")
+        module = whole_name(p.names[0]).removesuffix(".weight")
         other = next((x for key, x in alphas.items() if re.match(rf"(.*\.)?({key})$", module)), alpha)
         if (peft, kind, float(other)) != ("LORA", adapter.kind, adapter.alpha):
             what = f"the adapter of {module} is {peft} {kind} of alpha {other}, and {adapter.kind} of alpha"

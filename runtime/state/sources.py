@@ -17,6 +17,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.runtime.state.init import Recipe, named_tensors, record, record_reset
 from shardc.runtime.state.init_recorder import Recorder
 from shardc.runtime.state.pretrained import hf_builder, place
+from shardc.runtime.state.quantized import plain_state
 from shardc.runtime.state.sliced_tensors import Sliced, whole
 from shardc.runtime.state.tape_slices import Drawn, OnTape, drawn
 from shardc.runtime.state.weight_files import WeightFiles, open_weights
@@ -54,7 +55,7 @@ def weights(source: Any, seed: int) -> Weights:
         return of_recipe(source, seed)
     if isinstance(source, Mapping):
         check_flat(source)
-        return _of_tensors({k: x for k, x in source.items() if isinstance(x, Tensor)}, "state_dict")
+        return _of_tensors({k: x for k, x in plain_state(source).items() if isinstance(x, Tensor)}, "state_dict")
     if isinstance(source, (str, Path, WeightFiles)):
         return _of_files(source)
     if callable(source):

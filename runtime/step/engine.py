@@ -151,6 +151,7 @@ class Engine(EngineForward):
             optimizer=optimizer,
             scheduler=scheduler,
         )
+        model = state.plain(model)
         self.program, self.callbacks = program, list(callbacks)
         self._options: dict[str, Any] = {
             "optimizer": optimizer,
@@ -227,8 +228,7 @@ class Engine(EngineForward):
             if self.optimizer is not None and not whole and self._matrices is None and self.buckets.arrive_apart
             else None
         )
-        #: Do gradients go to the owners of matrices while backward runs? In a step, the first time that they are final.
-        self._sends_early = self._matrices is not None and not whole
+        self._sends_early = not whole  # gradients of matrices to their owners, while backward runs
         self._stepping = self._sending = False
         self._paged = (
             Paged(self.optimizer, self._offload) if self.optimizer is not None and self._offload.places else None
@@ -314,6 +314,11 @@ class Engine(EngineForward):
         return self.rng.step
 
     @property
+    def matrix_bytes(self) -> list[int]:
+        """Bytes that this rank sends in each message of a step that takes matrices to their owners, or back."""
+        return self._matrices.exchange.nbytes if self._matrices is not None else []
+
+    @property
     def scheduler(self) -> Any:
         """What the user's function made: a scheduler or a list of them; None without one."""
         return self._schedulers.returned if self._schedulers is not None else None
@@ -387,7 +392,7 @@ class Engine(EngineForward):
         Raises ShardcError for a batch that is not of the compiled names, shapes and dtypes.
         """
         self._stepping = self._overlapped is not None and self._overlapped.possible()
-        self._sending = self._sends_early
+        self._sending = self._sends_early and self._matrices is not None
         try:
             with self.mesh.together(f"step {self.rng.step + 1}"):
                 result = self._backward(batch, local=local, gather=gather)

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
+from shardc.runtime.matrices.assumed import muon_and_adamw
 from shardc.runtime.matrices.shown import Shown
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.offload import Offload
@@ -30,6 +31,11 @@ Check = Callable[[torch.optim.Optimizer, Mapping[str, nn.Parameter], Sequence[to
 def adamw(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
     """What trains where the user names no optimizer: AdamW(3e-4)."""
     return torch.optim.AdamW(params, lr=3e-4)
+
+
+def assumed(program: Program) -> OptimizerOf:
+    """The optimizer that a program is priced with where nobody names one."""
+    return adamw if program.matrices is None else muon_and_adamw
 
 
 def check_parts(program: Program, buckets: Buckets) -> Check:
@@ -59,7 +65,8 @@ def made(
     """The optimizer, on the parameters that this rank owns, None where it has nothing to train; and what brings it
     whole matrices. `make` is given parameters of the shapes that the model's layers have here.
 
-    tell: gets a note for the user; offload: where parameters are kept outside of the device. Raises ShardcError for an optimizer that trains nothing or cannot be used.
+    tell: gets a note for the user; offload: where parameters are kept outside of the device. Raises ShardcError for
+    an optimizer that trains nothing or cannot be used.
     """
     params, runs = buckets.owned, buckets.runs
     shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in params.items()}

@@ -208,6 +208,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                 where="data.offload",
                 fix="use program.engine(...), or leave offload out",
             )
+        model = state.plain(model)
         mesh = mesh if mesh is not None else runtime_mesh(program)
         check = check and mesh.layout.world > 1  # one rank agrees with itself: nothing is hashed
         if check:

@@ -28,6 +28,7 @@ from shardc.capture.dependence import Zeros, made_only_for, uses, works
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.runtime.ops.torch_library import with_gradient_of
+from shardc.runtime.state.quantized import consists
 from shardc.torch_private import pytree, traced_on
 
 #: Calls of up to so many elements are run to see whether their backward is the derivative of their forward.
@@ -90,6 +91,8 @@ def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[T
     side: gets the terms that the loss has to have besides (see the module's docstring). untraced: calls a function
     outside of the trace. Raises ShardcError, with the model's line, for a backward that is not linear, and for one that
     cannot be traced."""
+    if any(isinstance(a, Tensor) and consists(a) for a in args):
+        cls, args = _taken_apart(cls, args)
     call = _Call(cls, args)
     if not torch.is_grad_enabled() or not any(call.needs):
         with torch.no_grad():
@@ -107,6 +110,54 @@ def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[T
         y.detach() if path is None else with_gradient_of(y.detach(), path) for y, path in zip(outs, paths, strict=True)
     )
     return pytree.tree_map(lambda y: next(results) if isinstance(y, Tensor) else y, study.outputs)
+
+
+def _taken_apart(
+    cls: type[torch.autograd.Function], args: tuple[Any, ...]
+) -> tuple[type[torch.autograd.Function], tuple[Any, ...]]:
+    """The same Function of the tensors that its quantised arguments consist of (shardc.runtime.state.quantized): these
+    get no gradient.
+    """
+    apart: list[list[Any]] = []
+    a: Any
+    for a in args:
+        inner = a.__tensor_flatten__()[0] if isinstance(a, Tensor) and consists(a) else None
+        apart.append([a] if inner is None else [getattr(a, name) for name in inner])
+
+    def whole(parts: Sequence[Any]) -> list[Any]:
+        rest, made = list(parts), list[Any]()
+        for a, own in zip(args, apart, strict=True):
+            some, rest = rest[: len(own)], rest[len(own) :]
+            if own[0] is a:
+                made += some
+            else:
+                inner, context = a.__tensor_flatten__()
+                named = dict(zip(inner, some, strict=True))
+                made.append(type(a).__tensor_unflatten__(named, context, a.shape, a.stride()))
+        return made
+
+    def as_given(ctx: Any) -> None:
+        needs = tuple(
+            isinstance(a, Tensor) and own[0] is a and a.requires_grad for a, own in zip(args, apart, strict=True)
+        )
+        ctx.needs_input_grad = needs
+
+    class Apart(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *parts: Any) -> Any:
+            as_given(ctx)
+            return forward(cls, ctx, whole(parts))
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            as_given(ctx)
+            given = cls.backward(ctx, *gradients)
+            each = given if isinstance(given, tuple) else (given,)
+            found = zip(each, args, apart, strict=True)
+            return tuple(x for g, a, own in found for x in ([g] if own[0] is a else [None] * len(own)))
+
+    Apart.__name__ = cls.__name__
+    return Apart, tuple(x for own in apart for x in own)
 
 
 class _Replay(fx.Interpreter):

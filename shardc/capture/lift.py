@@ -53,11 +53,13 @@ def lift(
     by_fqn: dict[str, fx.Node] = {}
     for names, p in _tied(model.named_parameters(remove_duplicate=False)):
         node = place(names[0], values.of_tensor(p, p.requires_grad))
+        node.meta["stored"] = True
         params.append(Param(node.name, names[0], tuple(p.shape), p.dtype, p.requires_grad, tuple(names[1:])))
         by_fqn.update(dict.fromkeys(names, node))
     persistent = {n for path, m in model.named_modules(remove_duplicate=False) for n in _persistent(path, m)}
     for names, b in _tied(model.named_buffers(remove_duplicate=False)):
         node = place(names[0], values.of_tensor(b))
+        node.meta["stored"] = True
         buffers.append(
             Buffer(
                 node.name,
@@ -81,6 +83,7 @@ def lift(
         if spec.kind == InputKind.CONSTANT_TENSOR:
             constant = exported.constants[str(spec.target)].detach()
             node = place(str(spec.target).removeprefix("model."), values.of_tensor(constant))
+            node.meta["stored"] = True
             buffers.append(
                 Buffer(node.name, "", tuple(constant.shape), constant.dtype, persistent=False, constant=constant)
             )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.ir import source
+from shardc.runtime.state.quantized import consists
 from shardc.torch_private import FakeTensor
 
 _DATA = Tensor.data
@@ -59,6 +60,10 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         device = torch.device(target)
         if device.type not in (self.device.type, "cpu", "meta") and not torch.get_device_module(device).is_available():
             raise RuntimeError(f"Invalid device {device}: not linked with support for it")  # as .cuda() does
+    if consists(self):  # torch would hand this function to the tensor's own, which knows torch's
+        own: Any = type(self)
+        made: Tensor = own.__torch_function__(_TO, (type(self),), (self, *args), kwargs)
+        return made
     return _TO(self, *args, **kwargs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,11 @@ def _known(where: torch.device) -> Device | None:
     return None
 
 
-def bytes_by_axis(program: Program, coordinate: int) -> dict[str, int]:
-    """Of the collectives of a step on one rank. coordinate: its place in the pipeline."""
+def bytes_by_axis(program: Program, coordinate: int, moved: Sequence[int]) -> dict[str, int]:
+    """Of the collectives of a step on one rank. coordinate: its place in the pipeline; moved: bytes of each message of
+    its optimizer's matrices.
+    """
     total: Counter[str] = Counter()
-    for row in comm_rows(program, coordinate if program.axis else None):
+    for row in comm_rows(program, coordinate if program.axis else None, moved):
         total[row.axes] += row.bytes
     return dict(total)

@@ -100,7 +100,8 @@ class Training:
         from shardc.cli.step_metrics import bytes_by_axis
 
         program = self.engine.program
-        return bytes_by_axis(program, self.engine.mesh.coordinate(program.axis) if program.axis else 0)
+        coordinate = self.engine.mesh.coordinate(program.axis) if program.axis else 0
+        return bytes_by_axis(program, coordinate, self.engine.matrix_bytes)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int | None]:

@@ -49,7 +49,14 @@ class Adapter:
 
 def name_beside(weight: str, part: str) -> str:
     """The name of an adapter's part, by the name of the weight that it is beside."""
-    return f"{weight.removesuffix('.weight')}.{part}"
+    return f"{whole_name(weight).removesuffix('.weight')}.{part}"
+
+
+def whole_name(part: str) -> str:
+    """The name of the weight that a stored tensor is, or belongs to: `q_proj.weight` of `q_proj.weight:qdata`, which
+    is a part of a quantised one (shardc.runtime.state.quantized).
+    """
+    return part.partition(":")[0]
 
 
 def frozen(patterns: Sequence[str], names: Sequence[str]) -> bool:

@@ -101,6 +101,24 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     return operands
 
 
+#: Ops that make one weight of several stored tensors, at most: what a search for more would read is an activation.
+_MAKES = 64
+
+
+def stored_alone(node: fx.Node) -> bool:
+    """Is a value made of what the model stores alone, as a weight is that is kept as numbers and scales?"""
+    todo, seen = [producer_of(node)[0]], set[fx.Node]()
+    while todo:
+        op = todo.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        if len(seen) > _MAKES or (op.op == "placeholder" and not op.meta.get("stored")):
+            return False
+        todo += [producer_of(x)[0] for x in operands_of(op)]
+    return True
+
+
 def repeats(node: fx.Node) -> bool:
     """Does the result of an op have more elements than its operands?"""
     operands = (v for x in operands_of(node) for v in values_of(x))

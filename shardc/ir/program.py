@@ -727,12 +727,13 @@ class Program:
         See shardc.cost.
 
         device: a name ("a100-80g", "h100-80g", "h200"), a YAML file, or a shardc.cost.Device; default: the spec's
-        `device:`, else h100-80g. optimizer: params -> torch optimizer; default AdamW. clip_norm: of the engine. on:
+        `device:`, else h100-80g. optimizer: params -> torch optimizer; default AdamW, with `optimizer: {matrices:
+        ...}` Muon for matrices beside it. clip_norm: of the engine. on:
         called before each rank is run: (its name, how many are done, how many there are). Raises ShardcError for a
         device that is not known, or has no room for the mesh.
         """
         from shardc.cost.device import chosen
         from shardc.cost.step import cost
-        from shardc.runtime.step.engine_optimizer import adamw
+        from shardc.runtime.step.engine_optimizer import assumed
 
-        return cost(self, chosen(device, self.spec), optimizer or adamw, on=on, clip_norm=clip_norm)
+        return cost(self, chosen(device, self.spec), optimizer or assumed(self), on=on, clip_norm=clip_norm)

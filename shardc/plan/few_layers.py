@@ -61,11 +61,11 @@ class Subject:
 
     def treats_layers_alike(self, spec: Spec) -> bool:
         """Whether a spec says the same of every layer: only then are few layers like many. Not so with `every: 2`, or
-        with a pattern that names single layers.
+        with a pattern that names single layers, nor where matrices have owners, which are balanced over all layers.
         """
         if self.layers is None:
             return True
-        if any(entry.every > 1 for entry in spec.checkpoint):
+        if spec.optimizer.matrices is not None or any(entry.every > 1 for entry in spec.checkpoint):
             return False
         patterns = {r.pattern for r in spec.shard} | {r.pattern for r in spec.activations}
         patterns |= {e.match for e in spec.experts} | {e.match for e in spec.checkpoint}

@@ -29,7 +29,7 @@ from shardc.plan.few_layers import Subject
 from shardc.plan.fingerprint import Unknown, fingerprint
 from shardc.plan.stage_vectors import roles
 from shardc.runtime import ops
-from shardc.runtime.step.engine_optimizer import adamw
+from shardc.runtime.step.engine_optimizer import assumed
 from shardc.spec import Spec
 
 
@@ -134,7 +134,7 @@ class Records:
         return self._last[key]
 
     def dry_run(self, program: Program, coordinate: int) -> DryRun:
-        return dry_run(program, coordinate, adamw, cpu=self.cpu, known=self._known)
+        return dry_run(program, coordinate, assumed(program), cpu=self.cpu, known=self._known)
 
 
 def _casts(program: Program, coordinate: int) -> float:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardc.cost.fake_mesh import rank_of as rank_of_coordinate
 from shardc.folded_messages import note_lines
 from shardc.ir.outputs import loss_axes, loss_value, sum_axes, summed
 from shardc.ir.program import Program, Value
 from shardc.ir.units import seconds, size
 from shardc.runtime import ops
+from shardc.runtime.matrices import assumed
+from shardc.runtime.matrices.routes import stage_axes
 from shardc.runtime.mesh import CommRecord
 from shardc.runtime.zero.flat_partition import Flat
 from shardc.runtime.zero.rounded_gather import scale_bytes
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from shardc.cost import Cost
 
 IMPLICIT = "no annotation implies it"
+OF_MATRICES = "matrices of the optimizer"
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,14 @@ class Row:
     bytes: int
 
 
-def comm_rows(program: Program, at: int | None = None) -> list[Row]:
+def comm_rows(program: Program, at: int | None = None, moved: Sequence[int] | None = None) -> list[Row]:
     """Rows by axes, direction and cause, of a step with all its microbatches; gradient buckets come last in backward.
 
     at: of a pipeline, the coordinate of the one rank that is counted (what passes between stages counts where it is
     received); None: one rank of each coordinate, added up.
+
+    moved: bytes of each message that takes matrices to the optimizer's owners or back, on that rank; None: of Muon,
+    where the spec says that optimizers step whole matrices (shardc.runtime.matrices.assumed).
 
     At ZeRO 3 every bucket is counted as gathered again for backward, which one of biases alone, say, is not.
     """
@@ -113,6 +120,10 @@ def comm_rows(program: Program, at: int | None = None) -> list[Row]:
             receivers = [to for to in program.broadcast_of(x)[1] if at in (None, to)]
             nbytes = x.value.nbytes(program.mesh)
             add((program.axis,), "send_recv", "update", "new values of buffers", nbytes, len(receivers))
+    for coordinate in range(stages) if at is None else (at,):
+        rank_here = rank_of_coordinate(program.mesh, program.axis, coordinate)
+        for nbytes in assumed.messages(program, rank_here) if moved is None else moved:
+            add(stage_axes(program), "all_to_all", "update", OF_MATRICES, nbytes, 1)
     rank = {"forward": 0, "recompute": 1, "backward": 2, "update": 3}
     rows = [
         Row(axes, kind, way, cause, len(sizes), sum(sizes)) for (axes, way, kind, cause), sizes in sizes_by_row.items()
@@ -171,7 +182,7 @@ def _causes(program: Program) -> Callable[[CommRecord], str]:
         if r.tag in buckets and r.direction == "update":
             return "updated parameters"
         if r.tag.startswith("matrices"):
-            return "matrices of the optimizer"
+            return OF_MATRICES
         return (nodes[r.tag].meta["collective"].cause or IMPLICIT) if r.tag in nodes else r.tag
 
     return cause

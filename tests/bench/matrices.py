@@ -2,6 +2,7 @@
 all, on two gloo processes, dp=2.
 
     python tests/bench/matrices.py                     prints the table of docs/matrices.md
+    python tests/bench/matrices.py --predict           what cost.step says of Llama 3 8B on 64 H100s, for that page
 
 Four engines on the same model, in turn, a step each, so that what else the machine does falls on all alike. Ratios are
 medians over rounds of a step's wall time to that of AdamW, with the quartiles.
@@ -70,7 +71,52 @@ def work(rank: int, meeting: str, found: Any) -> None:
     torch.distributed.destroy_process_group()
 
 
+#: Of Llama 3 8B on 64 devices: mesh, and the rest of the spec.
+LARGE: dict[str, dict[str, Any]] = {
+    "dp=64, zero: 3": {"mesh": {"dp": 64}, "data": {"zero": 3}},
+    "dp=8 x tp=8, zero: 1": {"mesh": {"dp": 8, "tp": 8}, "shard": {"use": "model"}, "data": {"zero": 1}},
+}
+
+
+def predict() -> None:
+    """Seconds of a step with AdamW for all, and with Muon for matrices; and the bytes that the priced rank sends."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    for rows, share in ((256, 1), (64, 4)):
+        ids = torch.empty(rows, 4096, dtype=torch.int64, device="meta")
+        for name, spec in LARGE.items():
+            micro = (4 if "zero: 3" in name else 8) // share
+            words = {
+                "batch": {"microbatches": micro},
+                "precision": {"compute": "bfloat16"},
+                "checkpoint": [{"match": "model.layers.*"}],
+                **spec,
+            }
+            batch = {"input_ids": ids, "labels": ids}
+            program = shardc.compile(model, batch, {"shardc": 1, **words, **WHOLE}, prove=False)
+            plain, whole = program.cost("h100-80g", optimizer=adamw), program.cost("h100-80g")
+            moved = sum(n for (_, kind), n in whole.comm.items() if kind == "all_to_all") / 2**20
+            more = whole.step_seconds / plain.step_seconds - 1
+            print(
+                f"{name}, {rows} rows: {plain.step_seconds:.3f} s, with Muon {more:+.2%}, {moved:.0f} MiB", flush=True
+            )
+
+
 def main() -> None:
+    if "--predict" in sys.argv[1:]:
+        return predict()
     context = get_context("spawn")
     found = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:

@@ -11,6 +11,7 @@ op_types           by which rule an op computes its claim, and what the rule mak
 chunked_loss       losses that are computed in chunks of rows, together with the layer before them
 text               one text, line by line: each op is the model's, on operands that are claimed
 gradient_sums      every parameter's gradient ends summed over exactly the right axes, once; each element has one owner
+matrix_owners      each matrix of an optimizer over whole matrices has one owner, and its elements come there and back
 terms              values as ops on ops, down to what a text is given
 chain_rule         a stage's gradients as such terms, by the chain rule
 lowered            the texts of a lowered stage: they compute its results and these gradients

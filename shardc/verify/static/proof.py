@@ -19,7 +19,7 @@ from shardc.ir.program import Program, Stage
 from shardc.ir.units import plural
 from shardc.passes.lower.rules import Rules
 from shardc.runtime.schedule import proof as schedule_proof
-from shardc.verify.static import gradient_sums, lowered
+from shardc.verify.static import gradient_sums, lowered, matrix_owners
 from shardc.verify.static.op_types import misfit
 from shardc.verify.static.statement import Claim, mesh_of, normal, of_input, with_partial_grad
 from shardc.verify.static.text import Model, Text, TooLongError, shown
@@ -128,6 +128,8 @@ class _Checker:
                     self.sent[name] = text.claims[node][0]
         yield from self._results(texts)
         for name, what in gradient_sums.wrong(program):
+            yield Gap(name, what)
+        for name, what in matrix_owners.wrong(program, self.until):
             yield Gap(name, what)
         yield from self._pipeline()
         yield from self._lowered()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.cost.fake_mesh import rank_of
 from shardc.ir.matrices import Cut, fault, matrices_of, owners, work
 from shardc.ir.program import Param
+from shardc.report.comm import OF_MATRICES, comm_rows, comm_table
+from shardc.runtime.matrices.assumed import muon_and_adamw
+from shardc.runtime.matrices.exchange import Exchange
+from shardc.runtime.matrices.routes import Routes
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 
 #: Of Llama 3 8B: the matrices of a layer, and how many layers there are.
@@ -129,9 +135,6 @@ def test_exactly_what_must_move_is_sent(spec: str) -> None:
 
 def test_matrices_go_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message for each bucket, and the same elements in all."""
-    from shardc.runtime.matrices.exchange import Exchange
-    from shardc.runtime.matrices.routes import Routes
-
     p = shardc.compile(TWO, X, {"shardc": 1, "mesh": {"dp": 2}, "optimizer": {"matrices": "whole"}})
     found = [m for q in p.params for m in matrices_of(q)]
     places = {m.name: i for i, m in enumerate(found)}
@@ -169,3 +172,66 @@ def test_cost_counts_what_the_optimizer_moves() -> None:
     assert muon.comm["dp+tp", "all_to_all"] in sent
     assert muon.comm["dp+tp", "all_to_all"] > 0
     assert muon.step_seconds > plain.step_seconds
+
+
+@pytest.mark.parametrize("spec", ["zero 0", "zero 1", "zero 3", "many small"])
+def test_what_is_shown_without_an_optimizer_is_what_muon_sends(spec: str) -> None:
+    """`inspect --comm`, `plan` and the metrics of a run: bytes of the rank that is shown, and its time."""
+    net = Three()
+    p = shardc.compile(net, X, {"shardc": 1, "optimizer": {"matrices": "whole"}, **SPECS[spec]})
+    shown = rank_of(p.mesh, "", 0)
+    rows = [r for r in comm_rows(p) if r.cause == OF_MATRICES]
+
+    def work(mesh: LoopbackMesh) -> tuple[list[int], list[int]]:
+        engine = p.engine(net, muon_and_adamw, mesh=mesh)
+        mesh.records.clear()
+        engine.step(X)
+        return [r.bytes for r in mesh.records if r.tag.startswith("matrices")], engine.matrix_bytes
+
+    sent, known = loopback(p.mesh, work)[shown]
+    assert [(r.axes, r.kind, r.count, r.bytes) for r in rows] == [("+".join(p.mesh.names), "all_to_all", 2, sum(sent))]
+    assert sorted(known) == sorted(sent)
+    assert p.cost().comm[rows[0].axes, "all_to_all"] == sum(sent)
+    assert OF_MATRICES in comm_table(p, p.cost())
+    given = {"shardc": 1, "optimizer": {"matrices": "whole"}, **SPECS[spec]}
+    plain = {k: v for k, v in given.items() if k != "optimizer"}
+    first, second = (shardc.plan(net, X, given=g, precision="model").best for g in (given, plain))
+    assert first.priced.seconds > second.priced.seconds
+
+
+class Three(nn.Module):
+    """Between an input that is no table and the last product: `up` and `mid` are matrices, `down` is the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.mid, self.down = (nn.Linear(a, b).double() for a, b in ((8, 16), (16, 16), (16, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.mid(torch.tanh(self.up(x))))).square().mean()
+
+
+def test_the_proof_knows_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each matrix has one, each element comes once, and goes back to all that store it."""
+    p = shardc.compile(TWO, X, {"shardc": 1, "optimizer": {"matrices": "whole"}, **SPECS["zero 3"]})
+    assert p.prove().ok
+    sources, pieces = Routes.sources, Routes.pieces
+
+    def said(what: str) -> bool:
+        proof = p.prove()
+        monkeypatch.undo()
+        return any(what in gap.what for gap in proof.gaps)
+
+    monkeypatch.setattr(Routes, "sources", lambda self, m: [*sources(self, m), sources(self, m)[0]])
+    assert said("not every element of its gradient comes to its owner once")
+    monkeypatch.setattr(Routes, "sources", lambda self, m: sources(self, m)[1:])
+    assert said("not every element of its gradient comes to its owner once")
+    monkeypatch.setattr(Routes, "sources", lambda self, m: [i for i in range(4) if i % 2 == 0])
+    assert said("comes to its owner once")
+    monkeypatch.setattr(Routes, "pieces", lambda self, m, i: pieces(self, m, i) if i in sources(self, m) else iter(()))
+    replicated = shardc.compile(TWO, X, {"shardc": 1, "optimizer": {"matrices": "whole"}, **SPECS["zero 0"]})
+    assert any("its owners do not send back" in gap.what for gap in replicated.prove().gaps)
+    monkeypatch.undo()
+    name = p.params[0].name
+    for cuts in ((Cut(0, (8,)),), (Cut(0, (12, 8)),)):
+        assert any("not all of it" in g.what for g in replace(p, matrices={name: cuts}).prove().gaps)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc.runtime.step import engine
+from shardc.runtime.step import engine_optimizer
 from tests import equality
 
 
@@ -68,7 +68,7 @@ def test_without_it_they_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for _ in range(2):
         found.append(shardc.simulate(program, one.model, one.batch, steps=3, optimizer=by_fan_in).state["down.weight"])
-        monkeypatch.setattr(engine, "groups_of_whole", lambda *_: None)
+        monkeypatch.setattr(engine_optimizer, "groups_of_whole", lambda *_: None)
     assert not torch.allclose(*found)
 
 

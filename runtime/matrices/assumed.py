@@ -1,0 +1,47 @@
+"""What is counted where nobody has named an optimizer, and the spec says `optimizer: {matrices: ...}`: Muon for the
+matrices between tables and head (`shardc.matrices`), AdamW for all else. `inspect`, `plan` and the proof know a program
+alone; `program.cost(optimizer=...)` counts another one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardc.ir.matrices import Matrix, inner, work
+from shardc.ir.program import Program
+from shardc.runtime.matrices.exchange import bytes_sent, planned
+from shardc.runtime.matrices.routes import Routes
+from shardc.runtime.matrices.shown import matrices_here
+from shardc.runtime.matrices.whole import routes_of
+from shardc.runtime.zero.trained_params import trained_params
+
+
+def muon_and_adamw(params: Any) -> list[torch.optim.Optimizer]:
+    """params: what `optimizer=` receives."""
+    kinds: dict[bool, list[Any]] = {True: [], False: []}
+    for name, p in params:
+        kinds[name in params.inner and p.dim() == 2].append((name, p))
+    makes = {True: torch.optim.Muon, False: torch.optim.AdamW}
+    return [makes[kind](some, lr=3e-4) for kind, some in kinds.items() if some]
+
+
+def costs_of(program: Program, coords: dict[str, int]) -> dict[Matrix, float]:
+    """Those of a rank that Muon would step, with the work of each."""
+    names = inner(program) & trained_params(program)
+    held = {p.name: None for p in program.params if p.name in names and program.has(p, coords)}
+    return {m: work(m.shape) for m in matrices_here(program, held) if len(m.shape) == 2}
+
+
+def routes(program: Program, rank: int) -> Routes:
+    """Of one rank, under this optimizer."""
+    return routes_of(program, rank, costs_of(program, program.mesh.coords(rank)))
+
+
+def messages(program: Program, rank: int) -> list[int]:
+    """Bytes that a rank sends in each message of a step, to owners and back; [] where nobody else is."""
+    if program.matrices is None or program.forward_only:
+        return []
+    found = routes(program, rank)
+    return bytes_sent(planned(found, {p.name: p.dtype for p in program.params})) if len(found.ranks) > 1 else []

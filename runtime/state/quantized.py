@@ -1,0 +1,106 @@
+"""Quantised weights: tensors that consist of tensors (torchao's int8, int4, NF4: `__tensor_flatten__`), taken apart.
+
+    q_proj.weight   Int8Tensor [128, 64]   ->   q_proj.weight:qdata  int8 [128, 64]
+                                                q_proj.weight:scale  float32 [128, 1]
+
+A copy of the model's modules has the inner tensors as parameters, which are not trained; where forward reads the
+weight, it is put together of them. So whatever the tensor does in a product becomes ordinary ops of the graph, and what
+is stored, split, gathered and saved is the quantised data.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from shardc.errors import ShardcError
+
+_copies: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+T = TypeVar("T")
+
+
+def plain(model: T) -> T:
+    """A model without tensors that consist of tensors: itself, if it has none; else a copy of its modules, which has
+    all other tensors in common with it. The same one each time, as long as the model lives.
+
+    Raises ShardcError for such a weight that is trained, or that consists of further ones.
+    """
+    if not isinstance(model, nn.Module) or not any(map(consists, _tensors(model))):
+        return model
+    with _lock:  # ranks may be threads
+        if model not in _copies:
+            _copies[model] = _taken_apart(model)
+        return _copies[model]  # type: ignore[return-value]
+
+
+def plain_state(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """A state_dict under the names of the copy."""
+    found: dict[str, Any] = {}
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and consists(x):
+            found |= {f"{name}:{part}": value for part, value in _parts(name, x).items()}
+        else:
+            found[name] = x
+    return found
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def consists(x: Tensor) -> bool:
+    """Does a tensor say of which tensors it consists, and how it is put together? (One that is spread over a mesh says
+    so, too: that is another matter.)"""
+    return hasattr(x, "__tensor_flatten__") and not type(x).__module__.startswith("torch.distributed")
+
+
+def _taken_apart(model: nn.Module) -> nn.Module:
+    copied = copy.deepcopy(model, {id(x): x for x in _tensors(model)})
+    parts: dict[int, dict[str, nn.Parameter]] = {}  # of each weight, which may be tied
+    for path, module in [*copied.named_modules()]:
+        own = {n: x for held in (module._parameters, module._buffers) for n, x in held.items() if x is not None}
+        found = {n: x for n, x in own.items() if consists(x)}
+        if not found:
+            continue
+        for name, x in found.items():
+            fqn = f"{path}.{name}".lstrip(".")
+            inner = parts.setdefault(id(x), _parts(fqn, x))
+            module._parameters.pop(name, None)
+            module._buffers.pop(name, None)
+            for part, value in inner.items():
+                module.register_parameter(f"{name}:{part}", value)
+        kind = type(module)
+        read = {name: property(_put_together(name, x)) for name, x in found.items()}
+        module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **read})
+    return copied
+
+
+def _parts(fqn: str, x: Any) -> dict[str, nn.Parameter]:
+    kind = type(x).__name__
+    if x.requires_grad:
+        fix = "freeze it (requires_grad_(False)), and train adapters beside it"
+        raise ShardcError(f"it is a {kind}, which is trained: its numbers are quantised", where=fqn, fix=fix)
+    inner = {part: getattr(x, part) for part in x.__tensor_flatten__()[0]}
+    if any(map(consists, inner.values())):
+        raise ShardcError(f"it is a {kind} that consists of further such tensors", where=fqn, fix="quantise it once")
+    return {part: nn.Parameter(value, requires_grad=False) for part, value in inner.items()}
+
+
+def _put_together(name: str, x: Any) -> Any:
+    kind, size, stride = type(x), tuple(x.shape), x.stride()
+    inner, context = x.__tensor_flatten__()
+
+    def read(module: nn.Module) -> Tensor:
+        made: Tensor = kind.__tensor_unflatten__(
+            {part: getattr(module, f"{name}:{part}") for part in inner}, context, size, stride
+        )
+        return made
+
+    return read

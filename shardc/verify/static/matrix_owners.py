@@ -1,0 +1,71 @@
+"""Where optimizers step whole matrices: each has one owner, to which every element of its gradient comes once, and from
+which every rank gets what it stores.
+
+Checked for all matrices that are trained, whichever of them an optimizer takes, and on the routes that the runtime
+sends by (shardc.runtime.matrices.routes); what a rank stores is told by the arithmetic of checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from shardc.ir.matrices import Matrix, matrices_of, work
+from shardc.ir.program import Param, Program
+from shardc.runtime.matrices.routes import Routes
+from shardc.runtime.matrices.whole import routes_of
+from shardc.runtime.state.boxes import boxes_of, disjoint
+from shardc.runtime.zero.flat_partition import Stretches
+from shardc.runtime.zero.trained_params import trained_params
+from shardc.verify.static.gradient_sums import Wrong
+from shardc.verify.static.text import TooLongError
+
+
+def wrong(program: Program, until: float) -> Iterator[Wrong]:
+    """What is wrong. until: raises TooLongError at this time (perf_counter)."""
+    if program.matrices is None or program.forward_only:
+        return
+    trained = [p for p in program.params if p.name in trained_params(program)]
+    cut = {p.name: matrices_of(p, program.matrices.get(p.name, ())) for p in trained}
+    for p in trained:
+        if sum(m.numel for m in cut[p.name]) != math.prod(p.shape) or not disjoint(
+            (m.offset, m.size) for m in cut[p.name]
+        ):
+            yield p.fqn, "its matrices are not all of it, each element once"
+            return
+    for coordinate in range(program.mesh.size(program.axis) if program.axis else 1):
+        coords = dict.fromkeys(program.mesh.names, 0) | ({program.axis: coordinate} if program.axis else {})
+        here = [p for p in trained if program.has(p, coords)]
+        costs = {m: work(m.shape) for p in here for m in cut[p.name]}
+        yield from _of_group(program, routes_of(program, program.mesh.rank(coords), costs), here, cut, until)
+
+
+def _of_group(
+    program: Program, routes: Routes, params: list[Param], cut: dict[str, tuple[Matrix, ...]], until: float
+) -> Iterator[Wrong]:
+    """The ranks that share the parameters of one stage."""
+    stretches, places = Stretches(program), range(len(routes.ranks))
+    owners = Counter(m.name for m in routes.matrices)
+    for p in params:
+        if time.perf_counter() > until:
+            raise TooLongError
+        got: defaultdict[int, int] = defaultdict(int)  # elements that come back, by rank
+        for m in cut[p.name]:
+            if owners[m.name] != 1 or routes.owners.get(m.name) not in places:
+                yield m.name, f"{owners[m.name]} of its kind have an owner: it needs one"
+                return
+            arrived = [x for i in routes.sources(m) for x in routes.pieces(m, i)]
+            boxes = [(tuple(s.start for s in x.at), tuple(s.stop - s.start for s in x.at)) for x in arrived]
+            if sum(x.numel for x in arrived) != m.numel or not disjoint(boxes):
+                yield m.name, "not every element of its gradient comes to its owner once"
+                return
+            for i in places:
+                got[i] += sum(x.numel for x in routes.pieces(m, i))
+        for i in places:
+            rank = routes.ranks[i]
+            has = boxes_of(p.shape, p.layout, stretches.of(p, rank), program.mesh, rank)
+            if got[i] != sum(math.prod(box.shape) for box in has):
+                yield p.fqn, f"rank {rank} stores elements of it that its owners do not send back"
+                return
