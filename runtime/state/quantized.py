@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -71,13 +71,13 @@ def _taken_apart(model: nn.Module) -> nn.Module:
             continue
         for name, x in found.items():
             fqn = f"{path}.{name}".lstrip(".")
-            inner = parts.setdefault(id(x), _parts(fqn, x))
+            own_parts = parts.setdefault(id(x), _parts(fqn, x))
             module._parameters.pop(name, None)
             module._buffers.pop(name, None)
-            for part, value in inner.items():
+            for part, value in own_parts.items():
                 module.register_parameter(f"{name}:{part}", value)
         kind = type(module)
-        read = {name: property(_put_together(name, x)) for name, x in found.items()}
+        read = {name: property(_reading(name, x)) for name, x in found.items()}
         module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **read})
     return copied
 
@@ -87,20 +87,34 @@ def _parts(fqn: str, x: Any) -> dict[str, nn.Parameter]:
     if x.requires_grad:
         fix = "freeze it (requires_grad_(False)), and train adapters beside it"
         raise ShardcError(f"it is a {kind}, which is trained: its numbers are quantised", where=fqn, fix=fix)
-    inner = {part: getattr(x, part) for part in x.__tensor_flatten__()[0]}
-    if any(map(consists, inner.values())):
+    own = dict(zip(x.__tensor_flatten__()[0], inner(x), strict=True))
+    if any(map(consists, own.values())):
         raise ShardcError(f"it is a {kind} that consists of further such tensors", where=fqn, fix="quantise it once")
-    return {part: nn.Parameter(value, requires_grad=False) for part, value in inner.items()}
+    return {part: nn.Parameter(value, requires_grad=False) for part, value in own.items()}
 
 
-def _put_together(name: str, x: Any) -> Any:
-    kind, size, stride = type(x), tuple(x.shape), x.stride()
-    inner, context = x.__tensor_flatten__()
+def inner(x: Any) -> list[Any]:
+    """What a tensor consists of: other tensors, or itself alone."""
+    if not isinstance(x, Tensor) or not consists(x):
+        return [x]
+    whole: Any = x
+    return [getattr(x, part) for part in whole.__tensor_flatten__()[0]]
+
+
+def put_together(x: Any, parts: Sequence[Any]) -> Tensor:
+    """A tensor as x, of other inner tensors, in the order of x's own."""
+    names, context = x.__tensor_flatten__()
+    made: Tensor = type(x).__tensor_unflatten__(
+        dict(zip(names, parts, strict=True)), context, tuple(x.shape), x.stride()
+    )
+    return made
+
+
+def _reading(name: str, x: Any) -> Any:
+    """The getter of a weight that is put together where it is read."""
+    parts = [f"{name}:{part}" for part in x.__tensor_flatten__()[0]]
 
     def read(module: nn.Module) -> Tensor:
-        made: Tensor = kind.__tensor_unflatten__(
-            {part: getattr(module, f"{name}:{part}") for part in inner}, context, size, stride
-        )
-        return made
+        return put_together(x, [getattr(module, part) for part in parts])
 
     return read

@@ -28,7 +28,7 @@ from shardc.capture.dependence import Zeros, made_only_for, uses, works
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.runtime.ops.torch_library import with_gradient_of
-from shardc.runtime.state.quantized import consists
+from shardc.runtime.state.quantized import consists, inner, put_together
 from shardc.torch_private import pytree, traced_on
 
 #: Calls of up to so many elements are run to see whether their backward is the derivative of their forward.
@@ -118,22 +118,13 @@ def _taken_apart(
     """The same Function of the tensors that its quantised arguments consist of (shardc.runtime.state.quantized): these
     get no gradient.
     """
-    apart: list[list[Any]] = []
-    a: Any
-    for a in args:
-        inner = a.__tensor_flatten__()[0] if isinstance(a, Tensor) and consists(a) else None
-        apart.append([a] if inner is None else [getattr(a, name) for name in inner])
+    apart = [inner(a) for a in args]
 
     def whole(parts: Sequence[Any]) -> list[Any]:
         rest, made = list(parts), list[Any]()
         for a, own in zip(args, apart, strict=True):
             some, rest = rest[: len(own)], rest[len(own) :]
-            if own[0] is a:
-                made += some
-            else:
-                inner, context = a.__tensor_flatten__()
-                named = dict(zip(inner, some, strict=True))
-                made.append(type(a).__tensor_unflatten__(named, context, a.shape, a.stride()))
+            made += some if own[0] is a else [put_together(a, some)]
         return made
 
     def as_given(ctx: Any) -> None:
