@@ -16,7 +16,6 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.patterns import nearest
 from shardc.ir.program import Program
 from shardc.runtime.step import not_finite
-from shardc.spec import Spec
 
 _OF_OPTIMIZERS = ("lr", "weight_decay", "betas", "momentum", "eps")
 
@@ -71,7 +70,8 @@ def _device(text: str) -> bool:
 
 def check_program(given: Any) -> None:
     """Raises ShardcError for what `engine.to` is given that is neither a program nor a spec, such as a device."""
-    if not isinstance(given, (Program, Mapping, Path, Spec)) and not (isinstance(given, str) and not _device(given)):
+    spec = isinstance(given, (Mapping, Path)) or hasattr(given, "shard_use")  # a Spec, which is above this room
+    if not isinstance(given, Program) and not spec and not (isinstance(given, str) and not _device(given)):
         what, fix = f"a {type(given).__name__} is no program: this moves to another plan", "engine.to(program)"
         if isinstance(given, (str, torch.device, torch.dtype)):
             fix = "devices are those of the ranks, the dtype is `precision` of the spec: leave it out"
