@@ -7,8 +7,8 @@
              w_amax = fp8_amax(w, (1, 0))                       f32[256, 1]
              w_fp8 = fp8_round(w, w_amax, 'e4m3', (1, 0))       bf16[256, 64] grad
              y = linear(x_fp8, w_fp8)                           bf16[8, 128, 256] grad
-             y_grad = fp8_grad(y, w_amax, 'e4m3', (1, 1, 0))    bf16[8, 128, 256] grad      its gradient is rounded
-             y_1 = add(y_grad, b)
+             y_fp8 = fp8_grad(y,  w_amax, 'e4m3', (1, 1, 0))    bf16[8, 128, 256] grad      its gradient is rounded
+             y_biased = add(y_fp8, b)
 
 It works on the graph of one device, so this is what one device computes, and all that follows splits it like anything
 else. Rounded values keep their dtype (shardc.runtime.ops.fp8 says why that loses nothing), so products and gradients
@@ -81,7 +81,7 @@ class Products(Pass):
                 left.setdefault("products of experts are not written for 8 bits", []).append(source_of(node).module)
             if node.target not in PRODUCTS or (p := chosen.weight(node)) is None:
                 continue
-            if why := _unfit(node, p, program, BLOCK if products.recipe == "mxfp8" else ALIGNED):
+            if why := _unfit(node, BLOCK if products.recipe == "mxfp8" else ALIGNED):
                 left.setdefault(why, []).append(p.fqn)
             else:
                 writer.product(node)
@@ -112,7 +112,7 @@ class Products(Pass):
         names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
         for text in products.match:
             pattern = text.removeprefix("!")
-            if not names.has_weights(pattern):
+            if pattern != "*" and not names.has_weights(pattern):
                 what, fix = names.without_weights(pattern)
                 errors.add(f"pattern {pattern!r} {what}", where=where, fix=fix)
         errors.raise_any()
@@ -145,7 +145,7 @@ class _Chosen:
         return False
 
 
-def _unfit(product: fx.Node, p: Param, program: Program, multiple: int) -> str:
+def _unfit(product: fx.Node, multiple: int) -> str:
     """Why a product is not computed in 8 bits; "" if it is."""
     x, w, _ = factors(product.target, product.args)
     if len(value_of(w).shape) != 2 or product.kwargs or len(value_of(x).shape) < 2:
