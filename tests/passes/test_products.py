@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 import shardc
 from shardc.ir.program import Collective, Program
 from shardc.report.comm import comm_rows
-from shardc.runtime import ops
+from shardc.runtime import launch, ops
 from shardc.runtime.ops import fp8
 from shardc.verify.equality import verify
-from tests import equality, zoo
+from tests import equality, warm, zoo
 
 RECIPES = ("fp8-rowwise", "fp8-tensorwise", "mxfp8")
 SEQUENCE = {"norms.*": {1: "tp"}, "last": {1: "tp"}}
@@ -268,6 +269,32 @@ def test_zero_3_gathers_weights_that_are_rounded_before_in_8_bits(more: dict[str
     wrong = replace(b, rounded=tuple(replace(r, axes=("tp",) if not r.axes else ()) for r in b.rounded))
     other = replace(program, buckets=(*program.buckets[:i], wrong, *program.buckets[i + 1 :]))
     assert "tp" not in program.mesh.names or "what has one scale is split over" in str(other.prove())
+
+
+def process(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {k: str(v) for k, v in place.items()}
+    model, batch = build()
+    engine = shardc.load(f"{folder}/out").engine(model.double())
+    loss = engine.step(batch)
+    torch.save(float(loss), f"{folder}/loss{rank}.pt")
+    engine.close()
+
+
+def test_real_processes(tmp_path: Any) -> None:
+    """Messages of bytes, and largest values, over gloo."""
+    model, batch = build()
+    model = model.double()
+    with zoo.Wide():
+        one = shardc.simulate(shardc.compile(model, batch, spec_of("fp8-rowwise", {})), model, batch)
+        more: dict[str, Any] = {"mesh": {"dp": 2}, "data": {"zero": 3}}
+        program = shardc.compile(model, batch, spec_of("fp8-rowwise", more))
+        program.save(tmp_path / "out")
+    assert any(b.rounded for b in program.buckets)
+    warm.ranks(process, launch.free_port(), str(tmp_path), world=2)
+    for rank in range(2):
+        assert torch.load(tmp_path / f"loss{rank}.pt") == pytest.approx(float(one.loss), rel=1e-12)
 
 
 def test_blocks_that_shards_would_cut_are_gathered_and_named() -> None:
