@@ -224,22 +224,22 @@ class Planner:
                 "the inputs have no sequence dim in common", where="--largest sequence", fix="use --largest batch"
             )
         answer = self._longest(best.spec, best.priced.batch, self.subject.sequence)
-        for one in () if given else self._for_long_rows(best):
+        for one in () if given else self._for_long_rows(best, plan.target.devices):
             longer = self._longest(one, best.priced.batch, 2 * answer["value"], above=answer["value"])
             if longer["value"] > answer["value"]:
                 answer = {**longer, "priced": answer["priced"] + longer["priced"]}
         answer["what"] = "tokens of a row"
         return replace(plan, answers={**plan.answers, "largest sequence": answer})
 
-    def _for_long_rows(self, best: Candidate) -> list[Spec]:
-        """Specs on the devices of a candidate that take the longest rows: one row at a time, its tokens over all ranks
+    def _for_long_rows(self, best: Candidate, devices: int) -> list[Spec]:
+        """Specs for so many devices that take the longest rows: one row at a time, its tokens over all ranks
         that do not split weights, every layer recomputed, all state sharded.
         """
         rows, found = best.priced.batch, []
         ep = dict(best.spec.mesh.axes).get("ep", 1)
-        for core in self.finder.cores(best.devices):
-            cp = best.devices // (core.tp * ep)
-            if cp > 1 and core.ep == ep and best.devices % (core.tp * ep) == 0:
+        for core in self.finder.cores(devices):
+            cp = devices // (core.tp * ep)
+            if cp > 1 and core.ep == ep and devices % (core.tp * ep) == 0:
                 keep: Keep = "full" if self.template.regions else "none"
                 each = self.library.microbatches > 1
                 choice = Choice(cp=cp, ep=ep, tp=core.tp, sequence_parallel=core.sequence_parallel, checkpoint=keep)
