@@ -147,7 +147,7 @@ def _keeps(axis: Axis, node: fx.Node, split: dict[Key, Shard]) -> Strategy | Non
     choices, operands = axis.choices[node], axis.operands[node]
     found = [s for i, o in enumerate(operands) if o in split and (s := choices.from_operand(i, split[o], axis.n))]
     if choices.rule.extra is not None:
-        available = [frozenset({split[o]} if o in split else {REPLICATE}) for o in operands]
+        available: list[frozenset[Placement]] = [frozenset({split.get(o, REPLICATE)}) for o in operands]
         found += [s for s in choices.rule.extra(choices.call, axis.n, available) if s.kind == STRETCHES]
     for s in found:
         so = all(split.get(o, need) == need for o, need in zip(operands, s.inputs, strict=True))

@@ -85,7 +85,11 @@ MODELS: dict[str, tuple[Callable[[], Built], int]] = {  # all_reduces of forward
     "granite": (causal(transformers.GraniteConfig, num_key_value_heads=2), 5),
     "mixtral": (causal(transformers.MixtralConfig, num_local_experts=4, **GQA), 5),
     "phi": (causal(transformers.PhiConfig), 3),  # parallel blocks: attention and MLP are summed before they are reduced
-    "gpt_neox": (causal(transformers.GPTNeoXConfig), 2),  # as well; its plan leaves the embedding whole
+    # as well; before transformers 5.24 its plan left the embedding whole
+    "gpt_neox": (
+        causal(transformers.GPTNeoXConfig),
+        2 + ("embed_in" in (transformers.GPTNeoXConfig.base_model_tp_plan or {})),
+    ),
     "olmo2": (
         causal(transformers.Olmo2Config, num_key_value_heads=2),
         9,
