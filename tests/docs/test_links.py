@@ -10,7 +10,6 @@ from tests.docs.pages import PAGES, README, ROOT, Page
 
 _TOP = "(?:shardc|passes|runtime|specs|tests|docs|examples)"
 _PATH = re.compile(rf"(?<![\w/.{{<*-])({_TOP}/[\w./-]+\.(?:py|md|yaml|json|svg)|{_TOP}(?:/\w+)+/?)(?![\w*{{<-])")
-#: Paths of the coming layout, which do not exist yet: to be deleted when it is there.
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -57,3 +56,9 @@ def test_readme_is_short() -> None:
     assert max(map(len, lines)) <= 160
     assert "`make test`" in README.text  # what CI runs
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_decisions_have_one_number_each() -> None:
+    numbers = [int(n) for n in re.findall(r"^\*\*(\d+)\. ", (ROOT / "docs/decisions.md").read_text(), re.MULTILINE)]
+    assert sorted(numbers) == list(range(1, len(numbers) + 1))
+    assert f"| {len(numbers)} choices" in (ROOT / "docs/index.md").read_text()
