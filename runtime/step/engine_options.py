@@ -47,17 +47,31 @@ def check(*, clip_norm: Any, nonfinite: Any, seed: Any, check_every: Any, optimi
     if nonfinite not in get_args(not_finite.Action):
         words = ", ".join(map(repr, get_args(not_finite.Action)))
         errors.add(f"{nonfinite!r} is none of {words}", where="nonfinite", fix="write one of these")
-    for name, value, example in (
-        ("optimizer", optimizer, "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"),
-        ("scheduler", scheduler, "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"),
+    for name, value, takes, makes in (
+        ("optimizer", optimizer, "params", "torch.optim.AdamW(params, lr=3e-4)"),
+        ("scheduler", scheduler, "optimizer", "torch.optim.lr_scheduler.StepLR(optimizer, 100)"),
     ):
+        fix = f"pass a function: {name}=lambda {takes}: {makes}"
         if value is not None and not callable(value):
             what = f"a {type(value).__name__} is no function: each rank makes its own, of its parts of the parameters"
-            errors.add(what, where=name, fix=f"pass a function: {example}")
+            errors.add(what, where=name, fix=fix)
+        elif value is not None and (more := _wanted(value)):
+            what = f"{getattr(value, '__name__', 'it')} is called with the {takes} alone, and wants {more} as well"
+            errors.add(what, where=name, fix=fix)
     for name, value in (("seed", seed), ("check_every", check_every)):
         if isinstance(value, bool) or not isinstance(value, int):
             errors.add(f"{value!r} is no whole number", where=name, fix="pass one, such as 0")
     errors.raise_any()
+
+
+def _wanted(function: Any) -> str:
+    """The arguments behind the first that a function has no default for."""
+    try:
+        _, *rest = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # no signature, or no argument at all: the call says so
+        return ""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return ", ".join(p.name for p in rest if p.default is p.empty and p.kind not in variadic)
 
 
 def _device(text: str) -> bool:

@@ -110,6 +110,10 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
         lambda mesh: Engine(PROGRAM, MODEL, scheduler=torch.optim.lr_scheduler.StepLR(SGD, 1), mesh=mesh),  # type: ignore[arg-type]
         r"scheduler: a StepLR is no function: .*\n  fix: pass a function: scheduler=lambda optimizer",
     ),
+    "a scheduler's class": (
+        lambda mesh: Engine(PROGRAM, MODEL, scheduler=torch.optim.lr_scheduler.StepLR, mesh=mesh),
+        r"scheduler: StepLR is called with the optimizer alone, and wants step_size as well\n  fix: pass a function",
+    ),
     "an option that there is not": (
         lambda mesh: PROGRAM.engine(MODEL, mesh=mesh, grad_clip=1.0),
         r"program.engine\(grad_clip=...\): there is no such option\n  fix: did you mean 'clip_norm'",
