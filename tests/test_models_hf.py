@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import transformers
 
 import shardc
 from shardc.passes.annotate import model_plan
@@ -52,6 +53,8 @@ def at(pattern: str, dim: int = 1) -> dict[str, dict[int, str]]:
 # Two layers. Forward: two sums a layer (attention, MLP; one for both in blocks where they are parallel; three in
 # decoders with cross-attention), one per vocabulary that is split, two for the loss over split classes. Backward: one
 # for each input of column-parallel weights: two a layer, the head's, one for all that read an encoder's output.
+#: GPT-NeoX's own plan splits the embedding since transformers 5.24.
+NEOX_EMBEDDING = int("embed_in" in (transformers.GPTNeoXConfig.base_model_tp_plan or {}))
 DECODER = Megatron(forward=4 + 1 + 2, backward=4 + 1, first=at("model.embed_tokens"), gathers=5, scatters=5)
 LISTED: dict[str, Megatron] = {
     "mistral": DECODER,
@@ -61,8 +64,8 @@ LISTED: dict[str, Megatron] = {
     "phi3": DECODER,
     "persimmon": DECODER,
     "gpt_neox": Megatron(
-        2 + 2, 4 + 1, at("gpt_neox.embed_in"), 5, 2
-    ),  # parallel blocks with two norms; the plan splits no embedding
+        2 + NEOX_EMBEDDING + 2, 4 + 1, at("gpt_neox.embed_in"), 5, 2 + NEOX_EMBEDDING
+    ),  # parallel blocks with two norms
     "opt": Megatron(4 + 1 + 2, 4 + 1, at("model.decoder.embed_tokens"), 5, 5),
     "bloom": Megatron(4 + 1 + 2, 4 + 1, at("transformer.word_embeddings_layernorm"), 5, 5),
     "falcon": Megatron(2 + 1 + 2, 4 + 1, at("transformer.word_embeddings"), 5, 3),

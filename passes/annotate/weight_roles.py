@@ -56,7 +56,7 @@ def role_of(node: fx.Node, dim: int, module: str = "") -> str:
             continue
         beside = [x for j, x in enumerate(operands_of(user)) if j != i]
         if len(call.results) == 1 and isinstance(out := s.outputs[0], Shard):
-            if all(map(stored_alone, beside)):  # the weight is made of it
+            if rule.flops is None and all(map(stored_alone, beside)):  # the weight is made of it
                 later = role_of(user, out.dim, module)
                 if later:
                     return later

@@ -64,20 +64,18 @@ def check_real(by_path: Mapping[Path, Any]) -> None:
 
 
 def check_no_gradient(batch: Any) -> None:
-    """Raise ShardcError for a tensor that waits for a gradient: a program computes those of parameters alone, so what
-    made it (an encoder that stands before the model, an adversarial example) would get none, without a word.
+    """Raise ShardcError for a tensor that other parameters made: a program computes gradients of its own alone, so an
+    encoder that stands before the model would get none, without a word. A leaf may require one: a forward that
+    differentiates by its input makes it so.
     """
     errors = Errors()
     for path, leaf in leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            made = (
-                "it comes from other parameters, which" if leaf.grad_fn is not None else "it requires a gradient, and"
-            )
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             errors.add(
-                f"{made} would get no gradient: a program computes those of its own parameters alone",
+                "it comes from other parameters, which would get no gradient: a program computes those of its own"
+                " parameters alone",
                 where=name_of(path),
-                fix="detach it, or make what comes before a part of the model; a gradient of an input that the loss is"
-                " made of: torch.autograd.grad in forward",
+                fix="detach it, or make what comes before a part of the model",
             )
     errors.raise_any()
 

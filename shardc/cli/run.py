@@ -137,7 +137,10 @@ def command(
     ] = None,
     breakdown: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="steps of which every op is timed, in --log, for `shardc cost --compare`"),
+        typer.Option(
+            min=1,
+            help="steps of which every op is timed, in --log: for `shardc cost --compare` and `shardc device --fit`",
+        ),
     ] = None,
     memory_snapshot: Annotated[
         list[int] | None,

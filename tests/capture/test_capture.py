@@ -403,7 +403,7 @@ def test_losses_that_are_none() -> None:
     refused(
         lambda s, y: (y, y.sum(), y.mean()), "the model returns a tuple: there is no scalar loss in it"
     )  # which one?
-    refused(lambda s, y: y, "the loss is a float, not a scalar", loss=lambda y, b: 1.0)
+    refused(lambda s, y: y, "the loss is a Python number, of .item", loss=lambda y, b: 1.0)
     refused(
         lambda s, y: y, r"the loss is a tensor of shape \[4, 6\] and torch.float32, not a scalar", loss=lambda y, b: y
     )
@@ -419,7 +419,7 @@ def test_a_loss_that_is_no_function_of_output_and_batch() -> None:
     refused(lambda s, y: y, "loss: loss is a str, not a function", loss="mse")
     takes = r"loss takes \(output, batch\), and cannot be called with these two: too many positional arguments"
     refused(lambda s, y: y, takes, loss=lambda y: y.sum())
-    text = "the loss failed: AttributeError: .*\n  fix: check it in plain PyTorch: it is given the model's output and"
+    text = "the loss failed: AttributeError: .*\n  fix: it is given the model's output and the whole batch: loss=lambda"
     refused(lambda s, y: y, text, batch={"x": X}, loss=F.mse_loss)
 
 

@@ -472,6 +472,11 @@ def test_only_plain_samplers_are_taken_over() -> None:
         "collate_fn": torch.utils.data.default_collate,
         "num_workers": 0,
         "pin_memory": False,
+        "timeout": 0,
+        "worker_init_fn": None,
+        "multiprocessing_context": None,
+        "prefetch_factor": None,
+        "persistent_workers": False,
     }
     assert _taken_over(DataLoader(rows, batch_size=4, sampler=WeightedRandomSampler([0.5] * 8, 8))) is None
     assert _taken_over(DataLoader(rows, batch_size=None)) is None

@@ -89,8 +89,8 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
         r"leave the last, smaller batch of an epoch out \(drop_last=True\), or use engine.step",
     ),
     "an input that waits for a gradient": (
-        lambda m: m(x=m.local(BATCH)["x"].requires_grad_(), strength=2.0),
-        r"x: it requires a gradient, and would get no gradient(.|\n)*detach it",
+        lambda m: m(x=m.local(BATCH)["x"].clone().requires_grad_() * 1, strength=2.0),
+        r"x: it comes from other parameters, which would get no gradient(.|\n)*detach it",
     ),
     "a gradient scaler": (
         scaled,

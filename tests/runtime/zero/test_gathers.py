@@ -50,8 +50,8 @@ def steps(program: Program, monkeypatch: pytest.MonkeyPatch, at: int = 0) -> lis
     """What a rank does in two steps."""
     made: list[Ledger] = []
 
-    def ledger() -> Ledger:
-        made.append(Ledger())
+    def ledger(**options: Any) -> Ledger:
+        made.append(Ledger(**options))
         return made[-1]
 
     monkeypatch.setattr(dry_run, "Ledger", ledger)
