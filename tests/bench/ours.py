@@ -88,15 +88,15 @@ class TimedMesh(TorchMesh):
         self.sent: dict[str, list[Sent]] = {"sums": [], "gathers": []}
 
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
-        return self._timed("sums", super()._start_all_reduce, flat, axes, tag)
+        return self._looked_at("sums", super()._start_all_reduce, flat, axes, tag)
 
     def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
-        return self._timed("sums", super()._start_reduce_scatter, flat, part, axis, tag)
+        return self._looked_at("sums", super()._start_reduce_scatter, flat, part, axis, tag)
 
     def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
-        return self._timed("gathers", super()._start_all_gather, part, whole, axis, tag)
+        return self._looked_at("gathers", super()._start_all_gather, part, whole, axis, tag)
 
-    def _timed(self, kind: str, start: Callable[..., Work], *args: Any) -> Work:
+    def _looked_at(self, kind: str, start: Callable[..., Work], *args: Any) -> Work:
         sent = Sent(time.perf_counter())
         self.sent[kind].append(sent)
         return _Timed(start(*args), sent)
