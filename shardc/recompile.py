@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shardc.errors import ShardcError
-from shardc.ir.generation import AT, IDS, Decode, Generation, Prefill, State, Whole
+from shardc.ir.generation import AT, IDS, PLACE, Decode, Form, Generation, Prefill, State, Whole
 from shardc.ir.program import Program
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.step.batch_sizes import Shapes, Use
@@ -52,7 +52,7 @@ class Resizer:
         self.batch = mapped(batch, (), _without_numbers)
         self._specs: list[tuple[Spec, Program]] = []
         self._programs: dict[tuple[Shapes, Use], Program] = {}
-        self._generations: dict[tuple[int, int, int], Generation] = {}
+        self._generations: dict[tuple[int, int, int, bool], Generation] = {}
         self._wholes: dict[tuple[int, int], Program] = {}
         self._lock = threading.Lock()
 
@@ -98,14 +98,16 @@ class Resizer:
             self._specs.append((loaded, made))
             return made
 
-    def generating(self, program: Program, rows: int, prompt: int, length: int) -> Generation:
+    def generating(self, program: Program, rows: int, prompt: int, length: int, moves: bool) -> Generation:
         """How the model generates from prompts of this length in a cache of that, compiled once for these sizes.
+
+        moves: keys and values move up by one for each token (shardc.ir.generation).
 
         Without steps for a model that takes no cache, or cannot be captured with it. Raises ShardcError if the model no
         longer exists, and for one that has an encoder.
         """
         with self._lock:
-            key = rows, prompt, length
+            key = rows, prompt, length, moves
             if key not in self._generations:
                 self._generations[key] = self._generating(program, *key)
             return self._generations[key]
@@ -133,7 +135,7 @@ class Resizer:
             raise ShardcError(what, where="generate", fix=fix)
         return model
 
-    def _generating(self, program: Program, rows: int, prompt: int, length: int) -> Generation:
+    def _generating(self, program: Program, *sizes: Any) -> Generation:
         from shardc.capture import generation  # takes a second, and few runs generate
 
         model = self._alive()
@@ -145,12 +147,12 @@ class Resizer:
             return Generation(None, stop, why)
         try:
             with in_eval_mode(model):
-                return Generation(self._steps(program, model, rows, prompt, length), stop)
+                return Generation(self._steps(program, model, *sizes), stop)
         except ShardcError as e:
             return Generation(None, stop, f"{name} cannot be captured with a cache ({e.what})")
 
     def _steps(
-        self, program: Program, model: nn.Module, rows: int, prompt: int, length: int
+        self, program: Program, model: nn.Module, rows: int, prompt: int, length: int, moves: bool
     ) -> tuple[Program, Program]:
         """The programs of prompts, and of one token. The first one's graph shows what the cache consists of, the second
         one's how it is split.
@@ -164,21 +166,22 @@ class Resizer:
             of_new = {"input_ids": some(rows, new), "position_ids": some(rows, new)}
             return {**of_new, "attention_mask": some(rows, seen), **others}
 
-        prompts = batch(prompt, prompt)
-        captured = capture(model, prompts, forward=Prefill(length))
+        prompts, form = batch(prompt, prompt), Form()
+        captured = capture(model, prompts, forward=Prefill(length, form, moves))
         found = (State.of_output(o.name, o.shape, o.dtype) for o in captured.outputs)
         states = tuple(s for s in found if s is not None)
         if not states:
             raise ShardcError("it puts nothing into its cache", where="generate")
         make = functools.partial(self.compile, model, spec=program.spec, prove=False, compatible_with=program)
-        following = make(batch=batch(1, length, place=some()), forward=Decode(states))
+        place = {} if moves else {PLACE: some()}
+        following = make(batch=batch(1, length, **place), forward=Decode(states, form))
         buffers = {b.name: b for b in following.buffers}
         layouts = {s.output: buffers[s.buffer].layout for s in states}
-        first = make(batch=prompts, captured=captured, forward=Prefill(length, layouts))
+        first = make(batch=prompts, captured=captured, forward=Prefill(length, form, moves, layouts))
         outputs = {o.name: o for o in first.outputs}
         moved = [s for s in states if following.axis and outputs[s.output].stage not in buffers[s.buffer].stages]
         if moved:
-            what = f"layer {moved[0].layer} is cut otherwise for prompts than for tokens"
+            what = f"what makes {moved[0].path!r} of its cache is cut otherwise for prompts than for tokens"
             fix = "name the modules that begin a stage: pipeline: {cut: [...]}"
             raise ShardcError(what, where="generate", fix=fix)
         return first, following

@@ -75,7 +75,9 @@ class Pipeline(Pass):
         assert section is not None
         (whole,) = program.stages
         cause = f"{self.spec.where(('pipeline',))} pipeline"
-        cut = _Cut(whole.graph, program, mesh, self.spec, cause)
+        beside = self.options.compatible_with
+        running = {p.name: p.stages for p in beside.params} if beside is not None else None
+        cut = _Cut(whole.graph, program, mesh, self.spec, cause, running)
         stages = cut.run()
         homes = {name: i for i, stage in enumerate(stages) for name in stage.outputs}
         outputs = tuple(replace(o, stage=homes[o.name]) for o in program.outputs)
@@ -134,13 +136,14 @@ class _Cut:
     mesh: Mesh
     spec: Spec
     cause: str
+    running: dict[str, tuple[int, ...]] | None = None  # each parameter's stages, in what this runs beside
     stage: dict[fx.Node, int] = field(default_factory=dict)  # of main ops
 
     def run(self) -> list[Stage]:
         self.light = self._light()
         self.main = [n for n in self.graph.nodes if n.op == "call_function" and n not in self.light]
         ops = [n for n in self.main if n.target is not operator.getitem]
-        starts = cuts.positions(ops, self.spec, self.mesh)
+        starts = cuts.positions(ops, self.spec, self.mesh, self.running)
         self.count = len(starts) + 1
         bounds = iter([*starts, len(ops)])
         stage, until = -1, 0
@@ -191,9 +194,12 @@ class _Cut:
             loads[self.stage[n]] += work[n]
             members[self.stage[n]] += 1
         limit = cuts.SLACK * max(loads)
+        position = {n: i for i, n in enumerate(self.main)}
 
         def move(n: fx.Node, to: int) -> None:
             stage = self.stage[n]
+            if cuts.homes(n, position, self.running or {}) - {to}:
+                return
             if loads[to] + work[n] <= limit and members[stage] > 1:
                 loads[stage], loads[to] = loads[stage] - work[n], loads[to] + work[n]
                 members[stage], members[to] = members[stage] - 1, members[to] + 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -111,11 +111,21 @@ def _weights(node: fx.Node, main: dict[fx.Node, int]) -> list[fx.Node]:
     return weights
 
 
-def positions(main: Sequence[fx.Node], spec: Spec, mesh: Mesh) -> list[int]:
+def homes(node: fx.Node, position: dict[fx.Node, int], running: Mapping[str, tuple[int, ...]]) -> set[int]:
+    """The stages that have the weights of a main op, of weights that one stage alone has."""
+    stages = (running.get(x.name, ()) for x in _weights(node, position))
+    return {found[0] for found in stages if len(found) == 1}
+
+
+def positions(
+    main: Sequence[fx.Node], spec: Spec, mesh: Mesh, running: Mapping[str, tuple[int, ...]] | None = None
+) -> list[int]:
     """Where the stages after the first begin, as positions in the main ops.
 
-    mesh: of the ranks of one stage. Raises ShardcError, at the spec's line, for modules that do not exist or are not in
-    the order in which they run, counts that are not the model's, and more stages than there are ops.
+    mesh: of the ranks of one stage. running: the stages that have each parameter, in a program that this one is to run
+    beside: what costs would say of other sizes is left aside. Raises ShardcError, at the spec's line, for modules that
+    do not exist or are not in the order in which they run, counts that are not the model's, and more stages than there
+    are ops.
     """
     p = spec.pipeline
     assert p is not None
@@ -129,6 +139,12 @@ def positions(main: Sequence[fx.Node], spec: Spec, mesh: Mesh) -> list[int]:
         what = f"{n} stages, and the model has only {most} ops that depend on its input and its weights"
         raise ShardcError(what, where=spec.where(("pipeline", "stages")), fix=f"at most {most} stages")
     whole, starts = Ops.of(main, mesh, spec.batch.microbatches).joined()
+    if running is not None:
+        position = {op: i for i, op in enumerate(main)}
+        each = [homes(op, position, running) for op in main]
+        joined = [set[int]().union(*each[a:b]) for a, b in pairwise([*starts, len(main)])]
+        if (found := _beside(whole, n, joined)) is not None:
+            return [starts[start] for start in found]
     return [starts[start] for start in even(whole, n)]
 
 
@@ -217,6 +233,21 @@ def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list
 
 
 # --- by cost ----------------------------------------------------------------------------------------------------------
+
+
+def _beside(ops: Ops, n: int, homes: Sequence[set[int]]) -> list[int] | None:
+    """n - 1 cuts between ops whose weights the stages before and after have, where least crosses; None where the ops
+    run in another order than their weights' stages.
+    """
+    cuts: list[int] = []
+    for stage in range(1, n):
+        low = max((i + 1 for i, h in enumerate(homes) if h and max(h) < stage), default=0)
+        high = min((i for i, h in enumerate(homes) if h and min(h) >= stage), default=len(homes) - 1)
+        low = max(low, cuts[-1] + 1 if cuts else 1)
+        if high < low:
+            return None
+        cuts.append(min(range(low, high + 1), key=lambda c: ops.crossing[c]))
+    return cuts
 
 
 def even(ops: Ops, n: int) -> list[int]:

@@ -4,16 +4,14 @@ decides itself what of each layer is kept, and masks its attention by it.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from shardc.capture.batch_leaves import Leaves
+from shardc.capture.generation_cache import Now, apart, begun, together, unchanged
 from shardc.capture.loss import ValuesOf, tensors_in
 from shardc.errors import ShardcError
 from shardc.ir.generation import AT, IDS, LOGITS, PLACE, Decode, Prefill, State, Step, Whole
@@ -39,30 +37,30 @@ class GenerationOf(ValuesOf):
         if isinstance(self.step, Whole):
             values = self._whole(batch[IDS], batch[AT])
         elif isinstance(self.step, Prefill):
-            values = self._prefill(batch, self.step.length)
+            values = self._prefill(batch, self.step)
         else:
-            values = self._decode(batch, self.step.states)
+            values = self._decode(batch, self.step)
         return tuple(self._flat(values, ""))
 
-    def _prefill(self, batch: dict[str, Any], length: int) -> dict[str, Tensor]:
-        cache = _types().Cache(
-            layer_class_to_replicate=functools.partial(_prompt_layer(), batch["attention_mask"], length)
-        )
+    def _prefill(self, batch: dict[str, Any], step: Prefill) -> dict[str, Tensor]:
+        cache = begun(self.model, Now(step.length, batch["attention_mask"] == 0, moves=step.moves))
         values = {LOGITS: self._logits(batch, cache)[:, -1]}
-        for i, layer in enumerate(cache.layers):
-            for kind in ("keys", "values"):
-                x = getattr(layer, kind)
-                values[State(i, kind, tuple(x.shape), x.dtype).output] = x
-        return values
+        states, form = apart(cache)
+        step.form.cache, step.form.slots = form.cache, form.slots
+        return values | {State(path, tuple(x.shape), x.dtype).output: x for path, x in states.items()}
 
-    def _decode(self, batch: dict[str, Any], states: tuple[State, ...]) -> dict[str, Tensor]:
-        place, held = batch.pop(PLACE), dict[int, dict[str, Tensor]]()
-        for s in states:
-            held.setdefault(s.layer, {})[s.kind] = getattr(self, s.buffer)
-        cache = _types().Cache(layers=[_step_layer()(**held[i], place=place) for i in sorted(held)])
-        logits = self._logits(batch, cache)
-        for s in states:
-            getattr(self, s.buffer).copy_(getattr(cache.layers[s.layer], s.kind))
+    def _decode(self, batch: dict[str, Any], step: Decode) -> dict[str, Tensor]:
+        place, held = batch.pop(PLACE, None), {s.path: getattr(self, s.buffer) for s in step.states}
+        cache = together(step.form, held, Now(batch["attention_mask"].shape[1], place=place))
+        if all(cache.is_linear):  # padding is behind, and a recurrence takes a mask of what is given now
+            batch.pop("attention_mask")
+        logits, after = self._logits(batch, cache), unchanged(step.form, cache)
+        for path, buffer in held.items():
+            if after[path].shape != buffer.shape or after[path].dtype != buffer.dtype:
+                sizes = f"from {list(buffer.shape)} to {list(after[path].shape)}"
+                raise ShardcError(f"{path!r} of its cache grows with a token, {sizes}", where="generate")
+            if after[path] is not buffer:
+                buffer.copy_(after[path])
         return {LOGITS: logits[:, -1]}
 
     def _logits(self, batch: dict[str, Any], cache: Any) -> Tensor:
@@ -100,64 +98,3 @@ def _cache_argument(model: nn.Module) -> str:
     """What forward calls it: transformers renames it in 5.24, model by model; "" if it takes none."""
     taken = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in taken), "")
-
-
-def _types() -> Any:
-    return importlib.import_module("transformers.cache_utils")
-
-
-@functools.cache
-def _prompt_layer() -> type:
-    """A layer's cache before its first keys, which are all that its attention sees; it keeps room for more.
-
-    Those of padding become zeros. Where a row of attention sees nothing, some models make nan of it, and 0 times nan is
-    nan in all rows that do not see it.
-    """
-
-    def init(self: Any, mask: Tensor, length: int) -> None:
-        self.padding, self.length, self.is_initialized = (mask == 0)[:, None, :, None], length, False
-
-    def update(self: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        room = (0, 0, 0, self.length - keys.shape[-2])
-        keys, values = keys.masked_fill(self.padding, 0), values.masked_fill(self.padding, 0)
-        self.keys, self.values, self.is_initialized = pad(keys, room), pad(values, room), True
-        return keys, values
-
-    return _layer(
-        __init__=init,
-        update=update,
-        get_mask_sizes=lambda self, queries: (queries, 0),
-        get_seq_length=lambda self: 0,
-        get_max_length=lambda self: -1,
-    )
-
-
-@functools.cache
-def _step_layer() -> type:
-    """A layer's cache of all places, of which one is written."""
-
-    def init(self: Any, keys: Tensor, values: Tensor, place: Tensor) -> None:
-        self.keys, self.values, self.place, self.is_initialized = keys, values, place, True
-
-    def update(self: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        at = self.place.reshape(1)
-        self.keys, self.values = self.keys.index_copy(2, at, keys), self.values.index_copy(2, at, values)
-        return self.keys, self.values
-
-    def length(self: Any, *_: Any) -> int:
-        n: int = self.keys.shape[-2]
-        return n
-
-    return _layer(
-        __init__=init,
-        update=update,
-        get_mask_sizes=lambda self, queries: (length(self), 0),
-        get_seq_length=lambda self: self.place,
-        get_max_length=length,
-    )
-
-
-def _layer(**methods: Any) -> type:
-    """A class of transformers' for one layer, which is imported only with a model of theirs."""
-    shared = {"lazy_initialization": lambda *_: None, "is_compileable": True, "is_sliding": False}
-    return type("Layer", (_types().CacheLayerMixin,), methods | shared)

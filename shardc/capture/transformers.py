@@ -92,6 +92,13 @@ def lean_transformers(model: nn.Module) -> Iterator[None]:
                 known = constant(position_ids)
                 return packed(position_ids) if known is None or untraced(packed, known) is not None else None
 
+            filled = masking.prepare_padding_mask
+
+            def prepare_padding_mask(mask: Any, kv_length: int, kv_offset: Any) -> Any:
+                """Of keys whose positions are a tensor (shardc.capture.generation_cache), the mask has all."""
+                return mask if isinstance(kv_offset, Tensor) else filled(mask, kv_length, kv_offset)
+
+            stack.enter_context(mock.patch.object(masking, "prepare_padding_mask", prepare_padding_mask))
             stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False))
             stack.enter_context(mock.patch.object(masking, "is_tracing", isinstance_fake))
             stack.enter_context(

@@ -1,19 +1,24 @@
-"""The two programs by which a language model generates: of prompts, and of one token with the keys and values of those
-before it. Of a model that keeps none, one of whole sequences.
+"""The two programs by which a language model generates: of prompts, and of one token with what the model keeps of those
+before it. Of a model that keeps nothing, one of whole sequences.
 
-    Prefill   ids [B, P]                         -> logits [B, V] of the last position, keys and values [B, H, N, D]
-    Decode    ids [B, 1], place, keys, values    -> logits [B, V]; keys and values are written to at `place`
-    Whole     ids [B, N], at [B]                 -> logits [B, V] of the positions `at`
+    Prefill   ids [B, P]                  -> logits [B, V] of the last position, and the model's states
+    Decode    ids [B, 1], place, states   -> logits [B, V]; states are written to
+    Whole     ids [B, N], at [B]          -> logits [B, V] of the positions `at`
 
-Keys and values are a *cache* of a fixed length N. Prompts are filled up on their left to a common length, so that a
-token's place in the cache is one number for all rows: distances, and with them windows and biases, are the model's own.
+States are the tensors in a model's own cache, whatever they are: keys and values [B, H, N, D] of a fixed length N (of
+a layer that reads no further back than a window of W places, W of them), the last inputs of a convolution, the states
+of a recurrence. Prompts are filled up on their left to a common length, so that a token's place is one number for all
+rows: distances, and with them windows and biases, are the model's own.
+
+A model that takes its place from the number of keys (GPT-Neo, MPT) is right where a token is always the last of them:
+then keys and values move up by one for each, and there is no `place`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,28 +36,37 @@ _CACHE = "cache"
 
 @dataclass(frozen=True)
 class State:
-    """One tensor of a cache: the keys, or the values, of one layer. shape: [rows, heads, length, size of a head]."""
+    """One tensor of a cache. path: where it stands there, as "0.keys" of the first layer. shape: dim 0 is rows."""
 
-    layer: int
-    kind: str
+    path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def output(self) -> str:
         """Its name among the outputs of `Prefill`."""
-        return f"{_CACHE}.{self.layer}.{self.kind}"
+        return f"{_CACHE}.{self.path}"
 
     @property
     def buffer(self) -> str:
         """Its name among the buffers of `Decode`."""
-        return f"{_CACHE}_{self.layer}_{self.kind}"
+        return self.output.replace(".", "_")
 
     @classmethod
     def of_output(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> State | None:
         """What an output of `Prefill` is of the cache; None of others."""
-        first, *rest = name.split(".")
-        return cls(int(rest[0]), rest[1], shape, dtype) if first == _CACHE else None
+        first, _, path = name.partition(".")
+        return cls(path, shape, dtype) if first == _CACHE else None
+
+
+@dataclass(eq=False)
+class Form:
+    """A model's cache without its tensors, as its prompts have left it: what tracing `Prefill` writes here, tracing
+    `Decode` fills in. slots: what stands there for the tensor of each path.
+    """
+
+    cache: Any = None
+    slots: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,17 +76,22 @@ class Whole:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The forward of prompts. length: of the cache that it begins; layouts: how `Decode` has that, by output."""
+    """The forward of prompts. length: of the cache that it begins; form: of it, once this is traced; moves: for a token
+    all keys and values move up by one; layouts: how `Decode` has them, by output.
+    """
 
     length: int
+    form: Form
+    moves: bool = False
     layouts: Mapping[str, Layout] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Decode:
-    """The forward of one token a row. states: the cache that it reads and writes."""
+    """The forward of one token a row. states: what it reads and writes; form: of their cache."""
 
     states: tuple[State, ...]
+    form: Form
 
 
 Step = Prefill | Decode | Whole

@@ -76,8 +76,8 @@ class Resize(Protocol):
     def __call__(self, program: Program, batch: Any, shapes: tuple[tuple[int, ...], ...], use: Any, /) -> Program:
         """For a batch of these global shapes, for a use."""
 
-    def generating(self, program: Program, rows: int, prompt: int, length: int, /) -> Generation:
-        """To generate: for prompts of this length, in a cache of that."""
+    def generating(self, program: Program, rows: int, prompt: int, length: int, moves: bool, /) -> Generation:
+        """To generate: for prompts of this length, in a cache of that, which moves up for each token or not."""
 
     def whole(self, program: Program, rows: int, length: int, /) -> Program:
         """To generate without a cache: for sequences of this length."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.capture import generation_cache
 from shardc.capture.generation import no_cache
 from shardc.errors import ShardcError
 from shardc.passes.annotate import model_plan
@@ -17,7 +18,7 @@ from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state import constants
 from shardc.runtime.step.interpreter import Interpreter
 from tests import zoo
-from tests.zoo import hf, hf_more
+from tests.zoo import hf, hf_more, sequences
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [3], [11, 12]]
 TOKENS = 10
@@ -158,10 +159,7 @@ def test_in_the_middle_of_training_the_weights_are_those_of_now_and_nothing_chan
 
 def test_the_cache_is_split_like_the_heads_and_over_stages() -> None:
     model, batch = llama()
-    program = shardc.compile(model, batch, {"shardc": 1, **SPECS["all"]}, prove=False)
-    assert program.resize is not None
-    steps = program.resize.generating(program, 4, 16, 64).steps
-    assert steps is not None
+    steps = steps_of(model, batch, SPECS["all"], 4, 16, 64)
     caches = {b.name: (str(b.value), b.stages) for b in steps[1].buffers if b.cache}
     assert caches["cache_0_keys"] == ("f64[4@dp, 4@tp, 64, 8]", (0,))
     assert caches["cache_1_values"] == ("f64[4@dp, 4@tp, 64, 8]", (1,))
@@ -173,7 +171,7 @@ def test_the_cache_is_written_where_it_stands() -> None:
     model, batch = llama()
     program = shardc.compile(model, batch, {"shardc": 1, **SPECS["tp=2"]}, prove=False)
     assert program.resize is not None
-    steps = program.resize.generating(program, 4, 16, 64).steps
+    steps = program.resize.generating(program, 4, 16, 64, False).steps
     assert steps is not None
     following = steps[1]
 
@@ -192,28 +190,108 @@ def test_the_cache_is_written_where_it_stands() -> None:
     loopback(program.mesh, work)
 
 
+#: Keys and values in one place each, in rings, moved up (GPT-Neo, MPT); states of convolutions and recurrences.
 FAMILIES = (
-    *("mistral", "qwen2", "qwen3", "phi3", "gpt_neox", "opt", "falcon", "falcon_alibi", "persimmon", "gemma", "gemma3"),
-    *("phi", "gptj", "gpt_bigcode", "codegen", "olmo2", "cohere2", "starcoder2", "glm4", "deepseek_v3_dense"),
-    *("mixtral", "qwen3_moe", "gpt_oss"),
+    *("mistral", "qwen3", "phi3", "gpt_neox", "opt", "falcon_alibi", "gemma3", "phi", "gpt_bigcode", "cohere2", "glm4"),
+    *("deepseek_v3_dense", "mixtral", "qwen3_moe", "gpt_oss", "gpt_neo", "mpt", "mamba", "mamba2", "lfm2", "jamba"),
 )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_generate_with_a_cache_as_transformers_does(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    model, batch = hf.build({**hf.FAMILIES, **hf_more.FAMILIES}[name])
+    model, batch = hf.build({**hf.FAMILIES, **hf_more.FAMILIES, **sequences.FAMILIES}[name])
     use = "model" if model_plan.read(model) else "structure"
     (found,) = ours({"mesh": {"tp": 2}, "shard": {"use": use}}, {}, model=model, batch=batch)
-    assert found == theirs(model)
+    alone = [theirs(model, [p])[0] for p in PROMPTS]  # transformers' own MPT gives others where rows are filled up
+    assert found == alone
     assert "whole sequence" not in capsys.readouterr().err
 
 
-def test_a_model_whose_cache_is_another_runs_whole_sequences(capsys: pytest.CaptureFixture[str]) -> None:
-    """GPT-Neo cuts its mask by the length of the cache: found by trying it."""
-    model, batch = hf.build(hf_more.FAMILIES["gpt_neo"])
-    (found,) = ours({"mesh": {"tp": 2}, "shard": {"use": "structure"}}, {}, model=model, batch=batch)
+def steps_of(model: Any, batch: Any, spec: dict[str, Any], *sizes: int, moves: bool = False) -> Any:
+    program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
+    assert program.resize is not None
+    return program.resize.generating(program, *sizes, moves).steps
+
+
+def caches_of(program: Any) -> dict[str, str]:
+    return {b.name.removeprefix("cache_"): str(b.value) for b in program.buffers if b.cache}
+
+
+@pytest.mark.parametrize("window", [5, 12, 24])
+def test_a_layer_with_a_window_keeps_so_many_tokens_and_gives_what_it_would_with_all(window: int) -> None:
+    """Gemma 2 has a layer with a window and one without: 16 places of prompts are more or fewer, 30 tokens go round."""
+    model, batch = hf.build(hf.FAMILIES["gemma2"], sliding_window=window)
+    prompts = [[5, 6, 7], list(range(20, 35))]
+    (found,) = ours(SPECS["tp=2"], {"prompts": prompts, "max_new_tokens": 30}, model=model, batch=batch)
+    assert found == [theirs(model, [p], 30)[0] for p in prompts]
+    _, following = steps_of(model, batch, SPECS["tp=2"], 2, 16, 64)
+    caches = caches_of(following)
+    assert caches["0_keys"] == f"f64[2, 4@tp, {window}, 8]"
+    assert caches["1_keys"] == "f64[2, 4@tp, 64, 8]"
+
+
+STATES = {
+    "mamba": {"conv_states_0": "f64[4@dp, 128@tp, 4]", "recurrent_states_0": "f64[4@dp, 128@tp, 4]"},
+    "lfm2": {"conv_states_0": "f64[4@dp, 64@tp, 3]"},
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_recurrences_are_split_as_their_channels_are(name: str) -> None:
+    model, batch = hf.build(hf_more.FAMILIES[name])
+    spec = {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}
+    _, following = steps_of(model, batch, spec, 4, 16, 64)
+    found = caches_of(following)
+    assert {f"0_{n}": x for n, x in STATES[name].items()}.items() <= found.items()
+
+
+def test_a_pipeline_is_cut_for_tokens_where_it_is_for_training() -> None:
+    """Of its own, a token's cheap scans would move Jamba's cut into another layer, away from the weights."""
+    model, batch = hf.build(sequences.FAMILIES["jamba"])
+    (found,) = ours(SPECS["pp=2"], {}, model=model, batch=batch)
     assert found == theirs(model)
-    assert "with a cache GPTNeoForCausalLM gives other logits than without" in capsys.readouterr().err
+
+
+def without_positions() -> Any:
+    """GPT-2 that counts positions from the first place on, whatever is filled up there."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class Counting(GPT2LMHeadModel):
+        def forward(self, input_ids: Any, attention_mask: Any = None, cache: Any = None, use_cache: Any = None) -> Any:
+            return super().forward(input_ids, attention_mask=attention_mask, cache=cache, use_cache=use_cache)
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 128}
+    return Counting(GPT2Config(**sizes, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)).double()
+
+
+def test_a_model_that_is_another_with_padding_runs_whole_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    """Found by trying it, with either kind of cache."""
+    model = without_positions()
+    ids = torch.arange(32).view(4, 8)
+    program = shardc.compile(model, {"input_ids": ids}, {"shardc": 1, "mesh": {"dp": 1}}, forward=True, prove=False)
+    (found,) = loopback(program.mesh, lambda mesh: program.forward(model, mesh=mesh).generate(PROMPTS, 4, stop=()))
+    assert "with a cache Counting gives other logits than without" in capsys.readouterr().err
+    for prompt, new in zip(PROMPTS, found, strict=True):
+        row = list(prompt)
+        for token in new:
+            assert token == int(model(torch.tensor([row])).logits[0, -1].argmax())
+            row.append(token)
+
+
+def test_a_cache_that_is_no_longer_the_same_kind_of_thing_is_no_cache() -> None:
+    """What counts in Python would count once, while a token is traced; what grows has another size each time."""
+    model, _ = hf.build(hf.FAMILIES["qwen3"])
+    cache = generation_cache.begun(model, generation_cache.Now(4, torch.zeros(1, 2, dtype=torch.bool)))
+    for i in (0, 1):
+        cache.update(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), i)
+    states, form = generation_cache.apart(cache)
+    assert list(states) == ["0.keys", "0.values", "1.keys", "1.values"]
+    again = generation_cache.together(form, states, generation_cache.Now(4))
+    assert generation_cache.unchanged(form, again).keys() == states.keys()
+    again.layers[1].seen = 3
+    with pytest.raises(ShardcError, match="a token changes what '1\\.seen' of its cache is, from None to 3"):
+        generation_cache.unchanged(form, again)
 
 
 class Own(nn.Module):

@@ -1,0 +1,201 @@
+"""A model's own cache, at sizes that stay: the object that transformers generates with, whose keys and values have a
+fixed number of places, and whatever other tensors it holds.
+
+What of a cache goes from token to token is found by looking at it: its tensors, wherever they stand in it, are states;
+the rest of it (which layers have begun, sizes) is the form that they stand in, and has to stay as it is.
+
+    prompts   cache = begun(model, ...); model(..., cache)       states, form = apart(cache)
+    a token   cache = together(form, states); model(..., cache)  states = unchanged(form, cache)
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from shardc.errors import ShardcError
+from shardc.ir.generation import Form
+
+#: The attribute of caches and their layers that says where they stand: no state.
+_NOW = "now"
+_PLAIN = (int, float, bool, str, type(None))
+
+
+@dataclass
+class Now:
+    """Where the layers of a cache stand. length: how many places a layer has that keeps all; padding: while prompts are
+    read, bool [rows, places], which of theirs are none; place: of a token, i64[]; None where all that is kept moves up
+    by one for each token, which stands in the last place.
+    """
+
+    length: int
+    padding: Tensor | None = None
+    place: Tensor | None = None
+    moves: bool = False
+
+
+class _Slot:
+    """What stands in the form of a cache for one of its tensors."""
+
+
+def begun(model: nn.Module, now: Now) -> Any:
+    """The cache that the model begins to generate with."""
+    types = importlib.import_module("transformers.cache_utils")
+    config: Any = model.config
+    cache = types.DynamicCache(config=config.get_text_config(decoder=True))
+    for layer in cache.layers:
+        if isinstance(layer, types.CacheLayerMixin):
+            window = layer.sliding_window if layer.is_sliding else now.length
+            kind: Any = type(layer)
+            layer.now, layer.room, layer.__class__ = now, min(window, now.length), _fixed(kind)
+            for name in [n for n, x in vars(layer).items() if isinstance(x, Tensor)]:
+                delattr(layer, name)  # its window once more, for methods that are replaced: no state
+    cache.now = now
+    return cache
+
+
+def apart(cache: Any) -> tuple[dict[str, Tensor], Form]:
+    """The states in a cache, by path, and its form."""
+    states = {path: x for path, x in _leaves(cache) if isinstance(x, Tensor)}
+    slots: dict[str, object] = {path: _Slot() for path in (*states, _NOW)}
+    found = {id(x): slots[path] for path, x in (*states.items(), (_NOW, cache.now))}
+    return states, Form(copy.deepcopy(cache, found), slots)  # deepcopy takes what it is told has been copied already
+
+
+def together(form: Form, states: Mapping[str, Tensor], now: Now) -> Any:
+    """A cache of this form that holds these states."""
+    given = {**states, _NOW: now}
+    return copy.deepcopy(form.cache, {id(slot): given[path] for path, slot in form.slots.items()})
+
+
+def unchanged(form: Form, cache: Any) -> dict[str, Tensor]:
+    """The states in a cache after a token. Raises ShardcError where anything else in it is not as before: the next
+    token's step would not be this one.
+    """
+    before, after = dict(_leaves(form.cache)), dict(_leaves(cache))
+    states = {path: x for path, x in after.items() if isinstance(x, Tensor)}
+    for path in {**before, **after}:
+        one, other = before.get(path), after.get(path)
+        if path not in form.slots and (one != other or type(one) is not type(other)):
+            said = f"a tensor {list(other.shape)}" if isinstance(other, Tensor) else repr(other)
+            what = f"a token changes what {path!r} of its cache is, from {one!r} to {said}"
+            raise ShardcError(what, where="generate")
+    return states
+
+
+def _leaves(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Tensors, their slots and plain values in a cache, by path; each object once."""
+    yield from _walk(x, path, set())
+
+
+def _walk(x: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if isinstance(x, (Tensor, _Slot)):
+        if id(x) not in seen:
+            seen.add(id(x))
+            yield path, x
+        return
+    if isinstance(x, _PLAIN):
+        yield path, x
+        return
+    if isinstance(x, Mapping):
+        items = list(x.items())
+    elif isinstance(x, (list, tuple)):
+        items = list(enumerate(x))
+    elif _is_cache(x) and id(x) not in seen:
+        seen.add(id(x))
+        items = [(name, inner) for name, inner in vars(x).items() if name != _NOW]
+    else:
+        return
+    for name, inner in items:
+        yield from _walk(inner, path if name == "layers" else f"{path}.{name}".lstrip("."), seen)
+
+
+def _is_cache(x: Any) -> bool:
+    """Whether it is a cache, or a layer of one: other objects, such as configurations, hold no states."""
+    return any(c.__module__ == "transformers.cache_utils" for c in type(x).__mro__)
+
+
+@functools.cache
+def _fixed(kind: type) -> type:
+    """A class of transformers' for a layer, whose keys and values have `room` places. Their order is of no matter to
+    attention: with fewer places than tokens, a token is written where the one was that its window leaves.
+
+    Before a token come the prompts, which are all that their attention sees. Keys and values of padding become zeros:
+    where a row of attention sees nothing, some models make nan of it, and 0 times nan is nan in all rows that do not
+    see it.
+    """
+
+    def update(self: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        now: Now = self.now
+        if now.padding is None:
+            self.keys, self.values = (_written(self, *x) for x in ((self.keys, keys), (self.values, values)))
+            return self.keys, self.values
+        keys, values = (x.masked_fill(now.padding[:, None, :, None], 0) for x in (keys, values))
+        self.keys, self.values = (_placed(x, self.room, now.moves) for x in (keys, values))
+        self.is_initialized = True
+        return keys, values
+
+    def sizes(self: Any, queries: int) -> tuple[int, Any]:
+        """How many keys there are, and how much further each one's position is than its number."""
+        now: Now = self.now
+        if now.padding is not None:
+            return queries, 0
+        if now.place is None:
+            return self.room, now.length - self.room
+        return self.room, _offsets(now.place, self.room) if self.room < now.length else 0
+
+    def seen(self: Any) -> Any:
+        now: Now = self.now
+        before = now.length - 1 if now.place is None else now.place
+        return before if now.padding is None else 0
+
+    methods = {
+        "update": update,
+        "lazy_initialization": functools.partialmethod(_lazily, kind),
+        "get_mask_sizes": sizes,
+        "get_seq_length": seen,
+        "get_max_length": lambda self: self.room if self.now.padding is None else -1,
+        "is_compileable": True,
+    }
+    return type(kind.__name__, (kind,), methods)
+
+
+def _lazily(self: Any, kind: type, *args: Any, **kwargs: Any) -> None:
+    """What a layer makes before its first use: of states other than keys and values."""
+    if kwargs:
+        kind.lazy_initialization(self, **kwargs)  # type: ignore[attr-defined]
+
+
+def _written(layer: Any, kept: Tensor, new: Tensor) -> Tensor:
+    """[rows, heads, room, size]: what is kept, with a token's."""
+    place = layer.now.place
+    if place is None:
+        return torch.cat([kept[:, :, 1:], new], 2)
+    at = place.reshape(1)
+    return kept.index_copy(2, at % layer.room if layer.room < layer.now.length else at, new)
+
+
+def _placed(x: Tensor, room: int, moves: bool) -> Tensor:
+    """[rows, heads, places, size] of prompts in their places, of which there are `room`: the last ones."""
+    length = x.shape[2]
+    if length <= room:
+        return pad(x, (0, 0, room - length, 0) if moves else (0, 0, 0, room - length))
+    last, turn = x[:, :, length - room :], 0 if moves else length % room
+    return torch.cat([last[:, :, room - turn :], last[:, :, : room - turn]], 2) if turn else last
+
+
+def _offsets(place: Tensor, room: int) -> Tensor:
+    """i64[room]: the position of what is in each place when a token was written at `place`, less the place's number.
+
+    Of places that nothing is in yet it is one that is still to come, which a token does not see.
+    """
+    at = torch.arange(room, device=place.device)
+    return torch.where(at > place, 0, place - at - (place - at) % room)
