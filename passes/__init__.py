@@ -21,6 +21,7 @@ from shardc.passes.loss_chunks import LossChunks
 from shardc.passes.lower import Lower
 from shardc.passes.match_recompiled import MatchRecompiled
 from shardc.passes.matrices import Matrices
+from shardc.passes.packed_inputs import PackedInputs
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline
 from shardc.passes.place import Place
@@ -67,6 +68,7 @@ PIPELINE = (
     Stage("accumulate", Accumulate, "microbatches are an axis up to here; what follows sees one microbatch"),
     Stage("pipeline", Pipeline, "cuts where few bytes cross, and these are known once sizes are local"),
     Stage("loss_chunks", LossChunks, "a product and its loss become one op, which cannot be cut into stages"),
+    Stage("packed_inputs", PackedInputs, "recompute counts what is kept for backward, and how inputs lie is known"),
     Stage("recompute", Recompute, "a region is part of one stage, and its budget counts bytes of one rank"),
     Stage("match_recompiled", MatchRecompiled, "gives the buckets that the next pass would otherwise make"),
     Stage("gradient_buckets", GradientBuckets, "they follow the order of the final graphs, and gathers stand in them"),

@@ -42,6 +42,8 @@ from shardc.runtime import ops
 from shardc.runtime.zero.flat_partition import Flat
 
 _CAST = torch.ops.aten._to_copy.default
+#: Ops that round what they read.
+_ROUNDS = {ops.fp8_round, ops.fp8_linear}
 
 
 @dataclass(frozen=True)
@@ -260,26 +262,32 @@ def _rounding(program: Program, param: str) -> Rounded | None:
         readers = list(node.users) if node is not None else []
         casts = [r for r in readers if r.target is _CAST]
         dtypes |= {r.kwargs.get("dtype") if r in casts else None for r in readers}
-        readers = [r for r in readers if r.target is not _CAST] + [u for c in casts for u in c.users]
-        found |= {how_rounded(r) for r in readers}
+        pairs = [(r, node) for r in readers if r.target is not _CAST] + [(u, c) for c in casts for u in c.users]
+        found |= {how_rounded(r, x) for r, x in pairs}
     return next(iter(found)) if len(found) == 1 == len(dtypes) else None
 
 
-def how_rounded(reader: fx.Node) -> Rounded | None:
-    """How an op rounds what it reads; None for any other op."""
+def how_rounded(reader: fx.Node, x: fx.Node | None) -> Rounded | None:
+    """How an op rounds x, which it reads; None if it does something else with it."""
     if reader.target is ops.fp8_amax:
-        x, granule, rounds = reader.args[0], reader.args[1], reader
         axes: Any = ()
+        rounds = reader
         if (whole := next((u for u in reader.users if u.target is ops.all_reduce_max), None)) is not None:
             rounds, axes = whole, whole.args[2]
-        uses = [u for u in rounds.users if u.target is ops.fp8_round and u.args[0] is x]
-        formats = {u.args[2] for u in uses}
-        return Rounded(str(formats.pop()), tuple(granule), tuple(axes)) if len(formats) == 1 else None  # type: ignore[arg-type]
-    if reader.target is ops.fp8_round and isinstance(reader.args[1], fx.Node):
-        amax = reader.args[1]
-        amax = amax.args[0] if amax.target is ops.all_reduce_max else amax  # type: ignore[assignment]
-        return how_rounded(amax) if amax.args[:1] == reader.args[:1] else None
-    return None
+        formats = {format for u in rounds.users if (format := _format(u, x, rounds))}
+        return Rounded(formats.pop(), tuple(reader.args[1]), tuple(axes)) if len(formats) == 1 else None  # type: ignore[arg-type]
+    amax: Any = reader.args[1 if reader.target is ops.fp8_round else 2] if _ROUNDS & {reader.target} else None
+    if amax is None or not _format(reader, x, amax):
+        return None
+    amax = amax.args[0] if amax.target is ops.all_reduce_max else amax
+    return how_rounded(amax, x) if amax.target is ops.fp8_amax and amax.args[0] is x else None
+
+
+def _format(reader: fx.Node, x: fx.Node | None, amax: fx.Node) -> str:
+    """To what an op rounds x by these largest values; "" if it does not."""
+    if reader.target is ops.fp8_round and reader.args[:2] == (x, amax):
+        return str(reader.args[2])
+    return "e4m3" if reader.target is ops.fp8_linear and reader.args[1:3] == (x, amax) else ""
 
 
 class _Uses:

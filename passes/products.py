@@ -5,22 +5,22 @@
     after    x_amax = fp8_amax(x, (1, 1, 0))                    f32[8, 128, 1]              the largest of each row
              x_fp8 = fp8_round(x, x_amax, 'e4m3', (1, 1, 0))    bf16[8, 128, 64] grad       values that float8 has
              w_amax = fp8_amax(w, (1, 0))                       f32[256, 1]
-             w_fp8 = fp8_round(w, w_amax, 'e4m3', (1, 0))       bf16[256, 64] grad
-             y = linear(x_fp8, w_fp8)                           bf16[8, 128, 256] grad
+             y = fp8_linear(x_fp8, w, w_amax, 'fp8-rowwise')    bf16[8, 128, 256] grad      rounds w by its scales
              y_fp8 = fp8_grad(y,  w_amax, 'e4m3', (1, 1, 0))    bf16[8, 128, 256] grad      its gradient is rounded
              y_biased = add(y_fp8, b)
 
 It works on the graph of one device, so this is what one device computes, and all that follows splits it like anything
-else. Rounded values keep their dtype (shardc.runtime.ops.fp8 says why that loses nothing), so products and gradients
-are ordinary ones, and a weight is cast once for both directions. It stands before placement, as the largest values of
-granules that are split have to be compared over ranks, and behind all that knows layers by their shape.
+else. Rounded values keep their dtype (shardc.runtime.ops.fp8 says why that loses nothing): they are sent and kept as 8
+bits, and multiplied as 8 bits where there is a kernel for it (shardc.runtime.ops.fp8_products). It stands before
+placement, as the largest values of granules that are split have to be compared over ranks, and behind all that knows
+layers by their shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,32 +32,12 @@ from shardc.ir.program import Param, Program, Value
 from shardc.passes.base import Pass
 from shardc.runtime import ops
 from shardc.runtime.ops.fp8 import granules
+from shardc.runtime.ops.fp8_recipe import ALIGNED, BLOCK, RECIPES, Recipe, along
 from shardc.runtime.ops.overlap import PRODUCTS, factors
 from shardc.spec.names import Names
 
 aten = torch.ops.aten
 _CAST = aten._to_copy.default
-#: Sizes that kernels for float8 take are multiples of this; a block of mxfp8 has as many as the second.
-ALIGNED, BLOCK = 16, 32
-
-
-class Recipe(NamedTuple):
-    """x, weight, grad: block sizes of granules along (all but the last dim, the last dim); 0 is the whole dim. The
-    weight's are along (out, in). gradient: its format; rows: the scales of the weight's rows go into the gradient.
-    """
-
-    x: tuple[int, int]
-    weight: tuple[int, int]
-    grad: tuple[int, int]
-    gradient: str
-    rows: bool = False
-
-
-RECIPES = {
-    "fp8-rowwise": Recipe((1, 0), (1, 0), (1, 0), "e4m3", rows=True),
-    "fp8-tensorwise": Recipe((0, 0), (0, 0), (0, 0), "e5m2"),
-    "mxfp8": Recipe((1, BLOCK), (BLOCK, BLOCK), (1, BLOCK), "e4m3"),
-}
 
 
 @dataclass(frozen=True)
@@ -73,7 +53,7 @@ class Products(Pass):
         where = self.spec.where(("precision", "products"))
         self._check(program, where)
         graph = copy_graph(program.graph)
-        writer = _Writer(graph, RECIPES[products.recipe])
+        writer = _Writer(graph, products.recipe)
         left: dict[str, list[str]] = {}
         chosen = _Chosen(products.match, program)
         for node in list(calls(graph)):
@@ -167,41 +147,46 @@ class _Writer:
     """Rewrites products, in a graph which it changes. made: products rewritten."""
 
     graph: fx.Graph
-    recipe: Recipe
+    name: str
     made: int = 0
-    rounded: dict[tuple[fx.Node, tuple[int, ...]], tuple[fx.Node, fx.Node]] = field(default_factory=dict)
+    found: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
+
+    @property
+    def recipe(self) -> Recipe:
+        return RECIPES[self.name]
 
     def product(self, node: fx.Node) -> None:
         self.made += 1
         x, w, bias = factors(node.target, node.args)
-        last = node.target is aten.linear.default
+        transposed, recipe = node.target is not aten.linear.default, self.recipe
         users, v = list(node.users), value_of(node)
         with self.graph.inserting_before(node):
-            x8, _ = self._round(x, _granule(x, self.recipe.x), node)
-            w8, rows = self._round(w, self.recipe.weight if last else self.recipe.weight[::-1], node)
-        if node.target is aten.addmm.default:
-            node.target = aten.mm.default
-        node.args = (x8, w8)
+            x8 = self._round(x, along(recipe.x, len(value_of(x).shape)), node)
+            amax = self._amax(w, recipe.of_weight(transposed), node)
+        node.target, node.args = ops.fp8_linear, (x8, w, amax, self.name, *([True] if transposed else []))
         y, name = node, node.name
         if v.requires_grad:
-            how = self.recipe.gradient, _granule(node, self.recipe.grad)
-            y = self._behind(y, ops.fp8_grad, (y, rows if self.recipe.rows else None, *how), f"{name}_fp8")
+            how = recipe.gradient, along(recipe.grad, len(v.shape))
+            y = self._behind(y, ops.fp8_grad, (y, amax if recipe.rows else None, *how), f"{name}_fp8")
         if bias is not None:
             y = self._behind(y, aten.add.Tensor, (y, bias), f"{name}_biased")
         for user in users if y is not node else ():
             user.replace_input_with(node, y)
 
-    def _round(self, x: fx.Node, granule: tuple[int, ...], product: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """The rounded value, and the largest ones; once for all products that take it."""
-        if (x, granule) not in self.rounded:
+    def _amax(self, x: fx.Node, granule: tuple[int, ...], product: fx.Node) -> fx.Node:
+        """The largest values of granules; once for all products that take x."""
+        if (x, granule) not in self.found:
             v = value_of(x)
             scales = Value(granules(v.shape, granule), torch.promote_types(v.dtype, torch.float32), False)
-            top = self._call(ops.fp8_amax, (x, granule), f"{x.name}_amax", scales, product)
-            self.rounded[x, granule] = (
-                self._call(ops.fp8_round, (x, top, "e4m3", granule), f"{x.name}_fp8", v, product),
-                top,
-            )
-        return self.rounded[x, granule]
+            self.found[x, granule] = self._call(ops.fp8_amax, (x, granule), f"{x.name}_amax", scales, product)
+        return self.found[x, granule]
+
+    def _round(self, x: fx.Node, granule: tuple[int, ...], product: fx.Node) -> fx.Node:
+        """The rounded value; once for all products that take x."""
+        if (x, granule, "e4m3") not in self.found:
+            args = (x, self._amax(x, granule, product), "e4m3", granule)
+            self.found[x, granule, "e4m3"] = self._call(ops.fp8_round, args, f"{x.name}_fp8", value_of(x), product)
+        return self.found[x, granule, "e4m3"]
 
     def _behind(self, y: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
         """A call of the type of y, behind it."""
@@ -212,8 +197,3 @@ class _Writer:
         new = self.graph.create_node("call_function", target, args, {}, name=name)
         new.meta = {"value": value, "source": source_of(like)}
         return new
-
-
-def _granule(x: fx.Node, of: tuple[int, int]) -> tuple[int, ...]:
-    """Of a tensor of rows."""
-    return (*[of[0]] * (len(value_of(x).shape) - 1), of[1])

@@ -3,7 +3,8 @@
     template    a call without its graph: equal for calls of equal layers
     record      runs one call under autograd on tensors without data, and writes down what torch runs
     rules       the derivative of one call, found once for every distinct one; rule_traced, rule_transposed, rule_taped:
-                in one of three ways; rank: the rank on which calls run; rule: what is found
+                in one of three ways, rule_fp8 of products of 8 bits; rank: the rank on which calls run; rule: what is
+                found
     order       which rule runs when, and what is added to what: as autograd would
     again       which values backward keeps, and which it computes again
     write       the two graphs

@@ -1,8 +1,9 @@
 """Which way the derivative of a call is found: once for every distinct call of a program.
 
     traced       an op of torch's: what autograd runs for it, read off by running it on tensors without data
-    transposed   a linear op of ours (conversions, exchanges of experts, dropout, casts of weights, zeros in padding):
-                 its backward is an op of the gradient
+    transposed   a linear op of ours (conversions, exchanges of experts, dropout, casts of weights, zeros in padding,
+                 rounding to float8): its backward is an op of the gradient
+    product      one beside a collective, or of 8 bits: its gradients are products
     taped        any other: whole, with its backward as one op (shardc.runtime.ops.taped). Ops of ours that look at
                  their rank or at data; those of which torch has a kernel for each kind of device; what cannot be traced
 
@@ -23,6 +24,7 @@ from shardc.ir.program import Program
 from shardc.passes.lower.rank import Rank
 from shardc.passes.lower.record import Type, memory_of
 from shardc.passes.lower.rule import Ask, Rule
+from shardc.passes.lower.rule_fp8 import product, rounded
 from shardc.passes.lower.rule_taped import taped
 from shardc.passes.lower.rule_traced import traced
 from shardc.passes.lower.rule_transposed import (
@@ -57,6 +59,7 @@ _BY_TYPE = {ops.gather_start, ops.gather_wait, ops.updated, ops.total, ops.summe
 #: Those whose results have as many rows as the router says.
 _RAGGED = {ops.experts_route, ops.experts_send, ops.experts_apply, ops.experts_return}
 
+_OF_8_BITS = {ops.fp8_round: rounded, ops.fp8_grad: rounded, ops.fp8_linear: product}
 _PARTS = {"whole": None, "data": of_data, "weights": of_weights, "begin": begun, "wait": waited}
 
 
@@ -122,7 +125,7 @@ class Rules:
         key = (part, call.key, ask)
         if key not in self._rules:
             by_hand = transposed if call.target in CONVERSIONS or call.target in LINEAR | EXCHANGES.keys() else None
-            by_hand = _PARTS[part] or by_hand
+            by_hand = _OF_8_BITS.get(call.target) or _PARTS[part] or by_hand
             self._rules[key] = by_hand(self.rank, call, ask) if by_hand is not None else self._derive(node, call, ask)
         return self._rules[key]
 

@@ -59,6 +59,9 @@ def _first(rows: int, x: Value, up: Value) -> int:
 
 #: What the ops of programs keep; those that are not here keep nothing.
 _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
+    # the weight and its scales; the bytes of the input, or the input
+    ops.fp8_linear: lambda ins, outs: Saved((1, 2, 3) if len(ins) > 3 else (0, 1, 2)),
+    ops.fp8_grad: lambda ins, outs: Saved(tuple(range(1, len(ins)))),
     ops.attention: lambda ins, outs: Saved(tuple(range(len(ins)))),
     ops.conv1d: lambda ins, outs: Saved((1,), own=ins[0].nbytes()),  # its operand with edges, or zeros, beside it
     ops.nll_parts: lambda ins, outs: Saved(own=ins[0].nbytes() + 9 * _elements(ins[1])),  # exponentials; indices; bools

@@ -13,7 +13,8 @@ attention         with dropout, or of a part of the queries: attention_blocks; a
                   too; attention_spans: which keys rows see; attention_held: which of them a rank has, and a mask shows
 expert_parallel   tokens to experts and back; expert_products: what experts compute, by grouped_mm and
                   expert_activation; experts_op: the op in a captured graph
-fp8               numbers of 8 bits: values and gradients rounded, and as bytes of a message
+fp8               numbers of 8 bits: values and gradients rounded, and as bytes of a message; fp8_products: of
+                  them, by fp8_kernel, as fp8_recipe says
 linear_nll        a linear layer and its cross entropy in chunks of rows
 stretches         cumulative sums and convolutions along a dim that is split
 softmax_parts     a softmax's normaliser over dims that are split
@@ -51,7 +52,8 @@ from shardc.runtime.ops.expert_parallel import (
     experts_send,
 )
 from shardc.runtime.ops.expert_products import experts, experts_apply
-from shardc.runtime.ops.fp8 import fp8_amax, fp8_grad, fp8_round
+from shardc.runtime.ops.fp8 import fp8_amax, fp8_grad, fp8_round, fp8_round_grad
+from shardc.runtime.ops.fp8_products import fp8_grad_of_data, fp8_grad_of_weight, fp8_linear, fp8_pack
 from shardc.runtime.ops.linear_nll import linear_nll, nll_exp, nll_top
 from shardc.runtime.ops.local_math import (
     batch_stat,
@@ -88,6 +90,7 @@ from shardc.runtime.ops.zero import (
 #: What lowered programs call beside the ops of others.
 OF_LOWERED = {
     *("add_into", "launch", "put", "regather_start", "regather_wait", "scatter", "taped", "untaped"),
+    *("fp8_grad_of_data", "fp8_grad_of_weight", "fp8_round_grad"),
     *("start", "transpose", "transpose_start", "wait"),
 }
 __all__ = [
@@ -116,7 +119,12 @@ __all__ = [
     "first_grad",
     "fp8_amax",
     "fp8_grad",
+    "fp8_grad_of_data",
+    "fp8_grad_of_weight",
+    "fp8_linear",
+    "fp8_pack",
     "fp8_round",
+    "fp8_round_grad",
     "gather_partial",
     "gather_start",
     "gather_wait",

@@ -9,8 +9,8 @@
 The result of `fp8_round` has the dtype of x. Scales are powers of two, so a number of 4 significant bits is the same in
 bfloat16, float32 and float64: a product of such tensors is the product of float8 tensors, exactly, and everything that
 follows (splits, gradients, proofs) is that of an ordinary product. Where it counts, the 8 bits are made of the values
-again, by `packed`: for messages (half the bytes of bfloat16), and for kernels. Rounding twice changes nothing, and no
-scale.
+again, by `packed`: for messages (half the bytes of bfloat16), and for kernels (fp8_products.py). Rounding twice changes
+nothing, and no scale.
 
 A granule is written as a block size for each dim: 0 is the whole dim. [rows, features] in (1, 0) has a scale for each
 row; (0, 0) one scale; (1, 32) one for each 32 features of a row.
@@ -65,7 +65,9 @@ def fp8_amax(x: Tensor, granule: Granule) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     if not x.dim():
         return x.abs().to(wide)
-    return blocks(x.abs(), granule).amax(list(range(1, 2 * x.dim(), 2))).to(wide)
+    inside = list(range(1, 2 * x.dim(), 2))
+    largest: Tensor = torch.linalg.vector_norm(blocks(x, granule), math.inf, inside)  # it reads x once
+    return largest.to(wide)
 
 
 def exponents(amax: Tensor, format: str) -> Tensor:
@@ -86,11 +88,11 @@ def powers(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     return (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu).to(dtype)
 
 
-def _times(x: Tensor, exponent: Tensor, granule: Granule) -> Tensor:
-    """Each granule times a power of two, in float32 or wider."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    each = blocks(powers(exponent, wide), [1] * exponent.dim())
-    return (blocks(x.to(wide), granule) * each).view(x.shape)
+def scaled(x: Tensor, exponent: Tensor, granule: Granule, dtype: torch.dtype | None = None) -> Tensor:
+    """Each granule times a power of two. dtype: of the result, which has all numbers of x; x's own."""
+    dtype = x.dtype if dtype is None else dtype
+    each = blocks(powers(exponent, dtype), [1] * exponent.dim())
+    return (blocks(x.to(dtype), granule) * each).view(x.shape)
 
 
 def _rounded(x: Tensor, exponent: Tensor, format: str, granule: Granule) -> Tensor:
@@ -132,7 +134,7 @@ class _RoundGrad(Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         (weights,) = ctx.saved_tensors
-        return _round_grad(g, weights, *ctx.how), None, None
+        return fp8_round_grad(g, weights, *ctx.how), None, None
 
 
 def fp8_grad(
@@ -157,19 +159,25 @@ def fp8_grad(
     return result
 
 
-def _round_grad(
-    g: Tensor, weights: Tensor | None, format: str, granule: Granule, mesh: Any, axes: tuple[str, ...], tag: str
+def fp8_round_grad(
+    g: Tensor,
+    weights: Tensor | None,
+    format: str,
+    granule: Granule,
+    mesh: Any = None,
+    axes: tuple[str, ...] = (),
+    tag: str = "",
 ) -> Tensor:
     """What `fp8_grad` does with a gradient."""
     rows, columns = None, [*[0] * (g.dim() - 1), 1]
     if weights is not None:
         rows = exponents(weights.reshape(-1), "e4m3").view(*[1] * (g.dim() - 1), -1)
-        g, dtype = _times(g, -rows, columns), g.dtype
+        g = scaled(g, -rows, columns)
     amax = fp8_amax(g, granule)
     if axes:
         amax = mesh.all_reduce(amax, axes, op="max", direction="backward", tag=tag)
     g = _rounded(g, exponents(amax, format), format, granule)
-    return g if rows is None else _times(g, rows, columns).to(dtype)
+    return g if rows is None else scaled(g, rows, columns)
 
 
 # --- messages
@@ -194,12 +202,12 @@ def unpacked(message: Tensor, like: Tensor, format: str, granule: Granule) -> Te
 
 def narrow(x: Tensor, exponent: Tensor, format: str, granule: Granule) -> Tensor:
     """x times its scales, rounded, as bytes."""
-    return _times(x, exponent, granule).to(FORMATS[format].dtype).view(torch.uint8)
+    return scaled(x, exponent, granule).to(FORMATS[format].dtype).view(torch.uint8)
 
 
 def wide(message: Tensor, exponent: Tensor, dtype: torch.dtype, format: str, granule: Granule) -> Tensor:
     """What `narrow` made bytes of."""
-    return _times(message.view(FORMATS[format].dtype), -exponent, granule).to(dtype)
+    return scaled(message.view(FORMATS[format].dtype), -exponent, granule, dtype)
 
 
 def granules(shape: Sequence[int], granule: Granule) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ The same products are computed; where a kernel depends on strides, the last bits
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shardc.runtime.mesh.base import Work
+from shardc.runtime.ops.fp8_products import Fp8, fp8_linear
 from shardc.torch_private import set_sequence_number
 
 aten = torch.ops.aten
@@ -38,6 +40,7 @@ PRODUCTS: dict[Any, tuple[int, int, int]] = {
     aten.addmm.default: (1, 2, 0),
     aten.mm.default: (0, 1, -1),
     aten.matmul.default: (0, 1, -1),
+    fp8_linear: (0, 1, -1),
 }
 
 
@@ -109,35 +112,57 @@ def begun(x: Tensor, move: Callable[[Tensor], Tensor], start: Start) -> Tensor:
     return result
 
 
+@dataclass(frozen=True)
+class _Plain:
+    """The gradients of a product in one dtype. last: the weight is [out, in]."""
+
+    last: bool
+
+    def of_data(self, g: Tensor, weight: Tensor) -> Tensor:
+        rows = g.reshape(-1, g.shape[-1])
+        x = rows.mm(weight if self.last else weight.t())
+        return x.view(*g.shape[:-1], x.shape[-1])
+
+    def of_weight(self, g: Tensor, x: Tensor) -> Tensor:
+        rows, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+        return g.t().mm(rows) if self.last else rows.t().mm(g)
+
+
+def _by(target: Any, args: Sequence[Any]) -> tuple[_Plain | Fp8, Tensor, tuple[Tensor, ...]]:
+    """(how a product's gradients are computed, what its weight's takes of x, what its input's takes of the weight)."""
+    x, weight, _ = factors(target, args)
+    if target is not fp8_linear:
+        return _Plain(target is aten.linear.default), x, (weight,)
+    _, _, amax, recipe, *rest = args
+    kept = rest[1] if len(rest) > 1 and rest[1] is not None else x
+    return Fp8(recipe, bool(rest and rest[0]), x.shape), kept, (weight, amax)
+
+
 class _OfWeights(Function):
     """The way of the gradient g of a product to its weight and bias. The result stands for the product's: it has its
     shape, and no memory.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, like: Tensor, last: bool, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, like: Tensor, by: _Plain | Fp8, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.last, ctx.bias = last, bias is not None
+        ctx.by, ctx.bias = by, bias is not None
         return like.new_empty(()).expand(like.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        rows, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-        weight = bias = None
-        if ctx.needs_input_grad[3]:
-            weight = g.t().mm(rows) if ctx.last else rows.t().mm(g)
-        if ctx.bias and ctx.needs_input_grad[4]:
-            bias = g.sum(0)
+        weight = ctx.by.of_weight(g, x) if ctx.needs_input_grad[3] else None
+        bias = g.reshape(-1, g.shape[-1]).sum(0) if ctx.bias and ctx.needs_input_grad[4] else None
         return None, None, None, weight, bias
 
 
 class _OfData(Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, last: bool, weight: Tensor, x: Tensor, path: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.last, ctx.ahead = last, []
+    def forward(ctx: Any, y: Tensor, by: _Plain | Fp8, x: Tensor, path: Tensor, *weight: Tensor) -> Tensor:
+        ctx.save_for_backward(*weight)
+        ctx.by, ctx.ahead = by, []
         return y
 
     @staticmethod
@@ -146,10 +171,8 @@ class _OfData(Function):
         for begin in (ref() for ref in ctx.ahead):
             if begin is not None:
                 begin()
-        (weight,) = ctx.saved_tensors
-        rows = g.reshape(-1, g.shape[-1])
-        x = rows.mm(weight if ctx.last else weight.t())
-        return None, None, None, x.view(*g.shape[:-1], x.shape[-1]), g
+        weight = ctx.saved_tensors
+        return None, None, ctx.by.of_data(g, *weight), g, *[None] * len(weight)
 
 
 def product(target: Any, *args: Any) -> Tensor:
@@ -164,11 +187,21 @@ def product(target: Any, *args: Any) -> Tensor:
     ):
         result: Tensor = target(*args)
         return result
-    last = target is aten.linear.default
+    by, rows, matrix = _by(target, args)
     with torch.no_grad():
         y = target(*args)
-    path: Tensor = _OfWeights.apply(x.detach(), y, last, weight, bias)  # type: ignore[no-untyped-call]
+    path: Tensor = _OfWeights.apply(rows.detach(), y, by, weight, bias)  # type: ignore[no-untyped-call]
     assert path.grad_fn is not None
     set_sequence_number(path.grad_fn, max(begin.pending.number - 1, 0))
-    result = _OfData.apply(y, last, weight.detach(), x, path)  # type: ignore[no-untyped-call]
+    result = _OfData.apply(y, by, x, path, *(m.detach() for m in matrix))  # type: ignore[no-untyped-call]
     return result
+
+
+def product_of_8_bits(*args: Any) -> Tensor:
+    """`fp8_linear`, alike."""
+    return product(fp8_linear, *args)
+
+
+def beside(target: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """What generated code calls in the place of a product whose input's gradient is to be summed."""
+    return (product_of_8_bits, tuple(args)) if target is fp8_linear else (product, (target, *args))

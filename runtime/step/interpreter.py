@@ -37,7 +37,7 @@ from shardc.runtime import ops, schedule
 from shardc.runtime.compiled import Compiler
 from shardc.runtime.mesh import Work
 from shardc.runtime.ops.local_math import summed, total
-from shardc.runtime.ops.overlap import multiplies, product
+from shardc.runtime.ops.overlap import beside, multiplies
 from shardc.runtime.schedule import Action, computed
 from shardc.runtime.step import op_errors, outputs
 from shardc.runtime.step.activation_offload import OffloadedTensors
@@ -74,7 +74,7 @@ def _overlapped(graph: fx.Graph) -> fx.Graph:
     for node in copy.nodes:
         for user in list(node.users) if node.kwargs.get("overlap") else ():
             if multiplies(user, node):
-                user.args, user.target = (user.target, *user.args), product
+                user.target, user.args = beside(user.target, user.args)
     return copy
 
 

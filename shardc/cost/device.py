@@ -31,6 +31,16 @@ Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
+#: Dtypes of products of 8 bits, and what a device's `flops` call them: by their factors', or by their scales' where
+#: these are of blocks.
+NARROW = {torch.float8_e4m3fn: "float8", torch.float8_e5m2: "float8", torch.float8_e8m0fnu: "mxfp8"}
+
+
+def format_of(dtype: torch.dtype) -> str:
+    """What a device's `flops` call a dtype."""
+    return NARROW.get(dtype, str(dtype).removeprefix("torch."))
+
+
 #: The devices of this machine, whose files are made by measuring.
 MEASURED = ("cpu", "cuda")
 
@@ -82,9 +92,9 @@ class Products(_Section):
     units: Annotated[int, Field(ge=1)] = 1
     ramp: Annotated[float, Field(ge=0)] = 0.0
 
-    def share(self, m: int, n: int, k: float, many: int = 1) -> float:
+    def share(self, m: int, n: int, k: float, many: int = 1, faster: float = 1.0) -> float:
         """Of the peak, that `many` products of this shape reach together; with k cut into parts where that gives all
-        units work.
+        units work. faster: steps of k in the time of one that `ramp` counts.
 
         >>> Products(tiles=((128, 256, 1.0),), units=128).share(2048, 2048, 4096)
         1.0
@@ -96,7 +106,7 @@ class Products(_Section):
             tiles = many * math.ceil(m / rows) * math.ceil(n / columns)
             for parts in (1, 2, 4, 8, 16):
                 rounds = math.ceil(tiles * parts / self.units)
-                least = min(least, rounds * rows * columns * (k / parts + self.ramp) / share)
+                least = min(least, rounds * rows * columns * (k / parts + self.ramp * faster) / share)
                 if tiles * parts >= self.units:
                     break
         return many * m * n * k / (least * self.units)
@@ -126,9 +136,11 @@ class Device(_Section):
     """source: where the numbers are from. kind: a CPU makes masks in blocks, a GPU as a whole. memory: bytes;
     outside: those of it that are no tensors'.
 
-    flops: per second of a matrix product, by dtype. bandwidth: bytes of memory read or written per second. launch: the
-    least seconds that an op takes. host: seconds in which the host starts one, at least; it may be ahead of the device.
-    On a CPU, which is its own host, an op takes launch and host beside its work.
+    flops: per second of a matrix product, by dtype; float8: of factors of 8 bits with one scale for each row, or one
+    for all; mxfp8: with one for each 32 of a row. Those of 8 bits that are not listed run in 16. bandwidth: bytes of
+    memory read or written per second. launch: the least seconds that an op takes. host: seconds in which the host
+    starts one, at least; it may be ahead of the device. On a CPU, which is its own host, an op takes launch and host
+    beside its work.
     reaches: shares of these peaks; products: what one of them reaches, by its shape; ops: by torch's name of the op.
 
     node: devices in a node; nodes: how many there are, None: as many as it takes. within, between: links inside of a
@@ -173,9 +185,11 @@ class Device(_Section):
         raise ShardcError(what, where=where, fix=fix)
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
-        """The peak of products in a dtype; of a dtype that is not listed, that of the slowest."""
-        name = str(dtype).removeprefix("torch.")
-        return self.flops.get(name, min(self.flops.values()))
+        """The peak of products in a dtype (shardc.cost.ledger.Op); of a dtype that is not listed, that of the slowest:
+        but of factors of 8 bits, that of 16, in which they are multiplied where there is no kernel.
+        """
+        slowest = min(self.flops.values())
+        return self.flops.get(format_of(dtype), self.flops.get("bfloat16", slowest) if dtype in NARROW else slowest)
 
     def op_seconds(self, op: Op) -> float:
         """Its flops or its memory traffic in bytes, whichever takes longer."""
@@ -205,7 +219,9 @@ class Device(_Section):
             return (op.flops - op.masked) / (peak * (self.reaches.attention or self.reaches.flops) * share)
         if self.products is not None and op.matrices:
             many, m, n = op.matrices
-            share *= self.products.share(m, n, op.flops / (2 * many * m * n), many)
+            # a ramp takes its seconds, in which 8 bits get further
+            faster = peak / self.flops_per_second(torch.bfloat16) if op.dtype in NARROW else 1.0
+            share *= self.products.share(m, n, op.flops / (2 * many * m * n), many, faster)
         return op.flops / (peak * self.reaches.flops * share)
 
     def traffic_seconds(self, op: Op) -> float:

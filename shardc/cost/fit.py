@@ -25,9 +25,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from shardc.cost.collective_seconds import collective_seconds, reach
-from shardc.cost.device import Device, Link, OpRates, Products
+from shardc.cost.device import Device, Link, OpRates, Products, format_of
 from shardc.cost.ledger import Op
 
 #: One of so many shapes is held back.
@@ -190,22 +191,17 @@ def _flops(d: Device, samples: Sequence[OpSample]) -> Device:
 
 def _of_dtypes(d: Device, samples: Sequence[OpSample]) -> tuple[float, Device]:
     """(how far the samples are off, the device): with the rates by dtype that fit best."""
-    by: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    by: defaultdict[torch.dtype, list[tuple[float, float]]] = defaultdict(list)
     for x in samples:
-        name = str(x.op.dtype).removeprefix("torch.")
-        by[name].append((d.product_seconds(x.op) / _work(d, x), x.seconds))
-    faster = {name: _weighted_median(some) for name, some in by.items()}
-    off = [w**0.5 * abs(math.log(r / faster[name])) for name, some in by.items() for r, w in some]
+        by[x.op.dtype].append((d.product_seconds(x.op) / _work(d, x), x.seconds))
+    faster = {dtype: _weighted_median(some) for dtype, some in by.items()}
+    off = [w**0.5 * abs(math.log(r / faster[dtype])) for dtype, some in by.items() for r, w in some]
     if d.reaches.flops < 1:
         factor = float(np.median(list(faster.values())))
         share = min(d.reaches.flops * factor, 1.0)
         return sum(off), d.model_copy(update={"reaches": d.reaches.model_copy(update={"flops": share})})
-    flops = {**d.flops, **{name: _flops_of(d, name) * f for name, f in faster.items()}}
+    flops = {**d.flops, **{format_of(dtype): d.flops_per_second(dtype) * f for dtype, f in faster.items()}}
     return sum(off), d.model_copy(update={"flops": flops})
-
-
-def _flops_of(d: Device, dtype: str) -> float:
-    return d.flops.get(dtype, min(d.flops.values()))
 
 
 def _attention(d: Device, samples: Sequence[OpSample]) -> Device:

@@ -82,8 +82,9 @@ class Storage:
 
 
 class Op(NamedTuple):
-    """An op that ran. traffic: bytes of memory that it reads and writes. dtype: of its first floating operand. name: as
-    torch calls it, "mm"; again: it is of forward, and runs in backward.
+    """An op that ran. traffic: bytes of memory that it reads and writes. dtype: of its first floating operand; of
+    a product with scales for blocks, that of the scales. name: as torch calls it, "mm"; again: it is of forward, and
+    runs in backward.
 
     of, shape: of an op with products, the program's op that it belongs to, and its result's shape. matrices: (how many,
     rows, columns) of the products' results. attention: it is a kernel for it; masked: flops of its kind that a kernel
@@ -263,7 +264,9 @@ def _op(func: Any, args: Any, kwargs: Any, result: Any) -> Op | None:
     if not op.flops:
         return op
     attention = is_attention(func)
+    scales = [x for x in floating if x is torch.float8_e8m0fnu]  # of blocks
     return op._replace(
+        dtype=scales[0] if scales else dtype,
         shape=tuple(map(int, results[0].shape)),
         matrices=matrices_of(func, result),
         attention=attention,

@@ -22,6 +22,8 @@ def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     if op in _ATTENTION:
         q, k, v = args[_ATTENTION[op][0] : _ATTENTION[op][0] + 3]
         return _ATTENTION[op][1] * _attention(q, k, v)
+    if op.overloadpacket is aten._scaled_mm_v2:  # torch.nn.functional.scaled_mm, which torch does not count
+        return 2 * int(args[0].shape[0] * args[0].shape[1] * args[1].shape[1])
     count = flop_registry.get(op.overloadpacket)
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 
@@ -68,7 +70,7 @@ def matrices_of(op: Any, result: Any) -> tuple[int, int, int] | tuple[()]:
     return ()
 
 
-_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm}
+_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm, aten._scaled_mm_v2}
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten._slow_conv2d_forward}
 
 #: Ops that take memory and leave it as it is: they move nothing, and a GPU runs nothing for them.

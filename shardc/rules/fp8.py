@@ -20,6 +20,7 @@ from shardc.rules.registry import LocalCall, rule
 from shardc.rules.strategy import Strategy
 from shardc.runtime import ops
 from shardc.runtime.ops.fp8 import granules
+from shardc.runtime.ops.fp8_recipe import RECIPES
 
 #: The kind of the strategy by which granules are split.
 GRANULE = "granule"
@@ -109,6 +110,27 @@ def local_gradient(call: LocalCall) -> fx.Node:
     return call.emit(ops.fp8_grad, (*call.args[:4], call.mesh_node, axes), {}, collective=collective)
 
 
+def product(call: Call) -> Signature:
+    """`... k, n k, [granules of the weight] -> ... n`; transposed: the weight is [k, n]."""
+    x, weight = (v.shape for v in call.operands[:2])
+    recipe, transposed = RECIPES[call.arg(3, "recipe")], bool(call.arg(4, "transposed", False))
+    names = ("k", "n") if transposed else ("n", "k")
+    dims: dict[str, Dim] = {}
+    sizes = {f"e{i}": n for i, n in enumerate(x[:-1])}
+    for name, size, g in zip(names, weight, recipe.of_weight(transposed), strict=True):
+        dims[name] = (name, f"g{name}") if g > 1 else (name,)
+        sizes |= {name: size // max(g, 1)} | ({f"g{name}": g} if g > 1 else {})
+    scales = tuple(() if g == 0 else (name,) for name, g in zip(names, recipe.of_weight(transposed), strict=True))
+    rows = tuple((f"e{i}",) for i in range(len(x) - 1))
+    ins = (*rows, dims["k"]), tuple(dims[name] for name in names), scales
+    return Signature(ins, ((*rows, dims["n"]),), sizes, frozenset(dims["k"]), _inside(sizes))
+
+
+def product_flops(call: Call) -> int:
+    return 2 * math.prod(call.results[0].shape) * call.operands[0].shape[-1]
+
+
 rule(ops.fp8_amax, amax, local=local_amax, extra=parts)
 rule(ops.fp8_round, rounded)
 rule(ops.fp8_grad, gradient, linear="0", local=local_gradient, whole_grad=True)
+rule(ops.fp8_linear, product, flops=product_flops, whole_grad=True)

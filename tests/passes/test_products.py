@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.cost import kept_activations
+from shardc.cost.ledger import Op
 from shardc.ir.program import Collective, Program
 from shardc.report.comm import comm_rows
 from shardc.runtime import launch, ops
-from shardc.runtime.ops import fp8
+from shardc.runtime.ops import fp8, fp8_products
 from shardc.verify.equality import verify
 from tests import equality, warm, zoo
 
@@ -216,6 +218,78 @@ def test_bit_for_bit_where_sums_are_exact(recipe: str, more: dict[str, Any]) -> 
     assert not torch.equal(one.loss, plain.loss)  # these numbers are rounded
 
 
+@pytest.mark.parametrize("lower", [False, True])
+@pytest.mark.parametrize(("recipe", "calls"), [("fp8-rowwise", 3), ("fp8-tensorwise", 5)])
+def test_kernels_of_8_bits_give_the_same_bits(
+    recipe: str, calls: int, lower: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, where sums of whole numbers are exact in float32: forward, the gradient of the inner input, and
+    tensor-wise those of the weights."""
+    generator = torch.Generator().manual_seed(0)
+
+    def whole(*shape: int) -> Tensor:
+        return torch.randint(-6, 7, shape, generator=generator).float()
+
+    model = Whole()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(whole(*p.shape))
+    batch = {"x": whole(8, 16, 32), "g": whole(8, 16, 32)}
+    more = {"shardc": 1, "mesh": {"tp": 2}, "precision": {"compute": "bfloat16", "products": recipe}, "lower": lower}
+    program = shardc.compile(model, batch, {**more, **BITWISE[2], "mesh": {"tp": 2}})
+    assert program.prove().ok, str(program.prove())
+    multiplied, ran = fp8_products.multiplied, []
+    monkeypatch.setattr(fp8_products, "multiplied", lambda *a, **k: ran.append(a) or multiplied(*a, **k))
+    many = shardc.simulate(program, model, batch)
+    assert len(ran) == 2 * calls  # of two ranks
+    monkeypatch.setattr(fp8_products, "has_kernel", lambda *_: False)
+    reference = shardc.simulate(program, model, batch)
+    assert torch.equal(many.loss, reference.loss)
+    assert all(torch.equal(many.grads[n], g) for n, g in reference.grads.items())
+
+
+def test_bytes_that_are_not_the_inputs_are_no_proof() -> None:
+    program = compiled(spec_of("fp8-rowwise", MESHES[1]))
+    (stage,) = program.stages
+    one, other, *_ = (n for n in stage.graph.nodes if n.target is ops.fp8_linear)
+    other.args = (*other.args[:5], one.args[5])
+    assert "linear_1" in str(program.prove())
+    program = compiled(spec_of("fp8-rowwise", MESHES[1]))
+    (stage,) = program.stages
+    bytes_ = next(n for n in stage.graph.nodes if n.target is ops.fp8_pack)
+    bytes_.args = (bytes_.args[0], "e5m2", bytes_.args[2])
+    assert "8 bits of what is not rounded to them" in str(program.prove())
+
+
+def test_a_device_prices_products_at_its_rate_for_8_bits_and_keeps_inputs_in_bytes() -> None:
+    """The rates are those of datasheets; a device without one multiplies in 16 bits."""
+
+    def cost(recipe: str | None, device: str) -> Any:
+        precision = {"compute": "bfloat16"} | ({"products": recipe} if recipe else {})
+        return compiled({"shardc": 1, "mesh": {"dp": 1}, "precision": precision}).cost(device)
+
+    def rates(c: Any) -> dict[Any, float]:
+        work = [w for r in c.dry_runs for _, part in r.actions for w in part.work if isinstance(w, Op) and w.flops]
+        return {w.dtype: c.device.flops_per_second(w.dtype) / c.device.flops["bfloat16"] for w in work}
+
+    plain, rowwise = cost(None, "h100-80g"), cost("fp8-rowwise", "h100-80g")
+    assert rates(rowwise) == {torch.float8_e4m3fn: pytest.approx(2, rel=1e-2), torch.bfloat16: 1}
+    assert rates(cost("fp8-rowwise", "a100-80g")) == {torch.float8_e4m3fn: 1, torch.bfloat16: 1}
+    assert rates(cost("mxfp8", "b200")) == {torch.float8_e8m0fnu: 2, torch.bfloat16: 1}
+    assert rates(cost("mxfp8", "h100-80g")) == {torch.float8_e8m0fnu: 1, torch.bfloat16: 1}
+    assert plain.flops == rowwise.flops
+
+    def inputs(c: Any) -> list[int]:
+        """Bytes of inputs that are kept for products."""
+        found = kept_activations.kept(c.program, c.dry_runs[0])
+        wanted = [k for k in found if any(w.name in ("linear", "fp8_linear") for w in k.wants)]
+        return [k.nbytes for k in wanted if k.shape[:2] == (12, 8) or k.dtype is torch.uint8]
+
+    tokens, features = 12 * 8, [64, 256, 64, 256, 64]
+    assert inputs(plain) == [2 * tokens * n for n in features]
+    assert inputs(rowwise) == [tokens * (n + 1) for n in features]  # a byte, and one for the scale of each row
+
+
 # --- messages
 
 
@@ -324,8 +398,8 @@ def test_it_is_saved_and_read_back(tmp_path: Any) -> None:
 
 def test_the_layers_that_are_left_are_named() -> None:
     program = compiled(spec_of({"recipe": "fp8-rowwise", "match": ["*", "!head"]}, {}))
-    assert "head_weight_fp8" not in str(program)
-    assert "up_0_weight_fp8" in str(program)
+    assert "up_0_weight_amax, 'fp8-rowwise'" in str(program)
+    assert "head_weight_amax" not in str(program)
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -343,8 +417,8 @@ def test_the_layers_that_are_left_are_named() -> None:
 def test_adapters_are_left_in_the_dtype_of_products() -> None:
     more = {"adapters": [{"match": "up.*", "rank": 16, "alpha": 16}], "mesh": {"tp": 2}, "shard": {"use": "structure"}}
     program = compiled(spec_of("fp8-rowwise", more))
-    assert "lora_A_weight_fp8" not in str(program)
-    assert "up_0_weight_fp8" in str(program)
+    assert "lora_A_weight_amax" not in str(program)
+    assert "up_0_weight_amax" in str(program)
     assert verify(program).worst < 1e-12
 
 

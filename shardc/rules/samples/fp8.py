@@ -36,3 +36,10 @@ sample(
     lambda t: call(t.real(12, 24), None, "e5m2", (1, 0)),
     lambda t: call(t.real(4, 24), t.constant(_wide(t, 24, 1)), "e4m3", (1, 4)),
 )
+sample(
+    ops.fp8_linear,
+    lambda t: call(t.real(4, 6, 24), t.real(12, 24), t.constant(_wide(t, 12, 1)), "fp8-rowwise"),
+    lambda t: call(t.real(12, 24), t.real(24, 12), t.constant(_wide(t, 1, 12)), "fp8-rowwise", True),
+    lambda t: call(t.real(12, 24), t.real(12, 24), t.constant(_wide(t, 1, 1)), "fp8-tensorwise"),
+    lambda t: call(t.real(2, 128), t.real(128, 128), t.constant(_wide(t, 4, 4)), "mxfp8"),
+)

@@ -18,6 +18,7 @@ import torch
 
 from shardc.runtime import ops
 from shardc.runtime.ops.overlap import PRODUCTS, factors
+from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -28,6 +29,7 @@ _BEGIN = {ops.start: None, ops.transpose_start: ops.transpose}
 #: What reads a bucket again gets what forward got: within a step nobody writes to a parameter.
 _AGAIN = {ops.regather_start: ops.gather_start, ops.regather_wait: ops.gather_wait}
 _SUMS = {aten.add.Tensor, ops.add_into}
+_PRODUCTS = {op for op in PRODUCTS if isinstance(op, OpOverload)}
 _COPIES = {aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default}
 _RESHAPES = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
@@ -54,7 +56,7 @@ class Terms:
             return self._reshaped(args[0].number, shape)
         if target in _COPIES:
             return args[0].number  # type: ignore[no-any-return]
-        if target in PRODUCTS and not kwargs and (term := self._product(target, args, shape)) is not None:
+        if target in _PRODUCTS and not kwargs and (term := self._product(target, args, shape)) is not None:
             return term
         if target is aten.sum.dim_IntList and shape is not None and args[1]:
             return self._summed(args, kwargs, shape)

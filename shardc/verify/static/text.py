@@ -24,6 +24,7 @@ from shardc.ir.placement import REPLICATE, Layout, Partial, PartialGrad, Placeme
 from shardc.ir.program import Bucket, Program, Rounded, Value
 from shardc.rules.choices import Choices, choices_of
 from shardc.runtime import ops
+from shardc.runtime.ops.fp8_recipe import RECIPES, along
 from shardc.verify.static import chunked_loss, op_types
 from shardc.verify.static.conversion_types import ROWS, WrongError, converted
 from shardc.verify.static.statement import Claim, mesh_of, of_one_microbatch
@@ -110,6 +111,8 @@ def frozen(x: Any, one: Mapping[fx.Node, fx.Node]) -> Any:
 
 def call_key(target: Any, args: Any, kwargs: Mapping[str, Any], one: Mapping[fx.Node, fx.Node]) -> Any:
     named = {k: v for k, v in kwargs.items() if k not in _ASIDE}
+    if target is ops.fp8_linear and len(args) > 5 and is_packed(args[5], args[0], args[3], one):
+        args = args[: 5 if args[4] else 4]  # in whatever form it has its input
     return target, frozen(args, one), frozen(named, one)
 
 
@@ -215,6 +218,11 @@ class Text:
             self._maximum(user, claim)
         elif target is ops.fill_padding:
             self._fill(user, claim)
+        elif target is ops.fp8_pack:
+            if claim.of.target is ops.fp8_round and frozen(user.args[1:], {}) == frozen(claim.of.args[2:], {}):
+                self.explained.add(user)
+            else:
+                self.unfit[user] = "it makes 8 bits of what is not rounded to them"
         elif target is ops.cast_once:
             cast = self._cast(claim, user.args[2])
             if cast is not None:
@@ -342,11 +350,7 @@ class Text:
         changes no scale, for the parameter where the model looks for one. Nothing else may read it.
         """
         readers = [n for n in self.model.graph.nodes if n.op == "call_function" and claim.of in operands_of(n)]
-        rounds = [
-            n
-            for n in readers
-            if n.target is ops.fp8_round and frozen(n.args[2:], {}) == frozen((how.format, how.granule), {})
-        ]
+        rounds = [n for n in readers if rounds_so(n, claim.of, how)]
         scales = [n for n in readers if n.target is ops.fp8_amax and tuple(n.args[1]) == how.granule]
         other = [n for n in readers if n not in rounds and n not in scales]
         split = {a for a, s in claim.layout.shards() if how.granule[s.dim] == 0}
@@ -358,7 +362,7 @@ class Text:
             self.wrong[node] = f"its scales are compared over {how.axes}, and what has one scale is split over {over}"
         else:
             self.claim(node, claim)
-            for n in rounds:
+            for n in (n for n in rounds if n.target is ops.fp8_round):
                 self.claim(node, replace(claim, of=self.model.one[n]))
 
     # --- the model's ops
@@ -471,6 +475,26 @@ class Text:
                 self.claim(line, Claim(call, claim.layout))
                 return True
         return False
+
+
+def is_packed(kept: Any, x: Any, recipe: Any, one: Mapping[fx.Node, fx.Node]) -> bool:
+    """Are these the bytes of a product's input, as the product reads them?"""
+    if not isinstance(kept, fx.Node) or kept.target is not ops.fp8_pack or len(kept.args) != 3:
+        return False
+    of, format, granule = kept.args
+    how = format, tuple(granule)  # type: ignore[arg-type]
+    return frozen(of, one) is frozen(x, one) and how == ("e4m3", along(RECIPES[recipe].x, len(how[1])))
+
+
+def rounds_so(reader: fx.Node, x: fx.Node, how: Rounded) -> bool:
+    """Does an op of the model round x so, and do nothing else with it?"""
+    if reader.target is ops.fp8_linear:
+        recipe, transposed = RECIPES[str(reader.args[3])], len(reader.args) > 4 and bool(reader.args[4])
+        return reader.args[1] is x is not reader.args[0] and (how.format, how.granule) == (
+            "e4m3",
+            recipe.of_weight(transposed),
+        )
+    return reader.target is ops.fp8_round and frozen(reader.args[2:], {}) == frozen((how.format, how.granule), {})
 
 
 def shown(layout: Layout, mesh: Mesh, *, own: bool = False, padded: bool = False) -> dict[str, Placement]:
