@@ -95,7 +95,7 @@ class ForwardOnly(Pass):
             program,
             graph=graph,
             params=tuple(replace(p, requires_grad=False) for p in program.params),
-            buffers=tuple(replace(b, updated=b.cache) for b in program.buffers),
+            buffers=tuple(replace(b, updated=b.updated and b.cache) for b in program.buffers),
             outputs=outputs,
         )
 

@@ -42,6 +42,9 @@ class MatchRecompiled(Pass):
         errors = Errors()
         theirs = _named(other)
         for name, x in _named(program).items():
+            if self.options.forward:  # it may use what a stage has on fewer of them, or not at all
+                used = tuple(i for i, stage in enumerate(program.stages) if x.name in stage.takes)
+                x = replace(x, stages=theirs[name].stages) if set(used) <= set(theirs[name].stages) else x
             if not _fits(x, theirs[name]):
                 errors.add(
                     f"for a batch of these sizes {name} would be {_shown(x)}, but the running program has it as"

@@ -20,7 +20,21 @@ import torch
 from torch import nn
 
 from shardc.errors import ShardcError
-from shardc.ir.generation import AT, IDS, PLACE, Decode, Form, Generation, Prefill, State, Whole
+from shardc.ir.generation import (
+    AT,
+    ENCODER,
+    IDS,
+    MASK,
+    PLACE,
+    Begins,
+    Decode,
+    Form,
+    Generation,
+    Prefill,
+    Sizes,
+    State,
+    Whole,
+)
 from shardc.ir.program import Program
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.step.batch_sizes import Shapes, Use
@@ -52,8 +66,8 @@ class Resizer:
         self.batch = mapped(batch, (), _without_numbers)
         self._specs: list[tuple[Spec, Program]] = []
         self._programs: dict[tuple[Shapes, Use], Program] = {}
-        self._generations: dict[tuple[int, int, int, bool], Generation] = {}
-        self._wholes: dict[tuple[int, int], Program] = {}
+        self._generations: dict[Sizes, Generation] = {}
+        self._wholes: dict[Sizes, Program] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -98,34 +112,36 @@ class Resizer:
             self._specs.append((loaded, made))
             return made
 
-    def generating(self, program: Program, rows: int, prompt: int, length: int, moves: bool) -> Generation:
-        """How the model generates from prompts of this length in a cache of that, compiled once for these sizes.
+    def begins(self) -> Begins:
+        """Raises ShardcError if the model no longer exists."""
+        with self._lock:
+            model = self._alive()
+            config = getattr(model, "config", None)
+            start = _of_config(model, "decoder_start_token_id")
+            encodes = bool(getattr(config, "is_encoder_decoder", False))
+            return Begins(encodes, start[0] if start else None, _of_config(model, "eos_token_id"))
 
-        moves: keys and values move up by one for each token (shardc.ir.generation).
+    def generating(self, program: Program, sizes: Sizes) -> Generation:
+        """How the model generates with a cache, compiled once for these sizes.
 
         Without steps for a model that takes no cache, or cannot be captured with it. Raises ShardcError if the model no
-        longer exists, and for one that has an encoder.
+        longer exists.
         """
         with self._lock:
-            key = rows, prompt, length, moves
-            if key not in self._generations:
-                self._generations[key] = self._generating(program, *key)
-            return self._generations[key]
+            if sizes not in self._generations:
+                self._generations[sizes] = self._generating(program, sizes)
+            return self._generations[sizes]
 
-    def whole(self, program: Program, rows: int, length: int) -> Program:
+    def whole(self, program: Program, sizes: Sizes) -> Program:
         """The program of whole sequences of this length, compiled once for these sizes."""
         with self._lock:
-            if (rows, length) not in self._wholes:
-                ids, at = (torch.empty(s, dtype=torch.int64, device="meta") for s in ((rows, length), (rows,)))
-                self._wholes[rows, length] = self.compile(
-                    self._alive(),
-                    {IDS: ids, AT: at},
-                    program.spec,
-                    forward=Whole(),
-                    prove=False,
-                    compatible_with=program,
+            if sizes not in self._wholes:
+                batch: dict[str, Any] = {IDS: _some(sizes.rows, sizes.length), AT: _some(sizes.rows)}
+                batch |= {ENCODER: _encoder(sizes)} if sizes.encoder else {}
+                self._wholes[sizes] = self.compile(
+                    self._alive(), batch, program.spec, forward=Whole(), prove=False, compatible_with=program
                 )
-            return self._wholes[rows, length]
+            return self._wholes[sizes]
 
     def _alive(self) -> nn.Module:
         model = self.build()
@@ -135,56 +151,57 @@ class Resizer:
             raise ShardcError(what, where="generate", fix=fix)
         return model
 
-    def _generating(self, program: Program, *sizes: Any) -> Generation:
+    def _generating(self, program: Program, sizes: Sizes) -> Generation:
         from shardc.capture import generation  # takes a second, and few runs generate
 
         model = self._alive()
-        name, stop = type(model).__name__, _stop_tokens(model)
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            what = f"{name} has an encoder, whose inputs are no prompts"
-            raise ShardcError(what, where="generate", fix="export the weights, and generate with transformers")
         if why := generation.no_cache(model):
-            return Generation(None, stop, why)
+            return Generation(None, why=why)
         try:
             with in_eval_mode(model):
-                return Generation(self._steps(program, model, *sizes), stop)
+                return self._steps(program, model, sizes)
         except ShardcError as e:
-            return Generation(None, stop, f"{name} cannot be captured with a cache ({e.what})")
+            return Generation(None, why=f"{type(model).__name__} cannot be captured with a cache ({e.what})")
 
-    def _steps(
-        self, program: Program, model: nn.Module, rows: int, prompt: int, length: int, moves: bool
-    ) -> tuple[Program, Program]:
+    def _steps(self, program: Program, model: nn.Module, sizes: Sizes) -> Generation:
         """The programs of prompts, and of one token. The first one's graph shows what the cache consists of, the second
         one's how it is split.
         """
         from shardc.capture import capture
 
-        def some(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.int64, device="meta")
+        encoder = _encoder(sizes)
 
-        def batch(new: int, seen: int, **others: torch.Tensor) -> dict[str, torch.Tensor]:
-            of_new = {"input_ids": some(rows, new), "position_ids": some(rows, new)}
-            return {**of_new, "attention_mask": some(rows, seen), **others}
+        def batch(new: int, seen: int, **others: Any) -> dict[str, Any]:
+            of_new = {"input_ids": _some(sizes.rows, new), "position_ids": _some(sizes.rows, new)}
+            return {**of_new, "attention_mask": _some(sizes.rows, seen), **others}
 
-        prompts, form = batch(prompt, prompt), Form()
-        captured = capture(model, prompts, forward=Prefill(length, form, moves))
+        def prompts(length: int) -> dict[str, Any]:
+            return batch(length, length, **({ENCODER: encoder} if encoder else {}))
+
+        form = Form()
+        captured = capture(model, prompts(sizes.prompt), forward=Prefill(sizes.length, form, sizes.moves))
         found = (State.of_output(o.name, o.shape, o.dtype) for o in captured.outputs)
         states = tuple(s for s in found if s is not None)
         if not states:
             raise ShardcError("it puts nothing into its cache", where="generate")
         make = functools.partial(self.compile, model, spec=program.spec, prove=False, compatible_with=program)
-        place = {} if moves else {PLACE: some()}
-        following = make(batch=batch(1, length, **place), forward=Decode(states, form))
+        others: dict[str, Any] = {} if sizes.moves else {PLACE: _some()}
+        others |= {ENCODER: {MASK: encoder[MASK]}} if MASK in encoder else {}
+        following = make(batch=batch(1, sizes.length, **others), forward=Decode(states, form))
         buffers = {b.name: b for b in following.buffers}
         layouts = {s.output: buffers[s.buffer].layout for s in states}
-        first = make(batch=prompts, captured=captured, forward=Prefill(length, form, moves, layouts))
+        step = Prefill(sizes.length, form, sizes.moves, layouts)
+        first = make(batch=prompts(sizes.prompt), captured=captured, forward=step)
         outputs = {o.name: o for o in first.outputs}
         moved = [s for s in states if following.axis and outputs[s.output].stage not in buffers[s.buffer].stages]
         if moved:
             what = f"what makes {moved[0].path!r} of its cache is cut otherwise for prompts than for tokens"
             fix = "name the modules that begin a stage: pipeline: {cut: [...]}"
             raise ShardcError(what, where="generate", fix=fix)
-        return first, following
+        trial = None
+        if encoder:
+            trial = make(batch=prompts(sizes.prompt + 1), forward=Prefill(sizes.length, Form()))
+        return Generation((first, following), trial)
 
     def _recompile(self, program: Program, batch: Any, shapes: Shapes, use: Use) -> Program:
         again = use == "as compiled"
@@ -238,12 +255,20 @@ def _without_numbers(_: Any, leaf: Any) -> Any:
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _stop_tokens(model: nn.Module) -> tuple[int, ...]:
-    """The tokens after which a model's own configuration ends."""
-    configs = (getattr(model, name, None) for name in ("generation_config", "config"))
-    found = (getattr(c, "eos_token_id", None) for c in configs if c is not None)
-    stop = next((x for x in found if x is not None), ())
-    return (stop,) if isinstance(stop, int) else tuple(stop)
+def _some(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+def _encoder(sizes: Sizes) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in sizes.encoder}
+
+
+def _of_config(model: nn.Module, name: str) -> tuple[int, ...]:
+    """The tokens that a model's own configuration has under this name."""
+    configs = (getattr(model, of, None) for of in ("generation_config", "config"))
+    found = (getattr(c, name, None) for c in configs if c is not None)
+    ids = next((x for x in found if x is not None), ())
+    return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def _tensors(program: Program, batch: Any) -> list[Any]:

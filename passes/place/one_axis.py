@@ -523,9 +523,8 @@ class Axis:
                     self.stored[node] = one
                 elif needs_sum_grad(v) and (PARTIAL_GRAD in needs or (isinstance(one, Shard) and one.mirrored)):
                     self.stored[node] = PARTIAL_GRAD
-        # statistics of split channels are stored split, if they are produced and used so
-        for node, new in self._updated_buffers():
-            p = self.available[new][0]
+        # statistics of split channels are stored split, if they are produced and used so; what is only read, as used
+        for node, p in (*self._updated_buffers(), *self._read_caches()):
             if (
                 self.stored[node] == REPLICATE
                 and not self.of_time
@@ -536,11 +535,19 @@ class Axis:
             ):
                 self.stored[node] = p
 
-    def _updated_buffers(self) -> Iterator[tuple[fx.Node, Key]]:
-        """Every buffer that the step updates, and its new value."""
+    def _updated_buffers(self) -> Iterator[tuple[fx.Node, Placement]]:
+        """Every buffer that the step updates, and as what its new value is produced."""
         nodes = {n.name: n for n in self.stored}
         news = self.operands[self.program.graph.output_node()][0 if self.program.forward_only else 1 :]
-        return zip((nodes[b.name] for b in self.program.buffers if b.updated), news, strict=False)
+        for b, new in zip((b for b in self.program.buffers if b.updated), news, strict=False):
+            yield nodes[b.name], self.available[new][0]
+
+    def _read_caches(self) -> Iterator[tuple[fx.Node, Placement]]:
+        """Every state of a model that generates which no token changes, and what its users need."""
+        nodes = {n.name: n for n in self.stored}
+        for b in self.program.buffers:
+            if b.cache and not b.updated:
+                yield from ((nodes[b.name], p) for p in self._needs(nodes[b.name]))
 
     def _collides(self, node: fx.Node, placement: Shard) -> bool:
         layout = {p.name: p.layout for p in self.program.stored}[node.name]

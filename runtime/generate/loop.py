@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.ir.generation import AT, IDS, LOGITS, PLACE, Generation, State
+from shardc.ir.generation import AT, ENCODER, IDS, LOGITS, MASK, PLACE, Begins, Generation, Sizes, State
 from shardc.ir.outputs import Output
 from shardc.ir.program import Input, Program, Resize
 from shardc.runtime import state
@@ -34,6 +34,8 @@ from shardc.runtime.step.interpreter import Interpreter
 T = TypeVar("T")
 #: Lengths of prompts and of caches are multiples of these: each new one is compiled for.
 PROMPTS, CACHES = 16, 64
+#: The first tokens of a vocabulary are often no text: of padding, ends, parts; positions of some models leave it out.
+SPECIAL = 8
 #: How far logits may differ that are computed with a cache, relative to the largest: rounding, which in parts of many
 #: models is that of 32 bits whatever their dtype is (norms, gates of a recurrence).
 AGREE = {torch.float64: 2e-5, torch.float32: 1e-3}
@@ -71,6 +73,22 @@ class _Runs:
         return tuple(a for a in (*split, *stages) if self.program.mesh.size(a) > 1)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What is asked for. prompts: of an encoder-decoder, what the decoder begins with; encoder: its inputs."""
+
+    prompts: Prompts
+    encoder: dict[str, Tensor]
+    sizes: Sizes
+    options: Options
+
+    def batch(self, prompts: Prompts, length: int) -> dict[str, Any]:
+        """Of a forward of prompts of this length."""
+        ids, mask = prompts.left_padded(self.sizes.rows, length)
+        batch = {"input_ids": ids, MASK: mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        return {**batch, ENCODER: self.encoder} if self.encoder else batch
+
+
 class Generator:
     """What generates with the weights of one engine. stored: gives the parameters and buffers that a forward takes, of
     now; tell: says a line on the first rank.
@@ -80,31 +98,45 @@ class Generator:
         self, program: Program, mesh: Any, stored: Callable[[], dict[str, Any]], tell: Callable[[str], None]
     ) -> None:
         self.program, self.mesh, self.stored, self.tell = program, mesh, stored, tell
-        #: By rows and the lengths of prompts and cache: both programs, or why there are none; and of whole sequences.
-        self._steps: dict[tuple[int, int, int], tuple[Generation, tuple[_Runs, _Runs] | None]] = {}
-        self._wholes: dict[tuple[int, int], _Runs] = {}
+        #: Both programs; None of a model that keeps no cache; and the programs of whole sequences.
+        self._steps: dict[Sizes, tuple[_Runs, _Runs] | None] = {}
+        self._wholes: dict[Sizes, _Runs] = {}
 
     @torch.no_grad()
     def __call__(self, prompts: Prompts, options: Options) -> list[list[int]]:
         """The new tokens of each prompt, on every rank. Collective."""
+        begins = self._made(lambda resize: resize.begins())
+        call = self._call(prompts, options if options.stop is not None else replace(options, stop=begins.stop), begins)
+        sizes = call.sizes
+        if sizes not in self._steps:
+            with self._told(f"{sizes.rows} prompts of {sizes.prompt} tokens, {sizes.length} in all"):
+                self._steps[sizes] = self._compiled(call)
+        steps = self._steps[sizes]
+        if steps is not None:
+            return _until_stop(self._cached(*steps, call), call)
+        whole = replace(sizes, prompt=0, length=call.prompts.longest + options.tokens - 1)
+        if whole not in self._wholes:
+            with self._told(f"{whole.rows} sequences of {whole.length} tokens"):
+                self._wholes[whole] = self._runs(self._made(lambda resize: resize.whole(self.program, whole)))
+        return _until_stop(self._whole(self._wholes[whole], call, whole.length), call)
+
+    def _call(self, prompts: Prompts, options: Options, begins: Begins) -> _Call:
         spec = self.program.spec
         ranks = spec.data_ranks if spec is not None else 1
         rows = -(-len(prompts.ids) // ranks) * ranks
-        prompt = -(-prompts.longest // PROMPTS) * PROMPTS
+        encoder: dict[str, Tensor] = {}
+        if begins.encodes:
+            encoder, prompts = prompts.for_encoder(rows, PROMPTS), prompts.for_decoder(begins.start)
+            prompt = prompts.longest
+        elif prompts.inputs or prompts.decoder:
+            names = ", ".join(name for name, _ in prompts.inputs) or "decoder_input_ids"
+            what = f"{self.program.meta.get('model')} has no encoder, which {names} would be for"
+            raise ShardcError(what, where="generate", fix="give lists of token ids")
+        else:
+            prompt = -(-prompts.longest // PROMPTS) * PROMPTS
         length = -(-(prompt + options.tokens) // CACHES) * CACHES
-        key = rows, prompt, length
-        if key not in self._steps:
-            with self._told(f"{rows} prompts of {prompt} tokens, {length} in all"):
-                self._steps[key] = self._compiled(*key)
-        found, steps = self._steps[key]
-        options = options if options.stop is not None else replace(options, stop=found.stop)
-        if steps is not None:
-            return _until_stop(self._cached(*steps, prompts, rows, length, options), prompts, options)
-        ends = rows, prompts.longest + options.tokens - 1
-        if ends not in self._wholes:
-            with self._told(f"{rows} sequences of {ends[1]} tokens"):
-                self._wholes[ends] = self._runs(self._made(lambda resize: resize.whole(self.program, *ends)))
-        return _until_stop(self._whole(self._wholes[ends], prompts, rows, ends[1], options), prompts, options)
+        given = tuple((name, tuple(x.shape), x.dtype) for name, x in encoder.items())
+        return _Call(prompts, encoder, Sizes(rows, prompt, length, given), options)
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
@@ -112,17 +144,19 @@ class Generator:
         yield
         self.tell(f"compiled for {what}, in {time.perf_counter() - start:.1f} s")
 
-    def _compiled(self, rows: int, prompt: int, length: int) -> tuple[Generation, tuple[_Runs, _Runs] | None]:
+    def _compiled(self, call: _Call) -> tuple[_Runs, _Runs] | None:
         why = ""
-        for moves in (False, True):
-            made = self._made(partial(_generating, self.program, (rows, prompt, length), moves))
+        for moves in (False,) if call.encoder else (False, True):  # a decoder has no mask for what is not there yet
+            sizes = replace(call.sizes, moves=moves)
+            made = self._made(partial(_generating, self.program, sizes))
             if made.steps is not None:
                 first, following = map(self._runs, made.steps)
-                if self._agree(first, following, rows, prompt, length):
-                    return made, (first, following)
+                longer = self._runs(made.trial) if made.trial is not None else first
+                if self._agree(longer, first, following, call):
+                    return first, following
             why = why or made.why or f"with a cache {self.program.meta.get('model')} gives other logits than without"
         self.tell(f"{why}: each token takes a forward of the whole sequence")
-        return made, None
+        return None
 
     def _runs(self, program: Program) -> _Runs:
         return _Runs.of(program, self.mesh)
@@ -144,16 +178,19 @@ class Generator:
         self.mesh.barrier()
         return made
 
-    def _agree(self, first: _Runs, following: _Runs, rows: int, prompt: int, length: int) -> bool:
+    def _agree(self, longer: _Runs, first: _Runs, following: _Runs, call: _Call) -> bool:
         """Does a token have the logits after its prompt that it has as the prompt's last? Tried on made-up ids, once.
 
         A model may count places itself, or look at its cache in a way of its own: that shows here.
         """
-        ids = (torch.arange(rows * prompt).reshape(rows, prompt) * 7919) % first.logits.shape[1]
+        rows, prompt, length = call.sizes.rows, call.sizes.prompt, call.sizes.length
+        width = prompt if longer is first else prompt + 1
+        tokens = first.logits.shape[1]
+        least = min(SPECIAL, tokens // 2)
+        ids = least + (torch.arange(rows * width).reshape(rows, width) * 7919) % (tokens - least)
         some = Prompts(tuple(map(tuple, ids.tolist())))
-        _, wanted = first.interpreter.forward(self._taken(first, _batch(some, rows, prompt)))
-        cut = Prompts(tuple(row[:-1] for row in some.ids))
-        batch = _batch(cut, rows, prompt)
+        _, wanted = longer.interpreter.forward(self._taken(longer, call.batch(some, width)))
+        batch = call.batch(Prompts(tuple(row[:-1] for row in some.ids)), prompt)
         _, made = first.interpreter.forward(self._taken(first, batch))
         given = self._next_inputs(following, batch, length) | self._given(following, ids[:, -1], batch, 0, length)
         _, found = following.interpreter.forward({**given, **_cache(made)})
@@ -164,11 +201,10 @@ class Generator:
             differ = not torch.allclose(one, other, rtol=0, atol=slack)
         return not self.mesh.sum_on_host([differ])[0]
 
-    def _cached(
-        self, first: _Runs, following: _Runs, prompts: Prompts, rows: int, length: int, options: Options
-    ) -> Iterator[list[int]]:
+    def _cached(self, first: _Runs, following: _Runs, call: _Call) -> Iterator[list[int]]:
         """The tokens of every row, step by step."""
-        batch = _batch(prompts, rows, next(x.shape[1] for x in first.program.inputs))
+        length, options = call.sizes.length, call.options
+        batch = call.batch(call.prompts, call.sizes.prompt)
         _, made = first.interpreter.forward(self._taken(first, batch))
         cache = _cache(made)
         tokens = self._shared(first, Sampler.of(first.logits, self.mesh, options), made, 0)
@@ -181,46 +217,53 @@ class Generator:
             tokens = self._shared(following, sample, made, step)
             yield tokens.tolist()
 
-    def _next_inputs(self, following: _Runs, batch: Mapping[str, Tensor], length: int) -> dict[str, Any]:
+    def _next_inputs(self, following: _Runs, batch: Mapping[str, Any], length: int) -> dict[str, Any]:
         """What steps after a batch of prompts take: what is the same in all of them, and room for the rest."""
-        now = _step(batch, batch["input_ids"][:, -1], 0, length, following.places)
+        now: dict[str, Any] = _step(batch, batch["input_ids"][:, -1], 0, length, following.places)
+        if MASK in batch.get(ENCODER, {}):
+            now[ENCODER] = {MASK: batch[ENCODER][MASK]}
         return self._taken(following, now)
 
     def _given(
-        self, following: _Runs, tokens: Tensor, batch: Mapping[str, Tensor], step: int, length: int
+        self, following: _Runs, tokens: Tensor, batch: Mapping[str, Any], step: int, length: int
     ) -> dict[str, Tensor]:
         """This rank's part of what changes from step to step."""
         now = _step(batch, tokens, step, length, following.places)
         if following.places:
-            del now["attention_mask"]
-        named = {str(x.path[0]): x for x in following.program.inputs}
-        return {named[name].name: self._local(named[name], x) for name, x in now.items()}
+            del now[MASK]
+        named = {x.path: x for x in following.program.inputs}
+        return {named[name,].name: self._local(named[name,], x) for name, x in now.items()}
 
-    def _whole(self, runs: _Runs, prompts: Prompts, rows: int, length: int, options: Options) -> Iterator[list[int]]:
+    def _whole(self, runs: _Runs, call: _Call, length: int) -> Iterator[list[int]]:
         """The same, where each step is a forward of whole sequences."""
-        ids, lengths = prompts.right_padded(rows, length)
+        rows, options = call.sizes.rows, call.options
+        ids, lengths = call.prompts.right_padded(rows, length)
+        beside = {ENCODER: call.encoder} if call.encoder else {}
         sample = Sampler.of(runs.logits, self.mesh, options)
         every = torch.arange(rows)
         for step in range(options.tokens):
             at = lengths - 1 + step
-            _, made = runs.interpreter.forward(self._taken(runs, {IDS: ids, AT: at}))
+            _, made = runs.interpreter.forward(self._taken(runs, {IDS: ids, AT: at, **beside}))
             if not step:
-                self._check_causal(runs, ids, at, made)
+                self._check_causal(runs, ids, at, beside, made)
             tokens = self._shared(runs, sample, made, step)
             if step + 1 < options.tokens:
                 ids[every, at + 1] = tokens
             yield tokens.tolist()
 
-    def _check_causal(self, runs: _Runs, ids: Tensor, at: Tensor, made: Mapping[str, Tensor]) -> None:
+    def _check_causal(
+        self, runs: _Runs, ids: Tensor, at: Tensor, beside: dict[str, Any], made: Mapping[str, Tensor]
+    ) -> None:
         """Raises ShardcError, on all ranks, where what stands behind a position changes its logits."""
         behind = torch.arange(ids.shape[1]) > at[:, None]
-        _, other = runs.interpreter.forward(self._taken(runs, {IDS: ids.masked_fill(behind, 1), AT: at}))
+        batch = {IDS: ids.masked_fill(behind, 1), AT: at, **beside}
+        _, other = runs.interpreter.forward(self._taken(runs, batch))
         differs = LOGITS in made and not torch.allclose(made[LOGITS], other[LOGITS], rtol=1e-2, atol=1e-3)
         if self.mesh.sum_on_host([differs])[0]:
             what = "logits depend on the tokens behind them: the model is not causal, and cannot generate"
             raise ShardcError(what, where="generate", fix="give its attention a causal mask")
 
-    def _taken(self, runs: _Runs, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _taken(self, runs: _Runs, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What the stages of a program take here, but for what is written to."""
         parts = inputs.take(runs.program, dict(batch), self.mesh, local=False)
         return {
@@ -245,28 +288,23 @@ class Generator:
         return self.mesh.all_reduce(tokens, runs.apart, tag="tokens").cpu()  # type: ignore[no-any-return]
 
 
-def _generating(program: Program, sizes: tuple[int, int, int], moves: bool, resize: Resize) -> Generation:
-    return resize.generating(program, *sizes, moves)
+def _generating(program: Program, sizes: Sizes, resize: Resize) -> Generation:
+    return resize.generating(program, sizes)
 
 
-def _batch(prompts: Prompts, rows: int, length: int) -> dict[str, Tensor]:
-    ids, mask = prompts.left_padded(rows, length)
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-
-
-def _step(batch: Mapping[str, Tensor], tokens: Tensor, step: int, length: int, places: bool) -> dict[str, Tensor]:
+def _step(batch: Mapping[str, Any], tokens: Tensor, step: int, length: int, places: bool) -> dict[str, Tensor]:
     """What a token of each row takes, `step` tokens behind a batch of prompts: where it stands in a cache of this
     length, as which of its row, and what there is of that. places: a cache's first places are those of the prompt, and
     the mask is the same for all steps, as nobody sees what is to come; else its last place is the token's.
     """
-    mask = batch["attention_mask"]
+    mask = batch[MASK]
     rows, prompt = mask.shape
     now = {"input_ids": tokens[:, None], "position_ids": mask.sum(1, keepdim=True) + step}
     if places:
         whole = [mask, mask.new_ones(rows, length - prompt)]
-        return {**now, "attention_mask": torch.cat(whole, 1), PLACE: torch.tensor(prompt + step)}
+        return {**now, MASK: torch.cat(whole, 1), PLACE: torch.tensor(prompt + step)}
     whole = [mask.new_zeros(rows, length - prompt - step - 1), mask, mask.new_ones(rows, step + 1)]
-    return {**now, "attention_mask": torch.cat(whole, 1)}
+    return {**now, MASK: torch.cat(whole, 1)}
 
 
 def _cache(made: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -275,14 +313,14 @@ def _cache(made: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {s.buffer: x for s, x in found if s is not None}
 
 
-def _until_stop(steps: Iterator[list[int]], prompts: Prompts, options: Options) -> list[list[int]]:
+def _until_stop(steps: Iterator[list[int]], call: _Call) -> list[list[int]]:
     """Of each prompt the tokens up to its end, from those of all rows, step by step."""
-    chosen: list[list[int]] = [[] for _ in prompts.ids]
+    chosen: list[list[int]] = [[] for _ in call.prompts.ids]
     going = set(range(len(chosen)))
     for tokens in steps:
         for i in list(going):
             chosen[i].append(tokens[i])
-            if tokens[i] in (options.stop or ()):
+            if tokens[i] in (call.options.stop or ()):
                 going.discard(i)
         if not going:
             break

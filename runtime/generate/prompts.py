@@ -50,19 +50,38 @@ class Options:
 
 @dataclass(frozen=True)
 class Prompts:
-    """ids: of each row, without padding."""
+    """ids: of each row, without padding. inputs: of an encoder, by name, where they are no ids: dim 0 is rows. decoder:
+    the ids that each row's decoder begins with, where they are given.
+    """
 
     ids: tuple[tuple[int, ...], ...]
+    inputs: tuple[tuple[str, Tensor], ...] = ()
+    decoder: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, given: Any) -> Prompts:
-        """Of lists of ids; i64[rows, length]; or {"input_ids": ..., "attention_mask": ...}, as tokenizers give them.
+        """Of lists of ids; i64[rows, length]; or {"input_ids": ..., "attention_mask": ...}, as tokenizers give them; of
+        a model with an encoder also {"input_features": ..., "decoder_input_ids": ...}, as its processor does.
 
         Raises ShardcError for anything else, and for a prompt without a token.
         """
-        mask = None
+        mask, decoder, inputs = None, None, {}
         if isinstance(given, Mapping):
-            given, mask = given.get("input_ids"), given.get("attention_mask")
+            mask, decoder = given.get("attention_mask"), given.get("decoder_input_ids")
+            if "input_ids" not in given:
+                inputs = {k: x for k, x in given.items() if isinstance(x, Tensor) and k != "decoder_input_ids"}
+            given = given.get("input_ids")
+        begun = tuple(map(_row, decoder)) if decoder is not None else ()
+        if inputs:
+            counts = {len(x) for x in inputs.values()}
+            count = max(counts)
+            if not count or len(counts) > 1 or len(begun) not in (0, count):
+                raise ShardcError(
+                    f"{', '.join(inputs)} have different numbers of rows, or none",
+                    where="generate",
+                    fix="give every input of the encoder, and decoder_input_ids, for the same rows",
+                )
+            return cls(((),) * count, tuple(inputs.items()), begun)
         rows = [_row(x) for x in given] if isinstance(given, (Tensor, Sequence)) and len(given) else []
         if mask is not None:
             rows = [
@@ -71,7 +90,31 @@ class Prompts:
         if not rows or not all(rows):
             which = f"prompt {rows.index(())} has no token" if rows else "there is no prompt"
             raise ShardcError(which, where="generate", fix="give lists of token ids, at least one in each")
-        return cls(tuple(rows))
+        return cls(tuple(rows), decoder=begun)
+
+    def for_decoder(self, start: int | None) -> Prompts:
+        """What the decoder begins with. Raises ShardcError where that is not said, or is of several lengths: a decoder
+        has nothing to fill up by.
+        """
+        begun = self.decoder
+        if not begun and start is not None:
+            begun = ((start,),) * len(self.ids)
+        if not begun:
+            what = "the model's configuration has no decoder_start_token_id"
+            raise ShardcError(what, where="generate", fix='give "decoder_input_ids": one list of ids a row')
+        if len(begun) != len(self.ids) or len({len(row) for row in begun}) > 1 or not all(begun):
+            what = f"decoder_input_ids of {len(begun)} rows and {sorted({len(row) for row in begun})} tokens"
+            raise ShardcError(what, where="generate", fix="give as many to each row, in calls of their own if need be")
+        return Prompts(begun)
+
+    def for_encoder(self, rows: int, multiple: int) -> dict[str, Tensor]:
+        """Its inputs; ids filled up on the right to a multiple, with a mask. Rows beyond the last are as the first."""
+        if self.inputs:
+            every = torch.arange(rows) % len(self.ids)
+            return {name: x[torch.where(torch.arange(rows) < len(self.ids), every, 0)] for name, x in self.inputs}
+        length = -(-self.longest // multiple) * multiple
+        ids, lengths = self.right_padded(rows, length)
+        return {"input_ids": ids, "attention_mask": (torch.arange(length) < lengths[:, None]).long()}
 
     @property
     def longest(self) -> int:

@@ -4,6 +4,7 @@ decides itself what of each layer is kept, and masks its attention by it.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardc.capture.batch_leaves import Leaves
 from shardc.capture.generation_cache import Now, apart, begun, together, unchanged
 from shardc.capture.loss import ValuesOf, tensors_in
 from shardc.errors import ShardcError
-from shardc.ir.generation import AT, IDS, LOGITS, PLACE, Decode, Prefill, State, Step, Whole
+from shardc.ir.generation import AT, ENCODER, IDS, LOGITS, PLACE, Decode, Prefill, State, Step, Whole
 from shardc.ir.source import of_function
 from shardc.torch_private import traced_node
 
@@ -35,7 +36,7 @@ class GenerationOf(ValuesOf):
         self.leaves.nodes = list(map(traced_node, tensors))
         batch = dict(self.leaves.batch(tensors))
         if isinstance(self.step, Whole):
-            values = self._whole(batch[IDS], batch[AT])
+            values = self._whole(batch)
         elif isinstance(self.step, Prefill):
             values = self._prefill(batch, self.step)
         else:
@@ -44,35 +45,50 @@ class GenerationOf(ValuesOf):
 
     def _prefill(self, batch: dict[str, Any], step: Prefill) -> dict[str, Tensor]:
         cache = begun(self.model, Now(step.length, batch["attention_mask"] == 0, moves=step.moves))
-        values = {LOGITS: self._logits(batch, cache)[:, -1]}
+        output = self._output(batch, cache, batch.get(ENCODER, {}))
         states, form = apart(cache)
         step.form.cache, step.form.slots = form.cache, form.slots
-        return values | {State(path, tuple(x.shape), x.dtype).output: x for path, x in states.items()}
+        if ENCODER in batch:
+            step.form.encoder = tuple(output.encoder_last_hidden_state.shape)
+        values = {State(path, tuple(x.shape), x.dtype).output: x for path, x in states.items()}
+        return {LOGITS: output.logits[:, -1], **values}
 
     def _decode(self, batch: dict[str, Any], step: Decode) -> dict[str, Tensor]:
         place, held = batch.pop(PLACE, None), {s.path: getattr(self, s.buffer) for s in step.states}
         cache = together(step.form, held, Now(batch["attention_mask"].shape[1], place=place))
         if all(cache.is_linear):  # padding is behind, and a recurrence takes a mask of what is given now
             batch.pop("attention_mask")
-        logits, after = self._logits(batch, cache), unchanged(step.form, cache)
+        encoder = dict(batch.get(ENCODER, {}))
+        if step.form.encoder is not None:  # only its keys and values are looked at: of this, its shape
+            dtype = next(x.dtype for x in self.model.parameters() if x.is_floating_point())
+            of_encoder = torch.zeros(step.form.encoder, dtype=dtype, device=batch["input_ids"].device)
+            encoder["encoder_outputs"] = _types("modeling_outputs").BaseModelOutput(of_encoder)
+        output, after = self._output(batch, cache, encoder), unchanged(step.form, cache)
         for path, buffer in held.items():
             if after[path].shape != buffer.shape or after[path].dtype != buffer.dtype:
                 sizes = f"from {list(buffer.shape)} to {list(after[path].shape)}"
                 raise ShardcError(f"{path!r} of its cache grows with a token, {sizes}", where="generate")
             if after[path] is not buffer:
                 buffer.copy_(after[path])
-        return {LOGITS: logits[:, -1]}
+        return {LOGITS: output.logits[:, -1]}
 
-    def _logits(self, batch: dict[str, Any], cache: Any) -> Tensor:
-        """[rows, positions, vocabulary]. Only the last position needs them, if the model can leave out others."""
+    def _output(self, batch: dict[str, Any], cache: Any, encoder: dict[str, Any]) -> Any:
+        """What the model gives, its logits [rows, positions, vocabulary]. Only the last position needs them, if the
+        model can leave out others. With an encoder, ids are the decoder's, which nothing is filled up in.
+        """
         parameters = inspect.signature(self.model.forward).parameters
+        if encoder:
+            names = {"input_ids": "decoder_input_ids", "position_ids": "decoder_position_ids"}
+            batch = {new: batch[old] for old, new in names.items()}
         given = {name: x for name, x in batch.items() if name in parameters}
         given |= {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        logits: Tensor = self.model(**given, **{_cache_argument(self.model): cache}, use_cache=True).logits
-        return logits
+        return self.model(**given, **encoder, **{_cache_argument(self.model): cache}, use_cache=True)
 
-    def _whole(self, ids: Tensor, at: Tensor) -> dict[str, Tensor]:
-        output, (rows, length) = self.model(ids), ids.shape
+    def _whole(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        ids, at = batch[IDS], batch[AT]
+        encoder = batch.get(ENCODER)
+        output = self.model(ids) if encoder is None else self.model(**encoder, decoder_input_ids=ids).logits
+        rows, length = ids.shape
         found = [x for x in tensors_in(output).values() if x.dim() == 3 and x.shape[:2] == (rows, length)]
         if not found:
             what = f"of ids [{rows}, {length}] the model gives no logits [{rows}, {length}, vocabulary]"
@@ -98,3 +114,8 @@ def _cache_argument(model: nn.Module) -> str:
     """What forward calls it: transformers renames it in 5.24, model by model; "" if it takes none."""
     taken = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in taken), "")
+
+
+def _types(module: str) -> Any:
+    """A module of transformers, which is imported only with a model of theirs."""
+    return importlib.import_module(f"transformers.{module}")

@@ -58,8 +58,23 @@ def begun(model: nn.Module, now: Now) -> Any:
             layer.now, layer.room, layer.__class__ = now, min(window, now.length), _fixed(kind)
             for name in [n for n, x in vars(layer).items() if isinstance(x, Tensor)]:
                 delattr(layer, name)  # its window once more, for methods that are replaced: no state
+    if config.is_encoder_decoder:
+        once = [_once()() for _ in cache.layers]
+        cache = types.EncoderDecoderCache(cache, types.Cache(layers=once))
     cache.now = now
     return cache
+
+
+@functools.cache
+def _once() -> type:
+    """A layer of keys and values of what an encoder gave: all at once, and never again."""
+
+    def update(self: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.keys, self.values, self.is_initialized = keys, values, True
+        return keys, values
+
+    kind = importlib.import_module("transformers.cache_utils").DynamicLayer
+    return type("EncoderLayer", (kind,), {"update": update})
 
 
 def apart(cache: Any) -> tuple[dict[str, Tensor], Form]:

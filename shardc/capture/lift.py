@@ -74,7 +74,9 @@ def lift(
         by_fqn.update(dict.fromkeys(names, node))
     for name, x in made.caches.items():
         node = place(name, values.of_tensor(x))
-        buffers.append(Buffer(node.name, name, tuple(x.shape), x.dtype, updated=True, persistent=False, cache=True))
+        buffers.append(
+            Buffer(node.name, name, tuple(x.shape), x.dtype, updated=name in fresh, persistent=False, cache=True)
+        )
         by_fqn[name] = node
     env: dict[fx.Node, fx.Node] = {}
     exported_nodes = placeholders(exported.graph)

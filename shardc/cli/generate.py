@@ -174,11 +174,17 @@ class Words:
         return made
 
     def texts(self, prompts: list[list[int]], tokens: list[list[int]]) -> list[str]:
-        """Prompts with what was generated; ids, where there is no tokenizer."""
+        """Prompts with what was generated (with an encoder: that alone); ids, where there is no tokenizer."""
         if self._tokenizer is None:
             return [f"{_ids(p)} -> {_ids(t)}" for p, t in zip(prompts, tokens, strict=True)]
-        both = (p + t for p, t in zip(prompts, tokens, strict=True))
+        before = [[] for _ in prompts] if self._encodes() else prompts
+        both = (p + t for p, t in zip(before, tokens, strict=True))
         return [str(self._tokenizer.decode(ids, skip_special_tokens=True)) for ids in both]
+
+    def _encodes(self) -> bool:
+        file = self.folder / "config.json" if self.folder is not None else None
+        there = file is not None and file.is_file()
+        return bool(there and file is not None and json.loads(file.read_text()).get("is_encoder_decoder"))
 
 
 def _ids(ids: list[int]) -> str:

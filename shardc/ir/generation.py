@@ -5,6 +5,9 @@ before it. Of a model that keeps nothing, one of whole sequences.
     Decode    ids [B, 1], place, states   -> logits [B, V]; states are written to
     Whole     ids [B, N], at [B]          -> logits [B, V] of the positions `at`
 
+A model with an encoder is given its inputs besides; ids are the decoder's. The encoder runs with the prompts alone:
+keys and values of what it gives are states that no token changes, and a token is given their mask.
+
 States are the tensors in a model's own cache, whatever they are: keys and values [B, H, N, D] of a fixed length N (of
 a layer that reads no further back than a window of W places, W of them), the last inputs of a convolution, the states
 of a recurrence. Prompts are filled up on their left to a common length, so that a token's place is one number for all
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 LOGITS, PLACE = "logits", "place"
 #: The inputs of `Whole`.
 IDS, AT = "ids", "at"
+#: The input of all three that has an encoder's, by name; that which says what of them is padding.
+ENCODER, MASK = "encoder", "attention_mask"
 _CACHE = "cache"
 
 
@@ -62,11 +67,12 @@ class State:
 @dataclass(eq=False)
 class Form:
     """A model's cache without its tensors, as its prompts have left it: what tracing `Prefill` writes here, tracing
-    `Decode` fills in. slots: what stands there for the tensor of each path.
+    `Decode` fills in. slots: what stands there for the tensor of each path. encoder: the shape of what an encoder gave.
     """
 
     cache: Any = None
     slots: dict[str, object] = field(default_factory=dict)
+    encoder: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,11 +104,35 @@ Step = Prefill | Decode | Whole
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """What is compiled for. rows; prompt, length: of prompts, and of the cache, in tokens; encoder: of its inputs, as
+    (name, shape, dtype); moves: see Prefill.
+    """
+
+    rows: int
+    prompt: int
+    length: int
+    encoder: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
+    moves: bool = False
+
+
+@dataclass(frozen=True)
+class Begins:
+    """How a model's own configuration says that texts begin and end. encodes: whether it has an encoder; start: the
+    token that its decoder begins with; stop: those after which a text ends.
+    """
+
+    encodes: bool
+    start: int | None
+    stop: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Generation:
     """How a model generates. steps: its programs of prompts and of one token; None where it keeps no cache (`why`).
-    stop: the tokens after which the model's own configuration ends.
+    trial: with an encoder, the program of prompts that are a token longer.
     """
 
     steps: tuple[Program, Program] | None
-    stop: tuple[int, ...] = ()
+    trial: Program | None = None
     why: str = ""

@@ -57,7 +57,7 @@ from shardc.ir.units import count, plural
 if TYPE_CHECKING:
     from shardc.cost import Cost, Device
     from shardc.ir.forward_record import ForwardRecord
-    from shardc.ir.generation import Generation
+    from shardc.ir.generation import Begins, Generation, Sizes
     from shardc.ir.matrices import Cut
     from shardc.ir.pairs import Pair
     from shardc.report.resharding import Resharding
@@ -76,11 +76,14 @@ class Resize(Protocol):
     def __call__(self, program: Program, batch: Any, shapes: tuple[tuple[int, ...], ...], use: Any, /) -> Program:
         """For a batch of these global shapes, for a use."""
 
-    def generating(self, program: Program, rows: int, prompt: int, length: int, moves: bool, /) -> Generation:
-        """To generate: for prompts of this length, in a cache of that, which moves up for each token or not."""
+    def begins(self) -> Begins:
+        """Where texts begin and end."""
 
-    def whole(self, program: Program, rows: int, length: int, /) -> Program:
-        """To generate without a cache: for sequences of this length."""
+    def generating(self, program: Program, sizes: Sizes, /) -> Generation:
+        """To generate with a cache."""
+
+    def whole(self, program: Program, sizes: Sizes, /) -> Program:
+        """To generate without one: for sequences of `sizes.length`."""
 
     def to(self, spec: Any, world: int | None, /) -> Program:
         """For another spec."""

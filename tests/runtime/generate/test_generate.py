@@ -13,7 +13,9 @@ import shardc
 from shardc.capture import generation_cache
 from shardc.capture.generation import no_cache
 from shardc.errors import ShardcError
+from shardc.ir.generation import Sizes
 from shardc.passes.annotate import model_plan
+from shardc.runtime.generate import Prompts
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state import constants
 from shardc.runtime.step.interpreter import Interpreter
@@ -159,7 +161,7 @@ def test_in_the_middle_of_training_the_weights_are_those_of_now_and_nothing_chan
 
 def test_the_cache_is_split_like_the_heads_and_over_stages() -> None:
     model, batch = llama()
-    steps = steps_of(model, batch, SPECS["all"], 4, 16, 64)
+    steps = steps_of(model, batch, SPECS["all"], Sizes(4, 16, 64))
     caches = {b.name: (str(b.value), b.stages) for b in steps[1].buffers if b.cache}
     assert caches["cache_0_keys"] == ("f64[4@dp, 4@tp, 64, 8]", (0,))
     assert caches["cache_1_values"] == ("f64[4@dp, 4@tp, 64, 8]", (1,))
@@ -171,7 +173,7 @@ def test_the_cache_is_written_where_it_stands() -> None:
     model, batch = llama()
     program = shardc.compile(model, batch, {"shardc": 1, **SPECS["tp=2"]}, prove=False)
     assert program.resize is not None
-    steps = program.resize.generating(program, 4, 16, 64, False).steps
+    steps = program.resize.generating(program, Sizes(4, 16, 64)).steps
     assert steps is not None
     following = steps[1]
 
@@ -207,10 +209,10 @@ def test_families_generate_with_a_cache_as_transformers_does(name: str, capsys: 
     assert "whole sequence" not in capsys.readouterr().err
 
 
-def steps_of(model: Any, batch: Any, spec: dict[str, Any], *sizes: int, moves: bool = False) -> Any:
+def steps_of(model: Any, batch: Any, spec: dict[str, Any], sizes: Sizes) -> Any:
     program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
     assert program.resize is not None
-    return program.resize.generating(program, *sizes, moves).steps
+    return program.resize.generating(program, sizes).steps
 
 
 def caches_of(program: Any) -> dict[str, str]:
@@ -224,7 +226,7 @@ def test_a_layer_with_a_window_keeps_so_many_tokens_and_gives_what_it_would_with
     prompts = [[5, 6, 7], list(range(20, 35))]
     (found,) = ours(SPECS["tp=2"], {"prompts": prompts, "max_new_tokens": 30}, model=model, batch=batch)
     assert found == [theirs(model, [p], 30)[0] for p in prompts]
-    _, following = steps_of(model, batch, SPECS["tp=2"], 2, 16, 64)
+    _, following = steps_of(model, batch, SPECS["tp=2"], Sizes(2, 16, 64))
     caches = caches_of(following)
     assert caches["0_keys"] == f"f64[2, 4@tp, {window}, 8]"
     assert caches["1_keys"] == "f64[2, 4@tp, 64, 8]"
@@ -240,7 +242,7 @@ STATES = {
 def test_states_of_recurrences_are_split_as_their_channels_are(name: str) -> None:
     model, batch = hf.build(hf_more.FAMILIES[name])
     spec = {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}
-    _, following = steps_of(model, batch, spec, 4, 16, 64)
+    _, following = steps_of(model, batch, spec, Sizes(4, 16, 64))
     found = caches_of(following)
     assert {f"0_{n}": x for n, x in STATES[name].items()}.items() <= found.items()
 
@@ -343,10 +345,75 @@ def test_a_model_that_sees_what_comes_later_is_refused() -> None:
         loopback(program.mesh, lambda mesh: program.engine(model, None, mesh=mesh).generate(PROMPTS, TOKENS))
 
 
-def test_a_model_with_an_encoder_is_refused() -> None:
+def encoded(name: str) -> tuple[Any, Any, Any, list[list[int]]]:
+    """A model with an encoder, its batch, prompts, and what transformers makes of each by itself."""
+    model, batch = zoo.t5() if name == "t5" else hf.build(hf.FAMILIES[name])
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": TOKENS}
+    model.generation_config.forced_eos_token_id = None  # type: ignore[union-attr]
+    if "input_features" in batch:
+        features = batch["input_features"][:3]
+        rows = [{"input_features": features[i : i + 1], "begin_suppress_tokens": None} for i in range(3)]
+        start, prompts = 0, {"input_features": features}
+    else:
+        ids = [torch.tensor([p]) for p in PROMPTS]
+        rows = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids]
+        start, prompts = 1, PROMPTS
+    model.eval()
+    wanted = [model.generate(**row, **options)[0, start:].tolist() for row in rows]  # type: ignore[operator]
+    return model.train(), batch, prompts, wanted
+
+
+T5_WEIGHTS = {
+    **dict.fromkeys(("*.q", "*.k", "*.v", "*.wi"), "column"),
+    **dict.fromkeys(("*.o", "*.wo"), "row"),
+}
+ENCODED: dict[str, list[dict[str, Any]]] = {
+    "t5": [{"mesh": {"tp": 2}, "shard": T5_WEIGHTS}, {"mesh": {"dp": 2, "pp": 2}, "pipeline": STAGES}],
+    "bart": [{"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}, "data": {"zero": 3}}],
+    "whisper": [{"mesh": {"tp": 2}, "shard": {"use": "structure"}}],
+}
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_encoder_decoders_generate_as_transformers_does(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts are the encoder's, filled up on their right; the decoder begins with its start token."""
+    model, batch, prompts, wanted = encoded(name)
+    for spec in ENCODED[name]:
+        (found,) = ours(spec, {"prompts": prompts}, model=model, batch=batch)
+        assert found == wanted
+    assert "whole sequence" not in capsys.readouterr().err
+
+
+def test_an_encoder_runs_once_and_its_keys_are_split_and_stay() -> None:
     model, batch = zoo.t5()
-    with pytest.raises(ShardcError, match="T5ForConditionalGeneration has an encoder"):
-        ours({"mesh": {"dp": 2}}, {}, model=model, batch=batch)
+    of_ids = [(name, (2, 16), torch.int64) for name in ("input_ids", "attention_mask")]
+    spec = {"mesh": {"dp": 2, "tp": 2}, "shard": T5_WEIGHTS}
+    _, following = steps_of(model, batch, spec, Sizes(2, 1, 64, tuple(of_ids)))
+    assert caches_of(following)["cross_attention_cache_0_keys"] == "f64[2@dp, 8@tp, 16, 8]"
+    assert {b.name for b in following.buffers if b.cache and not b.updated} == {
+        f"cache_cross_attention_cache_{i}_{kind}" for i in (0, 1) for kind in ("keys", "values")
+    }
+    used = {n.name for n in following.stages[0].graph.find_nodes(op="placeholder") if n.users}
+    assert {p.fqn.split(".")[0] for p in following.params if p.name in used} == {"shared", "decoder", "lm_head"}
+
+
+def test_a_decoder_begins_with_what_is_given() -> None:
+    model, batch, prompts, wanted = encoded("t5")
+    given = {"input_ids": prompts, "decoder_input_ids": [[0, *row[:2]] for row in wanted]}
+    (found,) = ours({"mesh": {"dp": 2}}, {"prompts": given, "max_new_tokens": 4}, model=model, batch=batch)
+    assert found == [row[2:6] for row in wanted]
+
+
+def test_what_is_given_to_an_encoder_has_to_be_said_for_every_row() -> None:
+    begun: Any = {"input_ids": [[1], [2]], "decoder_input_ids": [[0], [0, 5]]}
+    with pytest.raises(ShardcError, match=r"decoder_input_ids of 2 rows and \[1, 2\] tokens"):
+        Prompts.of(begun).for_decoder(0)
+    with pytest.raises(ShardcError, match="configuration has no decoder_start_token_id"):
+        Prompts.of([[1]]).for_decoder(None)
+    with pytest.raises(ShardcError, match="input_features, mask have different numbers of rows"):
+        Prompts.of({"input_features": torch.zeros(2, 3, 4), "mask": torch.zeros(3, 4)})
+    with pytest.raises(ShardcError, match="LlamaForCausalLM has no encoder, which input_features would be for"):
+        ours(SPECS["one"], {"prompts": {"input_features": torch.zeros(2, 3, 4)}})
 
 
 def test_a_program_for_evaluating_generates_too() -> None:
