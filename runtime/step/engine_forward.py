@@ -123,11 +123,10 @@ class EngineForward(EngineState):
         """The new tokens of each prompt, with the weights as they stand: on every rank, up to and with the first of
         `stop` (None: the end tokens of the model's configuration). Nothing changes. All ranks give the same prompts.
 
-        prompts: lists of token ids, of any lengths; i64[rows, length]; or a tokenizer's dict; of a model with an encoder
-        what that is given (shardc.runtime.generate.prompts). temperature 0: the most
-        likely token each time; else drawn, by counters of `seed`, so that every mesh draws the same
-        (shardc.runtime.generate). The first call of a length compiles for it. Raises ShardcError for a model that is
-        not causal.
+        prompts: lists of token ids, of any lengths; i64[rows, length]; or a tokenizer's dict; of a model with an
+        encoder, what that is given (shardc.runtime.generate.prompts). temperature 0: the most likely token each time;
+        else drawn, by counters of `seed`, so that every mesh draws the same (shardc.runtime.generate). The first call
+        of a length compiles for it. Raises ShardcError for a model that is not causal.
         """
         ends = tuple(stop) if stop is not None else None
         options = Options(max_new_tokens, temperature, top_k, top_p, ends, seed)
