@@ -1,14 +1,19 @@
 """PackedInputs: what products of 8 bits take is kept for backward as 8 bits.
 
-    before   q = fp8_linear(x_fp8, wq, wq_amax, 'fp8-rowwise')
+    before   x_fp8 = fp8_round(x, x_amax, 'e4m3', (1, 1, 0))
+             q = fp8_linear(x_fp8, wq, wq_amax, 'fp8-rowwise')
              k = fp8_linear(x_fp8, wk, wk_amax, 'fp8-rowwise')
-    after    x_8 = fp8_pack(x_fp8, 'e4m3', (1, 1, 0))            a byte for each number and for each scale
-             q = fp8_linear(x_fp8, wq, wq_amax, 'fp8-rowwise', False, x_8)
-             k = fp8_linear(x_fp8, wk, wk_amax, 'fp8-rowwise', False, x_8)
+    after    x_8 = fp8_pack(x, 'e4m3', (1, 1, 0), x_amax)        a byte for each number and for each scale
+             q = fp8_linear(x, wq, wq_amax, 'fp8-rowwise', False, x_8)
+             k = fp8_linear(x, wk, wk_amax, 'fp8-rowwise', False, x_8)
 
-So the bytes are made once for all products of an input, and are those that the kernels multiply; x_fp8 itself is only
-what gradients flow through, and is freed behind the last of them. It stands behind placement: how the bytes lie is a
-rank's own affair, and a part of a granule has a scale of its own.
+So the bytes are made once for all products of an input, and are those that the kernels multiply; x itself is only what
+gradients flow through. What was rounded and then gathered (in 8 bits) is packed as it is:
+
+             x_8 = fp8_pack(x_fp8_whole, 'e4m3', (1, 1, 0))
+             q = fp8_linear(x_fp8_whole, wq, wq_amax, 'fp8-rowwise', False, x_8)
+
+It stands behind placement: how the bytes lie is a rank's own affair, and a part of a granule has a scale of its own.
 """
 
 from __future__ import annotations
@@ -43,6 +48,8 @@ class PackedInputs(Pass):
             for n in list(calls(graph)):
                 if n.target is ops.fp8_linear:
                     _pack(n, packed, program)
+            for x in [n for n in calls(graph) if n.target is ops.fp8_round and not n.users]:
+                graph.erase_node(x)
             graph.lint()
             stages.append(replace(stage, graph=graph))
         return replace(program, stages=tuple(stages))
@@ -56,10 +63,21 @@ def _pack(n: fx.Node, packed: dict[Any, fx.Node], program: Program) -> None:
     granule = along(RECIPES[str(recipe)].x, len(v.shape))
     if (x, granule) not in packed:
         with n.graph.inserting_before(n):
-            args = (x, "e4m3", granule)
+            args: tuple[Any, ...] = (x, "e4m3", granule)
+            if _here_alone(x):
+                args = (x.args[0], "e4m3", granule, x.args[1])
             made = n.graph.create_node("call_function", ops.fp8_pack, args, {}, name=f"{x.name}_8")
         nbytes = message_bytes(v.local_shape(program.mesh), granule)
         value = Value((nbytes,), torch.uint8, False, Layout())
         made.meta |= {"value": value, "source": source_of(n)}
         packed[x, granule] = made
-    n.args = (x, weight, amax, recipe, bool(rest and rest[0]), packed[x, granule])
+    through = packed[x, granule].args[0]
+    n.args = (through, weight, amax, recipe, bool(rest and rest[0]), packed[x, granule])
+
+
+def _here_alone(x: fx.Node) -> bool:
+    """Is this what an op rounded here, for products alone?"""
+    return x.target is ops.fp8_round and all(
+        u.target is ops.fp8_pack or (u.target is ops.fp8_linear and u.args[0] is x and x not in u.args[1:])
+        for u in x.users
+    )

@@ -75,12 +75,14 @@ def exponents(amax: Tensor, format: str) -> Tensor:
     is not finite: all of it becomes nan.
     """
     _, top, even = FORMATS[format]
+    whole, bits = (torch.int64, 52) if amax.dtype == torch.float64 else (torch.int32, 23)
     most, power = math.frexp(top)
-    mantissa, own = torch.frexp(amax)
-    over = mantissa > most if even else mantissa >= most
-    found = power - own - over.to(torch.int32)
+    # above that, the largest would round to no number, and its scale is one power of two less: as if it were twice it
+    step = int((2 * most - 1) * (1 << bits)) + int(even)
+    own = (amax.view(whole) + ((1 << bits) - step)) >> bits  # of float: its exponent, with the bias
+    found = (power - 1 + (127 if bits == 23 else 1023)) - own.to(torch.int32)
     found = found.clamp(-_EXPONENTS, _EXPONENTS).masked_fill(amax == 0, 0)
-    return found.masked_fill(~amax.isfinite(), _NAN)
+    return found.masked_fill(~(amax < math.inf), _NAN)
 
 
 def powers(exponent: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,11 +185,12 @@ def fp8_round_grad(
 # --- messages
 
 
-def packed(x: Tensor, format: str, granule: Granule) -> Tensor:
+def packed(x: Tensor, format: str, granule: Granule, amax: Tensor | None = None) -> Tensor:
     """Values that `fp8_round` gave, or a part of them, as bytes: one for each element, and one for each granule of the
     part, which is its scale's exponent. A part of a granule has a scale of its own, which holds its values as well.
+    amax: x is not rounded yet, and is by these largest values.
     """
-    exponent = exponents(fp8_amax(x, granule), format)
+    exponent = exponents(fp8_amax(x, granule) if amax is None else amax, format)
     scales = exponent.to(torch.int8).view(torch.uint8)
     return torch.cat((narrow(x, exponent, format, granule).reshape(-1), scales.reshape(-1)))
 

@@ -31,9 +31,11 @@ from shardc.runtime.ops.fp8_kernel import Narrow, has_kernel, multiplied
 from shardc.runtime.ops.fp8_recipe import BLOCK, RECIPES, Recipe, along
 
 
-def fp8_pack(x: Tensor, format: str, granule: fp8.Granule) -> Tensor:
-    """u8[..]: x, which `fp8_round` gave, as bytes: one for each number and one for each granule. It has no gradient."""
-    return fp8.packed(x.detach(), format, granule)
+def fp8_pack(x: Tensor, format: str, granule: fp8.Granule, amax: Tensor | None = None) -> Tensor:
+    """u8[..]: x, which `fp8_round` gave, as bytes: one for each number and one for each granule. It has no gradient.
+    amax: those of what `fp8_round` makes of x by these largest values.
+    """
+    return fp8.packed(x.detach(), format, granule, amax)
 
 
 def fp8_linear(
@@ -41,8 +43,8 @@ def fp8_linear(
 ) -> Tensor:
     """f[.., out]: x @ weight.T of rounded numbers; x f[.., in] is what `fp8_round` gave.
 
-    weight: f[out, in]; transposed: f[in, out]. amax: its `fp8_amax`. kept: `fp8_pack` of x, which backward has in the
-    place of x.
+    weight: f[out, in]; transposed: f[in, out]. amax: its `fp8_amax`. kept: what `fp8_pack` made of x, which counts in
+    the place of x: x itself is then what gradients flow through.
     """
     result: Tensor = _Linear.apply(x, weight, amax, kept, Fp8(recipe, transposed, x.shape))  # type: ignore[no-untyped-call]
     return result
@@ -85,6 +87,7 @@ class Fp8:
         """f[.., out]. kept: x as bytes, if there are any."""
         if not has_kernel(x, self.recipe, *weight.shape):
             w = fp8.fp8_round(weight, amax, "e4m3", self.recipe.of_weight(self.transposed))
+            x = x if kept is None else self._wide(kept, x.dtype)
             return x @ (w if self.transposed else w.t())
         bytes_ = fp8_pack(x, "e4m3", self._granule) if kept is None else kept
         made = multiplied(self._read(bytes_), self._weight(weight, amax, across=False), blocks=self.recipe.blocks)
@@ -111,7 +114,7 @@ class Fp8:
             one, other = Narrow(g8.data.t(), g8.exponent), Narrow(x8.data.t(), x8.exponent)
             return multiplied(*((other, one) if self.transposed else (one, other)))
         if packed:
-            x = fp8.unpacked(x, g.new_empty(()).expand(self.shape), "e4m3", self._granule)
+            x = self._wide(x, g.dtype)
         x = x.reshape(-1, self.shape[-1])
         return x.t() @ rows if self.transposed else rows.t() @ x
 
@@ -124,6 +127,10 @@ class Fp8:
         exponent = message[n:].view(torch.int8).to(torch.int32)
         blocks = k // BLOCK if self.recipe.blocks else 1
         return Narrow(message[:n].view(torch.float8_e4m3fn).view(-1, k), exponent.view(-1, blocks))
+
+    def _wide(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        """The input's values."""
+        return fp8.unpacked(message, message.new_empty((), dtype=dtype).expand(self.shape), "e4m3", self._granule)
 
     def _narrow(self, x: Tensor, format: str, granule: tuple[int, int]) -> Narrow:
         """Rows that are rounded already: the scales of what is here are found again."""

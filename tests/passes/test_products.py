@@ -257,8 +257,18 @@ def test_bytes_that_are_not_the_inputs_are_no_proof() -> None:
     program = compiled(spec_of("fp8-rowwise", MESHES[1]))
     (stage,) = program.stages
     bytes_ = next(n for n in stage.graph.nodes if n.target is ops.fp8_pack)
-    bytes_.args = (bytes_.args[0], "e5m2", bytes_.args[2])
+    bytes_.args = (bytes_.args[0], "e5m2", *bytes_.args[2:])
+    assert not program.prove().ok
+    program = compiled(spec_of("fp8-rowwise", MESHES[2]))
+    (stage,) = program.stages
+    gathered = next(n for n in stage.graph.nodes if n.target is ops.fp8_pack and len(n.args) == 3)
+    gathered.args = (gathered.args[0], "e5m2", gathered.args[2])
     assert "8 bits of what is not rounded to them" in str(program.prove())
+    program = compiled(spec_of("fp8-rowwise", MESHES[1]))
+    (stage,) = program.stages
+    one = next(n for n in stage.graph.nodes if n.target is ops.fp8_linear)
+    one.args = (one.args[5], *one.args[1:4])
+    assert "as values" in str(program.prove())
 
 
 def test_a_device_prices_products_at_its_rate_for_8_bits_and_keeps_inputs_in_bytes() -> None:

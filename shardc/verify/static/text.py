@@ -111,8 +111,8 @@ def frozen(x: Any, one: Mapping[fx.Node, fx.Node]) -> Any:
 
 def call_key(target: Any, args: Any, kwargs: Mapping[str, Any], one: Mapping[fx.Node, fx.Node]) -> Any:
     named = {k: v for k, v in kwargs.items() if k not in _ASIDE}
-    if target is ops.fp8_linear and len(args) > 5 and is_packed(args[5], args[0], args[3], one):
-        args = args[: 5 if args[4] else 4]  # in whatever form it has its input
+    if target is ops.fp8_linear and len(args) > 5 and (x := packed_input(args[5], args[0], args[3], one)) is not None:
+        args = (x, *args[1 : 5 if args[4] else 4])  # in whatever form it has its input
     return target, frozen(args, one), frozen(named, one)
 
 
@@ -149,7 +149,8 @@ class Text:
         self.fetched: dict[fx.Node, tuple[str, ...]] = {}
         self.explained: set[fx.Node] = set()
         for node in self.graph.nodes:
-            key = call_key(node.target, node.args, node.kwargs, self.one) if node.op == "call_function" else node
+            own = node.op != "call_function" or misreads(node)
+            key = node if own else call_key(node.target, node.args, node.kwargs, self.one)
             self.one[node] = self.by_call.setdefault(key, node)
             self.twins.setdefault(self.one[node], []).append(node)
         nodes = {n.name: n for n in self.graph.nodes}
@@ -197,7 +198,9 @@ class Text:
     def _follow(self, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
         """A line that is no op of the model's, but a conversion of a value, or the fetching of a parameter."""
         target = user.target
-        if target is ops.total:
+        if misreads(user):
+            self.unfit[user] = "it reads the bytes of 8-bit numbers as values"
+        elif target is ops.total:
             self._total(user)
         elif target in (ops.gather_start, ops.updated, ops.gather_wait):
             self._fetch(user)
@@ -218,7 +221,7 @@ class Text:
             self._maximum(user, claim)
         elif target is ops.fill_padding:
             self._fill(user, claim)
-        elif target is ops.fp8_pack:
+        elif target is ops.fp8_pack and len(user.args) < 4:  # else it is the model's `fp8_round`: see `line`
             if claim.of.target is ops.fp8_round and frozen(user.args[1:], {}) == frozen(claim.of.args[2:], {}):
                 self.explained.add(user)
             else:
@@ -434,7 +437,11 @@ class Text:
 
     def line(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """The line that is this call. Raises LookupError if there is none."""
-        return self.by_call[call_key(target, args, kwargs, self.one)]
+        key = call_key(target, args, kwargs, self.one)
+        if target is ops.fp8_round and key not in self.by_call:  # it gives bytes at once
+            x, amax, format, granule = args
+            key = call_key(ops.fp8_pack, (x, format, granule, amax), kwargs, self.one)
+        return self.by_call[key]
 
     def _shows(self, line: fx.Node, layouts: tuple[Layout, ...]) -> bool:
         """Does the text say that a line is this? Of the ways that all fit a constant, the one that the text means."""
@@ -477,13 +484,23 @@ class Text:
         return False
 
 
-def is_packed(kept: Any, x: Any, recipe: Any, one: Mapping[fx.Node, fx.Node]) -> bool:
-    """Are these the bytes of a product's input, as the product reads them?"""
-    if not isinstance(kept, fx.Node) or kept.target is not ops.fp8_pack or len(kept.args) != 3:
-        return False
-    of, format, granule = kept.args
+def packed_input(kept: Any, x: Any, recipe: Any, one: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
+    """The line that is a product's rounded input, where these are its bytes as the product reads them: x, or, where
+    the bytes were made of what was not rounded, they themselves. None where they are something else.
+    """
+    if not isinstance(kept, fx.Node) or kept.target is not ops.fp8_pack:
+        return None
+    of, format, granule, *amax = kept.args
     how = format, tuple(granule)  # type: ignore[arg-type]
-    return frozen(of, one) is frozen(x, one) and how == ("e4m3", along(RECIPES[recipe].x, len(how[1])))
+    if frozen(of, one) is not frozen(x, one) or how != ("e4m3", along(RECIPES[recipe].x, len(how[1]))):
+        return None
+    return kept if amax else one.get(x, x)
+
+
+def misreads(node: fx.Node) -> bool:
+    """Does an op read bytes of 8-bit numbers as values?"""
+    kept = node.args[5:6] if node.target is ops.fp8_linear else ()
+    return any(x.target is ops.fp8_pack and x not in kept for x in node.all_input_nodes)
 
 
 def rounds_so(reader: fx.Node, x: fx.Node, how: Rounded) -> bool:
