@@ -14,7 +14,8 @@ attention         with dropout, or of a part of the queries: attention_blocks; a
 expert_parallel   tokens to experts and back; expert_products: what experts compute, by grouped_mm and
                   expert_activation; experts_op: the op in a captured graph
 fp8               numbers of 8 bits: values and gradients rounded, and as bytes of a message; fp8_products: of
-                  them, by fp8_kernel, as fp8_recipe says
+                  them, by fp8_kernel, as fp8_recipe says; fp8_cast: rounding, fp8_cast_kernel: the same on a GPU;
+                  fp8_format: the two formats
 linear_nll        a linear layer and its cross entropy in chunks of rows
 stretches         cumulative sums and convolutions along a dim that is split
 softmax_parts     a softmax's normaliser over dims that are split

@@ -24,37 +24,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shardc.runtime.ops.fp8_cast import blocks, cast, of_columns, scaled, wide
+
 Granule = Sequence[int]
-
-
-class Format(NamedTuple):
-    """top: what is this large, or larger, does not round to a number (`even`: larger alone)."""
-
-    dtype: torch.dtype
-    top: float
-    even: bool
-
-
-#: e4m3 has numbers to 448, the next would be 480: what is above 464 is none, and the tie goes to the even one. e5m2 has
-#: numbers to 57344, the next would be 65536, which is the even one.
-FORMATS = {"e4m3": Format(torch.float8_e4m3fn, 464.0, True), "e5m2": Format(torch.float8_e5m2, 61440.0, False)}
-#: Of scales: with these, the least number of float8 times its scale is one of bfloat16 and float32.
-_EXPONENTS = 110
-#: What e8m0 holds as nan; its negative too.
-_NAN = 128
-
-
-def blocks(x: Tensor, granule: Granule) -> Tensor:
-    """x with each dim as [granules, size of one]."""
-    sizes = [(1, n) if g == 0 else (n // g, g) for n, g in zip(x.shape, granule, strict=True)]
-    return x.reshape([n for pair in sizes for n in pair])
 
 
 def fp8_amax(x: Tensor, granule: Granule) -> Tensor:
@@ -70,41 +49,10 @@ def fp8_amax(x: Tensor, granule: Granule) -> Tensor:
     return largest.to(wide)
 
 
-def exponents(amax: Tensor, format: str) -> Tensor:
-    """int32: the binary logarithm of each granule's scale. 0 for a granule of zeros, `_NAN` for one in which something
-    is not finite: all of it becomes nan.
-    """
-    _, top, even = FORMATS[format]
-    whole, bits = (torch.int64, 52) if amax.dtype == torch.float64 else (torch.int32, 23)
-    most, power = math.frexp(top)
-    # above that, the largest would round to no number, and its scale is one power of two less: as if it were twice it
-    step = int((2 * most - 1) * (1 << bits)) + int(even)
-    own = (amax.view(whole) + ((1 << bits) - step)) >> bits  # of float: its exponent, with the bias
-    found = (power - 1 + (127 if bits == 23 else 1023)) - own.to(torch.int32)
-    found = found.clamp(-_EXPONENTS, _EXPONENTS).masked_fill(amax == 0, 0)
-    return found.masked_fill(~(amax < math.inf), _NAN)
-
-
-def powers(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """2 ** exponent, exactly: as e8m0 holds it, which is an exponent and nothing else. nan for `_NAN`."""
-    return (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu).to(dtype)
-
-
-def scaled(x: Tensor, exponent: Tensor, granule: Granule, dtype: torch.dtype | None = None) -> Tensor:
-    """Each granule times a power of two. dtype: of the result, which has all numbers of x; x's own."""
-    dtype = x.dtype if dtype is None else dtype
-    each = blocks(powers(exponent, dtype), [1] * exponent.dim())
-    return (blocks(x.to(dtype), granule) * each).view(x.shape)
-
-
-def _rounded(x: Tensor, exponent: Tensor, format: str, granule: Granule) -> Tensor:
-    return wide(narrow(x, exponent, format, granule), exponent, x.dtype, format, granule)
-
-
 class _Round(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, amax: Tensor, format: str, granule: Granule) -> Tensor:
-        return _rounded(x, exponents(amax, format), format, granule)
+        return cast(x, amax, format, granule, "values")
 
     @staticmethod
     @once_differentiable
@@ -171,15 +119,15 @@ def fp8_round_grad(
     tag: str = "",
 ) -> Tensor:
     """What `fp8_grad` does with a gradient."""
-    rows, columns = None, [*[0] * (g.dim() - 1), 1]
-    if weights is not None:
-        rows = exponents(weights.reshape(-1), "e4m3").view(*[1] * (g.dim() - 1), -1)
-        g = scaled(g, -rows, columns)
-    amax = fp8_amax(g, granule)
+    if weights is None:
+        amax = fp8_amax(g, granule)
+    elif granule[-1] == 0 and set(granule[:-1]) == {1}:
+        amax = torch.ops.shardc.fp8_row_amax(g.reshape(-1, g.shape[-1]), weights).view(*g.shape[:-1], 1)
+    else:
+        amax = fp8_amax(scaled(g, -of_columns(weights, g.dim()), [*[0] * (g.dim() - 1), 1]), granule)
     if axes:
         amax = mesh.all_reduce(amax, axes, op="max", direction="backward", tag=tag)
-    g = _rounded(g, exponents(amax, format), format, granule)
-    return g if rows is None else scaled(g, rows, columns)
+    return cast(g, amax, format, granule, "values", weights)
 
 
 # --- messages
@@ -190,9 +138,7 @@ def packed(x: Tensor, format: str, granule: Granule, amax: Tensor | None = None)
     part, which is its scale's exponent. A part of a granule has a scale of its own, which holds its values as well.
     amax: x is not rounded yet, and is by these largest values.
     """
-    exponent = exponents(fp8_amax(x, granule) if amax is None else amax, format)
-    scales = exponent.to(torch.int8).view(torch.uint8)
-    return torch.cat((narrow(x, exponent, format, granule).reshape(-1), scales.reshape(-1)))
+    return cast(x, fp8_amax(x, granule) if amax is None else amax, format, granule, "packed")
 
 
 def unpacked(message: Tensor, like: Tensor, format: str, granule: Granule) -> Tensor:
@@ -201,16 +147,6 @@ def unpacked(message: Tensor, like: Tensor, format: str, granule: Granule) -> Te
     shape = granules(like.shape, granule)
     exponent = message[n:].view(torch.int8).to(torch.int32).view(shape)
     return wide(message[:n].view(like.shape), exponent, like.dtype, format, granule)
-
-
-def narrow(x: Tensor, exponent: Tensor, format: str, granule: Granule) -> Tensor:
-    """x times its scales, rounded, as bytes."""
-    return scaled(x, exponent, granule).to(FORMATS[format].dtype).view(torch.uint8)
-
-
-def wide(message: Tensor, exponent: Tensor, dtype: torch.dtype, format: str, granule: Granule) -> Tensor:
-    """What `narrow` made bytes of."""
-    return scaled(message.view(FORMATS[format].dtype), -exponent, granule, dtype)
 
 
 def granules(shape: Sequence[int], granule: Granule) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ second time, as backward's kernel wants the other order of its memory anyway.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shardc.runtime.ops import fp8
+from shardc.runtime.ops.fp8_cast import cast
+from shardc.runtime.ops.fp8_format import FORMATS
 from shardc.runtime.ops.fp8_kernel import Narrow, has_kernel, multiplied
 from shardc.runtime.ops.fp8_recipe import BLOCK, RECIPES, Recipe, along
 
@@ -97,7 +100,8 @@ class Fp8:
         """The gradient of x. g: that of the product, rounded."""
         rows = g.reshape(-1, g.shape[-1])
         if has_kernel(g, self.recipe, *weight.shape):
-            factors = self._gradient(rows, amax), self._weight(weight, amax, across=True)
+            weights = amax.reshape(-1) if self.recipe.rows else None
+            factors = self._gradient(rows, weights), self._weight(weight, amax, across=True)
             made = multiplied(*factors, blocks=self.recipe.blocks)
         else:
             w = fp8.fp8_round(weight, amax, "e4m3", self.recipe.of_weight(self.transposed))
@@ -110,7 +114,7 @@ class Fp8:
         one_scale = self.recipe.x == (0, 0)
         if one_scale and has_kernel(g, self.recipe, self.shape[-1], *rows.shape):
             x8 = self._read(x if packed else fp8_pack(x, "e4m3", self._granule))
-            g8 = self._narrow(rows, self.recipe.gradient, self.recipe.grad)
+            g8 = self._gradient(rows)
             one, other = Narrow(g8.data.t(), g8.exponent), Narrow(x8.data.t(), x8.exponent)
             return multiplied(*((other, one) if self.transposed else (one, other)))
         if packed:
@@ -123,27 +127,19 @@ class Fp8:
     def _read(self, message: Tensor) -> Narrow:
         """The input's rows."""
         k = self.shape[-1]
-        n = self.shape.numel()
-        exponent = message[n:].view(torch.int8).to(torch.int32)
-        blocks = k // BLOCK if self.recipe.blocks else 1
-        return Narrow(message[:n].view(torch.float8_e4m3fn).view(-1, k), exponent.view(-1, blocks))
+        return _of_bytes(message, "e4m3", (self.shape.numel() // k, k), k // BLOCK if self.recipe.blocks else 1)
 
     def _wide(self, message: Tensor, dtype: torch.dtype) -> Tensor:
         """The input's values."""
         return fp8.unpacked(message, message.new_empty((), dtype=dtype).expand(self.shape), "e4m3", self._granule)
-
-    def _narrow(self, x: Tensor, format: str, granule: tuple[int, int]) -> Narrow:
-        """Rows that are rounded already: the scales of what is here are found again."""
-        exponent = fp8.exponents(fp8.fp8_amax(x, granule), format)
-        return Narrow(fp8.narrow(x, exponent, format, granule).view(fp8.FORMATS[format].dtype), exponent)
 
     def _weight(self, weight: Tensor, amax: Tensor, *, across: bool) -> Narrow:
         """As [out, in], for products that sum over `in`; across: as [in, out], over `out`, where the scales of rows are
         the gradient's.
         """
         granule = self.recipe.of_weight(self.transposed)
-        exponent = fp8.exponents(amax, "e4m3")
-        data = fp8.narrow(weight, exponent, "e4m3", granule).view(torch.float8_e4m3fn)
+        message = cast(weight, amax, "e4m3", granule, "packed")
+        data, exponent = _of_bytes(message, "e4m3", weight.shape, amax.shape[-1])
         if across != self.transposed:
             data, exponent = data.t(), exponent.t()
         if self.recipe.blocks:
@@ -152,12 +148,21 @@ class Fp8:
             exponent = torch.zeros(data.shape[0], 1, dtype=exponent.dtype, device=exponent.device)
         return Narrow(data, exponent)
 
-    def _gradient(self, rows: Tensor, amax: Tensor) -> Narrow:
-        """Of the result: without the scales of the weight's rows, that `fp8_grad` put into it."""
-        if self.recipe.rows:
-            of_rows = fp8.exponents(amax.reshape(-1), "e4m3").view(1, -1)
-            rows = fp8.scaled(rows, -of_rows, (0, 1))
-        return self._narrow(rows, self.recipe.gradient, self.recipe.grad)
+    def _gradient(self, rows: Tensor, weights: Tensor | None = None) -> Narrow:
+        """Of the result, which is rounded: the scales of what is here are found again. weights: largest values of the
+        weight's rows, whose scales `fp8_grad` put into it: they are taken out.
+        """
+        format, granule = self.recipe.gradient, self.recipe.grad
+        amax = fp8.fp8_amax(rows, granule) if weights is None else torch.ops.shardc.fp8_row_amax(rows, weights)
+        message = cast(rows, amax, format, granule, "packed", weights)
+        return _of_bytes(message, format, rows.shape, amax.shape[-1])
+
+
+def _of_bytes(message: Tensor, format: str, shape: tuple[int, int] | torch.Size, scales: int) -> Narrow:
+    """What a message holds. scales: of a row, or of all."""
+    n = math.prod(shape)
+    data = message[:n].view(FORMATS[format].dtype).view(shape)
+    return Narrow(data, message[n:].view(torch.int8).to(torch.int32).view(-1, scales))
 
 
 def fp8_grad_of_data(

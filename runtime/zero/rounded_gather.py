@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardc.ir.program import Bucket, Rounded
 from shardc.runtime.mesh import Work
-from shardc.runtime.ops import fp8
+from shardc.runtime.ops import fp8, fp8_cast
 from shardc.runtime.zero.flat_partition import Flat, Run
 
 
@@ -88,7 +88,7 @@ class RoundedGather:
                 s = self._stretches[name]
                 if s.run.size:
                     low = x.storage_offset() - part.storage_offset()
-                    narrow = fp8.narrow(s.as_rows(x), s.of_scales(scales[name]), *self._how(name))
+                    narrow = fp8_cast.narrow(s.as_rows(x), s.of_scales(scales[name]), *self._how(name))
                     message[low : low + x.numel()] = s.of_rows(narrow.view(torch.uint8))
             messages = message.new_empty(self._flat.padded)
             whole = torch.empty(self._flat.padded, dtype=part.dtype, device=part.device)
@@ -101,7 +101,7 @@ class RoundedGather:
                 for name, start, shape in self._places():
                     size = math.prod(shape)
                     x = messages[start : start + size].view(shape)
-                    whole[start : start + size] = fp8.wide(x, scales[name], part.dtype, *self._how(name)).view(-1)
+                    whole[start : start + size] = fp8_cast.wide(x, scales[name], part.dtype, *self._how(name)).view(-1)
 
         return whole, Work(work, wide, messages)
 
@@ -127,4 +127,4 @@ class RoundedGather:
             flat = self._mesh.all_reduce(flat, axes, op="max", direction=direction, tag=self._tag)
             for n, found in zip(names, flat.split([largest[n].numel() for n in names]), strict=True):
                 largest[n] = found.view(largest[n].shape)
-        return {n: fp8.exponents(x, self._hows[n].format) for n, x in largest.items()}
+        return {n: fp8_cast.exponents(x, self._hows[n].format) for n, x in largest.items()}

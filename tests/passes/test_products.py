@@ -19,6 +19,8 @@ from shardc.ir.program import Collective, Program
 from shardc.report.comm import comm_rows
 from shardc.runtime import launch, ops
 from shardc.runtime.ops import fp8, fp8_products
+from shardc.runtime.ops.fp8_cast import blocks, exponents, powers
+from shardc.runtime.ops.fp8_format import FORMATS
 from shardc.verify.equality import verify
 from tests import equality, warm, zoo
 
@@ -82,17 +84,15 @@ def test_rounded_values_are_those_of_float8_and_stay(format: str, granule: tuple
     amax = fp8.fp8_amax(x, granule)
     r = fp8.fp8_round(x, amax, format, granule)
     steps = 2 ** (3 if format == "e4m3" else 2)
-    top = fp8.blocks(amax, [1] * 2)
-    scale = fp8.blocks(fp8.powers(fp8.exponents(amax, format), torch.float64), [1] * 2)
-    assert bool((top * scale < fp8.FORMATS[format].top + 1).all())
-    assert bool((2 * top * scale > fp8.FORMATS[format].top - 1).all())  # the largest scale that there is
+    top = blocks(amax, [1] * 2)
+    scale = blocks(powers(exponents(amax, format), torch.float64), [1] * 2)
+    assert bool((top * scale < FORMATS[format].top + 1).all())
+    assert bool((2 * top * scale > FORMATS[format].top - 1).all())  # the largest scale that there is
     off = (r - x).double().abs()
-    smallest = fp8.blocks(torch.full_like(amax, 2.0 ** (-9 if format == "e4m3" else -16), dtype=torch.float64), [1, 1])
-    assert bool(
-        (fp8.blocks(off, granule) <= fp8.blocks(x.double().abs() / steps / 2, granule) + smallest / scale).all()
-    )
+    smallest = blocks(torch.full_like(amax, 2.0 ** (-9 if format == "e4m3" else -16), dtype=torch.float64), [1, 1])
+    assert bool((blocks(off, granule) <= blocks(x.double().abs() / steps / 2, granule) + smallest / scale).all())
     again = fp8.fp8_amax(r, granule)
-    assert torch.equal(fp8.exponents(again, format), fp8.exponents(amax, format))
+    assert torch.equal(exponents(again, format), exponents(amax, format))
     assert torch.equal(fp8.fp8_round(r, again, format, granule), r)
     for part in (r, r[32:], r[:, :32], r[:32, 64:]):
         message = fp8.packed(part, format, granule)
@@ -125,8 +125,8 @@ def test_a_layer_is_a_product_of_float8_by_hand() -> None:
     sim = shardc.simulate(program, Model(), batch)
 
     def cast(t: Tensor) -> tuple[Tensor, Tensor]:
-        exponent = fp8.exponents(t.abs().amax(1, keepdim=True), "e4m3")
-        return (t * fp8.powers(exponent, t.dtype)).to(torch.float8_e4m3fn), fp8.powers(-exponent, t.dtype)
+        exponent = exponents(t.abs().amax(1, keepdim=True), "e4m3")
+        return (t * powers(exponent, t.dtype)).to(torch.float8_e4m3fn), powers(-exponent, t.dtype)
 
     (x8, sx), (w8, sw) = cast(x), cast(layer.weight.detach())
     y = x8.double() @ w8.double().T * sx * sw.T

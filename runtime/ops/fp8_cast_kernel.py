@@ -1,0 +1,197 @@
+"""Rounding to float8 as Triton kernels: one reads numbers once and writes bytes, or rounded numbers; one finds the
+largest of each row of products with a power of two for each column.
+
+The same arithmetic as torch's casts in shardc.runtime.ops.fp8_cast, on the bits of float32, so that the results are
+equal bit for bit, and a GPU needs no float8 of its own. A granule's scale is made of its largest number in registers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardc.runtime.ops.fp8_format import EXPONENTS, FORMATS, NAN
+
+#: Elements that one program computes; at most so many of them side by side.
+TILE = 2048
+ACROSS = 512
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _exponent(amax: Any, TOP: tl.constexpr, STEP: tl.constexpr, MOST: tl.constexpr, NOT: tl.constexpr) -> Any:
+    """fp8.exponents, of float32."""
+    own = (amax.to(tl.int32, bitcast=True) + (8388608 - STEP)) >> 23
+    found = tl.minimum(tl.maximum(TOP - own, -MOST), MOST)
+    found = tl.where(amax == 0, 0, found)
+    return tl.where(amax < float("inf"), found, NOT)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _power(exponent: Any) -> Any:
+    """2 ** exponent, of such as are finite."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cast(
+    x_at: Any,
+    amax_at: Any,
+    weights_at: Any,
+    out_at: Any,
+    scales_at: Any,
+    height: Any,
+    width: Any,
+    down: Any,
+    across: Any,
+    scales: Any,
+    TOP: tl.constexpr,
+    STEP: tl.constexpr,
+    ROW_TOP: tl.constexpr,
+    ROW_STEP: tl.constexpr,
+    MOST: tl.constexpr,
+    NOT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BYTES: tl.constexpr,
+    PACK: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """HEIGHT rows by WIDTH columns of height x width numbers. down, across: numbers of a granule; scales: granules side
+    by side.
+    """
+    many = (width + WIDTH - 1) // WIDTH
+    program = tl.program_id(0)
+    row = (program // many) * HEIGHT + tl.arange(0, HEIGHT)
+    column = (program % many) * WIDTH + tl.arange(0, WIDTH)
+    there = (row < height)[:, None] & (column < width)[None, :]
+    place = row.to(tl.int64)[:, None] * width + column[None, :]
+    granule = (row // down).to(tl.int64)[:, None] * scales + (column // across)[None, :]
+    exponent = _exponent(tl.load(amax_at + granule, mask=there, other=0.0), TOP, STEP, MOST, NOT)
+    broken = exponent == NOT
+    up = tl.where(broken, 0, exponent)
+
+    x = tl.load(x_at + place, mask=there, other=0.0)
+    v = x.to(tl.float32)
+    if WEIGHTS:
+        of_rows = tl.load(weights_at + column, mask=column < width, other=0.0)
+        own = _exponent(of_rows, ROW_TOP, ROW_STEP, MOST, NOT)[None, :]
+        v = v * _power(-own)
+    v = v * _power(up)
+    bits = v.to(tl.int32, bitcast=True)
+    sign = bits & -2147483648
+    size = bits & 2147483647
+    drop: tl.constexpr = 23 - MANTISSA
+    magic: tl.constexpr = (127 - BIAS + drop + 1) << 23
+    round_up = size + ((1 << (drop - 1)) - 1) + ((size >> drop) & 1)
+    low = size.to(tl.float32, bitcast=True) + tl.full((1, 1), magic, tl.int32).to(tl.float32, bitcast=True)
+    normal = size >= ((128 - BIAS) << 23)
+    if BYTES:
+        byte = tl.where(normal, (round_up >> drop) - ((127 - BIAS) << MANTISSA), low.to(tl.int32, bitcast=True) - magic)
+        byte = tl.where(broken, 127, byte | ((sign >> 24) & 128))
+        tl.store(out_at + place, byte.to(tl.uint8), mask=there)
+        if PACK:
+            first = there & (row % down == 0)[:, None] & (column % across == 0)[None, :]
+            tl.store(scales_at + granule, exponent.to(tl.uint8), mask=first)
+    else:
+        small = low - tl.full((1, 1), magic, tl.int32).to(tl.float32, bitcast=True)
+        bits = tl.where(normal, (round_up >> drop) << drop, small.to(tl.int32, bitcast=True)) | sign
+        r = bits.to(tl.float32, bitcast=True) * _power(-up)
+        if WEIGHTS:
+            r = r * _power(own)
+        r = tl.where(broken, float("nan"), r)
+        tl.store(out_at + place, r.to(x.dtype), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _larger(a: Any, b: Any) -> Any:
+    return tl.where(a > b, a, b)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _largest(
+    x_at: Any,
+    weights_at: Any,
+    out_at: Any,
+    width: Any,
+    TOP: tl.constexpr,
+    STEP: tl.constexpr,
+    MOST: tl.constexpr,
+    NOT: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    most = tl.full((WIDTH,), 0.0, tl.float32)
+    for begin in range(0, width, WIDTH):
+        column = begin + tl.arange(0, WIDTH)
+        v = tl.load(x_at + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+        own = _exponent(tl.load(weights_at + column, mask=column < width, other=0.0), TOP, STEP, MOST, NOT)
+        v = tl.abs(v * _power(-own))
+        most = _larger(most, tl.where(v == v, v, float("inf")))
+    tl.store(out_at + row, tl.reduce(most, 0, _larger))
+
+
+def _top(format: str) -> tuple[int, int]:
+    """TOP and STEP, as in fp8.exponents."""
+    _, top, even = FORMATS[format]
+    most, power = math.frexp(top)
+    return power - 1 + 127, int((2 * most - 1) * (1 << 23)) + int(even)
+
+
+def cast(
+    x: Tensor, amax: Tensor, weights: Tensor | None, format: str, granule: Sequence[int], out: Tensor, kind: str
+) -> None:
+    """x [height, width] into `out`: "bytes", with its scales' exponents behind them ("packed"), or "values"."""
+    x = x.contiguous()
+    height, width = x.shape
+    down, across = granule[0] or max(height, 1), granule[1] or max(width, 1)
+    if not x.numel():
+        return
+    top, row_top = _top(format), _top("e4m3")
+    side = min(triton.next_power_of_2(width), ACROSS)
+    rows = min(triton.next_power_of_2(height), TILE // side)
+    programs = triton.cdiv(height, rows) * triton.cdiv(width, side)
+    mantissa, bias = (3, 7) if format == "e4m3" else (2, 15)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        _cast[(programs,)](
+            *(x, amax.contiguous(), amax if weights is None else weights.contiguous(), out, out[x.numel() :]),
+            *(height, width, down, across, width // across),
+            TOP=top[0],
+            STEP=top[1],
+            ROW_TOP=row_top[0],
+            ROW_STEP=row_top[1],
+            MOST=EXPONENTS,
+            NOT=NAN,
+            MANTISSA=mantissa,
+            BIAS=bias,
+            WEIGHTS=weights is not None,
+            BYTES=kind != "values",
+            PACK=kind == "packed",
+            HEIGHT=rows,
+            WIDTH=side,
+        )
+
+
+def largest(x: Tensor, weights: Tensor) -> Tensor:
+    """f32[height, 1]: of each row of x [height, width], the largest absolute value of a number over its column's scale
+    of e4m3, or infinity. weights: largest values of the columns.
+    """
+    x = x.contiguous()
+    height, width = x.shape
+    out = torch.zeros(height, 1, device=x.device)
+    top, step = _top("e4m3")
+    if x.numel():
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            side = min(triton.next_power_of_2(width), TILE)
+            _largest[(height,)](
+                x, weights.contiguous(), out, width, TOP=top, STEP=step, MOST=EXPONENTS, NOT=NAN, WIDTH=side
+            )
+    return out
