@@ -82,7 +82,7 @@ class Products(Pass):
             what = f"products: {products.recipe} with compute: float16, which has no numbers for float8 times its scale"
             raise ShardcError(what, where=where, fix="write compute: bfloat16")
         microbatches = self.spec.batch.microbatches
-        if products.recipe == "fp8-tensorwise" and microbatches > 1:
+        if not products.by_rows and microbatches > 1:
             what = (
                 f"fp8-tensorwise has one scale for the whole batch, and {microbatches} microbatches are computed one"
                 " after the other: each would have a scale of its own, which is not what one device computes"

@@ -122,6 +122,13 @@ class Generator:
 
     def _call(self, prompts: Prompts, options: Options, begins: Begins) -> _Call:
         spec = self.program.spec
+        if spec is not None and (products := spec.precision.products) is not None and not products.by_rows:
+            what = (
+                f"products: {products.recipe} has one scale for all tokens that are computed at once: what a prompt"
+                " gives would hang on the others beside it, and on how many of its tokens a cache holds"
+            )
+            fix = "compile with fp8-rowwise or mxfp8 to generate"
+            raise ShardcError(what, where=spec.where(("precision", "products")), fix=fix)
         ranks = spec.data_ranks if spec is not None else 1
         rows = -(-len(prompts.ids) // ranks) * ranks
         encoder: dict[str, Tensor] = {}

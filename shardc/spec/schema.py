@@ -584,6 +584,11 @@ class Products(Section):
         examples=[["*", "!lm_head"]],
     )
 
+    @property
+    def by_rows(self) -> bool:
+        """Does what is computed for a row hang on that row alone? A tensor's scale is that of all rows."""
+        return self.recipe != "fp8-tensorwise"
+
 
 def _products(value: Any) -> Any:
     """`fp8-rowwise` is short for {recipe: fp8-rowwise}; none for no section."""

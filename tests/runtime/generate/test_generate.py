@@ -441,6 +441,15 @@ def test_what_cannot_be_asked_for(options: dict[str, Any], error: str) -> None:
         ours(SPECS["one"], options)
 
 
+def test_products_of_8_bits_generate_the_same_tokens_on_every_mesh() -> None:
+    """Rounded by rows, a token's numbers are its own; of one scale for all tokens they are not."""
+    one, split = (ours({**SPECS[n], "precision": {"products": "fp8-rowwise"}}, {})[0] for n in ("one", "tp=2"))
+    assert one == split
+    assert one != theirs(llama()[0])
+    with pytest.raises(ShardcError, match="fp8-tensorwise has one scale for all tokens that are computed at once"):
+        ours({**SPECS["one"], "precision": {"products": "fp8-tensorwise"}}, {})
+
+
 def test_a_program_that_was_loaded_has_no_model_to_compile(tmp_path: Any) -> None:
     model, batch = llama()
     shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False).save(tmp_path)
