@@ -104,11 +104,24 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (
 )
 
 
-def fake_mode() -> FakeTensorMode:
+class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """of_gpu: its tensors stand for those of a GPU with torch's kernels, wherever they say they are."""
+
+    of_gpu = False
+
+
+def fake_mode(*, of_gpu: bool = False) -> FakeTensorMode:
     """A mode whose tensors have shapes and dtypes but no storage. Real tensors that the model made for itself may mix
-    in.
+    in. of_gpu: they stand for those of a GPU.
     """
-    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = _FakeMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode.of_gpu = of_gpu
+    return mode
+
+
+def stands_for_gpu(x: Tensor) -> bool:
+    """Whether a tensor without data stands for one on a GPU."""
+    return isinstance(x, FakeTensor) and getattr(x.fake_mode, "of_gpu", False)
 
 
 def no_modes() -> AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardc.runtime.ops.host_copy import to_device
-from shardc.torch_private import FakeTensor
+from shardc.torch_private import FakeTensor, stands_for_gpu
 
 #: What the kernel asks of the memory that a row begins at, in bytes.
 ALIGNED = 16
@@ -54,10 +54,13 @@ class Groups:
 
 def has_kernel(weight: Tensor) -> bool:
     """Does torch's grouped product take matrices of this kind, in forward and in backward?"""
-    if weight.device.type != "cuda" or isinstance(weight, FakeTensor) or weight.dtype is not torch.bfloat16:
+    if weight.dtype is not torch.bfloat16:
         return False
     whole = all(size * weight.dtype.itemsize % ALIGNED == 0 for size in weight.shape[1:])
-    whole = whole and weight.data_ptr() % ALIGNED == 0
+    if isinstance(weight, FakeTensor):
+        return whole and stands_for_gpu(weight)
+    if weight.device.type != "cuda" or weight.data_ptr() % ALIGNED:
+        return False
     return whole and hasattr(F, "grouped_mm") and torch.cuda.get_device_capability(weight.device) >= (8, 0)
 
 

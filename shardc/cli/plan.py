@@ -51,6 +51,9 @@ def command(
         Path | None, typer.Option("-o", "--output", help="write the best spec, annotated with why")
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="draw the priced specs by time and memory, with the limit")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="write a page: the best spec, the plot, every priced spec, why, what would help")
+    ] = None,
     given: Annotated[
         list[Path] | None,
         typer.Option(help="price this spec, and search for no other; several times: side by side"),
@@ -84,7 +87,7 @@ def command(
     recomputation, schedules.
     """
     with reporting(debug, as_json) as show:
-        check_outputs({"--output": output, "--svg": svg})
+        check_outputs({"--output": output, "--svg": svg, "--html": html})
         if is_artifact(model):
             fix = "name a model file; `shardc inspect DIR --memory` prices a compiled one"
             raise ShardcError("a compiled DIR already has its spec", where=model, fix=fix)
@@ -122,6 +125,8 @@ def command(
             planned.save(output)
         if svg:
             svg.write_text(planned.svg(), encoding="utf-8")
+        if html:
+            html.write_text(planned.html(), encoding="utf-8")
         if as_json:
             errors = {"errors": failure.to_json()} if failure else {}
             show(json.dumps({**planned.to_json(), "output": str(output) if output and fits else None, **errors}))
@@ -131,6 +136,8 @@ def command(
                 show(f"written to {output}")
             if svg:
                 show(f"written to {svg}")
+            if html:
+                show(f"written to {html}")
         if failure:
             for text in failure.texts():
                 print_error(f"error {text}")

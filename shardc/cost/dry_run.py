@@ -27,6 +27,7 @@ from shardc.ir.pieces import moved, pieces_of
 from shardc.ir.program import Buffer, Input, Lowered, Param, Program, Stage
 from shardc.ir.units import plural
 from shardc.passes.lower.pieces import shares_memory
+from shardc.passes.runner import uncollected
 from shardc.runtime import schedule as schedules
 from shardc.runtime.rng import Rng
 from shardc.runtime.schedule import Action, computed
@@ -68,6 +69,7 @@ class DryRun:
         return f"<DryRun of rank {self.rank}: {plural(len(self.actions), 'action')}>"
 
 
+@uncollected()
 def dry_run(
     program: Program,
     coordinate: int = 0,
@@ -81,7 +83,7 @@ def dry_run(
     found out about ops. options: of Engine.
     """
     ledger = Ledger(known=known)
-    with fake_mode(), ledger:
+    with fake_mode(of_gpu=not cpu), ledger:
         names = _OpNames(ledger)
         mesh = FakeMesh(program.mesh, rank_of(program.mesh, program.axis, coordinate), ledger, streams=not cpu)
         ledger.recomputing = lambda: mesh.step.recomputing

@@ -32,7 +32,7 @@ class KnownOps:
     """
 
     def __init__(self) -> None:
-        self._of: dict[Any, tuple[bool, tuple[_Output, ...], Any]] = {}
+        self._of: dict[Any, tuple[type | None, tuple[_Output, ...], Any]] = {}
         self._fit: dict[Any, bool] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Tensor]] | None:
@@ -57,16 +57,16 @@ class KnownOps:
         """(the result, `more`) of a call that is known."""
         if (found := self._of.get(key)) is None:
             return None
-        single, outputs, more = found
+        several, outputs, more = found
         results = [_made(output, tensors) for output in outputs]
-        return (results[0] if single else tuple(results)), more
+        return (results[0] if several is None else several(results)), more
 
     def remember(self, key: Any, tensors: Sequence[Tensor], result: Any, more: Any) -> None:
         """The result of a call, if one of the same sizes would have the same."""
-        single = not isinstance(result, (tuple, list))
-        outputs = [_recipe(x, tensors) for x in ((result,) if single else result)]
-        if None not in outputs and (single or isinstance(result, tuple)):
-            self._of[key] = single, tuple(outputs), more  # type: ignore[arg-type]  # none of them is None
+        several = type(result) if isinstance(result, (tuple, list)) else None
+        outputs = [_recipe(x, tensors) for x in ((result,) if several is None else result)]
+        if None not in outputs and several in (None, tuple, list):
+            self._of[key] = several, tuple(outputs), more  # type: ignore[arg-type]  # none of them is None
 
 
 def _collect(values: Sequence[Any], parts: list[Any], tensors: list[Tensor]) -> bool:

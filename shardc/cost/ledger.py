@@ -23,7 +23,7 @@ from torch import Tensor
 from shardc.cost.known_ops import KnownOps
 from shardc.ir.flops import flops_of, is_attention, masked_share, matrices_of, traffic_of
 from shardc.runtime.mesh import CommRecord
-from shardc.torch_private import TorchDispatchMode, current_backward, fake_device, pytree
+from shardc.torch_private import FakeTensor, TorchDispatchMode, current_backward, fake_device, pytree
 
 aten = torch.ops.aten
 #: Kinds in the order in which they are shown.
@@ -197,7 +197,9 @@ class Ledger(TorchDispatchMode):
             return
         untyped = x.untyped_storage()
         key = untyped._cdata
-        if key in self.storages or x.device.type == "meta":  # no memory, whatever is counted
+        if key in self.storages:
+            return
+        if (fake_device(x) if isinstance(x, FakeTensor) else x.device).type == "meta":  # it takes no memory
             return
         storage = self.storages[key] = Storage(
             untyped.nbytes(), self.kind, self._op(), tuple(map(int, x.shape)), x.dtype
@@ -268,7 +270,7 @@ def _op(func: Any, args: Any, kwargs: Any, result: Any) -> Op | None:
     return op._replace(
         dtype=scales[0] if scales else dtype,
         shape=tuple(map(int, results[0].shape)),
-        matrices=matrices_of(func, result),
+        matrices=matrices_of(func, args, result),
         attention=attention,
         masked=int(op.flops * masked_share(func, args, kwargs)) if attention else 0,
     )

@@ -22,8 +22,8 @@ def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     if op in _ATTENTION:
         q, k, v = args[_ATTENTION[op][0] : _ATTENTION[op][0] + 3]
         return _ATTENTION[op][1] * _attention(q, k, v)
-    if op.overloadpacket is aten._scaled_mm_v2:  # torch.nn.functional.scaled_mm, which torch does not count
-        return 2 * int(args[0].shape[0] * args[0].shape[1] * args[1].shape[1])
+    if op.overloadpacket in _UNCOUNTED:  # by torch: every row by a matrix, or by group every pair of rows once
+        return 2 * int(args[0].numel()) * int(args[1].shape[-1])
     count = flop_registry.get(op.overloadpacket)
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 
@@ -58,11 +58,14 @@ def masked_share(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> flo
     return 1 - sum(min(i + 1, columns) for i in range(rows)) / (rows * columns)
 
 
-def matrices_of(op: Any, result: Any) -> tuple[int, int, int] | tuple[()]:
+def matrices_of(op: Any, args: Sequence[Any], result: Any) -> tuple[int, int, int] | tuple[()]:
     """(how many, rows, columns) of the results of products of matrices; a convolution is one product, for all of its
-    places. () for other ops.
+    places; of grouped products all groups count as equal. () for other ops.
     """
     x = result[0] if isinstance(result, (tuple, list)) else result
+    if op.overloadpacket in _GROUPED and x.dim() == 2:
+        many = int(args[1].shape[0])
+        return many, -(-int(x.shape[0]) // many), int(x.shape[1])
     if op.overloadpacket in _PRODUCTS:
         return math.prod(x.shape[:-2]), int(x.shape[-2]), int(x.shape[-1])
     if op.overloadpacket in _CONVOLUTIONS and x.dim() > 2:
@@ -70,7 +73,10 @@ def matrices_of(op: Any, result: Any) -> tuple[int, int, int] | tuple[()]:
     return ()
 
 
-_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm, aten._scaled_mm_v2}
+#: Rows by group, each group's by its matrix; or, of two matrices, a product for each group.
+_GROUPED = {aten._grouped_mm}
+_UNCOUNTED = {aten._scaled_mm_v2, *_GROUPED}
+_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm, *_UNCOUNTED}
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten._slow_conv2d_forward}
 
 #: Ops that take memory and leave it as it is: they move nothing, and a GPU runs nothing for them.

@@ -9,7 +9,7 @@ The estimates only decide which choices are then priced exactly (shardc.plan.exa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +26,8 @@ from shardc.plan.stage_vectors import CAUSES, FIXED, HIGH, NET, SENT, WHAT, WIDT
 from shardc.runtime.schedule import SCHEDULES
 
 KIND = {k: i for i, k in enumerate(KINDS)}
+#: What data axes and neighbours in a pipeline exchange.
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "over replicas", "send_recv")
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ class Estimates:
         for places in groups.values():
             some = [choices[i] for i in places]
             loads = self._of(some[0], core)
-            each = [self._rank(_Columns(some), load, first=i == 0) for i, load in enumerate(loads)]
+            columns = self._columns(some)
+            each = [self._rank(columns, load, first=i == 0) for i, load in enumerate(loads)]
             seconds[places] = np.max([s for s, _ in each], 0)
             peaks[places] = np.max([p for _, p in each], 0)
         return [Rough(*pair) for pair in zip(seconds.tolist(), peaks.tolist(), strict=True)]
@@ -163,10 +166,7 @@ class Estimates:
         spent = m * (f + b) + float(x.ends.sum())
         spent += self._sums(t, float(x.resident[g]), float(cast or x.resident[p]), f, b)
         spent += np.array([bubble(c, *pair) for c, *pair in zip(t.choices, f.tolist(), b.tolist(), strict=True)])
-        spent += [
-            2 * (c.pp - 1) * self._line("send_recv", c, ("pp",), x.sent * c.rows) if c.pp > 1 else 0.0
-            for c in t.choices
-        ]
+        spent += 2 * (t.stages - 1) * t.taken("send_recv", x.sent * rows)
         return spent, np.maximum(kinds, 0).sum(1)
 
     def _sums(self, t: _Columns, grads: float, weights: float, f: Vector, b: Vector) -> Vector:
@@ -174,30 +174,38 @@ class Estimates:
         not sharded there is summed in the dry run. grads, weights: bytes of a rank's gradients, and of weights as
         gathered. f, b: seconds of a microbatch's forward and backward.
         """
-        late = []
-        for c, forward, backward in zip(t.choices, f.tolist(), b.tolist(), strict=True):
-            if not (c.dp * c.ep > 1 or (c.zero and c.cp > 1)):
-                late.append(0.0)
-                continue
-            near: tuple[str, ...] = ("dp",) if c.outer > 1 else ("dp", "ep") if c.dp * c.ep > 1 else ("cp",)
-            if not c.zero:
-                late.append(max(self._line("all_reduce", c, near, grads) - backward, 0.0))
-                continue
-            gather, scatter = self._line("all_gather", c, near, weights), self._line("reduce_scatter", c, near, grads)
-            if c.outer > 1:  # and over the replicas
-                scatter += self._line("all_reduce", c, ("dp_outer",), grads / c.sharded)
-            if c.zero == 3 and not c.kept:
-                both = gather + scatter
-                each = max(gather - forward, 0.05 * gather) + max(both - backward, 0.05 * both)
-                late.append(c.microbatches * each)
-                continue
-            times = c.microbatches if c.zero == 2 else 1
-            # updated parameters are gathered during the next step's first forward
-            late.append(times * max(scatter - backward, 0.0) + max(gather - forward, 0.05 * gather))
-        return np.array(late)
+        whole = np.maximum(t.taken("all_reduce", grads) - b, 0)
+        gather, scatter = t.taken("all_gather", weights), t.taken("reduce_scatter", grads)
+        scatter = scatter + t.taken("over replicas", grads / t.sharded)
+        both = gather + scatter
+        first = np.maximum(gather - f, 0.05 * gather)  # of what hides behind forward, the first layer's is seen
+        each = t.microbatches * (first + np.maximum(both - b, 0.05 * both))
+        # updated parameters are gathered during the next step's first forward
+        once = np.where(t.zero == 2, t.microbatches, 1) * np.maximum(scatter - b, 0) + first
+        return np.where(t.zero == 0, whole, np.where((t.zero == 3) & ~t.kept, each, once))
 
-    def _line(self, kind: str, c: Choice, axes: tuple[str, ...], nbytes: float) -> float:
-        """Seconds of a collective over these axes, or from one stage to the next: linear in bytes."""
+    def _columns(self, choices: Sequence[Choice]) -> _Columns:
+        """lines: of every collective that a choice may need; zeros for those that it does not."""
+        lines: dict[str, list[tuple[float, float]]] = {k: [] for k in _COLLECTIVES}
+        none = dict.fromkeys(_COLLECTIVES, (0.0, 0.0))
+        for c in choices:
+            mine = dict(none)
+            if c.dp * c.ep > 1 or (c.zero and c.cp > 1):
+                near: tuple[str, ...] = ("dp",) if c.outer > 1 else ("dp", "ep") if c.dp * c.ep > 1 else ("cp",)
+                for kind in ("all_gather", "reduce_scatter") if c.zero else ("all_reduce",):
+                    mine[kind] = self._line(kind, c, near)
+                if c.outer > 1:
+                    mine["over replicas"] = self._line("all_reduce", c, ("dp_outer",))
+            if c.pp > 1:
+                mine["send_recv"] = self._line("send_recv", c, ("pp",))
+            for kind, line in mine.items():
+                lines[kind].append(line)
+        return _Columns(choices, {k: np.array(each) for k, each in lines.items()})
+
+    def _line(self, kind: str, c: Choice, axes: tuple[str, ...]) -> tuple[float, float]:
+        """Of a collective over these axes, or from one stage to the next, which is linear in bytes: seconds of none,
+        and of each byte.
+        """
         key = kind, axes, c.dp, c.cp, c.ep, c.tp, c.outer, c.inside, c.pp if c.inside or axes == ("pp",) else 1
         if key not in self._lines:
             mesh = Mesh(tuple(c.mesh.items()))
@@ -205,15 +213,16 @@ class Estimates:
             ranks = ranks[:2] if axes == ("pp",) else ranks
             none = collective_seconds(self.library.device, kind, 0, ranks)
             self._lines[key] = none, (collective_seconds(self.library.device, kind, 1e9, ranks) - none) / 1e9
-        none, each = self._lines[key]
-        return none + each * nbytes
+        return self._lines[key]
 
 
 class _Columns:
-    """Choices as columns of numbers."""
+    """Choices as columns of numbers. lines: of collectives, seconds of none and of each byte."""
 
-    def __init__(self, choices: Sequence[Choice]) -> None:
+    def __init__(self, choices: Sequence[Choice], lines: Mapping[str, Vector]) -> None:
         self.choices = choices
+        self.lines = lines
+        self.stages = np.array([c.pp for c in choices], float)
         self.rows = np.array([c.rows for c in choices], float)
         self.microbatches = np.array([c.microbatches for c in choices], float)
         self.zero = np.array([c.zero for c in choices])
@@ -222,6 +231,11 @@ class _Columns:
         self.collects = np.array([SCHEDULES[c.schedule].collects and c.pp > 1 for c in choices])
         self.offloads_optimizer = np.array([bool(c.offload) for c in choices])
         self.offloads_all = np.array([c.offload == "all" for c in choices])
+
+    def taken(self, collective: str, nbytes: Vector | float) -> Vector:
+        """Seconds, of each choice."""
+        line = self.lines[collective]
+        return line[:, 0] + line[:, 1] * nbytes
 
 
 @dataclass

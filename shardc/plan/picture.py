@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shardc.ir.units import seconds, size
 from shardc.plan.result import Candidate, Plan
@@ -16,6 +18,38 @@ _WIDTH, _LEFT, _TOP, _WIDE, _HIGH = 1100, 84, 62, 620, 360
 _FAR = 2.5
 #: Where all need less than this part of the limit, the axis ends above them, and the limit lies beyond it.
 _NEAR = 0.4
+#: Where the largest number is more than so many times the smallest, an axis is logarithmic.
+_WIDE_SPREAD = 8
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Numbers along an axis, from 0 to 1. low: 0 of an axis that is not logarithmic."""
+
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float], high: float) -> _Scale:
+        """high: the end of the axis, if it is not logarithmic."""
+        if not values or max(values) <= _WIDE_SPREAD * min(values):
+            return _Scale(0.0, high)
+        return _Scale(min(values) / 1.15, max(values) * 1.15)
+
+    def at(self, x: float) -> float:
+        if self.low:
+            return math.log(x / self.low) / math.log(self.high / self.low)
+        return x / self.high
+
+    def ticks(self, most: int, *, binary: bool = False) -> list[float]:
+        """Round numbers: powers of two of bytes, 1, 2 and 5 times powers of ten of seconds; as few as there is room
+        for.
+        """
+        if not self.low:
+            return ticks(self.high, most, binary=binary)
+        steps = [2.0**k for k in range(64)] if binary else [b * 10.0**k for k in range(-9, 9) for b in (1, 2, 5)]
+        found = [x for x in steps if self.low <= x <= self.high]
+        return found[:: -(-len(found) // most)] if found else []
 
 
 def svg(plan: Plan) -> str:
@@ -34,12 +68,14 @@ def svg(plan: Plan) -> str:
     most = max((c.peak for c in rows), default=limit)
     beyond = most < _NEAR * limit  # the limit is: so that small needs can be told apart
     highest = 1.08 * (most if beyond else min(max(limit, most), _FAR * limit))
+    time = _Scale.of([c.step_seconds for c in rows], longest)
+    memory = _Scale.of([*(c.peak for c in rows), *([] if beyond else [limit])], highest)
 
     def at(c: Candidate) -> tuple[float, float]:
-        return _LEFT + _WIDE * c.step_seconds / longest, _TOP + _HIGH * (1 - min(c.peak / highest, 0.99))
+        return _LEFT + _WIDE * time.at(c.step_seconds), _TOP + _HIGH * (1 - min(memory.at(c.peak), 0.99))
 
-    _axes(picture, longest, highest)
-    y = _TOP + _HIGH * (1 - min(limit / highest, 1))
+    _axes(picture, time, memory)
+    y = _TOP + _HIGH * (1 - min(memory.at(limit), 1))
     picture.line(_LEFT, y, _LEFT + _WIDE, y, stroke=ALARM, dashed=True)
     usable = f"{size(limit)} usable of {a.device.name}" + (", far above" if beyond else "")
     picture.text(_LEFT + 6, y + (13 if beyond else -5), usable, size=11, fill=ALARM)
@@ -57,19 +93,23 @@ def svg(plan: Plan) -> str:
     return str(picture)
 
 
-def _axes(picture: Picture, longest: float, highest: float) -> None:
+def _axes(picture: Picture, time: _Scale, memory: _Scale) -> None:
     bottom = _TOP + _HIGH
-    for n in ticks(highest, 6, binary=True):
-        y = bottom - _HIGH * n / highest
+    for n in memory.ticks(6, binary=True):
+        y = bottom - _HIGH * memory.at(n)
         picture.line(_LEFT, y, _LEFT + _WIDE, y)
         picture.text(_LEFT - 8, y + 4, size(n), size=10, anchor="end", kind="soft")
-    for s in ticks(longest, 8):
-        x = _LEFT + _WIDE * s / longest
+    for s in time.ticks(8):
+        x = _LEFT + _WIDE * time.at(s)
         picture.line(x, bottom, x, bottom + 5)
         picture.text(x, bottom + 17, seconds(s) if s else "0", size=10, anchor="middle", kind="soft")
     picture.rect(_LEFT, _TOP, _WIDE, _HIGH, "none", stroke=LINE)
-    picture.text(_LEFT, _TOP - 10, "peak memory of the rank that needs most", size=11, kind="soft")
-    picture.text(_LEFT + _WIDE, bottom + 34, "time of a step", size=11, anchor="end", kind="soft")
+    picture.text(_LEFT, _TOP - 10, f"peak memory of the rank that needs most{_how(memory)}", size=11, kind="soft")
+    picture.text(_LEFT + _WIDE, bottom + 34, f"time of a step{_how(time)}", size=11, anchor="end", kind="soft")
+
+
+def _how(scale: _Scale) -> str:
+    return " (logarithmic)" if scale.low else ""
 
 
 def _front(rows: Sequence[Candidate]) -> list[Candidate]:

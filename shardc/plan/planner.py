@@ -115,16 +115,32 @@ class Planner:
     # --- which spec
 
     def search(self, devices: int, batch: int | None) -> Plan:
+        question = {"search": devices, "batch": batch, "usable": self.usable, "template": asdict(self.template)}
+        question["on"] = self.device.model_dump(mode="json", exclude={"source", "nodes"})
+        found = self.records.answer(question, lambda: self._search(devices, batch))
+        self.library.microbatches = found["microbatches"]
+        target = self.target(devices, found["rows"], (found["note"],))
+        choices = [Choice(**c) for c in found["choices"]]
+        candidates = [self._candidate(c, self.finder.exact(c), target) for c in choices]
+        candidates.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.peak))
+        return Plan(target, tuple(candidates), found["considered"], found["refused"])
+
+    def _search(self, devices: int, batch: int | None) -> dict[str, Any]:
+        """What a search comes to, as plain values: the choices that were priced are priced already, if it is asked
+        again.
+        """
         finder = self.finder
         cores = finder.cores(devices)
         rows, note = self._batch(devices, batch, cores)
-        estimates = self.estimates(devices, rows, cores)
-        exact = finder.refine(finder.ranked(estimates))
-        target = self.target(devices, rows, (note,))
-        candidates = [self._candidate(c, p, target) for c, p in exact.items()]
-        candidates.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.peak))
-        refused = {k: e.what for k, e in finder.refused.items()}
-        return Plan(target, tuple(candidates), finder.considered, refused)
+        exact = finder.refine(finder.ranked(self.estimates(devices, rows, cores)))
+        return {
+            "rows": rows,
+            "note": note,
+            "choices": [asdict(c) for c in exact],
+            "considered": finder.considered,
+            "refused": {k: e.what for k, e in finder.refused.items()},
+            "microbatches": self.library.microbatches,
+        }
 
     def estimates(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
         """Of choices for so many devices, and for half of them as long as that is faster: others are idle then. What is

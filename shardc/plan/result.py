@@ -194,6 +194,12 @@ class Plan:
 
         return svg(self)
 
+    def html(self) -> str:
+        """The plan as a page: the best spec, the plot, every priced spec, where time and memory go, what would help."""
+        from shardc.plan.page import html
+
+        return html(self)
+
     def lacking(self) -> ShardcError:
         from shardc.plan.table import named
 

@@ -17,6 +17,7 @@ from shardc.cost import Device, device
 from shardc.plan.few_layers import Subject
 from shardc.plan.planner import Planner
 from shardc.plan.records import Records
+from shardc.plan.space import CHECKPOINTS, ON_HOST, Choice
 
 
 class Block(nn.Module):
@@ -98,5 +99,30 @@ def test_the_best_is_no_slower_with_more(pytestconfig: pytest.Config) -> None:
             much = on.model_copy(update={"memory": more})
             assert best(model, much, devices, batch) <= best(model, little, devices, batch) * (1 + 1e-9)
         assert best(model, little, 2 * devices, batch) <= best(model, little, devices, batch) * (1 + 1e-9)
+
+    check()
+
+
+def test_no_split_that_is_left_out_is_the_best(pytestconfig: pytest.Config) -> None:
+    """The best of the splits that bounds let through is the best of all."""
+
+    @settings(max_examples=pytestconfig.getoption("--fuzz") or 4, derandomize=True, database=None)
+    @given(machines(), st.sampled_from([2, 4]), st.sampled_from([2e6, 2e7, 80e9]))
+    def check(on: Device, devices: int, memory: float) -> None:
+        model, batch = 0, 32
+        plans = planner(model, on.model_copy(update={"memory": memory}))
+        finder, fewer = plans.finder, [devices >> i for i in range(devices.bit_length())]
+        every = [
+            rough.seconds
+            for n in fewer
+            for core in finder.cores(n)
+            for keep in CHECKPOINTS
+            if keep not in ON_HOST and (again := finder.accepted(core._replace(checkpoint=keep))) is not None
+            for some in [list(finder.choices([again], n, batch))]
+            for rough in finder.estimates.of(some, finder.library.core(Choice(**again._asdict())))
+            if rough.peak <= plans.usable
+        ]
+        found = best(model, plans.device, devices, batch)
+        assert not every or found <= min(every) * (1 + 1e-9)
 
     check()
