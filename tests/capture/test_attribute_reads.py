@@ -114,6 +114,43 @@ def test_a_dropout_that_does_not_ask_is_told() -> None:
     assert program.evaluates == "alike"
 
 
+class Encoder(nn.Module):
+    """Its eval mode without gradients is torch's fast path: zeros where the mask says that there is padding."""
+
+    def __init__(self, padded: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+        self.padded = padded
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(-1, 2, 8)
+        mask = torch.zeros(x.shape[:2], dtype=torch.bool)
+        mask[:, 1] = self.padded
+        y: torch.Tensor = self.encoder(x, src_key_padding_mask=mask)
+        return y.square().mean()
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.up(x)
+        return (y if torch.is_grad_enabled() else 2 * y).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["padding", "no padding", "asks"])
+def test_a_result_that_hangs_on_gradients_is_told(kind: str) -> None:
+    torch.manual_seed(0)
+    program = capture(Asks() if kind == "asks" else Encoder(kind == "padding"), BATCH)
+    told = [note for note in program.notes if "under torch.no_grad() than with gradients on" in note]
+    assert len(told) == (kind != "no padding")
+    assert sum("set_fastpath_enabled(False)" in note for note in told) == (kind == "padding")
+    assert program.evaluates == "alike"
+
+
 def _first(output: Any, batch: Any) -> torch.Tensor:
     y: torch.Tensor = output["y"].square().mean() if isinstance(output, dict) else output
     return y
