@@ -19,7 +19,8 @@ outputs               what a step gives beside its loss, over microbatches, rank
 batch_sizes           batches of other sizes than were compiled
 clip_grad_norm        the norm of the whole gradient, and clipping by it; partial_grad_guard: a part's norm is not that
 whole_backward        a module's backward that goes around the sums of gradients
-stepped_once          an optimizer or schedule that is stepped beside the engine; random_fill: draws for a part
+parameter_parts       what a parameter cannot say of itself, or be filled with, where a rank has a part of it
+stepped_once          an optimizer or schedule that is stepped beside the engine
 not_finite            a loss or gradient that is nan or inf: stop or skip, and what made it
 engine_options        options that there are not, or that mean nothing; batch_argument: a batch that is spread out
 user_changes          what users do to a module that a program would not notice; optimizer_watch: its optimizer;

@@ -39,8 +39,8 @@ from shardc.runtime.step import (
     not_finite,
     outputs,
     param_groups,
+    parameter_parts,
     partial_grad_guard,
-    random_fill,
     user_changes,
 )
 from shardc.runtime.step.batch_argument import one_batch
@@ -204,8 +204,7 @@ class Engine(EngineForward):
         split = {n for n in self.params if norm_axes(program, n)}
         partial = self.buckets.names | split
         self._watched = user_changes.Watched(program, self.params, self.buckets.runs, partial)
-        parted = split | self.buckets.runs.keys()
-        random_fill.refuse((p.fqn, self.params[p.name]) for p in program.params if p.name in parted)
+        parameter_parts.watch(program, self.params, self.buckets.runs)
         self.optimizer = None
         if optimizer is not None:
             self.optimizer, self._matrices = engine_optimizer.made(

@@ -38,8 +38,8 @@ from shardc.runtime.step import (
     op_errors,
     outputs,
     param_groups,
+    parameter_parts,
     partial_grad_guard,
-    random_fill,
     resumed,
     state_dict_marks,
     user_changes,
@@ -254,8 +254,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                     )
                 )
         self._held = held
-        parted = running.buckets.runs.keys() | {p.name for p in program.params if norm_axes(program, p.name)}
-        random_fill.refuse((p.fqn, running.buckets.owned[p.name]) for p in program.params if p.name in parted)
+        parameter_parts.watch(program, running.buckets.owned, running.buckets.runs)
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
         for b in program.buffers:
             for fqn in (b.fqn, *b.aliases) if b.fqn else ():

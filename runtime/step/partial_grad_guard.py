@@ -153,6 +153,11 @@ def _refuse(name: str) -> None:
     )
 
 
+def along_whole(method: str, x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Is `x.method(*args, **kwargs)` of a part (see `part`) what it is of the whole, along whole dims?"""
+    return method in _ALONG and _along_whole(_ALONG[method], (x, *args), kwargs)
+
+
 def _along_whole(place: int, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Does this call work along dims only of which this rank has all? Or is it the maximum of two tensors?"""
     x = args[0] if args else kwargs.get("input", kwargs.get("x"))

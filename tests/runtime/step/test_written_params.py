@@ -140,6 +140,49 @@ def test_random_numbers_for_a_part_are_refused(spec: dict[str, Any], draw: str) 
     loopback(program.mesh, work)
 
 
+REDUCED: dict[str, Callable[[nn.Parameter], Any]] = {
+    "norm": lambda p: p.norm(),
+    "norm along a split dim": lambda p: p.norm(dim=0),
+    "mean": lambda p: 0.01 * p.mean(),
+    "maximum": lambda p: p.max(),
+    "quantile": lambda p: p.quantile(0.9),
+}
+
+
+@pytest.mark.parametrize("reduce", REDUCED)
+@pytest.mark.parametrize("spec", [TP, {"mesh": {"dp": 2}, "data": {"zero": 1}}])
+def test_a_norm_of_a_part_is_refused(spec: dict[str, Any], reduce: str) -> None:
+    """A penalty of it would have the gradient of this rank's part."""
+    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **spec})
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        engine = Engine(program, NET, mesh=mesh)
+        for p in (module.get_parameter("up.weight"), engine.params["up_weight"]):
+            with pytest.raises(ShardcError, match=r"up.weight: p\.\w+\(\) would be that of the part"):
+                REDUCED[reduce](p)
+
+    loopback(program.mesh, work)
+
+
+def test_what_a_part_knows_of_itself() -> None:
+    """Sums, whose gradient is that of the whole, what is along whole dims, and parameters that every rank has whole."""
+    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **TP})
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        up, bias = module.get_parameter("up.weight"), module.get_parameter("down.bias")
+        plain = up.detach()
+        assert torch.equal(up.sum(), plain.sum())
+        assert torch.equal(up.norm(dim=1), plain.norm(dim=1))
+        assert torch.equal(up.max(dim=-1).values, plain.max(dim=-1).values)
+        assert up.norm(dim=1).requires_grad
+        assert torch.equal(bias.norm(), bias.detach().norm())
+        assert "Parameter" in repr(up)
+
+    loopback(program.mesh, work)
+
+
 def test_what_is_no_draw_and_what_is_whole_is_written_as_ever() -> None:
     program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **TP})
 

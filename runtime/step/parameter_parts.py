@@ -1,0 +1,88 @@
+"""What a parameter cannot say of itself where this rank has a part of it: `nn.init.normal_(p)`, `p.norm()`.
+
+Drawing: every rank would draw the first numbers of its own generator for its own part: where all are seeded alike, each
+slice of the weight gets the same numbers, and a fan is that of a slice. A norm, a mean or a maximum is that of the
+part, and a penalty of it has another gradient than on one device; a sum has not, and neither has what is along dims of
+which the rank has all. Nothing of that can be seen later; so it is refused where it happens.
+
+Torch has no hook there that leaves parameters plain (a subclass would cost optimizers their fused forms), but finds its
+methods by name: the parameter object answers to these. Functions (`torch.norm(p)`) do not ask it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.runtime.step import partial_grad_guard
+from shardc.runtime.step.clip_grad_norm import norm_axes
+
+DRAWS = tuple(
+    f"{name}_"
+    for name in ["bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform"]
+)
+REDUCTIONS = (
+    *("norm", "mean", "nanmean", "std", "var", "prod", "logsumexp", "softmax", "cumprod"),
+    *("amax", "amin", "max", "min", "argmax", "argmin", "median", "nanmedian", "quantile", "dist"),
+)
+
+
+class _Draw:
+    """One of these methods, of one parameter."""
+
+    def __init__(self, fqn: str, method: str) -> None:
+        self.fqn, self.method = fqn, method
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise ShardcError(
+            f"{self.method} would draw for this rank's part alone: other ranks draw the same numbers for theirs, or"
+            " others than one device",
+            where=self.fqn,
+            fix="fill it where the model is built (given the function that builds it, each rank computes its part);"
+            " or p.copy_() this rank's part of what you draw, under torch.no_grad()",
+        )
+
+
+class _Reduction:
+    """One of these. dims: those of which this rank has some only; None: it has a stretch of the flattened parameter."""
+
+    def __init__(self, p: nn.Parameter, fqn: str, method: str, dims: Collection[int] | None) -> None:
+        self.p, self.fqn, self.method, self.dims = weakref.ref(p), fqn, method, dims
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        p = self.p()
+        assert p is not None
+        if partial_grad_guard.along_whole(self.method, partial_grad_guard.part(p, self.dims), args, kwargs):
+            return getattr(Tensor, self.method)(p, *args, **kwargs)
+        raise ShardcError(
+            f"p.{self.method}() would be that of the part which this rank has, another on every rank; a penalty of it"
+            " has another gradient than on one device",
+            where=self.fqn,
+            fix="compute it in the model's forward or in the loss function (shardc.compile(..., loss=...)), where the"
+            " parameter is whole; or of the whole state: full_state_dict();"
+            f" p.detach().{self.method}() is this rank's part, which sums over ranks can make whole",
+        )
+
+
+def watch(program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]) -> None:
+    """Let parameters of which ranks have parts refuse what would be of the part. params: by name in the program; runs:
+    those that are stretches of the flattened parameter (ZeRO).
+    """
+    for x in program.params:
+        if x.name not in params or not (x.name in runs or norm_axes(program, x.name)):
+            continue
+        p, dims = params[x.name], frozenset(s.dim for a, s in x.layout.shards() if program.mesh.size(a) > 1)
+        for method in DRAWS:  # of a pipeline's stages too, which draw one after the other on one device
+            setattr(p, method, _Draw(x.fqn, method))
+        for method in REDUCTIONS if dims or x.name in runs else ():
+            setattr(p, method, _Reduction(p, x.fqn, method, None if x.name in runs else dims))
+        p.__getstate__ = _no_state  # type: ignore[method-assign]  # what torch.save writes is plain
+
+
+def _no_state() -> None:
+    """Nothing beside the tensor."""
