@@ -13,6 +13,8 @@ from shardc.folded_messages import fold
 
 #: Of several errors so many are shown.
 SHOWN = 40
+#: How each begins where a command prints it.
+ERROR = "error "
 
 
 class ShardcError(Exception):
@@ -45,6 +47,10 @@ class ShardcError(Exception):
         folded = fold(str(e) for e in self.errors)
         more = len(folded) - SHOWN
         return folded if more < 1 else [*folded[:SHOWN], f"... and {more} more errors: mend these first"]
+
+    def told(self) -> str:
+        """As the commands print it: each error begins with the word."""
+        return "\n".join(f"{ERROR}{text}" for text in self.texts())
 
     def to_json(self) -> list[dict[str, str]]:
         """The single errors as plain values: where, what, fix."""

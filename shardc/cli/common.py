@@ -22,7 +22,7 @@ from rich.console import Console
 
 from shardc.cli.compile_once import FirstFailedError
 from shardc.cli.rank_errors import for_this_rank
-from shardc.errors import ShardcError
+from shardc.errors import ERROR, ShardcError
 
 if TYPE_CHECKING:
     from shardc.ir.program import Program
@@ -62,7 +62,6 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback o
 Show = Callable[[str], None]
 #: Seconds between lines of progress, where there is no bar.
 EVERY = 5.0
-_ERROR = "error "
 
 
 @contextmanager
@@ -98,7 +97,7 @@ def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
 def _end(error: ShardcError, show_json: Show | None) -> NoReturn:
     """Print an error, unless another rank prints the same, and end the process."""
     quiet = isinstance(error, FirstFailedError)  # the first process of this machine says it
-    told = for_this_rank("\n".join(f"{_ERROR}{text}" for text in error.texts()), alone=not quiet)
+    told = for_this_rank(error.told(), alone=not quiet)
     print_error(told)
     if show_json is not None and told:
         show_json(json.dumps({"errors": error.to_json()}))
@@ -108,9 +107,9 @@ def _end(error: ShardcError, show_json: Show | None) -> NoReturn:
 def print_error(text: str) -> None:
     """Text in which each error begins with the word."""
     for line in text.splitlines():
-        if line.startswith(_ERROR):
-            console.print(f"[bold red]{_ERROR}[/]", end="")
-        console.print(line.removeprefix(_ERROR), markup=False)
+        if line.startswith(ERROR):
+            console.print(f"[bold red]{ERROR}[/]", end="")
+        console.print(line.removeprefix(ERROR), markup=False)
 
 
 @contextmanager

@@ -289,7 +289,7 @@ def _refuse(job: Job, error: ShardcError, status: int = 2) -> NoReturn:
     """Say what is wrong, unless another rank says the same, and end."""
     if isinstance(error, OutOfMemoryError):
         error = ShardcError(f"{error.what}; {_expected(job)}", where=error.where, fix=error.fix)
-    print(for_this_rank(str(error)) if job.joined else error, file=sys.stderr, flush=True)
+    print(for_this_rank(error.told()) if job.joined else error.told(), file=sys.stderr, flush=True)
     _report_errors(job, error.to_json())
     _quit(job, status)
 

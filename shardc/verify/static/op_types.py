@@ -17,7 +17,6 @@ from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
 from shardc.rules import registry
 from shardc.rules.choices import Choices
-from shardc.rules.notation import Signature
 from shardc.rules.pointwise import poles
 from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy
@@ -27,11 +26,11 @@ from shardc.verify.static.statement import Claim, on_axis
 _PARTS = 4096
 #: Of a call, by axis.
 Strategies = dict[str, Strategy]
+#: What the result of an op may be on each axis, where its operands do not say.
+Hints = Mapping[str, Sequence[Placement]]
 
 
-def fitting(
-    choices: Choices, claims: Sequence[Claim], hint: Mapping[str, Sequence[Placement]], mesh: Mesh
-) -> Iterator[Strategies]:
+def fitting(choices: Choices, claims: Sequence[Claim], hint: Hints, mesh: Mesh) -> Iterator[Strategies]:
     """Every way in which the rule lets an op run on operands that lie so.
 
     hint: of an op without operands, what its result may be on each axis; the way itself is checked all the same.
@@ -157,9 +156,10 @@ def written(
     return find(choices.call.target, args, kwargs)
 
 
-def hints(call: fx.Node, signature: Signature, declared: Sequence[Layout], mesh: Mesh) -> dict[str, list[Placement]]:
+def hints(call: fx.Node, declared: Sequence[Layout], mesh: Mesh, *, shows: bool = False) -> dict[str, list[Placement]]:
     """What the result of an op may be on each axis where its operands do not say, as a constant's: split as something
-    else is, or by any dim at any digit that the sizes of axes make, within each part that a view makes.
+    else is, or by any dim at any digit that the sizes of axes make, within each part that a view makes. shows: as
+    `declared` is, and not otherwise, but for microbatches, which no text shows.
     """
     found: dict[str, dict[Placement, None]] = {a: {} for a in mesh.names}
     microbatches = mesh.size(MICROBATCH) if MICROBATCH in mesh.names else 1
@@ -174,7 +174,9 @@ def hints(call: fx.Node, signature: Signature, declared: Sequence[Layout], mesh:
     for v in values_of(call)[:1]:
         for (axis, n), (d, size), padding in product(mesh.axes, enumerate(v.shape), paddings):
             # no layout that a text shows has microbatches, and a view may put them after a part of any size
-            before = (range(1, min(size, _PARTS) + 1) if axis == MICROBATCH else splits | {1}) if n > 1 else ()
+            if n == 1 or (shows and axis != MICROBATCH):
+                continue
+            before = range(1, min(size, _PARTS) + 1) if axis == MICROBATCH else splits | {1}
             found[axis] |= dict.fromkeys(
                 Shard(d, parts * digit, (), padding, parts if padding else 1)
                 for parts, digit in product(before, sorted(digits))

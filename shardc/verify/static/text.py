@@ -377,23 +377,35 @@ class Text:
         if not all(forms.values()):
             return
         choices = self.model.choices_of(call)
-        sig = choices.signature
-        free = any(all(place is None for place in ins) for ins, _ in choices.places.values())
-        hint = op_types.hints(call, sig, self._declared(call), self.mesh) if free else {}
         # an operand that is used twice is mostly used in one form: so first, and by each for itself only if need be
-        distinct = list(forms)
-        found = False
-        for chosen in product(*forms.values()):
-            by = dict(zip(distinct, chosen, strict=True))
-            found |= self._match(call, choices, [by[x] for x in operands], hint)
-        if not found and len(distinct) < len(operands):
-            for each in product(*(forms[x] for x in operands)):
-                self._match(call, choices, list(each), hint)
+        alike = [
+            [by[x] for x in operands] for by in (dict(zip(forms, f, strict=True)) for f in product(*forms.values()))
+        ]
+        apart = [list(f) for f in product(*(forms[x] for x in operands))] if len(forms) < len(operands) else []
+
+        def matches(hint: op_types.Hints, *, shown_alone: bool = False) -> bool:
+            for ways in (alike, apart):
+                if any([self._match(call, choices, way, hint, shown_alone=shown_alone) for way in ways]):
+                    return True
+            return False
+
+        if not any(all(place is None for place in ins) for ins, _ in choices.places.values()):
+            matches({})
+            return
+        shows = self._shown_of(call)  # what its lines show is tried first: what a constant may be is thousands of ways
+        if not matches(op_types.hints(call, shows, self.mesh, shows=True), shown_alone=True):
+            matches(op_types.hints(call, [*self.model.seen, *shows], self.mesh))
 
     def _match(
-        self, call: fx.Node, choices: Choices, forms: list[tuple[fx.Node, Claim]], hint: dict[str, list[Placement]]
+        self,
+        call: fx.Node,
+        choices: Choices,
+        forms: list[tuple[fx.Node, Claim]],
+        hint: op_types.Hints,
+        *,
+        shown_alone: bool,
     ) -> bool:
-        """Is there a line that is this op on these forms? It gets its claim."""
+        """Is there a line that is this op on these forms? It gets its claim. shown_alone: only if the text says so."""
         order = iter(line for line, _ in forms)
 
         def local(n: fx.Node) -> fx.Node:
@@ -427,6 +439,8 @@ class Text:
                 continue
             found.append((line, touched, layouts))
         shown = [(line, touched, layouts) for line, touched, layouts in found if self._shows(line, layouts)]
+        if shown_alone:
+            found = shown
         for line, touched, layouts in shown or found:
             for each in touched:
                 self.explained.update(self.twins[self.one[each]])
@@ -453,11 +467,11 @@ class Text:
             for twin in self.twins[self.one[line]]
         )
 
-    def _declared(self, call: fx.Node) -> list[Layout]:
-        """The layouts that lines of an op's names, and inputs, have."""
+    def _shown_of(self, call: fx.Node) -> list[Layout]:
+        """The layouts that lines of an op's names have."""
         names = self.model.names[call]
         named = [n for n in self.graph.nodes if n.op == "call_function" and n.name in names]
-        return [*self.model.seen, *(v.layout for n in named for v in values_of(n))]
+        return [v.layout for n in named for v in values_of(n)]
 
     def _result(self, call: fx.Node, line: fx.Node, layouts: tuple[Layout, ...]) -> None:
         if not isinstance(call.meta["value"], tuple):

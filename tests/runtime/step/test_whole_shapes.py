@@ -76,7 +76,9 @@ def test_a_function_that_wants_numbers_gets_a_ranks_own() -> None:
     """It is not asked of parameters without data; what it does is its own."""
 
     def by_norm(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD([{"params": [p], "lr": 0.01 / (1 + float(p.detach().norm()))} for _, p in params], lr=1.0)
+        return torch.optim.SGD(
+            [{"params": [p], "lr": 0.01 / (1 + float(p.detach().norm()))} for _, p in params], lr=1.0
+        )
 
     one = equality.reference(net)
     program = one.compile({"shardc": 1, **TP})
