@@ -378,14 +378,14 @@ class Text:
             return
         choices = self.model.choices_of(call)
         # an operand that is used twice is mostly used in one form: so first, and by each for itself only if need be
-        alike = [
-            [by[x] for x in operands] for by in (dict(zip(forms, f, strict=True)) for f in product(*forms.values()))
-        ]
-        apart = [list(f) for f in product(*(forms[x] for x in operands))] if len(forms) < len(operands) else []
+        once = (dict(zip(forms, chosen, strict=True)) for chosen in product(*forms.values()))
+        alike = [[by[x] for x in operands] for by in once]
+        apart = [list(each) for each in product(*(forms[x] for x in operands))] if len(forms) < len(operands) else []
 
         def matches(hint: op_types.Hints, *, shown_alone: bool = False) -> bool:
+            """Each way is tried: several lines may be this op."""
             for ways in (alike, apart):
-                if any([self._match(call, choices, way, hint, shown_alone=shown_alone) for way in ways]):
+                if sum(self._match(call, choices, way, hint, shown_alone=shown_alone) for way in ways):
                     return True
             return False
 
