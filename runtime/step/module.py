@@ -51,6 +51,7 @@ from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.step.given_model import GivenModel
 from shardc.runtime.step.interpreter import runnable
 from shardc.runtime.step.loop_watch import LoopWatch
+from shardc.runtime.step.module_parts import Parts
 from shardc.runtime.step.optimizer_watch import OptimizerWatch
 from shardc.runtime.step.parameter_updates import Updates
 from shardc.runtime.zero.bucket_launch import Buckets
@@ -233,21 +234,23 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                 check,
             ),
             buffers,
+            given.model,
         )
         user_changes.tell_eval_mode(program, self._running.tell)
         if given.overruled:
             self._running.tell(given.overruled)
         user_changes.tell_once(changed, self._running.told, self._running.tell)
 
-    def _hold(self, running: _Running, buffers: Mapping[str, Tensor]) -> None:
-        """Register parameters and buffers under the model's names."""
+    def _hold(self, running: _Running, buffers: Mapping[str, Tensor], like: Any) -> None:
+        """Register parameters and buffers under the model's names. like: a module with the model's submodules."""
         program = running.program
+        self._parts = parts = Parts(self, like)
         held: list[user_changes.Held] = []
         for x in program.params:
             for fqn in (x.fqn, *x.aliases):
-                parent, name = _home(self, fqn)
+                parent, name = parts.home(fqn)
                 p = running.buckets.owned[x.name]
-                parent.register_parameter(name, p)
+                parent._parameters[name] = p
                 held.append(
                     user_changes.Held(
                         parent._parameters, name, p, p.data_ptr() * (x.name in running.buckets.runs), p.dtype, fqn
@@ -258,10 +261,13 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
         for b in program.buffers:
             for fqn in (b.fqn, *b.aliases) if b.fqn else ():
-                parent, name = _home(self, fqn)
-                parent.register_buffer(name, buffers[b.name], persistent=b.persistent)
+                parent, name = parts.home(fqn)
+                parent._buffers[name] = buffers[b.name]
+                if not b.persistent:
+                    parent._non_persistent_buffers_set.add(name)
         for name in program.still:  # also what holds no parameter, such as a dropout: its user may ask for its mode
-            _home(self, f"{name}.")[0].eval()
+            parts.home(f"{name}.")[0].eval()
+        parts.seal()
         self.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_check_marks)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(running.updates.note)  # type: ignore[no-untyped-call]
@@ -284,7 +290,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         result = ShardedModule.__new__(ShardedModule)
         nn.Module.__init__(result)
         buffers = {name: b.clone() for name, b in self._buffers_by_name().items()}
-        result._hold(_running(r.program, r.model, r.mesh, rng, buckets, r.check_every, r.check), buffers)
+        result._hold(_running(r.program, r.model, r.mesh, rng, buckets, r.check_every, r.check), buffers, self)
         memo[id(self)] = result
         memo.update({id(p): buckets.owned[name] for name, p in owned.items()})
         for copied, m in zip(result.modules(), self.modules(), strict=True):
@@ -329,9 +335,10 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         r.watched.check()
         if self.training and torch.is_grad_enabled():
             r.optimizers.check_model(changed=r.updates.written)
+        self._parts.check()
         user_changes.check_held(self._held)
-        user_changes.check_submodules(self, r.program.still)
-        user_changes.check_attributes(r.program, r.told, r.tell)
+        user_changes.check_submodules(self._parts, r.program.still)
+        user_changes.check_attributes(r.program, r.told, r.tell, self._parts)
         for note in r.given.tell(r.told):
             r.tell(note)
         batch = inputs.from_call(r.program, inputs.arguments(r.model), args, kwargs)
@@ -561,8 +568,8 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         # the batch
         b = next(b for b in self._running.program.buffers if b.name == name)
         for fqn in (b.fqn, *b.aliases):
-            parent, last = _home(self, fqn)
-            setattr(parent, last, new)
+            parent, last = self._parts.home(fqn)
+            parent._buffers[last] = new
 
     def extra_repr(self) -> str:
         r = self._running
@@ -654,27 +661,3 @@ class _End:
         self.buckets.follow()
         yield
         self._running.updates.note()
-
-
-class _Part(nn.Module):
-    """What holds the parameters of a submodule, and runs nothing."""
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        raise ShardcError(
-            "a part of the module cannot run by itself: the program is that of the whole forward",
-            where="a submodule of program.module(...)",
-            fix="let the loss function return the value: it comes back beside the loss; or compile that part as a model"
-            " of its own",
-        )
-
-
-def _home(root: nn.Module, fqn: str) -> tuple[nn.Module, str]:
-    """The module that holds `fqn` (made if need be), and the last part of the name."""
-    *path, name = fqn.split(".")
-    for part in path:
-        if part not in root._modules:
-            root.add_module(part, _Part())
-        child = root._modules[part]
-        assert child is not None
-        root = child
-    return root, name

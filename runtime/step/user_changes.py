@@ -53,7 +53,7 @@ def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
         raise ShardcError(what, where="model.train()", fix=fix)
     if model.training and not built:
         _check_still(program.still, {name: m.training for name, m in model.named_modules()}, "model")
-    return program.check_attributes(model) if program.check_attributes is not None else {}
+    return program.check_attributes(model.named_modules()) if program.check_attributes is not None else {}
 
 
 def tell_eval_mode(program: Program, tell: Callable[[str], None]) -> None:
@@ -64,12 +64,14 @@ def tell_eval_mode(program: Program, tell: Callable[[str], None]) -> None:
         tell(EVAL_MODE)
 
 
-def check_attributes(program: Program, told: set[str], tell: Callable[[str], None]) -> None:
+def check_attributes(
+    program: Program, told: set[str], tell: Callable[[str], None], modules: Iterable[tuple[str, nn.Module]] = ()
+) -> None:
     """Raises ShardcError where attributes of the model that was compiled, which forward reads, were changed since.
-    Tells of what forward may read. told: names that were told; new ones are added.
+    Tells of what forward may read. told: names that were told; new ones are added. modules: others that have them, too.
     """
     if program.check_attributes is not None:
-        tell_once(program.check_attributes(), told, tell)
+        tell_once(program.check_attributes() | program.check_attributes(modules), told, tell)
 
 
 def tell_once(notes: Notes, told: set[str], tell: Callable[[str], None]) -> None:
@@ -156,17 +158,17 @@ class Attributes:
                 self._values[path] = kept
         self._modules = [(weakref.ref(m), path) for path, m in model.named_modules() if path in self._values]
 
-    def check(self, model: nn.Module | None = None) -> Notes:
-        """Raises ShardcError for attributes of modules that are others now; what to tell of objects and names. model:
-        another one than was captured; what it does not have is not looked at.
+    def check(self, modules: Iterable[tuple[str, nn.Module]] | None = None) -> Notes:
+        """Raises ShardcError for attributes of modules that are others now; what to tell of objects and names. modules:
+        of another model than was captured, with their paths; what they do not have is not looked at.
         """
-        if model is None:
-            modules = [(m, path) for ref, path in self._modules if (m := ref()) is not None]
-        else:
-            modules = [(m, path) for path, m in model.named_modules() if path in self._values]
+        if modules is None:
+            modules = [(path, m) for ref, path in self._modules if (m := ref()) is not None]
         errors = Errors()
         notes: Notes = {}
-        for module, path in modules:
+        for path, module in modules:
+            if path not in self._values:
+                continue
             for name, parts, then in self._values[path]:
                 if not _differs(now := _attribute(module, parts, then), then):
                     continue
@@ -275,16 +277,16 @@ def _check_still(still: Collection[str], training: Mapping[str, bool], model: st
     errors.raise_any()
 
 
-def check_submodules(root: nn.Module, still: Collection[str]) -> None:
+def check_submodules(modules: Iterable[tuple[str, nn.Module]], still: Collection[str]) -> None:
     """Raises ShardcError for submodules of a module that holds parameters for a program, and runs none of them: hooks
-    on them, and a mode of their own. still: those that were in eval mode at capture, and are that in training too.
+    on them, and a mode of their own. modules: with their names, the root first. still: those that were in eval mode at
+    capture, and are that in training too.
     """
+    (_, root), *others = modules
     if root.training:
-        _check_still(still, {name: m.training for name, m in root.named_modules()}, "module")
+        _check_still(still, {name: m.training for name, m in others}, "module")
     errors = Errors()
-    for name, m in root.named_modules():
-        if m is root:
-            continue
+    for name, m in others:
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
             what = "a hook on this submodule would never run: the program replaces its forward and backward"
             errors.add(what, where=name, fix="let the loss function return the value: it comes back beside the loss")
@@ -313,7 +315,7 @@ def check_held(held: Iterable[Held]) -> None:
     """
     replaced: list[Held] = []
     for h in held:
-        p = h.parameters[h.name]
+        p = h.parameters.get(h.name)
         if p is not h.parameter or p.dtype != h.dtype or (h.pointer and p.data_ptr() != h.pointer):
             replaced.append(h)
     if replaced:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from shardc.capture.global_reads import PLAIN
-from shardc.capture.side_effects import Changes
+from shardc.capture.side_effects import Changes, identity
 from shardc.ir import source
 from shardc.ir.program import Source
 
@@ -44,8 +44,8 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module), *vars(nn.Module())})
 class Reads:
     """training: the lines that read `.training`, or call a module of torch's that does, but for those whose ops are
     switched; own: one of them is of no library, or such a module's; reading: the names of the modules that those read
-    it of. values: by module's name the plain attributes that were read, as they were. touched: (id of a module, name of
-    an attribute of its own, or "__dict__") of all that was read; again: reads an attribute once more.
+    it of. values: by module's name the plain attributes that were read, as they were. touched: (identity of a module,
+    name of an attribute of its own, or "__dict__") of all that was read; again: reads an attribute once more.
     """
 
     training: dict[str, Source] = field(default_factory=dict)
@@ -108,7 +108,7 @@ def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
     changes: what forward has written so far, whose values before do not count.
     """
     reads = Reads()
-    names = {id(m): name for name, m in model.named_modules()}
+    names = {identity(m): name for name, m in model.named_modules()}
     held_objects = _HeldObjects(reads)
 
     def read(self: nn.Module, name: str) -> Any:
@@ -116,8 +116,8 @@ def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
         if name not in _OF_EVERY_MODULE or (
             name == "__dict__" and source.is_models(sys._getframe(1).f_code.co_filename)
         ):
-            reads.touched.add((id(self), name))
-        if type(value) in PLAIN and (path := names.get(id(self))) is not None:
+            reads.touched.add((identity(self), name))
+        if type(value) in PLAIN and (path := names.get(identity(self))) is not None:
             if name == "training":
                 frame = sys._getframe(1)
                 torchs = _torch_reads_its_own(self, frame)
@@ -131,8 +131,8 @@ def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
                 held = super(nn.Module, self).__getattribute__("__dict__")
                 if name in held or any(vars(c).get(name) is value for c in type(self).__mro__ if name in vars(c)):
                     reads.values.setdefault(path, {}).setdefault(name, value)
-        elif id(self) in names and name not in _OF_EVERY_MODULE:
-            held_objects.watch(value, names[id(self)], name)
+        elif identity(self) in names and name not in _OF_EVERY_MODULE:
+            held_objects.watch(value, names[identity(self)], name)
         return value
 
     with held_objects.patches, mock.patch.object(nn.Module, "__getattribute__", read):

@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.inline_regions import unchanged
 from shardc.capture.inner_autograd import GRADIENT
-from shardc.capture.side_effects import Changes
+from shardc.capture.side_effects import Changes, identity
 from shardc.torch_private import (
     FakeTensor,
     HigherOrderOperator,
@@ -308,7 +308,7 @@ def _read_alike(first: _First, layer: _Layer) -> bool:
 
 def _own(layer: _Layer, touched: set[tuple[int, str]]) -> set[tuple[int, str]]:
     """Attributes that were read, by the number of their module in the layer."""
-    number = {id(m): i for i, m in enumerate(layer.modules)}
+    number = {identity(m): i for i, m in enumerate(layer.modules)}
     found = {(number[m], name) for m, name in touched if m in number}
     for i in [i for i, name in found if name == "__dict__"]:
         found |= {(i, name) for name in _attributes(layer.modules[i])}

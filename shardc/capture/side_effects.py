@@ -47,10 +47,17 @@ class Changes:
             )
 
 
+def identity(module: nn.Module) -> int:
+    """The same of a module and of the stand-ins that export makes, where one stands in several places of a model: they
+    share what it holds.
+    """
+    return id(object.__getattribute__(module, "__dict__"))
+
+
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[Changes]:
     """While open, records what forward sets on the model's modules; afterwards everything is as before."""
-    names = {id(m): name for name, m in model.named_modules()}
+    names = {identity(m): name for name, m in model.named_modules()}
     before = [(m, dict(m.__dict__), _contents(m)) for m in model.modules()]
     lines: dict[tuple[int, str], Source] = {}
     original = nn.Module.__setattr__
@@ -65,14 +72,14 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
         ):
             old.copy_(value)  # a traced `self.mean = 0.9 * self.mean + m`, which export would drop
             return
-        place = lines[id(self), name] = source.of_call()
+        place = lines[identity(self), name] = source.of_call()
         held = any(name in self.__dict__.get(h, ()) for h in _HELD)
-        if id(self) in names:
-            changes.written.add(_join(names[id(self)], name))
+        if identity(self) in names:
+            changes.written.add(_join(names[identity(self)], name))
         if (
-            id(self) in names and not held and self.__dict__.get(name, changes) is not value
+            identity(self) in names and not held and self.__dict__.get(name, changes) is not value
         ):  # export itself may set it back
-            changes.set[_join(names[id(self)], name)] = place
+            changes.set[_join(names[identity(self)], name)] = place
         original(self, name, value)
 
     try:
@@ -80,17 +87,17 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
             yield changes
     finally:
         for module, attributes, contents in before:
-            path = names[id(module)]
+            path = names[identity(module)]
             for name in module.__dict__.keys() | attributes.keys():
                 inside = contents.get(name)
                 now, then = module.__dict__.get(name, changes), attributes.get(name, changes)
                 if name in _HELD and inside is not None:
                     for key in module.__dict__[name].keys() - inside.keys():
-                        changes.created[_join(path, key)] = lines.get((id(module), key), Source())
+                        changes.created[_join(path, key)] = lines.get((identity(module), key), Source())
                 elif not (
                     _same(now, then) if inside is None else type(now) is type(inside) and _same_items(now, inside)
                 ):
-                    changes.set.setdefault(_join(path, name), lines.get((id(module), name), Source()))
+                    changes.set.setdefault(_join(path, name), lines.get((identity(module), name), Source()))
             module.__dict__.clear()
             module.__dict__.update(attributes)
             for name, inside in contents.items():

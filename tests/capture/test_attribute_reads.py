@@ -151,6 +151,36 @@ def test_a_result_that_hangs_on_gradients_is_told(kind: str) -> None:
     assert program.evaluates == "alike"
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_read_of_a_model_with_a_shared_module(shared: bool) -> None:
+    """Export then traces with stand-ins for all of its modules."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.scale, self.calls = Net("functional"), 2.0, 0
+            self.again = self.up if shared else Net("functional")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            y: torch.Tensor = (self.up(x) + self.again(x)) * self.scale
+            return y
+
+    model = Shared()
+    program = capture(model, BATCH)
+    assert program.check_attributes is not None
+    program.check_attributes()
+    assert model.calls == 0
+    for path, name in (("", "scale"), ("up", "scale"), ("up.drop", "p")):
+        module = model.get_submodule(path)
+        then = getattr(module, name)
+        setattr(module, name, 0.25)
+        with pytest.raises(ShardcError, match=rf"{name}: forward reads it, and it was {then}"):
+            program.check_attributes()
+        setattr(module, name, then)
+    program.check_attributes()
+
+
 def _first(output: Any, batch: Any) -> torch.Tensor:
     y: torch.Tensor = output["y"].square().mean() if isinstance(output, dict) else output
     return y

@@ -194,10 +194,10 @@ def test_a_later_change_of_a_layer_that_was_not_traced_is_noticed() -> None:
     model = Stack([Block(i) for i in range(3)])
     program = capture(model, X, prove=False)
     assert program.check_attributes is not None
-    program.check_attributes(model)
+    program.check_attributes(model.named_modules())
     model.layers[2].scale = 3.0
     with pytest.raises(ShardcError, match=r"layers\.2\.scale: forward reads it"):
-        program.check_attributes(model)
+        program.check_attributes(model.named_modules())
 
 
 def test_the_model_is_as_it_was_also_after_an_error() -> None:

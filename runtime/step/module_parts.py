@@ -1,0 +1,173 @@
+"""The submodules of a program's module: they hold parameters and buffers, and run nothing.
+
+They are of the model's own classes, with its attributes, so that code which looks for layers finds them: groups of an
+optimizer by `isinstance(m, nn.Linear)`, `module.apply(init)`, a loop over blocks, `bn.reset_running_stats()`. What such
+code changes and a program does not see is refused at the next forward, as it is in a model that was captured
+(shardc.runtime.step.user_changes): attributes that forward reads, modes, hooks, and submodules or parameters that are
+put in the place of others.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from shardc.errors import ShardcError
+
+#: What every nn.Module has of its own, such as its hooks.
+_INTERNALS = frozenset(vars(nn.Module()))
+#: Of values that would keep weights alive, or belong to the model's modules.
+_LEFT_OUT = object()
+#: Objects that hold objects are followed so far.
+_DEEP = 4
+#: What a class may have instead of these, a part has not: its state is that of its parameters and buffers.
+_STATE = ("_save_to_state_dict", "_load_from_state_dict", "get_extra_state", "set_extra_state")
+
+
+def refuse(*_: Any, **__: Any) -> NoReturn:
+    """The forward of every part."""
+    raise ShardcError(
+        "a part of the module cannot run by itself: the program is that of the whole forward",
+        where="a submodule of program.module(...)",
+        fix="let the loss function return the value: it comes back beside the loss; or compile that part as a model"
+        " of its own",
+    )
+
+
+class Part(nn.Module):
+    """Of a submodule that no model is there to tell the class of."""
+
+    forward = staticmethod(refuse)
+
+
+class _Children(NamedTuple):
+    path: str
+    module: nn.Module
+    modules: dict[str, nn.Module | None]
+    parameters: frozenset[str]
+
+
+class Parts:
+    """The tree of parts below `root`, with the names, classes and attributes of `model`'s submodules, if it is a
+    module. The model is not kept alive.
+    """
+
+    def __init__(self, root: nn.Module, model: Any) -> None:
+        self._root = ref(root)
+        self._then: list[_Children] = []
+        if isinstance(model, nn.Module):
+            parts = {id(model): root}
+            _grow(model, root, parts)
+            for m in model.modules():
+                if m is not model:
+                    _describe(m, parts[id(m)], parts)
+
+    def home(self, fqn: str) -> tuple[nn.Module, str]:
+        """The module that holds `fqn` (made if need be), and the last part of the name."""
+        *path, name = fqn.split(".")
+        here: Any = self._root()
+        for each in path:
+            if here._modules.get(each) is None:
+                here._modules[each] = Part()
+            here = here._modules[each]
+        return here, name
+
+    def seal(self) -> None:
+        """All is there: what comes later comes from the user."""
+        self._then = [
+            _Children(path, m, dict(m._modules), frozenset(m._parameters))
+            for path, m in self._root().named_modules()  # type: ignore[union-attr]
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, nn.Module]]:
+        """(path, module), the root first, as `check` has found them to be there still."""
+        return ((c.path, c.module) for c in self._then)
+
+    def check(self) -> None:
+        """Raises ShardcError for submodules and parameters that are new, others, or gone."""
+        for path, module, then, parameters in self._then:
+            if module._modules != then:  # modules are equal if they are the same
+                now = module._modules
+                name = next(n for n in [*now, *then] if now.get(n, _LEFT_OUT) is not then.get(n, _LEFT_OUT))
+                what = "this submodule is new" if name not in then else "this submodule was replaced, or taken out"
+                _refuse_change(f"{path}.{name}" if path else name, what)
+            if not module._parameters.keys() <= parameters:
+                name = next(n for n in module._parameters if n not in parameters)
+                _refuse_change(f"{path}.{name}" if path else name, "this parameter is new")
+
+
+def _refuse_change(name: str, what: str) -> NoReturn:
+    raise ShardcError(
+        f"{what}, and the program is that of the model as it was compiled: nothing of it would be used or trained",
+        where=f"module.{name}",
+        fix="change the model before shardc.compile; weights that are trained already come along by"
+        " program.module(model, weights=old.full_state_dict())",
+    )
+
+
+def _grow(model: nn.Module, part: nn.Module, parts: dict[int, nn.Module]) -> None:
+    """Parts for all submodules; a module that stands in several places is one part there."""
+    for name, child in model._modules.items():
+        if child is None:
+            part._modules[name] = None
+            continue
+        if id(child) not in parts:
+            parts[id(child)] = _part_like(child)
+            _grow(child, parts[id(child)], parts)
+        part._modules[name] = parts[id(child)]
+
+
+def _part_like(module: nn.Module) -> nn.Module:
+    """A module of the same class that its own code has not made: no weights, no hooks."""
+    if isinstance(module, (Part, torch.jit.ScriptModule)):
+        return Part()
+    cls = type(module)
+    part: nn.Module = object.__new__(cls)
+    nn.Module.__init__(part)
+    part.__dict__["forward"] = refuse
+    for name in _STATE:
+        if getattr(cls, name) is not getattr(nn.Module, name):
+            part.__dict__[name] = _plain_method(name, part)
+    return part
+
+
+def _plain_method(name: str, part: nn.Module) -> Any:
+    """nn.Module's own method of a part, which is not held by it twice."""
+    held, method = ref(part), getattr(nn.Module, name)
+    return lambda *args, **kwargs: method(held(), *args, **kwargs)
+
+
+def _describe(module: nn.Module, part: nn.Module, parts: dict[int, nn.Module]) -> None:
+    """The attributes of a module, with parts in the place of modules."""
+    for name, value in vars(module).items():
+        if name in _INTERNALS or name in part.__dict__:
+            continue
+        if (kept := _kept(value, parts)) is not _LEFT_OUT:
+            part.__dict__[name] = kept
+
+
+def _kept(value: Any, parts: dict[int, nn.Module], depth: int = 0) -> Any:
+    """A value for a part; _LEFT_OUT: tensors, and what holds any."""
+    if isinstance(value, nn.Module):
+        return parts.get(id(value), _LEFT_OUT)
+    if isinstance(value, (Tensor, types.MethodType)) or depth > _DEEP:
+        return _LEFT_OUT
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)):
+        return value
+    if isinstance(value, (list, tuple, dict, set)):
+        items = [_kept(x, parts, depth + 1) for x in (value.values() if isinstance(value, dict) else value)]
+        if any(x is _LEFT_OUT for x in items):
+            return _LEFT_OUT
+        if all(x is y for x, y in zip(items, value.values() if isinstance(value, dict) else value, strict=True)):
+            return value
+        if isinstance(value, dict):
+            return dict(zip(value, items, strict=True))
+        return list(items) if isinstance(value, list) else tuple(items)
+    inside = vars(value).values() if hasattr(value, "__dict__") else ()
+    # an object stays the one that it is, so it may hold no modules, which would be the model's
+    return value if all(_kept(x, parts, depth + 1) is x for x in inside) else _LEFT_OUT

@@ -1,0 +1,199 @@
+"""Code that looks for layers finds them in a program's module, and what it changes works, or is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardc
+from shardc.errors import ShardcError
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step.module import ShardedModule
+
+
+class Gate(nn.Module):
+    """Of a class of one's own, with an attribute, a list of modules beside its children, and a mode that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.note = 0.5, "a gate"
+        self.norms = nn.ModuleList([nn.LayerNorm(32), nn.BatchNorm1d(32)])
+        self.order = [self.norms[1], self.norms[0]]
+        self.empty = None
+
+    def train(self, mode: bool = True) -> Gate:
+        super().train(mode)
+        self.norms[1].eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm in self.order:
+            x = norm(x)
+        return x * self.rate
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.bn, self.gate = nn.Linear(16, 32), nn.Dropout(0.5), nn.BatchNorm1d(32), Gate()
+        self.down, self.again = nn.Linear(32, 4), None
+        self.again = self.down
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.again(self.gate(self.bn(self.drop(self.up(x))))), y)
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[Net, dict[str, torch.Tensor], Any]:
+    torch.manual_seed(0)
+    net = Net().double().train()
+    batch = {"x": torch.randn(8, 16, dtype=torch.float64), "y": torch.arange(8) % 4}
+    return net, batch, shardc.compile(net, batch, {"shardc": 1, "mesh": {"dp": 2}})
+
+
+def on_ranks(made: Any, work: Callable[[ShardedModule, Any], Any]) -> None:
+    net, batch, program = made
+
+    def rank(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, copy.deepcopy(net), mesh=mesh)
+        work(module, module.local(batch))
+
+    loopback(program.mesh, rank)
+
+
+def test_layers_are_found_by_class_name_and_attribute(made: Any) -> None:
+    net = made[0]
+
+    def work(module: ShardedModule, _: Any) -> None:
+        for a, b in ((module, module), (module, copy.deepcopy(module))):
+            del a
+            assert {n: type(m) for n, m in b.named_modules() if n} == {n: type(m) for n, m in net.named_modules() if n}
+            assert b.again is b.down
+            assert b.down.in_features == 32
+            assert b.drop.p == 0.5
+            assert b.gate.rate == 0.5
+            assert b.gate.order[0] is b.gate.norms[1]
+            assert b.gate.order[0] is not net.gate.order[0]
+            assert [type(m) for m in b.gate.norms] == [nn.LayerNorm, nn.BatchNorm1d]
+            assert list(b.state_dict()) == list(net.state_dict())
+            assert "Dropout(p=0.5" in repr(b)
+
+    on_ranks(made, work)
+
+
+def test_groups_by_class_train_as_on_one_device(made: Any) -> None:
+    net, batch, _ = made
+
+    def groups(m: nn.Module) -> torch.optim.Optimizer:
+        decay = [k.weight for k in m.modules() if isinstance(k, nn.Linear)]
+        rest = [p for p in m.parameters() if all(p is not q for q in decay)]
+        return torch.optim.SGD([{"params": decay, "weight_decay": 0.5}, {"params": rest}], lr=0.1)
+
+    def init(m: nn.Module) -> None:
+        if type(m) is nn.Linear:
+            nn.init.constant_(m.weight, 0.02)
+        if isinstance(m, nn.BatchNorm1d):
+            m.reset_running_stats()
+
+    def train(m: Any, batch: Any) -> list[torch.Tensor]:
+        for k in m.modules():
+            if isinstance(k, nn.Linear):
+                k.weight.data.mul_(0.9)
+        m.apply(init)
+        optimizer, losses = groups(m), []
+        for _ in range(3):
+            loss = m(**batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    plain = copy.deepcopy(net)
+    plain.drop.p = 0.0
+    program = shardc.compile(plain, batch, {"shardc": 1, "mesh": {"dp": 2}})
+    want = train(copy.deepcopy(plain), batch)
+
+    def rank(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, plain, mesh=mesh)
+        torch.testing.assert_close(train(module, module.local(batch)), want, rtol=1e-12, atol=1e-14)
+
+    loopback(program.mesh, rank)
+
+
+def _drop(m: Any) -> None:
+    for k in m.modules():
+        if isinstance(k, nn.Dropout):
+            k.p = 0.0
+
+
+def _replace(m: Any) -> None:
+    m.down = nn.Linear(32, 4)
+
+
+def _frozen_statistics(m: Any) -> None:
+    for k in m.modules():
+        if isinstance(k, nn.BatchNorm1d):
+            k.eval()
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "dropout": (_drop, r"drop\.p: forward reads it, and it was 0\.5 .* now it is 0\.0"),
+    "attribute": (lambda m: setattr(m.bn, "momentum", 0.9), r"bn\.momentum: forward reads it"),
+    "own attribute": (lambda m: setattr(m.gate, "rate", 2.0), r"gate\.rate: forward reads it"),
+    "replaced": (_replace, r"module\.down: this submodule was replaced"),
+    "added": (lambda m: m.gate.add_module("more", nn.Linear(2, 2)), r"module\.gate\.more: this submodule is new"),
+    "taken out": (lambda m: delattr(m, "drop"), r"module\.drop: this submodule was replaced, or taken out"),
+    "parameter": (lambda m: setattr(m.up, "scale", nn.Parameter(torch.ones(1))), r"module\.up\.scale: .* is new"),
+    "parametrized": (lambda m: nn.utils.parametrizations.spectral_norm(m.up), r"module\.up\.parametrizations: .* new"),
+    "statistics": (_frozen_statistics, r"bn: this submodule is in eval mode"),
+    "hook": (lambda m: m.drop.register_forward_hook(print), r"drop: a hook on this submodule would never run"),
+    "called": (lambda m: m.up(torch.ones(1, 16)), "a part of the module cannot run by itself"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_would_change_nothing_is_refused(made: Any, change: str) -> None:
+    do, said = CHANGES[change]
+
+    def work(module: ShardedModule, part: Any) -> None:
+        def changed() -> None:
+            do(module)
+            module(**part)
+
+        with pytest.raises(ShardcError, match=said):
+            changed()
+
+    on_ranks(made, work)
+
+
+def test_a_mode_that_a_class_keeps_is_kept(made: Any) -> None:
+    """Gate's own train() leaves one norm in eval mode, as it was when the model was compiled."""
+
+    def work(module: ShardedModule, part: Any) -> None:
+        module.eval()
+        module.train()
+        assert not module.gate.norms[1].training
+        module(**part)
+
+    on_ranks(made, work)
+
+
+def test_parts_hold_no_weights_of_the_model(made: Any) -> None:
+    net, _, program = made
+
+    def rank(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, net, mesh=mesh)
+        own = {id(x) for x in (*module.parameters(), *module.buffers())}
+        theirs = {id(x) for x in (*net.modules(), *net.parameters(), *net.buffers())}
+        assert not own & theirs
+        for _, m in module._parts:
+            assert not theirs & {id(v) for v in vars(m).values()}
+
+    loopback(program.mesh, rank)
