@@ -162,7 +162,8 @@ class RankMesh(ABC):
     ) -> Work:
         """Every rank's part [n], in the order of the axis, into whole [ranks * n], in the background.
 
-        Both are contiguous; part may be this rank's place in whole.
+        Both are contiguous; part may be this rank's place in whole, which is not written then: what somebody writes
+        there meanwhile stays (whether it is sent nobody knows).
         """
         if self.size(axis) == 1:
             whole.copy_(part)

@@ -217,7 +217,14 @@ class TorchMesh(RankMesh):
         return self._under_way(Work(dist.all_reduce(flat, group=self._group(axes), async_op=True)))
 
     def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
-        return self._under_way(Work(_all_gather_single(whole, part, group=self._group((axis,)), async_op=True)))
+        group = self._group((axis,))
+        if self.device.type != "cuda" and part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+            # gloo writes this rank's own place when the bytes of others come, as it was when it began to send: over
+            # what was written there since. NCCL leaves it alone
+            places = list(whole.chunk(self.size(axis)))
+            places[self.coordinate(axis)] = torch.empty_like(part)
+            return self._under_way(Work(dist.all_gather(places, part, group=group, async_op=True)))
+        return self._under_way(Work(_all_gather_single(whole, part, group=group, async_op=True)))
 
     def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
         group = self._group((axis,))

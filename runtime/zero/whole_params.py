@@ -64,6 +64,7 @@ class WholeParams(ShardedBucket):
     def publish(self) -> None:
         assert self._whole is not None
         assert self._master is not None
+        self._gather.wait()  # of two at once the first may end last
         mine = self._whole[self.low : self.high]
         if self.spec.compute is not None:
             mine.copy_(self._master)

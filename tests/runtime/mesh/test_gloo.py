@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 import shardc
+from shardc.capture import default_loss
 from shardc.errors import ShardcError
 from shardc.runtime import launch, state
+from shardc.runtime.step.communicators import runtime_mesh
 from tests import warm, zoo
 from tests.test_equal import reference, spec_of
 
@@ -98,3 +101,80 @@ def test_a_rank_that_breaks_out_of_a_loop_of_ones_own_is_named(tmp_path: Path) -
     warm.ranks(leaves_the_loop, launch.free_port(), str(tmp_path), world=2)
     said = (tmp_path / "said").read_text()
     assert said.startswith("forward 3 of the module: rank 1 (dp=1) was killed, or ended without a word"), said
+
+
+def writes_while_gathering(rank: int, port: int, folder: str) -> None:
+    """Rank 1 begins to send late, so that rank 0 writes to its place while the gather waits for it."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    program = shardc.load(Path(folder) / "program")
+    mesh = runtime_mesh(program)
+    whole = torch.full((6,), -1.0)
+    whole[3 * rank : 3 * rank + 3] = float(rank)
+    mesh.barrier()
+    time.sleep(0.3 * rank)
+    gather = mesh.start_all_gather(whole[3 * rank : 3 * rank + 3], whole, "dp")
+    whole[3 * rank : 3 * rank + 3] = 7.0 + rank
+    gather.wait()
+    torch.save(whole, Path(folder) / f"whole-{rank}.pt")
+    mesh.close()
+
+
+def test_what_is_written_while_a_gather_is_under_way_stays(tmp_path: Path) -> None:
+    model, batch = zoo.mlp()
+    shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}).save(tmp_path / "program")
+    warm.ranks(writes_while_gathering, launch.free_port(), str(tmp_path), world=2)
+    zero, one = (torch.load(tmp_path / f"whole-{rank}.pt") for rank in range(2))
+    assert zero[:3].tolist() == [7.0] * 3
+    assert one[3:].tolist() == [8.0] * 3
+    assert zero[3:].tolist() in ([1.0] * 3, [8.0] * 3)
+
+
+def clamps(rank: int, port: int, folder: str) -> None:
+    """Weights are clamped after each step, and their average is evaluated by, written in their place for a while."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with zoo.Wide():
+        model, batch = zoo.gpt()
+    program = shardc.load(Path(folder) / "program")
+    engine = program.engine(model, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
+    losses = []
+    for _ in range(6):
+        losses.append(engine.step(batch))
+        with torch.no_grad():
+            for p in engine.params.values():
+                p.clamp_(-0.05, 0.05)
+            kept = [p.clone() for p in engine.params.values()]
+            for p in engine.params.values():
+                p.mul_(0.5)
+        losses.append(engine.evaluate(batch))
+        with torch.no_grad():
+            for p, was in zip(engine.params.values(), kept, strict=True):
+                p.copy_(was)
+    if rank == 0:
+        torch.save(losses, Path(folder) / "losses.pt")
+    engine.close()
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_parameters_may_be_written_to_at_once_after_a_step(zero: int, tmp_path: Path) -> None:
+    with zoo.Wide():
+        model, batch = zoo.gpt()
+        spec = {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": zero}}
+        shardc.compile(model, batch, spec, prove=False).save(tmp_path / "program")
+        plain = model.train()
+        want = []
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+        for _ in range(6):
+            loss = default_loss(plain(**batch))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            want.append(loss.detach())
+            with torch.no_grad():
+                for p in plain.parameters():
+                    p.clamp_(-0.05, 0.05)
+                half = {n: 0.5 * p for n, p in plain.named_parameters()}
+                want.append(default_loss(torch.func.functional_call(plain, half, kwargs=batch)))
+    warm.ranks(clamps, launch.free_port(), str(tmp_path), world=2)
+    torch.testing.assert_close(torch.load(tmp_path / "losses.pt"), want, rtol=1e-12, atol=1e-14)
