@@ -61,6 +61,11 @@ class Failures:
         else:
             what = f"the connection to another rank broke in {doing}: its process was killed, or hangs"
         fix = "see the error of that rank; go on from the last checkpoint"
+        if "ended without a word" in what:  # as of `if rank == 0: module.full_state_dict()`
+            fix = (
+                "see the error of that rank, and go on from the last checkpoint; if it has none, call this on every"
+                " rank, not only on some: steps, saving and full_state_dict are what all ranks do together"
+            )
         return RankFailedError(what, where=doing, fix=fix)
 
     def cause(self, doing: str) -> dict[int, str]:

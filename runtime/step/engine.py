@@ -187,7 +187,7 @@ class Engine(EngineForward):
         changed = user_changes.check_as_compiled(program, given.model, built=given.model is not model)
         user_changes.tell_once(changed, self._told, self._tell)
         user_changes.tell_eval_mode(program, self._tell)
-        self._given = GivenModel(model, "this engine")
+        self._given = GivenModel(model, "this engine", self.mesh.rank)
         self._takes = inputs.arguments(given.model)
         self._skeleton, self._folder = state.skeleton(given.model), given.folder
         parts, self.buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast)

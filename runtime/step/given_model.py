@@ -19,6 +19,12 @@ from shardc.runtime.step.user_changes import Notes, hook_counts
 _LOST = "changed after {made} was made of the model, which has a copy: this changes nothing there; "
 _AGAIN = "compile again after the change, and load the weights (save, load) into what comes out"
 _WEIGHTS = "to train new values, make {made} after they are written, or give them as `weights`"
+_TWICE = (
+    "another engine or module was made of it, and is used too: it and {made} train a copy of the weights each. To train"
+    " one, compile a model that computes both losses; a.weights_to(b) copies weights"
+)
+#: Who took weights from a model and is still there.
+_TAKERS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[GivenModel]] = weakref.WeakKeyDictionary()
 
 
 class _Parameter(NamedTuple):
@@ -40,18 +46,27 @@ class GivenModel:
     cannot be changed by anybody.
     """
 
-    def __init__(self, model: Any, made: str) -> None:
-        self._made = made
+    def __init__(self, model: Any, made: str, rank: int) -> None:
+        self._made, self._rank = made, rank
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._then = dict(_modules(model)) if isinstance(model, nn.Module) else {}
         #: The trained weights were given out, so that new values in the model may be these.
         self.handed_out = False
+        self._used = False
+        if isinstance(model, nn.Module):
+            _TAKERS.setdefault(model, weakref.WeakSet()).add(self)
 
     def changes(self) -> Notes:
         """What to tell, by the name of what changed first, one of each kind."""
         model: nn.Module | None = self._model() if self._model is not None else None
         if model is None:
             return {}
+        self._used = True
+        if any(t._used and t is not self and t._rank == self._rank for t in list(_TAKERS.get(model, ()))):
+            return {"the model": _TWICE.format(made=self._made)} | self._changes(model)
+        return self._changes(model)
+
+    def _changes(self, model: nn.Module) -> Notes:
         lost = _LOST.format(made=self._made)
         found: dict[str, list[str]] = {}
         for path, m in model.named_modules():

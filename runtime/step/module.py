@@ -56,7 +56,7 @@ from shardc.runtime.step.optimizer_watch import OptimizerWatch
 from shardc.runtime.step.parameter_updates import Updates
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.optimizer_list import as_one
-from shardc.torch_private import after_backward
+from shardc.torch_private import after_backward, current_backward
 
 
 class _Start(Function):
@@ -332,6 +332,12 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
 
     def _forward(self, r: _Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         torch_modes.check("module.forward", r.mesh.device.type, training=False)
+        if current_backward() is not None:
+            raise ShardcError(
+                "forward is run inside of backward, as torch.utils.checkpoint does: its gradients would go nowhere",
+                where="module.forward",
+                fix="call the module as it is; what is computed again is the spec's `checkpoint:`",
+            )
         r.watched.check()
         if self.training and torch.is_grad_enabled():
             r.optimizers.check_model(changed=r.updates.written)
@@ -548,11 +554,12 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
         r = self._running
-        self._compare("full_state_dict", stated("whether parameters changed", r.updates.due))
-        r.updates.carry_out()
-        r.updates.settle()
-        r.given.handed_out = True
-        return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
+        with r.mesh.together("full_state_dict"):
+            self._compare("full_state_dict", stated("whether parameters changed", r.updates.due))
+            r.updates.carry_out()
+            r.updates.settle()
+            r.given.handed_out = True
+            return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
 
     def _compare(self, call: str, fact: Fact) -> None:
         """What no forward may come to compare, as the loop is at its end. Collective. Raises ShardcError."""
@@ -600,7 +607,7 @@ def _running(
         check,
         state_dict_marks.slices(program, mesh, buckets.runs),
         state.Saves(mesh),
-        GivenModel(model, "this module"),
+        GivenModel(model, "this module", mesh.rank),
     )
 
 

@@ -46,19 +46,23 @@ class Part(nn.Module):
 
 
 class _Children(NamedTuple):
+    """Of one part: what it holds now, and what it held at first."""
+
     path: str
-    module: nn.Module
     modules: dict[str, nn.Module | None]
-    parameters: frozenset[str]
+    parameters: dict[str, nn.Parameter | None]
+    modules_then: dict[str, nn.Module | None]
+    parameters_then: frozenset[str]
 
 
 class Parts:
     """The tree of parts below `root`, with the names, classes and attributes of `model`'s submodules, if it is a
-    module. The model is not kept alive.
+    module. Neither is kept alive.
     """
 
     def __init__(self, root: nn.Module, model: Any) -> None:
         self._root = ref(root)
+        self._below: list[tuple[str, nn.Module]] = []
         self._then: list[_Children] = []
         if isinstance(model, nn.Module):
             parts = {id(model): root}
@@ -79,25 +83,28 @@ class Parts:
 
     def seal(self) -> None:
         """All is there: what comes later comes from the user."""
+        root: Any = self._root()
+        (_, _), *self._below = root.named_modules()
         self._then = [
-            _Children(path, m, dict(m._modules), frozenset(m._parameters))
-            for path, m in self._root().named_modules()  # type: ignore[union-attr]
+            _Children(path, m._modules, m._parameters, dict(m._modules), frozenset(m._parameters))
+            for path, m in [("", root), *self._below]
         ]
 
     def __iter__(self) -> Iterator[tuple[str, nn.Module]]:
         """(path, module), the root first, as `check` has found them to be there still."""
-        return ((c.path, c.module) for c in self._then)
+        root: Any = self._root()
+        yield "", root
+        yield from self._below
 
     def check(self) -> None:
         """Raises ShardcError for submodules and parameters that are new, others, or gone."""
-        for path, module, then, parameters in self._then:
-            if module._modules != then:  # modules are equal if they are the same
-                now = module._modules
+        for path, now, parameters, then, known in self._then:
+            if now != then:  # modules are equal if they are the same
                 name = next(n for n in [*now, *then] if now.get(n, _LEFT_OUT) is not then.get(n, _LEFT_OUT))
                 what = "this submodule is new" if name not in then else "this submodule was replaced, or taken out"
                 _refuse_change(f"{path}.{name}" if path else name, what)
-            if not module._parameters.keys() <= parameters:
-                name = next(n for n in module._parameters if n not in parameters)
+            if not parameters.keys() <= known:
+                name = next(n for n in parameters if n not in known)
                 _refuse_change(f"{path}.{name}" if path else name, "this parameter is new")
 
 

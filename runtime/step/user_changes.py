@@ -351,8 +351,12 @@ class NoWrapper:
         raise ShardcError(
             "forward is a program with collectives, which torch.compile would cut into many small pieces",
             where="torch.compile(module)",
-            fix="leave it out: use the module as it is",
+            fix="use the module as it is; the spec's `lower: {compile: layers}` compiles pieces of a step",
         )
+
+    def compile(self, *_: Any, **__: Any) -> None:
+        """nn.Module's own way to torch.compile."""
+        _ = self._torchdynamo_orig_callable
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:

@@ -72,6 +72,9 @@ def command(
     eval_every: Annotated[
         int | None, typer.Option(min=0, help="held-out loss every so many steps; 0 = at the end")
     ] = None,
+    eval_batches: Annotated[
+        int | None, typer.Option(min=0, help="held-out loss of so many batches, the first; 0 = of all (default)")
+    ] = None,
     log_every: Annotated[
         int | None,
         typer.Option(min=1, help="read loss and gradient norm from the device every so many steps (default: 1)"),
@@ -213,6 +216,7 @@ def command(
             auto_resume=auto_resume,
             max_restarts=max_restarts,
             eval_every=eval_every,
+            eval_batches=eval_batches,
             log_every=log_every,
             log=str(log) if log is not None else None,
             tensorboard=tensorboard,

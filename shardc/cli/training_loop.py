@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from shardc.cli.step_lines import StepLines
     from shardc.cli.training_data import Batches
 
-SAY_AFTER = 60.0  # seconds of an evaluation between two words on it
+SAY_AFTER = 10.0  # seconds of an evaluation between two words on it
 ASK_EVERY = 16  # held-out batches between two meetings on whether to stop
 FIRST_WORD = 3.0  # seconds in which a rank whose data() failed speaks before the others do
 
@@ -340,7 +341,7 @@ class Training:
         if self.valid is None:
             return {}
         with self._save_on_failure(f"the evaluation after step {self.engine.step_count}"):
-            batches = self._until_stopped(self.valid.one_epoch())
+            batches = self._until_stopped(islice(self.valid.one_epoch(), self.settings.eval_batches or None))
             values: dict[str, float] = self.engine.evaluate_all(batches, local=self.valid.local)
         if not values and not self.signals.seen and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True
@@ -357,7 +358,10 @@ class Training:
                 return
             if (now := time.perf_counter()) - said > SAY_AFTER:
                 said = now
-                self.lines.say(f"held-out data: {number} batches in {now - began:.0f} s, and it has not ended")
+                self.lines.say(
+                    f"held-out data: {number} batches in {now - began:.0f} s, and it has not ended (--eval-batches N"
+                    " reads the first N)"
+                )
             yield batch
 
     def _alike(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -35,6 +35,7 @@ class Run(Section):
     )
     max_restarts: Times = Field(default=0, description="after a rank failed, begin again from `save` so many times")
     eval_every: Times = Field(default=0, description="held-out loss every so many steps; 0 = at the end")
+    eval_batches: Times = Field(default=0, description="of so many held-out batches, the first; 0 = of all")
     log_every: Count = Field(
         default=1,
         description="read loss and gradient norm from the device every so many steps",

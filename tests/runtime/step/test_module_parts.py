@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc.errors import ShardcError
@@ -154,6 +156,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "parametrized": (lambda m: nn.utils.parametrizations.spectral_norm(m.up), r"module\.up\.parametrizations: .* new"),
     "statistics": (_frozen_statistics, r"bn: this submodule is in eval mode"),
     "hook": (lambda m: m.drop.register_forward_hook(print), r"drop: a hook on this submodule would never run"),
+    "compiled": (lambda m: m.compile(), r"torch\.compile\(module\): forward is a program with collectives"),
     "called": (lambda m: m.up(torch.ones(1, 16)), "a part of the module cannot run by itself"),
 }
 
@@ -197,3 +200,32 @@ def test_parts_hold_no_weights_of_the_model(made: Any) -> None:
             assert not theirs & {id(v) for v in vars(m).values()}
 
     loopback(program.mesh, rank)
+
+
+def test_a_forward_inside_of_backward_is_refused(made: Any) -> None:
+    """torch.utils.checkpoint runs it again there, and no gradient of it would arrive."""
+
+    def work(module: ShardedModule, part: Any) -> None:
+        loss = checkpoint(module, use_reentrant=False, **part)
+        with pytest.raises(ShardcError, match=r"module\.forward: forward is run inside of backward"):
+            loss.backward()
+
+    on_ranks(made, work)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_two_copies_of_a_model_are_told(made: Any, alive: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    net, batch, program = made
+
+    def rank(mesh: LoopbackMesh) -> None:
+        first = ShardedModule(program, net, mesh=mesh)
+        second = ShardedModule(program, net, mesh=mesh)
+        first(**first.local(batch))
+        if not alive:
+            del first
+            gc.collect()
+        mesh.barrier()
+        second(**second.local(batch))
+
+    loopback(program.mesh, rank)
+    assert capfd.readouterr().err.count("the model: another engine or module was made of it") == alive
