@@ -18,14 +18,14 @@ from shardc.runtime.zero.bucket_launch import Buckets
 
 
 class End(Protocol):
-    """What has the weights of a program on a rank. params: what the optimizer works on; both by placeholder name."""
+    """What has the weights of a program on a rank. owned: what the optimizer works on; both by placeholder name."""
 
     program: Program
     mesh: Any
     buckets: Buckets
 
     @property
-    def params(self) -> Mapping[str, Tensor]: ...
+    def owned(self) -> Mapping[str, Tensor]: ...
 
     @property
     def buffers(self) -> Mapping[str, Tensor]: ...

@@ -58,8 +58,8 @@ def forms(side: Side, plan: Plan, p: Param, name: str) -> tuple[Kept, Kept | Non
 
 def local_tensors(side: Side, end: Any) -> dict[Key, Tensor]:
     """The local tensors of an end's parameters and buffers, in all forms."""
-    whole = {n: end.buckets.whole(n) for n in end.params}
-    found: dict[Key, Tensor] = {(side, "own", n): p.detach() for n, p in end.params.items()}
+    whole = {n: end.buckets.whole(n) for n in end.owned}
+    found: dict[Key, Tensor] = {(side, "own", n): p.detach() for n, p in end.owned.items()}
     found |= {(side, "whole", n): x for n, x in whole.items() if x is not None}
     return found | {(side, "buffer", n): b for n, b in end.buffers.items()}
 

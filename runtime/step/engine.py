@@ -102,8 +102,9 @@ class Engine(EngineForward):
         places that `data.offload` names. shardc.cost, which runs an engine on tensors without data, has others of all
         three.
 
-    .params, .buffers: this rank's parts by placeholder name: of parameters what it updates, that is, at ZeRO >= 1 a
-    flat stretch of each, perhaps empty; gradients stand there, after the update in the dtype in which they were summed.
+    .params: this rank's parts by the model's names: of parameters what it updates, that is, at ZeRO >= 1 a flat stretch
+    of each, perhaps empty; gradients stand there, after the update in the dtype in which they were summed. .owned, and
+    .buffers: by the program's placeholder names.
     .interpreter: what runs the program's stages; .buckets: what holds parameters and sums gradients
     (shardc.runtime.zero.bucket_launch).
     .grad_norm: 2-norm of the whole gradient in the last step, before clipping; 0-dim, on every rank; None before the
@@ -198,13 +199,14 @@ class Engine(EngineForward):
         if check:
             prints |= {name: agreement.fingerprint([b]) for name, b in self.buffers.items()}
             replicas.check_weights(program, self.mesh, prints)
-        self.params = self.buckets.owned
+        self.owned = self.buckets.owned
+        self.params: dict[str, nn.Parameter] = parameter_parts.ByName(program, self.owned)
         self._updates, self._whole = optimizer is not None, True
         self._matrices: WholeMatrices | None = None
-        split = {n for n in self.params if norm_axes(program, n)}
+        split = {n for n in self.owned if norm_axes(program, n)}
         partial = self.buckets.names | split
-        self._watched = user_changes.Watched(program, self.params, self.buckets.runs, partial)
-        parameter_parts.watch(program, self.params, self.buckets.runs)
+        self._watched = user_changes.Watched(program, self.owned, self.buckets.runs, partial)
+        parameter_parts.watch(program, self.owned, self.buckets.runs)
         self.optimizer = None
         if optimizer is not None:
             self.optimizer, self._matrices = engine_optimizer.made(
@@ -223,7 +225,7 @@ class Engine(EngineForward):
             or bool(self._offload.places)
         )  # nothing may be updated before all is there
         self._overlapped = (
-            OverlappedStep(self.optimizer, self.params)
+            OverlappedStep(self.optimizer, self.owned)
             if self.optimizer is not None and not whole and self._matrices is None and self.buckets.arrive_apart
             else None
         )
@@ -246,13 +248,13 @@ class Engine(EngineForward):
         self.loads: tuple[Load, ...] = ()
         self._loads = Loads(program, self.mesh) if routing else None
         self.grad_norm: Tensor | None = None
-        self._norm = GradNorm(program, self.params, self.mesh)
+        self._norm = GradNorm(program, self.owned, self.mesh)
         self._runs = interpreter
         self.interpreter = interpreter(program, self.mesh)
         #: For batches of other sizes, for evaluating and scoring: by sizes and use.
         self._others: dict[tuple[batch_sizes.Shapes, batch_sizes.Use], tuple[Interpreter, dict[str, Tensor]]] = {}
         self.scaler = LossScaler(program.loss_scale, self.mesh) if program.loss_scale is not None else None
-        self._unbucketed = [n for n in self.params if n not in self.buckets.names]
+        self._unbucketed = [n for n in self.owned if n not in self.buckets.names]
 
     def __getattr__(self, name: str) -> Any:
         if name in engine_options.INSTEAD:
@@ -416,7 +418,7 @@ class Engine(EngineForward):
             )
         result = self._backward(batch, local=local, gather=gather)
         self._waiting = True
-        partial_grad_guard.mark(partial_grad_guard.split(self.program, self.params, self.buckets.runs))
+        partial_grad_guard.mark(partial_grad_guard.split(self.program, self.owned, self.buckets.runs))
         return result
 
     @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed
@@ -433,7 +435,7 @@ class Engine(EngineForward):
         self.buckets.reset(forward=True)
         self.rng.training = True
         interpreter, values = self._take(batch, local=local, use="as compiled")
-        for p in self.params.values():
+        for p in self.owned.values():
             p.grad = None
         if self._matrices is not None:
             self._matrices.forget()
@@ -540,7 +542,7 @@ class Engine(EngineForward):
     def _reduced(self, names: Sequence[str]) -> None:
         """Gradients that are summed over ranks, while others still are on their way."""
         if self.scaler is not None:
-            self.scaler.unscale(self.params[n].grad for n in names)
+            self.scaler.unscale(self.owned[n].grad for n in names)
         if self._wants_norm:
             self._norm.add(names)
         if self._sending and self._matrices is not None:
@@ -594,14 +596,14 @@ class Engine(EngineForward):
         """Skip or stop where they are not finite; buffers are then as they were before the step, too."""
         new, self.buffers = self.buffers, self._buffers_before
         self._skipping = not_finite.skips_gradient(
-            self._nonfinite, norm, self.program, self.params, self.mesh, step=self.rng.step + 1
+            self._nonfinite, norm, self.program, self.owned, self.mesh, step=self.rng.step + 1
         )
         if not self._skipping:
             self.buffers = new
 
     def _compare_replicas(self, call: str) -> None:
         replicas.check_replicas(
-            self.program, self.mesh, self.params, self.buffers, self.optimizer, step=self.rng.step, call=call
+            self.program, self.mesh, self.owned, self.buffers, self.optimizer, step=self.rng.step, call=call
         )
 
     def _check(self) -> None:

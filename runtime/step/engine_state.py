@@ -43,7 +43,7 @@ class EngineState:
 
     program: Program
     mesh: Any
-    params: dict[str, nn.Parameter]
+    owned: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
     buckets: Buckets
     optimizer: torch.optim.Optimizer | None
@@ -106,7 +106,7 @@ class EngineState:
                 folder,
                 self.program,
                 self.mesh,
-                self.params,
+                self.owned,
                 self.buffers,
                 self.optimizer,
                 extra,
@@ -158,7 +158,7 @@ class EngineState:
                 folder,
                 self.program,
                 self.mesh,
-                self.params,
+                self.owned,
                 self.buffers,
                 self.optimizer,
                 runs=self.buckets.runs,
@@ -270,17 +270,17 @@ class EngineState:
         with mesh.together("moving to another plan"), self.sending(), other.receiving():
             have, settings = self._optimizer_parts()
             facts = {"optimizer": settings, "extra": self._beside_tensors()}
-            told = training.told(mesh, self.program, self.params, have, **facts)
+            told = training.told(mesh, self.program, self.owned, have, **facts)
             index, need = training.index_of(self.program, told), dict[str, Part]()
             rooms = other._room_for(index, need)
             other._accept(index.extra, new_schedule=False, new_data=False)
-            wanted = training.told(mesh, other.program, other.params, need)
+            wanted = training.told(mesh, other.program, other.owned, need)
             more = training.states(old, new, *([said["tensors"] for said in each] for each in (told, wanted)))
             tensors: dict[Key, Tensor] = {("from", "state", k): part.local.detach() for k, part in have.items()}
             tensors |= {("to", "state", k): part.local for k, part in need.items()}
             Reshard(self, other, more, all_buffers=True)(self, other, tensors)
             if other.optimizer is not None and index.optimizer is not None:
-                fill(other.program, other.params, other.optimizer, index.optimizer, rooms, other._matrices)
+                fill(other.program, other.owned, other.optimizer, index.optimizer, rooms, other._matrices)
         other._go_on_from(index.extra)
 
     def _optimizer_parts(self) -> tuple[dict[str, Part], dict[str, Any] | None]:
@@ -288,7 +288,7 @@ class EngineState:
         if self.optimizer is None:
             return {}, None
         runs, matrices = self.buckets.runs, self._matrices
-        return state_parts(self.program, self.params, self.optimizer, runs, self.mesh, matrices, copies=True)
+        return state_parts(self.program, self.owned, self.optimizer, runs, self.mesh, matrices, copies=True)
 
     def _room_for(self, index: Index, parts: dict[str, Part]) -> dict[str, dict[str, Any]]:
         """New state of the optimizer, to be filled, and in `parts` its tensors."""
@@ -296,7 +296,7 @@ class EngineState:
             return {}
         room, runs = self._paged.room if self._paged is not None else None, self.buckets.runs
         where = (index, parts, "engine.to", runs, room, self.mesh, self._matrices)
-        return room_for(self.program, self.params, self.optimizer, *where)
+        return room_for(self.program, self.owned, self.optimizer, *where)
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank; rank0_only: on
@@ -337,7 +337,7 @@ class EngineState:
                 folder,
                 self.program,
                 self.mesh,
-                self.params,
+                self.owned,
                 self.buffers,
                 runs=self.buckets.runs,
                 wholes=self.wholes(),

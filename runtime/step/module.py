@@ -344,7 +344,8 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         self._parts.check()
         user_changes.check_held(self._held)
         user_changes.check_submodules(self._parts, r.program.still)
-        user_changes.check_attributes(r.program, r.told, r.tell, self._parts)
+        changed = self._parts if self.training else ()  # a train() of one's own sets attributes by the mode
+        user_changes.check_attributes(r.program, r.told, r.tell, changed)
         for note in r.given.tell(r.told):
             r.tell(note)
         batch = inputs.from_call(r.program, inputs.arguments(r.model), args, kwargs)
@@ -647,7 +648,7 @@ class _End:
         self.reshards: MutableMapping[End, Reshard] = WeakKeyDictionary()
 
     @property
-    def params(self) -> Mapping[str, Tensor]:
+    def owned(self) -> Mapping[str, Tensor]:
         return self.buckets.owned
 
     @property

@@ -150,7 +150,9 @@ def _plain_method(name: str, part: nn.Module) -> Any:
 
 
 def _describe(module: nn.Module, part: nn.Module, parts: dict[int, nn.Module]) -> None:
-    """The attributes of a module, with parts in the place of modules."""
+    """The attributes of a module, with parts in the place of modules; and what it has none of (`bias=False`)."""
+    part._parameters.update({name: None for name, p in module._parameters.items() if p is None})
+    part._buffers.update({name: None for name, b in module._buffers.items() if b is None})
     for name, value in vars(module).items():
         if name in _INTERNALS or name in part.__dict__:
             continue

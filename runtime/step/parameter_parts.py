@@ -86,3 +86,23 @@ def watch(program: Program, params: Mapping[str, nn.Parameter], runs: Collection
 
 def _no_state() -> None:
     """Nothing beside the tensor."""
+
+
+class ByName(dict[str, nn.Parameter]):
+    """A rank's parameters by the model's names, each once; asked for, also by other names of a tied one, and by the
+    program's placeholder names.
+    """
+
+    def __init__(self, program: Program, owned: Mapping[str, nn.Parameter]) -> None:
+        here = [p for p in program.params if p.name in owned]
+        super().__init__((p.fqn, owned[p.name]) for p in here)
+        self._others = {name: owned[p.name] for p in here for name in (p.name, *p.aliases)}
+
+    def __missing__(self, name: str) -> nn.Parameter:
+        return self._others[name]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._others
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(name, self._others.get(name, default))

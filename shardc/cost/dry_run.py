@@ -374,7 +374,7 @@ class _Engine(Engine):
         ledger = recorded.ledger
         ledger.mark(self.buffers.values(), "buffers")
         ledger.mark(
-            (p.grad for p in self.params.values()), "gradients", over=("temporaries", "communication", "activations")
+            (p.grad for p in self.owned.values()), "gradients", over=("temporaries", "communication", "activations")
         )
         self.last_parts = ledger.parts[-1], recorded.begin("update")
         super().update()

@@ -93,13 +93,13 @@ def simulate(
             mesh.records.clear()
             result = engine.backward(batch, gather=True)
             last = step == steps - 1
-            held = {n: p.grad for n, p in engine.params.items()} if last else {}
+            held = {n: p.grad for n, p in engine.owned.items()} if last else {}
             grads = {n: g.as_subclass(Tensor).clone() if g is not None else None for n, g in held.items()}
             engine.update()
         records = list(mesh.records)
         wholes = {n: x.clone() for n, x in engine.wholes().items()}
         loss, outputs = result if program.outputs else (result, {})
-        params = {n: p.detach() for n, p in engine.params.items()}
+        params = {n: p.detach() for n, p in engine.owned.items()}
         return _Rank(loss, grads, params, wholes, engine.buffers, records, outputs)
 
     ranks = loopback(program.mesh, work)

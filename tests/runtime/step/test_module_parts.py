@@ -44,11 +44,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.drop, self.bn, self.gate = nn.Linear(16, 32), nn.Dropout(0.5), nn.BatchNorm1d(32), Gate()
-        self.down, self.again = nn.Linear(32, 4), None
+        self.plain, self.down = nn.Linear(32, 32, bias=False), nn.Linear(32, 4)
         self.again = self.down
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.again(self.gate(self.bn(self.drop(self.up(x))))), y)
+        return F.cross_entropy(self.again(self.plain(self.gate(self.bn(self.drop(self.up(x)))))), y)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,7 @@ def test_layers_are_found_by_class_name_and_attribute(made: Any) -> None:
             assert b.again is b.down
             assert b.down.in_features == 32
             assert b.drop.p == 0.5
+            assert b.plain.bias is None
             assert b.gate.rate == 0.5
             assert b.gate.order[0] is b.gate.norms[1]
             assert b.gate.order[0] is not net.gate.order[0]

@@ -130,7 +130,7 @@ def test_random_numbers_for_a_part_are_refused(spec: dict[str, Any], draw: str) 
     def work(mesh: LoopbackMesh) -> None:
         module = ShardedModule(program, NET, mesh=mesh)
         engine = Engine(program, NET, mesh=mesh)
-        for p in (module.get_parameter("up.weight"), engine.params["up_weight"]):
+        for p in (module.get_parameter("up.weight"), engine.params["up.weight"]):
             with (
                 torch.no_grad(),
                 pytest.raises(ShardcError, match=r"up.weight: .* would draw for this rank's part alone"),
@@ -158,7 +158,7 @@ def test_a_norm_of_a_part_is_refused(spec: dict[str, Any], reduce: str) -> None:
     def work(mesh: LoopbackMesh) -> None:
         module = ShardedModule(program, NET, mesh=mesh)
         engine = Engine(program, NET, mesh=mesh)
-        for p in (module.get_parameter("up.weight"), engine.params["up_weight"]):
+        for p in (module.get_parameter("up.weight"), engine.params["up.weight"]):
             with pytest.raises(ShardcError, match=r"up.weight: p\.\w+\(\) would be that of the part"):
                 REDUCED[reduce](p)
 
@@ -179,6 +179,22 @@ def test_what_a_part_knows_of_itself() -> None:
         assert up.norm(dim=1).requires_grad
         assert torch.equal(bias.norm(), bias.detach().norm())
         assert "Parameter" in repr(up)
+
+    loopback(program.mesh, work)
+
+
+def test_an_engine_has_parameters_by_the_models_names() -> None:
+    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **TP})
+
+    def work(mesh: LoopbackMesh) -> None:
+        engine = Engine(program, NET, mesh=mesh)
+        assert list(engine.params) == [p.fqn for p in program.params]
+        assert engine.params["up.weight"] is engine.params["up_weight"]
+        assert "up_weight" in engine.params
+        assert engine.params.get("up_weight") is engine.params.get("up.weight")
+        assert engine.params.get("nothing") is None
+        with pytest.raises(KeyError):
+            engine.params["nothing"]
 
     loopback(program.mesh, work)
 
