@@ -339,6 +339,9 @@ class Training:
     def held_out(self) -> dict[str, float]:
         """{"loss": ..., name: ...} over all held-out batches, as Engine.evaluate_all adds them up; {} without any."""
         if self.valid is None:
+            if self.settings.eval_every and not self.empty and self.engine.mesh.rank == 0:
+                self.tell("note: there is no data('valid') in the model file: no held-out loss (--eval-every)")
+            self.empty = True
             return {}
         with self._save_on_failure(f"the evaluation after step {self.engine.step_count}"):
             batches = self._until_stopped(islice(self.valid.one_epoch(), self.settings.eval_batches or None))

@@ -32,11 +32,12 @@ def svg(cost: Cost) -> str:
     title = f"one step on {cost.device.name}: {seconds(cost.step_seconds)}"
     picture = Picture(WIDTH, 52 + _ROW * rows + 60, title)
     picture.text(12, 22, title, size=14, bold=True)
-    picture.text(WIDTH - _RIGHT + 10, 44, "hidden of all", kind="soft")
+    if len(ranks) > 1:
+        picture.text(_LEFT, 44, "each rank without its waits for other stages", kind="soft")
     scale = (WIDTH - _LEFT - _RIGHT) / end
     y = 52.0
     for at, (each, rank) in enumerate(zip(ranks, cost.ranks, strict=True)):
-        picture.text(12, y + 15, f"rank {rank.rank}" + (f", stage rank {at}" if len(ranks) > 1 else ""), kind="soft")
+        picture.text(12, y + 15, f"rank {rank.rank}" + (f", of stage {at}" if len(ranks) > 1 else ""), kind="soft")
         y = _rows(picture, each, y + _ROW, scale)
     _axis(picture, end, y, scale)
     words = {**{fill: name for name, fill in _FILLS.items()}, GREY: "other", _SENT: "hidden", _WAITED: "waited for"}
@@ -71,7 +72,7 @@ def _rows(picture: Picture, streams: Streams, y: float, scale: float) -> float:
                 )
         taken, exposed = sum(s.seconds for s in spans), sum(s.exposed for s in spans)
         hidden = max(taken - exposed, 0.0)
-        picture.text(right + 10, y + 15, f"{seconds(hidden)} of {seconds(taken)}", size=11)
+        picture.text(right + 10, y + 15, f"{seconds(hidden)} of {seconds(taken)} hidden", size=11)
     return y + _ROW
 
 

@@ -194,7 +194,11 @@ class Check:
         )
         free = [n for n in self.names if n not in taken]
         sizes = "".join(f"{n}: {self.form.mesh[n]}, " for n in self.names)
-        return f"write {before}{free[-1]}{after}, or add tp to the mesh" if free else f"write mesh: {{{sizes}tp: N}}"
+        return (
+            f"write {before}{free[-1]}{after}, or add tp to the mesh"
+            if free
+            else f"write mesh: {{{sizes}tp: N}}; with tp: 1 nothing is split"
+        )
 
     def one_value(self, path: Path, dims: dict[int, tuple[DimShard, ...]]) -> None:
         """One tensor's dims: every axis once, sections that divide and share their dim with no other axis."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from shardc.cli import training_loop
 from shardc.cli.training_data import Batches, _taken_over, batches
 from shardc.cli.training_loop import Training
 from shardc.errors import ShardcError
@@ -193,3 +195,24 @@ def test_a_table_of_splits_without_held_out_data_is_told_what_to_return() -> Non
         batches(SimpleNamespace(), file, "valid", 0)
     with pytest.raises(KeyError, match="other"):
         batches(SimpleNamespace(), SimpleNamespace(data=lambda split: {}["other"], collate=None), "valid", 0)
+
+
+def test_data_without_end_are_read_as_far_as_said_and_no_valid_data_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_loop, "SAY_AFTER", 0.0)
+    said: list[str] = []
+    told: list[str] = []
+
+    def work(mesh: LoopbackMesh) -> Any:
+        engine = SimpleNamespace(mesh=mesh, step_count=3, evaluate_all=lambda batches, local: {"read": list(batches)})
+        signals: Any = SimpleNamespace(seen=0)
+        endless = Batches(itertools.count(), itertools.count, 0, local=False, description="")
+        lines: Any = SimpleNamespace(say=said.append)
+        for settings, valid in ((Run(eval_batches=3), endless), (Run(eval_every=2), None)):
+            training = Training(settings, engine, endless, valid, lines, signals, told.append)  # type: ignore[arg-type]
+            found = training.held_out()
+            training.held_out()
+            assert found == ({"read": [0, 1, 2]} if valid else {})
+
+    loopback(Mesh.of({"dp": 2}), work)
+    assert any(" batches in 0 s, and it has not ended (--eval-batches N reads the first N)" in line for line in said)
+    assert told == ["note: there is no data('valid') in the model file: no held-out loss (--eval-every)"]

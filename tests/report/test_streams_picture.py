@@ -53,4 +53,4 @@ def test_stages_of_a_pipeline_stand_below_each_other() -> None:
     drawn = ElementTree.fromstring(streams_picture.svg(priced))
     texts = [t.text for t in drawn.iter() if t.text]
     assert texts.count("compute") == 2
-    assert texts.count("rank 0, stage rank 0") == texts.count("rank 1, stage rank 1") == 1
+    assert texts.count("rank 0, of stage 0") == texts.count("rank 1, of stage 1") == 1
