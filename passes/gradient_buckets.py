@@ -42,8 +42,12 @@ from shardc.runtime import ops
 from shardc.runtime.zero.flat_partition import Flat
 
 _CAST = torch.ops.aten._to_copy.default
-#: Ops that round what they read.
-_ROUNDS = {ops.fp8_round, ops.fp8_linear}
+#: Ops that round weights that they read: places of these, and of their largest values, among the arguments.
+WEIGHTS: dict[Any, tuple[tuple[int, int], ...]] = {
+    ops.fp8_linear: ((1, 2),),
+    ops.fp8_experts: ((3, 9), (4, 10)),
+    ops.fp8_experts_apply: ((2, 8), (3, 9)),
+}
 
 
 @dataclass(frozen=True)
@@ -276,8 +280,9 @@ def how_rounded(reader: fx.Node, x: fx.Node | None) -> Rounded | None:
             rounds, axes = whole, whole.args[2]
         formats = {format for u in rounds.users if (format := _format(u, x, rounds))}
         return Rounded(formats.pop(), tuple(reader.args[1]), tuple(axes)) if len(formats) == 1 else None  # type: ignore[arg-type]
-    amax: Any = reader.args[1 if reader.target is ops.fp8_round else 2] if _ROUNDS & {reader.target} else None
-    if amax is None or not _format(reader, x, amax):
+    places = ((0, 1),) if reader.target is ops.fp8_round else WEIGHTS.get(reader.target, ())
+    amax: Any = next((reader.args[scales] for at, scales in places if reader.args[at] is x), None)
+    if amax is None or sum(a is x for a in reader.args) != 1 or not _format(reader, x, amax):
         return None
     amax = amax.args[0] if amax.target is ops.all_reduce_max else amax
     return how_rounded(amax, x) if amax.target is ops.fp8_amax and amax.args[0] is x else None
@@ -287,7 +292,8 @@ def _format(reader: fx.Node, x: fx.Node | None, amax: fx.Node) -> str:
     """To what an op rounds x by these largest values; "" if it does not."""
     if reader.target is ops.fp8_round and reader.args[:2] == (x, amax):
         return str(reader.args[2])
-    return "e4m3" if reader.target is ops.fp8_linear and reader.args[1:3] == (x, amax) else ""
+    pairs = ((at, scales) for at, scales in WEIGHTS.get(reader.target, ()) if reader.args[at] is x)
+    return "e4m3" if any(reader.args[scales] is amax for _, scales in pairs) else ""
 
 
 class _Uses:

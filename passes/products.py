@@ -30,6 +30,7 @@ from shardc.ir.graph import calls, copy_graph, source_of, value_of
 from shardc.ir.patterns import names_weight
 from shardc.ir.program import Param, Program, Value
 from shardc.passes.base import Pass
+from shardc.rules.experts import DOWN, DOWN_BIAS, TRANSPOSED, UP, UP_BIAS
 from shardc.runtime import ops
 from shardc.runtime.ops.fp8 import granules
 from shardc.runtime.ops.fp8_recipe import ALIGNED, BLOCK, RECIPES, Recipe, along
@@ -58,7 +59,10 @@ class Products(Pass):
         chosen = _Chosen(products.match, program)
         for node in list(calls(graph)):
             if node.target is ops.experts:
-                left.setdefault("products of experts are not written for 8 bits", []).append(source_of(node).module)
+                if why := chosen.unfit_experts(node, products.recipe):
+                    left.setdefault(why, []).append(source_of(node).module)
+                elif chosen.experts(node):
+                    writer.experts(node)
             if node.target not in PRODUCTS or (p := chosen.weight(node)) is None:
                 continue
             if why := _unfit(node, BLOCK if products.recipe == "mxfp8" else ALIGNED):
@@ -113,10 +117,34 @@ class _Chosen:
     def weight(self, product: fx.Node) -> Param | None:
         """The weight of a product, perhaps cast; None if it is none, or of a layer that is not chosen."""
         _, w, _ = factors(product.target, product.args)
+        p = self._param(w)
+        return p if p is not None and self._matches(p) else None
+
+    def experts(self, node: fx.Node) -> list[Param]:
+        """The weights of experts that are chosen."""
+        params = (self._param(node.args[at]) for at in (UP, DOWN))
+        return [p for p in params if p is not None and self._matches(p)]
+
+    def unfit_experts(self, node: fx.Node, recipe: str) -> str:
+        """Why experts that are chosen are not computed in 8 bits; "" if they are, or are not chosen."""
+        many = len(self.experts(node))
+        if not many:
+            return ""
+        if recipe != "fp8-rowwise":
+            return f"products of experts are not written for {recipe}"
+        if node.args[UP_BIAS] is not None or node.args[DOWN_BIAS] is not None:
+            return "experts with biases are not written for 8 bits"
+        if many < 2:
+            return "of experts both weights are rounded, or none"
+        sizes = (n for at in (UP, DOWN) for n in value_of(node.args[at]).shape[1:])  # type: ignore[arg-type]
+        if value_of(node.args[0]).dtype == torch.float16:  # type: ignore[arg-type]
+            return "its input is no bfloat16 or float32"
+        return f"sizes are no multiples of {ALIGNED}" if any(n % ALIGNED for n in sizes) else ""
+
+    def _param(self, w: Any) -> Param | None:
         while isinstance(w, fx.Node) and w.target is _CAST:
             w = w.args[0]
-        p = self.params.get(w.name) if isinstance(w, fx.Node) and w.op == "placeholder" else None
-        return p if p is not None and self._matches(p) else None
+        return self.params.get(w.name) if isinstance(w, fx.Node) and w.op == "placeholder" else None
 
     def _matches(self, p: Param) -> bool:
         for pattern in reversed(self.patterns):
@@ -172,6 +200,20 @@ class _Writer:
             y = self._behind(y, aten.add.Tensor, (y, bias), f"{name}_biased")
         for user in users if y is not node else ():
             user.replace_input_with(node, y)
+
+    def experts(self, node: fx.Node) -> None:
+        """Row by row, of the input and of the weights."""
+        self.made += 1
+        x, up, down = (node.args[at] for at in (0, UP, DOWN))
+        assert isinstance(x, fx.Node)
+        assert isinstance(up, fx.Node)
+        assert isinstance(down, fx.Node)
+        transposed = len(node.args) > TRANSPOSED and bool(node.args[TRANSPOSED])
+        granule = (1, 0, 1) if transposed else (1, 1, 0)
+        with self.graph.inserting_before(node):
+            x8 = self._round(x, (1, 0), node)
+            scales = (self._amax(up, granule, node), self._amax(down, granule, node))
+        node.target, node.args = ops.fp8_experts, (x8, *node.args[1:TRANSPOSED], transposed, *scales)
 
     def _amax(self, x: fx.Node, granule: tuple[int, ...], product: fx.Node) -> fx.Node:
         """The largest values of granules; once for all products that take x."""

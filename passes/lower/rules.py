@@ -57,7 +57,7 @@ _OF_TORCH = {ops.log_sum, ops.nll, ops.nll_join, ops.nll_alone, ops.nll_exp, ops
 #: Those of which only the types say what they give: they look at buckets, or at sums over a step.
 _BY_TYPE = {ops.gather_start, ops.gather_wait, ops.updated, ops.total, ops.summed, ops.random}
 #: Those whose results have as many rows as the router says.
-_RAGGED = {ops.experts_route, ops.experts_send, ops.experts_apply, ops.experts_return}
+_RAGGED = {ops.experts_route, ops.experts_send, ops.experts_apply, ops.fp8_experts_apply, ops.experts_return}
 
 _OF_8_BITS = {ops.fp8_round: rounded, ops.fp8_grad: rounded, ops.fp8_linear: product}
 _PARTS = {"whole": None, "data": of_data, "weights": of_weights, "begin": begun, "wait": waited}

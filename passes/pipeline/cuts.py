@@ -41,7 +41,9 @@ SLACK = 1.1
 CROSSING, INSIDE = 0.1, 0.02
 
 #: Ops that have to be on the stage of the op before them: only their own rank knows how many rows they take.
-JOINED = frozenset({ops.experts_send, ops.experts_apply, ops.experts_return, ops.experts_combine})
+JOINED = frozenset(
+    {ops.experts_send, ops.experts_apply, ops.fp8_experts_apply, ops.experts_return, ops.experts_combine}
+)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,17 @@ def _first(rows: int, x: Value, up: Value) -> int:
     return rows * math.prod(up.shape[1:]) // x.shape[-1] * up.dtype.itemsize
 
 
+def _row(x: Value) -> int:
+    """Bytes of a row."""
+    return x.shape[-1] * x.dtype.itemsize
+
+
+def _fp8_experts(rows: int, x: Value, up: Value, down: Value) -> int:
+    """Bytes that experts of rounded rows keep of their own, without what the activation's ops do."""
+    inner = math.prod(down.shape[1:]) // x.shape[-1]
+    return _first(rows, x, up) + rows * inner * down.dtype.itemsize + up.nbytes() + down.nbytes()
+
+
 #: What the ops of programs keep; those that are not here keep nothing.
 _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
     # the weight and its scales; the bytes of the input, or the input
@@ -77,6 +88,11 @@ _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
     ops.embedding_partial: lambda ins, outs: Saved(own=9 * _elements(ins[1])),  # indices; bools
     ops.experts_send: lambda ins, outs: Saved((1, 2)),
     ops.experts_apply: lambda ins, outs: Saved((0, 2, 3), own=_first(ins[0].shape[0], ins[0], ins[2])),
+    # rows; the first product's result, what the activation makes of it, rounded, and the rounded weights
+    ops.fp8_experts_apply: lambda ins, outs: Saved((0,), own=_fp8_experts(ins[0].shape[0], ins[0], ins[2], ins[3])),
+    ops.fp8_experts: lambda ins, outs: Saved(
+        (2,), own=_fp8_experts(_elements(ins[1]), ins[0], ins[3], ins[4]) + 2 * _elements(ins[1]) * _row(ins[0])
+    ),
     ops.experts_return: lambda ins, outs: Saved((1,)),
     ops.experts_combine: lambda ins, outs: Saved((1, 2), own=ins[0].nbytes()),  # rows in the order of choices
     ops.experts: lambda ins, outs: Saved(

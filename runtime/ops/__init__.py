@@ -15,7 +15,7 @@ expert_parallel   tokens to experts and back; expert_products: what experts comp
                   expert_activation; experts_op: the op in a captured graph
 fp8               numbers of 8 bits: values and gradients rounded, and as bytes of a message; fp8_products: of
                   them, by fp8_kernel, as fp8_recipe says; fp8_cast: rounding, fp8_cast_kernel: the same on a GPU;
-                  fp8_format: the two formats
+                  fp8_format: the two formats; fp8_experts: experts of them
 linear_nll        a linear layer and its cross entropy in chunks of rows
 stretches         cumulative sums and convolutions along a dim that is split
 softmax_parts     a softmax's normaliser over dims that are split
@@ -54,6 +54,7 @@ from shardc.runtime.ops.expert_parallel import (
 )
 from shardc.runtime.ops.expert_products import experts, experts_apply
 from shardc.runtime.ops.fp8 import fp8_amax, fp8_grad, fp8_round, fp8_round_grad
+from shardc.runtime.ops.fp8_experts import fp8_experts, fp8_experts_apply
 from shardc.runtime.ops.fp8_products import fp8_grad_of_data, fp8_grad_of_weight, fp8_linear, fp8_pack
 from shardc.runtime.ops.linear_nll import linear_nll, nll_exp, nll_top
 from shardc.runtime.ops.local_math import (
@@ -119,6 +120,8 @@ __all__ = [
     "fill_padding",
     "first_grad",
     "fp8_amax",
+    "fp8_experts",
+    "fp8_experts_apply",
     "fp8_grad",
     "fp8_grad_of_data",
     "fp8_grad_of_weight",

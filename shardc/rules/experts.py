@@ -47,6 +47,19 @@ def experts(call: Call) -> Signature:
     return Signature(tuple(ins), ((("t",), ("o",)),), sizes, frozenset("ei"), frozenset("hkp"))
 
 
+def rounded(call: Call) -> Signature:
+    """Of experts whose products are of rounded rows: of padding in `i` an activation may make what is no zero, and a
+    row's largest. A gradient's rows along `o` stay whole.
+    """
+    plain = experts(call)
+    rows, columns = plain.inputs[DOWN], plain.inputs[UP]
+    ups = tuple(() if d == ("h",) else d for d in columns)
+    downs = tuple(() if d == ("i",) else d for d in rows)
+    return replace(
+        plain, inputs=(*plain.inputs, ups, downs), whole=plain.whole | {"o"}, unpadded=plain.unpadded | {"i"}
+    )
+
+
 def _bias(call: Call, position: int) -> int | None:
     """Which operand a bias is."""
     bias = call.arg(position, "")
@@ -82,8 +95,15 @@ def flops(call: Call) -> int:
 def local(call: LocalCall) -> fx.Node:
     """Where experts are split: routing, exchange, products, exchange, weighted sum, each an op of its own."""
     shards = call.inputs[UP].shards(0)
+    rounded = call.call.target is ops.fp8_experts
+    over = call.mesh.merge(call.split("i")) if rounded else ()
+    nbytes = 4 * math.prod(call.inputs[INDEX].local_shape(call.call.operands[INDEX].shape, call.mesh))
+    scales = Collective("all_reduce", "all_reduce", over, nbytes, "the scale of values that are split")
+    finds: dict[str, Any] = {"collective": scales} if over else {}
     if not shards:
-        return call.same()
+        if not over:
+            return call.same()
+        return call.emit(ops.fp8_experts, (*call.args, call.mesh_node, over), {"tag": ""}, **finds)
     axes = call.mesh.merge(call.axes("exchange"))
     x, index, weights, up, down, up_bias, down_bias, activation, *rest = call.args
     types = call.call.operands
@@ -120,9 +140,10 @@ def local(call: LocalCall) -> fx.Node:
     route = call.emit(ops.experts_route, where, {"tag": ""}, value=(pairs, counts), collective=sends(counts))
     order, numbers = part(route, 0, pairs), part(route, 1, counts)
     sent = call.emit(ops.experts_send, (x, order, numbers, mesh, axes, k), {}, value=rows, collective=sends(rows))
-    result = call.emit(
-        ops.experts_apply, (sent, numbers, up, down, up_bias, down_bias, activation, *rest), {}, value=results
-    )
+    apply = ops.fp8_experts_apply if rounded else ops.experts_apply
+    more: tuple[Any, ...] = (call.mesh_node, over) if over else ()
+    apply_to = (sent, numbers, up, down, up_bias, down_bias, activation, *rest, *more)
+    result = call.emit(apply, apply_to, {"tag": ""} if over else {}, value=results, **finds)
     back = (
         call.emit(ops.experts_return, (result, numbers, mesh, axes), {}, value=results, collective=sends(results))
         if axes
@@ -135,3 +156,4 @@ rule(
     ops.experts_keep, "... t! k! -> ... t! k!"
 )  # which of all tokens come first: their numbers are gathered, not the tokens
 rule(ops.experts, experts, linear=linear, added=(DOWN_BIAS, UP_BIAS), local=local, extra=exchange, flops=flops)
+rule(ops.fp8_experts, rounded, local=local, extra=exchange, flops=flops, whole_grad=True)

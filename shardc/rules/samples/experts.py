@@ -34,3 +34,14 @@ sample(
     ),
     unequal,
 )
+sample(
+    ops.fp8_experts,
+    lambda t: call(
+        *(t.real(4, 3), t.index(12, 4, 2), t.real(4, 2), t.real(12, 8, 3), t.real(12, 3, 4), None, None, GATED, False),
+        *(t.constant(t.positive(12, 8, 1) * 8), t.constant(t.positive(12, 3, 1) * 8)),
+    ),
+    lambda t: call(
+        *(t.real(6, 2), t.orders(4, 6, 3), t.real(6, 3), t.real(4, 2, 12), t.real(4, 6, 2), None, None, STRIPED, True),
+        *(t.constant(t.positive(4, 1, 12) * 8), t.constant(t.positive(4, 1, 2) * 8)),
+    ),
+)

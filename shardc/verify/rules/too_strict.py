@@ -41,6 +41,7 @@ KNOWN = {
     ("aten.index.Tensor", "split d0 = o0"): "a mask makes sizes that depend on data: such graphs are not captured",
     ("aten.index_put.default", "split i0, sum"): "one value for all entries would be added for padding too",
     ("aten.searchsorted.Tensor", "split n, sum"): "padding would stand among the sorted numbers",
+    ("fp8_experts", "split k, sum"): "a token's choices are few, and its row would be sent to all ranks",
     ("fp8_linear", "linear in 0"): "what is rounded is no sum that is still to be done",
     ("batch_stat", "linear in 0"): "true in training only; outside it is the running statistic, counted once a rank",
     ("batch_stat", "linear in 0 1"): "the statistic is used more than once: it is summed before",

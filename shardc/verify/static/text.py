@@ -519,6 +519,10 @@ def misreads(node: fx.Node) -> bool:
 
 def rounds_so(reader: fx.Node, x: fx.Node, how: Rounded) -> bool:
     """Does an op of the model round x so, and do nothing else with it?"""
+    if reader.target is ops.fp8_experts:
+        granule = (1, 0, 1) if reader.args[8] else (1, 1, 0)
+        weight = x in reader.args[3:5] and sum(a is x for a in reader.args) == 1
+        return weight and (how.format, how.granule) == ("e4m3", granule)
     if reader.target is ops.fp8_linear:
         recipe, transposed = RECIPES[str(reader.args[3])], len(reader.args) > 4 and bool(reader.args[4])
         return reader.args[1] is x is not reader.args[0] and (how.format, how.granule) == (
