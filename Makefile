@@ -1,4 +1,4 @@
-# make train | documents | sequences | test | gpu | fuzz | graphs | hostile | faults | lowered | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | documents | generate | adapters | sequences | test | gpu | fuzz | graphs | hostile | faults | lowered | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 # More than two cores: tests that wait for processes leave time to others.
 JOBS ?= 3
@@ -13,7 +13,7 @@ define link
 	@for d in passes runtime specs; do ln -s ../../../$$d $(1)/shardc/$$d; done
 endef
 
-.PHONY: train documents sequences test test-all gpu fuzz graphs hostile faults lowered mutants lint bench table docs types clean
+.PHONY: train documents generate adapters sequences test test-all gpu fuzz graphs hostile faults lowered mutants lint bench table docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -27,6 +27,12 @@ train: $(READY)   ## the main job: a GPT over dp=2 x tp=2 on 4 processes, checke
 
 documents: $(READY)   ## documents packed to 8192 tokens over cp=2: every document's loss is the plain model's
 	$(BIN)/python examples/check_documents.py
+
+generate: $(READY)   ## a Llama over tp=2, trained and sampled on 2 processes: the texts are those of transformers' generate
+	$(BIN)/python examples/check_generate.py
+
+adapters: $(READY)   ## LoRA beside it on 2 processes: peft loads what was saved, with the same loss
+	$(BIN)/python examples/check_adapters.py
 
 sequences: $(READY)   ## docs/measured/sequences.md: families x methods x ranks of `sequence:`, alone and with other sections
 	$(BIN)/python -m tests.bench.sequence_families

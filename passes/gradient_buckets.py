@@ -33,6 +33,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.errors import ShardcError
+from shardc.ir.graph import source_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PartialGrad, Shard
 from shardc.ir.program import Bucket, Collective, Param, Program, Rounded, Source, Value
@@ -206,6 +208,8 @@ class GradientBuckets(Pass):
                     if users:
                         item = _node(copy, operator.getitem, (whole, k), f"{name}_whole", value)
                         for u in users:
+                            if b.compute is not None and (u.target, u.kwargs) != (_CAST, {"dtype": b.compute}):
+                                raise _read_otherwise(program.param(name), b.compute, u)
                             u.replace_input_with(nodes[name], item)
                             if b.compute is not None:  # its only users are casts to this dtype
                                 u.replace_all_uses_with(item)
@@ -238,6 +242,13 @@ def _node(
     node = graph.create_node("call_function", target, args, {}, name=name)  # type: ignore[arg-type]
     node.meta |= {"value": value, "source": Source()}
     return node
+
+
+def _read_otherwise(p: Param, compute: torch.dtype, user: fx.Node) -> ShardcError:
+    """Of a program that takes the buckets of another one: what that one reads in fewer bits is gathered in them."""
+    what = f"{p.fqn} is gathered in {compute}, as the running program reads it, and here {user.target} reads all of it"
+    fix = "read it in one dtype alike, in training and otherwise; or data: {zero: 2}, which gathers nothing"
+    return ShardcError(what, where=source_of(user).line, fix=fix)
 
 
 def _types(program: Program, b: Bucket) -> tuple[Value, ...]:

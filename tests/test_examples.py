@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardc
-from examples import documents
+from examples import adapters, documents, llama
 from tests import zoo
 from tests.equality import assert_equal
 
@@ -37,3 +37,17 @@ def test_documents(monkeypatch: pytest.MonkeyPatch) -> None:
             each = got.outputs["per_document"][0]
             assert (each > 0).tolist() == [j < len(rows.rows[i]) for j in range(8)]
             assert torch.allclose(each, beside["per_document"][0].detach(), rtol=1e-12)
+
+
+def test_adapters() -> None:
+    """The base is frozen, and split as the Llama is: each rank has two of the four heads."""
+    spec = str(Path(adapters.__file__).with_suffix(".yaml"))
+    program = shardc.compile(adapters.model(), adapters.batch(), spec)
+    trained = {p.fqn.split(".")[-2] for p in program.params if p.requires_grad}
+    assert trained == {"lora_A", "lora_B"}
+    base = shardc.compile(llama.model(), llama.batch(), str(Path(llama.__file__).with_suffix(".yaml")))
+    layouts = {p.fqn: str(p.value) for p in base.params}
+    assert layouts["model.layers.0.self_attn.k_proj.weight"] == "f32[64@tp, 128]"
+    rows = llama.batches(torch.arange(200, dtype=torch.uint8), 2)
+    assert [int(x["input_ids"].max()) for x in rows] == [161, 199]
+    assert torch.equal(rows[0]["input_ids"], rows[0]["labels"])

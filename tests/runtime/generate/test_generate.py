@@ -247,6 +247,17 @@ def test_states_of_recurrences_are_split_as_their_channels_are(name: str) -> Non
     assert {f"0_{n}": x for n, x in STATES[name].items()}.items() <= found.items()
 
 
+def test_weights_that_zero_3_gathers_in_fewer_bits_than_a_token_reads_them_in(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Training reads Mamba's D in 32 bits, a token in all: its product was taken for that cast, and left out."""
+    model, batch = hf.build(hf_more.FAMILIES["mamba"], num_hidden_layers=1)
+    (found,) = ours({"mesh": {"dp": 2}, "data": {"zero": 3}}, {"max_new_tokens": 3}, model=model, batch=batch)
+    assert found == theirs(model, tokens=3)
+    said = capsys.readouterr().err
+    assert "mixer.D is gathered in torch.float32, as the running program reads it, and here aten.mul.Tensor" in said
+
+
 def test_a_pipeline_is_cut_for_tokens_where_it_is_for_training() -> None:
     """Of its own, a token's cheap scans would move Jamba's cut into another layer, away from the weights."""
     model, batch = hf.build(sequences.FAMILIES["jamba"])
