@@ -7,18 +7,19 @@
                 found
     order       which rule runs when, and what is added to what: as autograd would
     again       which values backward keeps, and which it computes again
-    write       the two graphs
+    write       the two graphs; take_over: in whose memory sums are; halves: backward as two, where a schedule asks
+    offload     where copies to the host and back stand (`checkpoint: {offload: cpu}`)
     overlap     collectives in two, and lines in an order that hides them; seconds: what a line takes;
                 memory: the bytes that are alive
     pair        a forward and a backward of two microbatches as one text
     pieces      which lines are compiled as one
 
-docs/lowering.md shows both texts of a layer. A stage that cannot be lowered runs under autograd, and a note says why;
-under `strict` that is an error.
+docs/lowering.md shows both texts of a layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -28,6 +29,7 @@ from shardc.ir.graph import is_call, producer_of
 from shardc.ir.program import Lowered, Program, Stage
 from shardc.passes.base import Pass
 from shardc.passes.lower.memory import Sizes
+from shardc.passes.lower.offload import arrange_copies
 from shardc.passes.lower.order import Backward
 from shardc.passes.lower.overlap import overlap_collectives
 from shardc.passes.lower.pair import pairs_of
@@ -38,6 +40,7 @@ from shardc.passes.lower.seconds import Seconds
 from shardc.passes.lower.template import Made
 from shardc.passes.lower.write import Writer
 from shardc.passes.recompute.autograd_saves import SavedOf
+from shardc.runtime import ops
 from shardc.spec.schema import Lower as How
 
 
@@ -52,11 +55,7 @@ class Lower(Pass):
         assert self.spec.lower is not None
         if self.spec.lower.overlap == "microbatches":
             self._check_overlap(program)
-        lowered, notes = lower(program, self.spec.lower)
-        if notes and self.spec.strict:
-            fix = "leave `lower` out, or `strict`"
-            raise ShardcError("; ".join(notes), where=self.spec.where(("lower",)), fix=fix)
-        return replace(lowered, notes=(*program.notes, *notes))
+        return lower(program, self.spec.lower)
 
     def _check_overlap(self, program: Program) -> None:
         where = self.spec.where(("lower", "overlap"))
@@ -69,21 +68,18 @@ class Lower(Pass):
             raise ShardcError(what, where=where, fix="`batch: {microbatches: 2}`, or leave `overlap` out")
 
 
-def lower(program: Program, how: How) -> tuple[Program, list[str]]:
-    """The program with its stages lowered, and a note for each that is not. how: the spec's section."""
-    rules, stages, notes = Rules(program), [], []
+def lower(program: Program, how: How) -> Program:
+    """The program with its stages lowered. how: the spec's section."""
+    rules = Rules(program)
     seconds, sizes = Seconds(program, rules.rank), Sizes(program)
-    why = _refused(program)
-    for stage in program.stages:
-        if why:
-            notes.append(f"{stage.name} is not lowered, and runs under autograd: {why}")
-        stages.append(replace(stage, lowered=None if why else _stage(program, stage, rules, seconds, sizes, how)))
+    stages = [replace(s, lowered=_stage(program, s, rules, seconds, sizes)) for s in program.stages]
+    _order([s.lowered for s in stages if s.lowered is not None], seconds, sizes, how)
     made = replace(program, stages=tuple(stages))
     pairs = pairs_of(made, seconds, sizes, _wanted_pairs(made, how))
     for p in pairs:
         if how.compile == "layers":
             mark_pieces(p.graph, sizes)
-    return replace(made, pairs=pairs), notes
+    return replace(made, pairs=pairs)
 
 
 def _wanted_pairs(program: Program, how: How) -> tuple[tuple[int, int], ...]:
@@ -93,14 +89,8 @@ def _wanted_pairs(program: Program, how: How) -> tuple[tuple[int, int], ...]:
     return ((0, 0),) if how.overlap == "microbatches" and program.microbatches > 1 else ()
 
 
-def _refused(program: Program) -> str:
-    """Why its stages stay as they are; "" if they can be lowered."""
-    if any(r.offload for r in program.regions):
-        return "a region keeps its values on the CPU (`checkpoint: {offload: cpu}`)"
-    return ""
-
-
-def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds, sizes: Sizes, how: How) -> Lowered:
+def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds, sizes: Sizes) -> Lowered:
+    """Its texts, in the order in which they are written."""
     types, facts = types_of(program, stage.graph, rules)
     returned: tuple[fx.Node | None, ...] = stage.graph.output_node().args[0]  # type: ignore[assignment]
     loss, _, *sent = returned
@@ -114,10 +104,26 @@ def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds, sizes
     writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left)
     lowered = writer.lowered(divided=divided)
     for text in lowered.texts.values():
-        overlap_collectives(text, seconds, sizes)
-        if how.compile == "layers":
-            mark_pieces(text, sizes)
+        arrange_copies(text, seconds, sizes)
     return lowered
+
+
+def _order(stages: Sequence[Lowered], seconds: Seconds, sizes: Sizes, how: How) -> None:
+    """Move the lines of all texts, and mark their pieces. A forward holds what leaves for the host until it has left:
+    for that it may take what the least of the backwards takes, as one runs while as many microbatches are alive.
+    """
+    leaving = any(n.target is ops.offload_start for s in stages for n in s.forward.nodes)
+    for s in stages:  # what tapes take is known from forward's lines
+        for n in s.forward.nodes:
+            seconds.of(n)
+    peaks = [
+        overlap_collectives(text, seconds, sizes) for s in stages for name, text in s.texts.items() if name != "forward"
+    ]
+    room = min(peaks, default=0) if leaving else 0
+    for s in stages:
+        overlap_collectives(s.forward, seconds, sizes, room)
+        for text in s.texts.values() if how.compile == "layers" else ():
+            mark_pieces(text, sizes)
 
 
 def types_of(program: Program, graph: fx.Graph, rules: Rules) -> tuple[dict[Made, Type | None], dict[fx.Node, Facts]]:

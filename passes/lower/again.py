@@ -1,4 +1,5 @@
-"""What backward wants of forward's values: which are kept, and which are computed again, together with what.
+"""What backward wants of forward's values: which are kept, on the device or the host, and which are computed again,
+together with what.
 
 A region (shardc.passes.recompute) computes again, for the ops in it, what it does not keep. What has ops in common
 comes back together, when backward wants the first of it: a *plan*.
@@ -41,8 +42,11 @@ class Plan:
 
 
 class Again:
-    """held: what is kept from forward; plans: by value, how the others come back. wants: (op whose backward wants it,
-    value). through: what is wanted where an op that runs again takes a value: that value, or what it is made of.
+    """held: what is kept from forward; plans: by value, how the others come back. host: of what is held, what only ops
+    in regions with `offload: cpu` hold, by the region: it need not stay on the device. wants: (op whose backward wants
+    it, value). through: what is wanted where an op that runs again takes a value: that value, or what it is made of.
+    part_of: of a value that is a part of another one, in its memory: that one. Such a part goes to the host by itself,
+    as backward may want one part and not the others.
     """
 
     def __init__(
@@ -51,14 +55,20 @@ class Again:
         graph: fx.Graph,
         wants: Iterable[tuple[fx.Node, Wanted]],
         through: Callable[[Made], Iterable[Wanted]],
+        part_of: Callable[[Made], Made | None],
     ) -> None:
+        self._part_of = part_of
         self._parents = {r.name: r.parent for r in program.regions}
+        self._offloads = {r.name for r in program.regions if r.offload}
+        self._here: set[Wanted] = set()
+        self._regions: dict[Wanted, str] = {}
         place = {n: i for i, n in enumerate(graph.nodes)}
         self.held: set[Wanted] = set()
         self.plans: dict[Wanted, Plan] = {}
         asked: dict[str, set[Wanted]] = {}
         for by, w in wants:
-            self._ask(self._chain(by), w, asked)
+            chain = self._chain(by)
+            self._ask(chain, chain, w, asked)
         for region in sorted(self._parents, key=self._depth, reverse=True):
             wanted = [w for w in asked.get(region, ()) if w not in self.held]
             together: dict[fx.Node, list[fx.Node]] = {}
@@ -71,12 +81,13 @@ class Again:
                 together[n] = [n]
                 for made in dict.fromkeys(map(producer_of, operands_of(n))):
                     w = Wanted(made[0], "y", made[1])
-                    if self._inside(made[0], region) and w not in self.held:
+                    if self._again(w, region) and w not in self.held:
                         todo.append(made[0])
                         edges.append((n, made[0]))
                     else:
                         for x in through(made):
-                            self._ask(self._chain_of(self._parents[region]), x, asked)
+                            chain = self._chain_of(region)
+                            self._ask(chain[1:], chain, x, asked)
             for a, b in edges:
                 few, many = sorted((together[a], together[b]), key=len)
                 if few is not many:  # a node moves to a list at least twice as long: O(n log n) moves in all
@@ -86,13 +97,21 @@ class Again:
             for w in wanted:
                 self.plans[w] = plan = plans[id(together[w.node])]
                 plan.wanted.append(w)
+        self.host = {w: region for w, region in self._regions.items() if w not in self._here}
 
-    def _ask(self, chain: list[str], w: Wanted, asked: dict[str, set[Wanted]]) -> None:
-        """Have the innermost of the regions compute it again; hold it if none does."""
+    def _ask(self, askable: list[str], chain: list[str], w: Wanted, asked: dict[str, set[Wanted]]) -> None:
+        """Have the innermost of the regions `askable` compute it again; hold it if none does. chain: those of who
+        asks.
+        """
         own = w.kind == "t" and w.node.target in BY_RANK  # its code may differ from rank to rank
-        region = next((r for r in chain if self._inside(w.node, r)), None)
+        region = next((r for r in askable if self._again(w, r)), None)
         if region is None or own:
             self.held.add(w)
+            offloads = next((r for r in chain if r in self._offloads), None)
+            if offloads is None:
+                self._here.add(w)
+            else:
+                self._regions.setdefault(w, offloads)
         else:
             asked.setdefault(region, set()).add(w)
 
@@ -108,6 +127,14 @@ class Again:
 
     def _depth(self, region: str) -> int:
         return len(self._chain_of(region))
+
+    def _again(self, w: Wanted, region: str) -> bool:
+        """Does the region make it again? Not a part of what the region holds on the host."""
+        if not self._inside(w.node, region):
+            return False
+        whole = self._part_of((w.node, w.index)) if w.kind == "y" else None
+        away = whole is not None and not self._offloads.isdisjoint(self._chain_of(region))
+        return not away or whole is None or self._inside(whole[0], region)
 
     def _inside(self, n: fx.Node, region: str) -> bool:
         """Does the region compute the op's result again?"""

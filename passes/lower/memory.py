@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
+from shardc.ir.conversions import BY_OP
 from shardc.ir.graph import values_of
 from shardc.ir.program import Bucket, Program
 from shardc.passes.lower.record import is_view
 from shardc.passes.lower.seconds import Work
 from shardc.runtime import ops
 from shardc.runtime.zero.flat_partition import Flat
+from shardc.torch_private import OpOverload
 
 GATHERS = {ops.gather_start: ops.gather_wait, ops.regather_start: ops.regather_wait}
-STARTS = {ops.start, ops.transpose_start, *GATHERS}
-WAITS = {ops.wait, *GATHERS.values()}
+#: To the host and back (shardc.runtime.ops.host_handle). What stands for a value meanwhile has no type, and no bytes.
+COPIES = {ops.offload_start: ops.offload_wait, ops.reload_start: ops.reload_wait}
+STARTS = {ops.start, ops.transpose_start, *GATHERS, *COPIES}
+WAITS = {ops.wait, *GATHERS.values(), *COPIES.values()}
+
+
+#: Ops whose result is their first operand, perhaps written to.
+_SAME = {ops.add_into, *(getattr(ops, op) for op, row in BY_OP.items() if row.forward == "identity")}
+
+
+def _copies(start: fx.Node) -> bool:
+    """Does a collective send a copy of what it is given?"""
+    row = BY_OP.get(str(start.args[0])) if start.target in (ops.start, ops.transpose_start) else None
+    return row is not None and (row.forward if start.target is ops.start else row.backward) == "all_reduce"
 
 
 class Sizes:
-    """What values of one program's texts take, on one rank. stays: parameters, buffers and inputs, by name."""
+    """What values of one program's texts take, on one rank. stays: parameters, buffers and inputs, by name, and the
+    copies of weights that microbatches share.
+    """
 
     def __init__(self, program: Program) -> None:
         self._layout = program.mesh
-        self.stays = frozenset(x.name for x in program.stored)
+        cast = ops.cast_once if program.microbatches > 1 else None
+        copies = (n.name for s in program.stages for n in s.graph.nodes if cast is not None and n.target is cast)
+        self.stays = frozenset((*(x.name for x in program.stored), *copies))
         self._of = {name: f"bucket{i}" for i, b in enumerate(program.buckets) for name in b.params}
         self.buckets = {
             f"bucket{i}": _bucket(program, b)
@@ -66,23 +86,44 @@ class Uses:
     def __init__(self, graph: fx.Graph, sizes: Sizes, work: Mapping[fx.Node, Work]) -> None:
         self.sizes, self.work = sizes, work
         self.owner: dict[fx.Node, fx.Node] = {}
-        for n in graph.nodes:
-            shares = n.op == "call_function" and (is_view(n.target) or n.target in (ops.add_into, *WAITS))
-            base = n.args[0] if shares else None
-            self.owner[n] = self.owner[base] if isinstance(base, fx.Node) else n
         self.bytes = {n: sizes.bytes_of(n) + work[n].tape for n in graph.nodes}
+        #: Bytes that a line makes.
+        self.added: dict[fx.Node, int] = {}
+        for n in graph.nodes:
+            shares = n.op == "call_function" and (is_view(n.target) or n.target in _SAME or n.target in WAITS)
+            base = n.args[0] if shares and not self._apart(n) else None
+            self.owner[n] = self.owner[base] if isinstance(base, fx.Node) else n
+            self.added[n] = self.bytes[n] if self.owner[n] is n else 0
+            if self._apart(n):
+                self._picked(n)
         self.of = {n: self._used(n) for n in graph.nodes}
         self.counts: Counter[fx.Node] = Counter()
         for n in graph.nodes:
             self.counts.update(self.of[n])
-        #: Bytes that a line makes.
-        self.added = {n: self.bytes[n] if self.owner[n] is n else 0 for n in graph.nodes}
         self.stays = {n for n in graph.nodes if n.op == "placeholder" and n.meta.get("named", n.name) in sizes.stays}
 
+    @staticmethod
+    def _apart(n: fx.Node) -> bool:
+        """Is it one of an op's several results, each with memory of its own?"""
+        of: Any = n.args[0] if n.target is operator.getitem else None
+        return of is not None and (
+            of.target in (ops.taped, ops.untaped) or (isinstance(of.target, OpOverload) and not is_view(of.target))
+        )
+
+    def _picked(self, n: fx.Node) -> None:
+        """What the op has made, and was its own so far, is this one's."""
+        of: Any = n.args[0]
+        tape = self.work[of].tape if of.target is ops.taped and n.meta["value"] is None else 0
+        self.bytes[n] += tape
+        self.bytes[of] = max(self.bytes[of] - self.bytes[n], 0)
+        self.added[n] = 0
+
     def _used(self, n: fx.Node) -> set[fx.Node]:
-        """The owners of the memory that a line uses. What a collective sends is there until it is waited for."""
+        """The owners of the memory that a line uses. What a collective sends is there until it is waited for; a sum
+        over ranks is made in a copy of it.
+        """
         used = list(n.all_input_nodes)
-        if n.target in WAITS:
+        if n.target in WAITS and not _copies(used[0]):
             used += used[0].all_input_nodes
         return {self.owner[x] for x in used}
 
@@ -155,8 +196,8 @@ class Memory:
             b = uses.sizes.buckets[str(n.args[2 if n.target is ops.scatter else 1])]
             self.live -= self._summed
             self._summed = b.whole if b.each else 0
-        if uses.added[n] and not uses.counts[n]:
-            self.live -= uses.added[n]
+        if uses.owner[n] is n and not uses.counts[n]:
+            self.live -= uses.bytes[n]
         for x in uses.of[n]:
             self._left[x] -= 1
             if not self._left[x] and x not in uses.stays:

@@ -42,13 +42,16 @@ class Gradient:
 
 @dataclass
 class RuleRuns:
-    """node: the call of forward; tangents: of its results; before, after: of its operands; None: nothing."""
+    """node: the call of forward; tangents: of its results; before, after: of its operands; None: nothing. part: of the
+    rule.
+    """
 
     node: fx.Node
     rule: Rule
     tangents: tuple[Gradient | None, ...]
     before: tuple[Gradient | None, ...]
     after: tuple[Gradient | None, ...]
+    part: Part = "whole"
 
 
 @dataclass
@@ -243,7 +246,7 @@ class Backward:
         if task.part == "wait":
             tangents = (self._started[n],)
         after = tuple(None if t is None else Gradient(t) for t in rule.types)
-        self.events.append(RuleRuns(n, rule, tangents, before, after))
+        self.events.append(RuleRuns(n, rule, tangents, before, after, task.part))
         for m, g in zip(operands, after, strict=True):
             if m in gives and g is not None:
                 self._gradients[m] = g

@@ -25,7 +25,7 @@ from torch import fx
 
 from shardc.artifact.emit import EFFECTS
 from shardc.ir.conversions import BY_OP, SENT
-from shardc.ir.program import Collective
+from shardc.ir.program import HOST_LINK, Collective
 from shardc.passes.lower.memory import GATHERS, STARTS, WAITS, Memory, Sizes, Uses
 from shardc.passes.lower.rule_transposed import CONVERSIONS, EXCHANGES
 from shardc.passes.lower.seconds import Seconds
@@ -39,14 +39,22 @@ WINDOW = 400
 ROUNDS = 6
 
 
-def overlap_collectives(graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
-    """Split the collectives of a text in two, and move its lines."""
+def overlap_collectives(graph: fx.Graph, seconds: Seconds, sizes: Sizes, room: int = 0) -> int:
+    """Split the collectives of a text in two, and move its lines. room: bytes that may be alive in any case. Returns
+    the peak of those that are, in a microbatch that is not the first.
+    """
     _split(graph, seconds)
     text = Text(graph, seconds, sizes)
+    order = text.nodes
     if text.targets:
+        most = text.uses.peak(text.nodes)
+        order = best_order(text, most)
+        if room > min(most):
+            order = min(order, best_order(text, (max(most[0], room), max(most[1], room))), key=text.simulate)
         output = graph.output_node()
-        for n in best_order(text, text.uses.peak(text.nodes)):
+        for n in order:
             output.prepend(n)
+    return text.uses.peak(order)[1] if order else 0
 
 
 def best_order(text: Text, most: tuple[int, int]) -> list[fx.Node]:
@@ -127,13 +135,15 @@ class Text:
 
     @staticmethod
     def _sent(n: fx.Node, seconds: Seconds) -> float:
+        if "copy" in n.meta:
+            return seconds.copied(n.meta["copy"])
         c: Collective | None = n.meta.get("collective")
         return seconds.sent(c) if c is not None else 0.0
 
     def _pinned(self) -> list[tuple[fx.Node, fx.Node]]:
-        """(line, one that has to come before it): a bucket is gathered no earlier than the pass has decided, as it
-        takes memory, and what has effects keeps its order."""
-        pairs = []
+        """(line, one that has to come before it): a bucket is gathered, and a value comes back from the host, no
+        earlier than the pass has decided, as it takes memory, and what has effects keeps its order."""
+        pairs = [(n, x) for x, n in itertools.pairwise(self.nodes) if n.target is ops.reload_start]
         there: dict[bool, fx.Node] = {}  # by half of an overlapped pair
         effect: fx.Node | None = None
         for n in self.nodes:
@@ -165,7 +175,9 @@ class Text:
         return start if start in self.place else None
 
     def simulate(self, order: Sequence[fx.Node]) -> float:
-        """Seconds of the text on the assumed machine: computing, and one stream for each group of axes."""
+        """Seconds of the text on the assumed machine: computing, one stream for each group of axes, and one for copies
+        to the host and back.
+        """
         clock = _Clock(self)
         for n in order:
             clock.run(n)
@@ -187,8 +199,8 @@ class _Clock:
             self.now = max(self.now, self.ends[start])
         self.now += self._text.work[n].seconds
         if self._text.sends[n]:
-            axes = n.meta["collective"].axes
-            self._streams[axes] = self.ends[n] = max(self._streams.get(axes, 0.0), self.now) + self._text.sends[n]
+            stream = HOST_LINK if "copy" in n.meta else n.meta["collective"].axes
+            self._streams[stream] = self.ends[n] = max(self._streams.get(stream, 0.0), self.now) + self._text.sends[n]
             if n.target not in STARTS and n.target not in EFFECTS:
                 self.now = self.ends[n]
         elif n.target in STARTS:

@@ -146,6 +146,8 @@ class _Cut:
                 self._behind.append(n)
             else:
                 self._outside(n)
+        elif n.target in (ops.offload_start, ops.offload_wait) and (inside or later):
+            self._behind.append(n)  # what leaves for the host is a result of the piece
         else:
             self._close()
             self._outside(n)

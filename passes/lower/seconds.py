@@ -23,7 +23,7 @@ from shardc.ir.flops import flops_of, traffic_of
 from shardc.ir.graph import is_call, map_value, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.pairs import role
-from shardc.ir.program import Collective, Program
+from shardc.ir.program import Collective, HostCopy, Program
 from shardc.passes.lower.rank import Rank
 from shardc.runtime import ops
 from shardc.runtime.ops.taped import tensors_in
@@ -33,12 +33,13 @@ from shardc.torch_private import TorchDispatchMode
 @dataclass(frozen=True)
 class Work:
     """Of one line. inside: bytes beside its operands and results, at most, while it runs; tape: that it leaves for its
-    backward (ops.taped).
+    backward (ops.taped); moved: those that a copy of the tape to the host moves, which may be of results too.
     """
 
     seconds: float = 0.0
     inside: int = 0
     tape: int = 0
+    moved: int = 0
 
 
 class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -100,19 +101,35 @@ class Seconds:
 
     def of(self, n: fx.Node) -> Work:
         """Without what it sends."""
+        if "tape" in n.meta:  # it comes back from the host
+            return Work(tape=self._of_tape(n).moved)
         if n.op == "placeholder" and _name(n) in self._tapes:
             return self._found[self._tapes[_name(n)]]
         if not is_call(n) or n.target in _NOTHING:
             return Work()
         if n.target is ops.untaped:
             tape: Any = n.args[0]
-            return self._back[self._tapes[_name(tape)]]
+            return self._back[self._tapes[tape.meta.get("tape", _name(tape))]]
         key = repr((target_text(n.target), _with_types(n.args), _with_types(n.kwargs, leave=("tag",))))
         if key not in self._found:
             self._found[key] = self._run(n, key)
         if n.target is ops.taped:
             self._tapes.update((u.name, key) for u in n.users if u.meta.get("value") is None)
         return self._found[key]
+
+    def _of_tape(self, n: fx.Node) -> Work:
+        return self._found[self._tapes[n.meta.get("tape", _name(n))]]
+
+    def moved(self, n: fx.Node) -> int:
+        """Bytes that a copy to the host, or back, moves. n: a line that begins one."""
+        x: Any = n.args[0] if n.target is ops.offload_start else n
+        if "tape" in n.meta or _name(x) in self._tapes:
+            return self._of_tape(x).moved
+        return sum(v.nbytes(self._layout) for v in values_of(x) if v is not None)
+
+    def copied(self, c: HostCopy) -> float:
+        """Of such a copy, on a stream of its own."""
+        return machine.LAUNCH + c.bytes / (machine.HOST_LINK * machine.REACHED)
 
     def sent(self, c: Collective) -> float:
         """Of the collective of a line."""
@@ -134,7 +151,9 @@ class Seconds:
             if target is not ops.taped:
                 return Work(count.seconds, inside)
             results = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors_in(made)}
-            work = Work(count.seconds, inside, max(count.live - sum(results.values()), 0))
+            own = {x.untyped_storage()._cdata: x for p in made[-1].own() if (x := p.tensor) is not None}
+            moved = sum(x.numel() * x.element_size() for x in own.values())
+            work = Work(count.seconds, inside, max(count.live - sum(results.values()), 0), moved)
             self._back[key] = self._run_back(args, kwargs, made, work)
             return work
 
@@ -161,6 +180,7 @@ class Seconds:
 _NOTHING = {
     *(ops.gather_start, ops.gather_wait, ops.regather_start, ops.regather_wait, ops.updated),
     *(ops.launch, ops.put, ops.scatter, ops.wait),
+    *(ops.offload_start, ops.offload_wait, ops.reload_start, ops.reload_wait),
 }
 
 

@@ -2,7 +2,8 @@
 
 forward     the stage's ops, those whose backward wants more than operands and results as the ops that they consist
             of; it also returns what backward wants
-backward    the lines of every event; what is computed again or gathered again, where it is first wanted
+backward    the lines of every event; what is computed again or gathered again, where it is first wanted; what waits on
+            the host, for each event that wants it (shardc.passes.lower.offload moves these lines)
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from torch import fx
 
 from shardc.artifact.emit import EFFECTS
 from shardc.ir.graph import is_call, producer_of, source_of
-from shardc.ir.program import Collective, Lowered, Program, Value
+from shardc.ir.program import Collective, HostCopy, Lowered, Program, Value
 from shardc.ir.types import op_name
 from shardc.passes.lower.again import Again, Plan, Wanted
+from shardc.passes.lower.halves import halves_of
 from shardc.passes.lower.order import BucketComplete, Complete, Event, GatheredComplete, Gradient, RuleRuns
 from shardc.passes.lower.record import Line, Ref, Type, is_view, map_refs
 from shardc.passes.lower.rules import Facts, Rules
+from shardc.passes.lower.take_over import take_over_memory
 from shardc.passes.lower.template import Made, item_name
 from shardc.runtime import ops
+from shardc.runtime.ops.overlap import factors
+from shardc.runtime.step.recompute import of_weights
 from shardc.runtime.zero.flat_partition import Flat
 from shardc.torch_private import OpOverload
 
@@ -55,20 +60,26 @@ class Writer:
         self._rules = {e.node: e.rule for e in events if isinstance(e, RuleRuns) and e.rule.forward is not None}
         self._given = {n.name: n for n in graph.find_nodes(op="placeholder")}
         self._gathered = self._views_of_gathered()
-        self._again = Again(program, graph, list(self._wants()), self._through)
+        self._again = Again(program, graph, list(self._wants()), self._through, self._part_of)
         self._back = fx.Graph()
         self._found: Found = {}  # in backward
         self._gradients: dict[Gradient, fx.Node] = {}
         self._placeholders: dict[str, fx.Node] = {}
         self._gathers: list[tuple[fx.Node, fx.Node, fx.Node]] = []  # (of forward, start, wait), as backward wants them
+        self._memory: dict[fx.Node, fx.Node] = {}  # of a value in the memory of another one: that one
+        self._tapes: set[fx.Node] = set()
+        self._handles: dict[Wanted, fx.Node] = {}  # what waits on the host, in backward
+        #: By handle, what came back from there for the event, or plan, that is written; and metadata of lines for it.
+        self._reloaded: dict[fx.Node, fx.Node] = {}
+        self._reloading: dict[str, Any] = {}
 
     def lowered(self, *, divided: bool = False) -> Lowered:
         """divided: backward in two halves."""
         forward, saved = self._write_forward()
         self._write_backward(saved)
-        halves = _halves(self._back) if divided else [self._back]
+        halves = halves_of(self._back) if divided else [self._back]
         for graph in halves:
-            _take_over_memory(graph)
+            take_over_memory(graph)
             graph.lint()
         output = forward.output_node()
         given: Any = output.args[0]
@@ -118,6 +129,23 @@ class Writer:
             for operand in self._template(made[0]).operands:
                 yield from self._through(operand)
 
+    def _part_of(self, made: Made) -> Made | None:
+        """What it is a part of, in the memory of that."""
+        n, i = made
+        if not is_call(n) or (view := self._facts[n].views[i]) < 0:
+            return None
+        whole, nbytes = self._template(n).operands[view], self._nbytes(made)
+        if nbytes >= self._nbytes(whole):
+            return None
+        while is_call(whole[0]) and (view := self._facts[whole[0]].views[whole[1]]) >= 0:
+            whole = self._template(whole[0]).operands[view]
+        return whole
+
+    def _nbytes(self, made: Made) -> int:
+        value: Any = made[0].meta["value"]
+        of: Value = value[made[1]] if isinstance(value, tuple) else value
+        return of.nbytes(self._program.mesh)
+
     # --- calls
 
     def _call(self, graph: fx.Graph, n: fx.Node, look: Callable[[Made], fx.Node], meta: dict[str, Any]) -> Found:
@@ -132,14 +160,13 @@ class Writer:
             node.meta = meta | {"value": n.meta["value"] if not several else tuple(map(_value, types))}
             if not several:
                 node.meta["value"] = n.meta["value"] if n.target is ops.gather_start else _value(types[0])
-                return {Wanted(n): node}
-            items = {}
-            for i, t in enumerate(types):
-                item = _add(graph, operator.getitem, (node, i), name=item_name(n, i))
-                item.meta = {**meta, "value": _value(t)}
-                item.meta.pop("collective", None)
-                items[Wanted(n, "y", i)] = item
-            return items
+                found = {Wanted(n): node}
+            else:
+                found = self._items(graph, n, node, meta)
+            for w, value in found.items():
+                if (view := self._facts[n].views[w.index]) >= 0:
+                    self._memory[value] = look(self._template(n).operands[view])
+            return found
         assert rule.forward is not None
         operands = self._template(n).operands
         names = self._template(n).names
@@ -157,8 +184,20 @@ class Writer:
             named |= {0: f"{n.name}_taped", len(rule.results) + 1: f"{n.name}_tape"}
         for line in rule.forward:
             made[line.number] = self._line(graph, line, at, named.get(line.number), meta)
+        if rule.kind == "taped":
+            self._tapes.add(made[len(rule.results) + 1])
         found = {Wanted(n, "t", k): node for k, node in made.items()}
         return found | {Wanted(n, "y", i): at(r) for i, r in enumerate(rule.results) if r.kind != "none"}
+
+    def _items(self, graph: fx.Graph, n: fx.Node, node: fx.Node, meta: dict[str, Any]) -> Found:
+        """The results of a call that has several."""
+        items = {}
+        for i, t in enumerate(self._facts[n].types):
+            item = _add(graph, operator.getitem, (node, i), name=item_name(n, i))
+            item.meta = {**meta, "value": _value(t)}
+            item.meta.pop("collective", None)
+            items[Wanted(n, "y", i)] = item
+        return items
 
     def _operand(self, x: fx.Node, look: Callable[[Made], fx.Node]) -> fx.Node:
         return look(producer_of(x))
@@ -174,6 +213,10 @@ class Writer:
         several = isinstance(line.types, tuple)
         node.meta = {k: v for k, v in meta.items() if k != "collective"}
         node.meta["value"] = tuple(map(_value, line.types)) if several else _value(line.types)  # type: ignore[arg-type]
+        first = args[0] if args and isinstance(args[0], fx.Node) else None
+        maker = first if line.target is operator.getitem else node
+        if first is not None and maker is not None and is_view(maker.target):
+            self._memory[node] = first
         if "collective" in meta and line.target in (ops.transpose, ops.transpose_start, ops.taped, ops.untaped):
             node.meta["collective"] = meta["collective"]
         return node
@@ -199,9 +242,45 @@ class Writer:
         saved = {w: node for w, node in found.items() if w in self._again.held and not self._stored(w.node)}
         returned: Any = self._graph.output_node().args[0]
         loss, news, *sent = fx.map_arg(returned, lambda x: self._operand(x, look))
+        handles = self._leave(graph, saved)
+        saved = {w: handles.get(node, node) for w, node in saved.items()}
         distinct = tuple(dict.fromkeys(saved.values()))
         graph.output((loss, news, sent[0] if sent else (), distinct))
         return graph, saved
+
+    def _leave(self, graph: fx.Graph, saved: Found) -> dict[fx.Node, fx.Node]:
+        """At the end of forward: by value that waits on the host, its handle."""
+        weights = of_weights(self._graph, self._program)
+        stays = {
+            self._owner(node)
+            for w, node in saved.items()
+            if w not in self._again.host or w.node in weights or not (_is_tensor(node) or node in self._tapes)
+        }
+        stays |= {node for node in graph.find_nodes(op="placeholder") if "collective" not in node.meta}
+        causes = {r.name: r.cause for r in self._program.regions}
+        mesh = self._given_node(graph, "mesh")
+        handles: dict[fx.Node, fx.Node] = {}
+        for w, node in saved.items():
+            if node in handles or self._owner(node) in stays:
+                continue
+            region = self._again.host[w]
+            start = _add(graph, ops.offload_start, (node, mesh), {"tag": region}, name=f"{node.name}_leaving")
+            start.meta = {"value": None, "source": source_of(node), "copy": HostCopy(0, causes[region])}
+            wait = _add(graph, ops.offload_wait, (start,), name=f"{node.name}_host")
+            wait.meta = {"value": None, "source": source_of(node)}
+            handles[node] = wait
+        return handles
+
+    @staticmethod
+    def _given_node(graph: fx.Graph, name: str) -> fx.Node:
+        found: fx.Node = next(n for n in graph.find_nodes(op="placeholder") if n.name == name)
+        return found
+
+    def _owner(self, node: fx.Node) -> fx.Node:
+        """Whose memory a value is in."""
+        while node in self._memory:
+            node = self._memory[node]
+        return node
 
     def _stored(self, n: fx.Node) -> bool:
         """Does backward get it as forward does?"""
@@ -215,7 +294,9 @@ class Writer:
             if self._stored(n):
                 self._found[Wanted(n)] = self._placeholder(n.name, n.meta)
         for w, node in saved.items():
-            self._found[w] = self._placeholders.get(node.name) or self._placeholder(node.name, node.meta)
+            given = self._placeholders.get(node.name) or self._placeholder(node.name, node.meta)
+            (self._handles if node.target is ops.offload_wait else self._found)[w] = given
+        self._leaving = {node.name: node for node in saved.values() if node.target is ops.offload_wait}
         for (n, i), gradient in self._begin.items():
             meta = {"value": _value(gradient.type), "source": source_of(n)}
             self._gradients[gradient] = self._placeholder(f"{item_name(n, i)}_grad", meta)
@@ -244,6 +325,7 @@ class Writer:
         return {"source": source_of(n), "of": n.name, **more}
 
     def _event(self, e: Event) -> None:
+        self._reloaded = {}
         if isinstance(e, RuleRuns):
             self._rule(e)
         else:
@@ -270,10 +352,14 @@ class Writer:
                 return local[r.index] if r.index in local else self._want(Wanted(n, "t", r.index))
             return self._placeholders[r.kind]
 
-        meta = self._meta(n)
+        meta = self._reloading = self._meta(n)
+        if e.part == "data":  # as under autograd: before there is a gradient beside it, and a sum of that
+            x, *_ = factors(n.target, n.args)
+            if (w := Wanted(producer_of(x)[0], "y", producer_of(x)[1])) in self._again.plans and w not in self._found:
+                self._want(w)
         collective: Collective | None = n.meta.get("collective")
         if collective is not None and collective.backward != "none":
-            meta["collective"] = replace(collective, kind=collective.backward, backward="none", packed=0)
+            meta = {**meta, "collective": replace(collective, kind=collective.backward, backward="none", packed=0)}
         named = {
             r.index: f"{item_name(*operands[i])}_grad"
             for i, r in enumerate(rule.grads)
@@ -319,6 +405,8 @@ class Writer:
         return self._want(Wanted(made[0], "y", made[1]))
 
     def _want(self, w: Wanted) -> fx.Node:
+        if w in self._handles:
+            return self._reload(w)
         if w not in self._found:
             if w.node.target is ops.gather_wait:
                 self._gather(w.node)
@@ -328,7 +416,23 @@ class Writer:
                 self._run_again(self._again.plans[w])
         return self._found[w]
 
+    def _reload(self, w: Wanted) -> fx.Node:
+        """What waits on the host, back for whoever wants it now."""
+        handle = self._handles[w]
+        if handle not in self._reloaded:
+            left: Any = self._leaving[handle.name].args[0]
+            value: Any = left.args[0]
+            meta = {**self._reloading, "value": value.meta["value"]}
+            start = _add(self._back, ops.reload_start, (handle,), dict(left.kwargs), name=f"{value.name}_coming")
+            there = _add(self._back, ops.reload_wait, (start,), name=value.name)
+            tape = {"tape": value.name} if value in self._tapes else {}
+            start.meta, there.meta = {**meta, **tape, "copy": left.meta["copy"]}, {**meta, **tape}
+            self._reloaded[handle] = there
+        return self._reloaded[handle]
+
     def _run_again(self, plan: Plan) -> None:
+        outer = self._reloaded, self._reloading
+        self._reloaded = {}
         local: Found = {}
 
         def look(made: Made) -> fx.Node:
@@ -336,12 +440,14 @@ class Writer:
             return local[w] if w in local else self._want(w)
 
         for n in plan.nodes:
-            meta = self._meta(n, region=n.meta["region"], repeats=True)
+            self._reloading = self._meta(n, repeats=True)
+            meta = {**self._reloading, "region": n.meta["region"]}
             if (c := n.meta.get("collective")) is not None:
                 meta["collective"] = replace(c, backward="none")
             local |= self._call(self._back, n, look, meta)
         for w in plan.wanted:
             self._found[w] = local[w]
+        self._reloaded, self._reloading = outer
 
     def _gather(self, n: fx.Node) -> None:
         """A bucket, for backward."""
@@ -402,79 +508,11 @@ def _short(line: Line) -> str:
     return op_name(line.target) if isinstance(line.target, OpOverload) else getattr(line.target, "__name__", "x")
 
 
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta["value"], Value)
+
+
 def _drop_unused(graph: fx.Graph) -> None:
     for n in reversed(list(graph.nodes)):
         if n.op == "call_function" and not n.users and n.target not in EFFECTS:
             graph.erase_node(n)
-
-
-def _halves(graph: fx.Graph) -> list[fx.Graph]:
-    """Backward as what the gradients of received values hang on, and the rest: weights."""
-    first: set[fx.Node] = set()
-    todo = list(graph.output_node().all_input_nodes)
-    while todo:
-        n = todo.pop()
-        if n not in first:
-            first.add(n)
-            todo += n.all_input_nodes
-    rest = [n for n in graph.nodes if n.op == "call_function" and n not in first]
-    crossing = dict.fromkeys(x for n in rest for x in n.all_input_nodes if x in first and x.op == "call_function")
-    one, one_env = _part(graph, [n for n in graph.nodes if n in first], {})
-    one.output((fx.map_arg(graph.output_node().args[0], one_env.__getitem__), tuple(one_env[n] for n in crossing)))
-    other, _ = _part(graph, rest, crossing)
-    other.output(())
-    return [one, other]
-
-
-def _part(
-    graph: fx.Graph, nodes: Sequence[fx.Node], given: Mapping[fx.Node, None]
-) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Some of a graph's calls as a graph. given: calls elsewhere whose results it takes."""
-    part, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    used = dict.fromkeys(x for n in nodes for x in n.all_input_nodes) | dict.fromkeys(nodes)
-    for n in graph.nodes:
-        if n in given or (n.op == "placeholder" and n in used):
-            env[n] = part.placeholder(n.name)
-            env[n].meta = {k: n.meta[k] for k in ("value", "source") if k in n.meta}
-    for n in nodes:
-        if n.op == "call_function":
-            env[n] = part.node_copy(n, env.__getitem__)
-    return part, env
-
-
-#: What gives the same numbers in another order, perhaps in the same memory.
-_REARRANGES = {
-    *(aten.reshape.default, aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default),
-    *(aten.unsqueeze.default, aten.squeeze.dim),
-}
-
-
-def _take_over_memory(graph: fx.Graph) -> None:
-    """As with autograd, where nothing else looks at a gradient's memory: a sum takes that of what it is added to, and a
-    parameter's `.grad` is the gradient itself.
-    """
-    for n in graph.nodes:
-        if n.target is ops.put and _nobody_elses(n.args[1]):
-            n.kwargs = {"own": True}
-        if n.target is not aten.add.Tensor or len(n.args) != 2 or n.kwargs:
-            continue
-        x, y = n.args
-        alike = isinstance(x, fx.Node) and isinstance(y, fx.Node)
-        if alike and x.meta["value"] == y.meta["value"] == n.meta["value"] and _nobody_elses(x):
-            n.target = ops.add_into
-
-
-def _nobody_elses(x: fx.Node | None) -> bool:
-    """Does the only user of x alone look at its memory? So it is where a line of backward made it, and each value on
-    the way from there has one user. (A call of forward that runs again may give back what it was given.)
-    """
-    while isinstance(x, fx.Node) and x.op == "call_function" and len(x.users) == 1:
-        if x.target is ops.add_into or (_fresh(x) and not x.meta.get("repeats")):
-            return True
-        x = x.args[0] if x.target in _REARRANGES and not x.meta.get("repeats") else None  # type: ignore[assignment]
-    return False
-
-
-def _fresh(n: fx.Node) -> bool:
-    """Does the op make new memory, that nothing else has?"""
-    return isinstance(n.target, OpOverload) and not is_view(n.target) and isinstance(n.meta["value"], Value)

@@ -8,6 +8,7 @@ convert           conversions between placements; shard_parts: cut and joined; o
                   collective; one_way: what communicates, one way by itself, or begun and waited for
 cast_once         weights in the dtype of products, one copy a step
 zero              the gathers of ZeRO 3, gradients for buckets; host_copy: copies that stop nothing
+host_handle       values that wait on the host from forward to backward, for lowered programs
 random_ops        random numbers by global index; dropout, dropout_kernel: masks by the same
 attention         with dropout, or of a part of the queries: attention_blocks; attention_ring: of a part of the keys
                   too; attention_spans: which keys rows see; attention_held: which of them a rank has, and a mask shows
@@ -56,6 +57,7 @@ from shardc.runtime.ops.expert_products import experts, experts_apply
 from shardc.runtime.ops.fp8 import fp8_amax, fp8_grad, fp8_round, fp8_round_grad
 from shardc.runtime.ops.fp8_experts import fp8_experts, fp8_experts_apply
 from shardc.runtime.ops.fp8_products import fp8_grad_of_data, fp8_grad_of_weight, fp8_linear, fp8_pack
+from shardc.runtime.ops.host_handle import offload_start, offload_wait, reload_start, reload_wait
 from shardc.runtime.ops.linear_nll import linear_nll, nll_exp, nll_top
 from shardc.runtime.ops.local_math import (
     batch_stat,
@@ -94,6 +96,7 @@ OF_LOWERED = {
     *("add_into", "launch", "put", "regather_start", "regather_wait", "scatter", "taped", "untaped"),
     *("fp8_grad_of_data", "fp8_grad_of_weight", "fp8_round_grad"),
     *("start", "transpose", "transpose_start", "wait"),
+    *("offload_start", "offload_wait", "reload_start", "reload_wait"),
 }
 __all__ = [
     "add_into",
@@ -143,6 +146,8 @@ __all__ = [
     "nll_max",
     "nll_parts",
     "nll_top",
+    "offload_start",
+    "offload_wait",
     "partial_grad_to_partial",
     "partial_mean",
     "put",
@@ -150,6 +155,8 @@ __all__ = [
     "reduce_scatter",
     "regather_start",
     "regather_wait",
+    "reload_start",
+    "reload_wait",
     "scatter",
     "select_partial",
     "shard",

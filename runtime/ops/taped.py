@@ -12,6 +12,7 @@ the op made for its backward alone.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -78,10 +79,20 @@ class _Opened(Function):
         raise AssertionError("the way back ends before this")
 
 
+class Own:
+    """The place of a tensor that an op has saved for itself. None: it is elsewhere (shardc.runtime.ops.host_handle)."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+
+
 @dataclass
 class Tape:
     """One op's way back, as places in autograd's graph. begins: by result; ends: by operand that gets a gradient;
     zeros: what makes zeros like these operands; again: those that backward is given, which then stand in `operands`.
+    saved: what it holds, which autograd frees op by op.
     """
 
     begins: list[Any]
@@ -89,12 +100,18 @@ class Tape:
     zeros: list[Callable[[], Tensor]]
     again: tuple[int, ...]
     operands: dict[int, Tensor]
+    saved: list[weakref.ref[Own]]
+
+    def own(self) -> list[Own]:
+        """What it holds."""
+        return [own for ref in self.saved if (own := ref()) is not None]
 
 
 _Seen = tuple[int, torch.Size, tuple[int, ...], int]
 
 
-def _storage(x: Tensor) -> tuple[StorageWeakRef, bool, bool]:
+def storage_of(x: Tensor) -> tuple[StorageWeakRef, bool, bool]:
+    """Equal for tensors that are views of each other by size, stride and offset."""
     return StorageWeakRef(x.untyped_storage()), x.is_conj(), x.is_neg()  # type: ignore[no-untyped-call]
 
 
@@ -105,21 +122,28 @@ def taped(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kwa
     anchor = torch.empty(0, device=given[0].device, requires_grad=True)
     with torch.enable_grad():
         opened = [_Opened.apply(anchor, x) if i in needs else x for i, x in enumerate(given)]  # type: ignore[no-untyped-call]
-    places = {_storage(given[i]): i for i in reversed(again) if given[i].layout is torch.strided}
+    places: dict[Any, list[int]] = {}
+    for i in again:
+        if given[i].layout is torch.strided:
+            places.setdefault(storage_of(given[i]), []).append(i)
+    given_strides = {i: given[i].stride() for i in again if given[i].layout is torch.strided}
     operands: dict[int, Tensor] = {}
+    saved: list[weakref.ref[Own]] = []
 
-    def pack(x: Tensor) -> Tensor | _Seen:
-        at = places.get(_storage(x)) if x.layout is torch.strided and x.numel() else None
-        if at is not None and x.dtype == given[at].dtype:
+    def pack(x: Tensor) -> Own | _Seen:
+        at = _within(x, places.get(storage_of(x), ()), given) if x.layout is torch.strided and x.numel() else None
+        if at is not None:
             return at, x.size(), x.stride(), int(x.storage_offset()) - int(given[at].storage_offset())
-        return x.detach() if x.grad_fn is not None else x
+        own = Own(x.detach() if x.grad_fn is not None else x)
+        saved.append(weakref.ref(own))
+        return own
 
-    def unpack(kept: Tensor | _Seen) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+    def unpack(kept: Own | _Seen) -> Tensor:
+        if isinstance(kept, Own):
+            assert kept.tensor is not None, "what the tape holds is not on the device"
+            return kept.tensor
         at, size, stride, offset = kept
-        x = operands[at]
-        return x.as_strided(size, stride, int(x.storage_offset()) + offset)
+        return _seen(operands[at], given_strides[at], size, stride, offset)
 
     those = iter(opened)
     args, kwargs = _replaced(args, those), _replaced(kwargs, those)
@@ -130,9 +154,42 @@ def taped(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kwa
     like: list[Callable[[], Tensor]] = [
         partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in (given[i] for i in needs)
     ]
-    tape = Tape(begins, [get_gradient_edge(opened[i]) for i in needs], like, tuple(again), operands)
+    ends = [get_gradient_edge(opened[i]) for i in needs]
+    tape = Tape(begins, ends, like, tuple(again), operands, saved)
     given.clear()  # autograd holds `pack`, which would hold what it was given
     return (*(y.detach() if isinstance(y, Tensor) else y for y in results), tape)
+
+
+def _within(x: Tensor, places: Sequence[int], given: Sequence[Tensor]) -> int | None:
+    """Which of these operands, all in the memory of x, x is a view of. They may be parts of one tensor, and come back
+    as several: only one that begins where x does is certain then.
+    """
+    same = [i for i in places if given[i].dtype == x.dtype]
+    if len(same) > 1:
+        same = [i for i in same if given[i].storage_offset() == x.storage_offset()]
+    return max(same, key=lambda i: given[i].numel(), default=None)
+
+
+def _seen(x: Tensor, strides: tuple[int, ...], size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    """The view of an operand that has this size, stride and offset where the operand has these strides. It may come
+    back with others: from the host without gaps.
+    """
+    if all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
+        return x.as_strided(size, stride, int(x.storage_offset()) + offset)
+    dims = [d for d, n in enumerate(x.shape) if n > 1]
+    left, order = list(dims), []
+    for n, a in zip(size, stride, strict=True):
+        if n > 1:
+            same = [d for d in left if (x.shape[d], strides[d]) == (n, a)]
+            order += same[:1]
+            left = [d for d in left if d not in same[:1]]
+    if not offset and not left and len(order) == sum(n > 1 for n in size):  # dims in another order
+        return x.squeeze().permute([dims.index(d) for d in order]).reshape(size)
+    whole = x.shape
+    for d, a in enumerate(strides):
+        x = x if a else x.narrow(d, 0, min(1, whole[d]))
+    apart = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    return apart.as_strided(size, stride, offset)
 
 
 def untaped(

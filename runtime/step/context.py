@@ -54,7 +54,8 @@ class StepContext:
     recomputing: forward runs once more, in backward: its collectives are recorded as "recompute".
     gathers: then, those that may end later.
     lowered: a stage of a training step runs without autograd (shardc.runtime.step.lowered).
-    launch: in its backward, what begins the sums of the buckets that have all their gradients."""
+    launch: in its backward, what begins the sums of the buckets that have all their gradients.
+    host_copies: where it keeps values on the host (shardc.runtime.step.activation_offload.OffloadedTensors)."""
 
     def __init__(self) -> None:
         self.microbatch: MicrobatchContext | None = None
@@ -64,6 +65,7 @@ class StepContext:
         self.recomputing = False
         self.lowered = False
         self.launch: Callable[[], None] | None = None
+        self.host_copies: Any = None
         self.gathers = Gathers()
 
     @property
@@ -79,14 +81,14 @@ class StepContext:
         self.microbatch = MicrobatchContext(index, count, tuple(totals), sums or {})
 
     @contextmanager
-    def in_lowered(self, launch: Callable[[], None] | None = None) -> Iterator[None]:
-        """In here a stage of a training step runs without autograd. launch: in backward."""
-        before = self.lowered, self.launch
-        self.lowered, self.launch = True, launch
+    def in_lowered(self, launch: Callable[[], None] | None = None, host_copies: Any = None) -> Iterator[None]:
+        """In here a stage of a training step runs without autograd. launch: in backward; host_copies: in forward."""
+        before = self.lowered, self.launch, self.host_copies
+        self.lowered, self.launch, self.host_copies = True, launch, host_copies
         try:
             yield
         finally:
-            self.lowered, self.launch = before
+            self.lowered, self.launch, self.host_copies = before
 
     @contextmanager
     def recompute(self, microbatch: MicrobatchContext | None) -> Iterator[Gathers]:

@@ -163,12 +163,14 @@ class Interpreter:
         mine = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
         divided = any(a.kind == "I" for a in self.actions)
         compiler = Compiler(strict=program.spec is not None and program.spec.strict) if self.compiles else None
+        copies = offloaded(mesh.device, {})
         with _WRITING:
             self.stages = {
-                s: _Runnable(program, s, mesh.device, offloaded, compiler, divided=divided, ranges=ranges) for s in mine
+                s: _Runnable(program, s, mesh.device, offloaded, copies, compiler, divided=divided, ranges=ranges)
+                for s in mine
             }
             self.pairs = {
-                (p.forward, p.backward): _pair(program, p, self.stages, mesh.device, compiler, ranges=ranges)
+                (p.forward, p.backward): _pair(program, p, self.stages, mesh.device, copies, compiler, ranges=ranges)
                 for p in program.pairs
                 if p.forward in mine and p.backward in mine
             }
@@ -311,6 +313,7 @@ class _Runnable:
         index: int,
         device: torch.device,
         offloaded: type[OffloadedTensors],
+        copies: OffloadedTensors,
         compiler: Compiler | None,
         *,
         divided: bool,
@@ -332,7 +335,7 @@ class _Runnable:
             texts = stage.lowered.texts
             if device.type != "cpu":
                 texts = {way: on_device(graph, device) for way, graph in texts.items()}
-            self.lowered = LoweredStage(stage, texts, ranges=ranges, compiler=compiler)
+            self.lowered = LoweredStage(stage, texts, copies, ranges=ranges, compiler=compiler)
         if not self.piped:
             self.updates = tuple(b.name for b in program.buffers if b.updated)
 
@@ -342,6 +345,7 @@ def _pair(
     pair: Pair,
     stages: Mapping[int, _Runnable],
     device: torch.device,
+    copies: OffloadedTensors,
     compiler: Compiler | None,
     *,
     ranges: bool,
@@ -349,7 +353,7 @@ def _pair(
     graph = on_device(pair.graph, device) if device.type != "cpu" else pair.graph
     backward = stages[pair.backward].lowered
     assert backward is not None
-    return LoweredPair(graph, program.stages[pair.forward], backward, ranges=ranges, compiler=compiler)
+    return LoweredPair(graph, program.stages[pair.forward], backward, copies, ranges=ranges, compiler=compiler)
 
 
 #: Kind of action -> the method that does it. (A table in the run itself would tie it into a knot, which is freed much

@@ -18,18 +18,26 @@ from shardc.ir.pairs import prefix_of
 from shardc.ir.program import Stage
 from shardc.runtime.compiled import Compiler, with_pieces
 from shardc.runtime.step import op_errors
+from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.context import MicrobatchContext
 from shardc.runtime.step.profiler_ranges import with_ranges
 
 
 class LoweredStage:
-    """stage: with `lowered`; texts: its graphs, for the device; compiler: of their pieces, if they are compiled.
-    weights: the second half of backward, if it has one.
+    """stage: with `lowered`; texts: its graphs, for the device; compiler: of their pieces, if they are compiled;
+    copies: to the host and back. weights: the second half of backward, if it has one.
     """
 
     def __init__(
-        self, stage: Stage, texts: Mapping[str, fx.Graph], *, ranges: bool, compiler: Compiler | None = None
+        self,
+        stage: Stage,
+        texts: Mapping[str, fx.Graph],
+        copies: OffloadedTensors,
+        *,
+        ranges: bool,
+        compiler: Compiler | None = None,
     ) -> None:
+        self._copies = copies
         forward, backward = texts["forward"], texts["backward"]
         returned: Any = stage.graph.output_node().args[0]
         self._loss = f"{returned[0].name}_grad" if returned[0] is not None else ""
@@ -48,7 +56,7 @@ class LoweredStage:
     @torch.no_grad()
     def forward(self, mesh: Any, *values: Any) -> tuple[Any, dict[str, Any]]:
         """((loss, news, sent), what backward wants). values: what the stage takes."""
-        with mesh.step.in_lowered(), op_errors.named(self._forward_graph):
+        with mesh.step.in_lowered(host_copies=self._copies), op_errors.named(self._forward_graph):
             *returned, kept = self._forward(*values)
         return tuple(returned), dict(zip(self._kept, kept, strict=True))
 
@@ -81,12 +89,21 @@ class LoweredStage:
 
 class LoweredPair:
     """The forward of one microbatch and the backward of another as one text (shardc.passes.lower.pair). graph: for the
-    device; forward, backward: the stages of its halves; compiler: of its pieces, if they are compiled.
+    device; forward, backward: the stages of its halves; compiler: of its pieces, if they are compiled; copies: to the
+    host and back.
     """
 
     def __init__(
-        self, graph: fx.Graph, forward: Stage, backward: LoweredStage, *, ranges: bool, compiler: Compiler | None = None
+        self,
+        graph: fx.Graph,
+        forward: Stage,
+        backward: LoweredStage,
+        copies: OffloadedTensors,
+        *,
+        ranges: bool,
+        compiler: Compiler | None = None,
     ) -> None:
+        self._copies = copies
         assert forward.lowered is not None
         self._prefix = prefix_of(forward.lowered.forward)
         self._backward = backward
@@ -124,7 +141,7 @@ class LoweredPair:
             else:
                 here[name] = kept.pop(own) if own in kept else values[own]
         kept.clear()
-        with mesh.step.in_lowered(launch), view.step.in_lowered(launch):
+        with mesh.step.in_lowered(launch, self._copies), view.step.in_lowered(launch):
             (*returned, saved), grads = self._text.call(here)
         names = self._backward.received
         return (tuple(returned), dict(zip(self._kept, saved, strict=True))), dict(zip(names, grads, strict=True))

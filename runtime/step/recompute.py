@@ -202,10 +202,11 @@ def with_regions(
     for region in reversed(regions.values()):
         if region.ops:
             by_node[region.ops[-1]].closes += (region,)
-    return _module(graph, Regions(by_node, _weights(graph, program, index), offloaded))
+    weights = frozenset(index[n] for n in of_weights(graph, program))
+    return _module(graph, Regions(by_node, weights, offloaded))
 
 
-def _weights(graph: fx.Graph, program: Program, index: dict[fx.Node, int]) -> frozenset[int]:
+def of_weights(graph: fx.Graph, program: Program) -> set[fx.Node]:
     """What follows from parameters and buffers alone: it stays on the device anyway, or its parts do."""
     stored = {"mesh", *(p.name for p in program.params), *(b.name for b in program.buffers)}
     weights: set[fx.Node] = set()
@@ -216,7 +217,7 @@ def _weights(graph: fx.Graph, program: Program, index: dict[fx.Node, int]) -> fr
             else n.all_input_nodes and all(u in weights for u in n.all_input_nodes)
         ):
             weights.add(n)
-    return frozenset(index[n] for n in weights)
+    return weights
 
 
 def _module(graph: fx.Graph, regions: Regions) -> fx.GraphModule:
@@ -461,12 +462,12 @@ class Recording:
                 frame = saved.source = self._frames[region]
                 frame.wanted.append(_Wanted(weakref.ref(saved), origin, x.size(), x.stride(), x.storage_offset()))
                 return frame
-        away = any(r.offload for r in chain) and origin[0] not in self.regions.weights
-        if away and self.regions.offloaded.useful(x):
+        away = next((r.name for r in chain if r.offload), None)
+        if away is not None and origin[0] not in self.regions.weights and self.regions.offloaded.useful(x):
             key = (_storage(x), x.size(), x.stride(), x.storage_offset())
             if key not in self._kept:
                 self._offloaded = self._offloaded or self.regions.offloads(x.device)
-                self._kept[key] = self._offloaded.keep(x)
+                self._kept[key] = self._offloaded.keep(x, away)
             saved.held, saved.unpack = self._kept[key], OffloadedTensor.fetch
         elif self.outer is not None:
             saved.held, saved.unpack = self.outer[0](x.detach() if x.grad_fn is not None else x), self.outer[1]

@@ -8,8 +8,9 @@
 A line is one op; its comment is the type of the result (shardc.ir.type_text.show), `grad` where a gradient flows, and
 for collectives what runs forward/backward, the axes, bytes per rank and cause (`implicit` before it if no annotation
 implies it). Before that comes the region of values that backward computes again, and `kept` with those that it does
-not. Lines of a lowered stage that are compiled as one say so: `| piece 3`. `shardc.artifact.parser` reads it back: the
-text is the artifact, not a picture of it.
+not. Lines of a lowered stage that are compiled as one say so: `| piece 3`; those that begin
+a copy to the host or back, its bytes and cause: `| copy 32768 "spec.yaml:9:5 checkpoint 'h.*'"`.
+`shardc.artifact.parser` reads it back: the text is the artifact, not a picture of it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,19 @@ from shardc.folded_messages import note_lines
 from shardc.ir.graph import source_of
 from shardc.ir.outputs import Output
 from shardc.ir.pairs import Pair
-from shardc.ir.program import Bucket, Buffer, Collective, Input, OffloadPlaces, Param, Program, Region, Source, Value
+from shardc.ir.program import (
+    Bucket,
+    Buffer,
+    Collective,
+    HostCopy,
+    Input,
+    OffloadPlaces,
+    Param,
+    Program,
+    Region,
+    Source,
+    Value,
+)
 from shardc.ir.type_text import show
 from shardc.ir.units import plural, size
 from shardc.runtime import ops
@@ -327,9 +340,16 @@ def comment(node: fx.Node) -> str:
     parts = [value_text(node.meta["value"])]
     if "piece" in node.meta:
         parts.append(f"piece {node.meta['piece']}")
+    if "copy" in node.meta:
+        parts.append(copy_text(node.meta["copy"]))
     if "region" in node.meta:
         parts.append(region_text(node.meta["region"], node.meta.get("kept", ()), node.meta.get("again", 0)))
     return " | ".join(parts if collective is None else [*parts, collective_text(collective)])
+
+
+def copy_text(c: HostCopy) -> str:
+    """`copy 32768 "spec.yaml:9:5 checkpoint 'h.*'"`: bytes, to the host or back."""
+    return f"copy {c.bytes} {json.dumps(c.cause)}"
 
 
 def region_text(region: str, kept: Sequence[str], again: int) -> str:

@@ -19,7 +19,7 @@ from shardc.artifact.tables import axis_fault, layout_of
 from shardc.errors import ShardcError
 from shardc.ir.conversions import SENT
 from shardc.ir.mesh import Mesh
-from shardc.ir.program import Collective, Source, Value
+from shardc.ir.program import Collective, HostCopy, Source, Value
 from shardc.ir.type_text import parse as parse_type
 from shardc.runtime import ops
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers torch.ops.shardc.*)
@@ -31,6 +31,7 @@ _COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (?:(\d{1,18})/)?(\d{1,18}) (implici
 _NAME = r'"(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-f]{4})*"'  # as JSON writes strings
 _REGION = re.compile(rf"({_NAME})(?: kept ({_NAME}(?: {_NAME})*))?(?: again (\d{{1,9}}))?(?: \| |$)")
 _PIECE = re.compile(r"piece (\d{1,9})(?: \| |$)")
+_COPY = re.compile(rf"copy (\d{{1,18}}) ({_NAME})$")
 #: Ops that programs written by earlier versions call by another name.
 _RENAMED = {
     "vary": "sum_grad",
@@ -279,6 +280,9 @@ class _Reader:
         if self.lowered and (piece := _PIECE.match(collective)):
             node.meta["piece"] = int(piece[1])
             collective = collective[piece.end() :]
+        if self.lowered and (copy := _COPY.match(collective)):
+            node.meta["copy"] = HostCopy(int(copy[1]), json.loads(copy[2]))
+            collective = ""
         if collective.startswith("region "):
             collective = self._region(node, collective.removeprefix("region "), line)
         if collective:

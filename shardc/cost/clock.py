@@ -1,4 +1,4 @@
-"""The time of a rank's step: its ops one after the other, collectives beside them."""
+"""The time of a rank's step: its ops one after the other, collectives beside them, and copies to the host and back."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from shardc.cost.collective_seconds import collective_seconds, reach
 from shardc.cost.device import Device
 from shardc.cost.ledger import Op, Part, Sent, Waited
 from shardc.ir.mesh import Mesh
+from shardc.ir.program import HOST_LINK
 from shardc.runtime.mesh import CommRecord
 
 
@@ -29,7 +30,8 @@ class Flight:
 class Clock:
     """Time of one rank: ops run one after the other, at the earliest when the host has started them; collectives
     overlap with them, but those of one group do not overlap with each other, and those of several groups share the
-    links that they have in common.
+    links that they have in common. Copies to the host and back are a group of their own, and take nothing of the
+    device.
 
     now: seconds since the begin; exposed: of these, those in which the rank waits for collectives, by their axes; idle:
     those in which the device waits for the host.
@@ -98,9 +100,10 @@ class Clock:
     def _beside_collectives(self, seconds: float) -> float:
         """What takes so long alone, while collectives run that take some of the device."""
         rate = self.device.reaches.computing
-        if rate == 1.0 or not self._last:
+        ends = [flight.end for axes, flight in self._last.items() if axes != HOST_LINK]
+        if rate == 1.0 or not ends:
             return seconds
-        busy = max(max(flight.end for flight in self._last.values()) - self.now, 0.0)
+        busy = max(max(ends) - self.now, 0.0)
         return seconds / rate if seconds <= busy * rate else busy + seconds - busy * rate
 
     # --- sending
@@ -139,6 +142,8 @@ class Clock:
 
     def alone(self, record: CommRecord) -> tuple[float, int]:
         """(seconds that a collective takes alone, the kind of link that it uses)."""
+        if record.axes == HOST_LINK:
+            return self.device.copy_seconds(record.bytes), -1
         key = record.kind, record.axes, record.bytes
         if key not in self._known:
             ranks = self.mesh.group(self.rank, record.axes)

@@ -19,7 +19,7 @@ from shardc.cost.ledger import Op, Sent
 from shardc.cost.size_symbols import LayerSums, Symbols
 from shardc.ir.graph import operands_of, source_of, values_of
 from shardc.ir.layers import layer_of
-from shardc.ir.program import Bucket, Program
+from shardc.ir.program import HOST_LINK, Bucket, Program
 from shardc.runtime.mesh import CommRecord
 
 
@@ -39,7 +39,7 @@ def bytes_by_collective(
     """{(axis, kind): bytes of whole tensors} of a step of one microbatch, with what is sent once a step."""
     by_kind: dict[tuple[str, str], LayerSums] = {}
     once = [w for part in (r.before, r.after, r.update) for w in part.work]
-    for record in (w.record for w in (*_first(r), *once) if isinstance(w, Sent)):
+    for record in (w.record for w in (*_first(r), *once) if isinstance(w, Sent) and w.record.axes != HOST_LINK):
         sums = by_kind.setdefault((record.axis, record.kind), LayerSums())
         for layer, x in _bytes(program, record, symbols, nodes):
             sums.add(layer, x)

@@ -143,6 +143,8 @@ class Device(_Section):
     beside its work.
     reaches: shares of these peaks; products: what one of them reaches, by its shape; ops: by torch's name of the op.
 
+    host_link: bytes per second between the device's memory and the host's, in either direction; None: copies take no
+    time.
     node: devices in a node; nodes: how many there are, None: as many as it takes. within, between: links inside of a
     node and between nodes. pod: devices in a pod, whose nodes reach each other at the full rate of `between`; beyond:
     the link to other pods.
@@ -160,6 +162,7 @@ class Device(_Section):
     reaches: Reaches = Reaches()
     products: Products | None = None
     ops: Mapping[str, OpRates] = {}
+    host_link: Positive | None = None
     node: Annotated[int, Field(ge=1)] = 1
     nodes: Annotated[int, Field(ge=1)] | None = None
     within: Link
@@ -229,6 +232,10 @@ class Device(_Section):
         own = self.ops[op.name].bandwidth if op.name in self.ops else None
         return op.traffic / (own or self.bandwidth * self.reaches.bandwidth)
 
+    def copy_seconds(self, nbytes: int) -> float:
+        """Of a copy between the device's memory and the host's."""
+        return 0.0 if self.host_link is None else self.launch + nbytes / (self.host_link * self.reaches.link)
+
     def to_yaml(self) -> str:
         """The device as a file, with units in comments."""
         lines = []
@@ -249,6 +256,7 @@ _UNITS = {
     "reaches": "shares of these peaks that large ops reach",
     "products": "tiles: rows, columns, share",
     "ops": "seconds; bytes per second; share of flops",
+    "host_link": "bytes per second to the host's memory, or from it",
     "node": "devices in a node",
     "nodes": "how many there are",
     "within": "bytes per second and direction of one device; seconds",

@@ -89,7 +89,7 @@ def dry_run(
         ledger.recomputing = lambda: mesh.step.recomputing
         offload = host_memory.offload(ledger.host, cpu=cpu)
         make = optimizer if cpu or optimizer is None else _as_on_gpu(program, optimizer)
-        offloaded = OffloadedTensors if cpu else host_memory.offloaded_tensors(ledger.host)
+        offloaded = OffloadedTensors if cpu else host_memory.offloaded_tensors(ledger.host, ledger)
         engine = _Engine(
             _reporting(program, names),
             _weights(program),

@@ -1,19 +1,22 @@
 """Offloaded tensors of a step, where the CPU plays the device: they are copied as on a GPU, but at once.
 
 `host` makes each tensor that is kept outside of the device, so that shardc.cost.dry_run and the tests can count it
-separately.
+separately. In a dry run, copies of activations are collectives of their own stream, the link to the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardc.ir.program import OffloadPlaces
+from shardc.cost.ledger import Ledger, Sent, Waited
+from shardc.ir.program import HOST_LINK, OffloadPlaces
+from shardc.runtime.mesh import CommRecord
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Mover
 from shardc.runtime.offload.storage import Place, Slot
@@ -28,8 +31,10 @@ def offload(host: Host, *, cpu: bool = False) -> Callable[[OffloadPlaces, Any], 
     return lambda places, mesh: _Offload(places, mesh, host, cpu)
 
 
-def offloaded_tensors(host: Host) -> type[OffloadedTensors]:
-    """The class of activations that `checkpoint: {offload: cpu}` offloads. As on a GPU, they are copied back ahead."""
+def offloaded_tensors(host: Host, ledger: Ledger | None = None) -> type[OffloadedTensors]:
+    """The class of activations that `checkpoint: {offload: cpu}` offloads. As on a GPU, they are copied back ahead.
+    ledger: counts the copies, of tensors without data.
+    """
 
     class OnHost(OffloadedTensors):
         def __init__(self, device: torch.device, after: dict[tuple[int, int], int]) -> None:
@@ -43,7 +48,28 @@ def offloaded_tensors(host: Host) -> type[OffloadedTensors]:
         def useful(x: Tensor) -> bool:
             return True
 
-    return OnHost
+    if ledger is None:
+        return OnHost
+    counted, keys = ledger, count(-1, -1)  # those of a mesh's collectives are not negative
+
+    class Counted(OnHost):
+        def to_host(self, x: Tensor, tag: str = "") -> tuple[Tensor, Any]:
+            kept = self.host(x)
+            return kept, began("offload", kept, "forward", tag)
+
+        def to_device(self, kept: Tensor, *, behind: bool = False, tag: str = "") -> tuple[Tensor, Any]:
+            return torch.empty_like(kept), began("reload", kept, "backward", tag)
+
+        def wait(self, copied: Any) -> None:
+            if copied is not None:
+                counted.parts[-1].work.append(Waited(copied))
+
+    def began(kind: str, x: Tensor, direction: str, tag: str) -> int:
+        record = CommRecord(kind, HOST_LINK, x.numel() * x.element_size(), direction, tag)
+        counted.parts[-1].work.append(Sent(record, key := next(keys)))
+        return key
+
+    return Counted
 
 
 class _Offload(Offload):

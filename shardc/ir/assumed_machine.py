@@ -6,16 +6,17 @@ runs beside what (shardc.passes.lower.overlap) follows from seconds. Ratios are 
 by factors, and a figure that follows a data sheet to three digits would change programs without making them faster.
 What a step takes on a given device, in seconds, is another question: shardc.cost answers it, from devices/*.yaml.
 
-Source: NVIDIA H100 Tensor Core GPU datasheet (dense bfloat16); DGX H100, one 400 Gbit/s NIC a GPU. The same figures are
-in shardc/cost/devices/h100-80g.yaml; tests/ir/test_assumed_machine.py compares them, and holds each ratio to them.
+Source: NVIDIA H100 Tensor Core GPU datasheet (dense bfloat16); DGX H100, one 400 Gbit/s NIC a GPU, PCIe 5 x16 to the
+host. The same figures are in shardc/cost/devices/h100-80g.yaml; tests/ir/test_assumed_machine.py compares them, and
+holds each ratio to them.
 """
 
 from __future__ import annotations
 
 #: Floating-point operations a second: at best, and what large products of a training step reach (40 %).
 PEAK_FLOPS, USUAL_FLOPS = 989e12, 400e12
-#: Bytes a second: of its memory; to a device of the same node; to a device of another node.
-MEMORY, NVLINK, NETWORK = 3.35e12, 450e9, 50e9
+#: Bytes a second: of its memory; to a device of the same node; to a device of another node; to the host's memory.
+MEMORY, NVLINK, NETWORK, HOST_LINK = 3.35e12, 450e9, 50e9, 63e9
 #: Seconds that the smallest op takes; and a message, inside a node and between nodes. Devices of a node.
 LAUNCH, NVLINK_LATENCY, NETWORK_LATENCY = 4e-6, 3e-6, 8e-6
 NODE = 8

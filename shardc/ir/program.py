@@ -154,6 +154,21 @@ class Collective:
         return self.packed or self.bytes
 
 
+#: Stands in the place of axes for copies between a device's memory and the host's, which share one stream. No axis of a
+#: mesh is called so.
+HOST_LINK = ("host link",)
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A line of a lowered stage begins to copy a value from the device's memory to the host's, or back (`checkpoint:
+    {offload: cpu}`). bytes: of one rank. cause: the spec line.
+    """
+
+    bytes: int
+    cause: str = ""
+
+
 class Stored:
     """What parameters and buffers have in common: names in the model's state_dict.
 
@@ -642,7 +657,7 @@ class Program:
 
     def lowered(self, stage: int | None = None) -> str:
         """Where the spec says `lower:`: the text of the forward and the backward that a training step runs, of all
-        stages or of one. "" for stages that are not lowered: a note says why.
+        stages or of one. "" of a program that is not lowered.
         """
         from shardc.artifact import emit
 

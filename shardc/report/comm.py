@@ -1,4 +1,4 @@
-"""The collectives of one training step, by axis and cause."""
+"""The collectives of one training step, by axis and cause, and its copies to the host and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardc.cost.fake_mesh import rank_of as rank_of_coordinate
 from shardc.folded_messages import note_lines
 from shardc.ir.outputs import loss_axes, loss_value, sum_axes, summed
-from shardc.ir.program import Program, Value
+from shardc.ir.program import HOST_LINK, Program, Value
 from shardc.ir.units import seconds, size
 from shardc.runtime import ops
 from shardc.runtime.matrices import assumed
@@ -131,6 +131,17 @@ def comm_rows(program: Program, at: int | None = None, moved: Sequence[int] | No
     return sorted(rows, key=lambda r: (r.axes, rank[r.direction]))
 
 
+def host_rows(cost: Cost) -> list[Row]:
+    """Rows of the copies of `checkpoint: {offload: cpu}`, as a dry run saw them."""
+    cause_of = _causes(cost.program)
+    sizes: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for r in (s.record for of_rank in cost.spans() for s in of_rank if s.record.axes == HOST_LINK):
+        sizes[r.direction, r.kind, cause_of(r)].append(r.bytes)
+    axes = "+".join(HOST_LINK)
+    rows = [Row(axes, kind, way, cause, len(each), sum(each)) for (way, kind, cause), each in sizes.items()]
+    return sorted(rows, key=lambda r: r.direction != "forward")
+
+
 @dataclass(frozen=True)
 class Timed:
     """Of the collectives of a row, on a device. seconds: in which they run; exposed: in which the rank waits for them.
@@ -171,8 +182,11 @@ def _causes(program: Program) -> Callable[[CommRecord], str]:
     """Why a program has a collective that ran, as `comm_rows` says."""
     nodes = {n.name: n for s in program.stages for n in s.graph.nodes if "collective" in n.meta}
     buckets = {f"bucket{i}" for i in range(len(program.buckets))}
+    regions = {r.name: r.cause for r in program.regions}
 
     def cause(r: CommRecord) -> str:
+        if r.axes == HOST_LINK:
+            return regions.get(r.tag) or r.tag
         if r.tag == "loss":
             return "the loss, to every rank"
         if r.tag == "outputs":
@@ -191,9 +205,9 @@ def _causes(program: Program) -> Callable[[CommRecord], str]:
 def comm_table(program: Program, cost: Cost | None = None) -> str:
     """The rows as a table of plain text, with a sum per axis; followed by the program's notes, if there are collectives
     that no annotation requires. With a cost: how long they take on its device, how much of that is exposed, and behind
-    what the rest is hidden.
+    what the rest is hidden; and copies to the host and back.
     """
-    rows = comm_rows(program)
+    rows = [*comm_rows(program), *(host_rows(cost) if cost is not None else [])]
     if not rows:
         return "no collectives: one rank"
     times = timed(cost) if cost is not None else {}

@@ -57,4 +57,4 @@ def to_float64(program: Program, *, compiled: bool = False) -> Program:
     how = (program.spec.lower if program.spec is not None else None) or Lower()
     if not compiled:
         how = how.model_copy(update={"compile": "none"})
-    return lower(double, how)[0] if any(s.lowered is not None for s in program.stages) else double
+    return lower(double, how) if any(s.lowered is not None for s in program.stages) else double

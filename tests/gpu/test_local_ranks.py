@@ -71,6 +71,14 @@ CASES = {
     "optimizer on the host": Case(llama, zero(2, **offload(optimizer="cpu")), waits=None),
     "parameters on the host": Case(llama, zero(3, **offload(optimizer="cpu", parameters="cpu")), waits=None),
     "activations on the host": Case(llama, {"mesh": {"dp": 2}, "checkpoint": [{"match": LAYERS, "offload": "cpu"}]}),
+    "activations on the host, lowered": Case(
+        llama,
+        {
+            "mesh": {"dp": 2},
+            "checkpoint": [{"match": LAYERS, "save": ["linear", "attention"], "offload": "cpu"}],
+            "lower": True,
+        },
+    ),
 }
 #: On the made-up device tests/runtime/step/test_second_device.py has these, and other features, on a loopback mesh.
 CASES |= {f"{name}, dp tp": Case(build, CASES["dp tp"].spec) for name, build in zoo.ALL.items() if name != "llama"}

@@ -13,6 +13,7 @@ def test_it_is_the_h100_of_the_cost_model() -> None:
     assert h100.flops["bfloat16"] == assumed_machine.PEAK_FLOPS
     assert h100.bandwidth == assumed_machine.MEMORY
     assert (h100.within.bandwidth, h100.between.bandwidth) == (assumed_machine.NVLINK, assumed_machine.NETWORK)
+    assert h100.host_link == assumed_machine.HOST_LINK
     latencies = assumed_machine.NVLINK_LATENCY, assumed_machine.NETWORK_LATENCY
     assert (h100.within.latency, h100.between.latency) == latencies
     assert (h100.launch, h100.node) == (assumed_machine.LAUNCH, assumed_machine.NODE)

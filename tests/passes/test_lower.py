@@ -227,15 +227,6 @@ def test_peak_memory_is_not_above_autograds() -> None:
         assert lowered <= eager
 
 
-def test_what_is_not_lowered_says_so() -> None:
-    spec = {"mesh": {"dp": 2}, "checkpoint": [{"match": "h.*", "offload": "cpu"}], "lower": True}
-    program = compiled("gpt", spec)
-    assert [n for n in program.notes if "stage0 is not lowered, and runs under autograd" in n]
-    assert program.lowered() == ""
-    with pytest.raises(shardc.ShardcError, match="is not lowered"):
-        compiled("gpt", {**spec, "strict": True})
-
-
 def test_verify_compares_both_ways() -> None:
     assert compiled("gpt", TP, lower=True).verify(lowered=True).ok
     (finding,) = compiled("gpt", TP).verify(lowered=True).findings

@@ -176,6 +176,45 @@ def _(n: fx.Node) -> None:
     n.graph.erase_node(n)
 
 
+@kind("lowered: another value comes back from the host", _calls(ops.reload_start))
+def _(n: fx.Node) -> bool | None:
+    (wait,) = n.users
+    for other in n.graph.nodes:
+        if other.target is ops.reload_start and other.args != n.args:
+            (there,) = other.users
+            if _tensor(there) is not None and _tensor(there) == _tensor(wait):
+                n.args = other.args
+                return None
+    return False
+
+
+@kind(
+    "lowered: not waited for on the way to the host or back",
+    _calls(ops.offload_wait, ops.reload_wait),
+    ("forward", "backward", "weights"),
+)
+def _(n: fx.Node) -> None:
+    begun: Any = n.args[0]
+    output = n.graph.output_node()
+    if n in output.all_input_nodes:  # backward takes it by its name
+        name, begun.name = n.name, f"{n.name}_begun"
+        n.replace_all_uses_with(begun)
+        n.graph.erase_node(n)
+        begun.name = name
+    else:
+        n.replace_all_uses_with(begun)
+        n.graph.erase_node(n)
+
+
+@kind("lowered: on the host is what another value has left", _calls(ops.offload_start), ("forward",))
+def _(n: fx.Node) -> bool | None:
+    other = _alike(n.args[0])  # type: ignore[arg-type]
+    if other is None:
+        return False
+    n.args = (other, *n.args[1:])
+    return None
+
+
 @kind(
     "lowered: another value of the same shape",
     lambda n: n.op == "call_function" and isinstance(n.target, OpOverload),

@@ -11,8 +11,8 @@ from torch import fx
 from shardc.artifact.emit import bucket_text, value_text
 from shardc.cost import Cost
 from shardc.ir.graph import source_of
-from shardc.ir.program import Bucket, Collective, Program
-from shardc.report.comm import IMPLICIT, Row, comm_rows, timed
+from shardc.ir.program import HOST_LINK, Bucket, Collective, Program
+from shardc.report.comm import IMPLICIT, Row, comm_rows, host_rows, timed
 from shardc.report.drawn_ops import of_parameter, traced
 from shardc.report.page.equal_layers import EqualLayers, ranges
 from shardc.report.page.spec_lines import SpecLines
@@ -168,8 +168,8 @@ class Messages:
         )
 
     def number(self, record: CommRecord) -> int | None:
-        """Which message a collective that ran belongs to."""
-        return self._tags.get(record.tag)
+        """Which message a collective that ran belongs to; None for a copy to the host or back."""
+        return self._tags.get(record.tag) if record.axes != HOST_LINK else None
 
     def _timed(self, cost: Cost) -> None:
         """Replaces what the program says of a message's collectives by what a dry run of the step saw."""
@@ -197,7 +197,7 @@ class Messages:
         """The table of `inspect --comm`, each row with the messages that it counts."""
         times = timed(cost) if cost is not None else {}
         rows = []
-        for r in comm_rows(self._program):
+        for r in [*comm_rows(self._program), *(host_rows(cost) if cost is not None else [])]:
             t = times.get((r.axes, r.direction, r.kind, r.cause))
             rows.append(
                 {

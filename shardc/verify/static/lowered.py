@@ -29,12 +29,14 @@ from shardc.verify.static.terms import Term, Terms
 
 aten = torch.ops.aten
 
-#: What begins a collective, and the line that waits for it.
+#: What begins a collective, or a copy to the host or back, and the line that waits for it.
 _WAITS = {
     ops.start: ops.wait,
     ops.transpose_start: ops.wait,
     ops.gather_start: ops.gather_wait,
     ops.regather_start: ops.regather_wait,
+    ops.offload_start: ops.offload_wait,
+    ops.reload_start: ops.reload_wait,
 }
 #: Lines whose result may lie in the memory of an operand, whatever their names say.
 _MEMORY_OF_FIRST = {ops.add_into}
@@ -302,7 +304,7 @@ def _views_of(n: fx.Node) -> Iterator[fx.Node]:
 
 
 def _unfinished(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
-    """Collectives that are begun and not waited for exactly once, or read before."""
+    """Collectives and copies that are begun and not waited for exactly once, or read before."""
     for n in graph.nodes:
         wait = _WAITS.get(n.target) if n.op == "call_function" else None
         if wait is None:

@@ -3,9 +3,9 @@
     y = add(mm(x, w), b)    ("sum", (("mm", "x", "w"), "b"))
 
 A term is a number: each distinct one is kept once, so that a comparison takes no time. Normal forms make terms equal
-that are: a collective in two lines and in one; a sum in whatever order and memory (the last bits are the business of
-`verify --lowered`); two transposes or reshapes in a row; a product of rows and that of a matrix; what is computed a
-second time.
+that are: a collective in two lines and in one; a value that has been on the host; a sum in whatever order and memory
+(the last bits are the business of `verify --lowered`); two transposes or reshapes in a row; a product of rows and that
+of a matrix; what is computed a second time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ _ASIDE = {"tag", "overlap", "own"}
 _BEGIN = {ops.start: None, ops.transpose_start: ops.transpose}
 #: What reads a bucket again gets what forward got: within a step nobody writes to a parameter.
 _AGAIN = {ops.regather_start: ops.gather_start, ops.regather_wait: ops.gather_wait}
+#: To the host and back, in four lines: each takes what the one before it gives, and the last gives the value.
+_JOURNEY = {ops.offload_start: "leaving", ops.offload_wait: "on the host", ops.reload_start: "coming"}
+_BEFORE = {ops.offload_wait: "leaving", ops.reload_start: "on the host", ops.reload_wait: "coming"}
 _SUMS = {aten.add.Tensor, ops.add_into}
 _PRODUCTS = {op for op in PRODUCTS if isinstance(op, OpOverload)}
 _COPIES = {aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default}
@@ -108,6 +111,8 @@ class Terms:
             op, *rest = args
             inner = (getattr(ops, op), tuple(rest)) if _BEGIN[target] is None else (_BEGIN[target], args)
             return self._kept(("begun", self._called(inner[0], inner[1], kwargs)))
+        if target in _JOURNEY or target in _BEFORE:
+            return self._copied(target, args[0].number)
         if target is ops.wait:
             begun = self._known[args[0].number]
             return begun[1] if begun[0] == "begun" else self._kept(("wait of what was not begun", args[0].number))
@@ -119,6 +124,15 @@ class Terms:
         target = _AGAIN.get(target, _RESHAPES.get(target, target))
         named = tuple(sorted((k, _key(v)) for k, v in kwargs.items() if k not in _ASIDE))
         return self._kept((target, tuple(map(_key, args)), named))
+
+    def _copied(self, target: Any, x: int) -> int:
+        """A step on the way to the host and back. One that follows another step than it should is no value's."""
+        if target in _BEFORE:
+            what, *rest = self._known[x]
+            if what != _BEFORE[target]:
+                return self._kept((f"{target.__name__} of what is not {_BEFORE[target]}", x))
+            x = rest[0]
+        return self._kept((_JOURNEY[target], x)) if target in _JOURNEY else x
 
     def sum(self, *terms: int) -> int:
         """Of several, in whatever order."""
@@ -139,8 +153,10 @@ class Terms:
         what, *rest = self._known[term]
         if what == "sum":
             return what, list(rest[0])
-        if what in ("begun", "reshaped"):
-            return what if what == "begun" else f"reshape to {list(rest[1])} of", [rest[0]]
+        if what == "reshaped":
+            return f"reshape to {list(rest[1])} of", [rest[0]]
+        if isinstance(what, str) and what != "given":
+            return what, [rest[0]]
         found: list[int] = []
 
         def visit(a: Any) -> None:

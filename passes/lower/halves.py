@@ -1,0 +1,67 @@
+"""Backward in two halves, for schedules that put the second one off (zb-h1, zb-v): what the gradients of received
+values hang on, and the rest, which is for weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from shardc.runtime import ops
+
+
+def _of_received(graph: fx.Graph) -> set[fx.Node]:
+    """What the gradients of received values hang on."""
+    found: set[fx.Node] = set()
+    todo = list(graph.output_node().all_input_nodes)
+    while todo:
+        n = todo.pop()
+        if n not in found:
+            found.add(n)
+            todo += n.all_input_nodes
+    return found
+
+
+def _reload_in_each_half(graph: fx.Graph) -> None:
+    """What comes back from the host for both halves of backward comes back for each: it is not held between them."""
+    first = _of_received(graph)
+    for there in [n for n in graph.nodes if n.target is ops.reload_wait and n in first]:
+        later = [u for u in there.users if u not in first]
+        if later:
+            begun: Any = there.args[0]
+            with graph.inserting_before(begun):
+                again = graph.node_copy(begun, lambda x: x)
+                other = graph.node_copy(there, lambda _, again=again: again)  # type: ignore[misc]
+            for u in later:
+                u.replace_input_with(there, other)
+
+
+def halves_of(graph: fx.Graph) -> list[fx.Graph]:
+    """Backward as what the gradients of received values hang on, and the rest: weights."""
+    _reload_in_each_half(graph)
+    first = _of_received(graph)
+    rest = [n for n in graph.nodes if n.op == "call_function" and n not in first]
+    crossing = dict.fromkeys(x for n in rest for x in n.all_input_nodes if x in first and x.op == "call_function")
+    one, one_env = _part(graph, [n for n in graph.nodes if n in first], {})
+    one.output((fx.map_arg(graph.output_node().args[0], one_env.__getitem__), tuple(one_env[n] for n in crossing)))
+    other, _ = _part(graph, rest, crossing)
+    other.output(())
+    return [one, other]
+
+
+def _part(
+    graph: fx.Graph, nodes: Sequence[fx.Node], given: Mapping[fx.Node, None]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Some of a graph's calls as a graph. given: calls elsewhere whose results it takes."""
+    part, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    used = dict.fromkeys(x for n in nodes for x in n.all_input_nodes) | dict.fromkeys(nodes)
+    for n in graph.nodes:
+        if n in given or (n.op == "placeholder" and n in used):
+            env[n] = part.placeholder(n.name)
+            env[n].meta = {k: n.meta[k] for k in ("value", "source") if k in n.meta}
+    for n in nodes:
+        if n.op == "call_function":
+            env[n] = part.node_copy(n, env.__getitem__)
+    return part, env

@@ -1,0 +1,262 @@
+"""Values of `checkpoint: {offload: cpu}` as lines of a lowered step: autograd's step to the bit, no more memory, copies
+that nothing waits for where there is something to compute. The CPU plays the device: copies are real.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import shardc
+from shardc.cost.device import device
+from shardc.ir.graph import copy_graph
+from shardc.ir.program import HOST_LINK, Program
+from shardc.passes.lower.memory import Sizes
+from shardc.passes.lower.rank import Rank
+from shardc.passes.lower.seconds import Seconds
+from shardc.report.comm import comm_table
+from shardc.runtime import ops
+from shardc.runtime.step.activation_offload import OffloadedTensors
+from tests import stand_in_compiler
+from tests.bench.host_copies import Blocks
+from tests.passes.test_lower import PP, SP, TP, built, compiled, equal_to_the_bit, momentum
+from tests.verify.mutants_lowered import LOWERED
+
+overlap: Any = importlib.import_module("shardc.passes.lower.overlap")
+
+
+def region(**how: Any) -> dict[str, Any]:
+    return {"checkpoint": [{"match": "h.*", "offload": "cpu", **how}]}
+
+
+MICRO = {"batch": {"microbatches": 4}}
+#: (model, spec, lower)
+CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "tp, linear": ("gpt", {**TP, **region(save=["linear"])}, True),
+    "sp, cheap": ("gpt", {**SP, **region(recompute="cheap")}, True),
+    "everything kept": ("gpt", {**TP, **region(save=["linear", "attention", "matmul", "norm", "collective"])}, True),
+    "nothing kept, zero 3": (
+        "gpt",
+        {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.01}, **region(save=[])},
+        True,
+    ),
+    "one layer of two": ("gpt", {**TP, "checkpoint": [{"match": "h.0", "save": ["linear"], "offload": "cpu"}]}, True),
+    "nested": (
+        "gpt",
+        {
+            **TP,
+            "checkpoint": [
+                {"match": "h.*", "save": ["linear"], "offload": "cpu"},
+                {"match": "h.*.fc", "save": []},
+            ],
+        },
+        True,
+    ),
+    "precision": (
+        "gpt",
+        {"mesh": {"dp": 2}, "precision": {"compute": "bfloat16"}, **MICRO, **region(recompute="cheap")},
+        True,
+    ),
+    "side by side": ("gpt", {**TP, **MICRO, **region(save=["linear"])}, {"overlap": "microbatches"}),
+    "pieces": ("gpt", {**TP, **region(save=["linear", "norm"])}, {"compile": "layers"}),
+    "1f1b": ("gpt", {**PP, **region(save=["linear"])}, True),
+    "zero bubbles, v": (
+        "gpt",
+        {
+            **PP,
+            "pipeline": {"axis": "pp", "stages": 4, "schedule": "zb-v"},
+            **region(recompute="cheap"),
+        },
+        True,
+    ),
+    "dualpipe-v": (
+        "gpt",
+        {
+            "mesh": {"pp": 2},
+            "pipeline": {"axis": "pp", "stages": 4, "schedule": "dualpipe-v"},
+            **MICRO,
+            **region(save=["linear", "attention"]),
+        },
+        True,
+    ),
+    "experts": ("moe", {**TP, "checkpoint": [{"match": "*", "save": ["linear", "matmul"], "offload": "cpu"}]}, True),
+    "recurrent": ("lstm", {"mesh": {"dp": 2}, "checkpoint": [{"match": "*", "save": [], "offload": "cpu"}]}, True),
+}
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Every copy is made. The sizes of what leaves."""
+    sizes: list[torch.Size] = []
+    begin = OffloadedTensors.to_host
+
+    def noted(self: OffloadedTensors, x: Tensor, tag: str = "") -> Any:
+        sizes.append(x.size())
+        return begin(self, x, tag)
+
+    monkeypatch.setattr(OffloadedTensors, "useful", staticmethod(lambda x: True))
+    monkeypatch.setattr(OffloadedTensors, "to_host", noted)
+    return sizes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_autograds_step_to_the_bit_in_no_more_memory(
+    case: str, moved: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_compiler.put_in(monkeypatch)
+    name, spec, lower = CASES[case]
+    model, batch, _ = built(name)
+    eager, program = compiled(name, spec), compiled(name, spec, lower=lower)
+    assert all(s.lowered is not None for s in program.stages)
+    proof = program.prove()
+    assert proof.ok, str(proof)
+    want = shardc.verify.simulate(eager, model, batch, steps=2, optimizer=momentum)
+    moved.clear()
+    equal_to_the_bit(want, shardc.verify.simulate(program, model, batch, steps=2, optimizer=momentum))
+    assert moved
+    theirs, ours = eager.cost().memory, program.cost().memory
+    if lower is True:  # two microbatches at once take more
+        assert ours.peak <= theirs.peak
+    assert 0 < ours.host <= theirs.host or lower is not True
+
+
+def lines(program: Program, text: str, target: Any) -> list[fx.Node]:
+    lowered = program.stages[0].lowered
+    assert lowered is not None
+    return [n for n in lowered.texts[text].nodes if n.target is target]
+
+
+def test_what_the_text_says() -> None:
+    program = compiled("gpt", {**TP, **region(save=["linear"])}, lower=True)
+    forward, _, backward = program.lowered().partition("_backward(")
+    assert re.search(
+        r"linear_2_leaving = ops.offload_start\(linear_2, mesh, tag='h.0'\)  # \? \| copy 65536 \"spec: checkpoint",
+        forward,
+    )
+    assert "linear_2_host = ops.offload_wait(linear_2_leaving)" in forward
+    assert re.search(r"    linear_2_host,  # \?\n", backward)
+    assert re.search(
+        r"linear_2_coming = ops.reload_start\(linear_2_host, tag='h.0'\)  # f64\[4, 16, 128\] \| copy 65536 ", backward
+    )
+    assert "linear_2 = ops.reload_wait(linear_2_coming)" in backward
+    assert not [n for n in program.notes if "autograd" in n]
+
+
+def test_it_comes_back_from_disk(tmp_path: Path, moved: list[torch.Size]) -> None:
+    model, batch, _ = built("gpt")
+    program = compiled("gpt", {**TP, **region(save=["linear"])}, lower=True)
+    program.save(tmp_path / "out")
+    loaded = shardc.load(tmp_path / "out")
+    assert loaded.lowered() == program.lowered()
+    assert loaded.prove().ok
+    want, have = (shardc.verify.simulate(p, model, batch) for p in (program, loaded))
+    assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
+
+
+class Shared(nn.Module):
+    """Of the two products of `a`, the first one's result is wanted outside of it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Region()
+        self.b = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.a(x)
+        return (self.b(one) * two).square().mean()
+
+
+class Region(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        one = self.one(x)
+        return one, nn.functional.gelu(self.two(nn.functional.gelu(one)))
+
+
+def test_what_is_wanted_elsewhere_too_stays(moved: list[torch.Size]) -> None:
+    torch.manual_seed(0)
+    model, batch = Shared().double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
+    checkpoint = [{"match": "a", "save": ["linear"], "offload": "cpu"}]
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}, "lower": True, "checkpoint": checkpoint})
+    assert [str(n.args[0]) for n in lines(program, "forward", ops.offload_start)] == ["linear_1"]
+    assert shardc.verify.simulate(program, model, batch).loss.isfinite()
+
+
+def test_copies_run_beside_computing() -> None:
+    """What is computed takes longer than the copies, and no order takes more memory than one copy ahead."""
+    with torch.device("meta"):
+        model = Blocks(4, 8192)
+    batch = {"x": torch.empty(8192, 8192, device="meta")}
+    checkpoint = [{"match": "h.*", "save": ["linear"], "offload": "cpu"}]
+    spec = {"shardc": 1, "mesh": {"dp": 1}, "precision": {"compute": "bfloat16"}, "checkpoint": checkpoint}
+    program = shardc.compile(model, batch, {**spec, "lower": True}, prove=False)
+    eager = shardc.compile(model, batch, spec, prove=False)
+    theirs, ours = eager.cost("h100-80g"), program.cost("h100-80g")
+    copied = sum(s.seconds for s in ours.spans()[0] if s.record.axes == HOST_LINK)
+    assert 0 < ours.exposed["host link"] < min(0.25 * copied, theirs.exposed["host link"])
+    assert ours.memory.peak <= theirs.memory.peak
+    # of a text by itself: each copy back begins before something that is computed, but for the first
+    seconds, sizes = Seconds(program, Rank(program)), Sizes(program)
+    lowered = program.stages[0].lowered
+    assert lowered is not None
+    overlap.Text(lowered.forward, seconds, sizes)
+    text = overlap.Text(lowered.backward, seconds, sizes)
+    adjacent = [n for n in text.nodes if n.target is not ops.reload_start]
+    for n in [n for n in text.nodes if n.target is ops.reload_start]:
+        (wait,) = n.users
+        adjacent.insert(adjacent.index(wait), n)
+    assert text.simulate(text.nodes) < text.simulate(adjacent)
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_copies_have_a_price(lower: bool) -> None:
+    program = compiled("gpt", {**TP, **region(save=["linear"])}, lower=lower)
+    cost = program.cost("h100-80g")
+    spans = [s for s in cost.spans()[0] if s.record.axes == HOST_LINK]
+    assert {s.record.kind for s in spans} == {"offload", "reload"}
+    for s in spans:
+        assert s.seconds == pytest.approx(device("h100-80g").copy_seconds(s.record.bytes))
+    assert "host link  forward    offload" in comm_table(program, cost)
+    free = device("h100-80g").model_copy(update={"host_link": None})
+    assert program.cost(free).exposed.get("host link", 0) == 0
+
+
+# --- the proof
+
+
+KINDS = [k for k in LOWERED if "host" in k]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["tp, linear", "zero bubbles, v", "experts"])
+def test_the_proof_notices(kind: str, case: str) -> None:
+    name, spec, lower = CASES[case]
+    program = compiled(name, spec, lower=lower)
+    mutants = [m for m in (thunk() for thunk in LOWERED[kind](program)) if m is not None]
+    assert mutants or case != "tp, linear"
+    for mutant in mutants[:3]:
+        assert not mutant.prove().ok
+
+
+def test_the_proof_says_what_is_missing() -> None:
+    program = compiled("gpt", {**TP, **region(save=["linear"])}, lower=True)
+    stage = program.stages[0]
+    assert stage.lowered is not None
+    graph = copy_graph(stage.lowered.backward)
+    wait = next(n for n in graph.nodes if n.target is ops.reload_wait)
+    wait.replace_all_uses_with(wait.args[0])
+    graph.erase_node(wait)
+    broken = replace(program, stages=(replace(stage, lowered=replace(stage.lowered, backward=graph)),))
+    said = str(broken.prove())
+    assert "what it begins is waited for 0 times" in said
+    assert "reads what is still on its way" in said
