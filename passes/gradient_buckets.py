@@ -214,8 +214,6 @@ class GradientBuckets(Pass):
                             if b.compute is not None:  # its only users are casts to this dtype
                                 u.replace_all_uses_with(item)
                                 copy.erase_node(u)
-                        if b.rounded:
-                            _without_rounding(copy, item)
             copy.erase_node(before)
         copy.lint()
         return copy
@@ -256,18 +254,6 @@ def _types(program: Program, b: Bucket) -> tuple[Value, ...]:
     return tuple(replace(program.param(n).value, dtype=b.compute or program.param(n).dtype) for n in b.params)
 
 
-def _without_rounding(graph: fx.Graph, item: fx.Node) -> None:
-    """What is gathered is rounded already. So backward can gather it again, and keeps no copy."""
-    for user in list(item.users):
-        if user.target is ops.fp8_round:
-            user.replace_all_uses_with(item)
-            graph.erase_node(user)
-    for amax in [u for u in item.users if u.target is ops.fp8_amax]:  # where no gradient asks for scales
-        for node in (*(u for u in list(amax.users) if u.target is ops.all_reduce_max), amax):
-            if not node.users:
-                graph.erase_node(node)
-
-
 def _rounding(program: Program, param: str) -> Rounded | None:
     """How all that reads a parameter, or casts of it, rounds it; None if something does not, or not alike."""
     found: set[Rounded | None] = set()
@@ -291,7 +277,7 @@ def how_rounded(reader: fx.Node, x: fx.Node | None) -> Rounded | None:
             rounds, axes = whole, whole.args[2]
         formats = {format for u in rounds.users if (format := _format(u, x, rounds))}
         return Rounded(formats.pop(), tuple(reader.args[1]), tuple(axes)) if len(formats) == 1 else None  # type: ignore[arg-type]
-    places = ((0, 1),) if reader.target is ops.fp8_round else WEIGHTS.get(reader.target, ())
+    places = WEIGHTS.get(reader.target, ())
     amax: Any = next((reader.args[scales] for at, scales in places if reader.args[at] is x), None)
     if amax is None or sum(a is x for a in reader.args) != 1 or not _format(reader, x, amax):
         return None
@@ -301,8 +287,6 @@ def how_rounded(reader: fx.Node, x: fx.Node | None) -> Rounded | None:
 
 def _format(reader: fx.Node, x: fx.Node | None, amax: fx.Node) -> str:
     """To what an op rounds x by these largest values; "" if it does not."""
-    if reader.target is ops.fp8_round and reader.args[:2] == (x, amax):
-        return str(reader.args[2])
     pairs = ((at, scales) for at, scales in WEIGHTS.get(reader.target, ()) if reader.args[at] is x)
     return "e4m3" if any(reader.args[scales] is amax for _, scales in pairs) else ""
 

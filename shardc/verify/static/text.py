@@ -365,8 +365,6 @@ class Text:
             self.wrong[node] = f"its scales are compared over {how.axes}, and what has one scale is split over {over}"
         else:
             self.claim(node, claim)
-            for n in (n for n in rounds if n.target is ops.fp8_round):
-                self.claim(node, replace(claim, of=self.model.one[n]))
 
     # --- the model's ops
 
@@ -529,7 +527,7 @@ def rounds_so(reader: fx.Node, x: fx.Node, how: Rounded) -> bool:
             "e4m3",
             recipe.of_weight(transposed),
         )
-    return reader.target is ops.fp8_round and frozen(reader.args[2:], {}) == frozen((how.format, how.granule), {})
+    return False
 
 
 def shown(layout: Layout, mesh: Mesh, *, own: bool = False, padded: bool = False) -> dict[str, Placement]:
