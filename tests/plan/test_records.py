@@ -28,6 +28,7 @@ from shardc.plan.stage_vectors import Meter, roles, stage
 from shardc.runtime import schedule as schedules
 from shardc.runtime.step.engine_optimizer import adamw
 from tests import zoo
+from tests.plan.test_plan import Sparse
 
 H100 = device("h100-80g")
 HIDDEN = 8
@@ -88,21 +89,10 @@ def test_ops_that_are_known_give_what_torch_says(name: str, spec: dict[str, Any]
         assert told(dry_run(program, 0, adamw, known=known)) == asked
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(16, 4)
-        self.up, self.down = nn.Parameter(torch.randn(4, 32, 16)), nn.Parameter(torch.randn(4, 16, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, index = self.router(x).softmax(-1).topk(2)
-        return shardc.nn.experts(x, index, weights, self.up, self.down, activation="relu").square().mean()  # type: ignore[no-any-return]
-
-
 def test_experts_on_a_gpu_are_one_product() -> None:
     """As the engine runs them there (runtime/ops/grouped_mm.py): as many flops, fewer calls."""
     spec = {"shardc": 1, "mesh": {"dp": 1}, "precision": {"params": "bfloat16"}}
-    program = shardc.compile(Experts(), {"x": torch.zeros(8, 16)}, spec, prove=False)
+    program = shardc.compile(Sparse(), {"x": torch.zeros(8, 4, 16)}, spec, prove=False)
 
     def products(cpu: bool) -> tuple[int, int]:
         ops = [w for _, p in dry_run(program, 0, adamw, cpu=cpu).actions for w in p.work if isinstance(w, Op)]
