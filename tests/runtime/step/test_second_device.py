@@ -81,8 +81,13 @@ def test_models_split_by_tensors_and_data(name: str) -> None:
         {"mesh": {"dp": 2, "tp": 2}, "data": {"axis": "dp", "zero": 2}, **STRUCTURE},
         {"mesh": {"tp": 3}, "uneven": "pad", **STRUCTURE},
         {"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2}},
+        {
+            "mesh": {"dp": 2},
+            "checkpoint": [{"match": "model.layers.*", "save": ["linear", "attention"], "offload": "cpu"}],
+            "lower": True,
+        },
     ],
-    ids=["zero 3, recompute", "zero 1", "zero 2, tp", "pad", "pipeline"],
+    ids=["zero 3, recompute", "zero 1", "zero 2, tp", "pad", "pipeline", "on the host, lowered"],
 )
 def test_features(spec: dict[str, Any]) -> None:
     _, waits = losses_and_waits(zoo.ALL["llama"], spec)
