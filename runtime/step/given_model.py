@@ -7,6 +7,7 @@ used for something else by now, such as a teacher that stands still.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -23,7 +24,8 @@ _TWICE = (
     "another engine or module was made of it, and is used too: it and {made} train a copy of the weights each. To train"
     " one, compile a model that computes both losses; a.weights_to(b) copies weights"
 )
-#: Who took weights from a model and is still there.
+#: Who took weights from a model and is still there; ranks may be threads.
+_LOCK = threading.Lock()
 _TAKERS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[GivenModel]] = weakref.WeakKeyDictionary()
 
 
@@ -54,7 +56,8 @@ class GivenModel:
         self.handed_out = False
         self._used = False
         if isinstance(model, nn.Module):
-            _TAKERS.setdefault(model, weakref.WeakSet()).add(self)
+            with _LOCK:
+                _TAKERS.setdefault(model, weakref.WeakSet()).add(self)
 
     def changes(self) -> Notes:
         """What to tell, by the name of what changed first, one of each kind."""
@@ -62,7 +65,9 @@ class GivenModel:
         if model is None:
             return {}
         self._used = True
-        if any(t._used and t is not self and t._rank == self._rank for t in list(_TAKERS.get(model, ()))):
+        with _LOCK:
+            takers = list(_TAKERS.get(model, ()))
+        if any(t._used and t is not self and t._rank == self._rank for t in takers):
             return {"the model": _TWICE.format(made=self._made)} | self._changes(model)
         return self._changes(model)
 
