@@ -40,6 +40,9 @@ from shardc.spec.names import Names
 aten = torch.ops.aten
 _CAST = aten._to_copy.default
 
+#: Of learned queries or places, with microbatches: one device rounds the sum of the gradients, not each of them.
+_ALIKE = "its input is the same in all microbatches, whose gradients would be rounded before they are added up"
+
 
 @dataclass(frozen=True)
 class Products(Pass):
@@ -57,6 +60,7 @@ class Products(Pass):
         writer = _Writer(graph, products.recipe)
         left: dict[str, list[str]] = {}
         chosen = _Chosen(products.match, program)
+        several, of_batch = self.spec.batch.microbatches > 1, _of_batch(program, graph)
         for node in list(calls(graph)):
             if node.target is ops.experts:
                 if why := chosen.unfit_experts(node, products.recipe):
@@ -67,6 +71,8 @@ class Products(Pass):
                 continue
             if why := _unfit(node, BLOCK if products.recipe == "mxfp8" else ALIGNED):
                 left.setdefault(why, []).append(p.fqn)
+            elif several and value_of(node).requires_grad and node not in of_batch:
+                left.setdefault(_ALIKE, []).append(p.fqn)
             else:
                 writer.product(node)
         graph.lint()
@@ -163,6 +169,15 @@ def _unfit(product: fx.Node, multiple: int) -> str:
     if any(n % multiple for n in value_of(w).shape):
         return f"sizes are no multiples of {multiple}"
     return ""
+
+
+def _of_batch(program: Program, graph: fx.Graph) -> set[fx.Node]:
+    """What follows from the batch."""
+    inputs, found = {i.name for i in program.inputs}, set[fx.Node]()
+    for n in graph.nodes:
+        if n.name in inputs if n.op == "placeholder" else not found.isdisjoint(n.all_input_nodes):
+            found.add(n)
+    return found
 
 
 def _some(names: list[str]) -> str:

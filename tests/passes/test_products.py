@@ -424,6 +424,27 @@ def test_the_layers_that_are_left_are_named() -> None:
     assert any("finds no linear layer" in str(n) for n in notes)
 
 
+def test_what_is_alike_in_all_microbatches_is_left() -> None:
+    """Learned queries: one device would round the sum of their gradients, a microbatch its own."""
+
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.project, self.up = nn.Parameter(torch.randn(3, 16)), nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.up(x) @ self.project(self.queries).T).square().mean()
+
+    torch.manual_seed(0)
+    model, batch = Queries(), {"x": torch.randn(8, 16)}
+    for microbatches in (1, 2):
+        more = {"batch": {"microbatches": microbatches}, "mesh": {"dp": 2}}
+        program = shardc.compile(model, batch, spec_of("fp8-rowwise", more))
+        assert program.prove().ok
+        told = "leaves project.weight as it is: its input is the same in all microbatches"
+        assert sum(told in str(n) for n in program.notes) == microbatches - 1
+
+
 def test_adapters_are_left_in_the_dtype_of_products() -> None:
     more = {"adapters": [{"match": "up.*", "rank": 16, "alpha": 16}], "mesh": {"tp": 2}, "shard": {"use": "structure"}}
     program = compiled(spec_of("fp8-rowwise", more))

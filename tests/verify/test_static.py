@@ -19,6 +19,7 @@ from shardc.verify.static import prove, prove_within
 from tests import zoo
 from tests.bench.lowered import builders, settings
 from tests.verify import mutants
+from tests.zoo import plain
 
 TP, MICRO, ZERO3 = "dp=2, tp=2", "dp=2, tp=2, zero 1, 2 microbatches", "dp=2, tp=2, zero 3, recompute cheap"
 PADDED, ZB_V = "dp=3, padded", "pp=2, dp=2, zb-v, zero 3"
@@ -62,6 +63,15 @@ def test_split_sequences_are_proven(method: str, balance: str) -> None:
         spec = {"shardc": 1, "mesh": {"dp": 2, "cp": 2}, "sequence": section, "batch": {"microbatches": 2}}
         proof = prove(shardc.compile(built, batch, spec, prove=False))
     assert proof.ok, str(proof)
+
+
+def test_what_stages_send_may_be_split_in_several_ways_at_once() -> None:
+    """Learned queries, repeated for each row, are alike in all: a part of them is that of any digit."""
+    model, batch = plain.ALL["detector"]()
+    more = {"pipeline": {"axis": "pp", "stages": 3, "schedule": "gpipe"}, "freeze": ["*", "!box"]}
+    spec = {"shardc": 1, "mesh": {"pp": 3, "tp": 2}, "batch": {"microbatches": 2}, "shard": {"use": "structure"}}
+    program = shardc.compile(model, batch, {**spec, "activations": {"decoder:in": {1: "tp"}}, **more}, prove=False)
+    assert program.prove().ok
 
 
 def test_a_loaded_program_is_proven(tmp_path: Path) -> None:

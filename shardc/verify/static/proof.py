@@ -99,7 +99,7 @@ class _Checker:
     program: Program
     until: float
     lines: int = 0
-    sent: dict[str, Claim] = field(default_factory=dict)
+    sent: dict[str, list[Claim]] = field(default_factory=dict)
 
     def run(self) -> Iterator[Gap]:
         program = self.program
@@ -126,7 +126,7 @@ class _Checker:
             for name in stage.sends:
                 node = next(n for n in stage.graph.nodes if n.name == name)
                 if node in text.claims:
-                    self.sent[name] = text.claims[node][0]
+                    self.sent[name] = text.claims[node]  # what is alike everywhere is split in several ways at once
         yield from self._results(texts)
         for name, what in gradient_sums.wrong(program):
             yield Gap(name, what)
@@ -148,13 +148,13 @@ class _Checker:
         return Claim(node, normal(layout, node.meta["value"]), frozenset(fills))
 
     def _text(self, stage: Stage, totals: tuple[tuple[Claim, ...], ...]) -> Any:
-        claims: dict[fx.Node, Claim] = {}
+        claims: dict[fx.Node, list[Claim]] = {}
         known = {**self.stored}
         for n in stage.graph.nodes:
             if n.op != "placeholder" or n.meta.get("value") is None:
                 continue
             if n.name in known and "collective" not in n.meta:
-                claims[n] = known[n.name]
+                claims[n] = [known[n.name]]
             elif n.name in self.sent:
                 claims[n] = self.sent[n.name]
             else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -130,7 +130,7 @@ class Text:
 
     model: Model
     graph: fx.Graph
-    given: dict[fx.Node, Claim]
+    given: Mapping[fx.Node, Sequence[Claim]]
     totals: tuple[tuple[Claim, ...], ...] = ()
     until: float = math.inf
     claims: dict[fx.Node, list[Claim]] = field(default_factory=dict)
@@ -158,8 +158,9 @@ class Text:
         self.no_tensors = {
             n: nodes[n.name] for n in self.model.graph.nodes if n.op == "placeholder" and n.meta.get("value") is None
         }
-        for node, claim in self.given.items():
-            self.claim(node, claim)
+        for node, claims in self.given.items():
+            for claim in list(claims):
+                self.claim(node, claim)
         for node in self.graph.nodes:  # what is made of nothing but the mesh
             if node.op == "call_function" and node.target in (ops.total, aten.full.default):
                 self._follow(node, node, None)
