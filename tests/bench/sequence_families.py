@@ -48,7 +48,7 @@ Made by `make sequences` on {date}: {families} families, {cases} cases, of which
 A run keeps the rows of families that it did not try. Tiny models (two layers, 8 heads, 8 × 16 tokens), float64; equal: loss and every gradient within 1e-12, relatively.
 
 - *gather*, *ring*, *ulysses*, *auto*: the method alone, on cp = 2, 3 (`uneven: pad`), 4, 8.
-- *tp* (2 ranks, `use: structure`), *pp* (2 stages, 2 microbatches), *zero 3* (over cp), *ep* (2 ranks), *checkpoint* (layers computed again): with it, over the four methods{sizes}; where a cell has 8 cases, on cp = 2 and 4 only.
+- *tp* (2 ranks, `use: structure`), *pp* (2 stages, 2 microbatches), *zero 3* (over cp), *ep* (2 ranks), *checkpoint* (layers computed again): with it, over the four methods{sizes}.
 - A cell: equal cases; `+ n` refused by name, for the reason in the last column; **bold**: neither. Empty: not measured, or no experts.
 
 | family | {columns} | refused |
