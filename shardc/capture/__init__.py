@@ -25,7 +25,7 @@ inline_regions          `with torch.no_grad()` in a graph; value_checks: checks 
 inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
 flex_attention          FlexAttention as ops
 foreign_parameters      parameters of nobody that the loss uses
-generation              a model as it generates, with the keys and values of earlier tokens
+generation              a model as it generates, with the states of earlier tokens; generation_cache: its own cache
 side_effects            what forward depends on and must not change
 """
 

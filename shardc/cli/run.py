@@ -73,7 +73,7 @@ def command(
         int | None, typer.Option(min=0, help="held-out loss every so many steps; 0 = at the end")
     ] = None,
     eval_batches: Annotated[
-        int | None, typer.Option(min=0, help="held-out loss of so many batches, the first; 0 = of all (default)")
+        int | None, typer.Option(min=0, help="of so many held-out batches, the first; 0 = of all")
     ] = None,
     log_every: Annotated[
         int | None,

@@ -20,6 +20,7 @@ from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun
 from shardc.cost.ledger import KINDS, Op, Part
 from shardc.ir.mesh import Mesh
+from shardc.ir.program import HOST_LINK
 from shardc.runtime.mesh import CommRecord
 from shardc.spec import Spec
 
@@ -79,6 +80,8 @@ class Meter(Clock):
         self.fixed[self._named(record)] += min(seconds, self.alone(replace(record, bytes=0))[0])
 
     def _named(self, record: CommRecord) -> str:
+        if record.axes == HOST_LINK:  # activations that wait on the host
+            return "memory"
         roles = {self.roles[a.partition("[")[0].partition(".")[0]] for a in record.axes}
         return next(a for a in ("pp", "dp", "ep", "cp", "tp") if a in roles)
 

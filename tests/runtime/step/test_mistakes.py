@@ -70,7 +70,7 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     ),
     "torch.compile": (
         lambda m: torch.compile(m, backend="eager"),
-        r"torch.compile\(module\): forward is a program with collectives(.|\n)*leave it out",
+        r"torch.compile\(module\): forward is a program with collectives(.|\n)*use the module as it is",
     ),
     "a part by itself": (
         lambda m: m.get_submodule("up")(BATCH["x"]),
