@@ -424,6 +424,27 @@ def test_the_layers_that_are_left_are_named() -> None:
     assert any("finds no linear layer" in str(n) for n in notes)
 
 
+def test_an_input_of_two_products_is_rounded_for_one_and_packed_for_the_other() -> None:
+    """One takes what is gathered of it, the other its part."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.q, self.k = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            return self.q(y).square().mean() + self.k(y).square().mean()
+
+    torch.manual_seed(0)
+    more = {"mesh": {"tp": 2}, "shard": {"k": "column"}, "activations": {"q:in": {1: "tp"}}, "freeze": ["*", "!k"]}
+    program = shardc.compile(Two(), {"x": torch.randn(4, 8, 16)}, spec_of("fp8-rowwise", more))
+    text = str(program)
+    assert text.count("ops.fp8_round(") == 1
+    assert text.count("ops.fp8_pack(") == 2
+    assert program.prove().ok, str(program.prove())
+
+
 def test_what_is_alike_in_all_microbatches_is_left() -> None:
     """Learned queries: one device would round the sum of their gradients, a microbatch its own."""
 

@@ -443,7 +443,8 @@ class Text:
         for line, touched, layouts in shown or found:
             for each in touched:
                 self.explained.update(self.twins[self.one[each]])
-            self._result(call, line, layouts)
+            for each in (line, *self._as_bytes(line)):
+                self._result(call, each, layouts)
         if not found and call.target in _PLUS and len(forms) == 1:
             return self._plus_number(call, *forms[0])
         return bool(found)
@@ -455,6 +456,14 @@ class Text:
             x, amax, format, granule = args
             key = call_key(ops.fp8_pack, (x, format, granule, amax), kwargs, self.one)
         return self.by_call[key]
+
+    def _as_bytes(self, line: fx.Node) -> list[fx.Node]:
+        """The line that gives bytes of what this one rounds, beside it: of two products one takes what is gathered."""
+        if line.target is not ops.fp8_round:
+            return []
+        x, amax, format, granule = line.args
+        also = self.by_call.get(call_key(ops.fp8_pack, (x, format, granule, amax), line.kwargs, self.one))
+        return [also] if also is not None else []
 
     def _shows(self, line: fx.Node, layouts: tuple[Layout, ...]) -> bool:
         """Does the text say that a line is this? Of the ways that all fit a constant, the one that the text means."""
