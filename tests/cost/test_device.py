@@ -66,7 +66,9 @@ def test_one_of_them() -> None:
 
 
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a hurry: the numbers are rough, and nobody looks at them."""
+    """In a hurry: the numbers are rough, and nobody looks at them. Which dtypes' products take longer than their launch
+    is a matter of time, too.
+    """
     monkeypatch.setattr(measure, "SECONDS", 0.02)
     monkeypatch.setattr(measure, "MESSAGES", (2**8, 2**12, 2**16, 2**20))
     monkeypatch.setattr(measure, "CALLS", 3)
@@ -76,7 +78,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.exit_code == 0, made.output
     found = device(file)
     assert found.kind == "cpu"
-    assert set(found.flops) == {"float64", "float32", "bfloat16"}
+    assert {"float32"} <= set(found.flops) <= {"float64", "float32", "bfloat16"}
     assert found.products is not None
     assert {"native_layer_norm", "convolution_backward"} <= found.ops.keys()
     assert found.within.bandwidth > 1e6
