@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -46,5 +49,7 @@ def _nobody_elses(x: fx.Node | None) -> bool:
 
 
 def _fresh(n: fx.Node) -> bool:
-    """Does the op make new memory, that nothing else has?"""
-    return isinstance(n.target, OpOverload) and not is_view(n.target) and isinstance(n.meta["value"], Value)
+    """Does the op make new memory, that nothing else has? Of several results, each has its own."""
+    of: Any = n.args[0] if n.target is operator.getitem else n
+    makes = isinstance(of.target, OpOverload) and not is_view(of.target)
+    return makes and not of.meta.get("repeats") and isinstance(n.meta["value"], Value)

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import prefix_of
 from shardc.ir.program import Stage
 from shardc.runtime.compiled import Compiler, with_pieces
 from shardc.runtime.step import op_errors
 from shardc.runtime.step.activation_offload import OffloadedTensors
+from shardc.runtime.step.bindings import bind
 from shardc.runtime.step.context import MicrobatchContext
 from shardc.runtime.step.profiler_ranges import with_ranges
 
@@ -45,7 +47,7 @@ class LoweredStage:
         self._forward_graph = forward
         kept: Any = forward.output_node().args[0]
         self._kept = [n.name for n in kept[3]]
-        self._forward = fx.GraphModule(nn.Module(), with_pieces(forward, compiler))
+        self._forward = fx.GraphModule(nn.Module(), bind(copy_graph(with_pieces(forward, compiler))))
         if ranges:
             self._forward = with_ranges(self._forward, forward)
         self._backward = _Half(backward, compiler, ranges=ranges)
@@ -180,4 +182,4 @@ def _taking(graph: fx.Graph) -> fx.GraphModule:
             env[n] = copy.create_node("call_method", "pop", (values, n.name), name=n.name)
         else:
             env[n] = copy.node_copy(n, env.__getitem__)
-    return fx.GraphModule(nn.Module(), copy)
+    return fx.GraphModule(nn.Module(), bind(copy))

@@ -43,11 +43,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardc.ir.conversions import CONVERSIONS
+from shardc.ir.graph import copy_graph
 from shardc.ir.program import Program
 from shardc.runtime import ops
 from shardc.runtime.mesh.base import Work
 from shardc.runtime.ops.local_math import UNEQUAL
 from shardc.runtime.step.activation_offload import OffloadedTensor, OffloadedTensors
+from shardc.runtime.step.bindings import bind, binding
 from shardc.torch_private import outer_hooks
 
 #: Ops whose result may be their operand on some ranks and a new tensor on others: what they save must not start a
@@ -180,7 +182,7 @@ def with_regions(
     index = {n: i for i, n in enumerate(graph.nodes)}
     tagged = [n for n in graph.nodes if "region" in n.meta]
     if not tagged:
-        return fx.GraphModule(nn.Module(), graph)
+        return fx.GraphModule(nn.Module(), bind(copy_graph(graph)))
     regions: dict[str, _Region] = {}
     for r in program.regions:  # outer ones first
         regions[r.name] = inner = _Region(r.name, (), r.offload)
@@ -190,7 +192,7 @@ def with_regions(
         slots = {u: _Slot(k) for k, u in enumerate(n.all_input_nodes)}
         args, kwargs = _mapped(n.args, slots), {k: _mapped(a, slots) for k, a in n.kwargs.items()}
         op = by_node[index[n]] = _Op(
-            n.target, args, kwargs, tuple(index[u] for u in slots), regions[n.meta["region"]].above
+            binding(n.target), args, kwargs, tuple(index[u] for u in slots), regions[n.meta["region"]].above
         )
         for region in op.chain:
             region.ops.append(index[n])
@@ -233,6 +235,7 @@ def _module(graph: fx.Graph, regions: Regions) -> fx.GraphModule:
             )
         else:
             env[n] = copy.node_copy(n, env.__getitem__)
+            env[n].target = binding(n.target)
     root = nn.Module()
     root.regions = regions  # type: ignore[assignment]
     return fx.GraphModule(root, copy)

@@ -8,6 +8,7 @@ itself. One text serves all ranks, so collectives have one order on all of them.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -275,7 +276,10 @@ def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
     for n in nodes:
         first = n.args[0] if n.args and isinstance(n.args[0], fx.Node) else None
         shares = first is not None and (is_view(n.target) or n.target in _MEMORY_OF_FIRST)
-        memory[n] = memory[first] if shares and first is not None else n
+        if _result(n) is not None:  # of several: each has its own, and who asks for one twice gets the same
+            memory[n] = next(u for u in first.users if u.target is operator.getitem and u.args == n.args)  # type: ignore[union-attr]
+        else:
+            memory[n] = memory[first] if shares and first is not None else n
         sharing[memory[n]].append(n)
     for n in nodes:
         own = n.target is ops.put and bool(n.kwargs.get("own"))
@@ -283,7 +287,8 @@ def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
             continue
         x: Any = n.args[1] if own else n.args[0]
         maker = memory[x]
-        fresh = isinstance(maker.target, OpOverload) and not maker.meta.get("repeats")
+        op = _result(maker) or maker
+        fresh = isinstance(op.target, OpOverload) and not op.meta.get("repeats")
         if maker.op != "call_function" or not fresh:
             yield n, f"it takes over the memory of {maker.name}, which is not this text's own"
             continue
@@ -294,6 +299,12 @@ def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
                 yield n, f"it takes over the memory of {y.name}, which {later[0].name} reads later"
         if not own and any(y in operands_of(n)[1:] for y in sharing[maker] if y is not x):
             yield n, "it is added to another view of itself"
+
+
+def _result(n: fx.Node) -> fx.Node | None:
+    """Of one of the several results of an op of torch that makes new memory, the op."""
+    of: Any = n.args[0] if n.target is operator.getitem else None
+    return of if of is not None and isinstance(of.target, OpOverload) and not is_view(of.target) else None
 
 
 def _views_of(n: fx.Node) -> Iterator[fx.Node]:
