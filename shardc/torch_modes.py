@@ -1,5 +1,5 @@
-"""Modes of torch: those that would change what a program computes are refused, where it is compiled and where it runs;
-tracing is left for a moment where a value is needed now.
+"""Modes of torch: those that would change what a program computes, or that would record only one rank's part of it, are
+refused, where it is compiled and where it runs; tracing is left for a moment where a value is needed now.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 import torch
 
 from shardc.errors import Errors
+from shardc.torch_private import tracing, transforming
 
 T = TypeVar("T")
 
 
 def check(where: str, device: str = "cpu", *, training: bool = True) -> None:
-    """Raises ShardcError, at `where`, inside torch.autocast (for this type of device), and inside torch.inference_mode
-    if gradients are needed.
+    """Raises ShardcError, at `where`, inside torch.autocast (for this type of device), inside torch.inference_mode if
+    gradients are needed, inside a transform of torch.func, and while something records what runs.
     """
     errors = Errors()
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -29,7 +30,30 @@ def check(where: str, device: str = "cpu", *, training: bool = True) -> None:
             where=where,
             fix="leave it out; engine.evaluate needs none",
         )
+    if transforming():
+        errors.add(
+            "a transform of torch.func (grad, vmap, jvp) is under way: it knows nothing of sums over ranks, and what it"
+            " gave would be wrong",
+            where=where,
+            fix="call loss.backward() and read each p.grad; a derivative that the loss needs belongs into the loss"
+            " function: shardc.compile(model, batch, spec, loss=...)",
+        )
+    elif recorder := _recorder():
+        errors.add(
+            f"{recorder} records what runs, and would get one rank's part, with parts of the weights",
+            where=where,
+            fix="record the plain model: model.load_state_dict(...) of full_state_dict(), which every rank calls",
+        )
     errors.raise_any()
+
+
+def _recorder() -> str:
+    """What records the ops that run now; "" = nothing."""
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return "torch.jit.trace"
+    return "make_fx" if tracing() else ""
 
 
 def untraced(function: Callable[..., T], *args: Any) -> T:

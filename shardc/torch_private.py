@@ -71,6 +71,7 @@ __all__ = [
     "functionalized",
     "inductor_compiled",
     "is_transform",
+    "keeps_graph",
     "kernels_of",
     "module_calls",
     "no_compiler",
@@ -94,6 +95,7 @@ __all__ = [
     "traced_so_far",
     "traced_with",
     "tracing",
+    "transforming",
 ]
 
 #: What tracing raises where Python asks for a tensor's value (`if x.sum() > 0`) or a shape hangs on one (`nonzero`).
@@ -183,6 +185,11 @@ def traced_so_far() -> list[fx.Node]:
     """While a model is traced: the nodes of the graph in the making, latest first."""
     mode = get_proxy_mode()
     return [] if mode is None else list(reversed(mode.tracer.graph.nodes))
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp) is under way, in this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def tracing() -> bool:
@@ -587,6 +594,13 @@ def engine_executes(node: Any) -> bool | None:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return None
+
+
+def keeps_graph() -> bool:
+    """Inside of a backward pass: may it be run again (`retain_graph=True`)? Then nothing that was saved for it may be
+    written over. Checkpoints of torch.utils ask so; there is no public name.
+    """
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def after_backward(callback: Callable[[], None]) -> None:

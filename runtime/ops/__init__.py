@@ -19,7 +19,7 @@ fp8               numbers of 8 bits: values and gradients rounded, and as bytes 
                   fp8_format: the two formats; fp8_experts: experts of them
 linear_nll        a linear layer and its cross entropy in chunks of rows
 stretches         cumulative sums and convolutions along a dim that is split
-softmax_parts     a softmax's normaliser over dims that are split
+softmax_parts     a softmax's normaliser over dims that are split; saved_buffers: what backward writes over
 local_math        losses on split classes, look-ups in a part of a table
 taped             an op with its backward as one op, for lowered programs
 torch_library     ops of torch that a captured graph cannot hold

@@ -26,6 +26,7 @@ from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh, agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, SAME_OPTIMIZER, Fact, hashed, stated
 from shardc.runtime.offload import Offload
+from shardc.runtime.ops.saved_buffers import backward_by_user
 from shardc.runtime.reshard.between import End, Reshard, move_weights
 from shardc.runtime.rng import Rng
 from shardc.runtime.state.checkpoint_folder import KEEP
@@ -377,7 +378,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         params = [r.buckets.given[p.name] for p in r.program.params]
         stored = {**self._buffers_by_name(), **constants}
         buffers = [stored[b.name] for b in program.buffers]
-        with op_errors.named(program.stages[0].graph), r.buckets.saving():
+        with op_errors.named(program.stages[0].graph), r.buckets.saving(), backward_by_user():
             loss, news = run(r.mesh, r.rng, *params, *buffers, *tensors)
         r.updates.settle()
         if self.training:

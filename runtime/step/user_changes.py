@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -319,6 +320,13 @@ def check_held(held: Iterable[Held]) -> None:
         if p is not h.parameter or p.dtype != h.dtype or (h.pointer and p.data_ptr() != h.pointer):
             replaced.append(h)
     if replaced:
+        if _within("functional_call"):
+            raise ShardcError(
+                "it puts other tensors in the place of parameters, and the program has those that it was made with",
+                where=f"torch.func.functional_call(module, {{{replaced[0].fqn!r}: ...}})",
+                fix="write them in, and back after the call: p.copy_(value) under torch.no_grad(); for whole weights"
+                " make a module of its own, program.module(model, weights=state_dict)",
+            )
         more = f" ({len(replaced)} such)" if len(replaced) > 1 else ""
         raise ShardcError(
             f"the module's parameter, or its memory, was replaced: the program has the one that it was made with{more}",
@@ -326,6 +334,13 @@ def check_held(held: Iterable[Held]) -> None:
             fix="write into it: load_state_dict without assign=True, or p.copy_(value) under torch.no_grad();"
             " a dtype is the spec's `precision`",
         )
+
+
+def _within(name: str) -> bool:
+    """Does a function of torch's of this name call what runs?"""
+    return any(
+        f.f_code.co_name == name and f.f_globals.get("__name__", "").startswith("torch.") for f, _ in walk_stack(None)
+    )
 
 
 def _add(errors: Errors, fqn: str, *, trains: bool) -> None:
@@ -344,7 +359,21 @@ def _mode(m: nn.Module) -> str:
 
 
 class NoWrapper:
-    """Wrappers ask a module for these attributes first: DistributedDataParallel, and torch.compile."""
+    """Wrappers ask a module for these attributes first: DistributedDataParallel, torch.compile, and torch.jit.script.
+
+    `dir(module)` has none of them: inspect.getmembers and torch.jit.trace ask a module for all that stands there, and
+    would be refused in the name of another.
+    """
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__()} - {*vars(NoWrapper)} | {"compile"})
+
+    def __prepare_scriptable__(self) -> Any:
+        raise ShardcError(
+            "forward is a program with collectives, of which TorchScript knows nothing",
+            where="torch.jit.script(module)",
+            fix="script the plain model: model.load_state_dict(...) of full_state_dict(), which every rank calls",
+        )
 
     @property
     def _torchdynamo_orig_callable(self) -> Any:

@@ -131,7 +131,11 @@ class LossOf(nn.Module):
             elif not isinstance(value, Tensor) or value.is_complex():
                 if isinstance(value, _NUMBERS):
                     what = f"the output {name!r} is a Python number, of .item(), float() or int()"
-                    raise ShardcError(what, where=line, fix="leave that out: the value stays a tensor until it is read")
+                    fix = "leave that out: the value stays a tensor until it is read"
+                    if isinstance(value, (int, float)):  # of a tensor's value tracing makes a symbol
+                        what = f"the output {name!r} is the Python number {value}, and no tensor"
+                        fix = f"write torch.tensor({value}), or leave out the .item(), float() or int() that made it"
+                    raise ShardcError(what, where=line, fix=fix)
                 raise ShardcError(f"the output {name!r} is {_described(value)}", where=line, fix=CONTRACT)
             else:
                 values[name] = value

@@ -7,7 +7,7 @@ dry_run       one rank's step, run by the engine on tensors without data, on a f
               are parameters, gradients, optimizer state, activations
 ledger        counts the storages and ops of a dry run; known_ops: what it has seen of them already
 peak_memory   of the whole schedule, from a dry run; clock: its time, from the same
-step          all of it: `program.cost(device)`
+step          all of it: `program.cost(device)`; premises: what the step computes that it prices, in words
 kept_activations
               what a forward keeps for its backward, tensor by tensor, and which ops want it
 streams       when every collective runs, on the stream of its communicator, and what hides it

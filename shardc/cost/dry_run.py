@@ -37,7 +37,7 @@ from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.step.interpreter import Interpreter, Run, StepHooks, Values
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
-from shardc.runtime.zero.optimizer_list import as_one
+from shardc.runtime.zero.optimizer_list import as_one, class_of
 from shardc.torch_private import fake_mode, sequence_number
 
 #: Kinds of what stays from step to step.
@@ -54,7 +54,7 @@ class DryRun:
     axis. resident: what is stored before a step.
 
     before: what comes before the first action (taking the batch). actions: those that were run, with what each does.
-    after: sums and norms. update: the optimizer's step.
+    after: sums and norms. update: the optimizer's step. optimizer: the name of its class.
     """
 
     at: int
@@ -64,6 +64,7 @@ class DryRun:
     actions: tuple[tuple[Action, Part], ...]
     after: Part
     update: Part
+    optimizer: str = ""
 
     def __repr__(self) -> str:
         return f"<DryRun of rank {self.rank}: {plural(len(self.actions), 'action')}>"
@@ -115,7 +116,8 @@ def dry_run(
         resident = tuple(ledger.live())
         before, after, update = _step(engine, recorded, batch, _affordable(program, coordinate))
         _carry(first, before, update)
-        return DryRun(coordinate, mesh.rank, resident, before, tuple(recorded.performed), after, update)
+        name = class_of(engine.optimizer) if engine.optimizer is not None else ""
+        return DryRun(coordinate, mesh.rank, resident, before, tuple(recorded.performed), after, update, name)
 
 
 def _affordable(program: Program, rank: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from shardc.cost.kept_activations import Kept, kept
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.ledger import Part
 from shardc.cost.peak_memory import Memory, memory, parts, reserved
+from shardc.cost.premises import premises
 from shardc.cost.streams import Span, Streams
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
@@ -66,7 +67,8 @@ class Cost:
 
     memory, flops, comm: of the rank that has the most. memory is live bytes; a device has to hold reserved + outside.
     step_seconds: with overlap as in the program: buckets during backward, gathers ahead of their use. bubble: share of
-    time in which ranks wait for other stages. timeline: of a pipeline, when each action runs, in seconds.
+    time in which ranks wait for other stages. timeline: of a pipeline, when each action runs, in seconds. premises:
+    what a step computes, in words (shardc.cost.premises).
     """
 
     device: Device
@@ -76,11 +78,17 @@ class Cost:
     program: Program = field(repr=False)
     dry_runs: tuple[DryRun, ...] = field(repr=False, default=())
     timeline: Timeline | None = field(repr=False, default=None)
+    premises: str = ""
 
     def __repr__(self) -> str:
         peak = f"peak {size(self.memory.peak)} of {size(self.device.memory)}{'' if self.fits else ', does not fit'}"
         ranks = "" if len(self.ranks) == 1 else f", {len(self.ranks)} different ranks"
         return f"<Cost on {self.device.name}: {peak}; step {duration(self.step_seconds)}{ranks}>"
+
+    @property
+    def step_words(self) -> str:
+        """How long a step takes, and under which premises."""
+        return ", ".join(filter(None, (f"a step of {duration(self.step_seconds)}", self.premises)))
 
     @property
     def memory(self) -> Memory:
@@ -167,7 +175,8 @@ def cost(program: Program, device: Device, optimizer: OptimizerOf | None, on: On
     for at in range(schedule.ranks):
         on(f"{program.axis}={at}" if program.axis else "a rank", at, schedule.ranks)
         dry_runs.append(dry_run(program, at, optimizer, cpu=device.kind == "cpu", known=known, **options))
-    return assemble(program, schedule, dry_runs, device)
+    words = premises(program, dry_runs[0].optimizer, **options)
+    return replace(assemble(program, schedule, dry_runs, device), premises=words)
 
 
 def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], device: Device) -> Cost:

@@ -672,6 +672,19 @@ class Program:
         kept = f"{plural(len(self.params), 'parameter')} of {count(numbers)} numbers"
         return f"<Program {self.meta.get('model', '')} on {self.mesh}: {stages}, {kept}; print it for its text>"
 
+    def __copy__(self) -> Program:
+        return self  # a value, which nothing changes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardcError(
+            "a program is not pickled: it would come with the code of the model, and of a version of torch",
+            where="pickle of a program",
+            fix="program.save(folder), and shardc.load(folder) where it is needed; or compile it there",
+        )
+
     def save(self, folder: str | Path) -> None:
         """Write the artifact: readable Python, layouts, manifest; no pickle. `shardc.load` reads it. See
         shardc.artifact.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardc.cost.device import Device
+from shardc.cost.premises import gradients_norm
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 from shardc.plan.disk_cache import DiskCache
@@ -92,6 +93,7 @@ class Planner:
             if self.precision == "bfloat16"
             else f"precision {self.precision}"
         )
+        step = f"a step {gradients_norm(norm=False, clipped=False)} (`shardc run` takes it: `shardc cost`)"
         reserve = f"{self.headroom:.0%} of memory left to the allocator, NCCL and workspaces (--headroom)"
         return Target(
             self.name,
@@ -102,7 +104,7 @@ class Planner:
             self.library.flops,
             self._dtype(),
             self.usable,
-            (*assumed, dtypes, reserve),
+            (*assumed, dtypes, step, reserve),
         )
 
     def _dtype(self) -> torch.dtype:

@@ -231,7 +231,7 @@ def comm_table(program: Program, cost: Cost | None = None) -> str:
         text.append("  ".join([*cells, line[-1]]).rstrip())
     notes = note_lines(program.notes) if any(r.cause == IMPLICIT for r in rows) else []
     if cost is not None:
-        notes = [f"on {cost.device.name}: a step of {seconds(cost.step_seconds)}", *notes]
+        notes = [f"on {cost.device.name}: {cost.step_words}", *notes]
     return "\n".join([text[0], "-" * len(text[0]), *text[1:], *notes])
 
 

@@ -20,7 +20,7 @@ def waterfall_table(cost: Cost) -> str:
     head = ["", *(f"rank {r.rank}" if len(cost.ranks) > 1 else "each rank" for r in cost.ranks)]
     rows = [[name, *(_short(lines.get(name, 0.0)) for lines in each)] for name in names]
     rows.append(["step", *(_short(sum(lines.values())) for lines in each)])
-    return "\n".join([f"a step on {cost.device.name}, by what its seconds go to", *_aligned([head, *rows])])
+    return "\n".join([f"on {cost.device.name}: {cost.step_words}, by what its seconds go to", *_aligned([head, *rows])])
 
 
 def comparison_table(found: Sequence[Comparison]) -> str:

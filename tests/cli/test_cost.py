@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,11 @@ def test_what_a_step_goes_to(folder: Path) -> None:
     done = warm.run("cost", "model.py", "spec.yaml", "--device", "h200", cwd=folder)
     assert done.returncode == 0, done.stderr
     first, head, *lines = done.stdout.splitlines()
-    assert (first, head.split()) == ("a step on h200, by what its seconds go to", ["each", "rank"])
+    words = r"on h200: a step of \S+ .s, in float32, SGD, with the norm of gradients, by what its seconds go to"
+    assert re.fullmatch(words, first)
+    assert head.split() == ["each", "rank"]
+    shown = warm.run("inspect", "model.py", "spec.yaml", "--comm", "--device", "h200", cwd=folder).stdout
+    assert re.search(r"\non h200: a step of \S+ .s, in float32, AdamW, without the norm of gradients\n", shown)
     assert [line.rpartition("  ")[0].strip() for line in lines][-2:] == ["waiting for dp", "step"]
     done = warm.run("cost", "model.py", "spec.yaml", "--device", "h200", "--json", cwd=folder)
     found = json.loads(done.stdout)

@@ -30,7 +30,9 @@ def test_the_table_adds_up() -> None:
     rows = {line.split()[0]: line for line in lines[3:]}
     assert {"parameters", "optimizer", "gradients", "activations", "communication", "temporaries", "peak"} <= set(rows)
     assert re.match(r"pp=1: the peak is at backward of [\w.]+ \(__init__\.py:\d+\), microbatch \d, stage 1$", lines[-2])
-    assert re.match(r"a step of .* waits for collectives over pp.* .s$", lines[-1])
+    assert re.match(
+        r"a step of .*, AdamW, without the norm of gradients, waits for collectives over pp.* .s$", lines[-1]
+    )
 
 
 def test_what_does_not_fit_is_said() -> None:

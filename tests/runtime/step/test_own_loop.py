@@ -318,6 +318,52 @@ def test_a_copy_shares_nothing_and_a_pickle_is_refused() -> None:
     loopback(program.mesh, work)
 
 
+class Classes(nn.Module):
+    """Logits whose classes are split, and their softmax's normaliser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.table(ids))
+        return nn.functional.cross_entropy(logits, ids.roll(1)) + logits.logsumexp(-1).square().mean()
+
+
+def test_backward_of_a_graph_that_is_kept_runs_again() -> None:
+    """What it saves as large as the logits is written over in the last backward alone."""
+    model, batch = Classes().double(), {"ids": torch.arange(8)}
+    spec = {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}
+    program = shardc.compile(model, batch, {"shardc": 1, **spec})
+    text = program.text()
+    assert "nll_parts" in text and "sum_exp" in text  # noqa: PT018
+    reference = copy.deepcopy(model)
+    (reference(**batch) * 3).backward()
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, model, mesh=mesh)
+        loss = module(**program.local(batch, mesh.rank))
+        for again in (True, True, False):
+            loss.backward(retain_graph=again)
+        for name, p in reference.named_parameters():
+            assert p.grad is not None
+            dim = program.param(name).layout.shards()[0][1].dim
+            want = p.grad.chunk(2, dim)[mesh.coordinate("tp")]
+            got = module.get_parameter(name).grad
+            assert got is not None
+            torch.testing.assert_close(got.as_subclass(Tensor), want, rtol=1e-12, atol=1e-12)
+
+    loopback(program.mesh, work)
+
+
+def test_a_program_is_its_own_copy_and_is_saved_not_pickled() -> None:
+    program = compiled("tp")
+    assert copy.deepcopy({"program": program})["program"] is program is copy.copy(program)
+    for write in (pickle.dumps, lambda p: torch.save({"program": p}, io.BytesIO())):
+        with pytest.raises(ShardcError, match=r"(?s)not pickled.*program.save\(folder\), and shardc.load\(folder\)"):
+            write(program)
+
+
 class Pair(NamedTuple):
     x: Tensor
     name: str

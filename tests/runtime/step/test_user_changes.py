@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
 import shardc
@@ -134,6 +135,50 @@ def test_a_wrapper_that_sums_again_is_refused() -> None:
 
     loopback(program.mesh, work)
     assert "_ddp_params_and_buffers_to_ignore" in inspect.getsource(DistributedDataParallel.__init__)
+
+
+def _moved(module: Any) -> dict[str, Tensor]:
+    return {name: p.detach() + 1 for name, p in module.named_parameters()}
+
+
+def _functional(module: Any, weights: dict[str, Tensor]) -> Any:
+    return torch.func.functional_call(module, weights, kwargs=BATCH)
+
+
+TAKERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "jit.trace": (
+        lambda m: torch.jit.trace(m, tuple(BATCH.values())),
+        "module.forward: torch.jit.trace records what runs",
+    ),
+    "jit.script": (torch.jit.script, r"torch.jit.script\(module\): .*TorchScript"),
+    "export": (lambda m: torch.export.export(m, (), dict(BATCH)), "module.forward: torch.export records what runs"),
+    "make_fx": (lambda m: make_fx(m)(*BATCH.values()), "module.forward: make_fx records what runs"),
+    "functional_call": (lambda m: _functional(m, _moved(m)), r"torch.func.functional_call\(module, {'up.weight': "),
+    "grad": (lambda m: torch.func.grad(lambda w: _functional(m, w))(_moved(m)), r"a transform of torch.func"),
+    "jvp": (lambda m: torch.func.jvp(m, *[tuple(BATCH.values())] * 2), r"a transform of torch.func"),
+    "vmap": (lambda m: torch.func.vmap(m)(*(x[None] for x in BATCH.values())), r"a transform of torch.func"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's of what it will drop
+@pytest.mark.parametrize("taker", TAKERS)
+def test_what_would_take_one_ranks_part_for_the_model_is_refused_in_its_own_name(taker: str) -> None:
+    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+    take, what = TAKERS[taker]
+
+    def work(mesh: LoopbackMesh) -> None:
+        with pytest.raises(ShardcError, match=what):
+            take(ShardedModule(program, MODEL, mesh=mesh))
+
+    loopback(program.mesh, work)
+
+
+def test_all_that_a_module_has_can_be_looked_at() -> None:
+    program = shardc.compile(net(), BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+    (names,) = loopback(
+        program.mesh, lambda m: [n for n, _ in inspect.getmembers(ShardedModule(program, MODEL, mesh=m))]
+    )
+    assert {"clip_grad_norm_", "compile", "up", "forward"} <= {*names}
 
 
 def test_an_engine_notices_what_was_frozen_since() -> None:

@@ -1,0 +1,31 @@
+"""What a predicted step computes, in words: predictions of one program differ where these do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from shardc.ir.program import Program
+
+
+def premises(program: Program, optimizer: str, *, clip_norm: float | None = None, norm: bool = False, **_: Any) -> str:
+    """Such as "in float32, AdamW, without the norm of gradients". optimizer: the name of its class; "": none steps.
+    Others: options of Engine.
+    """
+    numbers = Counter(p.dtype for p in program.params)
+    stored = str(max(numbers, key=numbers.__getitem__, default="")).removeprefix("torch.")
+    computed = (program.spec.precision.compute if program.spec is not None else None) or stored
+    words = [f"in {computed}"] if computed else []
+    if computed != stored:
+        words.append(f"weights in {stored}")
+    if optimizer:
+        words.append(optimizer)
+        words.append(gradients_norm(norm=norm, clipped=clip_norm is not None))
+    return ", ".join(words)
+
+
+def gradients_norm(*, norm: bool, clipped: bool) -> str:
+    """Whether a step computes it. `shardc run` does, to show it."""
+    if clipped:
+        return "clipping by the norm of gradients"
+    return f"with{'' if norm else 'out'} the norm of gradients"
