@@ -2,10 +2,16 @@
 all, on two gloo processes, dp=2.
 
     python tests/bench/matrices.py                     prints the table of docs/matrices.md
+    python tests/bench/matrices.py --rows 16           the same with 16 rows of 256 tokens in a step
+    python tests/bench/matrices.py --least             the least that Muon can add: torch's own steps, no messages
     python tests/bench/matrices.py --predict           what cost.step says of Llama 3 8B on 64 H100s, for that page
 
 Four engines on the same model, in turn, a step each, so that what else the machine does falls on all alike. Ratios are
 medians over rounds of a step's wall time to that of AdamW, with the quartiles.
+
+A Newton-Schulz step of a matrix of k rows takes about 30 k flops an element, forward and backward 6 a token: the
+optimizer's share is 5 k / tokens whatever the number of ranks. Llama 3 8B (k = 4096) was trained with 4 M tokens in
+a step and more, 1024 k (Llama Team 2024); here ROWS rows are 128 k.
 """
 
 from __future__ import annotations
@@ -27,9 +33,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import llama
 
 import shardc
+from shardc.ir.matrices import owners
+from shardc.ir.matrices import work as cost
 
-llama.SIZE = llama.Size(layers=4, hidden=256, heads=4, inter=704, vocab=4096, batch=16, seq=256)
-ROUNDS = 15
+#: Rows of 256 tokens in a step; of each microbatch of two ranks.
+ROWS, MICRO = 128, 16
+ROUNDS = 9
+
+
+def sized(rows: int) -> None:
+    """The model and the batch, of this process."""
+    llama.SIZE = llama.Size(layers=4, hidden=256, heads=4, inter=704, vocab=4096, batch=rows, seq=256)
 
 
 def muon(params: Any) -> list[torch.optim.Optimizer]:
@@ -50,14 +64,16 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def work(rank: int, meeting: str, found: Any) -> None:
+def work(rank: int, meeting: str, found: Any, rows: int) -> None:
+    sized(rows)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     torch.manual_seed(0)
     model, batch = llama.model(), llama.batch()
     engines = {}
     for way, (make, spec) in WAYS.items():
-        program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, **spec}, prove=False)
+        given = {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": max(rows // MICRO, 1)}, **spec}
+        program = shardc.compile(model, batch, given, prove=False)
         engines[way] = program.engine(model, make)
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(ROUNDS + 2):
@@ -69,6 +85,53 @@ def work(rank: int, meeting: str, found: Any) -> None:
     if rank == 0:
         found.put({way: each[2:] for way, each in times.items()})
     torch.distributed.destroy_process_group()
+
+
+def least() -> None:
+    """CPU seconds of one rank of two, without shardc and without messages: forward and backward of its rows, AdamW on
+    its half of all parameters (zero: 1), and Muon on the matrices that it would own with AdamW on half of the rest.
+    """
+    sized(MICRO // 2)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, batch = llama.model(), llama.batch()
+    named = dict(model.named_parameters())
+    matrices = {n: p for n, p in named.items() if p.dim() == 2 and "embed" not in n and "lm_head" not in n}
+    places = owners([cost(p.shape) for p in matrices.values()], 2)
+    mine = [p for p, place in zip(matrices.values(), places, strict=True) if place == 0]
+    rest = [p for n, p in named.items() if n not in matrices]
+
+    def forward_backward() -> None:
+        model(**batch).loss.backward()
+
+    def stepping(make: Any, params: list[Any], share: int) -> Any:
+        made = [
+            torch.nn.Parameter(p.detach().flatten()[: p.numel() // share] if share > 1 else p.detach()) for p in params
+        ]
+        for p in made:
+            p.grad = torch.randn_like(p)
+        return make(made).step
+
+    parts = {
+        "forward and backward": forward_backward,
+        "AdamW, half of all": stepping(lambda ps: torch.optim.AdamW(ps, lr=3e-4), list(named.values()), 2),
+        "AdamW, half of the rest": stepping(lambda ps: torch.optim.AdamW(ps, lr=3e-4), rest, 2),
+        "Muon, its own matrices": stepping(lambda ps: torch.optim.Muon(ps, lr=0.02), mine, 1),
+    }
+    seconds = {name: min(_cpu_seconds(part) for _ in range(8)) for name, part in parts.items()}
+    print(f"one rank of two, {MICRO // 2} rows of {llama.SIZE.seq} tokens; CPU ms, the least of 8")
+    for name, x in seconds.items():
+        print(f"  {name:<26}{x * 1e3:8.1f}")
+    step, plain, other, muon_ = seconds.values()
+    for rows in (16, 32, 64, 128, 256):
+        compute = step * rows / MICRO
+        print(f"  {rows:>4} rows a step: at least {(compute + other + muon_) / (compute + plain):.3f} of AdamW's")
+
+
+def _cpu_seconds(work: Any) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
 
 
 #: Of Llama 3 8B on 64 devices: mesh, and the rest of the spec.
@@ -117,11 +180,15 @@ def predict() -> None:
 def main() -> None:
     if "--predict" in sys.argv[1:]:
         return predict()
+    if "--least" in sys.argv[1:]:
+        return least()
+    rows = int(sys.argv[sys.argv.index("--rows") + 1]) if "--rows" in sys.argv else ROWS
     context = get_context("spawn")
     found = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         started = [
-            context.Process(target=partial(work, rank, f"{folder}/meeting", found), daemon=True) for rank in range(2)
+            context.Process(target=partial(work, rank, f"{folder}/meeting", found, rows), daemon=True)
+            for rank in range(2)
         ]
         for p in started:
             p.start()

@@ -1,8 +1,9 @@
-"""Generation: greedy tokens are transformers', on every mesh; drawn ones are the same on every mesh."""
+"""Generation: on every mesh tokens, greedy and drawn, are those of transformers on one device (tests/drawn.py)."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from shardc.runtime.generate import Prompts
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state import constants
 from shardc.runtime.step.interpreter import Interpreter
-from tests import zoo
+from tests import drawn, zoo
 from tests.zoo import hf, hf_more, sequences
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [3], [11, 12]]
@@ -77,13 +78,8 @@ def ours(spec: dict[str, Any], *calls: dict[str, Any], model: Any = None, batch:
     return ranks[0]
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
-    (found,) = ours(SPECS[name], {})
-    assert found == theirs(llama()[0])
-
-
-DRAWN: list[dict[str, Any]] = [
+CALLS: list[dict[str, Any]] = [
+    {},
     {"temperature": 1.5, "seed": 3},
     {"temperature": 0.8, "top_k": 5},
     {"temperature": 1.0, "top_p": 0.5},
@@ -92,13 +88,14 @@ DRAWN: list[dict[str, Any]] = [
 
 
 @functools.cache
-def drawn_on_one() -> list[list[list[int]]]:
-    return ours(SPECS["one"], *DRAWN)
+def on_one_device() -> list[list[list[int]]]:
+    every = list(range(len(PROMPTS)))
+    return [theirs(llama()[0], logits_processor=drawn.processors(call, every)) for call in CALLS]
 
 
-@pytest.mark.parametrize("name", [n for n in SPECS if n != "one"])
-def test_drawn_tokens_are_the_same_on_every_mesh(name: str) -> None:
-    assert ours(SPECS[name], *DRAWN) == drawn_on_one()
+@pytest.mark.parametrize("name", SPECS)
+def test_tokens_greedy_and_drawn_are_those_of_transformers_on_one_device(name: str) -> None:
+    assert ours(SPECS[name], *CALLS) == on_one_device()
 
 
 def test_other_seeds_draw_other_tokens() -> None:
@@ -199,13 +196,21 @@ FAMILIES = (
 )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families_generate_with_a_cache_as_transformers_does(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+#: One mesh for each family, in turn; tests/bench/generate_families.py tries every family on every mesh.
+IN_TURN = ({"mesh": {"tp": 2}}, {"mesh": {"tp": 4}}, SPECS["pp=2"], {"mesh": {"dp": 2}, "data": {"zero": 3}})
+
+
+@pytest.mark.parametrize(("name", "spec"), list(zip(FAMILIES, itertools.cycle(IN_TURN))), ids=FAMILIES)
+def test_families_generate_with_a_cache_as_transformers_does(
+    name: str, spec: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     model, batch = hf.build({**hf.FAMILIES, **hf_more.FAMILIES, **sequences.FAMILIES}[name])
-    use = "model" if model_plan.read(model) else "structure"
-    (found,) = ours({"mesh": {"tp": 2}, "shard": {"use": use}}, {}, model=model, batch=batch)
-    alone = [theirs(model, [p])[0] for p in PROMPTS]  # transformers' own MPT gives others where rows are filled up
-    assert found == alone
+    split = {"shard": {"use": "model" if model_plan.read(model) else "structure"}} if "tp" in spec["mesh"] else {}
+    calls: tuple[dict[str, Any], ...] = ({}, {"temperature": 2.0, "top_k": 9, "top_p": 0.8})
+    made = ours({**spec, **split}, *calls, model=model, batch=batch)
+    for call, found in zip(calls, made, strict=True):  # each prompt alone: their MPT gives others where rows are filled
+        chosen = [drawn.processors(call, [row]) for row in range(len(PROMPTS))]
+        assert found == [theirs(model, [p], logits_processor=c)[0] for p, c in zip(PROMPTS, chosen, strict=True)]
     assert "whole sequence" not in capsys.readouterr().err
 
 
