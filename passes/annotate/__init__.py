@@ -66,7 +66,7 @@ class Annotate(Pass):
         weights = Weights(spec, program, mesh, shared)
         with errors.collect():
             layouts |= weights.named_layouts()
-            if spec.shard_use and spec.shard_axis in mesh.names and mesh.size(spec.shard_axis) > 1:
+            if spec.shard_use and spec.shard_axis in spec.mesh.names and mesh.size(spec.shard_axis) > 1:
                 plan = _plan(spec, self.options.model_plan, program, mesh, weights.named, layouts)
                 layouts |= weights.planned_layouts(plan)
                 notes += plan.notes

@@ -19,6 +19,7 @@ from torch import fx
 from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.rules import attention, registry
+from shardc.rules.choices import choices_of
 
 aten = torch.ops.aten
 
@@ -127,7 +128,9 @@ def _weights(heads: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
         if op.op != "call_function":
             continue
         rule = registry.find(op.target)
-        if rule is not None and rule.flops is not None:
+        if rule is not None and rule.flops is not None and _by_channel(op):
+            yield from ((x, True) for x in _operands(op))  # its weights lie as its input does
+        elif rule is not None and rule.flops is not None:
             if part or _numel(node) == _numel(heads):  # a fused weight that makes other heads too, or just these
                 yield from ((x, _numel(node) > _numel(heads)) for x in _operands(op))
             continue
@@ -135,6 +138,12 @@ def _weights(heads: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
             if source not in seen:
                 seen.add(source)
                 todo.append((source, part or _numel(node) < _numel(source)))
+
+
+def _by_channel(product: fx.Node) -> bool:
+    """Whether each channel is by itself: a depthwise convolution, which mixes no heads."""
+    sig = choices_of(product, {}).signature
+    return math.prod(sig.sizes[f] for f in sig.summed) == 1
 
 
 def _numel(node: fx.Node) -> int:

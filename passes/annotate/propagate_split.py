@@ -25,6 +25,7 @@ from shardc.ir.program import Program, Value
 from shardc.rules import softmax
 from shardc.rules.choices import Choices, choices_of
 from shardc.rules.strategy import Strategy, needs_sum_grad
+from shardc.rules.views import in_sections
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
 _SAME = 1  # ranks: any factor divides by one, so that what is found does not depend on the mesh
@@ -84,8 +85,14 @@ class Follower:
     def follow(self, start: Key, placement: Shard) -> SplitGroup | Blocked:
         """The group of a value that is split so, or why there is none."""
         group, todo = SplitGroup(), [(start, placement)]
+        held: dict[fx.Node, None] = {}
         stopped = None
-        while todo and stopped is None:
+        while (todo or held) and stopped is None:
+            if not todo:
+                node = max(held)
+                del held[node]
+                stopped = self._run_by_sections(node, group, todo)
+                continue
             key, p = todo.pop()
             if key[0] in self.constant or group.values.get(key) == p:
                 continue
@@ -95,7 +102,7 @@ class Follower:
                 stopped = self.blocked[key, p]
             else:
                 group.values[key] = p
-                stopped = self._around(key, p, group, todo)
+                stopped = self._around(key, p, group, todo, held)
         if stopped is None:
             clash = next((k for k in (*group.entries, *group.exits) if k in group.values), None)
             stopped = Blocked(clash[0], "is needed whole and split") if clash else None
@@ -108,18 +115,29 @@ class Follower:
                 group.inside += 3 * 2 * call.operands[0].nbytes() / softmax.elements(call)
         return group
 
-    def _around(self, key: Key, p: Shard, group: SplitGroup, todo: list[tuple[Key, Shard]]) -> Blocked | None:
-        """The op that makes a value, and those that use it."""
+    def _around(
+        self, key: Key, p: Shard, group: SplitGroup, todo: list[tuple[Key, Shard]], held: dict[fx.Node, None]
+    ) -> Blocked | None:
+        """The op that makes a value, and those that use it. held: ops of several results, of which all have to be known
+        that are split before it is known how the operand is; the last in the graph first, as it may make results of
+        others known.
+        """
         node = key[0]
         if node.op == "placeholder":
             if node.name in self.inputs:
                 return Blocked(node, "is an input, which every rank reads whole")
         else:
             strategy = self.by_result(node, key[1], p)
-            if strategy is None:
+            if strategy is not None:
+                if (stopped := self._run(node, strategy, group, todo)) is not None:
+                    return stopped
+            elif node in group.ops:
+                if group.ops[node].outputs[key[1]] != p:
+                    return Blocked(node, "would be split two ways")
+            elif len(values_of(node)) > 1:
+                held[node] = None
+            else:
                 return Blocked(node, "cannot make its result in parts")
-            if (stopped := self._run(node, strategy, group, todo)) is not None:
-                return stopped
         for user, i in uses(key):
             if user.op == "output":
                 if i == 0:
@@ -153,14 +171,25 @@ class Follower:
                 group.exits[node, i] = None
         return None
 
+    def _run_by_sections(self, node: fx.Node, group: SplitGroup, todo: list[tuple[Key, Shard]]) -> Blocked | None:
+        """Let an op of several results cut its operand by sections: one for each, or those that a result is in."""
+        choices = self.choices(node)
+        known = {i: p for i in range(len(values_of(node))) if (p := group.values.get((node, i))) is not None}
+        dim, *others = {p.dim for p in known.values()}
+        sections: tuple[int, ...] = ()
+        for i, v in enumerate(choices.call.results):
+            if others or dim >= len(v.shape):
+                return Blocked(node, "cannot make its result in parts")
+            sections += in_sections(known.get(i, Shard(dim)), v.shape[dim])
+        for strategy in self._extra(choices, Shard(dim, 1, sections)):
+            if all(strategy.outputs[i] == p for i, p in known.items()):
+                return self._run(node, strategy, group, todo)
+        return Blocked(node, "cannot make its result in parts")
+
     def by_result(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
         """The strategy by which an op makes its result i in this placement."""
         choices = self.choices(node)
-        if (strategy := _matching(choices, 1, i, p)) is not None:
-            return strategy
-        # an op of several results may cut its operand by sections: one for each
-        parts = tuple(v.shape[p.dim] for v in choices.call.results if p.dim < len(v.shape))
-        return next((s for s in self._extra(choices, p, Shard(p.dim, 1, parts)) if s.outputs[i] == p), None)
+        return _matching(choices, 1, i, p) or next((s for s in self._extra(choices, p) if s.outputs[i] == p), None)
 
     def by_operand(self, node: fx.Node, i: int, p: Shard) -> Strategy | None:
         """The strategy by which an op takes its operand i in this placement."""

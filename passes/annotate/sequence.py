@@ -173,7 +173,7 @@ def mark_methods(spec: Spec, program: Program, mesh: Mesh, weight_axes: set[str]
     sequence = spec.sequence
     if sequence is None or spec.sequence_ranks == 1:
         return
-    weights = math.prod(mesh.size(a) for a in weight_axes if a in mesh.names and a not in sequence.axis)
+    weights = math.prod(mesh.size(a) for a in weight_axes if a not in sequence.axis)
     params = {p.name for p in program.params}
     found = [n for n in program.graph.nodes if n.target in OPS or _attends(n, params)]
     modules = sorted({source_of(n).module for n in found})

@@ -56,8 +56,9 @@ class Weights:
         for (kv, digit), (first, *others) in self._repeated.items():
             more = f" and {len(others)} more" if others else ""
             yield (
-                f"{first}{more}: one weight makes {kv} key-value head{'s' if kv > 1 else ''} and the queries that use"
-                f" them; the {self.mesh.size(digit)} ranks of {digit} that share a head all compute its queries too"
+                f"{first}{more}: one weight makes {kv} key-value head{'s' if kv > 1 else ''} (of a scan: groups) and"
+                f" the queries (heads) that use them; the {self.mesh.size(digit)} ranks of {digit} that share one all"
+                " compute its queries too"
             )
 
     def named_layouts(self) -> dict[str, Layout]:

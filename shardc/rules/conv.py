@@ -29,15 +29,20 @@ def convolution(call: Call, groups: int, transposed: bool = False) -> Signature:
     sizes |= {f"{k}{d}": s for k, shape in (("x", x), ("k", w), ("y", y)) for d, s in enumerate(shape[-space:])}
     whole = {f"{k}{d}" for k in "xky" for d in range(space)}
     many: Dim = ("g",) if groups > 1 else ()
-    channels: list[Dim] = [(*many, "i"), ("o",)] if transposed else [(*many, "o"), ("i",)]
+    # each channel by itself: the dim is one factor, which may be split in sections
+    into, out = (many, many) if groups > 1 and sizes["i"] == sizes["o"] == 1 else ((*many, "i"), (*many, "o"))
+    channels: list[Dim] = [into, ("o",)] if transposed else [out, ("i",)]
 
     def at(prefix: str) -> list[Dim]:
         return [(f"{prefix}{d}",) for d in range(space)]
 
-    ins: list[tuple[Dim, ...]] = [(*lead, (*many, "i"), *at("x")), (*channels, *at("k"))]
+    ins: list[tuple[Dim, ...]] = [(*lead, into, *at("x")), (*channels, *at("k"))]
     if len(call.operands) > 2:
-        ins.append(((*many, "o"),))
-    return Signature(tuple(ins), ((*lead, (*many, "o"), *at("y")),), sizes, frozenset({"i"}), frozenset(whole))
+        ins.append((out,))
+    outs = ((*lead, out, *at("y")),)
+    used = {f for side in (*ins, *outs) for dim in side for f in dim}
+    sizes = {f: n for f, n in sizes.items() if f in used}
+    return Signature(tuple(ins), outs, sizes, frozenset({"i"} & used), frozenset(whole))
 
 
 def conv(call: Call) -> Signature:

@@ -195,10 +195,14 @@ def repeat_interleave(call: Call) -> Signature:
 
 
 def local_repeat_interleave(call: LocalCall) -> fx.Node:
-    if not call.split("r"):
-        return call.same()
-    x, d = call.call.operands[0].shape, call.call.dim(call.call.arg(2, "dim"))
-    return call.same(_1=call.out_shape[d] // call.inputs[0].local_shape(x, call.mesh)[d])
+    """As many copies as this rank makes, and the size of what it gets where the call says that."""
+    dim, news = call.call.arg(2, "dim"), {}
+    if dim is not None and isinstance(call.call.arg(1, "repeats"), int):
+        d = call.call.dim(dim)
+        size = call.inputs[0].local_shape(call.call.operands[0].shape, call.mesh)[d]
+        news = {"_1": call.out_shape[d] // size} if call.split("r") else {}
+        news |= {"output_size": call.out_shape[d]} if call.call.arg(3, "output_size") is not None else {}
+    return call.same(**news)
 
 
 rule(aten.repeat_interleave.self_int, repeat_interleave, linear="0", local=local_repeat_interleave)
@@ -306,11 +310,35 @@ def _split_dim(call: Call) -> int:
 
 
 def by_sections(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
-    """A dim that is split part by part: every part is one plain shard."""
+    """A dim that is split part by part: every part is one plain shard, or in sections of its own.
+
+    [16] by sections 8|2 2|4, in parts of 8, 4 and 4:   8 plain, 4 by its digit 2, 4 plain
+    """
     d = _split_dim(call)
     parts = tuple(r.shape[d] for r in call.results)
-    if len(set(parts)) > 1 and all(p % n == 0 for p in parts) and Shard(d, 1, parts) in available[0]:
-        yield Strategy("sections", (Shard(d, 1, parts),), (Shard(d),) * len(parts))
+    cut = (p for p in available[0] if isinstance(p, Shard) and p.dim == d and p.sections)
+    for p in sorted(cut, key=lambda p: p.sections):
+        outs = _in_parts(p, parts) if all(s % n == 0 for s in p.sections) else None
+        if outs is not None and (len(set(parts)) > 1 or p.sections != parts):  # equal parts are a plain digit
+            yield Strategy("sections", (p,), outs)
+
+
+def _in_parts(p: Shard, parts: Sequence[int]) -> tuple[Shard, ...] | None:
+    """How each part of a dim in sections is split; None if a section lies in two parts."""
+    left, found = list(p.sections), []
+    for part in parts:
+        inside: list[int] = []
+        while left and sum(inside) < part:
+            inside.append(left.pop(0))
+        if sum(inside) != part:
+            return None
+        found.append(Shard(p.dim, len(inside)) if len(set(inside)) <= 1 else Shard(p.dim, 1, tuple(inside)))
+    return tuple(found)
+
+
+def in_sections(p: Shard, size: int) -> tuple[int, ...]:
+    """The sections of one part of this size that is split so: `_in_parts` the other way round."""
+    return p.sections or (size // p.split,) * p.split
 
 
 def local_split(call: LocalCall) -> fx.Node:

@@ -52,6 +52,7 @@ sample(
     lambda t: call(t.real(4, 12), 3, 1),
     lambda t: call(t.real(12, 4), 2, -2),
     lambda t: call(t.real(4, 12), 3),
+    lambda t: call(t.real(4, 12), 3, 1, output_size=36),
 )
 sample(
     aten.slice.Tensor,

@@ -60,6 +60,16 @@ def test_fewer_key_value_heads_than_ranks(kv: int, tp: int, attention: str) -> N
     assert k.value.local_shape(program.mesh)[0] == 8  # one head of 8
 
 
+@pytest.mark.parametrize("use", ["model", "structure"])
+def test_what_the_models_plan_or_its_structure_splits(use: str) -> None:
+    """As by hand: of a mesh whose axis was seen in digits, all was left whole, with a note that it splits nothing."""
+    model, batch = llama(2)
+    ways = (SHARD["llama"], {"use": use})
+    by_hand, used = (shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 4}, "shard": s}) for s in ways)
+    assert {p.fqn: str(p.value) for p in used.params} == {p.fqn: str(p.value) for p in by_hand.params}
+    assert not used.notes
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_shared_heads_between_sequence_parallel_blocks(attention: str) -> None:
     spec = {

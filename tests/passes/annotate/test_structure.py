@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
+from shardc.ir.placement import Shard
 from shardc.ir.program import Program
+from shardc.rules.views import _in_parts, in_sections
 from tests import equality, zoo
 from tests.zoo import Built, hf, hf_more
 
@@ -362,3 +364,35 @@ def test_heads_that_do_not_divide_leave_their_pair_whole_with_a_note() -> None:
     program = one.compile({"shardc": 1, "mesh": {"tp": 4}, "shard": {"use": "structure"}})
     assert [n for n in program.notes if "2 (of [8, 256, 2, 8]) does not divide by tp=4" in n and "left whole" in n]
     equality.assert_equal(shardc.verify.simulate(program, one.model, one.batch), one.loss, one.grads)
+
+
+# --- heads of a scan
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_heads_of_a_scan_are_split_with_the_parts_of_the_projection_that_makes_them(tp: int) -> None:
+    """Mamba 2: in_proj makes gate | x | B | C | step, of which x | B | C go through one depthwise convolution. Each
+    part is split by itself; on four ranks two share each of the two groups of B and C.
+    """
+    model, batch = hf.build(hf_more.FAMILIES["mamba2"], num_hidden_layers=1)
+    with zoo.Wide():
+        program = shardc.compile(model, batch, {**USE, "mesh": {"tp": tp}})
+    values = {p.fqn.partition("mixer.")[2]: str(p.value).partition(" ~")[0] for p in program.params}
+    group, head = ("tp", "tp") if tp == 2 else ("tp.0", "tp.0@tp.1/2")
+    assert values["in_proj.weight"] == f"f64[128|128|8|8|8@{group}, 64]"
+    assert values["conv1d.weight"] == f"f64[128|8|8@{group}, 1, 4]"
+    assert values["A_log"] == f"f64[8@{head}]"
+    assert values["out_proj.weight"] == f"f64[64, 128@{head}]"
+    assert forward_sums(program) == {"all_reduce": 2}  # the embedding, and the mixer's output
+    assert len(program.notes) == (tp == 4)  # ranks that share a group make all of its x
+    report = program.verify()
+    assert report.worst <= 1e-12, str(report)
+    assert program.prove().ok
+
+
+def test_parts_in_sections_of_their_own() -> None:
+    p = Shard(0, 1, (128, 128, 8, 8, 8))
+    assert _in_parts(p, [128, 144, 8]) == (Shard(0), Shard(0, 1, (128, 8, 8)), Shard(0))
+    assert _in_parts(p, [256, 16, 8]) == (Shard(0, 2), Shard(0, 2), Shard(0))
+    assert _in_parts(p, [128, 132, 20]) is None
+    assert in_sections(Shard(0, 2), 16) == (8, 8)
