@@ -37,7 +37,7 @@ PROMPTS, CACHES = 16, 64
 #: The first tokens of a vocabulary are often no text: of padding, ends, parts; positions of some models leave it out.
 SPECIAL = 8
 #: How far logits may differ that are computed with a cache, relative to the largest: rounding, which in parts of many
-#: models is that of 32 bits whatever their dtype is (norms, gates of a recurrence).
+#: models is that of 32 bits whatever their dtype is (norms, gates of a recurrence). 5e-2: in 16 bits.
 AGREE = {torch.float64: 2e-5, torch.float32: 1e-3}
 
 
@@ -204,7 +204,7 @@ class Generator:
         differ = False
         if LOGITS in wanted:
             one, other = wanted[LOGITS].double(), found[LOGITS].double()
-            slack = AGREE.get(wanted[LOGITS].dtype, 5e-2) * float(one.abs().max())
+            slack = AGREE.get(_narrowest(longer.program, wanted[LOGITS]), 5e-2) * float(one.abs().max())
             differ = not torch.allclose(one, other, rtol=0, atol=slack)
         return not self.mesh.sum_on_host([differ])[0]
 
@@ -297,6 +297,16 @@ class Generator:
 
 def _generating(program: Program, sizes: Sizes, resize: Resize) -> Generation:
     return resize.generating(program, sizes)
+
+
+def _narrowest(program: Program, logits: Tensor) -> torch.dtype:
+    """The dtype of fewest bits among those of logits and of weights, as products read them: many models give logits in
+    32 bits that were computed in 16.
+    """
+    found = {logits.dtype, *(p.dtype for p in program.params if p.dtype.is_floating_point)}
+    if program.spec is not None and program.spec.precision.compute:
+        found.add(getattr(torch, program.spec.precision.compute))
+    return min(found, key=lambda dtype: dtype.itemsize)
 
 
 def _step(batch: Mapping[str, Any], tokens: Tensor, step: int, length: int, places: bool) -> dict[str, Tensor]:

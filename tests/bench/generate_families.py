@@ -55,7 +55,7 @@ What `python -m tests.bench.generate_families` found, last on {date}: tokens of 
 lengths, greedy and drawn three times: at temperature 1.5; at 2 with `top_k` 9 and `top_p` 0.8; with `top_p` 0.6.
 Transformers draws with its own temperature, top-k and top-p and shardc's random numbers (tests/drawn.py). **=**: all
 tokens of all prompts are the same; else so many prompts of the four, greedy, and of the twelve, drawn. tp 8 has more
-ranks than most of these models have key-value heads (4), tp 4 than some (2).
+ranks than most of these models have key-value heads (4), tp 4 than some (2); (unsplit): no weight was split.
 
 **cache**: one token takes a forward of one token; **whole**: one of the whole sequence, as the family takes no cache or
 takes it otherwise; **cache, whole**: on some meshes. ¹ filled up on the left, transformers' own tokens are others than
@@ -106,8 +106,8 @@ def _ids(prompts: list[list[int]], encodes: bool) -> dict[str, Any]:
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(seen)}
 
 
-def found(model: Any, batch: Any, prompts: Any, spec: dict[str, Any]) -> tuple[list[list[list[int]]], bool]:
-    """Our tokens of each call, and whether by a cache."""
+def found(model: Any, batch: Any, prompts: Any, spec: dict[str, Any]) -> tuple[list[list[list[int]]], bool, bool]:
+    """Our tokens of each call; whether by a cache; whether tp, where the mesh has it, splits any weight."""
     use = "model" if model_plan.read(model) else "structure"
     split = {"shard": {"use": use}} if "tp" in spec["mesh"] else {}
     program = shardc.compile(model, batch, {"shardc": 1, **spec, **split}, prove=False)
@@ -120,7 +120,8 @@ def found(model: Any, batch: Any, prompts: Any, spec: dict[str, Any]) -> tuple[l
     with contextlib.redirect_stderr(said):
         ranks = loopback(program.mesh, work)
     assert all(r == ranks[0] for r in ranks)
-    return ranks[0], "whole sequence" not in said.getvalue()
+    splits = any(axis.startswith("tp") for p in program.params for axis, _ in p.layout.shards())
+    return ranks[0], "whole sequence" not in said.getvalue(), splits or not split
 
 
 def row(name: str) -> str:
@@ -133,7 +134,7 @@ def row(name: str) -> str:
     cells, ways, others = [], [], []
     for mesh, spec in SPECS.items():
         try:
-            made, cached = found(model, batch, prompts, spec)
+            made, cached, splits = found(model, batch, prompts, spec)
         except shardc.ShardcError as e:
             print(name, e, file=sys.stderr)
             cells.append("refused")
@@ -141,7 +142,7 @@ def row(name: str) -> str:
             continue
         same = [a == b for one, other in zip(made, tokens, strict=True) for a, b in zip(one, other, strict=True)]
         greedy, drawn_too = same[: len(tokens[0])], same[len(tokens[0]) :]
-        cells.append("=" if all(greedy) else f"{sum(greedy)} of {len(greedy)}")
+        cells.append(("=" if all(greedy) else f"{sum(greedy)} of {len(greedy)}") + " (unsplit)" * (not splits))
         ways.append("cache" if cached else "whole")
         if not all(drawn_too):
             others.append(f"{mesh}: {sum(drawn_too)} of {len(drawn_too)}")

@@ -2,12 +2,13 @@
 all, on two gloo processes, dp=2.
 
     python tests/bench/matrices.py                     prints the table of docs/matrices.md
-    python tests/bench/matrices.py --rows 16           the same with 16 rows of 256 tokens in a step
+    python tests/bench/matrices.py --rows 16           the same with 16 rows of 256 tokens in a step; --rounds 3
     python tests/bench/matrices.py --least             the least that Muon can add: torch's own steps, no messages
     python tests/bench/matrices.py --predict           what cost.step says of Llama 3 8B on 64 H100s, for that page
 
 Four engines on the same model, in turn, a step each, so that what else the machine does falls on all alike. Ratios are
-medians over rounds of a step's wall time to that of AdamW, with the quartiles.
+medians over rounds of a step's wall time to that of AdamW, with the quartiles; and of the CPU time of a rank, which
+says nothing of what it waits for, but is the same on a busy machine.
 
 A Newton-Schulz step of a matrix of k rows takes about 30 k flops an element, forward and backward 6 a token: the
 optimizer's share is 5 k / tokens whatever the number of ranks. Llama 3 8B (k = 4096) was trained with 4 M tokens in
@@ -38,7 +39,7 @@ from shardc.ir.matrices import work as cost
 
 #: Rows of 256 tokens in a step; of each microbatch of two ranks.
 ROWS, MICRO = 128, 16
-ROUNDS = 9
+ROUNDS, WARM = 9, 1
 
 
 def sized(rows: int) -> None:
@@ -64,7 +65,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def work(rank: int, meeting: str, found: Any, rows: int) -> None:
+def work(rank: int, meeting: str, found: Any, rows: int, rounds: int) -> None:
     sized(rows)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
@@ -75,15 +76,15 @@ def work(rank: int, meeting: str, found: Any, rows: int) -> None:
         given = {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": max(rows // MICRO, 1)}, **spec}
         program = shardc.compile(model, batch, given, prove=False)
         engines[way] = program.engine(model, make)
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(ROUNDS + 2):
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    for _ in range(rounds + WARM):
         for way, engine in engines.items():
             torch.distributed.barrier()
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             engine.step(batch)
-            times[way].append(time.perf_counter() - start)
+            times[way].append((time.perf_counter() - start, time.process_time() - cpu))
     if rank == 0:
-        found.put({way: each[2:] for way, each in times.items()})
+        found.put({way: each[WARM:] for way, each in times.items()})
     torch.distributed.destroy_process_group()
 
 
@@ -182,12 +183,15 @@ def main() -> None:
         return predict()
     if "--least" in sys.argv[1:]:
         return least()
-    rows = int(sys.argv[sys.argv.index("--rows") + 1]) if "--rows" in sys.argv else ROWS
+    rows, rounds = (
+        int(sys.argv[sys.argv.index(name) + 1]) if name in sys.argv else usual
+        for name, usual in (("--rows", ROWS), ("--rounds", ROUNDS))
+    )
     context = get_context("spawn")
     found = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         started = [
-            context.Process(target=partial(work, rank, f"{folder}/meeting", found, rows), daemon=True)
+            context.Process(target=partial(work, rank, f"{folder}/meeting", found, rows, rounds), daemon=True)
             for rank in range(2)
         ]
         for p in started:
@@ -195,11 +199,14 @@ def main() -> None:
         times = found.get()
         for p in started:
             p.join()
-    print("| optimizer | ms a step | to AdamW |\n|---|---:|---:|")
+    print("| optimizer | ms a step | to AdamW | CPU ms of a rank | to AdamW |\n|---|---:|---:|---:|---:|")
     base = times[next(iter(WAYS))]
     for way, each in times.items():
-        low, middle, high = statistics.quantiles([a / b for a, b in zip(each, base, strict=True)], n=4)
-        print(f"| {way} | {statistics.median(each) * 1e3:.0f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
+        cells = []
+        for i in range(2):
+            low, middle, high = statistics.quantiles([a[i] / b[i] for a, b in zip(each, base, strict=True)], n=4)
+            cells.append(f"{statistics.median(x[i] for x in each) * 1e3:.0f} | {middle:.2f} ({low:.2f} to {high:.2f})")
+        print(f"| {way} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -72,9 +72,19 @@ def steps(program: Program, name: str, n: int) -> Simulation:
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_equals_one_device(name: str) -> None:
-    rest, match, kind, dropout = FAMILIES[name]
+#: Each family with its kind, and with LoRA or DoRA, whichever that is not; experts' adapters have no DoRA.
+KINDS = [
+    (name, kind)
+    for name, (rest, _, own, _) in FAMILIES.items()
+    for kind in (own, "lora" if own == "dora" else "dora")
+    if kind == own or "experts" not in rest
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_equals_one_device(name: str, kind: str) -> None:
+    """LoRA and DoRA on ten families."""
+    rest, match, _, dropout = FAMILIES[name]
     adapters = [{"match": match, "kind": kind, "rank": 4, "alpha": 6, "dropout": dropout}]
     program = compiled(name, **rest, adapters=adapters)
     one = steps(compiled(name, mesh={"dp": 1}, adapters=adapters), name, 5)

@@ -263,6 +263,20 @@ def test_weights_that_zero_3_gathers_in_fewer_bits_than_a_token_reads_them_in(
     assert "mixer.D is gathered in torch.float32, as the running program reads it, and here aten.mul.Tensor" in said
 
 
+@pytest.mark.parametrize("how", ["weights", "compute"])
+def test_logits_in_32_bits_of_a_model_in_16_may_differ_by_the_rounding_of_16(
+    how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mamba gives such: by the bound of 32 bits its cache was taken for a wrong one, and tokens ran whole rows."""
+    model, batch = hf.build(hf_more.FAMILIES["mamba"], num_hidden_layers=1)
+    spec: dict[str, Any] = {"mesh": {"dp": 2}}
+    spec |= {"precision": {"compute": "bfloat16"}} if how == "compute" else {}
+    ours(
+        spec, {"max_new_tokens": 3}, model=model.to(torch.float32 if how == "compute" else torch.bfloat16), batch=batch
+    )
+    assert "whole sequence" not in capsys.readouterr().err
+
+
 def test_a_pipeline_is_cut_for_tokens_where_it_is_for_training() -> None:
     """Of its own, a token's cheap scans would move Jamba's cut into another layer, away from the weights."""
     model, batch = hf.build(sequences.FAMILIES["jamba"])
