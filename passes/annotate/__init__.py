@@ -57,9 +57,12 @@ class Annotate(Pass):
         spec = widened(stage_spec(self.spec))
         program = replace(program, graph=copy_graph(program.graph))
         shared = kv_heads.shared(program.graph)
-        mesh = spec.mesh
+        mesh, running = spec.mesh, self.options.compatible_with
         for axis in sorted(_weight_axes(spec)):
-            mesh = kv_heads.refine(mesh, axis, shared.values())
+            if running is not None and len(digits := running.mesh.parts(axis)) > 1:  # as its parameters are split
+                mesh = mesh.refine(axis, *map(running.mesh.size, digits[:-1]))
+            else:
+                mesh = kv_heads.refine(mesh, axis, shared.values())
         use_bands(spec, program)
         use_conv1d(spec, program)
         errors, layouts, notes = Errors(), dict[str, Layout](), list[str]()
@@ -90,10 +93,10 @@ class Annotate(Pass):
         mark_methods(spec, program, mesh, _weight_axes(spec), errors)
         split_ids(spec, program, mesh, layouts)
         errors.raise_any()
-        if self.options.compatible_with is not None:
-            running = _running(self.options.compatible_with, mesh)
-            layouts = {name: x for name, x in layouts.items() if name not in running} | {
-                name: x for name, x in running.items() if x.items
+        if running is not None:
+            theirs = _running(running, mesh)
+            layouts = {name: x for name, x in layouts.items() if name not in theirs} | {
+                name: x for name, x in theirs.items() if x.items
             }
         program = program.with_layouts(layouts)
         return replace(program, mesh=mesh, outputs=outputs, notes=(*program.notes, *notes))
