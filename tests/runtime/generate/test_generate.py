@@ -192,7 +192,7 @@ def test_the_cache_is_written_where_it_stands() -> None:
 #: Keys and values in one place each, in rings, moved up (GPT-Neo, MPT); states of convolutions and recurrences.
 FAMILIES = (
     *("mistral", "qwen3", "phi3", "gpt_neox", "opt", "falcon_alibi", "gemma3", "phi", "gpt_bigcode", "cohere2", "glm4"),
-    *("deepseek_v3_dense", "mixtral", "qwen3_moe", "gpt_oss", "gpt_neo", "mpt", "mamba", "mamba2", "lfm2", "jamba"),
+    *("deepseek_v3_dense", "mixtral", "qwen3_moe", "gpt_oss", "gpt_neo", "mpt", "mamba2", "mamba", "lfm2", "jamba"),
 )
 
 
