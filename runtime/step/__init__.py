@@ -7,7 +7,9 @@ forward               what runs a forward-only program
 module                a program as an nn.Module for a loop of one's own; module_parts: its submodules, of the model's
                       classes; state_dict_marks: whose slices its state has
 parameter_updates     whether a module's parameters changed, and are to be gathered
-interpreter           runs the actions of a schedule: stages forward and backward, sends, receives
+interpreter           the stages of one rank: a step, a forward, an evaluation; run: the actions of one of these, in
+                      order: stages forward and backward, sends, receives
+runnable              a stage as a function; bindings: ops by what takes the host least time to call
 communicators         the process groups that a program needs
 context               what ops may know of the step: the microbatch, sums over microbatches
 inputs                a user's batch -> this rank's inputs

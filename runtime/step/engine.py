@@ -51,9 +51,10 @@ from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
 from shardc.runtime.step.engine_state import WRITE_ALIKE
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.given_model import GivenModel
-from shardc.runtime.step.interpreter import Interpreter, StepHooks
+from shardc.runtime.step.interpreter import Interpreter
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.new_schedule import NewSchedule
+from shardc.runtime.step.run import StepHooks
 from shardc.runtime.step.stepped_once import SteppedOnce
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep

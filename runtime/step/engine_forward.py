@@ -18,8 +18,9 @@ from shardc.runtime.mesh.agreement import Fact, stated
 from shardc.runtime.step import batch_sizes, inputs, outputs
 from shardc.runtime.step.batch_argument import one_batch
 from shardc.runtime.step.engine_state import EngineState
-from shardc.runtime.step.interpreter import Interpreter, Values
+from shardc.runtime.step.interpreter import Interpreter
 from shardc.runtime.step.mean_counts import MeanCounts
+from shardc.runtime.step.run import Values
 
 
 class EngineForward(EngineState):

@@ -50,11 +50,11 @@ from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of, runtime_mesh
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.step.given_model import GivenModel
-from shardc.runtime.step.interpreter import runnable
 from shardc.runtime.step.loop_watch import LoopWatch
 from shardc.runtime.step.module_parts import Parts
 from shardc.runtime.step.optimizer_watch import OptimizerWatch
 from shardc.runtime.step.parameter_updates import Updates
+from shardc.runtime.step.runnable import runnable
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.optimizer_list import as_one
 from shardc.torch_private import after_backward, current_backward

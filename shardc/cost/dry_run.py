@@ -35,7 +35,8 @@ from shardc.runtime.step import param_groups
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import OptimizerOf
-from shardc.runtime.step.interpreter import Interpreter, Run, StepHooks, Values
+from shardc.runtime.step.interpreter import Interpreter
+from shardc.runtime.step.run import Run, StepHooks, Values
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
 from shardc.runtime.zero.optimizer_list import as_one, class_of
 from shardc.torch_private import fake_mode, sequence_number

@@ -1,0 +1,428 @@
+"""One step of one rank under way: a loop over a list of actions (shardc.runtime.schedule), and what each kind does.
+
+A stage is a function of its rank's parameters, buffers and inputs and of values of other stages; autograd is cut at
+those. For a stage s and a microbatch m, forward keeps what the stage received (leaves) and what it made for others
+(outputs); backward starts from the gradients of the outputs, and leaves those of the leaves, to be sent back:
+
+    0F0          stage 0 runs; its output h is kept, and a detached copy waits in the outbox
+    0SEND_F0>1   h leaves                             1RECV_F0<0    a receive is posted on the other rank
+                                                      1F0           waits for it: h is a leaf of stage 1
+                                                      1B0           from the loss; h.grad waits in the outbox
+    0RECV_B0<1   its receive                          1SEND_B0>0    h.grad leaves
+    0B0          backward of stage 0 from (h, its gradient)
+
+A program of one stage is the same loop over `F0 B0 F1 B1 ...`. A receive is posted at its place in the list and waited
+for by the action that uses it; a send is waited for, and what it sent freed, when IN_FLIGHT others have begun after it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from shardc.errors import ShardcError
+from shardc.ir.program import Edge
+from shardc.runtime.mesh import Work
+from shardc.runtime.schedule import Action, computed
+from shardc.runtime.step import op_errors
+from shardc.runtime.step.split_backward import SplitBackward
+
+if TYPE_CHECKING:
+    from shardc.runtime.step.interpreter import Interpreter
+
+#: Sends that a rank has under way, each of all values of one edge. More would keep more activations alive.
+IN_FLIGHT = 2
+
+Way = Literal["forward", "backward"]
+Values = Sequence[Mapping[str, Any]]  # by microbatch: {placeholder: value}, but for what comes from other stages
+
+
+@dataclass
+class _Kept:
+    """Of one run of a stage, until its backward: what it received, and where backward begins. lowered: what its
+    backward wants, where that is a text of its own.
+    """
+
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    made: dict[str, Any] = field(default_factory=dict)  # name -> where its gradient goes in
+    loss: Tensor | None = None
+    split: SplitBackward | None = None
+    lowered: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """What the engine does around forward and backward: see `shardc.runtime.zero.bucket_launch.Buckets`. launch: in a
+    lowered backward, whose text asks for it; scaled: the loss that backward begins with.
+    """
+
+    saving: Callable[..., Any]
+    start: Callable[..., None]
+    start_inputs: Callable[..., None]
+    pause: Callable[[], None]
+    launch: Callable[[], None]
+    reduce: Callable[[], None]
+    scaled: Callable[[Tensor], Tensor]
+
+
+#: Kind of action -> the method that does it. (A table in the run itself would tie it into a knot, which is freed much
+#: later.)
+_DOES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "inputs",
+    "W": "weights",
+    "SEND_F": "send",
+    "SEND_B": "send",
+    "RECV_F": "post",
+    "RECV_B": "post",
+    "REDUCE": "reduce",
+}
+_SAYS = {"B": "backward", "I": "backward", "W": "backward", "F": "forward"}
+
+
+class Run:
+    """One step under way."""
+
+    def __init__(
+        self,
+        interpreter: Interpreter,
+        values: Values,
+        actions: Sequence[Action],
+        hooks: StepHooks | None,
+        *,
+        keep_outputs: bool = True,
+    ) -> None:
+        self.on, self.values, self.actions, self.hooks = interpreter, values, actions, hooks
+        self.losses: list[Tensor] = []
+        self.news: dict[str, Tensor] = {}
+        self.outputs: dict[str, dict[int, Tensor]] = {}  # by microbatch
+        self._keep_outputs = keep_outputs
+        self.kept: dict[tuple[int, int], _Kept] = {}
+        self.inbox: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> values of other stages
+        self.grads: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> gradients of what it made
+        self.posted: dict[
+            tuple[int, int, Way], list[tuple[Edge, dict[str, Tensor], list[Work]]]
+        ] = {}  # (stage, microbatch, way)
+        self.outbox: dict[tuple[int, int, int, Way], list[Tensor]] = {}
+        self.sending: deque[list[Work]] = deque()
+        wanted = [a for a in computed(actions) if a.kind in ("B", "W")]
+        self.first = wanted[0] if wanted else None
+        self.last = {a.stage: a for a in wanted}
+        self.last_forward = {a.stage: a for a in computed(actions) if a.kind == "F"}
+        self.weight_copies: dict[int, dict[str, Tensor]] = {}  # by stage
+
+    def go(self) -> None:
+        for action in self.actions:
+            self.do(action)
+        for works in self.sending:
+            for work in works:
+                work.wait()
+        self._act("")
+
+    def do(self, action: Action) -> None:
+        """One action. STEP is the engine's."""
+        doing = f"at {action} of the schedule" + (
+            f": stage {action.stage}, microbatch {action.microbatch}" if action.microbatch >= 0 else ""
+        )
+        self._act(doing)
+        try:
+            if action.kind == "FB" and self.hooks is not None and (action.stage, action.back[0]) in self.on.pairs:
+                self._pair(*action.parts)
+            else:
+                for part in action.parts:
+                    self._do(part)
+        except ShardcError:
+            raise
+        except Exception as e:
+            if op_errors.no_memory(e):
+                raise op_errors.out_of_memory(e, _SAYS.get(action.kind, "a step")) from e
+            if self.on.axis and hasattr(e, "add_note"):  # Python 3.11
+                e.add_note(doing)
+            raise
+
+    def _set_microbatch(self, action: Action) -> None:
+        step = self.on.mesh.step
+        step.set_microbatch(action.microbatch, len(self.values), step.running.totals, step.running.sums)
+
+    def _do(self, action: Action) -> None:
+        if action.kind in ("F", "B", "I", "W"):
+            self._set_microbatch(action)
+        if action.kind != "STEP":
+            getattr(self, _DOES[action.kind])(action)
+
+    def _act(self, doing: str) -> None:
+        if self.on.axis:
+            self.on.mesh.activity.act(doing)
+
+    # --- computing
+
+    def forward(self, action: Action) -> None:
+        stage = self.on.stages[action.stage]
+        lowered = stage.lowered if self.hooks is not None else None
+        leaves, given = self._given(action)
+        args = [given[n] for n in stage.takes]
+        wanted: dict[str, Any] | None = None
+        with self._around_forward(action):
+            if lowered is not None:
+                returned, wanted = lowered.forward(self.on.mesh, *args)
+            else:
+                with op_errors.named(stage.graph):
+                    returned = stage.run(*args)
+        self._forwarded(action, leaves, returned, wanted)
+
+    def _given(self, action: Action) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """({what a stage received for a forward}, {all that it takes})."""
+        stage, key = self.on.stages[action.stage], (action.stage, action.microbatch)
+        self._received(*key, "forward")
+        under_autograd = self.hooks is not None and stage.lowered is None
+        leaves = {}
+        for name, x in self.inbox.pop(key, {}).items():
+            leaves[name] = x.detach().requires_grad_(under_autograd and stage.receives[name].requires_grad)
+        values = self.values[action.microbatch]
+        return leaves, {n: leaves[n] if n in leaves else values[n] for n in stage.takes}
+
+    @contextmanager
+    def _around_forward(self, action: Action) -> Iterator[None]:
+        saving = self.hooks.saving((action.stage, action.microbatch)) if self.hooks is not None else nullcontext()
+        with saving, self._weight_copies(action):
+            yield
+
+    def _forwarded(
+        self, action: Action, leaves: dict[str, Tensor], returned: Any, wanted: dict[str, Any] | None
+    ) -> None:
+        """A forward has run. wanted: by its backward, of a lowered stage."""
+        s, m = action.stage, action.microbatch
+        stage, key = self.on.stages[s], (s, m)
+        training = self.hooks is not None
+        lowered = stage.lowered if training else None
+        loss, news, sent, *rest = returned if stage.piped or lowered else (*returned[:2], (), *returned[2:])
+        if self._keep_outputs:
+            for name, x in zip(stage.outputs, news[len(stage.updates) :], strict=True):
+                self.outputs.setdefault(name, {})[m] = x.detach().clone() if name in stage.copied else x.detach()
+        for name, new in zip(stage.updates, news, strict=False):
+            self.news[name] = (
+                self.news[name] + new.detach() if name in self.news and name in self.on.adding else new.detach()
+            )
+        if loss is not None:
+            self.losses.append(loss.detach())
+        out = dict(zip(stage.sends, sent, strict=True))
+        if training:
+            edges = {n: torch.autograd.graph.get_gradient_edge(x) for n, x in out.items() if x.requires_grad}
+            begin = loss if loss is not None and loss.requires_grad else None
+            split = SplitBackward(*rest) if rest and lowered is None else None
+            if lowered is not None:  # what it wants of what it received is in `wanted`
+                begin, leaves = loss, {}
+            self.kept[key] = _Kept(leaves, edges, begin, split, wanted)
+        for edge in self.on.edges.values():
+            if edge.source == s:
+                self._deliver(edge, m, {n: out[n].detach() for n in edge.names}, "forward")
+
+    @contextmanager
+    def _weight_copies(self, action: Action) -> Iterator[None]:
+        """Around a forward in training: one copy of the stage's cast weights for all microbatches
+        (shardc.runtime.ops.cast_once). After the stage's last forward, only those that backward needs are alive.
+        """
+        if self.hooks is None or len(self.values) == 1:
+            yield
+            return
+        step = self.on.mesh.step
+        step.weight_copies = self.weight_copies.setdefault(action.stage, {})
+        try:
+            yield
+        finally:
+            step.weight_copies = None
+            if action == self.last_forward[action.stage]:
+                del self.weight_copies[action.stage]
+
+    def _begin(self, kept: _Kept, key: tuple[int, int]) -> tuple[list[Any], list[Tensor | None]]:
+        """Where backward begins, and with which gradients."""
+        assert self.hooks is not None
+        self._received(*key, "backward")
+        grads = self.grads.pop(key, {})
+        tensors: list[Any] = [kept.made[n] for n in kept.made if n in grads]
+        begin: list[Tensor | None] = [grads[n] for n in kept.made if n in grads]
+        if kept.loss is not None:
+            tensors.append(self.hooks.scaled(kept.loss))
+            begin.append(None)
+        return tensors, begin
+
+    def backward(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        kept = self.kept.pop(key)
+        if kept.lowered is not None:
+            self._received(*key, "backward")
+            self._start(action)
+            grads = self._lowered_backward(kept.lowered, kept.loss, key)
+            self._lowered_weights(kept.lowered, key)
+            self._pause()
+            self._give_back(action, grads)
+            return
+        tensors, begin = self._begin(kept, key)
+        self._start(action)
+        if tensors:
+            torch.autograd.backward(tensors, begin)
+        self._pause()
+        self._give_back(action, {n: x.grad for n, x in kept.leaves.items()})
+
+    def _lowered_backward(
+        self, kept: dict[str, Any], loss: Tensor | None, key: tuple[int, int]
+    ) -> dict[str, Tensor | None]:
+        """Of a lowered stage: the gradients of what it received. kept: what forward kept for it."""
+        lowered = self.on.stages[key[0]].lowered
+        assert lowered is not None
+        assert self.hooks is not None
+        begin, of_loss = self._begin_lowered(loss, key)
+        grads = lowered.backward(kept, self.values[key[1]], begin, of_loss, self.hooks.launch)
+        return {n: g if g is None else g.contiguous() for n, g in grads.items()}
+
+    def _begin_lowered(self, loss: Tensor | None, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
+        """The gradients that a lowered backward begins with: of what the stage made for others, and of the loss."""
+        assert self.hooks is not None
+        one = torch.ones_like(loss) if loss is not None else self.on.zero()
+        return self.grads.pop(key, {}), self.hooks.scaled(one)
+
+    def _pair(self, forward: Action, backward: Action) -> None:
+        """Both as one text."""
+        assert self.hooks is not None
+        self._set_microbatch(backward)
+        theirs = self.on.mesh.step.running
+        self._set_microbatch(forward)
+        leaves, given = self._given(forward)
+        key = (backward.stage, backward.microbatch)
+        kept = self.kept.pop(key)
+        lowered = self.on.stages[backward.stage].lowered
+        assert kept.lowered is not None
+        assert lowered is not None
+        self._received(*key, "backward")
+        self._start(backward)
+        begin = lowered.begin(*self._begin_lowered(kept.loss, key))
+        pair = self.on.pairs[forward.stage, backward.stage]
+        with self._around_forward(forward):
+            (returned, wanted), grads = pair.run(
+                self.on.mesh, theirs, given, kept.lowered, self.values[key[1]], begin, self.hooks.launch
+            )
+        self._forwarded(forward, leaves, returned, wanted)
+        self._pause()
+        self._give_back(backward, {n: g if g is None else g.contiguous() for n, g in grads.items()})
+
+    def _lowered_weights(self, kept: dict[str, Any], key: tuple[int, int]) -> None:
+        """The second half of a backward that has two."""
+        lowered = self.on.stages[key[0]].lowered
+        if lowered is not None and lowered.weights is not None:
+            assert self.hooks is not None
+            lowered.weights(kept, self.values[key[1]], self.hooks.launch)
+
+    def inputs(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        kept = self.kept[key]
+        assert self.hooks is not None
+        if kept.lowered is not None:
+            self._received(*key, "backward")
+            self.hooks.start_inputs(key, action.stage)
+            self._give_back(action, self._lowered_backward(kept.lowered, kept.loss, key))
+            return
+        tensors, begin = self._begin(kept, key)
+        assert kept.split is not None
+        leaves = {n: x for n, x in kept.leaves.items() if x.requires_grad}
+        self.hooks.start_inputs(key, action.stage)
+        grads = kept.split.inputs(tensors, begin, list(leaves.values()))
+        self._give_back(action, dict(zip(leaves, grads, strict=True)))
+        kept.leaves, kept.made, kept.loss = {}, {}, None
+
+    def weights(self, action: Action) -> None:
+        kept = self.kept.pop((action.stage, action.microbatch))
+        self._start(action)
+        if kept.lowered is not None:
+            self._lowered_weights(kept.lowered, (action.stage, action.microbatch))
+        else:
+            assert kept.split is not None
+            kept.split.weights()
+        self._pause()
+
+    def _start(self, action: Action) -> None:
+        assert self.hooks is not None
+        key = (action.stage, action.microbatch)
+        self.hooks.start(key, stage=action.stage, first=action == self.first, last=action == self.last[action.stage])
+
+    def _pause(self) -> None:
+        assert self.hooks is not None
+        self.hooks.pause()
+
+    def _give_back(self, action: Action, grads: Mapping[str, Tensor | None]) -> None:
+        """Gradients of what a stage received: to the stages of this rank at once; the rest waits to be sent."""
+        s, m = action.stage, action.microbatch
+        for edge in self.on.edges.values():
+            if edge.target == s:
+                theirs = {}
+                for name, value in edge.differentiable():
+                    grad = grads.get(name)
+                    theirs[name] = grad if grad is not None else self.on.empty(value).zero_()
+                self._deliver(edge, m, theirs, "backward")
+
+    def reduce(self, action: Action) -> None:
+        if self.hooks is not None:
+            self.hooks.reduce()
+
+    # --- between stages
+
+    def _deliver(self, edge: Edge, microbatch: int, values: dict[str, Tensor], way: Way) -> None:
+        """To a stage of this rank at once; for another one, when its turn to be sent comes."""
+        if (edge.target if way == "forward" else edge.source) in self.on.stages:
+            self._arrived(edge, microbatch, values, way)
+        else:
+            self.outbox[edge.source, edge.target, microbatch, way] = list(values.values())
+
+    def _arrived(self, edge: Edge, microbatch: int, values: dict[str, Tensor], way: Way) -> None:
+        if way == "forward":
+            self.inbox.setdefault((edge.target, microbatch), {}).update(values)
+        else:
+            mine = self.grads.setdefault((edge.source, microbatch), {})
+            for name, g in values.items():
+                mine[name] = mine[name] + g if name in mine else g
+
+    def _way(self, action: Action) -> tuple[Edge, Way]:
+        """The edge over which an action sends or receives, and in which direction."""
+        here, there = action.stage, action.peer
+        source, target = (here, there) if action.kind in ("SEND_F", "RECV_B") else (there, here)
+        return self.on.edges[source, target], "forward" if action.kind in ("SEND_F", "RECV_F") else "backward"
+
+    def post(self, action: Action) -> None:
+        """Begin to receive."""
+        edge, way = self._way(action)
+        into = {
+            n: self.on.empty(v)
+            for n, v in (zip(edge.names, edge.values, strict=True) if way == "forward" else edge.differentiable())
+        }
+        peer = self.on.schedule.placement[action.peer]
+        works = [self.on.mesh.start_receive(x, self.on.axis, peer, tag=n) for n, x in into.items()]
+        self.posted.setdefault((action.stage, action.microbatch, way), []).append((edge, into, works))
+
+    def _received(self, stage: int, microbatch: int, way: Way) -> None:
+        """Wait for what is on its way to an action."""
+        for edge, into, works in self.posted.pop((stage, microbatch, way), ()):
+            for work in works:
+                work.wait()
+            self._arrived(edge, microbatch, into, way)
+
+    def send(self, action: Action) -> None:
+        edge, way = self._way(action)
+        names = edge.names if way == "forward" else tuple(n for n, _ in edge.differentiable())
+        to = self.on.schedule.placement[action.peer]
+        values = self.outbox.pop((edge.source, edge.target, action.microbatch, way))
+        works = [
+            self.on.mesh.start_send(x, self.on.axis, to, direction=way, tag=n)
+            for n, x in zip(names, values, strict=True)
+        ]
+        self.sending.append(works)
+        if (
+            len(self.sending) > IN_FLIGHT
+        ):  # schedules are proven to end even if every send waited for its receive at once
+            for work in self.sending.popleft():
+                work.wait()
