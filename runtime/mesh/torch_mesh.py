@@ -39,6 +39,9 @@ _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or di
 #: How long ranks wait for each other when they meet again after an error.
 AGAIN = timedelta(seconds=30)
 
+#: The meshes of this process. Those of one world share groups: what one of them holds stays open for all.
+_HERE: WeakSet[TorchMesh] = WeakSet()
+
 
 class TorchMesh(RankMesh):
     """A rank of torch.distributed's world. Process groups are made for every set of axes that a program names, on all
@@ -86,7 +89,7 @@ class TorchMesh(RankMesh):
         _check_world(layout, present.world)
         super().__init__(layout, rank, here, record)
         self.activity, self._processes = present.activity, present.processes
-        self._timeout, self._cut = timeout, False
+        self._timeout, self._cut = timeout, ""
         self._store = default_store() if present.world > 1 else None
         self._works: WeakSet[Work] = WeakSet()
         self._failures = Failures(self._store, rank, layout, self._processes)
@@ -100,6 +103,7 @@ class TorchMesh(RankMesh):
             self._connect([layout.names, *((n,) for n in layout.names), *axes])
         present.meet(layout, watch)
         self.watch = present.watch
+        _HERE.add(self)
 
     def seen_as(self, layout: Mesh, axes: Iterable[tuple[str, ...]] = (), lines: Iterable[str] = ()) -> TorchMesh:
         """See RankMesh.seen_as."""
@@ -299,6 +303,12 @@ class TorchMesh(RankMesh):
             if self.layout.world == 1 or not outermost:
                 yield
                 return
+            if self._cut:
+                raise ShardcError(
+                    f"the connections of the ranks ended before: {self._cut}",
+                    where=doing,
+                    fix="make another, program.engine(...) or program.module(...), and load the last checkpoint",
+                )
             try:
                 yield
             except Exception as e:
@@ -310,27 +320,33 @@ class TorchMesh(RankMesh):
         """Tell the others, or learn from them: returns if the error is this rank's own."""
         if not cut_off(error):
             if not self._failures.report(error, doing):
-                self._leave(error)
+                first = next(iter(str(error).splitlines()), "")
+                self._leave(error, f"this rank failed in {doing}: {type(error).__name__}: {first}")
             return
         failed = self._failures.of_another(error, doing, self.activity)
-        self._leave(error)
+        self._leave(error, failed.what)
         raise failed from error
 
-    def _leave(self, error: Exception) -> None:
+    def _leave(self, error: Exception, why: str) -> None:
         """Cut all connections: whoever waits for this rank is woken. They end with the last that refers to
-        them: groups, handles of what is under way, and the variables of the functions that the error came through.
+        them: groups, also of other meshes of this process, which share them, handles of what is under way, and the
+        variables of the functions that the error came through. why: what later calls are told.
         """
         cause: BaseException | None = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
+        for mesh in {self, *_HERE}:
+            mesh._let_go(why)
+        dist.destroy_process_group()
+        gc.collect()
+
+    def _let_go(self, why: str) -> None:
         for work in list(self._works):
             work.abandon()
         self._groups.clear()
         self._lines.clear()
-        self._host, self._cut = None, True
-        dist.destroy_process_group()
-        gc.collect()
+        self._host, self._cut = None, why
 
     def reconnect(self) -> None:
         if not self._cut:
@@ -352,7 +368,7 @@ class TorchMesh(RankMesh):
         axes = [tuple(sorted(names)) for names in self._made]
         self._made = set()
         self._connect(axes)
-        self._cut, self.owner = False, True
+        self._cut, self.owner = "", True
 
     def close(self) -> None:
         """Leave the world, if this mesh joined it; it can then send nothing more.

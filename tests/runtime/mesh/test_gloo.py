@@ -103,6 +103,39 @@ def test_a_rank_that_breaks_out_of_a_loop_of_ones_own_is_named(tmp_path: Path) -
     assert said.startswith("forward 3 of the module: rank 1 (dp=1) was killed, or ended without a word"), said
 
 
+def fails_with_another_engine(rank: int, port: int, folder: str) -> None:
+    """A rank's batch has a bad id while the engine of an earlier phase is there still: its mesh has the same groups."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    model = torch.nn.Embedding(8, 4)
+    ids = torch.arange(8)
+    program = shardc.compile(model, ids, {"shardc": 1, "mesh": {"dp": 2}}, loss=lambda y, _: y.square().mean())
+    before = program.engine(model)
+    before.step(ids)
+    engine = program.engine(model)
+    bad = torch.tensor([*range(7), 9])
+    said = []
+    for batch in (bad, ids):
+        try:
+            engine.step(batch)
+        except ShardcError as e:
+            said.append(str(e))
+    said.append(str(torch.isfinite(torch.tensor(float(program.engine(model).step(ids))))))
+    (Path(folder) / f"said{rank}").write_text("\n---\n".join(said))
+    os._exit(0)
+
+
+def test_a_rank_that_fails_beside_another_engine_ends_the_wait_of_the_others(tmp_path: Path) -> None:
+    """And the engine then says so in every step; a new one trains."""
+    warm.ranks(fails_with_another_engine, launch.free_port(), str(tmp_path), world=2)
+    first, second = ((tmp_path / f"said{rank}").read_text().split("\n---\n") for rank in range(2))
+    assert first[0].startswith("step 1: rank 1 (dp=1) failed in step 1: OutOfRangeError"), first[0]
+    assert "the connections of the ranks ended before: rank 1 (dp=1) failed" in first[1]
+    assert "the connections of the ranks ended before: this rank failed in step 1: OutOfRangeError" in second[1]
+    assert "make another, program.engine(...)" in first[1]
+    assert first[2] == second[2] == "tensor(True)"
+
+
 def writes_while_gathering(rank: int, port: int, folder: str) -> None:
     """Rank 1 begins to send late, so that rank 0 writes to its place while the gather waits for it."""
     torch.set_num_threads(1)
