@@ -47,6 +47,7 @@ MESHES: tuple[dict[str, int], ...] = (
     {"pp": 2},
     {"dp": 3},
     {"tp": 3},
+    {"tp": 8},
     {"dp": 2, "tp": 2},
     {"tp": 2, "dp": 2},
     {"pp": 2, "dp": 2},

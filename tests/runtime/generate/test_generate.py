@@ -252,6 +252,14 @@ def test_states_of_recurrences_are_split_as_their_channels_are(name: str) -> Non
     assert {f"0_{n}": x for n, x in STATES[name].items()}.items() <= found.items()
 
 
+def test_a_token_sees_an_axis_in_the_digits_that_weights_are_split_by() -> None:
+    """Nemotron-H has 2 groups of a scan and 4 key-value heads; a token's step alone does not show the groups."""
+    model, batch = hf.build(sequences.FAMILIES["nemotron_h"])
+    first, following = steps_of(model, batch, {"mesh": {"tp": 8}, "shard": {"use": "structure"}}, Sizes(4, 16, 64))
+    assert first.mesh == following.mesh
+    assert [following.mesh.size(a) for a in following.mesh.parts("tp")] == [2, 2, 2]
+
+
 def test_weights_that_zero_3_gathers_in_fewer_bits_than_a_token_reads_them_in(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
