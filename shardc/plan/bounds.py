@@ -44,11 +44,14 @@ def optimistic(core: Core, known: Mapping[Core, Stages]) -> Stages | None:
         stages = _least(stages, known[full] if full is not None else None)
     work = near.tp * near.cp / (core.tp * core.cp)
     weights = near.tp * near.ep / (core.tp * core.ep)
-    return stages if work == weights == 1 else _map(stages, lambda s: _scaled(s, work, weights), min(work, weights))
+    if work == weights == 1:
+        return stages
+    return _map(stages, lambda s: _scaled(s, work, weights), min(work, weights), weights)
 
 
-def _map(stages: Stages, f: Callable[[Stage], Stage], casts: float) -> Stages:
+def _map(stages: Stages, f: Callable[[Stage], Stage], casts: float, experts: float) -> Stages:
     a, b, c = stages.casts
+    x, y, z = stages.experts
     return replace(
         stages,
         whole=None if stages.whole is None else f(stages.whole),
@@ -57,6 +60,7 @@ def _map(stages: Stages, f: Callable[[Stage], Stage], casts: float) -> Stages:
         two=f(stages.two),
         last=f(stages.last),
         casts=(a * casts, b * casts, c * casts),
+        experts=(x * experts, y * experts, z * experts),
     )
 
 

@@ -30,7 +30,8 @@ class Stages:
     another model only `whole`.
 
     period: layers of a unit; before: layers of the first stage besides its unit. casts: bytes of a unit's weights in
-    the dtype of products, which are kept for backward once a step, of the first, a middle and the last stage.
+    the dtype of products, which are kept for backward once a step, of the first, a middle and the last stage; experts:
+    of its parameters that are experts', spread over an axis of theirs.
     """
 
     whole: Stage | None = None
@@ -41,6 +42,7 @@ class Stages:
     period: int = 1
     before: int = 0
     casts: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    experts: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def at(self, index: int, count: int, layers: int) -> Stage:
         """Stage `index` of `count`, with so many layers (several stages)."""
@@ -144,8 +146,9 @@ class Library:
         if key not in self._pipelined:
             ranks = self._four({**spec, "mesh": mesh}, rows, (0, 1, 2, 3), axis, split)
             first, one, two, last = (self._stage(rank, sizes if inside else None) for rank in ranks)
-            casts = ranks[0].casts, ranks[1].casts, ranks[3].casts
-            self._pipelined[key] = Stages(None, first, one, two, last, layers.period, layers.first, casts)
+            some = ranks[0], ranks[1], ranks[3]
+            casts, experts = ((a, b, c) for a, b, c in ([r.casts for r in some], [r.experts for r in some]))
+            self._pipelined[key] = Stages(None, first, one, two, last, layers.period, layers.first, casts, experts)
         return self._pipelined[key]
 
     def _four(
@@ -179,7 +182,7 @@ class Library:
         share = budget(choice.checkpoint)  # of what is kept, chosen by cost: not worse than a mixture
         if self.layers is None and share is None:
             rank = self._only(entries, choice.batch, None)
-            return Stages(whole=self._stage(rank), casts=(rank.casts, 0.0, 0.0))
+            return Stages(whole=self._stage(rank), casts=(rank.casts, 0.0, 0.0), experts=(rank.experts, 0.0, 0.0))
         if choice.checkpoint == "none":
             return self.pipelined(entries, choice.batch)
         base = self.core(replace(choice, checkpoint="none"))
@@ -187,13 +190,14 @@ class Library:
             full = self.core(replace(choice, checkpoint="full"))
             if base.whole is not None and full.whole is not None:
                 return replace(base, whole=lines(full.whole, base.whole, full.whole, share))
-            mixed = [lines(b, a, b, share) for a, b in ((base.one, full.one), (base.two, full.two))]
+            both = (base.first, full.first), (base.one, full.one), (base.two, full.two)
+            first, one, two = (lines(b, a, b, share) for a, b in both)
+        elif base.before:  # layers of another kind come first, and are recomputed too
+            first, one, two = (self._stage(rank) for rank in self._four(entries, choice.batch, (0, 1, 2)))
         else:  # regions are layers: what precedes and follows them stays as it is
-            mixed = [self._stage(rank) for rank in self._four(entries, choice.batch, (1, 2))]
-        one, two = mixed
-        return replace(
-            base, one=one, two=two, first=lines(base.first, one, base.one, 1), last=lines(base.last, one, base.one, 1)
-        )
+            one, two = (self._stage(rank) for rank in self._four(entries, choice.batch, (1, 2)))
+            first = lines(base.first, one, base.one, 1)
+        return replace(base, one=one, two=two, first=first, last=lines(base.last, one, base.one, 1))
 
     def _stage(self, rank: Rank, sizes: Mapping[str, int] | None = None) -> Stage:
         """sizes: of the mesh that it is a part of, where that is not the one that was run."""

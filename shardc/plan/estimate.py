@@ -33,7 +33,8 @@ _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "over replicas", "
 @dataclass(frozen=True)
 class Load:
     """The load of one rank, for a microbatch of one row. kept: bytes, of which `end` are those that only a model's last
-    stage keeps. cast: bytes of weights in the dtype of products. forward, backward: seconds by cause, in two rows: what
+    stage keeps. cast: bytes of weights in the dtype of products; experts: share of the parameters that are experts',
+    spread over an axis of theirs. forward, backward: seconds by cause, in two rows: what
     each row of a microbatch adds, and what it takes however many these are.
     """
 
@@ -46,9 +47,10 @@ class Load:
     height: Vector
     ends: Vector
     sent: float
+    experts: float
 
     @staticmethod
-    def of(sums: Sequence[Vector], cast: float, end: Vector | None = None) -> Load:
+    def of(sums: Sequence[Vector], cast: float, experts: float, end: Vector | None = None) -> Load:
         """sums: of each stage of the rank, see `summed`."""
         total = np.sum(sums, 0)
         f, b = total[_F], total[_B]
@@ -56,7 +58,16 @@ class Load:
         high = forward - f[NET] if forward.sum() > f[NET].sum() + backward.sum() else backward
         end = np.zeros(len(KINDS)) if end is None else end
         return Load(
-            total[_RESIDENT], f[NET] - end, end, cast, _by_rows(f), _by_rows(b), high, total[_ENDS], float(sums[-1][-1])
+            total[_RESIDENT],
+            f[NET] - end,
+            end,
+            cast,
+            _by_rows(f),
+            _by_rows(b),
+            high,
+            total[_ENDS],
+            float(sums[-1][-1]),
+            min(experts / float(total[_RESIDENT][KIND["parameters"]] or 1.0), 1.0),
         )
 
 
@@ -141,12 +152,13 @@ class Estimates:
         cast = min(x.cast, float(x.resident[p]))
         # memory
         state = np.tile(x.resident, (n, 1))
-        shares = state[:, p] / t.sharded
+        part = t.part(x.experts)
+        shares = state[:, p] * part
         gathered = cast + shares if cast else state[:, p]  # whole in the dtype of products, and a part of the others
         gathered = np.where(t.kept & (cast == 0), state[:, p] + shares, gathered)
         state[:, p] = np.where((t.zero == 3) & ~t.kept, shares, np.where(t.zero > 0, gathered, state[:, p]))
-        state[:, o] /= np.where(t.zero > 0, t.sharded, 1)
-        state[:, g] /= np.where((t.zero > 1) & ~t.kept, t.sharded, 1)
+        state[:, o] *= np.where(t.zero > 0, part, 1)
+        state[:, g] *= np.where((t.zero > 1) & ~t.kept, part, 1)
         state[:, o] *= ~t.offloads_optimizer
         state[:, p] = np.where(t.offloads_all, cast if cast else 0.0, state[:, p])
         kept = np.tile(x.kept, (n, 1))
@@ -164,25 +176,30 @@ class Estimates:
         forward, backward = (each[0] * rows[:, None] + each[1] for each in (x.forward, x.backward))
         f, b = forward.sum(1), backward.sum(1)
         spent = m * (f + b) + float(x.ends.sum())
-        spent += self._sums(t, float(x.resident[g]), float(cast or x.resident[p]), f, b)
+        spent += self._sums(t, float(x.resident[g]), float(cast or x.resident[p]), x.experts, f, b)
         spent += np.array([bubble(c, *pair) for c, *pair in zip(t.choices, f.tolist(), b.tolist(), strict=True)])
         spent += 2 * (t.stages - 1) * t.taken("send_recv", x.sent * rows)
         return spent, np.maximum(kinds, 0).sum(1)
 
-    def _sums(self, t: _Columns, grads: float, weights: float, f: Vector, b: Vector) -> Vector:
+    def _sums(self, t: _Columns, grads: float, weights: float, experts: float, f: Vector, b: Vector) -> Vector:
         """Seconds of collectives over the data axes that do not overlap, or of ZeRO's over the sequence's axis: what is
         not sharded there is summed in the dry run. grads, weights: bytes of a rank's gradients, and of weights as
-        gathered. f, b: seconds of a microbatch's forward and backward.
+        gathered; experts: their share of both. f, b: seconds of a microbatch's forward and backward.
         """
-        whole = np.maximum(t.taken("all_reduce", grads) - b, 0)
-        gather, scatter = t.taken("all_gather", weights), t.taken("reduce_scatter", grads)
-        scatter = scatter + t.taken("over replicas", grads / t.sharded)
+        dense = 1 - experts
+        whole = t.taken("all_reduce", grads * dense) + t.taken("over replicas", grads * experts)
+        whole = np.maximum(whole - b, 0)
+        sharded = np.where(t.over_experts, dense, 1.0)
+        gather, scatter = t.taken("all_gather", weights * sharded), t.taken("reduce_scatter", grads * sharded)
+        left = np.where(t.outer > 1, 1.0, dense) / t.sharded
+        scatter = scatter + t.taken("over replicas", grads * left)
+        theirs = np.where(t.over_experts, np.maximum(t.taken("over replicas", grads * experts) - b, 0), 0.0)
         both = gather + scatter
         first = np.maximum(gather - f, 0.05 * gather)  # of what hides behind forward, the first layer's is seen
         each = t.microbatches * (first + np.maximum(both - b, 0.05 * both))
         # updated parameters are gathered during the next step's first forward
         once = np.where(t.zero == 2, t.microbatches, 1) * np.maximum(scatter - b, 0) + first
-        return np.where(t.zero == 0, whole, np.where((t.zero == 3) & ~t.kept, each, once))
+        return np.where(t.zero == 0, whole, theirs + np.where((t.zero == 3) & ~t.kept, each, once))
 
     def _columns(self, choices: Sequence[Choice]) -> _Columns:
         """lines: of every collective that a choice may need; zeros for those that it does not."""
@@ -190,12 +207,12 @@ class Estimates:
         none = dict.fromkeys(_COLLECTIVES, (0.0, 0.0))
         for c in choices:
             mine = dict(none)
-            if c.dp * c.ep > 1 or (c.zero and c.cp > 1):
-                near: tuple[str, ...] = ("dp",) if c.outer > 1 else ("dp", "ep") if c.dp * c.ep > 1 else ("cp",)
-                for kind in ("all_gather", "reduce_scatter") if c.zero else ("all_reduce",):
+            near, far = _summed_over(c)
+            for kind in ("all_gather", "reduce_scatter") if c.zero else ("all_reduce",):
+                if near:
                     mine[kind] = self._line(kind, c, near)
-                if c.outer > 1:
-                    mine["over replicas"] = self._line("all_reduce", c, ("dp_outer",))
+            if far:
+                mine["over replicas"] = self._line("all_reduce", c, far)
             if c.pp > 1:
                 mine["send_recv"] = self._line("send_recv", c, ("pp",))
             for kind, line in mine.items():
@@ -216,6 +233,19 @@ class Estimates:
         return self._lines[key]
 
 
+def _summed_over(c: Choice) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes over which gradients are summed, and with ZeRO sharded; and those of a second sum: of what is left of
+    them on a rank, or, without ZeRO, of experts', which their own axis does not sum.
+    """
+    if not c.zero:
+        return ("dp", "ep") if c.dp * c.ep > 1 else (), ("dp",) if c.dp > 1 and c.ep > 1 else ()
+    if c.outer > 1:
+        return ("dp",), ("dp_outer",)
+    if c.over_experts:
+        return ("ep",), ("dp",) if c.dp > 1 else ()
+    return (c.sharding,), ("ep",) if c.ep > 1 else ()
+
+
 class _Columns:
     """Choices as columns of numbers. lines: of collectives, seconds of none and of each byte."""
 
@@ -227,10 +257,18 @@ class _Columns:
         self.microbatches = np.array([c.microbatches for c in choices], float)
         self.zero = np.array([c.zero for c in choices])
         self.sharded = np.array([c.sharded for c in choices], float)
+        self.outer = np.array([c.outer for c in choices])
+        self.over_experts = np.array([c.over_experts for c in choices])
         self.kept = np.array([c.kept for c in choices])
         self.collects = np.array([SCHEDULES[c.schedule].collects and c.pp > 1 for c in choices])
         self.offloads_optimizer = np.array([bool(c.offload) for c in choices])
         self.offloads_all = np.array([c.offload == "all" for c in choices])
+
+    def part(self, experts: float) -> Vector:
+        """Of the state that ZeRO shards, what a rank has, of each choice. experts: share of what is experts', which is
+        not sharded over the axis that they are spread over.
+        """
+        return np.where(self.over_experts, experts + (1 - experts) / self.sharded, 1 / self.sharded)
 
     def taken(self, collective: str, nbytes: Vector | float) -> Vector:
         """Seconds, of each choice."""
@@ -267,21 +305,23 @@ def _loads(s: _Summed, c: Choice, library: Library, folds: bool) -> tuple[Load, 
     """Of the ranks that may have most: of a pipeline the first, one in the middle, and the last."""
     layers, core = library.subject.layers, s.core
     if core.whole is not None or layers is None:
-        return (Load.of([s.one / c.pp], core.casts[0] / c.pp),)
+        return (Load.of([s.one / c.pp], core.casts[0] / c.pp, core.experts[0] / c.pp),)
     if c.pp == 1:
         units = (layers.number - layers.first) / layers.period
-        cast = core.casts[0] + core.casts[2] + (units - 2) * core.casts[1]
-        return (Load.of([summed(core.alone(layers.number))], cast),)
+        cast, experts = (a + c + (units - 2) * b for a, b, c in (core.casts, core.experts))
+        return (Load.of([summed(core.alone(layers.number))], cast, experts),)
     counts = balanced(core, c.stages, layers.number)
     ranks = [0, c.pp // 2, c.pp - 1] if c.pp > 2 else [0, 1]
     loads = []
     for r in ranks:
         mine = [r, c.stages - 1 - r] if folds else list(range(r, c.stages, c.pp))
-        cast = sum(core.casts[1] * counts[i] / layers.period for i in mine)
-        cast += core.casts[0] - core.casts[1] if 0 in mine else 0
-        cast += core.casts[2] - core.casts[1] if c.stages - 1 in mine else 0
+        units = sum(counts[i] / layers.period for i in mine)
+        cast, experts = (
+            b * units + (a - b if 0 in mine else 0) + (z - b if c.stages - 1 in mine else 0)
+            for a, b, z in (core.casts, core.experts)
+        )
         end = (s.last - s.one)[_F][NET] if c.stages - 1 in mine else None
-        loads.append(Load.of([s.at(i, c.stages, counts[i]) for i in mine], cast, end))
+        loads.append(Load.of([s.at(i, c.stages, counts[i]) for i in mine], cast, experts, end))
     return tuple(loads)
 
 

@@ -85,8 +85,12 @@ class Frontier:
         fitting = [r.seconds for _, r in found if r.peak <= memory]
         self.best = min([self.best, *fitting])
         for other in self._following(accepted, found):
-            if other not in self._known and other not in self.pending:
-                self._push(other, self._bound(other))
+            self.may(other)
+
+    def may(self, core: Core) -> None:
+        """A split may be among the best: it is run if its bound is."""
+        if core not in self._known and core not in self.pending:
+            self._push(core, self._bound(core))
 
     def _push(self, core: Core, bound: Bound) -> None:
         self.pending[core] = bound

@@ -22,6 +22,7 @@ from shardc.cost.known_ops import KnownOps
 from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import calls, operands_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.plan import traces
 from shardc.plan.disk_cache import DiskCache
@@ -36,13 +37,15 @@ from shardc.spec import Spec
 @dataclass(frozen=True)
 class Rank:
     """The dry run of one rank, and what its price needs of the program. roles: of the mesh's axes. casts: bytes of its
-    weights in the dtype of products, which are kept for backward once a step.
+    weights in the dtype of products, which are kept for backward once a step; experts: of its parameters that are
+    experts', spread over an axis of theirs.
     """
 
     run: DryRun
     mesh: Mesh
     roles: Mapping[str, str]
     casts: float
+    experts: float
 
 
 @dataclass
@@ -103,18 +106,19 @@ class Records:
         def find() -> Any:
             program = self.compiled(spec, rows, units, sequence)
             runs = [self.dry_run(program, c) for c in coordinates]
-            casts = [_casts(program, c) for c in coordinates]
             return {
                 "mesh": program.mesh.axes,
                 "roles": roles(program.spec) if program.spec is not None else {},
-                "casts": casts,
+                "casts": [_casts(program, c) for c in coordinates],
+                "experts": [_experts(program, c) for c in coordinates],
                 "runs": [traces.encoded(r) for r in runs],
             }
 
         found = self.answer(question, find)
         mesh = Mesh(tuple((a, n) for a, n in found["mesh"]))
         runs = [traces.decoded(r) for r in found["runs"]]
-        return [Rank(r, mesh, found["roles"], c) for r, c in zip(runs, found["casts"], strict=True)]
+        each = zip(runs, found["casts"], found["experts"], strict=True)
+        return [Rank(run, mesh, found["roles"], *numbers) for run, *numbers in each]
 
     def compiled(
         self, spec: Mapping[str, Any], rows: int, units: int | None = None, sequence: int | None = None
@@ -143,6 +147,15 @@ def _casts(program: Program, coordinate: int) -> float:
     params = {p.name for p in program.params}
     casts = [n for n in calls(graph) if n.target in (torch.ops.aten._to_copy.default, ops.cast_once)]
     return float(sum(n.meta["value"].nbytes(program.mesh) for n in casts if operands_of(n)[0].name in params))
+
+
+def _experts(program: Program, coordinate: int) -> float:
+    """Bytes of a stage's parameters that are experts', spread over an axis of theirs, as they are stored."""
+    experts = program.spec.experts if program.spec is not None else ()
+    parts = {part for e in experts if e.axis in program.mesh.names for part in program.mesh.parts(e.axis)}
+    held = [p for p in program.params if coordinate in (p.stages or (0,))]
+    spread = [p for p in held if any(isinstance(p.layout[part], Shard) for part in parts)]
+    return float(sum(p.value.nbytes(program.mesh) for p in spread))
 
 
 def spec_text(spec: Spec) -> str:

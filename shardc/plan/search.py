@@ -19,7 +19,7 @@ from shardc.plan.dry_runs import Library
 from shardc.plan.estimate import Estimates, Rough
 from shardc.plan.exact_price import Priced, price
 from shardc.plan.frontier import Frontier
-from shardc.plan.space import Choice, Core, choices, divisors, sequence_widths, spec, tensor_widths
+from shardc.plan.space import Choice, Core, Keep, choices, divisors, sequence_widths, spec, tensor_widths
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
 
@@ -105,12 +105,24 @@ class Search:
         or activations in the machine's memory. below: seconds; what is slower is of no use.
         """
         frontier = Frontier(self, devices, batch, on_host, best=below)
-        for core in cores:
+        some = list(cores)
+        for core in some:
             frontier.run(core)
+        for core in self.more_experts(some, devices):
+            frontier.may(core)
         frontier.go()
         self.considered += frontier.considered
         self.ruled_out += len(frontier.pending)
         return frontier.estimates
+
+    def more_experts(self, cores: Iterable[Core], devices: int) -> Iterator[Core]:
+        """Splits with experts over several nodes, whatever compile says of them: nothing recomputed, and everything."""
+        node = self.library.device.node
+        widths = [e for e in divisors(self.experts) if node < e < self.experts] if self.experts else []
+        keeps: tuple[Keep, ...] = ("none", "full") if self.library.template.regions else ("none",)
+        for core in cores:
+            some = [e for e in widths if devices % (core.tp * e) == 0] if core.ep == node else []
+            yield from (core._replace(ep=e, checkpoint=keep) for e in some for keep in keeps)
 
     def long_rows(self, cores: Iterable[Core], devices: int, least: int = 1) -> Iterator[Core]:
         """The splits that cut the sequence too, as compile accepts them: the fewest parts first, made as they are asked
@@ -203,4 +215,4 @@ class Search:
             if self.library.subject.layers is None
             else (SCHEDULES[c.schedule].splits_backward, c.pp == 1)
         )
-        return c.core, c.dp, c.outer, c.zero, c.kept, c.offload, c.rows, min(c.microbatches, 3), whole
+        return c.core, c.dp, c.outer, c.over_experts, c.zero, c.kept, c.offload, c.rows, min(c.microbatches, 3), whole

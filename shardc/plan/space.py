@@ -79,7 +79,8 @@ class Choice:
     """One way to train. rows: of a microbatch, on one rank. per_rank: stages on each rank of a pipeline.
 
     outer: of the dp ranks, so many groups are replicas of each other, and ZeRO shards inside of one. kept: at ZeRO 3,
-    parameters stay whole over a step. inside: neighbours in the pipeline share nodes, in place of those in dp.
+    parameters stay whole over a step. over_experts: what is not experts' is sharded over the ranks that experts are
+    spread over, and replicated over dp. inside: neighbours in the pipeline share nodes, in place of those in dp.
     """
 
     pp: int = 1
@@ -96,6 +97,7 @@ class Choice:
     microbatches: int = 1
     outer: int = 1
     kept: bool = False
+    over_experts: bool = False
     inside: bool = False
     offload: Offload = ""
 
@@ -121,7 +123,9 @@ class Choice:
 
     @property
     def sharding(self) -> str:
-        """The axis that ZeRO shards over: the data's, or the sequence's where there is none."""
+        """The axis that ZeRO shards over: the data's, or the sequence's where there is none; or that of experts."""
+        if self.over_experts:
+            return "ep"
         return "cp" if self.dp == 1 and self.cp > 1 else "dp"
 
     @property
@@ -130,12 +134,16 @@ class Choice:
         section: dict[str, Any] = {}
         if self.zero and self.sharded > 1:
             axis: Any = ["dp_outer", "dp"] if self.outer > 1 else self.sharding
+            if self.over_experts and self.dp > 1:
+                axis = ["dp", "ep"]
             section = {"axis": axis, "zero": self.zero, **({"keep": True} if self.kept else {})}
         return section | ({"offload": OFFLOADS[self.offload]} if self.offload else {})
 
     @property
     def sharded(self) -> int:
         """The number of ranks that ZeRO shards over."""
+        if self.over_experts:
+            return self.ep
         return self.cp if self.dp == 1 else self.dp // self.outer
 
     @property
@@ -145,7 +153,8 @@ class Choice:
     def __str__(self) -> str:
         said = [f"{a}={n}" for a, n in self.mesh.items()]
         said += ["sp"] if self.sequence_parallel else []
-        said += [f"zero {self.zero}{', kept' if self.kept else ''}"] if self.sharded > 1 else []
+        over = " over ep" if self.over_experts else ""
+        said += [f"zero {self.zero}{over}{', kept' if self.kept else ''}"] if self.sharded > 1 else []
         said += [f"offload {self.offload}"] if self.offload else []
         said += [self.schedule + (f" ×{self.per_rank}" if self.per_rank > 1 else "")] if self.pp > 1 else []
         return ", ".join([*said, f"recompute {self.checkpoint}", f"{self.microbatches} microbatches of {self.rows}"])
@@ -260,7 +269,9 @@ def placed(c: Choice, node: int) -> Iterator[Choice]:
 
 
 def sharding(c: Choice, node: int) -> Iterator[Choice]:
-    """With every level of ZeRO: over all ranks of the data's axis, and over those in a node where there are more."""
+    """With every level of ZeRO: over all ranks of the data's axis, over those in a node where there are more, and over
+    the ranks that experts are spread over.
+    """
     for zero in range(4) if c.sharded > 1 else (0,):
         one = replace(c, zero=zero)
         near = node // (c.tp * c.cp * c.ep * (c.pp if c.inside else 1))
@@ -268,6 +279,10 @@ def sharding(c: Choice, node: int) -> Iterator[Choice]:
             yield replace(one, outer=outer)
             if zero == 3 and c.microbatches > 1:
                 yield replace(one, outer=outer, kept=True)
+    for zero in range(1, 4) if c.ep > 1 else ():
+        yield replace(c, zero=zero, over_experts=True)
+        if zero == 3 and c.microbatches > 1:
+            yield replace(c, zero=zero, over_experts=True, kept=True)
 
 
 def scheduled(c: Choice, layers: int) -> Iterator[Choice]:

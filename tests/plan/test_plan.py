@@ -21,12 +21,15 @@ import shardc.nn
 from shardc.cli import app
 from shardc.cost import Device, device
 from shardc.cost.device import Link
+from shardc.cost.ledger import KINDS
 from shardc.plan import Candidate, Plan
+from shardc.plan.estimate import Estimates
 from shardc.plan.exact_price import Priced, price
 from shardc.plan.few_layers import Subject
 from shardc.plan.largest_that_fits import Largest
 from shardc.plan.planner import Planner
 from shardc.plan.space import Choice, Core, choices, sequence_widths, spec
+from shardc.plan.stage_vectors import NET, part_of
 from shardc.plan.table import distinct, named, recompute
 from shardc.spec import Spec
 from tests import zoo
@@ -484,10 +487,11 @@ def test_heads_that_do_not_divide() -> None:
 
 
 class Mixture(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 16, inner: int = 32, number: int = 4) -> None:
         super().__init__()
-        self.router = nn.Linear(16, 4)
-        self.up, self.down = nn.Parameter(torch.randn(4, 32, 16)), nn.Parameter(torch.randn(4, 16, 32))
+        self.router = nn.Linear(hidden, number)
+        self.up = nn.Parameter(torch.randn(number, inner, hidden))
+        self.down = nn.Parameter(torch.randn(number, hidden, inner))
 
     def forward(self, x: Tensor) -> Tensor:
         weights, index = self.router(x).softmax(-1).topk(2)
@@ -511,6 +515,89 @@ def test_experts_are_offered() -> None:
     (sparse,) = [c for c in found.candidates if "ep" in c.spec.mesh.names][:1]
     assert sparse.spec.to_dict()["experts"] == [{"match": "mixture", "axis": "ep"}]
     assert 2 in {core.ep for core in q.finder.cores(2)}
+
+
+class SparseStack(Stack):
+    """Layers with a dense part, and with eight experts."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        for block in self.h:
+            block.down = nn.Sequential(block.down, Mixture(64, 256, 8))  # type: ignore[assignment]
+
+
+@functools.cache
+def sparse_stacked() -> Planner:
+    with torch.device("meta"):
+        return planner(SparseStack(6), {"ids": torch.empty(16, 32, dtype=torch.long)})
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_zero_over_the_ranks_of_experts_shards_what_is_not_theirs(dp: int) -> None:
+    q = sparse_stacked()
+    plain = Choice(dp=dp, ep=4, rows=2, microbatches=4)
+    c = replace(plain, zero=1, over_experts=True)
+    assert c.data == {"axis": ["dp", "ep"] if dp > 1 else "ep", "zero": 1}
+    core = q.library.core(c)
+    unit = 2 * 2 * 64 * 256 * 4  # of eight experts of two matrices, a rank has two, in float32
+    assert core.experts == (unit, unit, unit)
+    exact, whole = (price(q.library, Spec.load(spec(x, q.template)), c.batch) for x in (c, plain))
+    moments, experts = whole.kinds["optimizer"], 6 * 2 * unit  # two numbers of each parameter
+    assert exact.kinds["optimizer"] == pytest.approx(experts + (moments - experts) / 4, rel=1e-3)
+    rough, without = q.finder.estimates.of([c, plain], core)
+    assert rough.peak / without.peak == pytest.approx(exact.peak / whole.peak, rel=0.02)
+    assert rough.seconds == pytest.approx(exact.seconds, rel=0.15)
+
+
+def test_layers_of_another_kind_that_come_first_are_recomputed_too() -> None:
+    """As the dense layers of a model of experts: a pipeline's first rank keeps no more of them than of the others."""
+    with torch.device("meta"):
+        model = SparseStack(8)
+        for block in model.h[:2]:
+            block.down = block.down[0]  # type: ignore[index, assignment]
+        q = planner(model, {"ids": torch.empty(16, 32, dtype=torch.long)})
+    assert q.subject.layers is not None
+    assert q.subject.layers.first == 2
+    c = Choice(pp=2, rows=4, microbatches=4, checkpoint="full")
+    none, full = (q.library.core(replace(c, checkpoint=keep)) for keep in ("none", "full"))
+    kept = KINDS.index("activations")
+    before, after = (part_of(x.first, "F", "middle")[NET][kept] for x in (none, full))
+    assert after < 0.2 * before
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        Choice(dp=4, ep=2, rows=1, microbatches=2),
+        Choice(dp=4, ep=2, rows=1, microbatches=2, zero=1),
+        Choice(dp=4, ep=2, rows=1, microbatches=2, zero=3),
+        Choice(dp=2, ep=4, rows=1, microbatches=2, zero=1, over_experts=True),
+        Choice(dp=2, ep=4, rows=1, microbatches=2, zero=3, over_experts=True),
+    ],
+    ids=str,
+)
+def test_what_is_summed_and_gathered_of_experts_takes_as_long_as_it_is_priced(c: Choice) -> None:
+    """Each rank of a node has other experts: its links carry those of all. Between slow nodes that is all of a step."""
+    slow = H100.model_copy(update={"node": 2, "between": Link(bandwidth=2e7, latency=1e-5)})
+    q = sparse_stacked()
+    library = q.library.on(slow)
+    exact = price(library, Spec.load(spec(c, q.template)), c.batch)
+    assert exact.spent["dp"] > 0.4 * exact.seconds
+    assert Estimates(library)(c).seconds == pytest.approx(exact.seconds, rel=0.25)
+
+
+def test_no_given_spec_with_experts_over_several_nodes_is_better_than_the_best() -> None:
+    """On nodes of two devices whose memory is just enough for it."""
+    pairs, first = H100.model_copy(update={"node": 2}), sparse_stacked()
+    four = Choice(dp=2, ep=4, rows=1, microbatches=2, zero=1, over_experts=True)
+    given = price(first.library.on(pairs), Spec.load(spec(four, first.template)), 16)
+    with torch.device("meta"):
+        model, batch = SparseStack(6), {"ids": torch.empty(16, 32, dtype=torch.long)}
+    q = planner(model, batch, on=pairs.model_copy(update={"memory": given.peak / 0.95}))
+    assert {c.ep for c in q.finder.more_experts(q.finder.cores(8), 8)} == {4}
+    best = q.search(8, 16).candidates[0]
+    assert best.peak <= given.peak
+    assert best.step_seconds <= given.seconds
 
 
 class Convolutions(nn.Module):
