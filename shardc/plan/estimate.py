@@ -240,7 +240,7 @@ def _summed_over(c: Choice) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if not c.zero:
         return ("dp", "ep") if c.dp * c.ep > 1 else (), ("dp",) if c.dp > 1 and c.ep > 1 else ()
     if c.outer > 1:
-        return ("dp",), ("dp_outer",)
+        return ("dp",), ("dp_outer", "ep")  # experts' are not summed over ep; one line says it of both
     if c.over_experts:
         return ("ep",), ("dp",) if c.dp > 1 else ()
     return (c.sharding,), ("ep",) if c.ep > 1 else ()

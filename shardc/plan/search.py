@@ -116,12 +116,14 @@ class Search:
         return frontier.estimates
 
     def more_experts(self, cores: Iterable[Core], devices: int) -> Iterator[Core]:
-        """Splits with experts over several nodes, whatever compile says of them: nothing recomputed, and everything."""
-        node = self.library.device.node
-        widths = [e for e in divisors(self.experts) if node < e < self.experts] if self.experts else []
+        """Splits with experts on other numbers of ranks than these, whatever compile says of them: nothing recomputed,
+        and everything.
+        """
+        known = list(cores)
         keeps: tuple[Keep, ...] = ("none", "full") if self.library.template.regions else ("none",)
-        for core in cores:
-            some = [e for e in widths if devices % (core.tp * e) == 0] if core.ep == node else []
+        for core in [c for c in known if c.ep == 1] if self.experts else ():
+            tried = {c.ep for c in known if c.tp == core.tp}
+            some = [e for e in divisors(self.experts) if e not in tried and devices % (core.tp * e) == 0]
             yield from (core._replace(ep=e, checkpoint=keep) for e in some for keep in keeps)
 
     def long_rows(self, cores: Iterable[Core], devices: int, least: int = 1) -> Iterator[Core]:

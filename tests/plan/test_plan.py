@@ -594,7 +594,7 @@ def test_no_given_spec_with_experts_over_several_nodes_is_better_than_the_best()
     with torch.device("meta"):
         model, batch = SparseStack(6), {"ids": torch.empty(16, 32, dtype=torch.long)}
     q = planner(model, batch, on=pairs.model_copy(update={"memory": given.peak / 0.95}))
-    assert {c.ep for c in q.finder.more_experts(q.finder.cores(8), 8)} == {4}
+    assert {(c.tp, c.ep) for c in q.finder.more_experts(q.finder.cores(8), 8)} == {(1, 4), (2, 4)}
     best = q.search(8, 16).candidates[0]
     assert best.peak <= given.peak
     assert best.step_seconds <= given.seconds
