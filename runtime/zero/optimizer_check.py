@@ -160,6 +160,7 @@ def _check_apart(
         what = (
             f"the optimizer {kind} needs whole parameters: its step({closure}) evaluates the loss of all of them again"
         )
+        fix = f"use an optimizer whose step takes no {closure}, as all of torch's but LBFGS"
         raise ShardcError(f"{what}, and {first.why}", where=first.where, fix=fix)
     try:
         whole, more = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings, copies=2)

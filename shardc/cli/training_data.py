@@ -124,9 +124,9 @@ def _batches(
         return _part_of_a_stream(source, make, engine, seed)
     name = split if train else None
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-        loader = engine.loader(
-            source, shuffle=train, seed=seed, collate_fn=file.collate, name=name, drop_last=not whole
-        )
+        # what is held out counts whole: a smaller last batch too, where the program can be compiled for it
+        dropped = train or (not whole and engine.program.resize is None)
+        loader = engine.loader(source, shuffle=train, seed=seed, collate_fn=file.collate, name=name, drop_last=dropped)
         return Batches(loader, make, seed, local=True, resumes=True, description=_samples(loader))
     if isinstance(source, DataLoader) and (options := _taken_over(source)) is not None:
         if whole:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
+import shardc
 from shardc.cli import training_loop
 from shardc.cli.training_data import Batches, _taken_over, batches
 from shardc.cli.training_loop import Training
@@ -216,3 +217,38 @@ def test_data_without_end_are_read_as_far_as_said_and_no_valid_data_are_told(mon
     loopback(Mesh.of({"dp": 2}), work)
     assert any(" batches in 0 s, and it has not ended (--eval-batches N reads the first N)" in line for line in said)
     assert told == ["note: there is no data('valid') in the model file: no held-out loss (--eval-every)"]
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """13 of them: a batch of 8, and 5 left over."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(13, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input": self.x[i]}
+
+
+def test_held_out_data_count_whole() -> None:
+    """The last batch is smaller, which an epoch of training leaves out."""
+    model, rows = torch.nn.Linear(4, 4).double(), Rows()
+    file = SimpleNamespace(data=lambda split: rows, collate=None)
+    program = shardc.compile(
+        model, {"input": rows.x[:8]}, {"shardc": 1, "mesh": {"dp": 2}}, loss=lambda y, _: y.square().mean(), prove=False
+    )
+    want = float(model(rows.x).square().mean().detach())
+
+    def work(mesh: LoopbackMesh) -> tuple[float, int]:
+        engine = program.engine(model, mesh=mesh)
+        valid, train = (batches(engine, file, split, 0) for split in ("valid", "train"))
+        assert valid is not None
+        assert train is not None
+        count = len(list(train.one_epoch()))
+        return engine.evaluate_all(valid.one_epoch(), local=True)["loss"], count
+
+    for loss, count in loopback(program.mesh, work):
+        assert loss == pytest.approx(want, rel=1e-12)
+        assert count == 1
