@@ -348,3 +348,30 @@ def test_an_optimizer_may_have_a_rate_of_its_own(tmp_path: Path) -> None:
     losses, other = loopback(program.mesh, work)
     assert losses == other
     assert losses[2] < losses[0]
+
+
+def test_a_parameter_of_another_stage_is_named_so() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    batch = {"input": torch.randn(4, 4)}
+    spec = {
+        "shardc": 1,
+        "mesh": {"pp": 2},
+        "pipeline": {"axis": "pp", "cut": ["1"]},
+        "batch": {"microbatches": 2},
+    }
+    program = shardc.compile(model, batch, spec, loss=lambda y, _: y.square().mean(), prove=False)
+
+    def work(mesh: LoopbackMesh) -> str:
+        params = program.engine(model, mesh=mesh).params
+        here, other = ("0", "1") if mesh.coordinate("pp") == 0 else ("1", "0")
+        assert params[f"{here}.weight"].shape == (4, 4)
+        assert f"{other}.weight" not in params
+        with pytest.raises(KeyError) as e:
+            params[f"{other}.weight"]
+        with pytest.raises(KeyError, match=r"^'2.weight'$"):
+            params["2.weight"]
+        return str(e.value)
+
+    first, second = loopback(program.mesh, work)
+    assert "1.weight: ranks of stage 1 have it, this one does not" in first
+    assert "0.weight: ranks of stage 0 have it" in second
