@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardc
 from shardc.runtime.step.bindings import _BINDINGS, bind, binding
+from shardc.torch_private import TorchDispatchMode
 
 aten = torch.ops.aten
 SQUARE, OTHER = torch.randn(2, 3, 3, dtype=torch.float64), torch.randn(2, 3, 3, dtype=torch.float64)
