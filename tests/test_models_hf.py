@@ -104,6 +104,7 @@ def spec_of(one: equality.Reference, mesh: str, first: dict[str, dict[int, str]]
     return spec | ({"activations": first} if mesh.endswith("sp") else {})
 
 
+@pytest.mark.every_case  # half of the families already
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_equals_one_device(name: str, mesh: str, record_property: equality.Property) -> None:
     one, megatron = reference(name), LISTED[name]

@@ -89,7 +89,7 @@ def best(model: int, on: Device, devices: int, batch: int) -> float:
 def test_the_best_is_no_slower_with_more(pytestconfig: pytest.Config) -> None:
     """More devices, some of which may be idle; more memory. So no split that was left out could have been the best."""
 
-    @settings(max_examples=pytestconfig.getoption("--fuzz") or 5, derandomize=True, database=None)
+    @settings(max_examples=pytestconfig.getoption("--fuzz") or 3, derandomize=True, database=None)
     @given(cases, st.sampled_from([2e6, 2e7, 1e8]))
     def check(case: Any, memory: float) -> None:
         model, on, devices, batch = case
@@ -106,7 +106,7 @@ def test_the_best_is_no_slower_with_more(pytestconfig: pytest.Config) -> None:
 def test_no_split_that_is_left_out_is_the_best(pytestconfig: pytest.Config) -> None:
     """The best of the splits that bounds let through is the best of all."""
 
-    @settings(max_examples=pytestconfig.getoption("--fuzz") or 4, derandomize=True, database=None)
+    @settings(max_examples=pytestconfig.getoption("--fuzz") or 3, derandomize=True, database=None)
     @given(machines(), st.sampled_from([2, 4]), st.sampled_from([2e6, 2e7, 80e9]))
     def check(on: Device, devices: int, memory: float) -> None:
         model, batch = 0, 32

@@ -270,6 +270,7 @@ CHECKS: dict[str, Callable[[Bug, Program], None]] = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.name)
 def test_it_is_equal_or_refused(bug: Bug) -> None:
     kind, _, message = bug.here.partition(": ")

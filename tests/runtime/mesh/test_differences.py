@@ -25,6 +25,7 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(4)]
 
 
+@pytest.mark.every_case  # one run of four processes serves all
 @pytest.mark.parametrize("what", CASES)
 def test_it_is_named_on_every_rank_with_a_remedy(messages: list[dict[str, str]], what: str) -> None:
     assert messages[0][what].startswith(CASES[what][1])
