@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,12 @@ def every_collective(mesh: RankMesh) -> None:
     flat = number(mesh, 4)
     mesh.start_all_reduce(flat, names).wait()
     torch.testing.assert_close(flat, total, rtol=0, atol=0)
+    each = torch.stack([torch.rand(70, generator=torch.Generator().manual_seed(r)) for r in range(mesh.layout.world)])
+    in_order = functools.reduce(torch.add, each)  # of few bytes: every rank rounds alike, in the order of the ranks
+    assert torch.equal(mesh.all_reduce(each[mesh.rank], names), in_order)
+    many = number(mesh, 70_000)
+    mesh.start_all_reduce(many, names).wait()
+    torch.testing.assert_close(many, sum(number(mesh, 70_000) - 100 * mesh.rank + 100 * r for r in range(len(each))))
     mesh.barrier()
 
 
