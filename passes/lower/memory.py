@@ -53,6 +53,8 @@ class Sizes:
             for i, b in enumerate(program.buckets)
             if b.zero or math.prod(map(program.mesh.size, b.axes)) > 1
         }
+        #: By gathered bucket.
+        self.parts = {f"bucket{i}": _part(program, b) for i, b in enumerate(program.buckets) if b.zero == 3}
 
     def bytes_of(self, n: fx.Node) -> int:
         """Of its result, or of all results, on one rank."""
@@ -80,6 +82,23 @@ def _bucket(program: Program, b: Bucket) -> Buffer:
     return Buffer(whole, whole // program.mesh.size(b.shard) if b.shard else whole, b.each)
 
 
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of a bucket, as it is sent when the bucket is gathered. copy: its bytes, where that is a copy.
+    ahead: which comes from the host while the bucket before is gathered (shardc.runtime.offload).
+    """
+
+    copy: int
+    ahead: bool
+
+
+def _part(program: Program, b: Bucket) -> Part:
+    away = "parameters" in program.offload.used
+    dtype = b.compute or next(p.dtype for p in program.params if p.name == b.params[0])
+    copied = away or b.compute is not None
+    return Part(Flat.of(program, b).part * dtype.itemsize if copied else 0, away)
+
+
 class Uses:
     """Whose memory each value of a graph is in, and how often it is used. What the text returns is used to its end."""
 
@@ -101,6 +120,9 @@ class Uses:
         for n in graph.nodes:
             self.counts.update(self.of[n])
         self.stays = {n for n in graph.nodes if n.op == "placeholder" and n.meta.get("named", n.name) in sizes.stays}
+        #: Bytes of copies of parts that are sent: there from the beginning, made by a line, and gone after a line.
+        self.parts_at_first, self.parts_made, self.parts_gone = 0, Counter[fx.Node](), Counter[fx.Node]()
+        self._follow_parts(graph)
 
     @staticmethod
     def _apart(n: fx.Node) -> bool:
@@ -127,6 +149,24 @@ class Uses:
             used += used[0].all_input_nodes
         return {self.owner[x] for x in used}
 
+    def _follow_parts(self, graph: fx.Graph) -> None:
+        """A part is there until its gather is waited for. One that comes from the host is read when the gather before
+        begins: that of a backward's first gather, when forward's last one does (it is the same bucket, in most).
+        """
+        starts = [n for n in graph.nodes if n.target in GATHERS]
+        for before, n in zip((None, *starts), starts, strict=False):
+            part = self.sizes.parts[n.args[1]]
+            made_by = before if part.ahead else n
+            if made_by is not None:
+                self.parts_made[made_by] += part.copy
+            elif n.target is ops.regather_start:
+                self.parts_at_first += part.copy
+            else:
+                self.parts_made[n] += part.copy
+            self.parts_gone[next(u for u in n.users if u.target in WAITS)] += part.copy
+        if starts and starts[-1].target is ops.gather_start and (last := self.sizes.parts[starts[-1].args[1]]).ahead:
+            self.parts_made[starts[-1]] += last.copy
+
     def alive(self, order: Iterable[fx.Node]) -> list[tuple[int, int]]:
         """The bytes that are alive at each line: in the first backward of a step, which makes gradients, and in one
         that adds to them.
@@ -150,7 +190,8 @@ class Memory:
 
     def __init__(self, uses: Uses) -> None:
         self._uses, self._left = uses, Counter(uses.counts)
-        self.live = sum(uses.bytes[n] for n in uses.counts if n.op == "placeholder" and n not in uses.stays)
+        given = (n for n in uses.counts if n.op == "placeholder" and n not in uses.stays)
+        self.live = uses.parts_at_first + sum(uses.bytes[n] for n in given)
         self.gradients = 0
         self._begun: set[str] = set()
         self._summed = 0  # bytes of the buffer whose sum is under way
@@ -163,7 +204,7 @@ class Memory:
         uses = self._uses
         if gradients and n.target is ops.put and n.kwargs.get("own"):
             gradients = 0  # it is alive already
-        later = self.live + uses.added[n] + buffer + uses.work[n].inside
+        later = self.live + uses.added[n] + uses.parts_made[n] + buffer + uses.work[n].inside
         return later + self.gradients + gradients, later
 
     def _filled(self, n: fx.Node) -> tuple[int, int]:
@@ -187,7 +228,7 @@ class Memory:
         uses = self._uses
         buffer, gradients = self._filled(n)
         most = self._would_be(n, buffer, gradients)
-        self.live += uses.added[n] + buffer
+        self.live += uses.added[n] + uses.parts_made[n] - uses.parts_gone[n] + buffer
         self.gradients += gradients
         if n.target is ops.put:
             self._begun.add(uses.sizes.bucket_of(n))

@@ -365,6 +365,9 @@ class Writer:
             for i, r in enumerate(rule.grads)
             if r is not None and r.kind == "t" and rule.kind != "begun"
         }
+        for ref in dict.fromkeys(r for line in rule.backward for r in line.refs() if r.kind in ("x", "y")):
+            if (operands[ref.index] if ref.kind == "x" else (n, ref.index)) in self._gathered:
+                at(ref)  # as under autograd: a gather is waited for, and the next one begins, before there is more
         for line in rule.backward:
             local[line.number] = self._line(self._back, line, at, named.get(line.number), meta)
         for r, gradient in zip(rule.grads, e.after, strict=True):

@@ -175,7 +175,7 @@ class LoopbackMesh(RankMesh):
 
     def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
         whole.copy_(self._all_gather(part, axis, tag).view(-1))
-        return Work()
+        return Work(kept=part)  # as with NCCL
 
     def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
         part.copy_(self._reduce_scatter(flat.view(self.size(axis), -1), axis, tag))

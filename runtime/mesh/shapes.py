@@ -21,7 +21,7 @@ class ShapeMesh(RankMesh):
         return Work()
 
     def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
-        return Work()
+        return Work(kept=part)
 
     def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
         return Work()
