@@ -18,7 +18,7 @@ action that uses it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 from shardc.errors import ShardcError
@@ -182,6 +182,10 @@ class Schedule:
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """(stage of the forward, stage of the backward) of the pairs that there are."""
         return tuple(sorted({(a.stage, a.back[0]) for _, _, a in self if a.kind == "FB"}))
+
+    def apart(self) -> Schedule:
+        """The same without pairs: each half is an action of its own."""
+        return replace(self, actions=tuple(tuple(computed(each)) for each in self.actions), where=())
 
     def __str__(self) -> str:
         rows = (f"rank {r}: {' '.join(map(str, each))}".rstrip() for r, each in enumerate(self.actions))

@@ -32,7 +32,7 @@ from torch import fx
 
 from shardc.cost.closed_form_work import bytes_by_collective, flops_by_layer
 from shardc.cost.dry_run import DryRun
-from shardc.cost.kept_activations import storages
+from shardc.cost.kept_activations import forwards, storages
 from shardc.cost.ledger import Storage
 from shardc.cost.size_symbols import LayerSums, Symbols
 from shardc.ir.graph import source_of, value_of
@@ -120,11 +120,11 @@ def symbolic(program: Program, dry_runs: Sequence[DryRun], sizes: Mapping[str, i
 
 
 def _dropouts(program: Program, r: DryRun) -> Iterator[fx.Node]:
-    """Those of the first forward that no region computes again."""
-    stage = next(a.stage for a, _ in r.actions if a.kind == "F")
-    for node in program.stages[stage].graph.find_nodes(op="call_function", target=ops.dropout):
-        if "region" not in node.meta:
-            yield node
+    """Those of a microbatch's forward that no region computes again."""
+    for stage, _ in forwards(r):
+        for node in program.stages[stage].graph.find_nodes(op="call_function", target=ops.dropout):
+            if "region" not in node.meta:
+                yield node
 
 
 def _of_weights(program: Program) -> set[fx.Node]:

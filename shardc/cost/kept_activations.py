@@ -11,13 +11,14 @@ reached from what is kept, through the ops that run again.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from shardc.cost.dry_run import DryRun
-from shardc.cost.ledger import Storage
+from shardc.cost.ledger import Part, Storage
 from shardc.ir.graph import operands_of, source_of
 from shardc.ir.program import Program, Source
 from shardc.ir.types import op_name
@@ -53,15 +54,21 @@ class Kept:
 
 
 def storages(r: DryRun) -> list[Storage]:
-    """What the first forward of a rank's step makes and does not free."""
-    part = next(p for a, p in r.actions if a.kind == "F")
+    """What the forwards of the first microbatch make and do not free, on all stages of a rank."""
     live: dict[int, Storage] = {}
-    for sign, storage in part.changes:
-        if sign > 0:
-            live[id(storage)] = storage
-        else:
-            live.pop(id(storage), None)
+    for _, part in forwards(r):
+        for sign, storage in part.changes:
+            if sign > 0:
+                live[id(storage)] = storage
+            else:
+                live.pop(id(storage), None)
     return [x for x in live.values() if x.kind in ("activations", "communication")]
+
+
+def forwards(r: DryRun) -> Iterator[tuple[int, Part]]:
+    """(stage, part) of the first microbatch's forwards."""
+    for action, part in r.actions:
+        yield from ((a.stage, part) for a in action.parts if a.kind == "F" and a.microbatch == 0)
 
 
 def kept(program: Program, r: DryRun) -> list[Kept]:

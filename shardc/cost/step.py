@@ -19,7 +19,6 @@ from shardc.cost.ledger import Part
 from shardc.cost.peak_memory import Memory, memory, parts, reserved
 from shardc.cost.premises import premises
 from shardc.cost.streams import Span, Streams
-from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program, Source
 from shardc.ir.units import seconds as duration
@@ -162,10 +161,13 @@ class Cost:
 
     def forms(self, **sizes: int) -> Symbolic:
         """Closed forms with named sizes (batch, sequence, hidden, heads, vocab, ...). See closed_form_memory."""
-        if any(a.kind == "FB" for r in self.dry_runs for a, _ in r.actions):
-            what = "closed forms are of one microbatch, and here two of them run beside each other"
-            raise ShardcError(what, where="program.cost", fix="ask them of the program without overlapped pairs")
-        return symbolic(self.program, self.dry_runs, sizes)
+        first, *_ = self.dry_runs
+        if any(len(a.parts) > 1 for a, _ in first.actions):  # of one microbatch: as if each ran by itself
+            schedule = self.program.schedule
+            program = replace(self.program, pairs=(), schedule=schedule.apart() if schedule is not None else None)
+            alone = dry_run(program, first.at, cpu=self.device.kind == "cpu")
+            first = replace(first, actions=alone.actions)
+        return symbolic(self.program, [first], sizes)
 
 
 def cost(program: Program, device: Device, optimizer: OptimizerOf | None, on: OnRank, **options: Any) -> Cost:
@@ -197,8 +199,7 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
                 first = seconds if (action.kind, action.stage, action.microbatch) == ("F", 0, 0) else first
                 if action.kind == "FB":
                     of_pair.setdefault((action.stage, action.back[0]), []).append(seconds)
-                    continue
-                if (action.kind, action.stage) not in of_stage or action.microbatch == 1:
+                elif (action.kind, action.stage) not in of_stage or action.microbatch == 1:
                     of_stage[action.kind, action.stage] = seconds
             flops += part.flops
             _add(comm, part)
