@@ -39,15 +39,15 @@ def collective_seconds(device: Device, kind: str, nbytes: float, ranks: tuple[in
     hops = _hops(device, ranks)
     last = hops[-1][0]
     if kind == "send_recv":
-        return last.latency + nbytes / _rate(device, last, 1)
+        return last.latency + nbytes / _rate(device, last, 1, kind)
     if kind == "all_to_all":
-        sent = max(nbytes * peers / n / _rate(device, link, peers) for link, peers, _ in hops)
+        sent = max(nbytes * peers / n / _rate(device, link, peers, kind) for link, peers, _ in hops)
         return last.start + _rounds(hops) + sent
     each = 0.0  # seconds per byte of a ring
     for link, peers, near in hops:
         # the other messages leave the node, and use its links to others, also those that leave a pod
         stays = peers / (near + peers) if link is device.within and link is not last else 1.0
-        each = max(each, stays / (_rate(device, link, peers) * near))
+        each = max(each, stays / (_rate(device, link, peers, kind) * near))
     around = nbytes * (n - 1) / n * each
     if kind == "all_reduce":
         there_and_back = 2 * around
@@ -57,7 +57,7 @@ def collective_seconds(device: Device, kind: str, nbytes: float, ranks: tuple[in
     ring = sum(
         link.latency * (n / near - (n / (near + peers) if link is not last else 1)) for link, peers, near in hops
     )
-    doubled = sum(nbytes * peers / n / _rate(device, link, peers) for link, peers, _ in hops)
+    doubled = sum(nbytes * peers / n / _rate(device, link, peers, kind) for link, peers, _ in hops)
     return last.start + min(ring + around, _rounds(hops) + doubled)
 
 
@@ -96,6 +96,7 @@ def _domains(device: Device) -> list[int]:
     return [device.node, *([device.pod] if device.pod is not None and device.beyond is not None else [])]
 
 
-def _rate(device: Device, link: Link, peers: int) -> float:
+def _rate(device: Device, link: Link, peers: int, kind: str) -> float:
     """Bytes per second that large messages to so many others reach."""
-    return min(link.bandwidth, (link.peer or math.inf) * peers) * (link.reaches or device.reaches.link)
+    share = (link.reaches or device.reaches.link) * link.kinds.get(kind, 1.0)
+    return min(link.bandwidth, (link.peer or math.inf) * peers) * share

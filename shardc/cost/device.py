@@ -56,7 +56,9 @@ class Link(_Section):
 
     reaches: the share of it that large collectives reach, where that is not the device's `reaches.link`. adds: the
     share that a sum reaches which the link's switches compute (NVLink SHARP); 0: they do not. peer: bytes per second to
-    any one other device, where that is less: links that lead to each of a node's others.
+    any one other device, where that is less: links that lead to each of a node's others. kinds: of a kind of collective
+    ("all_gather", ...), the share of all this that it reaches, where that is not 1: libraries make some of them with
+    copies.
     """
 
     bandwidth: Positive
@@ -65,6 +67,7 @@ class Link(_Section):
     reaches: Share | None = None
     adds: Annotated[float, Field(ge=0, le=1)] = 0.0
     peer: Positive | None = None
+    kinds: dict[str, Share] = {}
 
 
 class Reaches(_Section):

@@ -8,7 +8,8 @@ measured. One after the other:
     products    the share that a product's shape reaches: the tile and ramp, of a few, that leave the least spread
     flops       by dtype: what is then left
     ops         an op that all of this describes badly has numbers of its own: seconds, and bytes per second or a share
-    links       latency and rate, for collectives that were waited for from begin to end
+    links       latency and rate, for collectives that were waited for from begin to end; a kind that is far from the
+                fastest has a share of its rate
 
 A quarter of the shapes is held back from a first fit, which is then asked for them: that is the error which is said.
 The numbers that are kept come from all of them. Errors are ratios, so a small op counts as a large one does, and
@@ -20,8 +21,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,6 +42,8 @@ RAMPS = (0, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 SMALL = 2**16
 #: An op has numbers of its own where the others are off by more than this.
 OWN = 0.1
+#: A collective is large that takes so many times as long as an empty one.
+LARGE = 3.0
 #: How much an op's own numbers are drawn to the device's: with one size only, both could be anything.
 DRAWN = 0.003
 
@@ -278,21 +282,36 @@ def _with_links(base: Device, samples: Sequence[LinkSample]) -> Device:
 
 
 def _with_link(d: Device, name: str, link: Link, samples: Sequence[LinkSample]) -> Device:
-    """The delay and the rate, each times a factor, that leave the least error."""
+    """The delay and the rate, each times a factor, that leave the least error; then what large ones of each kind reach
+    of the rate of the fastest.
+    """
+    link = link.model_copy(update={"kinds": {}})
 
-    def with_factors(delay: float, rate: float) -> Device:
-        update: dict[str, float] = {"latency": link.latency * delay, "start": link.start * delay}
+    def with_factors(delay: float, rate: float, kinds: Mapping[str, float]) -> Device:
+        update: dict[str, Any] = {"latency": link.latency * delay, "start": link.start * delay, "kinds": kinds}
         if link.reaches is not None or d.reaches.link < 1:
             update["reaches"] = min((link.reaches or d.reaches.link) * rate, 1.0)
         else:
             update["bandwidth"] = link.bandwidth * rate
         return d.model_copy(update={name: link.model_copy(update=update)})
 
-    def off(delay: float, rate: float) -> float:
-        other = with_factors(delay, rate)
+    def off(delay: float, rate: float, kinds: Mapping[str, float]) -> float:
+        other = with_factors(delay, rate, kinds)
         return float(np.mean([abs(math.log(_seconds(other, x) / x.seconds)) for x in samples]))
 
-    return with_factors(*_descended(off))
+    delay, rate = _descended(partial(off, kinds={}))
+    found = with_factors(delay, rate, {})
+    by: defaultdict[str, list[float]] = defaultdict(list)
+    for x in samples:
+        took = _seconds(found, x)
+        if took > LARGE * _seconds(found, replace(x, bytes=0)):
+            by[x.kind].append(took / x.seconds)
+    reached = {kind: float(np.median(each)) for kind, each in by.items()}
+    most = max(reached.values(), default=1.0)
+    kinds = {kind: share / most for kind, share in sorted(reached.items()) if share < (1 - OWN) * most}
+    if not kinds:
+        return found
+    return with_factors(*_descended(partial(off, kinds=kinds)), kinds)
 
 
 def _descended(off: Callable[[float, float], float]) -> tuple[float, float]:

@@ -1,19 +1,23 @@
 """Measure this machine: what `shardc device --measure` writes.
 
-A device is one process: with the threads that torch has here on a CPU, or with one GPU. Times are the best of several
-rounds, as other load only adds to them.
+A device is one process: with the threads that torch has here on a CPU, or with one GPU. Times are medians of several
+rounds, as a step's are: the best of them foretold steps of a CPU a quarter too short. Other work on the machine counts.
 
     flops, bandwidth, launch, products, ops
                 ops of small pieces of models, forward and backward (shardc.cost.tour), and what fits them
                 (shardc.cost.fit), which also says how well shapes that were held back are foretold
     host        what a small op takes beside its own time
     within      collectives of two processes, of several kinds and sizes
+    reaches.computing
+                what both compute while they send: gloo's threads, and NCCL's kernels, take their part
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,13 +36,16 @@ from shardc.cost.fit import LinkSample, fit
 from shardc.cost.tour import tour
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh import TorchMesh
+from shardc.runtime.mesh.base import Work
 
 #: Seconds that ops are measured for, about.
 SECONDS = 25.0
 #: Kinds of collectives, and bytes of the tensors that they are measured with; calls of a small one, and rounds.
-KINDS = ("all_reduce", "all_gather", "all_to_all")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MESSAGES = (2**8, 2**12, 2**15, 2**17, 2**20, 3 * 2**20, 2**23, 2**25)
 CALLS, ROUNDS = 30, 5
+#: Beside ops on matrices of this size: so many collectives, of so many bytes each.
+PRODUCT, BUCKETS, BESIDE = {"cpu": 384, "cuda": 4096}, 6, 2**21
 #: What ops are fitted from: what is not measured stays so.
 _BEGIN: dict[str, Any] = {"flops": {"float32": 1e11}, "bandwidth": 1e10, "launch": 3e-6}
 Kind = Literal["cpu", "cuda"]
@@ -49,7 +56,7 @@ def measure(kind: Kind | None = None, on: Callable[[str], None] = lambda subject
     device = torch.device(kind or ("cuda" if torch.cuda.is_available() else "cpu"))
     ops = tour(device, SECONDS, on)
     on("links between processes")
-    links, how = _links(device)
+    links, computing, how = _links(device)
     link = Link(bandwidth=1e9, latency=1e-5)
     begin = Device(
         name=device.type,
@@ -64,7 +71,8 @@ def measure(kind: Kind | None = None, on: Callable[[str], None] = lambda subject
     )
     found = fit(begin, ops.samples, links)
     source = f"{_name(device)}, measured {date.today()}, torch {torch.__version__}; link: {how}; {found}"
-    return found.device.model_copy(update={"source": source, "node": _devices(device)})
+    reaches = found.device.reaches.model_copy(update={"computing": computing})
+    return found.device.model_copy(update={"source": source, "node": _devices(device), "reaches": reaches})
 
 
 def _products(device: torch.device) -> Products | None:
@@ -76,16 +84,16 @@ def _products(device: torch.device) -> Products | None:
     return Products(tiles=tiles, units=units, ramp=250.0)
 
 
-def _links(device: torch.device) -> tuple[list[LinkSample], str]:
+def _links(device: torch.device) -> tuple[list[LinkSample], float, str]:
+    """Collectives; the share of what is computed alone that is computed beside them; what they went through."""
     if device.type == "cpu":
-        threads = torch.get_num_threads()
-        return _between_processes("gloo", threads), "gloo between two processes of this machine"
+        return *_between_processes("gloo", torch.get_num_threads()), "gloo between two processes of this machine"
     if torch.cuda.device_count() > 1:
-        return _between_processes("nccl", 1), "NCCL between two GPUs of this machine"
+        return *_between_processes("nccl", 1), "NCCL between two GPUs of this machine"
     there = torch.zeros(MESSAGES[-1], dtype=torch.uint8, pin_memory=True)
     here = torch.zeros_like(there, device=device)
     copies = [LinkSample("send_recv", n, (0, 1), _copy_seconds(here[:n], there[:n])) for n in MESSAGES]
-    return copies, "there is only one GPU: copies from the machine's memory instead"
+    return copies, 1.0, "there is only one GPU: copies from the machine's memory instead"
 
 
 def _copy_seconds(here: torch.Tensor, there: torch.Tensor) -> float:
@@ -99,21 +107,21 @@ def _copy_seconds(here: torch.Tensor, there: torch.Tensor) -> float:
     return best
 
 
-def _between_processes(backend: str, threads: int) -> list[LinkSample]:
+def _between_processes(backend: str, threads: int) -> tuple[list[LinkSample], float]:
     """Between two processes with so many threads each, which are started here and end here."""
     with (
         tempfile.TemporaryDirectory(prefix="shardc-links-") as folder,
         ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool,
     ):
-        sizes = MESSAGES, CALLS, ROUNDS
+        sizes = MESSAGES, CALLS, ROUNDS, BESIDE
         process = partial(_link_process, backend=backend, threads=threads, folder=folder, sizes=sizes)
         first, _ = pool.map(process, range(2))
         return first
 
 
 def _link_process(
-    rank: int, backend: str, threads: int, folder: str, sizes: tuple[tuple[int, ...], int, int]
-) -> list[LinkSample]:
+    rank: int, backend: str, threads: int, folder: str, sizes: tuple[tuple[int, ...], int, int, int]
+) -> tuple[list[LinkSample], float]:
     """One of the two: each collective as TorchMesh makes it."""
     torch.set_num_threads(threads)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
@@ -122,24 +130,60 @@ def _link_process(
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = TorchMesh(Mesh((("ranks", 2),)), device=device, watch=0)
-    messages, calls, rounds = sizes
+    messages, calls, rounds, beside = sizes
     found = []
     for nbytes in messages:
         x = torch.zeros(2, nbytes // 8, device=device)
         ways: dict[str, Callable[[], Any]] = {
             "all_reduce": partial(mesh.all_reduce, x, ("ranks",)),
             "all_gather": partial(mesh.all_gather, x[0], "ranks"),
+            "reduce_scatter": partial(mesh.reduce_scatter, x, "ranks"),
             "all_to_all": partial(mesh.all_to_all, x, "ranks"),
         }
         often = max(min(calls, 2**24 // nbytes), 1)
         found += [LinkSample(kind, nbytes, (0, 1), _call_seconds(ways[kind], device, often, rounds)) for kind in KINDS]
+    computing = _computing_beside(mesh, device, beside, rounds)
     dist.destroy_process_group()
-    return found
+    return found, computing
+
+
+def _computing_beside(mesh: TorchMesh, device: torch.device, nbytes: int, rounds: int) -> float:
+    """The share of its rate at which computing goes on beside collectives. Where some collectives take a seconds alone,
+    some ops b, and both together c, then a + b - c seconds' worth of ops were computed in the a seconds of collectives.
+    """
+    n = PRODUCT[device.type]
+    weight, x, flat = (torch.ones(n, k, device=device) for k in (n, n, max(nbytes // 4 // n, 2) // 2 * 2))
+    whole, part = flat.view(-1), torch.ones(flat.numel() // 2, device=device)
+    collectives: dict[str, Callable[[], Work]] = {
+        "all_reduce": lambda: mesh.start_all_reduce(whole, ("ranks",)),
+        "all_gather": lambda: mesh.start_all_gather(part, whole, "ranks"),
+        "reduce_scatter": lambda: mesh.start_reduce_scatter(whole, part, "ranks"),
+    }
+
+    def ops(count: int) -> None:
+        for _ in range(count):
+            ((x @ weight) * x).add_(x)
+
+    one = _call_seconds(partial(ops, 1), device, 10, rounds)
+    shares = []
+    for start in collectives.values():
+
+        def both(count: int, start: Callable[[], Work] = start) -> None:
+            works = [start() for _ in range(BUCKETS)]
+            ops(count)
+            for work in works:
+                work.wait()
+
+        alone = _call_seconds(partial(both, 0), device, 3, rounds)
+        count = math.ceil(2 * alone / one)
+        apart, together = (_call_seconds(partial(run, count), device, 3, rounds) for run in (ops, both))
+        shares.append((alone + apart - together) / alone)
+    return min(max(statistics.mean(shares), 0.05), 1.0)
 
 
 def _call_seconds(call: Callable[[], Any], device: torch.device, calls: int, rounds: int) -> float:
-    """Seconds of one call: the best round's mean."""
-    best = float("inf")
+    """Seconds of one call: the median of the rounds' means."""
+    means = []
     for _ in range(rounds):
         dist.barrier()
         begin = time.perf_counter()
@@ -147,8 +191,8 @@ def _call_seconds(call: Callable[[], Any], device: torch.device, calls: int, rou
             call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        best = min(best, (time.perf_counter() - begin) / calls)
-    return best
+        means.append((time.perf_counter() - begin) / calls)
+    return statistics.median(means)
 
 
 def _memory(device: torch.device) -> float:

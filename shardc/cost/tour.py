@@ -1,11 +1,13 @@
 """What a machine is measured by: pieces of models, forward and backward, in several sizes, and updates of weights.
 
 Each op of them is timed (shardc.cost.op_times). All pieces run in turn, again and again, so that an op finds its
-operands where it finds them in a step: seldom in the nearest cache. Of each op the quickest round counts.
+operands where it finds them in a step: seldom in the nearest cache. Of each op the median of its rounds counts: a step
+meets what makes some of them slower, too.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,12 +51,11 @@ def tour(device: torch.device, seconds: float, on: Callable[[str], None] = lambd
             for piece in pieces:
                 piece()
         measured = times.measured(0).ops
-        if rounds:  # the first one allocates
-            found = merged([*found, *(OpSample(x.op, x.least, x.count) for x in measured)])
+        if rounds == 1:  # the first one allocates: it counts where there is no other
+            found.clear()
+        found += [OpSample(x.op, x.seconds / x.count, x.count) for x in measured]
         rounds += 1
-        if rounds == 1 and time.perf_counter() - begin > seconds:
-            found = merged(OpSample(x.op, x.least, x.count) for x in measured)
-    return Tour(found, _host(small, device))
+    return Tour(merged(found, statistics.median), _host(small, device))
 
 
 def _host(pieces: list[Callable[[], None]], device: torch.device) -> float:

@@ -71,8 +71,9 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(measure, "SECONDS", 0.02)
     monkeypatch.setattr(measure, "MESSAGES", (2**8, 2**12, 2**16, 2**20))
-    monkeypatch.setattr(measure, "CALLS", 3)
-    monkeypatch.setattr(tour, "SIZES", {"cpu": ((16, 32), (32, 32), (64, 64))})
+    for name, value in {"CALLS": 3, "ROUNDS": 2, "BESIDE": 2**14}.items():
+        monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(tour, "SIZES", {"cpu": ((16, 32), (32, 32), (128, 128))})
     file = tmp_path / "here" / "cpu.yaml"
     made = run("cpu", "--measure", "-o", str(file), "--json")
     assert made.exit_code == 0, made.output
@@ -83,9 +84,10 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"native_layer_norm", "convolution_backward"} <= found.ops.keys()
     assert found.within.bandwidth > 1e6
     assert 0 < found.within.latency < 1
+    assert 0.05 <= found.reaches.computing <= 1
     assert 1e8 < found.memory < 1e13
     assert "gloo" in found.source
-    assert re.search(r"ops: \d+ of \d+ held back: half within .*; collectives: 3 of 12 held back", found.source)
+    assert re.search(r"ops: \d+ of \d+ held back: half within .*; collectives: 4 of 16 held back", found.source)
     assert f'"name": "{found.name}"' in made.stdout
 
 
