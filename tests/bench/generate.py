@@ -1,5 +1,6 @@
-"""Seconds a token of a Llama that generates on two processes over gloo: with a cache, without one, and transformers'
-own tensor parallelism (`tp_plan`), each greedy, of one prompt and of four.
+"""Seconds a token of a Llama that generates on two processes over gloo: with a cache; without one; as a loop over
+forwards of all 256 positions, with the logits of each; and with transformers' own tensor parallelism (`tp_plan`). All
+are greedy, of one prompt and of four.
 
     .venv/bin/python tests/bench/generate.py
 
@@ -79,9 +80,22 @@ def contenders(folder: Path) -> dict[str, Callable[[list[list[int]]], tuple[Any,
         longer = [(p * (TOKENS // len(p) + 1))[: PROMPT + TOKENS - LAST] for p in prompts]
         return without.generate(longer, LAST, stop=()), LAST
 
+    positions = torch.zeros(4, PROMPT + TOKENS, dtype=torch.int64)
+    logits = {"outputs": {"logits": "whole"}}
+    forward = shardc.compile(model, {"input_ids": positions}, {**spec, **logits}, forward=True, prove=False)
+    run = forward.forward(model)
+
+    def loop(prompts: list[list[int]]) -> Any:
+        ids = torch.zeros(len(prompts), PROMPT + TOKENS, dtype=torch.int64)
+        ids[:, :PROMPT] = torch.tensor(prompts)
+        for at in range(PROMPT, PROMPT + LAST):
+            ids[:, at] = run({"input_ids": ids}, gather=True)["logits"][:, at - 1].argmax(-1)
+        return ids[:, PROMPT : PROMPT + LAST].tolist(), LAST
+
     return {
         "shardc": lambda prompts, _alive=model: (engine.generate(prompts, TOKENS, stop=()), TOKENS),  # type: ignore[misc]
         "shardc, without a cache": whole,
+        "a loop of forwards": loop,
         "transformers, tp_plan": transformers,
     }
 
