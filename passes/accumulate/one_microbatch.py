@@ -358,13 +358,13 @@ class OneMicrobatch:
 
     def _refuse(self, total: fx.Node, user: fx.Node) -> None:
         value, source = total.meta["value"], source_of(user)
-        shown = value[0] if isinstance(value, tuple) else value
-        shown = replace(shown, layout=without_microbatches(shown.layout))
+        shown: Value = value[0] if isinstance(value, tuple) else value
+        shown = replace(shown, layout=Layout())
+        code = f" ({source.code})" if source.code else ""
         error = ShardcError(
-            f"{source}: {total.name}, {shown}, takes all rows of the batch, and"
-            f" {getattr(user.target, '__name__', user.target)} needs it before the step's last microbatch: what is"
-            " computed of all rows (BatchNorm's statistics, a contrastive loss, rows that are mixed, a maximum) is not"
-            " that of microbatches, and a gradient of every row goes through it",
+            f"{source}: a value of {shown}{code} takes all rows of the batch, and is needed before the step's last"
+            " microbatch: what is computed of all rows (BatchNorm's statistics, a contrastive loss, rows that are"
+            " mixed, a maximum) is not that of microbatches, and a gradient of every row goes through it",
             where=self.where,
             fix=(
                 "write batch: {microbatches: 1}; where it is BatchNorm, batch_norm: local (each rank and microbatch has"
@@ -375,11 +375,12 @@ class OneMicrobatch:
 
     def _refusal(self) -> ShardcError:
         """The first, and where else: a network of fifty norms has one cause."""
-        (_, first), *others = self.refused.items()
+        first, *_ = self.refused.values()
+        others = [place for place in list(self.refused)[1:] if place]  # what a pass made has none
         if not others:
             return first
         rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        also = f"; so do {', '.join(place for place, _ in others[:3])}{rest}"
+        also = f"; so do {', '.join(others[:3])}{rest}"
         return ShardcError(f"{first.what}{also}", where=first.where, fix=first.fix)
 
     # --- what runs first

@@ -48,14 +48,15 @@ class GivenModel:
     cannot be changed by anybody.
     """
 
-    def __init__(self, model: Any, made: str, rank: int) -> None:
+    def __init__(self, model: Any, made: str, rank: int, *, copied: bool = False) -> None:
+        """copied: `made` is a copy of a module, such as an average of weights, which nobody takes for what trains."""
         self._made, self._rank = made, rank
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._then = dict(_modules(model)) if isinstance(model, nn.Module) else {}
         #: The trained weights were given out, so that new values in the model may be these.
         self.handed_out = False
         self._used = False
-        if isinstance(model, nn.Module):
+        if isinstance(model, nn.Module) and not copied:
             with _LOCK:
                 _TAKERS.setdefault(model, weakref.WeakSet()).add(self)
 
@@ -67,7 +68,7 @@ class GivenModel:
         self._used = True
         with _LOCK:
             takers = list(_TAKERS.get(model, ()))
-        if any(t._used and t is not self and t._rank == self._rank for t in takers):
+        if self in takers and any(t._used and t is not self and t._rank == self._rank for t in takers):
             return {"the model": _TWICE.format(made=self._made)} | self._changes(model)
         return self._changes(model)
 

@@ -291,7 +291,8 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         result = ShardedModule.__new__(ShardedModule)
         nn.Module.__init__(result)
         buffers = {name: b.clone() for name, b in self._buffers_by_name().items()}
-        result._hold(_running(r.program, r.model, r.mesh, rng, buckets, r.check_every, r.check), buffers, self)
+        running = _running(r.program, r.model, r.mesh, rng, buckets, r.check_every, r.check, copied=True)
+        result._hold(running, buffers, self)
         memo[id(self)] = result
         memo.update({id(p): buckets.owned[name] for name, p in owned.items()})
         for copied, m in zip(result.modules(), self.modules(), strict=True):
@@ -586,8 +587,17 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
 
 
 def _running(
-    program: Program, model: Any, mesh: Any, rng: Rng, buckets: Buckets, check_every: int, check: bool
+    program: Program,
+    model: Any,
+    mesh: Any,
+    rng: Rng,
+    buckets: Buckets,
+    check_every: int,
+    check: bool,
+    *,
+    copied: bool = False,
 ) -> _Running:
+    """copied: of a copy of another module."""
     owned = buckets.owned
     split = {p.name for p in program.params if norm_axes(program, p.name)}
     return _Running(
@@ -609,7 +619,7 @@ def _running(
         check,
         state_dict_marks.slices(program, mesh, buckets.runs),
         state.Saves(mesh),
-        GivenModel(model, "this module", mesh.rank),
+        GivenModel(model, "this module", mesh.rank, copied=copied),
     )
 
 

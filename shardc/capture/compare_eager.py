@@ -48,6 +48,12 @@ SWITCHED = {
     "scaled_dot_product_attention": "dropout_p",
 }
 
+#: What torch warns of where a reentrant checkpoint trains nothing.
+_NO_GRADIENTS = "None of the inputs have requires_grad=True"
+_NONE_INSIDE = (
+    "the model's own gradient leaves out what torch.utils.checkpoint(..., use_reentrant=True) computes, as none of its"
+    " inputs requires one"
+)
 
 #: Of a dropout that is not told whether the model trains.
 KEEPS_DROPOUT = (
@@ -108,8 +114,8 @@ def prove(
     given = {name: _version(x) for name, x in inputs.items()}
     plain = {name: (x, _version(x)) for name, x in _plain_tensors(model)}
     trained = {p.name: params[p.fqn] for p in program.params if p.requires_grad}
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the model's own, which appear whenever it runs
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")  # the model's own, which appear whenever it runs; one of them is read below
         torch.manual_seed(0)
         try:
             with patches.swapped(model, tensors):  # backward too: a reentrant checkpoint runs the model again
@@ -155,9 +161,15 @@ def prove(
     # a gradient that is zero in exact arithmetic (an attention key's bias) is rounding on both sides: measured against
     # the largest
     floor = 1e-3 * max((_largest(g) for g in want_grads.values()), default=0.0)
+    differ = Errors()
     for p in program.params:
         if p.requires_grad and want is not None:
-            _compare(errors, "the gradient", p.fqn, want_grads[p.name], got_grads[p.name], floor)
+            _compare(differ, "the gradient", p.fqn, want_grads[p.name], got_grads[p.name], floor)
+    if any(_NO_GRADIENTS in str(w.message) for w in warned):
+        for e in differ.found:
+            errors.add(_NONE_INSIDE, where=e.where, fix="use_reentrant=False, or the spec's section `checkpoint:`")
+    else:
+        errors.found += differ.found
     for b in program.buffers:
         if b.updated:
             _compare(errors, "the new value", b.fqn, after[b.fqn], news[b.name])
@@ -172,13 +184,13 @@ def prove(
     errors.raise_any()
     if want is None or not (branches or model.training):
         return Proof(evaluates="alike")
-    with (
-        torch.no_grad()
-    ):  # with other buffers: fresh statistics, of 0 and 1, and vectors that converged hide differences
+    # with other buffers: fresh statistics, of 0 and 1, and vectors that converged hide differences
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, buffer in buffers.items():
             if after[name].is_floating_point():
                 after[name] = after[name] * (1 + 0.1 * torch.rand(after[name].shape, generator=generator))
             buffer.copy_(after[name])
+        torch.manual_seed(0)  # forward may draw in eval mode too, such as the noise of a VAE
         evaluating = interpret_all(program, params, after, inputs, graph=_evaluating(program.graph))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), patches.swapped(model, tensors):
         warnings.simplefilter("ignore")

@@ -63,7 +63,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.drop(self.norm(self.up(x)).relu() - 0.1) * self.scale
-        if self.kind == "noise" and self.training:
+        if (self.kind == "noise" and self.training) or self.kind == "always draws":
             y = y + torch.randn_like(y)
         elif self.kind == "constant":
             y = y + torch.tensor([1.0 if self.training else 2.0])
@@ -87,9 +87,12 @@ def net(kind: str = "") -> Net:
     return Net(kind)
 
 
-@pytest.mark.parametrize("kind", ["", "functional", "counter", "reset"])
+@pytest.mark.parametrize("kind", ["", "functional", "counter", "reset", "always draws"])
 def test_branches_of_ones_own_that_do_nothing_else_in_eval_mode(kind: str) -> None:
-    program = capture(net(kind), BATCH)
+    model = net(kind)
+    state = torch.get_rng_state()
+    program = capture(model, BATCH)
+    assert torch.equal(torch.get_rng_state(), state)
     assert program.evaluates == "alike"
     assert not any("eval mode" in note for note in program.notes)
 

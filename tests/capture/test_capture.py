@@ -319,6 +319,27 @@ def test_checkpoint_changes_nothing(reentrant: bool) -> None:
     assert set(grads(capture(model, X), model, X)) == {"fc.weight", "fc.bias"}
 
 
+def test_a_reentrant_checkpoint_that_trains_nothing_is_named() -> None:
+    """torch computes no gradients inside where no input requires one, and only warns."""
+
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(self.first, x, use_reentrant=True)).sum()
+
+    with pytest.raises(ShardcError, match=r"leaves out what torch.utils.checkpoint\(..., use_reentrant=True\)") as e:
+        capture(Alone(), torch.ones(2, 4))
+    assert [x.where for x in e.value.errors] == ["first.weight", "first.bias"]
+    assert "use_reentrant=False" in str(e.value)
+
+    also = Net(lambda self, y: (checkpoint(self.fc, X, use_reentrant=True) + y).sum())
+    with pytest.raises(ShardcError, match="leaves out"):  # trained, but not by what is inside
+        capture(also, X)
+
+
 def test_dropout_is_proven_with_seeds() -> None:
     model, batch = zoo.bert(dropout=0.3)
     assert capture(model, batch).notes == ()

@@ -5,6 +5,7 @@ on them.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -205,7 +206,7 @@ class Normed(nn.Module):
 
 def test_statistics_of_a_batch_are_refused() -> None:
     with pytest.raises(
-        shardc.ShardcError, match=r"takes all rows of the batch, and .* needs it before the step's last microbatch"
+        shardc.ShardcError, match=r"takes all rows of the batch, and is needed before the step's last microbatch"
     ) as e:
         shardc.compile(Normed(), rows(6), {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": 2}})
     assert "norm" in str(e.value)
@@ -297,8 +298,13 @@ def doubled(m: Any, x: Tensor, y: Tensor) -> Tensor:
 def test_what_needs_all_rows_is_refused(loss: Any, mesh: dict[str, int]) -> None:
     """Or right: never a product of microbatches' own sums."""
     y = torch.zeros(ROWS, dtype=torch.long)
-    with pytest.raises(shardc.ShardcError, match="before the step's last microbatch"):
+    with pytest.raises(shardc.ShardcError, match="before the step's last microbatch") as e:
         shardc.compile(Model(loss), {"x": rows(6), "y": y}, spec("", mesh, 2), prove=False)
+    for error in e.value.errors:  # the user's line and code, not a name of the program's, and others only where known
+        assert re.search(r"\(test_accumulate.py:\d+\): a value of f64\[[\d, ]*\] \(.*\) takes all rows", error.what), (
+            error
+        )
+        assert "so do" not in error.what or re.search(r"so do \S", error.what)
 
 
 def test_counts_are_summed_once_and_the_loss_after_the_step() -> None:

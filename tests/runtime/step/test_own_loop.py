@@ -265,7 +265,7 @@ def test_optimizers_step_on_parts(spec: str, options: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_an_average_of_weights_is_the_plain_models(spec: str) -> None:
+def test_an_average_of_weights_is_the_plain_models(spec: str, capfd: pytest.CaptureFixture[str]) -> None:
     program = compiled(spec)
 
     def train(model: Any, loss: Callable[[Any], Tensor], average: AveragedModel) -> None:
@@ -294,6 +294,7 @@ def test_an_average_of_weights_is_the_plain_models(spec: str) -> None:
         torch.testing.assert_close(average(**program.local(BATCH, mesh.rank)), want(**BATCH))
 
     loopback(program.mesh, work)
+    assert "another engine or module was made of it" not in capfd.readouterr().err  # the average is no second training
 
 
 def test_a_copy_shares_nothing_and_a_pickle_is_refused() -> None:
