@@ -166,8 +166,8 @@ def prove(
         if p.requires_grad and want is not None:
             _compare(differ, "the gradient", p.fqn, want_grads[p.name], got_grads[p.name], floor)
     if any(_NO_GRADIENTS in str(w.message) for w in warned):
-        for e in differ.found:
-            errors.add(_NONE_INSIDE, where=e.where, fix="use_reentrant=False, or the spec's section `checkpoint:`")
+        for error in differ.found:
+            errors.add(_NONE_INSIDE, where=error.where, fix="use_reentrant=False, or the spec's section `checkpoint:`")
     else:
         errors.found += differ.found
     for b in program.buffers:
