@@ -67,6 +67,10 @@ class OwnersOptimizer(Optimizer):
             else:
                 p.grad.zero_()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Of what this rank steps."""
+        return self.made.state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """state_dict: of this rank's own `state_dict()`; checkpoints of any mesh are read by `module.load`."""
         self.made.load_state_dict(state_dict)

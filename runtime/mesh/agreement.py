@@ -48,7 +48,10 @@ ROOM = 64
 #: Bytes of a fact's text that ranks exchange for an error, 7 to a number.
 TEXT = 42
 SAME_OPTIMIZER = "construct the optimizer and its scheduler alike on all ranks, and load one checkpoint into all"
-SAME_CALLS = "let all ranks take the same steps in the same order; where data ends on one, end it on all"
+SAME_CALLS = (
+    "let all ranks make the same calls in the same order: steps, evaluating, saving, exporting and full_state_dict are"
+    " what all do together, so call them outside of `if rank == 0:`; where data ends on one, end it on all"
+)
 SAME_BATCH = (
     "give every rank the same batches: return a torch Dataset from data() or read one with engine.loader, seed what"
     " shuffles or draws, or pass each rank its own part with local=True"

@@ -27,6 +27,7 @@ stepped_once          an optimizer or schedule that is stepped beside the engine
 not_finite            a loss or gradient that is nan or inf: stop or skip, and what made it
 engine_options        options that there are not, or that mean nothing; batch_argument: a batch that is spread out
 user_changes          what users do to a module that a program would not notice; optimizer_watch: its optimizer;
+                      optimizer_marks: whose slices its state is of;
                       loop_watch: what a loop does between two forwards, alike on all ranks; both see optimizers by
                       every_optimizer; given_model: what they do to the model that the weights came from
 evaluating            which program evaluates: that of a step, or one of the model in eval mode

@@ -54,6 +54,7 @@ from shardc.runtime.step.given_model import GivenModel
 from shardc.runtime.step.interpreter import Interpreter
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.new_schedule import NewSchedule
+from shardc.runtime.step.optimizer_marks import OptimizerMarks
 from shardc.runtime.step.run import StepHooks
 from shardc.runtime.step.stepped_once import SteppedOnce
 from shardc.runtime.zero.bucket_launch import Buckets
@@ -216,6 +217,9 @@ class Engine(EngineForward):
         if self.optimizer is not None and self.mesh.device.type == "cuda" and not self._offload.places:
             choose_as_on_gpu(self.optimizer)  # not where a page's state comes and goes
         self._new_schedule = NewSchedule(self.optimizer, scheduler) if self.optimizer is not None else None
+        if self.optimizer is not None and self.mesh.layout.world > 1:
+            fix = "save by engine.save(folder) on all ranks, and load by engine.load(folder)"
+            OptimizerMarks(program, self.mesh, self.owned, self.buckets.runs, fix).guard(self.optimizer)
         self._once = SteppedOnce(self.optimizer)  # before schedulers are made, which look at its method `step`
         if check:
             agreement.check(self.mesh, agreement.optimizer_facts(program, self.optimizer), "making an engine")

@@ -154,6 +154,8 @@ class EngineState:
         self._make_ready()
         room = self._paged.room if self._paged is not None else None
         with self.mesh.together("loading a checkpoint"), self._offload.at_home():
+            if self._checks:
+                agreement.check(self.mesh, [], "loading a checkpoint")
             extra = state.load(
                 folder,
                 self.program,
@@ -330,9 +332,11 @@ class EngineState:
         Returns the folders written. Raises ShardcError, on all ranks, where it cannot be written.
         """
         self._check()
-        self._gather_written()
-        self.buckets.wait_for_gathers()
         with self.mesh.together("exporting"), self._offload.at_home():
+            if self._checks:
+                agreement.check(self.mesh, [], "exporting")
+            self._gather_written()
+            self.buckets.wait_for_gathers()
             return state.export_safetensors(
                 folder,
                 self.program,

@@ -519,6 +519,8 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         r.buckets.reset(forward=True)
         r.updates.settle()
         with r.mesh.together("loading a checkpoint"):
+            if r.check:
+                agreement.check(r.mesh, [], "loading a checkpoint")
             extra = state.load(
                 folder,
                 r.program,
@@ -632,17 +634,25 @@ def _parts_of(optimizer: Any) -> tuple[Optimizer | None, WholeMatrices | None]:
     return as_one(optimizer), None
 
 
-def _mark(module: ShardedModule, _: Any, __: str, metadata: dict[str, Any]) -> None:
+def _mark(module: ShardedModule, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    for name in _split_names(module._running.program):
+        if isinstance(x := state_dict.get(prefix + name), Tensor):
+            parameter_parts.refuse_checkpoint(x, name)
     metadata[state_dict_marks.KEY] = {"rank": module._running.mesh.rank, "slices": module._running.slices}
 
 
 def _check_marks(module: ShardedModule, given: Mapping[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
     r = module._running
     names = (n for x in (*r.program.params, *r.program.buffers) if x.fqn for n in x.names)
-    split = {n for x in r.program.params if norm_axes(r.program, x.name) for n in x.names}
-    split |= {n for x in r.program.buffers if x.layout.shards() for n in x.names}
-    if state_dict_marks.check(given, prefix, metadata.get(state_dict_marks.KEY), r.slices, names, split):
+    note = metadata.get(state_dict_marks.KEY)
+    if state_dict_marks.check(given, prefix, note, r.slices, names, _split_names(r.program)):
         r.unmarked = True
+
+
+def _split_names(program: Program) -> set[str]:
+    """All names of what a rank has a part of."""
+    split = {n for x in program.params if norm_axes(program, x.name) for n in x.names}
+    return split | {n for x in program.buffers if x.layout.shards() for n in x.names}
 
 
 class _End:

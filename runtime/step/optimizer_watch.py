@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.step.every_optimizer import observe
+from shardc.runtime.step.optimizer_marks import OptimizerMarks
 from shardc.runtime.zero.flat_partition import Run
 from shardc.runtime.zero.optimizer_check import check_sharded
 
@@ -33,6 +34,8 @@ class OptimizerWatch:
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # with how many params
         self._forwards: int | None = 0  # None: something else than the plain model's optimizer trains the module
         self._of_plain = ""  # the optimizer that stepped the plain model
+        fix = "save by module.save(folder, optimizer) on all ranks, and load by module.load(folder, optimizer)"
+        self._marks = OptimizerMarks(program, mesh, params, runs, fix)
         observe(self)
 
     def stepping(self, optimizer: Optimizer) -> None:
@@ -43,6 +46,9 @@ class OptimizerWatch:
         ids = {id(p) for g in optimizer.param_groups for p in g["params"]}
         if not ids.isdisjoint(self._names):
             with self._mesh.together("the first step of the optimizer"):
+                self._marks.check_loaded(optimizer)
+                if optimizer not in self._seen:
+                    self._marks.guard(optimizer)
                 self._check_groups([[self._names.get(id(p), "") for p in g["params"]] for g in optimizer.param_groups])
                 check_sharded(self._program, optimizer, self._params, self._runs)
             self._forwards = None

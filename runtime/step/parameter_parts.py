@@ -6,14 +6,20 @@ part, and a penalty of it has another gradient than on one device; a sum has not
 which the rank has all. Nothing of that can be seen later; so it is refused where it happens.
 
 Torch has no hook there that leaves parameters plain (a subclass would cost optimizers their fused forms), but finds its
-methods by name: the parameter object answers to these. Functions (`torch.norm(p)`) do not ask it.
+methods by name: the parameter object answers to these. Functions (`torch.norm(p)`) do not ask it, unless they use such
+a method: torch.nn.utils.parameters_to_vector and its reverse are known by who calls `view` and `numel`.
+
+torch.distributed.checkpoint takes a plain tensor for the whole one, alike on all ranks, of which it writes one. It asks
+a tensor first how it is to be written: parts refuse, as parameters, in a state_dict and in an optimizer's.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -69,6 +75,41 @@ class _Reduction:
         )
 
 
+class _InVector:
+    """view or numel: torch's functions ask for them that put all parameters into one vector, or take them out of it."""
+
+    def __init__(self, p: nn.Parameter, fqn: str, method: str) -> None:
+        self.p, self.fqn, self.method = weakref.ref(p), fqn, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        if caller.f_globals.get("__name__") == "torch.nn.utils.convert_parameters":
+            raise ShardcError(
+                "this rank has a part of the parameter: the vector would be another one on every rank, and none the"
+                " whole model's",
+                where=f"torch.nn.utils.{caller.f_code.co_name}: {self.fqn}",
+                fix="take the whole weights, model.load_state_dict(module.full_state_dict()) on all ranks, and the"
+                " plain model's parameters for the vector; program.module(model) makes a module of them again",
+            )
+        return getattr(Tensor, self.method)(self.p(), *args, **kwargs)
+
+
+def refuse_checkpoint(x: Tensor, fqn: str) -> None:
+    """Let torch.distributed.checkpoint not take this part of a tensor for the whole."""
+    x.__create_write_items__ = functools.partial(_write_items, fqn)  # type: ignore[attr-defined]
+    x.__create_chunk_list__ = functools.partial(_write_items, fqn)  # type: ignore[attr-defined]
+    x.__getstate__ = _no_state  # type: ignore[method-assign]
+
+
+def _write_items(fqn: str, *_: Any) -> NoReturn:
+    raise ShardcError(
+        "this rank has a part of it, which torch.distributed.checkpoint would take for the whole, alike on all ranks",
+        where=fqn,
+        fix="save by module.save(folder, optimizer) or engine.save(folder), which any mesh loads; or give it the whole"
+        " weights, full_state_dict()",
+    )
+
+
 def watch(program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]) -> None:
     """Let parameters of which ranks have parts refuse what would be of the part. params: by name in the program; runs:
     those that are stretches of the flattened parameter (ZeRO).
@@ -81,6 +122,9 @@ def watch(program: Program, params: Mapping[str, nn.Parameter], runs: Collection
             setattr(p, method, _Draw(x.fqn, method))
         for method in REDUCTIONS if dims or x.name in runs else ():
             setattr(p, method, _Reduction(p, x.fqn, method, None if x.name in runs else dims))
+        if dims or x.name in runs:
+            p.view, p.numel = _InVector(p, x.fqn, "view"), _InVector(p, x.fqn, "numel")  # type: ignore[method-assign]
+            refuse_checkpoint(p, x.fqn)
         p.__getstate__ = _no_state  # type: ignore[method-assign]  # what torch.save writes is plain
 
 

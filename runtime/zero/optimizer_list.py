@@ -43,8 +43,18 @@ class OptimizerList(Optimizer):
             if m in self._empty or _holds(m):  # else this is a step of others' parameters
                 m.step()
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with the members' groups in a row."""
+        state: dict[Any, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for m in self.members:
+            own, start = m.state_dict(), sum(len(g["params"]) for g in groups)
+            state |= {n + start: s for n, s in own["state"].items()}
+            groups += [{**g, "params": [n + start for n in g["params"]]} for g in own["param_groups"]]
+        return {"state": state, "param_groups": groups}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """state_dict: as torch's, with the members' groups in a row."""
+        """state_dict: as `state_dict` gives it."""
         groups = iter(state_dict["param_groups"])
         for m in self.members:
             own = [next(groups) for _ in m.param_groups]

@@ -124,9 +124,24 @@ def steps(mesh: LoopbackMesh) -> None:
     engine.step(BATCH)
 
 
+def alone(call: str) -> Callable[[LoopbackMesh], None]:
+    """One rank calls what all do together, while the others take a step."""
+
+    def work(mesh: LoopbackMesh) -> None:
+        engine = Engine(PROGRAM, net(), mesh=mesh)
+        if mesh.rank == 3:
+            getattr(engine, call)("never written")
+        engine.step(BATCH)
+
+    return work
+
+
 @pytest.mark.parametrize(
     ("work", "what"),
     [
+        (alone("export"), r"a step on rank 0, exporting on rank 3\n  fix: .* outside of `if rank == 0:`"),
+        (alone("load"), "a step on rank 0, loading a checkpoint on rank 3"),
+        (alone("save"), "a step on rank 0, saving on rank 3"),
         (weights, r"the weight up.weight differs between rank"),
         (one_weight, r"^the weight down.weight differs between rank 1 .* and rank 3 "),
         (seeds, "the seed differs on rank 3"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import io
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 import shardc
 from shardc.errors import ShardcError
@@ -177,3 +179,100 @@ def test_gathers_in_the_background_are_no_updates(name: str) -> None:
         module(**module.local(BATCH))
 
     loopback(compiled(name).mesh, work)
+
+
+@pytest.mark.parametrize("name", ["tp", "zero 1", "zero 3"])
+@pytest.mark.parametrize("before", [False, True], ids=["guarded", "before its first step"])
+def test_an_optimizers_state_of_another_rank_is_refused(name: str, before: bool) -> None:
+    """Rank 0 saves `optimizer.state_dict()`, all load: into one that has stepped, and into a new one."""
+    shared: dict[int, bytes] = {}
+
+    def work(mesh: LoopbackMesh) -> None:
+        module, optimizer = made(mesh, name)
+        train(module, optimizer, 1)
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        shared[mesh.rank] = file.getvalue()
+        mesh.barrier()
+        if before:
+            optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3)
+        optimizer.load_state_dict(torch.load(io.BytesIO(shared[mesh.rank])))
+        train(module, optimizer, 1)
+        assert not any("shardc" in group for group in optimizer.param_groups)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3) if before else optimizer
+        wrong = r"AdamW.load_state_dict: .*: this is the state of the slices of rank 0: .*, where this rank has"
+        with pytest.raises(ShardcError, match=wrong) if mesh.rank else nullcontext():
+            optimizer.load_state_dict(torch.load(io.BytesIO(shared[0])))
+            optimizer.step()
+
+    loopback(compiled(name).mesh, work)
+
+
+def test_the_whole_models_optimizer_state_is_refused() -> None:
+    plain = copy.deepcopy(NET)
+    of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    plain(**BATCH).backward()
+    of_plain.step()
+
+    def work(mesh: LoopbackMesh) -> None:
+        module, optimizer = made(mesh, "tp")
+        optimizer.load_state_dict(copy.deepcopy(of_plain.state_dict()))
+        module(**module.local(BATCH)).backward()
+        with pytest.raises(ShardcError, match=r"up.weight: this is state of the whole parameter \[16, 8\], of which"):
+            optimizer.step()
+
+    loopback(compiled("tp").mesh, work)
+
+
+def test_an_engines_optimizer_refuses_the_state_of_another_rank() -> None:
+    shared: dict[int, dict[str, Any]] = {}
+
+    def several(params: Any) -> list[torch.optim.Optimizer]:
+        pairs = list(params)
+        return [torch.optim.AdamW(pairs[:2]), torch.optim.SGD(pairs[2:], lr=0.1, momentum=0.9)]
+
+    def work(mesh: LoopbackMesh) -> None:
+        engine = Engine(compiled("tp"), NET, several, mesh=mesh)
+        engine.step(BATCH)
+        assert engine.optimizer is not None
+        shared[mesh.rank] = copy.deepcopy(engine.optimizer.state_dict())
+        mesh.barrier()
+        engine.optimizer.load_state_dict(shared[mesh.rank])
+        engine.step(BATCH)
+        if mesh.rank == 1:
+            with pytest.raises(ShardcError, match=r"slices of rank 0: \[0:8, 0:8\].*\n  fix: save by engine.save"):
+                engine.optimizer.load_state_dict(shared[0])
+
+    loopback(compiled("tp").mesh, work)
+
+
+@pytest.mark.parametrize("name", ["tp", "zero 1", "zero 3"])
+def test_torchs_own_checkpoints_of_parts_are_refused(name: str) -> None:
+    """torch.distributed.checkpoint would write one rank's part for the whole. Its planner is asked on each rank."""
+
+    def planned(state: Any) -> int:
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({"state": dict(state)}, is_coordinator=True)
+        return len(planner.create_local_plan().items)
+
+    def work(mesh: LoopbackMesh) -> None:
+        module, optimizer = made(mesh, name)
+        train(module, optimizer, 1)
+        assert planned(module.full_state_dict()) == 9
+        for state in (module.state_dict(), dict(module.named_parameters()), optimizer.state_dict()):
+            with pytest.raises(ShardcError, match=r"torch\.distributed\.checkpoint would take for the whole"):
+                planned(state)
+        copied = copy.deepcopy(module.state_dict())
+        torch.save(copied, io.BytesIO())
+        torch.save(copy.deepcopy(optimizer.state_dict()), io.BytesIO())
+
+    loopback(compiled(name).mesh, work)
+
+
+def test_torchs_own_checkpoints_of_replicas_are_planned() -> None:
+    def work(mesh: LoopbackMesh) -> None:
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(made(mesh, "dp")[0].state_dict()), is_coordinator=True)
+        assert len(planner.create_local_plan().items) == 9
+
+    loopback(compiled("dp").mesh, work)

@@ -81,6 +81,25 @@ def test_a_norm_over_parts_of_gradients_is_refused(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
+def test_parts_in_one_vector_are_refused(spec: str) -> None:
+    program = compiled(spec)
+    whole = nn.utils.parameters_to_vector(NET.parameters())
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        before = module.full_state_dict()
+        with pytest.raises(ShardcError, match=r"parameters_to_vector: up.weight: this rank has a part"):
+            nn.utils.parameters_to_vector(module.parameters())
+        with pytest.raises(ShardcError, match=r"vector_to_parameters: up.weight: .*\n  fix: take the whole weights"):
+            nn.utils.vector_to_parameters(whole, module.parameters())
+        torch.testing.assert_close(module.full_state_dict(), before, rtol=0, atol=0)
+        p = module.up.weight
+        assert p.view(-1).numel() == p.numel() == p.detach().numel()
+
+    loopback(program.mesh, work)
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_every_trained_parameter_has_a_gradient(spec: str) -> None:
     """Also where this rank's stretch of it has no element: what a loop does with `.grad` works, or says why not."""
     program = compiled(spec)

@@ -1,0 +1,93 @@
+"""Which slices an optimizer's state_dict is of, written into its groups, so that another rank does not load it.
+
+`optimizer.state_dict()` of one rank holds the state of what that rank has of the parameters. The checkpoint of every
+tutorial (rank 0 saves, all ranks load) would put rank 0's moments beside the other ranks' slices: shapes fit, and the
+training is another one. An optimizer that an engine made is known from the start, one of a loop of the user's own from
+its first step on; if it loads before, torch copies the note into its groups, where the first step finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.runtime.step import parameter_parts, state_dict_marks
+from shardc.runtime.zero.flat_partition import Run
+from shardc.runtime.zero.optimizer_list import members_of
+
+KEY = "shardc"
+
+
+class OptimizerMarks:
+    """params: what optimizers work on, by placeholder name; runs: which stretch of a parameter that is (ZeRO). fix: how
+    to save and load instead.
+    """
+
+    def __init__(
+        self, program: Program, mesh: Any, params: Mapping[str, nn.Parameter], runs: Mapping[str, Run], fix: str
+    ) -> None:
+        self._rank, self._fix = mesh.rank, fix
+        slices = state_dict_marks.slices(program, mesh, runs)
+        self._here = {
+            id(params[x.name]): (x.fqn, slices.get(x.fqn, "the whole"), x.shape, tuple(params[x.name].shape))
+            for x in program.params
+            if x.name in params
+        }
+
+    def guard(self, optimizer: Optimizer) -> None:
+        """Let what it saves say whose state it is, and what it loads be looked at."""
+        for m in members_of(optimizer):
+            m.register_state_dict_post_hook(self._mark)
+            m.register_load_state_dict_pre_hook(self._check)
+            m.register_load_state_dict_post_hook(self._check_shapes)
+
+    def check_loaded(self, optimizer: Optimizer) -> None:
+        """Raises ShardcError for state that it loaded before it was guarded, if that is none of this rank's."""
+        for group in optimizer.param_groups:
+            if (note := group.pop(KEY, None)) is not None:
+                self._compare(optimizer, group["params"], note)
+        self._check_shapes(optimizer)
+
+    def _mark(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        for own, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+            found = [(p, x) for p in own["params"] if (x := self._here.get(id(p))) is not None]
+            packed[KEY] = {"rank": self._rank, "slices": {fqn: text for _, (fqn, text, *_) in found}}
+            for p, (fqn, _, whole, here) in found:
+                for x in optimizer.state.get(p, {}).values() if whole != here else ():
+                    if isinstance(x, Tensor) and x.shape == here:
+                        parameter_parts.refuse_checkpoint(x, fqn)
+
+    def _check(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        groups = state_dict["param_groups"]
+        for own, given in zip(optimizer.param_groups, groups, strict=False):  # torch says it, where there are others
+            if KEY in given:
+                self._compare(optimizer, own["params"], given[KEY])
+        return {**state_dict, "param_groups": [{k: x for k, x in g.items() if k != KEY} for g in groups]}
+
+    def _compare(self, optimizer: Optimizer, params: Iterable[Tensor], note: Mapping[str, Any]) -> None:
+        saved, found = note["slices"], [x for p in params if (x := self._here.get(id(p))) is not None]
+        if other := [(fqn, text) for fqn, text, *_ in found if saved.get(fqn, text) != text]:
+            fqn, text = other[0]
+            raise ShardcError(
+                f"this is the state of the slices of rank {note['rank']}: {saved[fqn]}, where this rank has {text}"
+                f" ({len(other)} such)",
+                where=f"{type(optimizer).__name__}.load_state_dict: {fqn}",
+                fix=self._fix,
+            )
+
+    def _check_shapes(self, optimizer: Optimizer) -> None:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            fqn, _, whole, here = self._here.get(id(p), ("", "", (), ()))
+            if whole != here and any(
+                isinstance(x, Tensor) and x.shape == whole for x in optimizer.state.get(p, {}).values()
+            ):
+                raise ShardcError(
+                    f"this is state of the whole parameter {list(whole)}, of which this rank has a part {list(here)}",
+                    where=f"{type(optimizer).__name__}.load_state_dict: {fqn}",
+                    fix=f"begin without it; {self._fix}",
+                )
