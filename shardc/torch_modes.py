@@ -32,8 +32,8 @@ def check(where: str, device: str = "cpu", *, training: bool = True) -> None:
         )
     if transforming():
         errors.add(
-            "a transform of torch.func (grad, vmap, jvp) is under way: it knows nothing of sums over ranks, and what it"
-            " gave would be wrong",
+            "a transform of torch.func (grad, vmap, jvp) or torch.autograd.forward_ad is under way: it knows nothing of"
+            " sums over ranks, and what it gave would be wrong",
             where=where,
             fix="call loss.backward() and read each p.grad; a derivative that the loss needs belongs into the loss"
             " function: shardc.compile(model, batch, spec, loss=...)",

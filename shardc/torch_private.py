@@ -38,6 +38,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.autograd import forward_ad  # whose level is private
 from torch.cuda.memory import _dump_snapshot, _record_memory_history  # documented under these names
 from torch.distributed.distributed_c10d import (
     _get_default_store,  # outlives process groups
@@ -48,7 +49,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # of all optimizers
 from torch.utils import _pytree as pytree  # nested batches; torch.utils has no public name for it
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # what sees every op
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)  # what sees every op; tensors of tensors, such as a DTensor
 
 __all__ = [
     "DATA_DEPENDENT",
@@ -70,6 +75,7 @@ __all__ = [
     "fake_tensor",
     "functionalized",
     "inductor_compiled",
+    "is_traceable_wrapper_subclass",
     "is_transform",
     "keeps_graph",
     "kernels_of",
@@ -188,8 +194,8 @@ def traced_so_far() -> list[fx.Node]:
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp) is under way, in this thread."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transform of torch.func (grad, vmap, jvp) is under way, in this thread, or a level of forward_ad."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def tracing() -> bool:

@@ -488,6 +488,7 @@ class Engine(EngineForward):
         microbatches add up to is known then."""
         if isinstance(batch, Rest):
             batch, local = batch.batch, False
+        inputs.check_plain(batch)
         inputs.check_keywords(self.program, batch, self._takes)
         batch = batch_sizes.prepared(self.program, self.mesh, batch, local=local)
         if self._checks:

@@ -17,6 +17,7 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Input, Program
 from shardc.ir.shard_chunks import chunks, widen
 from shardc.ir.type_text import DTYPES
+from shardc.torch_private import is_traceable_wrapper_subclass
 
 Path = tuple[str | int, ...]
 #: Of a batch's entries so many are named in an error.
@@ -60,6 +61,22 @@ def check_real(by_path: Mapping[Path, Any]) -> None:
         if isinstance(leaf, Tensor) and leaf.is_meta:
             what = f"{type_name(leaf.dtype, leaf.shape)} is on the device 'meta', so it has no numbers"
             errors.add(what, where=name_of(path), fix="give a tensor with data; 'meta' is enough for compile only")
+    errors.raise_any()
+
+
+def check_plain(batch: Any) -> None:
+    """Raise ShardcError for a tensor that is no plain one, such as a DTensor: others have the rest of its numbers."""
+    errors = Errors()
+    for path, leaf in leaves(batch):
+        if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):
+            kind = type(leaf).__name__
+            errors.add(
+                f"a {kind} is no plain tensor",
+                where=name_of(path),
+                fix="pass the whole one, x.full_tensor(); or this rank's part of it, x.to_local(), with local=True"
+                if kind == "DTensor"
+                else "pass a torch.Tensor of its numbers",
+            )
     errors.raise_any()
 
 
@@ -188,6 +205,12 @@ def _check_form(program: Program, batch: Any, by_path: Mapping[Path, Any]) -> No
     if _kind(wanted[0]) == "key":
         fix += ", which a loader's collate_fn can make: lambda samples: dict(zip(names, default_collate(samples)))"
     got = f"a {type(batch).__name__}" if batch is not None else "None"
+    if isinstance(batch, str):  # a name
+        got = f"the text {batch!r}"
+        fix = (
+            "a loop over a dict gives its names: where batches are expected, such as of data() and evaluate_all, give a"
+            " list of them, [batch], or a torch Dataset of samples"
+        )
     raise ShardcError(f"the batch is {got}, and the program was compiled for {form}", where="batch", fix=fix)
 
 

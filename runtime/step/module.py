@@ -351,6 +351,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         for note in r.given.tell(r.told):
             r.tell(note)
         batch = inputs.from_call(r.program, inputs.arguments(r.model), args, kwargs)
+        inputs.check_plain(batch)
         if torch.is_grad_enabled():
             inputs.check_no_gradient(batch)
         if r.check:

@@ -208,7 +208,7 @@ class Spec:
         world: int | None,
         names: Names | None,
     ) -> Spec:
-        _check_arguments(mesh, overrides)
+        _check_arguments(mesh, overrides, world)
         places = document.places
         if document.value is None:
             document = Document({}, places, document.broken)
@@ -397,11 +397,13 @@ def _dims(dims: dict[int, tuple[DimShard, ...]]) -> dict[int, Any]:
     return {d: one(s[0]) if len(s) == 1 else [one(x) for x in s] for d, s in dims.items()}
 
 
-def _check_arguments(mesh: object, overrides: object) -> None:
-    """Raise ShardcError for a mesh that is no mapping, and for a text where a list of them is wanted: it would be read
-    letter by letter.
+def _check_arguments(mesh: object, overrides: object, world: object) -> None:
+    """Raise ShardcError for a mesh that is no mapping, for a text where a list of them is wanted (it would be read
+    letter by letter), and for a world that is no number.
     """
     errors = Errors()
+    if world is not None and (isinstance(world, bool) or not isinstance(world, int)):
+        errors.add(f"world is {say(world)}, not the number of ranks", where="world", fix="a whole number, such as 4")
     if mesh is not None and not isinstance(mesh, Mapping):
         errors.add(f"mesh is {say(mesh)}, not a mapping from axis to size", where="mesh", fix='e.g. mesh={"dp": 2}')
     if isinstance(overrides, str) or not isinstance(overrides, Iterable):

@@ -278,6 +278,7 @@ def test_mesh_sizes_are_overridden() -> None:
     [
         ({"mesh": "dp=2"}, 'mesh: mesh is .dp=2., not a mapping from axis to size\n  fix: e.g. mesh={"dp": 2}'),
         ({"mesh": 2}, "mesh is 2, not a mapping"),
+        ({"world": "2"}, "world: world is .2., not the number of ranks"),
         ({"overrides": "data.zero=3"}, "overrides: overrides is .data.zero=3., not a list or tuple of texts"),
         ({"overrides": (3,)}, "an override is a text, not 3"),
     ],

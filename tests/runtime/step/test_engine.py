@@ -248,6 +248,16 @@ WRONG: list[tuple[str, Any, str]] = [
         r"^batch: the batch is a tuple, and the program was compiled for a dict {x, y}\n  fix: .*collate_fn",
     ),
     ("a tensor", example_program.batch()["x"], r"^batch: the batch is a Tensor, and .* for a dict {x, y}"),
+    (
+        "a name, of a loop over a dict",
+        "x",
+        r"^batch: the batch is the text 'x', and .*\n  fix: a loop over a dict .*\[batch\]",
+    ),
+    (
+        "a tensor of tensors",
+        {**example_program.batch(), "x": torch.nested.nested_tensor([torch.ones(2, 4)], layout=torch.jagged)},
+        r"^x: a NestedTensor is no plain tensor\n  fix: pass a torch.Tensor",
+    ),
     ("nothing", None, "^batch: the batch is None, and the program was compiled for a dict {x, y}"),
     (
         "a list of numbers",

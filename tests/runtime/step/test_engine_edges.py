@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import shardc
 from shardc.cli import step_lines
@@ -122,6 +123,8 @@ def test_modes_that_would_make_it_another_program_are_refused(where: str) -> Non
         with mode:
             does[where]()
 
+    with pytest.raises(ShardcError, match=rf"{where}: a transform of .* or torch.autograd.forward_ad is under way"):
+        run(forward_ad.dual_level())
     with pytest.raises(
         ShardcError, match=rf"{where}: torch.autocast is on.*\n  fix: leave it out, and write `precision: "
     ):
