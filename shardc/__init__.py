@@ -64,9 +64,17 @@ _MODULES = {
 __all__ = list(_MODULES)
 
 
+#: Names that one looks for first, and what there is.
+_TRAINS = "shardc.compile(model, batch, spec) gives a program, and program.engine(model).step(batch) trains"
+_INSTEAD = dict.fromkeys(
+    ("train", "fit", "run", "shard", "parallelize", "distribute", "engine", "Engine", "module"), _TRAINS
+)
+
+
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
-        raise AttributeError(f"module 'shardc' has no attribute {name!r}")
+        said = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module 'shardc' has no attribute {name!r}{said}")
     value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

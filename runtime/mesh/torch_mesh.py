@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -436,6 +438,17 @@ def rank_here() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
+def _started(world: int) -> str:
+    """So many processes, and what starts them."""
+    script = Path(sys.argv[0])
+    if script.suffix == ".py":
+        return f"{world} processes (torchrun --nproc-per-node {world} {script.name})"
+    return (
+        f"{world} processes (a file with a loop of its own: torchrun --nproc-per-node {world} FILE.py; `shardc run`"
+        " takes one with model() and batch(), without a loop)"
+    )
+
+
 def _check_world(layout: Mesh, world: int) -> None:
     if world != layout.world:
         axes = dict.fromkeys(name.partition(".")[0] for name in layout.names)
@@ -444,6 +457,6 @@ def _check_world(layout: Mesh, world: int) -> None:
         raise ShardcError(
             f"the mesh {layout} has {layout.world} ranks, but {world}"
             f" {'process runs' if world == 1 else 'processes run'}",
-            fix=f"start {layout.world} process{'es' * (layout.world > 1)}, or "
+            fix=f"start {'1 process' if layout.world == 1 else _started(layout.world)}, or "
             + (f"compile with mesh={sizes}" if axes else f"write a mesh of {world} ranks: mesh: {{dp: {world}}}"),
         )

@@ -110,7 +110,14 @@ INSTEAD = {
     **dict.fromkeys(
         ("zero_grad", "forward"), "step(batch) does all of it; backward(batch) and update() are its halves"
     ),
-    "parameters": "engine.params is {name: this rank's part}; program.module(model) is an nn.Module",
+    **dict.fromkeys(
+        ("save_checkpoint", "save_pretrained"), "save(folder) keeps all of the state, export(folder) weights"
+    ),
+    "load_checkpoint": "load(folder) reads what save(folder) wrote",
+    **dict.fromkeys(
+        ("parameters", "named_parameters"),
+        "engine.params is {name: this rank's part}; program.module(model) is an nn.Module",
+    ),
     "state_dict": "full_state_dict() has the whole weights, save(folder) and load(folder) all of the state",
     "load_state_dict": "make the engine from weights, program.engine(model, weights=...); load(folder) reads all state",
 }

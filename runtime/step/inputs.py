@@ -68,7 +68,7 @@ def check_plain(batch: Any) -> None:
     """Raise ShardcError for a tensor that is no plain one, such as a DTensor: others have the rest of its numbers."""
     errors = Errors()
     for path, leaf in leaves(batch):
-        if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):
+        if is_traceable_wrapper_subclass(leaf):
             kind = type(leaf).__name__
             errors.add(
                 f"a {kind} is no plain tensor",

@@ -27,6 +27,18 @@ from shardc.runtime.zero.optimizer_list import members_of
 _ALIKE = 0.88
 
 
+class _Pair(tuple[str, nn.Parameter]):
+    """One of them. What is asked of it as of a parameter, such as .ndim, is told that it is a pair."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"optimizer(params) gets (name, parameter) pairs, and this is one, without .{name}: write"
+            " `for name, p in params`, and p is the parameter"
+        )
+
+
 class NamedParameters(list[tuple[str, nn.Parameter]]):
     """The (name, parameter) pairs that `optimizer=` receives: this rank's parts of the parameters that are trained.
 
@@ -41,7 +53,7 @@ class NamedParameters(list[tuple[str, nn.Parameter]]):
         known: Mapping[str, tuple[str, ...]],
         inner: Iterable[str] = (),
     ) -> None:
-        super().__init__(pairs)
+        super().__init__(map(_Pair, pairs))
         self.known, self.inner = dict(known), frozenset(inner)
 
     def __getattr__(self, name: str) -> Any:
@@ -157,7 +169,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises ShardcError for an optimizer that computes the loss itself, for settings of groups that look like misspelt
     ones of the optimizer's (torch would ignore them) or are text for numbers, and for a parameter that two optimizers
     have."""
-    errors, owner = Errors(), dict[int, str]()
+    errors, owner, shared = Errors(), dict[int, str](), dict[tuple[str, str], list[str]]()
     for m in members_of(optimizer):
         closure = inspect.signature(m.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -184,9 +196,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                         what = f"{name} is in {type(m).__name__} twice, which would update it twice"
                         errors.add(what, where=f"parameter group {i}", fix="give it once")
                         continue
-                    what = f"{name} is in {owner[id(p)]} and in {type(m).__name__}, which would both update it"
-                    errors.add(what, where="optimizer", fix="give it to one of the optimizers")
+                    shared.setdefault((owner[id(p)], type(m).__name__), []).append(name)
                 owner[id(p)] = type(m).__name__
+    for (one, other), names in shared.items():
+        more = f", and so are {len(names) - 1} more parameters" if len(names) > 1 else ""
+        what = f"{names[0]} is in {one} and in {other}, which would both update it{more}"
+        errors.add(what, where="optimizer", fix="give each parameter to one of the optimizers")
     errors.raise_any()
 
 

@@ -54,7 +54,21 @@ def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
         raise ShardcError(what, where="model.train()", fix=fix)
     if model.training and not built:
         _check_still(program.still, {name: m.training for name, m in model.named_modules()}, "model")
-    return program.check_attributes(model.named_modules()) if program.check_attributes is not None else {}
+    found = program.check_attributes(model.named_modules()) if program.check_attributes is not None else {}
+    return found if built else {**found, **_other_dtype(program, now)}
+
+
+def _other_dtype(program: Program, now: Mapping[str, nn.Parameter]) -> Notes:
+    """A model that was cast to fewer bits after it was compiled: the program has the dtypes of that moment."""
+    if program.spec is None or program.spec.precision.params is not None:
+        return {}
+    for p in program.params:
+        x = now.get(p.fqn)
+        if x is not None and x.dtype.is_floating_point and x.element_size() < p.dtype.itemsize:
+            held, given = (str(d).removeprefix("torch.") for d in (p.dtype, x.dtype))
+            note = f"its weights were {held} when it was compiled, and are {given} now: they are held as {held} again"
+            return {"the model's dtype": f"{note}; `precision:` of the spec says in what is computed"}
+    return {}
 
 
 def tell_eval_mode(program: Program, tell: Callable[[str], None]) -> None:

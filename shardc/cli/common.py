@@ -181,8 +181,11 @@ def _try(folder: Path, path: Path, option: str) -> None:
 
 
 def is_artifact(source: str) -> bool:
-    """Whether the user named a compiled folder rather than a model."""
-    return Path(source).is_dir()
+    """Whether the user named a compiled folder rather than a model. Raises ShardcError for a folder of transformers."""
+    folder = Path(source)
+    if (folder / "config.json").is_file() and not (folder / "manifest.json").is_file():
+        raise ShardcError("this is a folder of transformers", where=source, fix=f"write hf:{source}")
+    return folder.is_dir()
 
 
 def program_of(

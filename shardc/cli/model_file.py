@@ -194,6 +194,8 @@ def _existing(
     if path.suffix in (".yaml", ".yml"):
         fix = f"the model file comes first, then the spec: shardc ... model.py {path.name}"
         raise ShardcError(f"this is a spec, where a {kind} is expected", where=ref, fix=fix)
+    if path.name == "config.json":
+        raise ShardcError("this is a config of transformers", where=ref, fix=f"write hf:{ref}")
     if path.suffix != ".py":
         raise ShardcError(f"a {kind} ends in .py", where=ref, fix=f"name {wanted}")
     hidden_modules.check([path])
@@ -406,4 +408,7 @@ def _config_file(name: str, ref: str) -> Path:
         return Path(cached)
     what = f"there is no file {name}, and no model of that name in this machine's cache of the hub"
     fix = f"download its config once, `hf download {name} config.json --local-dir DIR`, and name hf:DIR/config.json"
+    folders = [str(p.parent) for p in Path(name).parent.glob("*/config.json")]
+    if near := difflib.get_close_matches(name, folders, 1):
+        fix = f"did you mean hf:{near[0]}? Or {fix}"
     raise ShardcError(what, where=ref, fix=fix)

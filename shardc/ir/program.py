@@ -452,6 +452,19 @@ class OffloadPlaces:
         return {kind: place for kind, place in places.items() if place != "none"}
 
 
+#: What models and trainers have, and what there is in its place.
+_INSTEAD = {
+    **dict.fromkeys(("step", "train", "fit", "run", "backward"), "program.engine(model).step(batch) trains"),
+    **dict.fromkeys(
+        ("parameters", "named_parameters", "state_dict", "to", "eval"),
+        "it has no weights; program.module(model) is an nn.Module, program.engine(model) a training loop",
+    ),
+    **dict.fromkeys(
+        ("evaluate", "score", "generate"), "program.engine(model), or of one compiled with forward=, has it"
+    ),
+}
+
+
 @dataclass
 class Program:
     """See the module docstring. `graph` is the global graph; `stages` is empty until partition has run.
@@ -671,6 +684,16 @@ class Program:
         numbers = sum(math.prod(p.shape) for p in self.params)
         kept = f"{plural(len(self.params), 'parameter')} of {count(numbers)} numbers"
         return f"<Program {self.meta.get('model', '')} on {self.mesh}: {stages}, {kept}; print it for its text>"
+
+    if not TYPE_CHECKING:  # checkers would let any name pass
+
+        def __getattr__(self, name: str) -> Any:
+            said = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise AttributeError(f"a program has no {name!r}{said}", name=name, obj=self)
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        fix = "program.engine(model).step(batch) trains; program.module(model) is called as a model is"
+        raise ShardcError("a program is not called", where="program(...)", fix=fix)
 
     def __copy__(self) -> Program:
         return self  # a value, which nothing changes

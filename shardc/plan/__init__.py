@@ -103,7 +103,7 @@ def plan(
         raise ShardcError(
             "the number of devices is missing",
             where="--devices",
-            fix="add e.g. --devices 64, or price a spec with --given spec.yaml",
+            fix="add e.g. --devices 64, or price a spec with --given spec.yaml; in Python devices=64, given=...",
         )
     if devices is not None and (isinstance(devices, bool) or not isinstance(devices, int)):
         raise ShardcError(f"{devices!r} is no number of devices", where="--devices", fix="a whole number, such as 8")

@@ -467,6 +467,14 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
     ("a spec to plan", ["plan", "spec.yaml"], "this is a spec, where a model file is expected", "comes first"),
     ("Python as a spec", ["compile", "model.py", "model.py"], "a spec is YAML, not Python", "path of a YAML file"),
     ("JSON as a model", ["compile", "vit.json", "spec.yaml"], "a model file ends in .py", "hf:config.json"),
+    (
+        "a config as a model",
+        ["compile", "tiny/config.json", "spec.yaml"],
+        "a config of transformers",
+        "hf:tiny/config.json",
+    ),
+    ("its folder as a model", ["compile", "tiny", "spec.yaml"], "this is a folder of transformers", "write hf:tiny"),
+    ("a misspelt folder", ["compile", "hf:tinny", "spec.yaml"], "there is no file tinny", "did you mean hf:tiny?"),
     ("a name of the hub", ["compile", "hf:Org/A-1.5B", "spec.yaml"], "in this machine's cache", "hf download Org/A"),
     (
         "a folder as a config",
@@ -485,6 +493,8 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
 def test_wrong_command_lines(files: Path, args: list[str], what: str, fix: str) -> None:
     (files / "vit.json").write_text('{"model_type": "vit", "hidden_size": 32, "num_attention_heads": 2}')
     (files / "list.json").write_text("[1]")
+    (files / "tiny").mkdir()
+    (files / "tiny" / "config.json").write_text("{}")
     done = call(*args)
     assert done.exit_code == 2, done.output
     said = flat(done.stderr)

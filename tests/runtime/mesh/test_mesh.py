@@ -192,10 +192,15 @@ def test_ranks_that_wait_for_each_other_are_an_error() -> None:
     )
 
 
-def test_a_mesh_of_another_size_than_the_world_is_refused() -> None:
+def test_a_mesh_of_another_size_than_the_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["there/train.py"])
     with pytest.raises(ShardcError, match="the mesh dp=2 × tp=2 has 4 ranks, but 1 process runs") as caught:
         TorchMesh(GRID)
-    assert caught.value.fix == "start 4 processes, or compile with mesh={'dp': 1, 'tp': 1}"
+    started = "start 4 processes (torchrun --nproc-per-node 4 train.py)"
+    assert caught.value.fix == f"{started}, or compile with mesh={{'dp': 1, 'tp': 1}}"
+    monkeypatch.setattr("sys.argv", ["bin/shardc", "run", "train.py"])
+    with pytest.raises(ShardcError, match=r"`shardc run` takes one with model\(\) and batch\(\), without a loop"):
+        TorchMesh(GRID)
     with pytest.raises(ShardcError) as caught:
         _check_world(Mesh(()), 2)
     assert caught.value.fix == "start 1 process, or write a mesh of 2 ranks: mesh: {dp: 2}"

@@ -359,6 +359,28 @@ def test_what_a_wrapped_module_would_have_is_named() -> None:
     loopback(PROGRAM.mesh, work)
 
 
+def test_what_one_looks_for_first_is_named() -> None:
+    with pytest.raises(AttributeError, match=r"a program has no 'step': program.engine\(model\).step\(batch\) trains"):
+        _ = PROGRAM.step  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"a program has no 'other'$"):
+        _ = PROGRAM.other  # type: ignore[attr-defined]
+    with pytest.raises(ShardcError, match=r"a program is not called\n  fix: program.engine"):
+        PROGRAM(BATCH)
+    with pytest.raises(AttributeError, match=r"no attribute 'train': shardc.compile\(model, batch, spec\) gives"):
+        _ = shardc.train  # type: ignore[attr-defined]
+
+
+def test_a_model_that_is_cast_after_it_was_compiled_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model = copy.deepcopy(MODEL)
+    program = shardc.compile(model, BATCH, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+    held = next(model.parameters()).dtype
+    program.engine(model)
+    assert "dtype" not in capsys.readouterr().err
+    engine = program.engine(model.bfloat16())
+    assert next(iter(engine.params.values())).dtype == held
+    assert "the model's dtype: its weights were" in capsys.readouterr().err
+
+
 class Keywords(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -173,12 +173,24 @@ def test_a_parameter_in_two_or_in_none(capsys: pytest.CaptureFixture[str]) -> No
         weights, biases = split(params)
         return [torch.optim.SGD([*weights, biases[0]], lr=0.1), torch.optim.AdamW(biases)]
 
+    def all_twice(params: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(params, lr=0.1), torch.optim.Adam(params)]
+
     def neither(params: Any) -> list[torch.optim.Optimizer]:
         weights, biases = split(params)
         return [torch.optim.SGD(weights[1:], lr=0.1), torch.optim.AdamW(biases)]
 
-    with pytest.raises(ShardcError, match=r"optimizer: a\.0\.bias is in SGD and in AdamW, which would both update it"):
+    with pytest.raises(
+        ShardcError, match=r"optimizer: a\.0\.bias is in SGD and in AdamW, which would both update it\n"
+    ):
         loopback(p.mesh, lambda mesh: p.engine(NET, both, mesh=mesh))
+    with pytest.raises(
+        ShardcError, match=r"a\.0\.weight is in SGD and in Adam, .*, and so are \d more parameters\n"
+    ) as e:
+        loopback(p.mesh, lambda mesh: p.engine(NET, all_twice, mesh=mesh))
+    assert len(e.value.errors) == 1
+    with pytest.raises(AttributeError, match=r"pairs, and this is one, without \.ndim: write `for name, p in params`"):
+        loopback(p.mesh, lambda mesh: p.engine(NET, lambda ps: torch.optim.SGD([q for q in ps if q.ndim]), mesh=mesh))
     loopback(p.mesh, lambda mesh: p.engine(NET, neither, mesh=mesh))
     assert "the optimizer has none of a.0.weight: nothing updates them" in capsys.readouterr().err
 
