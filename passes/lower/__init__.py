@@ -11,7 +11,7 @@
     offload     where copies to the host and back stand (`checkpoint: {offload: cpu}`)
     overlap     collectives in two, and lines in an order that hides them; seconds: what a line takes;
                 memory: the bytes that are alive
-    pair        a forward and a backward of two microbatches as one text
+    pair        a forward and a backward of two microbatches, or two forwards, as one text
     pieces      which lines are compiled as one
 
 docs/lowering.md shows both texts of a layer.
@@ -53,18 +53,18 @@ class Lower(Pass):
 
     def run(self, program: Program) -> Program:
         assert self.spec.lower is not None
-        if self.spec.lower.overlap == "microbatches":
-            self._check_overlap(program)
+        if self.spec.lower.overlap != "none":
+            self._check_overlap(program, self.spec.lower.overlap)
         return lower(program, self.spec.lower)
 
-    def _check_overlap(self, program: Program) -> None:
+    def _check_overlap(self, program: Program, how: str) -> None:
         where = self.spec.where(("lower", "overlap"))
         if program.schedule is not None:
-            what = "`overlap: microbatches` is without a pipeline, whose schedule says what runs beside what"
+            what = f"`overlap: {how}` is without a pipeline, whose schedule says what runs beside what"
             fix = "`pipeline: {schedule: dualpipe-v}`, and leave `overlap` out"
             raise ShardcError(what, where=where, fix=fix)
         if program.microbatches == 1:
-            what = "`overlap: microbatches` with one microbatch: there is none to run beside it"
+            what = f"`overlap: {how}` with one microbatch: there is none to run beside it"
             raise ShardcError(what, where=where, fix="`batch: {microbatches: 2}`, or leave `overlap` out")
 
 
@@ -82,11 +82,15 @@ def lower(program: Program, how: How) -> Program:
     return replace(made, pairs=pairs)
 
 
-def _wanted_pairs(program: Program, how: How) -> tuple[tuple[int, int], ...]:
-    """Which forwards a step runs beside which backwards, by stages."""
+#: Without a pipeline, by the spec's word.
+_PAIR: dict[str, str] = {"microbatches": "FB", "forwards": "FF"}
+
+
+def _wanted_pairs(program: Program, how: How) -> tuple[tuple[str, int, int], ...]:
+    """Which texts a step runs side by side: see `shardc.runtime.schedule.Schedule.pairs`."""
     if program.schedule is not None:
         return program.schedule.pairs()
-    return ((0, 0),) if how.overlap == "microbatches" and program.microbatches > 1 else ()
+    return ((_PAIR[how.overlap], 0, 0),) if how.overlap in _PAIR and program.microbatches > 1 else ()
 
 
 def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds, sizes: Sizes) -> Lowered:

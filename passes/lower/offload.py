@@ -42,15 +42,17 @@ def arrange_copies(graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
     """Move the lines that copy, in a text that has them where they were written (shardc.passes.lower.write), and give
     them their bytes.
     """
+    begun = [n for n in graph.nodes if n.target in COPIES]
+    if not begun:
+        return
     copying = {*COPIES, *COPIES.values()}
     work = {n: seconds.of(n) for n in graph.nodes}
     lines = [n for n in graph.nodes if n.op == "call_function" and n.target not in copying]
-    begun = [n for n in graph.nodes if n.target in COPIES]
     for n in begun:
         n.meta["copy"] = replace(n.meta["copy"], bytes=seconds.moved(n))
     if any(n.target is ops.offload_start for n in begun):
         _leave(graph, lines, begun, Uses(graph, sizes, work))
-    elif begun:
+    else:
         _Back(graph, lines, begun, sizes, work).arrange(lambda n: seconds.copied(n.meta["copy"]))
 
 

@@ -61,7 +61,7 @@ def best_order(text: Text, most: tuple[int, int]) -> list[fx.Node]:
     """The order that ends first. most: peaks of bytes that may be alive."""
     best = text.nodes
     least = text.simulate(best)
-    for reserve in RESERVES:
+    for reserve in RESERVES if text.may_put_off else RESERVES[:1]:
         order, took = fitting(text, reserve, most)
         if took < least:
             best, least = order, took
@@ -131,6 +131,8 @@ class Text:
                 self.after[x].append(n)
         returned = [x for x in graph.output_node().all_input_nodes if x in self.place]
         self.leads = self.ancestors([*self.targets, *returned])
+        #: Are there lines that a reserve is made of? A forward has none.
+        self.may_put_off = any(self.work[n].seconds and n not in self.leads for n in self.nodes)
         self.uses = Uses(graph, sizes, self.work)
 
     @staticmethod
@@ -145,9 +147,14 @@ class Text:
         earlier than the pass has decided, as it takes memory, and what has effects keeps its order."""
         pairs = [(n, x) for x, n in itertools.pairwise(self.nodes) if n.target is ops.reload_start]
         there: dict[bool, fx.Node] = {}  # by half of an overlapped pair
+        under_way: dict[Any, fx.Node] = {}  # by bucket that forward gathers: the last line that waited for it
         effect: fx.Node | None = None
         for n in self.nodes:
             half = bool(n.meta.get("back"))
+            if n.target is ops.gather_start and n.args[1] in under_way:
+                pairs.append((n, under_way[n.args[1]]))  # a bucket's gather of the other half has ended
+            if n.target is ops.gather_wait:
+                under_way[n.args[0].args[1]] = n  # type: ignore[union-attr]
             if n.target in GATHERS and half in there:
                 pairs.append((n, there[half]))
             elif n.target in GATHERS.values():
@@ -178,13 +185,13 @@ class Text:
         """Seconds of the text on the assumed machine: computing, one stream for each group of axes, and one for copies
         to the host and back.
         """
-        clock = _Clock(self)
+        clock = Clock(self)
         for n in order:
             clock.run(n)
         return clock.end()
 
 
-class _Clock:
+class Clock:
     """now: seconds of computing and waiting so far."""
 
     def __init__(self, text: Text) -> None:
@@ -221,7 +228,7 @@ class Scheduler:
         places = {p for n in meets for p in (text.place[n], text.place[n] + 1)}
         self._parts = list(itertools.pairwise(sorted({0, *places, len(text.nodes)})))
         self._end = 0  # of the part of the text that is being ordered
-        self._clock, self._memory = _Clock(text), Memory(text.uses)
+        self._clock, self._memory = Clock(text), Memory(text.uses)
         self._order: list[fx.Node] = []
         self.alive: list[tuple[int, int]] = []
         self._done: set[fx.Node] = set()

@@ -1,5 +1,5 @@
-"""An overlapped pair: the forward of one microbatch and the backward of another as one text, each of whose lines may
-run while the other waits for a collective.
+"""An overlapped pair: the forward of one microbatch, and the backward or the forward of another, as one text, each of
+whose lines may run while the other waits for a collective.
 
     def pair_0_3(mesh, rng, up_weight, x, back_mesh, back_h, back_y_grad, ...):
         up_start = ops.start('all_gather', x, mesh, ...)            forward begins to gather
@@ -8,44 +8,54 @@ run while the other waits for a collective.
         back_sum_start = ops.transpose_start('sum_grad', back_dgrad, back_mesh, ...)
         ...
 
-Both are the lines of the stages' own texts. What belongs to backward's microbatch has a name of its own (`back_`, see
-shardc.ir.pairs); parameters are the same. So are random numbers, and the order of gradients, of buckets and of
-collectives within each half: the numbers are those of one after the other, to the bit. Buckets of ZeRO 3 that both
-want are gathered by each, as one after the other.
+Both are the lines of the stages' own texts. What belongs to the second microbatch has a name of its own (`back_`, of
+a second forward `next_`, see shardc.ir.pairs); parameters are the same. So are random numbers, and the order of
+gradients, of buckets and of collectives within each half: the numbers are those of one after the other, to the bit.
+Buckets of ZeRO 3 that both want are gathered by each, as one after the other; by a second forward, when the first
+one's gather has ended.
 
-The order is the list scheduler's (shardc.passes.lower.overlap), from two beginnings: forward and then backward, and
-both at once, each as far along as the other in simulated time. Memory never exceeds that of forward and then backward.
+The order is the list scheduler's (shardc.passes.lower.overlap), from two beginnings: one half and then the other, and
+both at once, each as far along as the other in simulated time. Memory never exceeds that of one and then the other.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
+from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import Pair, prefix_of, shared
 from shardc.ir.program import Lowered, Program
-from shardc.passes.lower.memory import WAITS, Memory, Sizes
-from shardc.passes.lower.overlap import Text, best_order, within
+from shardc.passes.lower.memory import Memory, Sizes
+from shardc.passes.lower.overlap import Clock, Text, best_order, within
 from shardc.passes.lower.seconds import Seconds
+from shardc.runtime import ops
+
+#: How far ahead of the other a half may get, in stretches between two collectives: each is tried.
+LEADS = (0.0, 1.0, 2.0, 4.0)
 
 
-def pairs_of(program: Program, seconds: Seconds, sizes: Sizes, stages: Sequence[tuple[int, int]]) -> tuple[Pair, ...]:
-    """A text for each of these (stage of the forward, stage of the backward), where both are lowered."""
+def pairs_of(
+    program: Program, seconds: Seconds, sizes: Sizes, wanted: Sequence[tuple[str, int, int]]
+) -> tuple[Pair, ...]:
+    """A text for each of these (kind, stage of the first half, of the second), where both stages are lowered."""
     found = []
-    for f, b in stages:
-        forward, backward = program.stages[f].lowered, program.stages[b].lowered
-        if forward is not None and backward is not None:
-            graph = _joined(program, forward, backward)
+    for kind, f, t in wanted:
+        forward, other = program.stages[f].lowered, program.stages[t].lowered
+        if forward is not None and other is not None:
+            prefix = prefix_of(kind, forward.forward)
+            graph = _joined(program, forward.forward, _whole(other) if kind == "FB" else other.forward, prefix)
             _overlap(graph, seconds, sizes)
-            found.append(Pair(f, b, graph))
+            found.append(Pair(kind, f, t, graph))
     return tuple(found)
 
 
-def _joined(program: Program, forward: Lowered, backward: Lowered) -> fx.Graph:
+def _joined(program: Program, first: fx.Graph, then: fx.Graph, prefix: str) -> fx.Graph:
     """Both texts, one behind the other."""
-    first, then, prefix = forward.forward, _whole(backward), prefix_of(forward.forward)
+    then = copy_graph(then) if then is first else then
     same = shared(program)
     stored = {name: i for i, name in enumerate(("mesh", "rng", *(x.name for x in program.stored)))}
     given: dict[str, tuple[fx.Node, fx.Graph]] = {}
@@ -114,15 +124,14 @@ def _handed_on(lowered: Lowered) -> set[str]:
 
 
 def _overlap(graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
-    """Move the lines: into the fastest order that is found, with no more memory than forward and then backward."""
+    """Move the lines: into the fastest order that is found, with no more memory than one half and then the other."""
     text = Text(graph, seconds, sizes)
     most = text.uses.peak(text.nodes)
     found = [text.nodes, best_order(text, most)]
-    side_by_side = _side_by_side(text, most)
-    if side_by_side is not None:
-        _arrange(graph, side_by_side)
-        other = Text(graph, seconds, sizes)
-        found += [side_by_side, best_order(other, most)]
+    beside = [order for lead in LEADS if (order := _side_by_side(text, most, lead)) is not None]
+    if beside:
+        _arrange(graph, best := min(beside, key=text.simulate))
+        found += [best, best_order(Text(graph, seconds, sizes), most)]
     _arrange(graph, min(found, key=text.simulate))
 
 
@@ -132,26 +141,66 @@ def _arrange(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
         output.prepend(n)
 
 
-def _side_by_side(text: Text, most: tuple[int, int]) -> list[fx.Node] | None:
-    """The lines of both, each half as far along as the other in the time that it takes alone, as far as memory allows;
-    None if that leads to where it does not suffice. Where a half has begun a collective, or would wait for one, the
-    other may go on.
+class _Half:
+    """The lines of one half, in their order. takes: seconds alone; done: of these, so far; sends: how many
+    collectives; lead: by line, seconds of computing until the next one begins.
     """
-    halves = [[n for n in text.nodes if bool(n.meta.get("back")) == back] for back in (False, True)]
-    takes = [sum(text.work[n].seconds + text.sends[n] for n in half) or 1.0 for half in halves]
-    at, done, now = [0, 0], [0.0, 0.0], -1
-    memory, order = Memory(text.uses), list[fx.Node]()
-    while open_ := [k for k in (0, 1) if at[k] < len(halves[k])]:
-        open_.sort(key=lambda k: (k != now, done[k] / takes[k]))
-        fits = (k for k in open_ if within(memory.would_be(halves[k][at[k]]), most))
-        k = next(fits, -1)
-        if k < 0:
+
+    def __init__(self, text: Text, *, back: bool) -> None:
+        self.lines = [n for n in text.nodes if bool(n.meta.get("back")) == back]
+        self._seconds = {n: text.work[n].seconds + text.sends[n] for n in self.lines}
+        self.takes = sum(self._seconds.values()) or 1.0
+        self.sends = sum(text.sends[n] > 0 for n in self.lines)
+        self.at, self.done = 0, 0.0
+        self.lead: dict[fx.Node, float] = {}
+        left = math.inf
+        for n in reversed(self.lines):
+            left = 0.0 if text.sends[n] else left + text.work[n].seconds
+            self.lead[n] = left
+
+    @property
+    def ended(self) -> bool:
+        return self.at == len(self.lines)
+
+    @property
+    def next(self) -> fx.Node:
+        return self.lines[self.at]
+
+    def run(self) -> None:
+        self.done += self._seconds[self.next]
+        self.at += 1
+
+
+def _side_by_side(text: Text, most: tuple[int, int], lead: float) -> list[fx.Node] | None:
+    """The lines of both, as far as memory allows; None if that leads to where it does not suffice. A half that would
+    wait for a collective lets the other one go on; else the one goes on that begins to communicate first, so that there
+    is always something under way. Neither gets further ahead of the other, in the part that is done, than by `lead` of
+    the stretches between two collectives.
+    """
+    halves = [_Half(text, back=back) for back in (False, True)]
+    most_ahead = lead / max(1, *(h.sends for h in halves))
+    memory, clock, order = Memory(text.uses), Clock(text), list[fx.Node]()
+    gathered: set[Any] = set()  # buckets that a forward gathers now: the other half may not begin to
+
+    def urgent(h: _Half) -> tuple[float, bool, float]:
+        start = text.started(h.next)
+        waits = max(clock.ends[start] - clock.now, 0.0) if start is not None else 0.0
+        ahead = max(h.done / h.takes - other.done / other.takes for other in halves if other is not h)
+        return waits, ahead > most_ahead, h.lead[h.next]
+
+    while open_ := [h for h in halves if not h.ended]:
+        free = [h for h in open_ if not (h.next.target is ops.gather_start and h.next.args[1] in gathered)]
+        fits = (h for h in sorted(free, key=urgent) if within(memory.would_be(h.next), most))
+        half = next(fits, None)
+        if half is None:
             return None
-        n = halves[k][at[k]]
+        n = half.next
+        if n.target is ops.gather_start:
+            gathered.add(n.args[1])
+        elif n.target is ops.gather_wait:
+            gathered.discard(n.args[0].args[1])  # type: ignore[union-attr]
         memory.run(n)
+        clock.run(n)
         order.append(n)
-        at[k] += 1
-        done[k] += text.work[n].seconds + text.sends[n]
-        further = at[k] < len(halves[k]) and halves[k][at[k]].target not in WAITS
-        now = k if further and not text.sends[n] else -1
+        half.run()
     return order

@@ -98,6 +98,7 @@ class Seconds:
         self._found: dict[str, Work] = {}
         self._back: dict[str, Work] = {}  # of taped calls: their backward
         self._tapes: dict[str, str] = {}  # by the tape's name: the call's key
+        self._keys: dict[fx.Node, tuple[Any, str]] = {}  # of lines that were asked for: (target, key)
 
     def of(self, n: fx.Node) -> Work:
         """Without what it sends."""
@@ -110,7 +111,10 @@ class Seconds:
         if n.target is ops.untaped:
             tape: Any = n.args[0]
             return self._back[self._tapes[tape.meta.get("tape", _name(tape))]]
-        key = repr((target_text(n.target), _with_types(n.args), _with_types(n.kwargs, leave=("tag",))))
+        target, key = self._keys.get(n, (None, ""))
+        if target is not n.target:
+            key = repr((target_text(n.target), _with_types(n.args), _with_types(n.kwargs, leave=("tag",))))
+            self._keys[n] = n.target, key
         if key not in self._found:
             self._found[key] = self._run(n, key)
         if n.target is ops.taped:

@@ -65,6 +65,7 @@ __all__ = [
     "prove",
     "side_by_side",
     "timeline",
+    "two_forwards",
 ]
 
 
@@ -218,13 +219,30 @@ def side_by_side(microbatches: int) -> Schedule:
     return fill(Schedule.of("side by side", [[forward[0], *pairs, backward[-1]]]))
 
 
+def two_forwards(microbatches: int) -> Schedule:
+    """One stage on one rank, the forwards of two microbatches side by side, and then their backwards. Of an odd number
+    the last is by itself.
+    """
+    forward, backward = ([Action(kind, 0, m) for m in range(microbatches)] for kind in _BOTH)
+    actions: list[Action] = []
+    for m in range(0, microbatches, 2):
+        some = forward[m : m + 2]
+        actions += [pair(*some)] if len(some) == 2 else some
+        actions += backward[m : m + 2]
+    return fill(Schedule.of("two forwards", [actions]))
+
+
+#: Without a pipeline, by the kind of the one pair that there is.
+_OF_PAIRS: dict[str, Callable[[int], Schedule]] = {"FB": side_by_side, "FF": two_forwards}
+
+
 def of(program: Any) -> Schedule:
     """What a step of a program runs, with a pipeline or without; of a forward-only program, forwards alone."""
     if program.schedule is not None:
         there: Schedule = program.schedule
         return there
     if program.pairs:
-        return side_by_side(program.microbatches)
+        return _OF_PAIRS[program.pairs[0].kind](program.microbatches)
     one = alone(program.microbatches)
     return forward_only(one) if program.forward_only else one
 

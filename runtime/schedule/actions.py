@@ -5,7 +5,7 @@
     2B0             its whole backward; or, split in two:
     2I0 2W0         the gradients of its inputs, which the stage before waits for, and later those of its weights
     0F3+3B0         a forward and a backward of two microbatches, one beside the other (an overlapped pair): as one text
-                    where the program is lowered (shardc.passes.lower.pair), else one after the other
+    0F2+0F3         where the program is lowered (shardc.passes.lower.pair), else one after the other; or two forwards
     1SEND_F0>2      what 1F0 made leaves for stage 2             2RECV_F0<1    and is received there, for 2F0
     2SEND_B0>1      the gradients of it leave for stage 1        1RECV_B0<2    and are received there, for 1B0 or 1I0
     2REDUCE         stage 2's gradients, of all microbatches now, are reduced over the data axes
@@ -23,9 +23,11 @@ from typing import Literal, NamedTuple, Protocol
 
 from shardc.errors import ShardcError
 
-Kind = Literal["F", "B", "I", "W", "FB", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE", "STEP"]
+Kind = Literal["F", "B", "I", "W", "FB", "FF", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE", "STEP"]
 
-COMPUTE: frozenset[Kind] = frozenset(("F", "B", "I", "W", "FB"))
+#: A forward beside a backward, and beside another forward.
+PAIRS: frozenset[Kind] = frozenset(("FB", "FF"))
+COMPUTE: frozenset[Kind] = frozenset(("F", "B", "I", "W", *PAIRS))
 SENDS: frozenset[Kind] = frozenset(("SEND_F", "SEND_B"))
 RECEIVES: frozenset[Kind] = frozenset(("RECV_F", "RECV_B"))
 _OTHER_END: dict[Kind, Kind] = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B": "RECV_B", "RECV_B": "SEND_B"}
@@ -33,21 +35,27 @@ _OTHER_END: dict[Kind, Kind] = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B"
 
 class Action(NamedTuple):
     """stage: -1 for STEP. microbatch: -1 for REDUCE and STEP. peer: the other stage of a send or receive, else -1.
-    Of a pair stage and microbatch are those of its forward; back: (stage, microbatch) of its backward.
+    Of a pair stage and microbatch are those of its first half, a forward; other: (stage, microbatch) of its second.
     """
 
     kind: Kind
     stage: int = -1
     microbatch: int = -1
     peer: int = -1
-    back: tuple[int, int] = (-1, -1)
+    other: tuple[int, int] = (-1, -1)
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The forward and the backward of a pair; of any other action, itself."""
-        if self.kind != "FB":
+        """The two halves of a pair; of any other action, itself."""
+        if self.kind not in PAIRS:
             return (self,)
-        return Action("F", self.stage, self.microbatch), Action("B", *self.back)
+        then: Kind = "B" if self.kind == "FB" else "F"
+        return Action("F", self.stage, self.microbatch), Action(then, *self.other)
+
+    @property
+    def of_pair(self) -> tuple[str, int, int]:
+        """Of a pair: its kind, and the stages of its halves."""
+        return self.kind, self.stage, self.other[0]
 
     def among(self, there: Callable[[int], bool]) -> tuple[Action, ...]:
         """Itself, or what is left of it where not all microbatches are there. there: which are."""
@@ -55,7 +63,7 @@ class Action(NamedTuple):
         return (self,) if len(left) == len(self.parts) else left
 
     def __str__(self) -> str:
-        if self.kind == "FB":
+        if self.kind in PAIRS:
             return "+".join(map(str, self.parts))
         if self.kind == "STEP":
             return "STEP"
@@ -69,15 +77,15 @@ class Action(NamedTuple):
         return Action(_OTHER_END[self.kind], self.peer, self.microbatch, self.stage)
 
 
-def pair(forward: Action, backward: Action) -> Action:
-    """One action that runs an F and a B beside each other."""
+def pair(forward: Action, then: Action) -> Action:
+    """One action that runs an F beside a B, or beside another F."""
     assert forward.kind == "F"
-    assert backward.kind == "B"
-    return forward._replace(kind="FB", back=(backward.stage, backward.microbatch))
+    assert then.kind in ("B", "F")
+    return forward._replace(kind="FB" if then.kind == "B" else "FF", other=(then.stage, then.microbatch))
 
 
 def computed(actions: Iterable[Action]) -> Iterator[Action]:
-    """The actions, pairs as their forward and their backward."""
+    """The actions, pairs as their two halves."""
     return (p for a in actions for p in a.parts)
 
 
@@ -176,12 +184,12 @@ class Schedule:
         return ((r, i, a) for r, each in enumerate(self.actions) for i, a in enumerate(each))
 
     def parts(self) -> Iterator[tuple[int, int, Action]]:
-        """The same, a pair as its forward and its backward, which have one position."""
+        """The same, a pair as its two halves, which have one position."""
         return ((rank, i, part) for rank, i, a in self for part in a.parts)
 
-    def pairs(self) -> tuple[tuple[int, int], ...]:
-        """(stage of the forward, stage of the backward) of the pairs that there are."""
-        return tuple(sorted({(a.stage, a.back[0]) for _, _, a in self if a.kind == "FB"}))
+    def pairs(self) -> tuple[tuple[str, int, int], ...]:
+        """(kind, stage of the first half, of the second) of the pairs that there are."""
+        return tuple(sorted({a.of_pair for _, _, a in self if a.kind in PAIRS}))
 
     def apart(self) -> Schedule:
         """The same without pairs: each half is an action of its own."""

@@ -27,7 +27,7 @@ _ACTION = re.compile(
 
 
 #: A pair, as it is written here and by torch.distributed.pipelining.
-_PAIR = re.compile(rf"(?P<f>{_N}F{_N})\+(?P<b>{_N}B{_N})|\((?P<f2>{_N}F{_N});(?P<b2>{_N}B{_N})\)OVERLAP_F_B")
+_PAIR = re.compile(rf"(?P<f>{_N}F{_N})\+(?P<b>{_N}[BF]{_N})|\((?P<f2>{_N}F{_N});(?P<b2>{_N}B{_N})\)OVERLAP_F_B")
 
 
 def parse(text: str, file: str = "schedule") -> Schedule:
@@ -76,8 +76,8 @@ def parse(text: str, file: str = "schedule") -> Schedule:
 def _action(word: str) -> Action | str:
     """An action, or what to write instead."""
     if (both := _PAIR.fullmatch(word)) is not None:
-        forward, backward = _action(both["f"] or both["f2"]), _action(both["b"] or both["b2"])
-        return pair(forward, backward)  # type: ignore[arg-type]  # they matched
+        forward, then = _action(both["f"] or both["f2"]), _action(both["b"] or both["b2"])
+        return pair(forward, then)  # type: ignore[arg-type]  # they matched
     parts = _ACTION.fullmatch(word)
     if parts is None:
         return "write stage, kind, microbatch: 2F0, 2B0, 2I0, 2W0, 0F3+3B0, 1SEND_F0>2, 2RECV_F0<1; or 2REDUCE, STEP"

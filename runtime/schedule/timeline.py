@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardc.runtime.schedule.actions import COMPUTE, Action, Edges, Schedule, links, live
+from shardc.runtime.schedule.actions import COMPUTE, PAIRS, Action, Edges, Schedule, links, live
 
 
 @dataclass(frozen=True)
@@ -19,22 +19,22 @@ class Costs:
     """Of each stage and one microbatch, in any one unit. B costs inputs + weights.
 
     transfer: of what goes over (source stage, target stage) between two ranks, there; and back again for its gradients.
-    pairs: of a forward beside a backward, by their stages; others cost as much as one after the other.
+    pairs: of two actions beside each other, by `Action.of_pair`; others cost as much as one after the other.
     """
 
     forward: tuple[float, ...]
     inputs: tuple[float, ...]
     weights: tuple[float, ...]
     transfer: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    pairs: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    pairs: Mapping[tuple[str, int, int], float] = field(default_factory=dict)
 
     @staticmethod
     def even(stages: int, forward: float = 1, inputs: float = 1, weights: float = 1) -> Costs:
         return Costs((forward,) * stages, (inputs,) * stages, (weights,) * stages)
 
     def of(self, a: Action) -> float:
-        if a.kind == "FB":
-            known = self.pairs.get((a.stage, a.back[0]))
+        if a.kind in PAIRS:
+            known = self.pairs.get(a.of_pair)
             return sum(map(self.of, a.parts)) if known is None else known
         if a.kind == "F":
             return self.forward[a.stage]

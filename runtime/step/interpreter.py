@@ -51,11 +51,9 @@ class Interpreter:
                 for s in mine
             }
             self.pairs = {
-                (p.forward, p.backward): runnable_pair(
-                    program, p, self.stages, mesh.device, copies, compiler, ranges=ranges
-                )
+                p.key: runnable_pair(program, p, self.stages, mesh.device, copies, compiler, ranges=ranges)
                 for p in program.pairs
-                if p.forward in mine and p.backward in mine
+                if p.first in mine and p.then in mine
             }
             self.edges = {(e.source, e.target): e for e in program.edges}
             self._count = runnable(program.prologue, mesh.device, program) if program.prologue is not None else None

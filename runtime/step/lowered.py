@@ -8,7 +8,7 @@ backward({name: value})          -> gradients of what was received; it takes eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,16 +90,17 @@ class LoweredStage:
 
 
 class LoweredPair:
-    """The forward of one microbatch and the backward of another as one text (shardc.passes.lower.pair). graph: for the
-    device; forward, backward: the stages of its halves; compiler: of its pieces, if they are compiled; copies: to the
-    host and back.
+    """The forward of one microbatch and the backward or the forward of another as one text (shardc.passes.lower.pair).
+    graph: for the device; forward, then: the stages of its halves; compiler: of its pieces, if they are compiled;
+    copies: to the host and back.
     """
 
     def __init__(
         self,
+        kind: str,
         graph: fx.Graph,
         forward: Stage,
-        backward: LoweredStage,
+        then: LoweredStage,
         copies: OffloadedTensors,
         *,
         ranges: bool,
@@ -107,10 +108,12 @@ class LoweredPair:
     ) -> None:
         self._copies = copies
         assert forward.lowered is not None
-        self._prefix = prefix_of(forward.lowered.forward)
-        self._backward = backward
-        kept: Any = graph.output_node().args[0][0][3]  # type: ignore[index]
-        self._kept = [n.name for n in kept]
+        self._prefix = prefix_of(kind, forward.lowered.forward)
+        self._then = then
+        returned: Any = graph.output_node().args[0]
+        halves = returned[:1] if kind == "FB" else returned
+        #: Of each forward, the names of what it keeps.
+        self._kept = [[n.name.removeprefix(self._prefix) for n in half[3]] for half in halves]
         self._graph, self._text = graph, _Half(graph, compiler, ranges=ranges)
 
     @torch.no_grad()
@@ -133,6 +136,36 @@ class LoweredPair:
         view = mesh.beside()
         view.step.recomputing, view.step.microbatch = True, microbatch
         kept |= begin
+        here = self._taken(given, view, values, kept)
+        kept.clear()
+        with mesh.step.in_lowered(launch, self._copies), view.step.in_lowered(launch):
+            returned, grads = self._text.call(here)
+        return self._forward(0, returned), dict(zip(self._then.received, grads, strict=True))
+
+    @torch.no_grad()
+    def run_forwards(
+        self,
+        mesh: Any,
+        microbatch: MicrobatchContext,
+        given: Mapping[str, Any],
+        values: Mapping[str, Any],
+        weight_copies: dict[str, Tensor],
+    ) -> tuple[tuple[Any, dict[str, Any]], ...]:
+        """What each forward returns, as of LoweredStage.forward. given: what the first one's stage takes. microbatch,
+        values: the second's, and what its stage takes; weight_copies: those that microbatches share, of its stage.
+        """
+        view = mesh.beside()
+        view.step.microbatch, view.step.routings = microbatch, mesh.step.routings
+        view.step.weight_copies = weight_copies
+        here = self._taken(given, view, values, {})
+        with mesh.step.in_lowered(host_copies=self._copies), view.step.in_lowered(host_copies=self._copies):
+            returned = self._text.call(here)
+        return tuple(self._forward(i, half) for i, half in enumerate(returned))
+
+    def _taken(
+        self, given: Mapping[str, Any], view: Any, values: Mapping[str, Any], kept: dict[str, Any]
+    ) -> dict[str, Any]:
+        """All that the text takes, by name. view: the mesh as the second half sees it."""
         here: dict[str, Any] = {}
         for name in self._text.takes:
             own = name.removeprefix(self._prefix)
@@ -142,11 +175,11 @@ class LoweredPair:
                 here[name] = view
             else:
                 here[name] = kept.pop(own) if own in kept else values[own]
-        kept.clear()
-        with mesh.step.in_lowered(launch, self._copies), view.step.in_lowered(launch):
-            (*returned, saved), grads = self._text.call(here)
-        names = self._backward.received
-        return (tuple(returned), dict(zip(self._kept, saved, strict=True))), dict(zip(names, grads, strict=True))
+        return here
+
+    def _forward(self, half: int, returned: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+        *results, saved = returned
+        return tuple(results), dict(zip(self._kept[half], saved, strict=True))
 
 
 class _Half:

@@ -30,6 +30,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Edge
 from shardc.runtime.mesh import Work
 from shardc.runtime.schedule import Action, computed
+from shardc.runtime.schedule.actions import PAIRS
 from shardc.runtime.step import op_errors
 from shardc.runtime.step.split_backward import SplitBackward
 
@@ -133,8 +134,8 @@ class Run:
         )
         self._act(doing)
         try:
-            if action.kind == "FB" and self.hooks is not None and (action.stage, action.back[0]) in self.on.pairs:
-                self._pair(*action.parts)
+            if action.kind in PAIRS and self.hooks is not None and action.of_pair in self.on.pairs:
+                (self._pair if action.kind == "FB" else self._forwards)(*action.parts)
             else:
                 for part in action.parts:
                     self._do(part)
@@ -238,8 +239,11 @@ class Run:
             yield
         finally:
             step.weight_copies = None
-            if action == self.last_forward[action.stage]:
-                del self.weight_copies[action.stage]
+            self._end_weight_copies(action)
+
+    def _end_weight_copies(self, action: Action) -> None:
+        if action == self.last_forward[action.stage]:
+            self.weight_copies.pop(action.stage, None)
 
     def _begin(self, kept: _Kept, key: tuple[int, int]) -> tuple[list[Any], list[Tensor | None]]:
         """Where backward begins, and with which gradients."""
@@ -303,7 +307,7 @@ class Run:
         self._received(*key, "backward")
         self._start(backward)
         begin = lowered.begin(*self._begin_lowered(kept.loss, key))
-        pair = self.on.pairs[forward.stage, backward.stage]
+        pair = self.on.pairs["FB", forward.stage, backward.stage]
         with self._around_forward(forward):
             (returned, wanted), grads = pair.run(
                 self.on.mesh, theirs, given, kept.lowered, self.values[key[1]], begin, self.hooks.launch
@@ -311,6 +315,20 @@ class Run:
         self._forwarded(forward, leaves, returned, wanted)
         self._pause()
         self._give_back(backward, {n: g if g is None else g.contiguous() for n, g in grads.items()})
+
+    def _forwards(self, first: Action, then: Action) -> None:
+        """Both as one text."""
+        self._set_microbatch(then)
+        theirs = self.on.mesh.step.running
+        self._set_microbatch(first)
+        (leaves, given), (their_leaves, values) = self._given(first), self._given(then)
+        pair = self.on.pairs["FF", first.stage, then.stage]
+        copies = self.weight_copies.setdefault(then.stage, {})
+        with self._around_forward(first):
+            (one, wanted), (other, their_wanted) = pair.run_forwards(self.on.mesh, theirs, given, values, copies)
+        self._end_weight_copies(then)
+        self._forwarded(first, leaves, one, wanted)
+        self._forwarded(then, their_leaves, other, their_wanted)
 
     def _lowered_weights(self, kept: dict[str, Any], key: tuple[int, int]) -> None:
         """The second half of a backward that has two."""

@@ -130,6 +130,7 @@ def runnable_pair(
     ranges: bool,
 ) -> LoweredPair:
     graph = on_device(pair.graph, device) if device.type != "cpu" else pair.graph
-    backward = stages[pair.backward].lowered
-    assert backward is not None
-    return LoweredPair(graph, program.stages[pair.forward], backward, copies, ranges=ranges, compiler=compiler)
+    then = stages[pair.then].lowered
+    assert then is not None
+    one = program.stages[pair.first]
+    return LoweredPair(pair.kind, graph, one, then, copies, ranges=ranges, compiler=compiler)

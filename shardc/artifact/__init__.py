@@ -114,7 +114,7 @@ def _write(program: Program, folder: Path) -> None:
                 doc = f"{stage.name}, {way} of a training step. Types are those of one rank."
                 files[f"stage{i}_{way}.py"] = emit.module(graph, program, doc)
     for p in program.pairs:
-        doc = f"Forward of stage {p.forward} beside backward of stage {p.backward}, of two microbatches."
+        doc = f"Forward of stage {p.first} beside {emit.SECOND[p.kind]} of stage {p.then}, of two microbatches."
         files[f"{emit.pair_name(p)}.py"] = emit.module(p.graph, program, doc)
     if program.prologue is not None:
         files["counts.py"] = emit.module(
@@ -426,12 +426,13 @@ def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
             raise ShardcError(what, where=files.path(name), fix="compile again")
         return graph
 
-    def paired(name: str, graph: fx.Graph) -> fx.Graph:
-        """Checks that a pair's text returns what forward does, and what backward does."""
+    def paired(name: str, kind: str, graph: fx.Graph) -> fx.Graph:
+        """Checks that a pair's text returns what its two halves do."""
         returned: Any = graph.output_node().args[0]
         both = isinstance(returned, tuple) and len(returned) == 2 and all(isinstance(x, tuple) for x in returned)
-        if not both or len(returned[0]) != 4 or not isinstance(returned[0][3], tuple):
-            what = "it does not return what a forward and a backward do"
+        forwards = returned[: kind.count("F")] if both else ()
+        if not both or any(len(half) != 4 or not isinstance(half[3], tuple) for half in forwards):
+            what = f"it does not return what a forward and a {emit.SECOND[kind]} do"
             raise ShardcError(what, where=files.path(name), fix="compile again")
         return graph
 
@@ -458,13 +459,14 @@ def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
         if program.schedule.stages != len(stages) or program.schedule.microbatches != program.microbatches:
             what = f"it is for {program.schedule.stages} stages and {program.schedule.microbatches} microbatches"
             raise ShardcError(what, where=files.path(SCHEDULE), fix="compile again")
-    beside_each_other = program.schedule.pairs() if program.schedule is not None else ((0, 0),)
+    alone: tuple[tuple[str, int, int], ...] = (("FB", 0, 0), ("FF", 0, 0))
+    beside_each_other = program.schedule.pairs() if program.schedule is not None else alone
     pairs = []
-    for p in (Pair(f, b, fx.Graph()) for f, b in beside_each_other):
+    for p in (Pair(*each, fx.Graph()) for each in beside_each_other):
         if (file := f"{emit.pair_name(p)}.py") in files:
-            if any(stages[s].lowered is None for s in (p.forward, p.backward)):
+            if any(stages[s].lowered is None for s in (p.first, p.then)):
                 raise ShardcError("its stages are not lowered", where=files.path(file), fix="compile again")
-            pairs.append(replace(p, graph=paired(file, graph(file, local, lowered=True))))
+            pairs.append(replace(p, graph=paired(file, p.kind, graph(file, local, lowered=True))))
     program.pairs = tuple(pairs)
     if "counts.py" in files:
         counts = graph("counts.py", local)

@@ -161,16 +161,20 @@ def lowered(program: Program, stage: int | None = None) -> str:
                 head = f"# {s.name}, {way}: what {who(program, i)} runs; types are those of one rank"
                 parts.append(f"{head}\n{function(graph, program, f'{s.name}_{way}')}")
     for p in program.pairs:
-        if stage in (None, p.forward, p.backward):
-            forward, backward = (program.stages[i].name for i in (p.forward, p.backward))
-            head = f"# forward of {forward} beside backward of {backward}, of another microbatch"
+        if stage in (None, p.first, p.then):
+            first, then = (program.stages[i].name for i in (p.first, p.then))
+            head = f"# forward of {first} beside {SECOND[p.kind]} of {then}, of another microbatch"
             parts.append(f"{head}\n{function(p.graph, program, pair_name(p))}")
     return "\n".join(parts)
 
 
+#: What runs beside a forward, by kind of pair.
+SECOND = {"FB": "backward", "FF": "forward"}
+
+
 def pair_name(p: Pair) -> str:
     """Of the function of an overlapped pair, and of its file."""
-    return f"pair_{p.forward}_{p.backward}"
+    return f"{'pair' if p.kind == 'FB' else 'forwards'}_{p.first}_{p.then}"
 
 
 def text(program: Program, folded: Folded = NOTHING) -> str:

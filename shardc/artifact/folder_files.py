@@ -29,7 +29,7 @@ LIMIT = 16 << 20
 #: Values of a table, of some 64 bytes each once it is read.
 VALUES = 500_000
 _TEXT = re.compile(
-    r"(?:single|counts|pair_\d{1,5}_\d{1,5}|stage\d{1,5}(?:_(?:forward|backward|weights))?)\.py", re.ASCII
+    r"(?:single|counts|(?:pair|forwards)_\d{1,5}_\d{1,5}|stage\d{1,5}(?:_(?:forward|backward|weights))?)\.py", re.ASCII
 )
 #: What a terminal would obey, and what would begin another line for some readers. Written programs have none.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")

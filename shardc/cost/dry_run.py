@@ -31,6 +31,7 @@ from shardc.passes.runner import uncollected
 from shardc.runtime import schedule as schedules
 from shardc.runtime.rng import Rng
 from shardc.runtime.schedule import Action, computed
+from shardc.runtime.schedule.actions import PAIRS
 from shardc.runtime.step import param_groups
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.engine import Engine
@@ -132,10 +133,10 @@ def _affordable(program: Program, rank: int) -> int:
 
 def _for_pairs(actions: Sequence[Action]) -> int:
     """How many microbatches are run so that, of every kind of pair, two are among them that are not the last one's."""
-    seen: dict[tuple[int, int], list[int]] = {}
+    seen: dict[Any, list[int]] = {}
     for a in actions:
-        if a.kind == "FB":
-            seen.setdefault((a.stage, a.back[0]), []).append(max(a.microbatch, a.back[1]))
+        if a.kind in PAIRS:
+            seen.setdefault(a.of_pair, []).append(max(a.microbatch, a.other[1]))
     return max((sorted(each)[:2][-1] for each in seen.values()), default=-2) + 2
 
 

@@ -13,6 +13,7 @@ from shardc.cost.dry_run import RESIDENT, DryRun
 from shardc.cost.ledger import HOST, KINDS, Part, Storage
 from shardc.ir.units import size
 from shardc.runtime.schedule import Action
+from shardc.runtime.schedule.actions import PAIRS
 
 #: Points that a curve is drawn with, at most.
 POINTS = 400
@@ -69,7 +70,7 @@ def parts(r: DryRun, actions: tuple[Action, ...]) -> Iterator[tuple[Action | Non
     middle = microbatches[len(microbatches) // 2]  # neither the first one, which makes gradients, nor the last
     alike: dict[tuple[str, int, int, int], Part] = {}
     for a, part in r.actions:
-        of_pair = a.kind == "FB" and microbatches[-1] not in (a.microbatch, a.back[1])
+        of_pair = a.kind in PAIRS and microbatches[-1] not in (a.microbatch, a.other[1])
         if _kind(a) not in alike or a.microbatch == middle or of_pair:
             alike[_kind(a)] = part
     yield None, r.before
@@ -81,7 +82,7 @@ def parts(r: DryRun, actions: tuple[Action, ...]) -> Iterator[tuple[Action | Non
 
 def _kind(a: Action) -> tuple[str, int, int, int]:
     """Equal for actions that differ in their microbatches alone."""
-    return a.kind, a.stage, a.peer, a.back[0]
+    return a.kind, a.stage, a.peer, a.other[0]
 
 
 def memory(r: DryRun, actions: tuple[Action, ...]) -> Memory:

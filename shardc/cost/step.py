@@ -25,7 +25,7 @@ from shardc.ir.units import seconds as duration
 from shardc.ir.units import si, size
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Costs, Schedule, Timeline
-from shardc.runtime.schedule.actions import COMPUTE
+from shardc.runtime.schedule.actions import COMPUTE, PAIRS
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 
 #: Called before each rank's dry run: (its name, how many are done, how many there are).
@@ -185,7 +185,7 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
     """The cost of a schedule from dry runs of its ranks, which may be those of another schedule of the same stages."""
     ranks, ends = [], []
     of_stage: dict[tuple[str, int], float] = {}
-    of_pair: dict[tuple[int, int], list[float]] = {}
+    of_pair: dict[tuple[str, int, int], list[float]] = {}
     first = 0.0  # seconds of the first action: it may wait for the last update's gathers, and other stages wait for it
     for r in dry_runs:
         actions = schedule.actions[r.at]
@@ -197,8 +197,8 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
             if action is not None and action.kind in COMPUTE:  # the timeline has these; sums of gradients follow it
                 computing += seconds
                 first = seconds if (action.kind, action.stage, action.microbatch) == ("F", 0, 0) else first
-                if action.kind == "FB":
-                    of_pair.setdefault((action.stage, action.back[0]), []).append(seconds)
+                if action.kind in PAIRS:
+                    of_pair.setdefault(action.of_pair, []).append(seconds)
                 elif (action.kind, action.stage) not in of_stage or action.microbatch == 1:
                     of_stage[action.kind, action.stage] = seconds
             flops += part.flops
@@ -215,7 +215,7 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
         )
     pairs = {stages: sorted(each)[len(each) // 2] for stages, each in of_pair.items()}
     timeline = schedules.timeline(schedule, _costs(of_stage, schedule.stages, transfer, pairs), program.edges)
-    late = max(first - of_stage["F", 0], 0.0)
+    late = max(first - of_stage.get(("F", 0), first), 0.0)
     seconds = late + timeline.end + max(ends)
     return Cost(device, tuple(ranks), seconds, timeline.bubble(), program, tuple(dry_runs), timeline)
 
@@ -234,7 +234,7 @@ def _costs(
     seconds: Mapping[tuple[str, int], float],
     stages: int,
     transfer: Mapping[tuple[int, int], float],
-    pairs: Mapping[tuple[int, int], float],
+    pairs: Mapping[tuple[str, int, int], float],
 ) -> Costs:
     """A whole backward counts as the gradients of inputs."""
     every = range(stages)

@@ -14,18 +14,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pair:
-    """forward, backward: the stages of its halves, by number. graph: takes what both texts take, those of backward with
-    names of their own, and returns `(what forward's text returns, the gradients that backward's text returns)`.
+    """kind: "FB": a forward beside a backward; "FF": beside another forward. first, then: the stages of its halves, by
+    number. graph: takes what both texts take, those of the second with names of their own, and returns `(what the first
+    text returns, what the second returns)`: a forward's results, a backward's gradients.
     """
 
-    forward: int
-    backward: int
+    kind: str
+    first: int
+    then: int
     graph: fx.Graph
 
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """As `shardc.runtime.schedule.Action.of_pair`."""
+        return self.kind, self.first, self.then
 
-def prefix_of(forward: fx.Graph) -> str:
-    """With what the names of the other half begin: `back_`, and more where names of a stage's forward begin so."""
-    prefix = "back_"
+
+def prefix_of(kind: str, forward: fx.Graph) -> str:
+    """With what the names of the second half begin: `back_` or `next_`, and more where names of the first half's stage
+    begin so.
+    """
+    prefix = "back_" if kind == "FB" else "next_"
     while any(n.name.startswith(prefix) for n in forward.nodes):
         prefix += "_"
     return prefix
@@ -36,7 +45,7 @@ def role(n: fx.Node) -> str:
     if n.name in ("mesh", "rng"):
         return n.name
     given = n.op == "placeholder" and n.meta.get("value") is None
-    return "mesh" if given and re.fullmatch("back_+mesh", n.name) else ""
+    return "mesh" if given and re.fullmatch("(back|next)_+mesh", n.name) else ""
 
 
 def shared(program: Program) -> frozenset[str]:

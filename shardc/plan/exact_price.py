@@ -82,7 +82,8 @@ def _price(library: Library, spec: Spec, batch: int) -> Priced:
     rows = batch // each * some
     if batch % (each * spec.data_ranks):
         return _whole(library, spec, batch)  # compile raises the error
-    if not library.subject.treats_layers_alike(spec):
+    side_by_side = spec.lower is not None and spec.lower.overlap != "none"  # a pair costs what its text takes
+    if side_by_side or not library.subject.treats_layers_alike(spec):
         return _whole(library, spec, batch)
     p = spec.pipeline
     if p is None or spec.mesh.size(p.axis) == 1:
@@ -223,7 +224,7 @@ def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, 
 def _whole(library: Library, spec: Spec, batch: int) -> Priced:
     """A spec whose program is compiled as it is, with a dry run of each of its ranks."""
     program, each = library.records.whole(spec_text(spec), batch, library.sequence)
-    schedule = program.schedule or schedules.alone(program.microbatches)
+    schedule = schedules.of(program)
     cost = assemble(program, schedule, each, library.device)
     spent: list[dict[str, float]] = []
     for r in each:

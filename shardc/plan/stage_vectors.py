@@ -22,6 +22,7 @@ from shardc.cost.ledger import KINDS, Op, Part
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import HOST_LINK
 from shardc.runtime.mesh import CommRecord
+from shardc.runtime.schedule.actions import PAIRS
 from shardc.spec import Spec
 
 Vector = NDArray[np.float64]
@@ -108,7 +109,7 @@ def memory(part: Part) -> Vector:
 def stage(r: DryRun, clock: Meter) -> Stage:
     """The vectors of a dry run of a rank with one stage. A middle microbatch leaves nothing once it has ended."""
     some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
-    assert not any(a.kind == "FB" for a, _ in r.actions), "a pair is of two stages"
+    assert not any(a.kind in PAIRS for a, _ in r.actions), "a pair is of two stages"
     vectors: Stage = {}
 
     def put(key: Key, part: Part) -> None:

@@ -20,6 +20,7 @@ from shardc.cost.dry_run import DryRun
 from shardc.cost.ledger import Op, Part, Sent, Storage, Waited
 from shardc.runtime.mesh import CommRecord
 from shardc.runtime.schedule import Action
+from shardc.runtime.schedule.actions import PAIRS
 
 
 def encoded(run: DryRun) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def decoded(value: Mapping[str, Any]) -> DryRun:
 
 def _plain(a: Action) -> list[Any]:
     """An action has five fields where it is a pair."""
-    return [*a[:4], *([list(a.back)] if a.kind == "FB" else [])]
+    return [*a[:4], *([list(a.other)] if a.kind in PAIRS else [])]
 
 
 def _dtype(name: str) -> torch.dtype:

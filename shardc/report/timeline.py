@@ -35,20 +35,22 @@ from shardc.runtime.schedule import Action, Costs, Schedule, Slot, Timeline
 _INKS = {
     "F": "black on bright_blue",
     "FB": "black on bright_magenta",
+    "FF": "black on bright_magenta",
     "B": "black on green",
     "I": "black on cyan",
     "W": "black on yellow",
 }
-_FILLS = {"F": BLUE, "FB": VIOLET, "B": GREEN, "I": CYAN, "W": YELLOW}
+_FILLS = {"F": BLUE, "FB": VIOLET, "FF": VIOLET, "B": GREEN, "I": CYAN, "W": YELLOW}
 _NAMES = {
     "F": "forward",
     "FB": "forward beside backward",
+    "FF": "forward beside forward",
     "B": "backward",
     "I": "gradients of inputs",
     "W": "gradients of weights",
 }
 #: How kinds are written.
-_LETTERS = {"FB": "F+B"}
+_LETTERS = {"FB": "F+B", "FF": "F+F"}
 
 
 #: Seconds of a unit of a program's costs: a byte of memory traffic.

@@ -418,10 +418,10 @@ class Lower(Section):
         description="layers: element-wise ops and reductions become fused kernels, compiled once for equal layers",
         examples=["layers"],
     )
-    overlap: Literal["none", "microbatches"] = Field(
+    overlap: Literal["none", "microbatches", "forwards"] = Field(
         default="none",
-        description="microbatches: forward of one beside backward of the one before, without a pipeline",
-        examples=["microbatches"],
+        description="microbatches: a forward beside the backward of the one before; forwards: beside another forward",
+        examples=["microbatches", "forwards"],
     )
 
 
@@ -433,7 +433,7 @@ _LOWER: dict[str, Any] = {
             "additionalProperties": False,
             "properties": {
                 "compile": {"enum": ["none", "layers"], "default": "none"},
-                "overlap": {"enum": ["none", "microbatches"], "default": "none"},
+                "overlap": {"enum": ["none", "microbatches", "forwards"], "default": "none"},
             },
         },
     ]

@@ -1,4 +1,4 @@
-"""What a forward hides beside a backward of another microbatch, by the simulation of streams on h100-80g: the table of
+"""What a forward hides beside a backward, or a forward, of another microbatch, by the simulation of streams on h100-80g: the table of
 docs/lowering.md. Nothing is computed: tensors have no data.
 
     .venv/bin/python tests/bench/pairs.py [llama] [mixtral] [dualpipe-v]        some minutes, 3 GB
@@ -80,7 +80,8 @@ def main(wanted: list[str]) -> None:
     print("| | step, ms | waited for, forward, ms | backward | all_to_all | all | peak, GB |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     side: dict[str, Any] = {"overlap": "microbatches"}
-    ways: dict[str, Any] = {"autograd": False, "lowered": True, "side by side": side}
+    two: dict[str, Any] = {"overlap": "forwards"}
+    ways: dict[str, Any] = {"autograd": False, "lowered": True, "side by side": side, "two forwards": two}
     for name, make, rows, spec in (("llama", llama, 1, LLAMA), ("mixtral", mixtral, 8, MIXTRAL)):
         for way, lower in ways.items() if not wanted or name in wanted else ():
             row(f"{name}, {way}", make, rows, {**spec, "lower": lower})

@@ -33,6 +33,7 @@ overlap: Any = importlib.import_module("shardc.passes.lower.overlap")
 pair: Any = importlib.import_module("shardc.passes.lower.pair")
 
 SIDE = {"overlap": "microbatches"}
+FORWARDS = {"overlap": "forwards"}
 DUAL = {
     "mesh": {"pp": 2},
     "pipeline": {"axis": "pp", "stages": 4, "schedule": "dualpipe-v"},
@@ -59,6 +60,23 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
     ),
     "zero 3 kept": ("gpt", {"mesh": {"dp": 2}, "data": {"zero": 3, "keep": True}, **MICRO}, SIDE),
     "precision": ("gpt", {"mesh": {"dp": 2}, "precision": {"compute": "bfloat16"}, **MICRO}, SIDE),
+    "forwards, sp, recomputed": (
+        "gpt",
+        {**SP, **MICRO, "checkpoint": [{"match": "h.*", "save": ["linear"]}]},
+        FORWARDS,
+    ),
+    "forwards, three, zero 2": (
+        "gpt",
+        {**TP, "batch": {"microbatches": 3}, "uneven": "pad", "data": {"zero": 2, "bucket_mb": 0.01}},
+        FORWARDS,
+    ),
+    "forwards, zero 3": ("gpt", {**TP, **MICRO, "data": {"zero": 3, "bucket_mb": 0.01}}, FORWARDS),
+    "forwards, precision": ("gpt", {"mesh": {"dp": 2}, "precision": {"compute": "bfloat16"}, **MICRO}, FORWARDS),
+    "forwards, to the host": (
+        "gpt",
+        {**TP, **MICRO, "checkpoint": [{"match": "h.*", "save": ["linear"], "offload": "cpu"}]},
+        FORWARDS,
+    ),
     "dualpipe-v": ("gpt", DUAL, True),
     "dualpipe-v, zero 3": (
         "gpt",
@@ -76,12 +94,13 @@ def test_side_by_side_is_one_after_the_other_to_the_bit(case: str) -> None:
     model, batch, _ = built(name)
     program, one_by_one = compiled(name, spec, lower=lower), compiled(name, spec)
     assert program.pairs, program.notes
-    assert {(p.forward, p.backward) for p in program.pairs} == set(schedule_of(program).pairs())
+    assert {p.key for p in program.pairs} == set(schedule_of(program).pairs())
     want, have = (shardc.verify.simulate(p, model, batch, steps=2, optimizer=momentum) for p in (one_by_one, program))
     equal_to_the_bit(want, have)
 
 
-def test_experts_side_by_side() -> None:
+@pytest.mark.parametrize("how", [SIDE, FORWARDS])
+def test_experts_side_by_side(how: Any) -> None:
     with zoo.Wide():
         model, batch = hf.build(hf_more.FAMILIES["mixtral"])
         spec = {
@@ -91,33 +110,33 @@ def test_experts_side_by_side() -> None:
             "experts": [{"match": "*.mlp.experts", "axis": "ep"}],
             "batch": {"microbatches": 2},
         }
-        program = shardc.compile(model, batch, {**spec, "lower": SIDE})
+        program = shardc.compile(model, batch, {**spec, "lower": how})
         plain = shardc.compile(model, batch, spec)
     want, have = (shardc.verify.simulate(p, model, batch) for p in (plain, program))
     assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
 
 
-@pytest.mark.parametrize("case", ["zero 3, cheap", "dualpipe-v"])
+@pytest.mark.parametrize("case", ["zero 3, cheap", "forwards, zero 3", "dualpipe-v"])
 def test_a_pair_has_the_lines_of_both_texts_and_takes_no_more_memory(case: str) -> None:
     name, spec, lower = CASES[case]
     program = compiled(name, spec, lower=lower)
     seconds, sizes = Seconds(program, Rank(program)), Sizes(program)
     for p in program.pairs:
-        forward, backward = program.stages[p.forward].lowered, program.stages[p.backward].lowered
+        forward, other = program.stages[p.first].lowered, program.stages[p.then].lowered
         assert forward is not None
-        assert backward is not None
-        first, then = halves(program, p.graph, prefix_of(forward.forward))
-        for half, texts in (
-            (first, [forward.forward]),
-            (then, [g for w, g in backward.texts.items() if w != "forward"]),
-        ):
+        assert other is not None
+        prefix = prefix_of(p.kind, forward.forward)
+        first, then = halves(program, p.graph, prefix)
+        second = [g for w, g in other.texts.items() if (w == "forward") == (p.kind == "FF")]
+        for half, texts in ((first, [forward.forward]), (then, second)):
             lines = sorted(n.name for text in texts for n in text.nodes if n.op == "call_function")
             assert sorted(n.name for n in half.nodes if n.op == "call_function") == lines
         for text in forward.texts.values():  # what its tapes take is known from forward's lines
             overlap.Text(text, seconds, sizes)
-        for text in backward.texts.values():
+        for text in other.texts.values():
             overlap.Text(text, seconds, sizes)
-        one_by_one = overlap.Text(pair._joined(program, forward, backward), seconds, sizes)
+        whole = pair._whole(other) if p.kind == "FB" else other.forward
+        one_by_one = overlap.Text(pair._joined(program, forward.forward, whole, prefix), seconds, sizes)
         both = overlap.Text(p.graph, seconds, sizes)
         assert overlap.within(both.uses.peak(both.nodes), one_by_one.uses.peak(one_by_one.nodes))
         assert both.simulate(both.nodes) <= one_by_one.simulate(one_by_one.nodes)
@@ -157,6 +176,31 @@ def test_pairs_come_back_from_disk_and_are_proven(tmp_path: Path) -> None:
         shardc.load(tmp_path / "out", trust=True)
 
 
+def test_two_forwards_come_back_from_disk_and_are_proven(tmp_path: Path) -> None:
+    program = compiled(*CASES["forwards, zero 3"][:2], lower=FORWARDS)
+    assert [str(a) for a in schedule_of(program).actions[0]][:6] == ["0F0+0F1", "0B0", "0B1", "0F2+0F3", "0B2", "0B3"]
+    program.save(tmp_path / "out")
+    there = shardc.load(tmp_path / "out")
+    assert there.lowered() == program.lowered()
+    assert there.prove().ok
+
+    def other_mesh(graph: Any) -> None:
+        mesh = {n.name: n for n in graph.nodes}["mesh"]
+        line = next(n for n in graph.nodes if n.target is ops.start and n.name.startswith("next_"))
+        line.args = tuple(mesh if getattr(a, "name", "") == "next_mesh" else a for a in line.args)
+
+    def another_op(graph: Any) -> None:
+        line = next(n for n in graph.nodes if n.name == "next_gelu")
+        line.target, line.kwargs = torch.ops.aten.silu.default, {}
+
+    assert "takes a value of the other microbatch" in _broken(there, other_mesh)[0]
+    assert any("forwards_0_0, pair, second forward" in gap for gap in _broken(there, another_op))
+    file = tmp_path / "out" / "forwards_0_0.py"
+    file.write_text(re.sub(r"    return .*\n", "    return ((), ())\n", file.read_text()))
+    with pytest.raises(shardc.ShardcError, match="does not return what a forward and a forward do"):
+        shardc.load(tmp_path / "out", trust=True)
+
+
 def _broken(program: Any, change: Any) -> list[str]:
     """What the proof says of a program whose first pair has one line changed."""
     from dataclasses import replace
@@ -192,9 +236,19 @@ def test_a_pair_that_mixes_its_microbatches_is_not_proven() -> None:
         ({"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "stages": 2}, **MICRO}, "is without a pipeline"),
     ],
 )
-def test_overlap_is_refused_where_nothing_runs_beside(spec: dict[str, Any], said: str) -> None:
-    with pytest.raises(shardc.ShardcError, match=said):
-        compiled("gpt", spec, lower=SIDE)
+@pytest.mark.parametrize("how", [SIDE, FORWARDS])
+def test_overlap_is_refused_where_nothing_runs_beside(spec: dict[str, Any], said: str, how: dict[str, str]) -> None:
+    with pytest.raises(shardc.ShardcError, match=f"overlap: {how['overlap']}.*{said}"):
+        compiled("gpt", spec, lower=how)
+
+
+class _Mean(nn.Module):
+    def __init__(self, blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).square().mean()
 
 
 def _waited(model: nn.Module, width: int, spec: dict[str, Any], lower: Any) -> tuple[float, float]:
@@ -206,16 +260,8 @@ def _waited(model: nn.Module, width: int, spec: dict[str, Any], lower: Any) -> t
 
 
 def test_forward_waits_for_less_than_half_beside_a_backward() -> None:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.Sequential(*(Block(8192) for _ in range(4)))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.blocks(x).square().mean()
-
     with torch.device("meta"):
-        model = Stack()
+        model = _Mean(nn.Sequential(*(Block(8192) for _ in range(4))))
     spec = {
         "mesh": {"tp": 8},
         "shard": {"*.up": "column", "*.down": "row"},
@@ -224,6 +270,27 @@ def test_forward_waits_for_less_than_half_beside_a_backward() -> None:
     alone, _ = _waited(model, 8192, spec, True)
     beside, _ = _waited(model, 8192, spec, SIDE)
     assert beside < alone / 2
+
+
+def test_a_forward_waits_for_less_beside_another_and_takes_no_more_memory_than_both() -> None:
+    with torch.device("meta"):
+        model = _Mean(nn.Sequential(*(Block(8192) for _ in range(3))))
+    spec = {
+        "mesh": {"tp": 8},
+        "shard": {"*.up": "column", "*.down": "row"},
+        "activations": {"blocks.*.norm": {0: "tp"}},
+    }
+
+    def waited(lower: Any) -> tuple[float, int]:
+        full = {"shardc": 1, **spec, "batch": {"microbatches": 2}, "lower": lower}
+        batch = {"x": torch.empty(2 * 8192, 8192, device="meta")}
+        cost = shardc.compile(model, batch, full, prove=False).cost("h100-80g")
+        forward = sum(t.exposed for (_, way, *_), t in timed(cost).items() if way == "forward")
+        return forward, cost.memory.peak
+
+    (alone, one), (beside, both) = waited(True), waited(FORWARDS)
+    assert beside < alone / 3
+    assert one < both < 2 * one
 
 
 def test_exchanges_of_experts_run_beside_the_other_microbatch() -> None:

@@ -586,6 +586,16 @@ def test_what_is_summed_and_gathered_of_experts_takes_as_long_as_it_is_priced(c:
     assert Estimates(library)(c).seconds == pytest.approx(exact.seconds, rel=0.25)
 
 
+@pytest.mark.parametrize("overlap", ["microbatches", "forwards"])
+def test_a_given_spec_with_pairs_is_priced_as_they_run(overlap: str) -> None:
+    model, batch = zoo.gpt(torch.float32, layers=1)
+    spec: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": 2}, "lower": {"overlap": overlap}}
+    found = shardc.plan(model, batch, device="h100-80g", given=spec).best
+    whole = shardc.compile(model, batch, spec, prove=False).cost("h100-80g")
+    assert found.step_seconds == pytest.approx(whole.step_seconds)
+    assert found.peak == whole.memory.peak
+
+
 def test_no_given_spec_with_experts_over_several_nodes_is_better_than_the_best() -> None:
     """On nodes of two devices whose memory is just enough for it."""
     pairs, first = H100.model_copy(update={"node": 2}), sparse_stacked()

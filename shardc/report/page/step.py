@@ -15,7 +15,7 @@ from shardc.report.cost import op_place, part_name, peak_place
 from shardc.report.page.messages import Messages
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Slot
-from shardc.runtime.schedule.actions import COMPUTE
+from shardc.runtime.schedule.actions import COMPUTE, PAIRS
 
 #: Collectives of a rank that are drawn, at most: of the first ones of a step.
 SPANS = 6000
@@ -48,7 +48,7 @@ def timeline(cost: Cost, messages: Messages) -> dict[str, Any]:
                 "bubble": cost.timeline.bubble(i) if cost.timeline is not None else 0.0,
                 "live": cost.timeline.live[i] if cost.timeline is not None else 0,
                 "slots": [
-                    [a.kind, a.microbatch, at.begin(begin), at.end(end), a.stage, *(a.back if a.kind == "FB" else ())]
+                    [a.kind, a.microbatch, at.begin(begin), at.end(end), a.stage, *(a.other if a.kind in PAIRS else ())]
                     for a, _, begin, end in ran
                     if a is not None and a.kind in COMPUTE
                 ],

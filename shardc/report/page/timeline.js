@@ -2,8 +2,8 @@
 "use strict";
 
 const ROW = 26, LEFT = 118;
-const FILL = { F: "var(--forward)", FB: "var(--pair)", B: "var(--backward)", I: "var(--inputs)", W: "var(--weights)" };
-const NAME = { F: "forward", FB: "forward beside backward", B: "backward", I: "gradients of inputs", W: "gradients of weights" };
+const FILL = { F: "var(--forward)", FB: "var(--pair)", FF: "var(--pair)", B: "var(--backward)", I: "var(--inputs)", W: "var(--weights)" };
+const NAME = { F: "forward", FB: "forward beside backward", FF: "forward beside forward", B: "backward", I: "gradients of inputs", W: "gradients of weights" };
 const PART = { forward: "var(--forward)", backward: "var(--backward)", "forward and backward": "var(--pair)" };
 const view = { zoom: 1, open: new Set([0]) };
 
@@ -97,8 +97,8 @@ function bar(X, y, begin, end, fill, text, high = ROW - 4) {
 
 function slot([kind, microbatch, begin, end, stage, ...back], r, X, y) {
   const wide = X(end) - X(begin);
-  // a pair: a forward beside the backward of another microbatch
-  const those = back.length ? [["F", stage, microbatch], ["B", ...back]] : [[kind, stage, microbatch]];
+  // a pair: a forward beside the backward, or the forward, of another microbatch
+  const those = back.length ? [["F", stage, microbatch], [kind[1], ...back]] : [[kind, stage, microbatch]];
   const name = those.map(([k, s, m]) => (r.stages.length > 1 ? `${s}${k}${m}` : `${k}${m}`)).join("+");
   const about = those.map(([k, s, m]) => `${NAME[k]} of microbatch ${m}${F.axis ? `, stage ${s}` : ""}`).join(" beside ");
   const text = `${about}\n${seconds((end - begin) / 1e9)} from ${seconds(begin / 1e9)}`;

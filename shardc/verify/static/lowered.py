@@ -74,17 +74,20 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
     """What is wrong in the text of an overlapped pair: it is read as two texts, each of which stands in the place of a
     stage's own; and no line of it takes over memory that another line, of either half, still reads.
     """
-    forward, backward = program.stages[pair.forward], program.stages[pair.backward]
-    assert forward.lowered is not None
-    assert backward.lowered is not None
+    one, other = program.stages[pair.first], program.stages[pair.then]
+    assert one.lowered is not None
+    assert other.lowered is not None
     try:
-        first, then = halves(program, pair.graph, prefix_of(forward.lowered.forward))
+        first, then = halves(program, pair.graph, prefix_of(pair.kind, one.lowered.forward))
     except MixedError as e:
         yield Wrong("pair", e.line, "it takes a value of the other microbatch", "one of its own half")
         return
-    with_first = replace(forward, lowered=replace(forward.lowered, forward=first))
-    with_then = replace(backward, lowered=Lowered(backward.lowered.forward, then))
-    for stage, half in ((with_first, "forward"), (with_then, "backward")):
+    with_first = replace(one, lowered=replace(one.lowered, forward=first))
+    if pair.kind == "FB":
+        with_then, second = replace(other, lowered=Lowered(other.lowered.forward, then)), "backward"
+    else:
+        with_then, second = replace(other, lowered=replace(other.lowered, forward=then)), "second forward"
+    for stage, half in ((with_first, "forward"), (with_then, second)):
         terms = Terms()
         expected = ChainRule(program, stage, rules, terms, until).results()
         yield from (replace(w, text=f"pair, {half}") for w in _Texts(program, stage, terms, expected).wrong())

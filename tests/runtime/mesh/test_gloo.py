@@ -53,11 +53,12 @@ def test_real_processes_equal_one_device(name: str, mesh: dict[str, int], tmp_pa
     equal(program, name, loss, grads, tmp_path)
 
 
-def test_real_processes_run_two_microbatches_side_by_side(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", ["microbatches", "forwards"])
+def test_real_processes_run_two_microbatches_side_by_side(overlap: str, tmp_path: Path) -> None:
     model, batch, loss, grads = reference("gpt")
     with zoo.Wide():
         spec = spec_of("gpt", {"dp": 1, "tp": 2}, sequence=True)
-        side = {"batch": {"microbatches": 4}, "lower": {"overlap": "microbatches"}}
+        side = {"batch": {"microbatches": 4}, "lower": {"overlap": overlap}}
         program = shardc.compile(model, batch, {**spec, **side}, prove=False)
     assert program.pairs
     equal(program, "gpt", loss, grads, tmp_path)

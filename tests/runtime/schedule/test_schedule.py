@@ -67,10 +67,10 @@ def test_a_pair_has_one_place_and_a_name_that_is_read_back() -> None:
     assert str(made).splitlines()[1] == text
     assert made.actions[0][1] == schedule.pair(Action("F", 0, 1), Action("B", 0, 0))
     assert prove(made).live == (2,)
-    assert made.pairs() == ((0, 0),)
+    assert made.pairs() == (("FB", 0, 0),)
     line = schedule.timeline(made, schedule.Costs.even(1))
     assert [s.end - s.start for s in line.slots[0]] == [1, 3, 2]
-    cheap = replace(schedule.Costs.even(1), pairs={(0, 0): 2.5})
+    cheap = replace(schedule.Costs.even(1), pairs={("FB", 0, 0): 2.5})
     assert schedule.timeline(made, cheap).end == line.end - 0.5
     assert schedule.forward_only(made).actions == ((Action("F", 0, 0), Action("F", 0, 1)),)
 
@@ -244,7 +244,7 @@ _ALONE = st.just((-1, -1))
 _STAGE, _MICROBATCH = st.integers(0, 11), st.integers(0, 99)
 _ACTIONS = st.one_of(
     st.builds(Action, st.sampled_from(["F", "B", "I", "W"]), _STAGE, _MICROBATCH, _NONE, _ALONE),
-    st.builds(Action, st.just("FB"), _STAGE, _MICROBATCH, _NONE, st.tuples(_STAGE, _MICROBATCH)),
+    st.builds(Action, st.sampled_from(["FB", "FF"]), _STAGE, _MICROBATCH, _NONE, st.tuples(_STAGE, _MICROBATCH)),
     st.builds(Action, st.sampled_from(["SEND_F", "RECV_F", "SEND_B", "RECV_B"]), _STAGE, _MICROBATCH, _STAGE, _ALONE),
     st.builds(Action, st.just("REDUCE"), _STAGE, _NONE, _NONE, _ALONE),
     st.just(Action("STEP")),
