@@ -94,6 +94,10 @@ class Loader:
         """Global batches in an epoch. TypeError for an iterable dataset."""
         return len(self.order)
 
+    def __repr__(self) -> str:
+        held = "a stream" if self.order.size is None else f"{self.order.size} samples"
+        return f"<Loader of {held} in global batches of {self.batch_size}: epoch {self.epoch}, {self.consumed} read>"
+
     def __iter__(self) -> Iterator[Any]:
         """This rank's parts of what is left of the epoch. What dataset or collate_fn raise comes as it is, with a note
         on the sample, also from a worker (shardc.runtime.data.sample_errors).

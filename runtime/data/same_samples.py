@@ -50,6 +50,16 @@ def check(mesh: Any, loader: Loader) -> None:
             raise
 
 
+def alike(one: Loader, other: Loader) -> bool:
+    """Do two loaders read the same dataset, as far as its length and its first, middle and last sample say?"""
+    size = one.order.size
+    if size is None or size != other.order.size:
+        return False
+    indices = sorted({0, size // 2, size - 1})
+    first = _digests(one, indices)
+    return None not in first and first == _digests(other, indices)
+
+
 def _digests(loader: Loader, indices: list[int]) -> list[int | None]:
     """A hash of each sample; None for one that cannot be read. A worker process reads them where workers read the
     others: the dataset may open files at its first sample, and those of this process would be no good in a worker.

@@ -60,6 +60,7 @@ from shardc.runtime.step.stepped_once import SteppedOnce
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
+from shardc.runtime.zero.optimizer_list import class_of
 
 
 def _stepped(*_: Any, **__: Any) -> None:
@@ -265,6 +266,11 @@ class Engine(EngineForward):
         if name in engine_options.INSTEAD:
             raise AttributeError(f"an engine has no {name!r}: {engine_options.INSTEAD[name]}", name=name, obj=self)
         return object.__getattribute__(self, name)  # raises: where a property failed, that property's own error
+
+    def __repr__(self) -> str:
+        made = class_of(self.optimizer) if self.optimizer is not None else "no optimizer"
+        name, mesh = self.program.meta.get("model", ""), self.mesh
+        return f"<Engine of {name}: rank {mesh.rank} of {mesh.layout}, {made}, {self.step_count} steps done>"
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         fix = (

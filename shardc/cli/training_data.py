@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from shardc.errors import ShardcError
+from shardc.runtime.data import same_samples
 from shardc.runtime.data.loader import Loader
 
 
@@ -113,6 +114,15 @@ def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = Fals
             f" (drawn from --seed {seed}: the seed {theirs} that data() sets does not reach its epochs)"
         )
     return found
+
+
+def tell_the_same(train: Batches, valid: Batches) -> None:
+    """Say of held-out data that are the training data, as of a data(split) that does not look at its split, that they
+    are: their loss would be taken for a held-out one.
+    """
+    loaders = train._source, valid._source
+    if all(isinstance(x, Loader) for x in loaders) and same_samples.alike(*loaders):
+        valid.description += " (the training data: data('valid') gives what data('train') gives)"
 
 
 def _batches(

@@ -229,7 +229,10 @@ def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches |
     if train is None:
         what, fix = "data('train') returns None", "return an iterable of global batches, or a torch Dataset"
         raise ShardcError(what, where=job.model, fix=fix)
-    return train, training_data.batches(engine, file, "valid", seed)
+    valid = training_data.batches(engine, file, "valid", seed)
+    if valid is not None and engine.mesh.rank == 0:  # which prints it
+        training_data.tell_the_same(train, valid)
+    return train, valid
 
 
 def _record(file: Path) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 import shardc
 from shardc.cli import training_loop
-from shardc.cli.training_data import Batches, _taken_over, batches
+from shardc.cli.training_data import Batches, _taken_over, batches, tell_the_same
 from shardc.cli.training_loop import Training
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
@@ -170,6 +170,43 @@ def test_a_seed_of_data_that_decides_nothing_is_told(make: Any, told: bool) -> N
     )
     assert found is not None
     assert ("drawn from --seed 3: the seed 7 that data() sets does not reach its epochs" in found.description) == told
+
+
+class From(Dataset[torch.Tensor]):
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.full((3,), float(i + self.start))
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (lambda split: From(0), True),
+        (lambda split: DataLoader(From(0), 4, shuffle=split == "train"), True),
+        (lambda split: {"train": From(0), "valid": From(8)}[split], False),
+        (lambda split: [torch.ones(4, 3)] * 2, False),  # batches: nobody reads them twice
+    ],
+)
+def test_held_out_data_that_are_the_training_data_are_told(data: Any, told: bool) -> None:
+    model = torch.nn.Linear(3, 2)
+    program = shardc.compile(
+        model, torch.ones(4, 3), {"shardc": 1}, loss=lambda output, batch: output.square().mean(), prove=False
+    )
+    engine, file = program.engine(model), SimpleNamespace(data=data, collate=None)
+    train, valid = batches(engine, file, "train", 3), batches(engine, file, "valid", 3)
+    assert train is not None
+    assert valid is not None
+    tell_the_same(train, valid)
+    assert ("(the training data: data('valid') gives what" in valid.description) == told
+    assert "(the training" not in train.description
+    assert repr(engine) == "<Engine of Linear: rank 0 of one device, AdamW, 0 steps done>"
+    if told:
+        assert repr(engine.loaders["train"]) == "<Loader of 8 samples in global batches of 4: epoch 0, 0 read>"
 
 
 def test_held_out_data_without_a_batch_are_told_once() -> None:
