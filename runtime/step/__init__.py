@@ -33,7 +33,7 @@ user_changes          what users do to a module that a program would not notice;
 evaluating            which program evaluates: that of a step, or one of the model in eval mode
 op_errors             an op that fails, in the user's terms; profiler_ranges: each node is one in a trace
 param_groups, lr      the optimizer's parameter groups by name; learning-rate schedulers
-whole_shapes          groups by a parameter's shape: by that of the whole one
+whole_shapes          groups by a parameter's shape: by that of the whole one; flat_dims: where nobody asks for that
 text_numbers          text where these want a number
 resumed               what a checkpoint replaced of an engine's settings; new_schedule: what it is not to replace
 expert_load           how tokens were spread over experts

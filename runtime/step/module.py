@@ -34,6 +34,7 @@ from shardc.runtime.step import (
     engine_optimizer,
     engine_options,
     evaluating,
+    flat_dims,
     inputs,
     lr,
     op_errors,
@@ -317,6 +318,15 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         return {
             b.name: self.get_buffer(b.fqn) if b.fqn else self._constants[b.name] for b in self._running.program.buffers
         }
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module. Code that goes by `p.ndim` is told where ZeRO has left flat stretches."""
+        r: _Running | None = self.__dict__.get("_running")
+        if r is not None:
+            user_changes.tell_once(flat_dims.notes(r.program, r.buckets.owned), r.told, r.tell)
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def train(self, mode: bool = True) -> ShardedModule:
         """As of any module. Of a program of a model in eval mode it is told, once, that this brings no dropout back."""

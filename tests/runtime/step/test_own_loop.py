@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -503,6 +504,46 @@ def test_parameters_that_are_replaced_are_refused_or_used(spec: str, replace: Ca
             module(**module.local(BATCH))
 
     loopback(program.mesh, work)
+
+
+@pytest.mark.parametrize("spec", ["zero 1", "tp"])
+@pytest.mark.parametrize("how", ["loop", "list", "call", "dim of another", "by name"])
+def test_a_loop_by_dims_is_told_where_they_are_flat(spec: str, how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """At ZeRO 1 the body of such a loop never runs, and nothing fails."""
+    program = compiled(spec)
+
+    def loop(m: ShardedModule) -> None:
+        for p in m.parameters():
+            if p.ndim > 1:
+                p.detach().mul_(2)
+
+    def listed(m: ShardedModule) -> None:
+        assert [n for n, p in m.named_parameters() if p.ndim > 1] or spec == "zero 1"
+
+    def call(m: ShardedModule) -> None:
+        assert len([p for p in list(m.parameters()) if p.dim() > 1]) == (0 if spec == "zero 1" else 2)
+
+    def of_another(m: ShardedModule) -> None:
+        """A setting of this name is nobody's dims, and torch's own loops over parameters are right."""
+        settings = types.SimpleNamespace(dim=2)
+        assert all(p.sum(dim=0).ndim < settings.dim for p in [torch.ones(2, 2)])
+        m.zero_grad()
+
+    def by_name(m: ShardedModule) -> None:
+        assert [p for n, p in m.named_parameters() if n.endswith("weight")]
+
+    used = {"loop": loop, "list": listed, "call": call, "dim of another": of_another, "by name": by_name}[how]
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        used(module)
+        used(module)
+
+    loopback(program.mesh, work)
+    told = spec == "zero 1" and how in ("loop", "list", "call")
+    err = capfd.readouterr().err
+    assert err.count("whose p.ndim is 1 whatever the model's is. Choose by name") == told, err
+    assert ("note: test_own_loop.py:" in err) == told
 
 
 def optimizers(m: ShardedModule) -> dict[str, torch.optim.Optimizer]:
