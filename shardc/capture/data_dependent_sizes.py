@@ -4,6 +4,7 @@ lengths = torch.repeat_interleave(sizes, counts)     of constants (masks, grids 
 x[mask]                                              x[i, j], if the mask is known
 x.repeat_interleave(counts, dim=0)                   with output_size, if the counts are known
 torch.arange(counts.sum()), F.pad(x, (left, right))  numbers in place of tensors
+torch.cov(x), torch.corrcoef(x)                      written out (covariance.py): a number in them is a size
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shardc.capture.covariance import WRITTEN_OUT
 from shardc.torch_modes import untraced
 from shardc.torch_private import pytree, tracing
 
@@ -44,7 +46,7 @@ _NUMBERED = {
     Tensor.new_full,
 }
 _REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave)
-_MINE = {Tensor.__getitem__, torch.where, *_CALLS, *_NUMBERED}
+_MINE = {Tensor.__getitem__, torch.where, *_CALLS, *_NUMBERED, *WRITTEN_OUT}
 
 
 class KnownSizes(TorchFunctionMode):
@@ -61,6 +63,8 @@ class KnownSizes(TorchFunctionMode):
         if func not in _MINE:  # thousands are: every look at a shape passes here
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
+        if func in WRITTEN_OUT:
+            return WRITTEN_OUT[func](*args, **kwargs) if tracing() else func(*args, **kwargs)
         if func is Tensor.__getitem__:
             if hidden(args[1]) and tracing():
                 args = (args[0], self._places(args[1]))

@@ -82,6 +82,37 @@ def test_sizes_that_constants_decide(function: Callable[[Tensor], Tensor]) -> No
     assert captured(function)
 
 
+CORRCOEF = torch.corrcoef  # as `from torch import corrcoef` would have it
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.cov(x.T),
+        lambda x: x.T.cov(correction=0).square(),
+        lambda x: CORRCOEF(x.T).square(),
+        lambda x: CORRCOEF(torch.complex(x, x.flip(1)).T).abs().square(),
+        lambda x: x[:, 1].cov() + x[:, 0].corrcoef(),
+    ],
+)
+def test_covariances_over_rows_are_one_devices(function: Callable[[Tensor], Tensor]) -> None:
+    """Losses of redundancy (Barlow Twins, VICReg) are made of them; torch asks there whether a size is above 0."""
+    model, x = (
+        Model(function).double(),
+        torch.rand(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+    )
+    program = shardc.compile(model, x, {"shardc": 1, "mesh": {"dp": 2}})
+    run = shardc.simulate(program, model, x)
+    model(x).backward()
+    torch.testing.assert_close(run.loss, model(x).detach(), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(run.grads["weight"], model.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_weighted_covariances_are_refused() -> None:
+    with pytest.raises(shardc.ShardcError, match="depends on a tensor's value"):
+        captured(lambda x: torch.cov(x, aweights=x[0].detach()))
+
+
 class Counter(nn.Module):
     def __init__(self, step: int, persistent: bool = False) -> None:
         super().__init__()
