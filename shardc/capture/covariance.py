@@ -12,9 +12,7 @@ from torch import Tensor
 def _cov(
     input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:
-    if (
-        fweights is not None or aweights is not None or input.dim() > 2
-    ):  # refused: divides by a value
+    if fweights is not None or aweights is not None or input.dim() > 2:  # refused: divides by a value
         return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
     rows = input if input.dim() == 2 else input.reshape(1, -1)
     n = rows.shape[1]
