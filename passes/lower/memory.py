@@ -120,8 +120,8 @@ class Uses:
         for n in graph.nodes:
             self.counts.update(self.of[n])
         self.stays = {n for n in graph.nodes if n.op == "placeholder" and n.meta.get("named", n.name) in sizes.stays}
-        #: Bytes of copies of parts that are sent: there from the beginning, made by a line, and gone after a line.
-        self.parts_at_first, self.parts_made, self.parts_gone = 0, Counter[fx.Node](), Counter[fx.Node]()
+        #: Bytes of copies of parts that are sent: there from the beginning, and gone after a line. (`added` has them.)
+        self.parts_at_first, self.parts_gone = 0, dict.fromkeys(graph.nodes, 0)
         self._follow_parts(graph)
 
     @staticmethod
@@ -158,14 +158,14 @@ class Uses:
             part = self.sizes.parts[n.args[1]]
             made_by = before if part.ahead else n
             if made_by is not None:
-                self.parts_made[made_by] += part.copy
+                self.added[made_by] += part.copy
             elif n.target is ops.regather_start:
                 self.parts_at_first += part.copy
             else:
-                self.parts_made[n] += part.copy
+                self.added[n] += part.copy
             self.parts_gone[next(u for u in n.users if u.target in WAITS)] += part.copy
         if starts and starts[-1].target is ops.gather_start and (last := self.sizes.parts[starts[-1].args[1]]).ahead:
-            self.parts_made[starts[-1]] += last.copy
+            self.added[starts[-1]] += last.copy
 
     def alive(self, order: Iterable[fx.Node]) -> list[tuple[int, int]]:
         """The bytes that are alive at each line: in the first backward of a step, which makes gradients, and in one
@@ -204,7 +204,7 @@ class Memory:
         uses = self._uses
         if gradients and n.target is ops.put and n.kwargs.get("own"):
             gradients = 0  # it is alive already
-        later = self.live + uses.added[n] + uses.parts_made[n] + buffer + uses.work[n].inside
+        later = self.live + uses.added[n] + buffer + uses.work[n].inside
         return later + self.gradients + gradients, later
 
     def _filled(self, n: fx.Node) -> tuple[int, int]:
@@ -228,7 +228,7 @@ class Memory:
         uses = self._uses
         buffer, gradients = self._filled(n)
         most = self._would_be(n, buffer, gradients)
-        self.live += uses.added[n] + uses.parts_made[n] - uses.parts_gone[n] + buffer
+        self.live += uses.added[n] - uses.parts_gone[n] + buffer
         self.gradients += gradients
         if n.target is ops.put:
             self._begun.add(uses.sizes.bucket_of(n))

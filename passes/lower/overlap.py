@@ -121,7 +121,11 @@ class Text:
         self.place = {n: i for i, n in enumerate(self.nodes)}
         self.work = {n: seconds.of(n) for n in graph.nodes}
         self.sends = {n: self._sent(n, seconds) for n in self.nodes}
-        self.targets = [n for n in self.nodes if n.target in STARTS or (self.sends[n] and n.target not in EFFECTS)]
+        self._started = {n: n.args[0] for n in self.nodes if n.target in WAITS}
+        self.starts = {n for n in self.nodes if n.target in STARTS}
+        #: Lines during whose sending the rank stands still.
+        self.stops = {n for n in self.nodes if self.sends[n] and n not in self.starts and n.target not in EFFECTS}
+        self.targets = [n for n in self.nodes if n in self.starts or n in self.stops]
         self.before = {n: dict.fromkeys(x for x in n.all_input_nodes if x in self.place) for n in self.nodes}
         for pinned, earlier in self._pinned():
             self.before[pinned][earlier] = None
@@ -178,7 +182,7 @@ class Text:
 
     def started(self, n: fx.Node) -> fx.Node | None:
         """What a line waits for."""
-        start: Any = n.args[0] if n.target in WAITS else None
+        start: Any = self._started.get(n)
         return start if start in self.place else None
 
     def simulate(self, order: Sequence[fx.Node]) -> float:
@@ -208,9 +212,9 @@ class Clock:
         if self._text.sends[n]:
             stream = HOST_LINK if "copy" in n.meta else n.meta["collective"].axes
             self._streams[stream] = self.ends[n] = max(self._streams.get(stream, 0.0), self.now) + self._text.sends[n]
-            if n.target not in STARTS and n.target not in EFFECTS:
+            if n in self._text.stops:
                 self.now = self.ends[n]
-        elif n.target in STARTS:
+        elif n in self._text.starts:
             self.ends[n] = self.now
 
     def end(self) -> float:
@@ -309,7 +313,7 @@ class Scheduler:
         start = self._text.started(n)
         if start is not None:
             return self._clock.ends[start] > self._clock.now
-        return bool(self._text.sends[n]) and n.target not in STARTS and n.target not in EFFECTS
+        return n in self._text.stops
 
     def _catch_up(self, ahead: float) -> None:
         """Run lines that others have overtaken, oldest first; of gradients of weights `ahead` seconds are put off."""
