@@ -74,8 +74,8 @@ faults: $(READY)   ## damaged and hostile checkpoints, faults at every call that
 lowered: $(READY)   ## every model of the zoo, lowered and under autograd: equal to the bit, and peaks of memory; ONLY='gpt*' for some
 	$(BIN)/python tests/bench/lowered.py --only '$(or $(ONLY),*)'
 
-mutants: $(READY)   ## programs broken in every way that we thought of, and who notices: EACH of a kind, model and setting; MODELS
-	$(BIN)/python -m tests.verify.mutants --write --each $(or $(EACH),2) --models '$(or $(MODELS),gpt llama bert t5 mixtral resnet lstm vit unet mamba)'
+mutants: $(READY)   ## programs broken in every way that we thought of, and who notices: EACH of a kind, model and setting; MODELS; KEPT=FILE: in pieces of MINUTES
+	$(BIN)/python -m tests.verify.mutants --write --each $(or $(EACH),2) --models '$(or $(MODELS),gpt llama bert t5 mixtral resnet lstm vit unet mamba)' $(if $(KEPT),--kept $(KEPT) --minutes $(or $(MINUTES),5))
 
 lint: $(READY) types
 	$(BIN)/ruff check .

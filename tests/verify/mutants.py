@@ -1,24 +1,27 @@
 """Programs broken on purpose, and who notices: the proof without running, or a step on the loopback mesh.
 
-    python -m tests.verify.mutants [--models 'gpt llama'] [--each 3] [--run] [--write]
+    python -m tests.verify.mutants [--models 'gpt llama'] [--each 3] [--run] [--write] [--kept FILE [--minutes 5]]
 
 Each kind of `KINDS` breaks a program in one place; of each kind, model and mesh a few places are tried. A mutant that
 nothing notices is run (with --run: all are): if its step equals one device, it is no mutant at all, and not counted.
-`make mutants` prints the table of docs/proof.md.
+`make mutants` prints the table of docs/proof.md. --kept: what each program gave is added to this file, and is not tried
+again; after --minutes it ends behind a program, with exit status 3 while there are more.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import math
 import operator
 import random
 import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -676,7 +679,8 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def programs(names: list[str], wanted: str = "*") -> Iterator[tuple[str, Program]]:
+def programs(names: list[str], wanted: str = "*", done: Collection[str] = ()) -> Iterator[tuple[str, Program]]:
+    """done: those that are not asked for, by name."""
     from fnmatch import fnmatch
 
     from tests import zoo
@@ -689,13 +693,40 @@ def programs(names: list[str], wanted: str = "*") -> Iterator[tuple[str, Program
             for setting, spec in (settings(model) | MORE).items():
                 if fnmatch(setting, wanted):
                     for lower in (False, True):
+                        label = f"{name}, {setting}{', lowered' if lower else ''}"
+                        if label in done:
+                            continue
                         try:
                             program = shardc.compile(model, batch, {"shardc": 1, "lower": lower, **spec}, prove=False)
                         except shardc.ShardcError:
                             continue
                         if lower and all(s.lowered is None for s in program.stages):
                             continue
-                        yield f"{name}, {setting}{', lowered' if lower else ''}", program
+                        yield label, program
+
+
+def kept_in(
+    file: Path, each: int, options: argparse.Namespace
+) -> tuple[dict[str, Counted], list[str], list[str], bool]:
+    """As `tried`, of what the file has and of what is added to it now; and whether that is all."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    until = time.monotonic() + 60 * options.minutes
+    more = programs(options.models.split(), options.settings, {r["program"] for r in rows})
+    whole = True
+    for name, program in more:
+        if time.monotonic() > until:
+            whole = False
+            break
+        counts, missed, alarms = tried(iter([(name, program)]), each, run=options.run)
+        found = {what: asdict(c) for what, c in counts.items()}
+        rows.append({"program": name, "counts": found, "missed": missed, "alarms": alarms})
+        with file.open("a") as to:
+            to.write(json.dumps(rows[-1]) + "\n")
+    total: dict[str, Counted] = defaultdict(Counted)
+    for row in rows:
+        for what, c in row["counts"].items():
+            total[what] = Counted(**{k: n + c[k] for k, n in asdict(total[what]).items()})
+    return total, [m for r in rows for m in r["missed"]], [a for r in rows for a in r["alarms"]], whole
 
 
 BEGIN, END = "<!-- mutants:begin -->", "<!-- mutants:end -->"
@@ -718,13 +749,20 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=2)
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--write", action="store_true", help="the table into docs/proof.md")
+    parser.add_argument("--kept", type=Path, help="a file of what was tried before, to go on with")
+    parser.add_argument("--minutes", type=float, default=math.inf)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     start = time.perf_counter()
-    counts, missed, alarms = tried(programs(options.models.split(), options.settings), options.each, run=options.run)
+    whole = True
+    if options.kept is not None:
+        counts, missed, alarms, whole = kept_in(options.kept, options.each, options)
+    else:
+        some = programs(options.models.split(), options.settings)
+        counts, missed, alarms = tried(some, options.each, run=options.run)
     text = table(counts, run=options.run)
     print(text)
-    if options.write:
+    if options.write and whole:
         page = ROOT / "docs" / "proof.md"
         head, _, rest = page.read_text().partition(BEGIN)
         meshes = f"on the settings of `tests/bench/lowered.py` and {len(MORE)} more"
@@ -733,7 +771,7 @@ def main() -> None:
     print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
     for line in (*(f"missed: {m}" for m in missed), *(f"not proven as it is: {a}" for a in alarms)):
         print(line, file=sys.stderr)
-    sys.exit(1 if alarms else 0)
+    sys.exit(1 if alarms else 0 if whole else 3)
 
 
 if __name__ == "__main__":
