@@ -35,9 +35,9 @@ def _names(text: str) -> frozenset[str]:
 
 #: Element by element, though torch does not tag them so: aliases, Python's operators, and others.
 _POINTWISE = _names(
-    """absolute add and copy clip div divide eq fill floordiv floor_divide ge greater greater_equal gt iadd iand idiv
-    imul invert ior ipow isub itruediv isclose le less less_equal lt masked_fill mul multiply ne negative not_equal or
-    polar pos pow radd rand rdiv rfloordiv ror rmul rpow rsub rtruediv setitem sub subtract truediv true_divide where
+    """absolute add and copy clip div divide eq fill fma floordiv floor_divide ge greater greater_equal gt iadd iand
+    idiv imul invert ior ipow isub itruediv isclose le less less_equal lt masked_fill mul multiply ne negative not_equal
+    or polar pos pow radd rand rdiv rfloordiv ror rmul rpow rsub rtruediv setitem sub subtract truediv true_divide where
     xor zero bernoulli dropout exponential log_normal normal random uniform conj conj_physical real imag
     resolve_conj resolve_neg view_as_real view_as_complex"""
 )
@@ -74,7 +74,7 @@ class _Kind(NamedTuple):
 
 @functools.cache
 def _kind(function: str) -> _Kind:
-    name = function.removeprefix("linalg_").removeprefix("_foreach_")
+    name = function.partition(".")[0].removeprefix("linalg_").removeprefix("_foreach_")  # fma.default: torch.compile's
     if name in _READ or name.startswith("_amp"):
         return _Kind(refuse=True)
     dunder = name.startswith("__") and name.endswith("__")
@@ -117,6 +117,8 @@ class GradientPart(Tensor):
             result = func(*args, **kwargs)
         if not kind.known and next(_tensors(result), None) is not None:
             _refuse(name)
+        if name == "__get__" and getattr(func, "__self__", None) is Tensor._base:
+            return result  # plain: a part would be a view of it, and torch.compile goes from base to base
         kept_by_torch = name == "clone" and sys._getframe(1).f_globals.get("__name__", "").startswith("torch.optim")
         if kept_by_torch or not (kind.part or kind.along is not None):  # a momentum: plain, as every other state
             return result
