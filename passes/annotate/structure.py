@@ -24,6 +24,7 @@ from shardc.ir.graph import operands_of, producer_of, source_of, values_of
 from shardc.ir.patterns import of_every_layer
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
+from shardc.ir.types import op_name
 from shardc.passes.annotate import kv_heads
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.propagate_split import Blocked, Follower, Key, SplitGroup, uses
@@ -47,7 +48,8 @@ def choose(
     left: dict[str, None] = {}  # why weights are left whole, once for layers that are alike
     taken: set[fx.Node] = set()
     shared = kv_heads.shared(program.graph)
-    for group in _ranked(follower, _candidates(follower, program)):
+    stops: list[Blocked] = []
+    for group in _ranked(follower, _candidates(follower, program, stops)):
         if taken.isdisjoint(group.ops) and all(fixed.get(p.name, s) == s for p, s in group.params.items()):
             taken |= group.ops.keys()
             if odd := "" if pad else _uneven(program, group, shared, axis, n):
@@ -64,16 +66,31 @@ def choose(
             else:
                 chosen[p.name] = (Shard(0), f"{where} use: structure '{p.fqn}: vocabulary'")
     if not chosen and not fixed:
-        why = "; ".join(left) or "no weight's split can be followed to another weight, or to the loss"
+        why = "; ".join(left) or f"no weight's split can be followed to another weight, or to the loss{_where(stops)}"
         fix = (
-            f"take another number of ranks for {axis}, or set `uneven: pad`" if left else "name the weights by patterns"
+            f"take another number of ranks for {axis}, or set `uneven: pad`"
+            if left
+            else "name the weights by patterns: what is needed whole is then gathered"
         )
         raise ShardcError(f"`use: structure` finds nothing to split: {why}", where=where, fix=fix)
     return Plan(axis, chosen, tuple(f"{where} use: structure: {why} (`uneven: pad` splits it)" for why in left))
 
 
-def _candidates(follower: Follower, program: Program) -> Iterator[SplitGroup]:
-    """A group for every dim of every weight of a matrix product; each is followed once."""
+def _where(stops: list[Blocked]) -> str:
+    """The first ops that stopped a split, at the user's lines."""
+    places: dict[str, str] = {}
+    for stop in stops:
+        source = source_of(stop.node)
+        if stop.node.op == "call_function" and source.line:
+            module = f" in {source.module}" if source.module else ""
+            places.setdefault(f"{op_name(stop.node.target)}{module} ({source.line})", stop.why)
+    shown = [f"{place} {why}" for place, why in list(places.items())[:2]]
+    more = f"; and {len(places) - 2} more" if len(places) > 2 else ""
+    return f": {'; '.join(shown)}{more}" if shown else ""
+
+
+def _candidates(follower: Follower, program: Program, stops: list[Blocked]) -> Iterator[SplitGroup]:
+    """A group for every dim of every weight of a matrix product; each is followed once. stops: gets what ended one."""
     seen: set[tuple[Key, Shard]] = set()
     for node in program.graph.nodes:
         if node not in _products(follower, [node]):
@@ -88,6 +105,7 @@ def _candidates(follower: Follower, program: Program) -> Iterator[SplitGroup]:
                     continue
                 group = follower.follow(*start)
                 if isinstance(group, Blocked):
+                    stops.append(group)
                     continue
                 seen |= set(group.values.items())
                 if _worthwhile(follower, group):

@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -350,6 +351,28 @@ def test_nothing_to_split_is_an_error() -> None:
             )
         )
     assert "name the weights by patterns" in str(e.value)
+
+
+def test_what_stops_a_split_is_named_with_its_line_and_gathered_where_weights_are_named() -> None:
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.down(self.norm(self.up(x)).relu()) - x).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Between().double(), torch.rand(4, 16, dtype=torch.float64)
+    with pytest.raises(shardc.ShardcError) as e:
+        shardc.compile(model, x, {"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}})
+    assert re.search(r"or to the loss: layer_norm in norm \(test_structure.py:\d+\) needs it whole$", e.value.what)
+    assert e.value.fix == "name the weights by patterns: what is needed whole is then gathered"
+
+    program = shardc.compile(model, x, {"shardc": 1, "mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}})
+    loss = shardc.simulate(program, model, x).loss
+    torch.testing.assert_close(loss, model(x).detach(), rtol=1e-12, atol=0.0)
+    assert any("norm" in note and "is gathered over tp" in note for note in program.notes)
 
 
 def test_causes_name_the_modules_between_which_a_split_goes() -> None:
