@@ -261,6 +261,12 @@ class Engine(EngineForward):
         self._others: dict[tuple[batch_sizes.Shapes, batch_sizes.Use], tuple[Interpreter, dict[str, Tensor]]] = {}
         self.scaler = LossScaler(program.loss_scale, self.mesh) if program.loss_scale is not None else None
         self._unbucketed = [n for n in self.owned if n not in self.buckets.names]
+        self._made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and "_made" in self.__dict__:
+            engine_options.check_set(Engine, name)
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name in engine_options.INSTEAD:

@@ -4,6 +4,7 @@ have.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Mapping
@@ -121,3 +122,30 @@ INSTEAD = {
     "state_dict": "full_state_dict() has the whole weights, save(folder) and load(folder) all of the state",
     "load_state_dict": "make the engine from weights, program.engine(model, weights=...); load(folder) reads all state",
 }
+
+
+@functools.cache
+def _options(made: type) -> frozenset[str]:
+    return frozenset(inspect.signature(made).parameters) - {"program", "model", "callbacks"}
+
+
+#: What is the engine's own once it is made, and how one has it otherwise.
+_HELD = {
+    "lr": "write it into the optimizer, for g in engine.optimizer.param_groups: g['lr'] = ...; or give a scheduler",
+    "step_count": "engine.load(folder) goes on where a checkpoint stands",
+    "program": "engine.to(program) is an engine under another plan",
+    **dict.fromkeys(
+        ("params", "owned"), "write into the parameters: with torch.no_grad(): engine.params[name].copy_(value)"
+    ),
+}
+
+
+def check_set(made: type, name: str) -> None:
+    """Raises ShardcError for an option that is written to an engine that is made: what it decides is decided, and the
+    attribute would be of no effect, or of half.
+    """
+    if name in _HELD or name in _options(made):
+        fix = _HELD.get(name, f"engine = engine.to(engine.program, {name}=...) goes on with another one")
+        if name in ("seed", "weights", "broadcast", "mesh"):
+            fix = f"give it when the engine is made: program.engine(model, {name}=...)"
+        raise ShardcError("an engine keeps what it was made with", where=f"engine.{name} = ...", fix=fix)

@@ -152,5 +152,12 @@ class ByName(dict[str, nn.Parameter]):
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or name in self._others
 
+    def __setitem__(self, name: str, value: object) -> None:
+        raise ShardcError(
+            "an engine keeps the parameters that it was made with",
+            where=f"engine.params[{name!r}] = ...",
+            fix="write into it: with torch.no_grad(): engine.params[name].copy_(value)",
+        )
+
     def get(self, name: str, default: Any = None) -> Any:
         return super().get(name, self._others.get(name, default))

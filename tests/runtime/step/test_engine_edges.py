@@ -4,6 +4,7 @@ switched off.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -378,3 +379,56 @@ def test_a_parameter_of_another_stage_is_named_so() -> None:
     first, second = loopback(program.mesh, work)
     assert "1.weight: ranks of stage 1 have it, this one does not" in first
     assert "0.weight: ranks of stage 0 have it" in second
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("clip_norm", r"engine = engine.to\(engine.program, clip_norm=...\)"),
+        ("nonfinite", r"engine = engine.to\(engine.program, nonfinite=...\)"),
+        ("optimizer", r"engine = engine.to\(engine.program, optimizer=...\)"),
+        ("seed", r"program.engine\(model, seed=...\)"),
+        ("lr", "engine.optimizer.param_groups"),
+        ("params", "write into the parameters"),
+        ("program", r"engine.to\(program\)"),
+    ],
+)
+def test_options_are_not_written_to_an_engine_that_is_made(name: str, fix: str) -> None:
+    """`engine.clip_norm = 0.1` of an engine that was made without would clip nothing, and say nothing."""
+    model = Mlp()
+    program = shardc.compile(model, batch(), {"shardc": 1, "mesh": {"dp": 2}})
+
+    def work(engine: Engine) -> None:
+        with pytest.raises(ShardcError, match="an engine keeps what it was made with") as e:
+            setattr(engine, name, 0.1)
+        assert e.value.where == f"engine.{name} = ..."
+        assert re.search(fix, e.value.fix)
+        engine.epoch = 3  # type: ignore[attr-defined]  # a note of the user's own
+        engine.step(batch())
+
+    on_ranks(program, model, work, optimizer=sgd)
+
+
+def test_another_clip_norm_by_the_way_that_the_error_names() -> None:
+    model = Mlp().double()
+    x = {"x": batch()["x"].double()}
+    program = shardc.compile(model, x, {"shardc": 1, "mesh": {"dp": 2}})
+
+    def work(engine: Engine) -> dict[str, Tensor]:
+        engine.step(x)
+        engine = engine.to(engine.program, clip_norm=0.01)
+        engine.step(x)
+        with pytest.raises(ShardcError, match="keeps the parameters that it was made with"):
+            engine.params["layers.0.bias"] = nn.Parameter(torch.zeros(8))
+        return engine.full_state_dict()
+
+    found = on_ranks(program, model, work, optimizer=sgd)
+    optimizer = sgd(model.parameters())
+    for clip in (False, True):
+        optimizer.zero_grad()
+        model(**x).backward()
+        if clip:
+            assert nn.utils.clip_grad_norm_(model.parameters(), 0.01) > 0.01
+        optimizer.step()
+    for state in found:
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-12, atol=1e-12)
