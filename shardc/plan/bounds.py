@@ -1,112 +1,160 @@
 """The best that a way to split could come to, from dry runs of others: what cannot be among the best is not run.
 
-    twice as many ranks split a row's work       at best half the time and half the activations, nothing sent for it
-    something is computed again                  at best the time of nothing, and the memory of everything
+    twice as many ranks split a row's work       at best half the time and half the activations
+    an axis has more ranks                       what is sent along it takes at best as long as over as many links
+    other things are computed again              at best the time of nothing, and the memory of everything
 
-Latencies and the start of small ops become no less by splitting.
+Latencies and the start of small ops become no less by splitting. Several others may be known: each gives a bound, and
+the highest counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
+from shardc.cost.device import Device
 from shardc.cost.ledger import KINDS
 from shardc.plan.dry_runs import Stages
-from shardc.plan.space import Core
-from shardc.plan.stage_vectors import CAUSES, FIXED, FLOPS, HIGH, NET, SENT, Stage, Vector
+from shardc.plan.space import Core, casts_kept
+from shardc.plan.stage_vectors import CAUSES, FIXED, FLOPS, HIGH, NET, SENT, WHAT, Stage, Vector, lines, part_of
 
 #: Kinds that grow with the rows of a microbatch, and are split with them.
 GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in KINDS])
 
+_COMPUTE, _MEMORY = WHAT.index("compute"), WHAT.index("memory")
+#: Bytes read and written to cast a weight, for each byte of the copy: it is half as wide.
+_CAST = 3
 
-def relatives(core: Core, known: Mapping[Core, Stages]) -> tuple[Core, Core | None] | None:
-    """What a bound of a core follows from: the nearest core that is known and is split no finer, without recomputation,
-    and the same with everything recomputed, if that is known; None if there is none.
+
+def relatives(core: Core, known: Mapping[Core, Stages]) -> tuple[Core, ...]:
+    """What bounds of a core follow from: of those that are known, the most similar with the same recomputation, with
+    none, and with everything recomputed.
     """
-    plain = [k for k in known if k.checkpoint == "none" and not (core.tp % k.tp or core.ep % k.ep or core.cp % k.cp)]
-    if not plain:
-        return None
-    nearest = max(plain, key=lambda k: k.tp * k.ep * k.cp)
-    full = nearest._replace(checkpoint="full")
-    return nearest, full if full in known else None
+    some = [k for k in known if _comparable(k, core)]
+    found: dict[Core, None] = {}
+    for keep in (core.checkpoint, "none", "full"):
+        if alike := [k for k in some if k.checkpoint == keep]:
+            found[min(alike, key=lambda k: _distance(k, core))] = None
+    return tuple(found)
 
 
-def optimistic(core: Core, known: Mapping[Core, Stages]) -> Stages | None:
-    """A lower bound of every number of a core's stages; None if nothing that is known says anything."""
-    if (found := relatives(core, known)) is None:
-        return None
-    near, full = found
-    stages = known[near]
-    if core.checkpoint != "none":
-        stages = _least(stages, known[full] if full is not None else None)
-    work = near.tp * near.cp / (core.tp * core.cp)
-    weights = near.tp * near.ep / (core.tp * core.ep)
-    if work == weights == 1:
-        return stages
-    return _map(stages, lambda s: _scaled(s, work, weights), min(work, weights), weights)
-
-
-def _map(stages: Stages, f: Callable[[Stage], Stage], casts: float, experts: float) -> Stages:
-    a, b, c = stages.casts
-    x, y, z = stages.experts
-    return replace(
-        stages,
-        whole=None if stages.whole is None else f(stages.whole),
-        first=f(stages.first),
-        one=f(stages.one),
-        two=f(stages.two),
-        last=f(stages.last),
-        casts=(a * casts, b * casts, c * casts),
-        experts=(x * experts, y * experts, z * experts),
+def _comparable(near: Core, core: Core) -> bool:
+    """Whether a core does all that the other one does: it sends along every axis along which that one sends."""
+    return all(a == 1 or b > 1 for a, b in zip(near[:3], core[:3], strict=True)) and (
+        core.sequence_parallel or not near.sequence_parallel
     )
 
 
-def _scaled(s: Stage, work: float, weights: float) -> Stage:
-    share = np.where(GROW, work, min(weights, 1.0))
+def _distance(near: Core, core: Core) -> tuple[int, float]:
+    """Along how many axes only one of them sends; how far their sizes are from each other."""
+    pairs = list(zip(near[:3], core[:3], strict=True))
+    return sum((a > 1) != (b > 1) for a, b in pairs), sum(abs(math.log2(b / a)) for a, b in pairs)
+
+
+def optimistic(core: Core, others: Mapping[Core, Stages], device: Device) -> Stages:
+    """A lower bound of every number of a core's stages. others: those that were run, with collectives priced between as
+    many ranks as this one's; the first is the most similar.
+    """
+    fastest = 2 * max(device.flops.values())  # half of attention's may be masked
+    bandwidth = device.bandwidth * device.reaches.bandwidth
+    bounds = [_bound(core, near, stages, fastest, bandwidth) for near, stages in others.items()]
+    first = bounds[0]
+    if first.whole is not None:
+        return replace(first, whole=_most([b.whole for b in bounds if b.whole is not None]))
+    one = _most([b.one for b in bounds])
+    layer = _most([lines({}, b.two, b.one, 1) for b in bounds])
+    ends = _most([b.first for b in bounds]), _most([b.last for b in bounds])
+    return replace(first, first=ends[0], one=one, two=lines(one, layer, {}, 1), last=ends[1])
+
+
+def _most(some: Sequence[Stage]) -> Stage:
+    """The highest of each number."""
+    return {key: np.max([s[key] for s in some if key in s], 0) for key in {k: None for s in some for k in s}}
+
+
+def _bound(core: Core, near: Core, stages: Stages, fastest: float, bandwidth: float) -> Stages:
+    """What follows from one that was run. A layer, the difference of two stages, is no stage, but as linear. fastest,
+    bandwidth: flops and bytes a second.
+    """
+    shares = _Shares.of(*(min(a / b, 1.0) for a, b in zip(near[:3], core[:3], strict=True)))
+    # what keeps copies of weights makes them once a step
+    once = _CAST * max(casts_kept(core.checkpoint) - casts_kept(near.checkpoint), 0.0) / bandwidth
+
+    def f(s: Stage, cast: float) -> Stage:
+        if core.checkpoint != near.checkpoint:
+            s = _least(s, near.checkpoint, cast * once)
+        return _scaled(s, shares, fastest)
+
+    casts, experts = min(shares.work, shares.weights), shares.weights
+    a, b, c = stages.casts
+    x, y, z = stages.experts
+    known = replace(stages, casts=(a * casts, b * casts, c * casts), experts=(x * experts, y * experts, z * experts))
+    if stages.whole is not None:
+        return replace(known, whole=f(stages.whole, a))
+    one = f(stages.one, b)
+    two = lines(one, f(lines({}, stages.two, stages.one, 1), b), {}, 1)
+    return replace(known, first=f(stages.first, a), one=one, two=two, last=f(stages.last, c))
+
+
+class _Shares(NamedTuple):
+    """What is left of a rank's work, of its weights, of its highest moments, and of the seconds by cause (WHAT)."""
+
+    work: float
+    weights: float
+    highest: float
+    causes: Vector
+
+    @staticmethod
+    def of(tp: float, ep: float, cp: float) -> _Shares:
+        work, weights = tp * cp, tp * ep
+        # experts on more ranks: each product has more rows, and reads fewer weights
+        of = {"compute": work * ep, "memory": work * ep, "tp": cp, "cp": tp}
+        # (tp hands on whole tokens, of a part of the sequence; a ring whole sequences, of a part of the heads)
+        return _Shares(work, weights, work * ep, np.array([of.get(w, work) for w in WHAT]))
+
+
+def _scaled(s: Stage, shares: _Shares, fastest: float) -> Stage:
+    share = np.where(GROW, shares.work, shares.weights)
     scaled: Stage = {}
     for key, v in s.items():
         x = v.copy()
         x[NET] *= share
-        x[HIGH] *= share
-        x[FLOPS] *= work
-        x[SENT] *= work
-        part = min(work, weights) if key[0] in ("before", "after", "update") else work
-        x[CAUSES] = v[FIXED] + (v[CAUSES] - v[FIXED]) * part
+        x[HIGH] *= np.minimum(share, shares.highest)  # gradients of experts' weights are temporaries, too
+        x[FLOPS] *= shares.work
+        x[SENT] *= shares.work
+        ends = key[0] in ("before", "after", "update")
+        causes = np.minimum(shares.causes, shares.weights) if ends else shares.causes
+        x[CAUSES] = v[FIXED] + (v[CAUSES] - v[FIXED]) * causes
+        x[CAUSES][_COMPUTE] = max(x[CAUSES][_COMPUTE], x[FLOPS] / fastest)
         scaled[key] = x
     return scaled
 
 
-def _least(plain: Stages, full: Stages | None) -> Stages:
-    """The time of nothing computed again, the memory of everything."""
-
-    def both(a: Stage, b: Stage | None) -> Stage:
-        return {key: _lower(key, v, None if b is None else b.get(key)) for key, v in a.items()}
-
-    def of(stage: str) -> Stage | None:
-        return None if full is None else getattr(full, stage)
-
-    if plain.whole is not None:
-        return replace(plain, whole=both(plain.whole, of("whole")))
-    return replace(
-        plain,
-        first=both(plain.first, of("first")),
-        one=both(plain.one, of("one")),
-        two=both(plain.two, of("two")),
-        last=both(plain.last, of("last")),
-    )
+def _least(s: Stage, keep: str, casts: float) -> Stage:
+    """Of stages with this recomputed, what they are at best with something else: the time of nothing recomputed, which
+    is at least backward's without another forward; the memory of everything. casts: seconds of making the copies of
+    weights that are kept for other microbatches then.
+    """
+    return {key: _lower(s, key, v, keep, casts) for key, v in s.items()}
 
 
-def _lower(key: tuple[str, str], plain: Vector, full: Vector | None) -> Vector:
-    x = plain.copy()
-    if key[0] in ("F", "B", "I", "W"):
-        kept = np.zeros(len(KINDS)) if full is None else full[NET]
-        x[NET] = np.where(GROW, kept, plain[NET])
-        if key[0] == "F":
-            x[HIGH] = np.where(GROW, np.minimum(plain[HIGH], kept), plain[HIGH])
-        else:
-            high = plain[HIGH] if full is None else np.minimum(plain[HIGH], full[HIGH])
-            x[HIGH] = np.where(GROW, high, plain[HIGH])
+def _lower(s: Stage, key: tuple[str, str], v: Vector, keep: str, casts: float) -> Vector:
+    kind, which = key
+    if kind not in ("F", "B", "I", "W"):
+        return v
+    x = v.copy()
+    x[NET] = np.where(GROW & (keep != "full"), 0, v[NET])
+    x[HIGH] = np.where(GROW & ((keep == "full") == (kind != "F")), 0, v[HIGH])
+    if kind == "F":
+        x[CAUSES][_MEMORY] = max(v[CAUSES][_MEMORY] - casts, 0.0)
+    elif keep != "none":
+        again = part_of(s, "F", which)
+        for columns in (CAUSES, FIXED):
+            x[columns] = np.maximum(v[columns] - again[columns], 0)
+        x[FLOPS] = max(v[FLOPS] - again[FLOPS], 0.0)
     return x

@@ -20,7 +20,7 @@ from shardc.ir.mesh import Mesh
 from shardc.plan.few_layers import UNITS, Subject
 from shardc.plan.records import Rank, Records
 from shardc.plan.space import Choice, Core, Layers, SpecTemplate, budget, spec
-from shardc.plan.stage_vectors import FLOPS, Meter, Stage, Vector, lines, part_of, stage
+from shardc.plan.stage_vectors import FLOPS, Key, Meter, Stage, Vector, Waits, elsewhere, lines, part_of, stage
 from shardc.runtime.schedule import SCHEDULES
 
 
@@ -31,7 +31,8 @@ class Stages:
 
     period: layers of a unit; before: layers of the first stage besides its unit. casts: bytes of a unit's weights in
     the dtype of products, which are kept for backward once a step, of the first, a middle and the last stage; experts:
-    of its parameters that are experts', spread over an axis of theirs.
+    of its parameters that are experts', spread over an axis of theirs. waits: of stages that were run, by name, the
+    clock that they were priced with, and the collectives that each of their parts waits for.
     """
 
     whole: Stage | None = None
@@ -43,6 +44,7 @@ class Stages:
     before: int = 0
     casts: tuple[float, float, float] = (0.0, 0.0, 0.0)
     experts: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    waits: Mapping[str, tuple[Meter, Mapping[Key, Waits]]] = field(default_factory=dict, repr=False)
 
     def at(self, index: int, count: int, layers: int) -> Stage:
         """Stage `index` of `count`, with so many layers (several stages)."""
@@ -75,6 +77,15 @@ def _then(a: Vector, b: Vector) -> Vector:
     return both
 
 
+def _mixed(a: Stages, b: Stages, share: float) -> Stages:
+    """a + share · (b - a)."""
+    if a.whole is not None and b.whole is not None:
+        return replace(b, whole=lines(a.whole, b.whole, a.whole, share))
+    pairs = (a.first, b.first), (a.one, b.one), (a.two, b.two), (a.last, b.last)
+    first, one, two, last = (lines(x, y, x, share) for x, y in pairs)
+    return replace(b, first=first, one=one, two=two, last=last)
+
+
 @dataclass
 class Library:
     """The stages of every way to split and recompute, on one device. records: dry runs, which are made once. template:
@@ -89,6 +100,7 @@ class Library:
     microbatches: int = 2
     number: int | None = None
     _cores: dict[Core, Stages | ShardcError] = field(default_factory=dict)
+    _elsewhere: dict[tuple[Core, tuple[int, ...]], Stages] = field(default_factory=dict)
     _pipelined: dict[str, Stages] = field(default_factory=dict)
     _alone: dict[str, Stage] = field(default_factory=dict)
 
@@ -130,9 +142,32 @@ class Library:
             raise core
         return core
 
-    def knows(self, choice: Choice) -> bool:
-        """Whether its core has been run already."""
-        return choice.core in self._cores
+    def knows(self, core: Core) -> bool:
+        """Whether it has been run already, and compile has accepted it."""
+        return isinstance(self._cores.get(core), Stages)
+
+    def elsewhere(self, core: Core, other: Core) -> Stages:
+        """The stages of a core that was run, where its collectives are between as many ranks as another core's."""
+        stages = self.core(Choice(**core._asdict()))
+        if core[:3] == other[:3]:
+            return stages
+        if (share := budget(core.checkpoint)) is not None:
+            full, none = (self.elsewhere(core._replace(checkpoint=keep), other) for keep in ("full", "none"))
+            return _mixed(full, none, share)
+        key = core, other[:3]
+        if key not in self._elsewhere:
+            four: dict[str, int] = {} if self.layers is None else {"pp": 4}
+            sizes = {**four, **{a: n for a, n in Choice(**other._asdict()).mesh.items() if n > 1}}
+            self._elsewhere[key] = self._moved(stages, sizes)
+        return self._elsewhere[key]
+
+    def _moved(self, stages: Stages, sizes: Mapping[str, int]) -> Stages:
+        """On a mesh of other sizes."""
+        changed: dict[str, Any] = {}
+        for name, (here, waits) in stages.waits.items():
+            there = Meter.of(self.device, ordered(here.mesh, sizes), 0, here.roles)
+            changed[name] = elsewhere(getattr(stages, name), waits, here, there)
+        return replace(stages, **changed, waits={})
 
     def pipelined(self, spec: Mapping[str, Any], rows: int, axis: str = "pp") -> Stages:
         """A spec's stages, from a pipeline of four stages along `axis` in place of its own."""
@@ -145,10 +180,14 @@ class Library:
         key = repr(({**spec, "pipeline": split, "mesh": mesh}, rows, list(sizes.items()) if inside else ()))
         if key not in self._pipelined:
             ranks = self._four({**spec, "mesh": mesh}, rows, (0, 1, 2, 3), axis, split)
-            first, one, two, last = (self._stage(rank, sizes if inside else None) for rank in ranks)
             some = ranks[0], ranks[1], ranks[3]
             casts, experts = ((a, b, c) for a, b, c in ([r.casts for r in some], [r.experts for r in some]))
-            self._pipelined[key] = Stages(None, first, one, two, last, layers.period, layers.first, casts, experts)
+            named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
+            made, waits = self._stages(named, sizes if inside else None)
+            first, one, two, last = made.values()
+            self._pipelined[key] = Stages(
+                None, first, one, two, last, layers.period, layers.first, casts, experts, waits
+            )
         return self._pipelined[key]
 
     def _four(
@@ -178,31 +217,29 @@ class Library:
         return self.records.ranks(spec, rows, units, self.sequence, (0,))[0]
 
     def _core(self, choice: Choice) -> Stages:
+        if (share := budget(choice.checkpoint)) is not None:  # chosen by cost: not worse than a mixture
+            full, none = (self.core(replace(choice, checkpoint=keep)) for keep in ("full", "none"))
+            return _mixed(full, none, share)
         entries = spec(choice, self.template)
-        share = budget(choice.checkpoint)  # of what is kept, chosen by cost: not worse than a mixture
-        if self.layers is None and share is None:
-            rank = self._only(entries, choice.batch, None)
-            return Stages(whole=self._stage(rank), casts=(rank.casts, 0.0, 0.0), experts=(rank.experts, 0.0, 0.0))
-        if choice.checkpoint == "none":
+        if self.layers is not None:
             return self.pipelined(entries, choice.batch)
-        base = self.core(replace(choice, checkpoint="none"))
-        if share is not None:
-            full = self.core(replace(choice, checkpoint="full"))
-            if base.whole is not None and full.whole is not None:
-                return replace(base, whole=lines(full.whole, base.whole, full.whole, share))
-            both = (base.first, full.first), (base.one, full.one), (base.two, full.two)
-            first, one, two = (lines(b, a, b, share) for a, b in both)
-        elif base.before:  # layers of another kind come first, and are recomputed too
-            first, one, two = (self._stage(rank) for rank in self._four(entries, choice.batch, (0, 1, 2)))
-        else:  # regions are layers: what precedes and follows them stays as it is
-            one, two = (self._stage(rank) for rank in self._four(entries, choice.batch, (1, 2)))
-            first = lines(base.first, one, base.one, 1)
-        return replace(base, one=one, two=two, first=first, last=lines(base.last, one, base.one, 1))
+        rank = self._only(entries, choice.batch, None)
+        made, waits = self._stages({"whole": rank})
+        return Stages(made["whole"], casts=(rank.casts, 0.0, 0.0), experts=(rank.experts, 0.0, 0.0), waits=waits)
 
-    def _stage(self, rank: Rank, sizes: Mapping[str, int] | None = None) -> Stage:
-        """sizes: of the mesh that it is a part of, where that is not the one that was run."""
-        mesh, number = (rank.mesh, rank.run.rank) if sizes is None else (ordered(rank.mesh, sizes), 0)
-        return stage(rank.run, Meter.of(self.device, mesh, number, rank.roles))
+    def _stages(self, ranks: Mapping[str, Rank], sizes: Mapping[str, int] | None = None) -> tuple[Any, Any]:
+        """({name: stage}, what they wait for: see Stages). sizes: of the mesh that they are a part of, where that is
+        not the one that was run.
+        """
+        made, waits = {}, {}
+        for name, rank in ranks.items():
+            mesh, number = (rank.mesh, rank.run.rank) if sizes is None else (ordered(rank.mesh, sizes), 0)
+            clock, some = Meter.of(self.device, mesh, number, rank.roles), dict[Key, Waits]()
+            made[name], waits[name] = stage(rank.run, clock, some), (clock, some)
+        return made, waits
+
+    def _stage(self, rank: Rank) -> Stage:
+        return stage(rank.run, Meter.of(self.device, rank.mesh, rank.run.rank, rank.roles))
 
     def takes_microbatches(self) -> None:
         """Find out whether the model can be run in microbatches. Raises ShardcError if compile refuses it at all."""

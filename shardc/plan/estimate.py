@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardc.cost.collective_seconds import collective_seconds
 from shardc.cost.ledger import KINDS
@@ -21,7 +22,7 @@ from shardc.ir.mesh import Mesh
 from shardc.plan.bounds import GROW
 from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.exact_price import balanced, computing
-from shardc.plan.space import Choice, casts_kept
+from shardc.plan.space import Choice, Keep, casts_kept
 from shardc.plan.stage_vectors import CAUSES, FIXED, HIGH, NET, SENT, WHAT, WIDTH, Stage, Vector, part_of
 from shardc.runtime.schedule import SCHEDULES
 
@@ -110,8 +111,6 @@ class Estimates:
     """Estimates choices from the dry runs of their cores."""
 
     library: Library
-    _latest: _Summed | None = None
-    _loads: dict[object, tuple[Load, ...]] = field(default_factory=dict)  # of the latest core
     _lines: dict[object, tuple[float, float]] = field(default_factory=dict)
 
     def __call__(self, c: Choice) -> Rough:
@@ -119,69 +118,59 @@ class Estimates:
         return self.of([c], self.library.core(c))[0]
 
     def of(self, choices: Sequence[Choice], core: Stages) -> list[Rough]:
-        """Of choices with one core, whose stages are given, all at once."""
+        """Of choices with one core, whose stages are given."""
         if not choices:
             return []
-        groups: dict[object, list[int]] = {}
-        for i, c in enumerate(choices):
-            groups.setdefault((c.pp, c.per_rank, SCHEDULES[c.schedule].folds), []).append(i)
-        seconds, peaks = np.zeros(len(choices)), np.zeros(len(choices))
-        for places in groups.values():
-            some = [choices[i] for i in places]
-            loads = self._of(some[0], core)
-            columns = self._columns(some)
-            each = [self._rank(columns, load, first=i == 0) for i, load in enumerate(loads)]
-            seconds[places] = np.max([s for s, _ in each], 0)
-            peaks[places] = np.max([p for _, p in each], 0)
+        seconds, peaks = self.at_once(self.columns(choices), core, choices[0].checkpoint)
         return [Rough(*pair) for pair in zip(seconds.tolist(), peaks.tolist(), strict=True)]
 
-    def _of(self, c: Choice, core: Stages) -> tuple[Load, ...]:
-        if self._latest is None or self._latest.core is not core:
-            self._latest = _Summed.of(core)
-            self._loads.clear()
-        folds = SCHEDULES[c.schedule].folds
-        key = c.pp, c.per_rank, folds
-        if key not in self._loads:
-            self._loads[key] = _loads(self._latest, c, self.library, folds)
-        return self._loads[key]
+    def at_once(self, t: Columns, core: Stages, keep: Keep) -> tuple[Vector, Vector]:
+        """(seconds, bytes at the peak) of all these choices, whatever they recompute. keep: what this core does."""
+        sums = _Summed.of(core)
+        loads = [_loads(sums, t.choices[i], self.library, SCHEDULES[t.choices[i].schedule].folds) for i in t.firsts]
+        each = [
+            self._rank(t, _Each.of([some[min(at, len(some) - 1)] for some in loads], t.group), keep, first=at == 0)
+            for at in range(max(map(len, loads)))
+        ]
+        return np.max([s for s, _ in each], 0), np.max([p for _, p in each], 0)
 
-    def _rank(self, t: _Columns, x: Load, first: bool) -> tuple[Vector, Vector]:
+    def _rank(self, t: Columns, x: _Each, keep: Keep, first: bool) -> tuple[Vector, Vector]:
         """(seconds, bytes at the peak) of a rank with this load, of each choice."""
-        n, m, rows = len(t.choices), t.microbatches, t.rows
+        m, rows = t.microbatches, t.rows
         p, o, g = (KIND[k] for k in ("parameters", "optimizer", "gradients"))
-        cast = min(x.cast, float(x.resident[p]))
+        cast = np.minimum(x.cast, x.resident[:, p])
         # memory
-        state = np.tile(x.resident, (n, 1))
+        state = x.resident.copy()
         part = t.part(x.experts)
         shares = state[:, p] * part
-        gathered = cast + shares if cast else state[:, p]  # whole in the dtype of products, and a part of the others
+        # whole in the dtype of products, and a part of the others
+        gathered = np.where(cast > 0, cast + shares, state[:, p])
         gathered = np.where(t.kept & (cast == 0), state[:, p] + shares, gathered)
         state[:, p] = np.where((t.zero == 3) & ~t.kept, shares, np.where(t.zero > 0, gathered, state[:, p]))
         state[:, o] *= np.where(t.zero > 0, part, 1)
         state[:, g] *= np.where((t.zero > 1) & ~t.kept, part, 1)
         state[:, o] *= ~t.offloads_optimizer
-        state[:, p] = np.where(t.offloads_all, cast if cast else 0.0, state[:, p])
-        kept = np.tile(x.kept, (n, 1))
+        state[:, p] = np.where(t.offloads_all, cast, state[:, p])
+        kept = x.kept.copy()
         # weights that are cast: a copy for all microbatches, unless they are stored in that dtype or gathered
-        casts = cast * casts_kept(t.choices[0].checkpoint)
+        casts = cast * casts_kept(keep)
         if self.library.microbatches == 1:  # it was counted as the microbatch's
             kept[:, KIND["activations"]] -= casts
         kept = np.where(GROW, kept * rows[:, None], 0)
         state[:, p] += np.where(t.zero == 0, casts, 0)
         height = np.where(GROW, x.height * rows[:, None], 0)
         ends = np.where(GROW, x.end * (rows * np.where(t.collects, m, 1))[:, None], 0)
-        alive = np.array([_alive(c, first) for c in t.choices])
+        alive = t.alive[0 if first else 1]
         kinds = state + alive[:, None] * kept + ends + np.maximum(height, -kept - ends)
         # time
-        forward, backward = (each[0] * rows[:, None] + each[1] for each in (x.forward, x.backward))
-        f, b = forward.sum(1), backward.sum(1)
-        spent = m * (f + b) + float(x.ends.sum())
-        spent += self._sums(t, float(x.resident[g]), float(cast or x.resident[p]), x.experts, f, b)
-        spent += np.array([bubble(c, *pair) for c, *pair in zip(t.choices, f.tolist(), b.tolist(), strict=True)])
+        f, b = (v[:, 0].sum(1) * rows + v[:, 1].sum(1) for v in (x.forward, x.backward))
+        spent = m * (f + b) + x.ends.sum(1)
+        spent += self._sums(t, x.resident[:, g], np.where(cast > 0, cast, x.resident[:, p]), x.experts, f, b)
+        spent += t.bubbles(f, b)
         spent += 2 * (t.stages - 1) * t.taken("send_recv", x.sent * rows)
         return spent, np.maximum(kinds, 0).sum(1)
 
-    def _sums(self, t: _Columns, grads: float, weights: float, experts: float, f: Vector, b: Vector) -> Vector:
+    def _sums(self, t: Columns, grads: Vector, weights: Vector, experts: Vector, f: Vector, b: Vector) -> Vector:
         """Seconds of collectives over the data axes that do not overlap, or of ZeRO's over the sequence's axis: what is
         not sharded there is summed in the dry run. grads, weights: bytes of a rank's gradients, and of weights as
         gathered; experts: their share of both. f, b: seconds of a microbatch's forward and backward.
@@ -201,8 +190,8 @@ class Estimates:
         once = np.where(t.zero == 2, t.microbatches, 1) * np.maximum(scatter - b, 0) + first
         return np.where(t.zero == 0, whole, theirs + np.where((t.zero == 3) & ~t.kept, each, once))
 
-    def _columns(self, choices: Sequence[Choice]) -> _Columns:
-        """lines: of every collective that a choice may need; zeros for those that it does not."""
+    def columns(self, choices: Sequence[Choice]) -> Columns:
+        """Choices with one core, or with cores that differ in what they recompute, as they are estimated at once."""
         lines: dict[str, list[tuple[float, float]]] = {k: [] for k in _COLLECTIVES}
         none = dict.fromkeys(_COLLECTIVES, (0.0, 0.0))
         for c in choices:
@@ -217,7 +206,7 @@ class Estimates:
                 mine["send_recv"] = self._line("send_recv", c, ("pp",))
             for kind, line in mine.items():
                 lines[kind].append(line)
-        return _Columns(choices, {k: np.array(each) for k, each in lines.items()})
+        return Columns(choices, {k: np.array(each) for k, each in lines.items()})
 
     def _line(self, kind: str, c: Choice, axes: tuple[str, ...]) -> tuple[float, float]:
         """Of a collective over these axes, or from one stage to the next, which is linear in bytes: seconds of none,
@@ -246,8 +235,10 @@ def _summed_over(c: Choice) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return (c.sharding,), ("ep",) if c.ep > 1 else ()
 
 
-class _Columns:
-    """Choices as columns of numbers. lines: of collectives, seconds of none and of each byte."""
+class Columns:
+    """Choices as columns of numbers. lines: of collectives, seconds of none and of each byte, zeros for those that a
+    choice does not need. group: choices with one number are stages of the same layers; firsts: the first of each.
+    """
 
     def __init__(self, choices: Sequence[Choice], lines: Mapping[str, Vector]) -> None:
         self.choices = choices
@@ -263,17 +254,53 @@ class _Columns:
         self.collects = np.array([SCHEDULES[c.schedule].collects and c.pp > 1 for c in choices])
         self.offloads_optimizer = np.array([bool(c.offload) for c in choices])
         self.offloads_all = np.array([c.offload == "all" for c in choices])
+        self.alive = [np.array([_alive(c, first) for c in choices]) for first in (True, False)]
+        self.firsts, self.group = _alike([(c.pp, c.per_rank, SCHEDULES[c.schedule].folds) for c in choices])
+        timed = [(c.pp, c.per_rank, c.schedule, c.microbatches, c.rows) for c in choices]
+        self._timed, self._as_timed = _alike(timed)
 
-    def part(self, experts: float) -> Vector:
+    def bubbles(self, f: Vector, b: Vector) -> Vector:
+        """See bubble; equal for choices that differ in what they do with state alone."""
+        some = [bubble(self.choices[i], float(f[i]), float(b[i])) for i in self._timed]
+        return np.array(some)[self._as_timed]
+
+    def part(self, experts: Vector) -> Vector:
         """Of the state that ZeRO shards, what a rank has, of each choice. experts: share of what is experts', which is
         not sharded over the axis that they are spread over.
         """
         return np.where(self.over_experts, experts + (1 - experts) / self.sharded, 1 / self.sharded)
 
-    def taken(self, collective: str, nbytes: Vector | float) -> Vector:
+    def taken(self, collective: str, nbytes: Vector) -> Vector:
         """Seconds, of each choice."""
         line = self.lines[collective]
         return line[:, 0] + line[:, 1] * nbytes
+
+
+def _alike(keys: Sequence[object]) -> tuple[list[int], NDArray[np.intp]]:
+    """(the first place of each key, the number of its key for each place)."""
+    numbers: dict[object, int] = {}
+    places = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.intp)
+    return [int(i) for i in np.unique(places, return_index=True)[1]], places
+
+
+class _Each(NamedTuple):
+    """The loads of a rank, one for each choice: as Load."""
+
+    resident: Vector
+    kept: Vector
+    end: Vector
+    cast: Vector
+    forward: Vector
+    backward: Vector
+    height: Vector
+    ends: Vector
+    sent: Vector
+    experts: Vector
+
+    @staticmethod
+    def of(loads: Sequence[Load], group: NDArray[np.intp]) -> _Each:
+        """loads: of each group of choices."""
+        return _Each(*(np.array([getattr(x, name) for x in loads])[group] for name in _Each._fields))
 
 
 @dataclass

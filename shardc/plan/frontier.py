@@ -1,5 +1,5 @@
 """Which splits are dry-run: best first. Each that was not run yet has a bound, the best that it could come to; it is
-run if that is better than what is known. A split that turns out to need recomputation or shorter rows adds new ones.
+run if that is better than what is known. A split that needs recomputation or shorter rows, even at best, adds new ones.
 
     tp=8           run       fits in 20 s at best
     tp=8, cheap    bound     14 s   ── run next: 16 s
@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from shardc.plan.bounds import optimistic, relatives
 from shardc.plan.dry_runs import Stages
-from shardc.plan.estimate import Rough
+from shardc.plan.estimate import Columns, Rough
 from shardc.plan.space import CHECKPOINTS, OFFLOADS, ON_HOST, Choice, Core, Keep
+from shardc.plan.stage_vectors import Vector
 
 if TYPE_CHECKING:
     from shardc.plan.search import Search
 
-#: A split is run if its bound is below so many times the best estimate: estimates are off by as much.
+#: A split is run if its bound is below so many times the best estimate, and not above so many times the memory that
+#: there is: estimates are off by as much.
 NEAR = 1.15
 #: Where nothing can fit, so many are run in search of the nearest.
 NEAREST = 4
@@ -46,8 +50,9 @@ class Frontier:
     considered: int = 0
     best: float = math.inf
     _known: dict[Core, Stages] = field(default_factory=dict)
-    _from: dict[Core, object] = field(default_factory=dict)
-    _choices: dict[Core, list[Choice]] = field(default_factory=dict)
+    _refused: set[Core] = field(default_factory=set)
+    _from: dict[Core, tuple[Core, ...]] = field(default_factory=dict)
+    _columns: dict[Core, Columns] = field(default_factory=dict)
     _queue: list[tuple[Bound, Core]] = field(default_factory=list)
 
     def go(self) -> None:
@@ -77,40 +82,48 @@ class Frontier:
         """Run a split, if compile accepts it, and add those that follow from it."""
         accepted = self.search.accepted(core)
         if accepted is None:
+            self._refused.add(core)
             return
-        self._known[accepted] = self.search.library.core(Choice(**accepted._asdict()))
-        found = self._estimate(accepted, self._known[accepted])
-        self.estimates += found
+        stages = self._known[accepted] = self.search.library.core(Choice(**accepted._asdict()))
+        choices, found = self._estimate(accepted, stages)
+        self.estimates += [
+            (replace(c, checkpoint=accepted.checkpoint, sequence_parallel=accepted.sequence_parallel), Rough(*numbers))
+            for c, *numbers in zip(choices, found.seconds.tolist(), found.peaks.tolist(), strict=True)
+        ]
         memory = self.search.memory
-        fitting = [r.seconds for _, r in found if r.peak <= memory]
+        fitting = found.fitting(memory)
         self.best = min([self.best, *fitting])
-        for other in self._following(accepted, found):
+        for other in self._following(accepted, found, memory):
             self.may(other)
+        if accepted.checkpoint == "full" and (fitting or self.on_host):
+            for keep in self._keeps():
+                self.may(accepted._replace(checkpoint=keep))
 
     def may(self, core: Core) -> None:
         """A split may be among the best: it is run if its bound is."""
-        if core not in self._known and core not in self.pending:
+        if core in self._known or core in self.pending or core in self._refused:
+            return
+        if self.search.library.knows(core):  # it takes no time
+            self.run(core)
+        else:
             self._push(core, self._bound(core))
 
     def _push(self, core: Core, bound: Bound) -> None:
         self.pending[core] = bound
         heapq.heappush(self._queue, (bound, core))
 
-    def _following(self, core: Core, found: list[tuple[Choice, Rough]]) -> Iterator[Core]:
-        """What a split leads to: where it does not fit, everything recomputed; where that fits, less than everything;
-        and parts of rows.
+    def _following(self, core: Core, found: _Found, memory: float) -> Iterator[Core]:
+        """What a split leads to where something does not fit into so much memory: the same with everything recomputed,
+        and parts of rows. found: of its choices, or what these are at best.
         """
-        memory = self.search.memory
-        fits = [r.peak <= memory for _, r in found]
-        if core.checkpoint == "full" and (any(fits) or self.on_host):
-            yield from (core._replace(checkpoint=keep) for keep in self._keeps())
         if core.checkpoint != "none":
             return
-        if not all(fits):
+        fitting = len(found.fitting(memory))
+        if fitting < len(found.peaks):
             yield from self._full(core)
         ranks = self.devices // (core.tp * core.ep)
-        if core.cp == 1 and (not any(fits) or self.batch < ranks):
-            least = min((r.peak for _, r in found), default=0.0) / memory  # a part of a row takes a part of it
+        if core.cp == 1 and (not fitting or self.batch < ranks):
+            least = min(found.peaks, default=0.0) / memory  # a part of a row takes a part of it
             for longer in self.search.longer(core, self.devices, math.ceil(max(least, ranks / self.batch))):
                 yield longer
                 yield from self._full(longer)
@@ -123,24 +136,44 @@ class Frontier:
         return [k for k in CHECKPOINTS if k not in ("none", "full") and (self.on_host or k not in ON_HOST)]
 
     def _bound(self, core: Core) -> Bound:
-        self._from[core] = relatives(core, self._known)
-        stages = optimistic(core, self._known)
-        if stages is None:
+        """The best that a split could come to. What does not fit then does not fit: those that follow from that are
+        added.
+        """
+        some = self._from[core] = relatives(core, self._known)
+        if not some:
             return False, 0.0
-        memory = self.search.memory
-        found = self._estimate(core, stages)
-        fitting = [r.seconds for _, r in found if r.peak <= memory]
-        return (False, min(fitting)) if fitting else (True, min((r.peak for _, r in found), default=math.inf))
+        library = self.search.library
+        _, found = self._estimate(core, optimistic(core, {k: library.elsewhere(k, core) for k in some}, library.device))
+        memory = NEAR * self.search.memory
+        for other in self._following(core, found, memory):
+            self.may(other)
+        fitting = found.fitting(memory)
+        return (False, min(fitting)) if fitting else (True, min(found.peaks, default=math.inf))
 
-    def _estimate(self, core: Core, stages: Stages) -> list[tuple[Choice, Rough]]:
-        some = self._choices.pop(core, None)
-        if some is None:
-            some = list(self.search.choices([core], self.devices, self.batch))
+    def _estimate(self, core: Core, stages: Stages) -> tuple[Sequence[Choice], _Found]:
+        """Choices of a core, but for what they recompute; and their estimates."""
+        any_keep = core._replace(checkpoint="none" if core.checkpoint == "none" else "full", sequence_parallel=False)
+        columns = self._columns.get(any_keep)
+        if columns is None:
+            some = list(self.search.choices([any_keep], self.devices, self.batch))
             if self.on_host:
                 some += [replace(c, offload=offload) for c in some for offload in OFFLOADS if offload]
-        if core not in self._known:
-            self._choices[core] = some
-        self.considered += len(some)
-        if self.considered % 500 < len(some):
+            columns = self._columns[any_keep] = self.search.estimates.columns(some)
+        number = len(columns.choices)
+        self.considered += number
+        if self.considered % 500 < number:
             self.search.on(f"{self.search.considered + self.considered} choices", 0, 0)
-        return list(zip(some, self.search.estimates.of(some, stages), strict=True))
+        if not number:
+            return (), _Found(np.zeros(0), np.zeros(0))
+        return columns.choices, _Found(*self.search.estimates.at_once(columns, stages, core.checkpoint))
+
+
+class _Found(NamedTuple):
+    """Estimates of choices: seconds, and bytes at the peak, of each."""
+
+    seconds: Vector
+    peaks: Vector
+
+    def fitting(self, memory: float) -> list[float]:
+        """Seconds of those that fit."""
+        return [float(s) for s in self.seconds[self.peaks <= memory]]

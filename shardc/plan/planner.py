@@ -132,7 +132,7 @@ class Planner:
         again.
         """
         finder = self.finder
-        cores = finder.cores(devices)
+        cores = finder.splits(devices)
         rows, note = self._batch(devices, batch, cores)
         exact = finder.refine(finder.ranked(self.estimates(devices, rows, cores)))
         return {
@@ -155,12 +155,12 @@ class Planner:
 
         found = finder.estimate(devices, rows, cores)
         if not fitting(found):
-            found += finder.estimate(devices, rows, finder.cores(devices, over_nodes=True))
+            found += finder.estimate(devices, rows, finder.splits(devices, over_nodes=True))
         if not fitting(found):
             found += finder.estimate(devices, rows, cores, on_host=True)
         while (best := min(fitting(found), default=0.0)) and devices % 2 == 0:
             devices //= 2
-            fewer = finder.estimate(devices, rows, finder.cores(devices), below=best)
+            fewer = finder.estimate(devices, rows, finder.splits(devices), below=best)
             if min(fitting(fewer), default=best) >= best:
                 break
             found += fewer
@@ -174,7 +174,8 @@ class Planner:
         rows, finder = self.subject.rows, self.finder
 
         def spreads(rows: int, cores: Iterable[Core] = cores) -> bool:
-            return any(True for core in cores for _ in finder.choices([core], devices, rows))
+            some = (core for core in cores if any(True for _ in finder.choices([core], devices, rows)))
+            return any(finder.accepted(core) for core in some)
 
         if batch is not None:
             if not spreads(batch) and not spreads(batch, finder.long_rows(cores, devices)):
@@ -361,7 +362,7 @@ class Planner:
         """A candidate that fits on so many devices, if there is one: tried in the order of estimated memory."""
         self.on(f"{devices} devices", 0, 0)
         finder = self.finder
-        estimates = sorted(finder.estimate(devices, batch, finder.cores(devices)), key=lambda x: x[1].peak)
+        estimates = sorted(finder.estimate(devices, batch, finder.splits(devices)), key=lambda x: x[1].peak)
         target = self.target(devices, batch)
         for c, p in estimates[:3]:
             if p.peak > FAR * self.usable:

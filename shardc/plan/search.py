@@ -1,7 +1,7 @@
 """The search: all choices, their estimated prices, and exact prices of the best.
 
-1  dry_runs   a microbatch for every (tp, ep) that compile accepts; recomputed where something does not fit otherwise,
-              and with the sequence split where no row fits as it is, or rows are too few for the devices: the most
+1  dry_runs   a microbatch for (tp, ep) that compile accepts; recomputed where something does not fit otherwise, and
+              with the sequence split where no row fits as it is, or rows are too few for the devices: the most
               promising of these first, until no other can be among the best (frontier)
 2  estimate   a price of every mesh × ZeRO × schedule × microbatches
 3  exact      a price of the best, from dry runs at their own mesh; these rank the result
@@ -19,7 +19,7 @@ from shardc.plan.dry_runs import Library
 from shardc.plan.estimate import Estimates, Rough
 from shardc.plan.exact_price import Priced, price
 from shardc.plan.frontier import Frontier
-from shardc.plan.space import Choice, Core, Keep, choices, divisors, sequence_widths, spec, tensor_widths
+from shardc.plan.space import Choice, Core, choices, divisors, sequence_widths, spec, tensor_widths
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
 
@@ -55,22 +55,24 @@ class Search:
     def __post_init__(self) -> None:
         self.estimates = Estimates(self.library)
 
-    def cores(self, devices: int, *, over_nodes: bool = False) -> list[Core]:
-        """The splits that compile accepts for so many devices, without recomputation: tensor parallelism inside a node,
-        or over several.
+    def splits(self, devices: int, *, over_nodes: bool = False) -> list[Core]:
+        """Those of so many devices, without recomputation, whatever compile says of them: tensor parallelism inside a
+        node, or over several.
         """
-        node = self.library.device.node
         self.on("one microbatch", 0, 0)
         self.library.takes_microbatches()
-        widths = tensor_widths(devices, node)[over_nodes]
-        some = {1, 2, node, self.experts}
-        experts = [e for e in divisors(devices) if e in some and self.experts % e == 0] if self.experts else [1]
-        splits = [(t, e) for t in widths for e in experts if devices % (t * e) == 0]
-        cores = (
-            self.accepted(Core(tp, ep, sequence_parallel=tp > 1 and bool(self.library.template.sequences)))
-            for tp, ep in splits
-        )
-        return [core for core in cores if core is not None]
+        sequences = bool(self.library.template.sequences)
+        return [
+            Core(tp, ep, sequence_parallel=tp > 1 and sequences)
+            for tp in tensor_widths(devices, self.library.device.node)[over_nodes]
+            for ep in (divisors(self.experts) if self.experts else [1])
+            if devices % (tp * ep) == 0
+        ]
+
+    def cores(self, devices: int) -> Iterator[Core]:
+        """The splits that compile accepts for so many devices, compiled as they are asked for."""
+        found = (self.accepted(core) for core in self.splits(devices))
+        return (core for core in found if core is not None)
 
     def accepted(self, core: Core) -> Core | None:
         """It, or the same without sequence parallelism, if compile accepts that; None if neither."""
@@ -80,7 +82,7 @@ class Search:
             return None
         for sp in dict.fromkeys((core.sequence_parallel, False)):
             choice = Choice(**core._replace(sequence_parallel=sp)._asdict())
-            if not self.library.knows(choice):
+            if not self.library.knows(choice.core):
                 self.on(f"one microbatch at {mesh}, recompute {core.checkpoint}", 0, 0)
             try:
                 self.library.core(choice)
@@ -105,26 +107,12 @@ class Search:
         or activations in the machine's memory. below: seconds; what is slower is of no use.
         """
         frontier = Frontier(self, devices, batch, on_host, best=below)
-        some = list(cores)
-        for core in some:
-            frontier.run(core)
-        for core in self.more_experts(some, devices):
+        for core in cores:
             frontier.may(core)
         frontier.go()
         self.considered += frontier.considered
         self.ruled_out += len(frontier.pending)
         return frontier.estimates
-
-    def more_experts(self, cores: Iterable[Core], devices: int) -> Iterator[Core]:
-        """Splits with experts on other numbers of ranks than these, whatever compile says of them: nothing recomputed,
-        and everything.
-        """
-        known = list(cores)
-        keeps: tuple[Keep, ...] = ("none", "full") if self.library.template.regions else ("none",)
-        for core in [c for c in known if c.ep == 1] if self.experts else ():
-            tried = {c.ep for c in known if c.tp == core.tp}
-            some = [e for e in divisors(self.experts) if e not in tried and devices % (core.tp * e) == 0]
-            yield from (core._replace(ep=e, checkpoint=keep) for e in some for keep in keeps)
 
     def long_rows(self, cores: Iterable[Core], devices: int, least: int = 1) -> Iterator[Core]:
         """The splits that cut the sequence too, as compile accepts them: the fewest parts first, made as they are asked

@@ -41,6 +41,8 @@ PARAMETERS = KINDS.index("parameters")
 #: microbatch).
 Key = tuple[str, str]
 Stage = dict[Key, Vector]
+#: Collectives that a part waits for, and how many seconds.
+Waits = tuple[tuple[CommRecord, float], ...]
 
 
 def roles(spec: Spec) -> dict[str, str]:
@@ -53,11 +55,12 @@ def roles(spec: Spec) -> dict[str, str]:
 
 @dataclass
 class Meter(Clock):
-    """A clock that also sums time by cause. roles: of the mesh's axes. fixed: the part of `spent` that would be no more
-    with more rows.
+    """A clock that also sums time by cause. roles: of the mesh's axes. waits: for which collectives, and how long.
+    fixed: the part of `spent` that would be no more with more rows.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
+    waits: list[tuple[CommRecord, float]] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
     fixed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
 
@@ -77,10 +80,12 @@ class Meter(Clock):
 
     def waited_for(self, record: CommRecord, seconds: float) -> None:
         super().waited_for(record, seconds)
-        self.spent[self._named(record)] += seconds
-        self.fixed[self._named(record)] += min(seconds, self.alone(replace(record, bytes=0))[0])
+        self.waits.append((record, seconds))
+        self.spent[self.cause(record)] += seconds
+        self.fixed[self.cause(record)] += min(seconds, self.alone(replace(record, bytes=0))[0])
 
-    def _named(self, record: CommRecord) -> str:
+    def cause(self, record: CommRecord) -> str:
+        """What waiting for a collective counts as."""
         if record.axes == HOST_LINK:  # activations that wait on the host
             return "memory"
         roles = {self.roles[a.partition("[")[0].partition(".")[0]] for a in record.axes}
@@ -106,18 +111,23 @@ def memory(part: Part) -> Vector:
     return v
 
 
-def stage(r: DryRun, clock: Meter) -> Stage:
-    """The vectors of a dry run of a rank with one stage. A middle microbatch leaves nothing once it has ended."""
+def stage(r: DryRun, clock: Meter, waits: dict[Key, Waits] | None = None) -> Stage:
+    """The vectors of a dry run of a rank with one stage. A middle microbatch leaves nothing once it has ended. waits:
+    gets the collectives that each part waits for.
+    """
     some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
     assert not any(a.kind in PAIRS for a, _ in r.actions), "a pair is of two stages"
     vectors: Stage = {}
 
     def put(key: Key, part: Part) -> None:
         spent, fixed = dict(clock.spent), dict(clock.fixed)
+        clock.waits.clear()
         clock.run(part)
         v = memory(part)
         v[CAUSES] = [clock.spent[w] - spent[w] for w in WHAT]
         v[FIXED] = [clock.fixed[w] - fixed[w] for w in WHAT]
+        if key not in vectors and waits is not None:
+            waits[key] = tuple(clock.waits)
         vectors.setdefault(key, v)
 
     put(("before", ""), r.before)
@@ -147,6 +157,24 @@ def stage(r: DryRun, clock: Meter) -> Stage:
                 left[GRADIENTS] = left[PARAMETERS] = 0  # gradients, and weights that were cast, stay for the others
             end[NET] -= left
     return vectors
+
+
+def elsewhere(s: Stage, waits: Mapping[Key, Waits], here: Meter, there: Meter) -> Stage:
+    """The stage where its collectives are between other ranks: what it waits for each is as much longer or shorter as
+    the collective is alone. here, there: clocks of both.
+    """
+    moved = {**s}
+    for key, some in waits.items():
+        v = moved[key] = s[key].copy()
+        for record, seconds in some:
+            if record.axes == HOST_LINK:
+                continue
+            i = WHAT.index(here.cause(record))
+            v[CAUSES][i] += max(seconds + there.alone(record)[0] - here.alone(record)[0], 0.0) - seconds
+            none = replace(record, bytes=0)
+            v[FIXED][i] += min(there.alone(none)[0] - here.alone(none)[0], 0.0)
+        v[FIXED] = np.clip(v[FIXED], 0, v[CAUSES])
+    return moved
 
 
 def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
