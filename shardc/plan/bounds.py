@@ -5,7 +5,8 @@
     other things are computed again              at best the time of nothing, and the memory of everything
 
 Latencies and the start of small ops become no less by splitting. Several others may be known: each gives a bound, and
-the highest counts.
+the highest counts. Bounds are as good as estimates are: how layers are distributed over stages, and what starts while
+others are waited for, differs from split to split, so what is near the best is run too (shardc.plan.frontier.NEAR).
 """
 
 from __future__ import annotations

@@ -170,10 +170,10 @@ def elsewhere(s: Stage, waits: Mapping[Key, Waits], here: Meter, there: Meter) -
             if record.axes == HOST_LINK:
                 continue
             i = WHAT.index(here.cause(record))
-            v[CAUSES][i] += max(seconds + there.alone(record)[0] - here.alone(record)[0], 0.0) - seconds
+            now = max(seconds + there.alone(record)[0] - here.alone(record)[0], 0.0)
+            v[CAUSES][i] += now - seconds
             none = replace(record, bytes=0)
-            v[FIXED][i] += min(there.alone(none)[0] - here.alone(none)[0], 0.0)
-        v[FIXED] = np.clip(v[FIXED], 0, v[CAUSES])
+            v[FIXED][i] += min(now, there.alone(none)[0]) - min(seconds, here.alone(none)[0])
     return moved
 
 
