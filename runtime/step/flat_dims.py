@@ -40,7 +40,7 @@ def notes(program: Program, owned: Mapping[str, Tensor]) -> dict[str, str]:
     place = source.of_frame(frame, frame.f_lineno)
     more = f" and {len(flat) - 1} more" if len(flat) > 1 else ""
     what = (
-        f"{place.code}: code that asks for a module's parameters reads how many dims a tensor has: at ZeRO"
+        f"code that asks for a module's parameters ({place.code}) reads how many dims a tensor has: at ZeRO"
         f" {max(b.zero for b in program.buckets)} {flat[0]}{more} are flat stretches, whose p.ndim is 1 whatever the"
         " model's is. Choose by name, or make the optimizer with module.optimizer(function), which sees whole shapes"
     )
