@@ -4,7 +4,8 @@
               with the sequence split where no row fits as it is, or rows are too few for the devices: the most
               promising of these first, until no other can be among the best (frontier)
 2  estimate   a price of every mesh × ZeRO × schedule × microbatches
-3  exact      a price of the best, from dry runs at their own mesh; these rank the result
+3  exact      a price of the best, from dry runs at their own mesh; these rank the result. How far off an estimate was
+              corrects those of its kind before the next is chosen
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ class Search:
         dry_runs: set[object] = set()
         families: Counter[object] = Counter()
         alike = ALIKE if self.library.subject.layers else ALIKE // 2  # each needs a dry run of its own
-        for c, rough in ranked:
+        queue = Queue(ranked, self.memory)
+        for c, rough in queue:
             if prices and rough.peak > FAR * self.memory:
                 break
             family, run = (c.core, c.pp, c.dp, c.rows), self._dry_run(c)
@@ -162,6 +164,8 @@ class Search:
                 prices[c] = self.exact(c)
             except ShardcError as e:
                 self.refused[str(c)] = e
+            else:
+                queue.priced(c, prices[c].seconds / rough.seconds)
             if families.total() >= PRICED:
                 break
         self._second(ranked, prices)
@@ -206,3 +210,42 @@ class Search:
             else (SCHEDULES[c.schedule].splits_backward, c.pp == 1)
         )
         return c.core, c.dp, c.outer, c.over_experts, c.zero, c.kept, c.offload, c.rows, min(c.microbatches, 3), whole
+
+
+class Queue:
+    """Choices with their estimates, the best first: those that seem to fit by time, then the others by memory. What one
+    was priced at tells how far off the estimates of its kind are, and the rest is put in order anew.
+    """
+
+    def __init__(self, ranked: list[tuple[Choice, Rough]], memory: float) -> None:
+        self._memory = memory
+        by: dict[object, list[tuple[Choice, Rough]]] = {}
+        for c, rough in ranked:
+            by.setdefault(self._kind(c), []).append((c, rough))
+        self._off = dict.fromkeys(by, 1.0)
+        self._rest = {kind: iter(some) for kind, some in by.items()}
+        self._next = {kind: next(some) for kind, some in self._rest.items()}
+
+    @staticmethod
+    def _kind(c: Choice) -> object:
+        """What hides communication in the same way: estimates of how much are off alike."""
+        return c.zero, c.kept, c.offload
+
+    def priced(self, c: Choice, off: float) -> None:
+        """An exact price of so many times the estimate."""
+        self._off[self._kind(c)] = off
+
+    def __iter__(self) -> Iterator[tuple[Choice, Rough]]:
+        while self._next:
+            kind = min(self._next, key=self._key)
+            yield self._next[kind]
+            following = next(self._rest[kind], None)
+            if following is None:
+                del self._next[kind]
+            else:
+                self._next[kind] = following
+
+    def _key(self, kind: object) -> tuple[bool, float]:
+        _, rough = self._next[kind]
+        over = rough.peak > self._memory
+        return over, rough.peak if over else rough.seconds * self._off[kind]

@@ -20,8 +20,9 @@ from shardc.plan.space import Choice, Core
 from tests.plan.test_monotone import MODELS, Stack, machines
 from tests.plan.test_plan import SparseStack
 
-#: Of 25 devices the worst bound was 1.2 times the price, of a step with much waiting; of DeepSeek-V3 it is 1.04.
-NEAR = 1.25
+#: Of 25 devices the worst bound was 1.2 times the price, of a step with much waiting; of DeepSeek-V3 it is 1.04. That is
+#: more than the search's own margin (shardc.plan.frontier.NEAR): docs/limits.md says so.
+FAR = 1.25
 
 DENSE = [Core(tp, sequence_parallel=tp > 1, checkpoint=keep) for tp in (1, 2) for keep in ("none", "cheap", "full")]  # type: ignore[arg-type]
 EXPERTS = [Core(ep=ep, checkpoint=keep) for ep in (1, 2, 4) for keep in ("none", "full")]  # type: ignore[arg-type]
@@ -36,7 +37,7 @@ def records(experts: bool) -> Records:
 
 
 @pytest.mark.parametrize("cores", [DENSE, EXPERTS], ids=["dense", "experts"])
-def test_no_bound_is_above_its_price(cores: list[Core], pytestconfig: pytest.Config) -> None:
+def test_no_bound_is_far_above_its_price(cores: list[Core], pytestconfig: pytest.Config) -> None:
     kept = records(cores is EXPERTS)
 
     @settings(max_examples=pytestconfig.getoption("--fuzz") or 2, derandomize=True, database=None)
@@ -57,6 +58,6 @@ def test_no_bound_is_above_its_price(cores: list[Core], pytestconfig: pytest.Con
                 lows = finder.estimates.at_once(columns, bound, core.checkpoint)
                 alone = columns.stages == 1  # how layers are distributed over stages hangs on their times
                 for low, price, some in zip(lows, prices, (alone | ~alone, alone), strict=True):
-                    assert np.all((low <= NEAR * price)[some]), (core, near, float(np.max((low / price)[some])))
+                    assert np.all((low <= FAR * price)[some]), (core, near, float(np.max((low / price)[some])))
 
     check()

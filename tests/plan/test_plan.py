@@ -23,11 +23,12 @@ from shardc.cost import Device, device
 from shardc.cost.device import Link
 from shardc.cost.ledger import KINDS
 from shardc.plan import Candidate, Plan
-from shardc.plan.estimate import Estimates
+from shardc.plan.estimate import Estimates, Rough
 from shardc.plan.exact_price import Priced, price
 from shardc.plan.few_layers import Subject
 from shardc.plan.largest_that_fits import Largest
 from shardc.plan.planner import Planner
+from shardc.plan.search import Queue
 from shardc.plan.space import Choice, Core, choices, sequence_widths, spec
 from shardc.plan.stage_vectors import NET, part_of
 from shardc.plan.table import distinct, named, recompute
@@ -321,6 +322,27 @@ def test_a_page_says_that_nothing_fits() -> None:
     page = Page(replace(one, candidates=much).html())
     assert ("h2", "Nothing fits") in page.texts
     assert any("nothing fits into" in text for _, text in page.texts)
+
+
+def test_a_price_corrects_the_estimates_of_its_kind() -> None:
+    """ZeRO 3 was estimated too fast: the next one that is priced is of another kind, whose estimate was higher."""
+    some = [
+        (Choice(dp=dp, zero=zero), Rough(seconds, peak))
+        for dp, zero, seconds, peak in (
+            (8, 3, 1.0, 5.0),
+            (4, 3, 1.1, 5.0),
+            (8, 1, 1.2, 5.0),
+            (2, 3, 1.3, 5.0),
+            (2, 0, 0.5, 20.0),
+        )
+    ]
+    queue = Queue(some, 10.0)
+    found = []
+    for c, _ in queue:
+        found.append((c.dp, c.zero))
+        if c.zero == 3:
+            queue.priced(c, 1.5)
+    assert found == [(8, 3), (8, 1), (4, 3), (2, 3), (2, 0)]  # what does not fit comes last
 
 
 def test_a_second_choice_that_fits_is_priced() -> None:
