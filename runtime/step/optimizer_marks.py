@@ -83,8 +83,11 @@ class OptimizerMarks:
     def _check_shapes(self, optimizer: Optimizer) -> None:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             fqn, _, whole, here = self._here.get(id(p), ("", "", (), ()))
-            if whole != here and any(
-                isinstance(x, Tensor) and x.shape == whole for x in optimizer.state.get(p, {}).values()
+            # of a parameter that is one number, a count of steps has its shape
+            if (
+                len(whole)
+                and whole != here
+                and any(isinstance(x, Tensor) and x.shape == whole for x in optimizer.state.get(p, {}).values())
             ):
                 raise ShardcError(
                     f"this is state of the whole parameter {list(whole)}, of which this rank has a part {list(here)}",

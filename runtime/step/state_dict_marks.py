@@ -36,6 +36,8 @@ def slices(program: Program, mesh: Any, runs: Mapping[str, Run]) -> dict[str, st
 
 
 def _slice(x: Param | Buffer, mesh: Any, coords: Mapping[str, int], run: Run | None) -> str:
+    if 0 in x.shape:
+        return ""
     boxes = list(x.layout.boxes(x.shape, mesh.layout, coords))
     whole = [tuple((0, 0, n) for n in x.shape)]
     text = "" if boxes == whole else " and ".join(_box(b) for b in boxes) or "nothing"

@@ -19,8 +19,8 @@ from shardc.runtime.mesh.shapes import ShapeMesh
 class _Keyed(Work):
     """key: as in Sent."""
 
-    def __init__(self, key: int, then: Callable[[], None]) -> None:
-        super().__init__(then=then)
+    def __init__(self, key: int, then: Callable[[], None], kept: Tensor | None) -> None:
+        super().__init__(then=then, kept=kept)
         self.key = key
 
 
@@ -36,12 +36,12 @@ class FakeMesh(ShapeMesh):
     def _mark(self, x: Tensor, kind: str) -> None:
         self._ledger.mark([x], kind)
 
-    def _started(self) -> Work:
-        """Let the collective recorded last overlap with what comes next, until it is waited for."""
+    def _started(self, kept: Tensor | None = None) -> Work:
+        """Let the collective recorded last overlap with what comes next, until it is waited for. kept: what is sent."""
         key, work = next(self._keys), self._ledger.parts[-1].work
         last = next(i for i in reversed(range(len(work))) if isinstance(work[i], Sent))
         work[last] = work[last]._replace(key=key)  # type: ignore[call-arg]
-        return _Keyed(key, lambda: self._ledger.parts[-1].work.append(Waited(key)))
+        return _Keyed(key, lambda: self._ledger.parts[-1].work.append(Waited(key)), kept)
 
     @property
     def streams(self) -> bool:
@@ -67,7 +67,7 @@ class FakeMesh(ShapeMesh):
 
     def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
         self._mark(whole, "gathered")
-        return self._started()
+        return self._started(part)
 
     def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
         self._mark(flat, "gradients")

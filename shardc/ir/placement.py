@@ -228,6 +228,8 @@ def runs(size: int, digits: list[tuple[Shard, int, int]]) -> list[tuple[int, int
     """(local start, global start, length) of the stretches of a dim that one rank holds. digits: (shard, ranks, this
     rank's).
     """
+    if size == 0:
+        return []
     pad = digits[0][0] if digits else Shard(0)
     block = size // pad.blocks + pad.padding
     stretches = [(0, pad.padded(size))]

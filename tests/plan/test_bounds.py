@@ -20,7 +20,7 @@ from shardc.plan.space import Choice, Core
 from tests.plan.test_monotone import MODELS, Stack, machines
 from tests.plan.test_plan import SparseStack
 
-#: Of 25 devices the worst bound was 1.2 times the price, of a step with much waiting; of DeepSeek-V3 it is 1.04. That is
+#: Of 25 devices the worst bound was 1.2 times the price, of a step with much waiting; of DeepSeek-V3 it is 1.04. It is
 #: more than the search's own margin (shardc.plan.frontier.NEAR): docs/limits.md says so.
 FAR = 1.25
 
