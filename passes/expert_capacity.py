@@ -20,7 +20,8 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph, operands_of
-from shardc.ir.program import Program, Source
+from shardc.ir.program import Program
+from shardc.ir.source import Source
 from shardc.passes.annotate.experts import Experts
 from shardc.passes.base import Pass
 from shardc.rules.experts import INDEX, UP

@@ -22,8 +22,9 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import calls, copy_graph, map_value, operands_of, source_of, value_of
+from shardc.ir.metadata import Value
 from shardc.ir.outputs import MEAN_SCORE, SCORE, SCORED, Output
-from shardc.ir.program import Program, Value
+from shardc.ir.program import Program
 from shardc.ir.types import behind
 from shardc.passes.base import Pass
 from shardc.runtime import ops

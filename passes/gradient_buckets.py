@@ -34,10 +34,14 @@ import torch
 from torch import fx
 
 from shardc.errors import ShardcError
+from shardc.ir.buckets import Bucket, Rounded
 from shardc.ir.graph import source_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PartialGrad, Shard
-from shardc.ir.program import Bucket, Collective, Param, Program, Rounded, Source, Value
+from shardc.ir.program import Program
+from shardc.ir.source import Source
+from shardc.ir.stored import Param
 from shardc.passes.base import Pass
 from shardc.passes.precision import dtype_of
 from shardc.runtime import ops

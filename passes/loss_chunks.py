@@ -27,8 +27,9 @@ from torch import fx
 
 from shardc.ir.graph import calls, copy_graph, source_of, value_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Value
 from shardc.ir.placement import Layout, Shard
-from shardc.ir.program import Program, Value
+from shardc.ir.program import Program
 from shardc.passes.base import Pass
 from shardc.runtime import ops
 from shardc.runtime.ops.overlap import multiplies

@@ -20,8 +20,11 @@ from torch import fx
 from shardc.errors import Errors
 from shardc.ir.graph import copy_graph
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL_GRAD, Layout, PartialGrad
-from shardc.ir.program import Buffer, Collective, Param, Program, Source, Value
+from shardc.ir.program import Program
+from shardc.ir.source import Source
+from shardc.ir.stored import Buffer, Param
 from shardc.passes.base import Pass
 from shardc.runtime import ops
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.metadata import Value
 from shardc.ir.outputs import SMALL, Output
 from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
-from shardc.ir.program import Value
 from shardc.spec import Spec
 
 

@@ -25,8 +25,9 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import calls, copy_graph, source_of, value_of
+from shardc.ir.metadata import Value
 from shardc.ir.placement import Layout
-from shardc.ir.program import Program, Value
+from shardc.ir.program import Program
 from shardc.passes.base import Pass
 from shardc.runtime import ops
 from shardc.runtime.ops.fp8 import message_bytes

@@ -25,9 +25,11 @@ from shardc.ir import conversions
 from shardc.ir.conversions import Conversion
 from shardc.ir.graph import operands_of, producer_of, repeats, source_of, value_of, values_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.outputs import Output
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
-from shardc.ir.program import Collective, Program, Stage, Value
+from shardc.ir.program import Program
+from shardc.ir.stage import Stage
 from shardc.passes import outputs
 from shardc.passes.annotate import fused_weights
 from shardc.passes.base import Pass

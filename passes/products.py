@@ -27,8 +27,10 @@ from torch import fx
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import calls, copy_graph, source_of, value_of
+from shardc.ir.metadata import Value
 from shardc.ir.patterns import names_weight
-from shardc.ir.program import Param, Program, Value
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.passes.base import Pass
 from shardc.rules.experts import DOWN, DOWN_BIAS, TRANSPOSED, UP, UP_BIAS
 from shardc.runtime import ops

@@ -5,7 +5,7 @@
     after    y  = experts(x, index, weights, experts_w1, ...)     one f32[8, 128, 64], whose members keep their names
 
 Only for experts that `experts:` names. In the state_dict, in checkpoints and exported files the members are by
-themselves, as the model has them (shardc.ir.program.Stored).
+themselves, as the model has them (shardc.ir.stored.Stored).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import fx
 
 from shardc.ir import types as values
 from shardc.ir.graph import copy_graph, operands_of
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.passes.annotate.experts import Experts
 from shardc.passes.base import Pass
 from shardc.rules.experts import UP

@@ -26,7 +26,8 @@ from shardc.capture.loss import Forward
 from shardc.cost.device import of_spec
 from shardc.errors import ShardcError
 from shardc.ir.generation import Step
-from shardc.ir.program import OffloadPlaces, Program
+from shardc.ir.offload import OffloadPlaces
+from shardc.ir.program import Program
 from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner
 from shardc.passes.annotate import model_plan
 from shardc.passes.annotate.inputs import with_microbatches

@@ -14,9 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from shardc.ir.buckets import Bucket
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL_GRAD, Layout, Placement, Shard
-from shardc.ir.program import Bucket, Buffer, Collective, Input, Param, Program, Stage, Value
+from shardc.ir.program import Program
+from shardc.ir.stage import Stage
+from shardc.ir.stored import Buffer, Input, Param
 from shardc.runtime import ops
 
 B, K, H, N = 8, 6, 12, 4

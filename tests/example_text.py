@@ -13,9 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.buckets import Bucket
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import Layout
-from shardc.ir.program import Bucket, Buffer, Collective, Input, Param, Program, Source, Stage, Value
+from shardc.ir.program import Program
+from shardc.ir.source import Source
+from shardc.ir.stage import Stage
+from shardc.ir.stored import Buffer, Input, Param
 from shardc.ir.type_text import parse
 from shardc.runtime import ops
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.capture import capture
-from shardc.ir.program import Collective, Program
+from shardc.ir.metadata import Collective
+from shardc.ir.program import Program
 from shardc.verify.simulate import Simulation
 from tests import equality
 from tests.zoo import plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)

@@ -46,7 +46,9 @@ from shardc.ir.graph import placeholders
 from shardc.ir.mesh import MICROBATCH as AXIS
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
-from shardc.ir.program import Input, Program, Stage
+from shardc.ir.program import Program
+from shardc.ir.stage import Stage
+from shardc.ir.stored import Input
 from shardc.passes.accumulate.one_microbatch import OneMicrobatch, without_microbatches
 from shardc.passes.base import Pass
 from shardc.spec import Spec

@@ -16,8 +16,8 @@ from shardc.ir.conversions import CONVERSIONS, between
 from shardc.ir.graph import copy_graph, operands_of, source_of, values_of
 from shardc.ir.mesh import MICROBATCH as AXIS
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Replicate, Shard
-from shardc.ir.program import Collective, Value
 from shardc.ir.types import behind, requires_grad
 from shardc.passes.accumulate.sum_after_step import CONVERTERS, sum_after_step
 from shardc.rules import registry

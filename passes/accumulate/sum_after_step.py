@@ -17,8 +17,8 @@ from torch import fx
 from shardc.ir.conversions import CONVERSIONS
 from shardc.ir.graph import operands_of, source_of, values_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout
-from shardc.ir.program import Value
 from shardc.ir.types import requires_grad
 from shardc.runtime import ops
 

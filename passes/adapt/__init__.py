@@ -28,7 +28,8 @@ from shardc.ir.adapters import frozen
 from shardc.ir.graph import calls, copy_graph, is_call, map_value, operands_of, placeholders, values_of
 from shardc.ir.matrices import Cut
 from shardc.ir.patterns import enclosing, match
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.ir.types import carries_gradient, requires_grad
 from shardc.passes.adapt.low_rank import LowRank
 from shardc.passes.base import Pass

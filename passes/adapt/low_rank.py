@@ -22,7 +22,8 @@ from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, name_beside, whole_name
 from shardc.ir.graph import operands_of, placeholders, source_of, stored_alone, value_of
 from shardc.ir.patterns import names_weight
 from shardc.ir.placement import Layout, Shard
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.passes.canonical import number_random
 from shardc.passes.canonical.rewrite import Emit
 from shardc.rules.experts import DOWN, TRANSPOSED, UP

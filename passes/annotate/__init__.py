@@ -28,7 +28,8 @@ from shardc.ir.generation import Step
 from shardc.ir.graph import copy_graph
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
-from shardc.ir.program import Buffer, Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer, Param
 from shardc.passes.accumulate import widened
 from shardc.passes.annotate import kv_heads, model_plan, padding, structure, to_spec
 from shardc.passes.annotate.activations import pin_activations

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import value_of
-from shardc.ir.program import Program, Value
+from shardc.ir.metadata import Value
+from shardc.ir.program import Program
 from shardc.rules.attention import OPS
 from shardc.rules.op_call import call_of
 from shardc.runtime import ops

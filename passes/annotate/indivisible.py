@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from shardc.errors import Errors
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import Layout, Shard
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.passes.annotate.padding import pieces_of
 from shardc.passes.annotate.propagate_split import Follower, SplitGroup
 from shardc.rules import attention

@@ -10,7 +10,8 @@ from shardc.ir.graph import placeholders
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.patterns import did_you_mean, match
 from shardc.ir.placement import Layout
-from shardc.ir.program import Input, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Input
 from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded
 from shardc.passes.annotate.sequence import split_sequence

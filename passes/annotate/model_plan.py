@@ -30,7 +30,8 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import values_of
 from shardc.ir.patterns import nearest, of_every_layer
 from shardc.ir.placement import Shard
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.passes.annotate.propagate_split import Follower, SplitGroup, uses
 from shardc.spec import Spec
 from shardc.spec.schema import EXPERTS_AXIS, Expert

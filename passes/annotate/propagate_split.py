@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from shardc.ir.graph import operands_of, placeholders, producer_of, values_of
+from shardc.ir.metadata import Value
 from shardc.ir.placement import Partial, Placement, Shard
-from shardc.ir.program import Program, Value
+from shardc.ir.program import Program
 from shardc.rules import softmax
 from shardc.rules.choices import Choices, choices_of
 from shardc.rules.strategy import Strategy, needs_sum_grad

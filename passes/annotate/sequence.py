@@ -19,7 +19,8 @@ from shardc.ir.graph import source_of, value_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import did_you_mean, enclosing, match
 from shardc.ir.placement import Layout, Shard
-from shardc.ir.program import Input, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Input
 from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded
 from shardc.rules.attention import OPS

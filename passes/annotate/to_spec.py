@@ -16,7 +16,8 @@ from torch import fx
 from shardc.ir.graph import placeholders
 from shardc.ir.patterns import match, names_weight, of_every_layer
 from shardc.ir.placement import Shard
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.passes.annotate.weight_roles import ROLES, dim_by_roles, role_of, roles_of
 from shardc.spec import DimShard, ShardRule, Style
 

@@ -19,7 +19,8 @@ from shardc.ir.graph import placeholders
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import match, names_weight
 from shardc.ir.placement import REPLICATE, Layout
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.passes.annotate import indivisible, kv_heads
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.spec_layouts import check_fits, dims_text, layout_of, quote

@@ -37,7 +37,9 @@ from torch import Tensor, fx
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir import types as values
-from shardc.ir.program import Program, Source, Value
+from shardc.ir.metadata import Value
+from shardc.ir.program import Program
+from shardc.ir.source import Source
 from shardc.passes.base import Pass
 from shardc.passes.canonical import (  # noqa: F401 (they register)
     dropout,

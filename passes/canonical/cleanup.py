@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from shardc.ir import types as values
-from shardc.ir.program import Value
+from shardc.ir.metadata import Value
 from shardc.rules import registry
 from shardc.torch_private import OpOverload
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.ir import types as values
-from shardc.ir.program import Value
+from shardc.ir.metadata import Value
 from shardc.passes.canonical.rewrite import Emit, Result
 from shardc.rules import registry
 from shardc.torch_private import OpOverload, decompositions, traced_functional

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardc.ir.program import Value
+from shardc.ir.metadata import Value
 from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite
 from shardc.runtime import ops
 

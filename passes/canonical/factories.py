@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardc.ir.program import Value
+from shardc.ir.metadata import Value
 from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite
 
 aten = torch.ops.aten

@@ -27,7 +27,8 @@ from torch import Tensor, fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph, source_of, value_of, values_of
-from shardc.ir.program import Program, Value
+from shardc.ir.metadata import Value
+from shardc.ir.program import Program
 from shardc.nn import text_of
 from shardc.passes.base import Pass
 from shardc.runtime import ops

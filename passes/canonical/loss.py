@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import value_of
-from shardc.ir.program import Value
+from shardc.ir.metadata import Value
 from shardc.passes.canonical.rewrite import Args, Emit, Result, dim, rewrite, shape
 from shardc.runtime import ops
 

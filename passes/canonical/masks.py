@@ -14,7 +14,7 @@ import math
 import torch
 from torch import fx
 
-from shardc.ir.program import Value
+from shardc.ir.metadata import Value
 from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, shape
 
 aten = torch.ops.aten

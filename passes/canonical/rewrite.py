@@ -16,7 +16,8 @@ from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
 from shardc.ir.graph import value_of
-from shardc.ir.program import Source, Value
+from shardc.ir.metadata import Value
+from shardc.ir.source import Source
 from shardc.ir.type_text import DTYPES
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload

@@ -26,7 +26,8 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import is_call, producer_of
-from shardc.ir.program import Lowered, Program, Stage
+from shardc.ir.program import Program
+from shardc.ir.stage import Lowered, Stage
 from shardc.passes.base import Pass
 from shardc.passes.lower.memory import Sizes
 from shardc.passes.lower.offload import arrange_copies

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import fx
 
+from shardc.ir.buckets import Bucket
 from shardc.ir.conversions import BY_OP
 from shardc.ir.graph import values_of
-from shardc.ir.program import Bucket, Program
+from shardc.ir.program import Program
 from shardc.passes.lower.record import is_view
 from shardc.passes.lower.seconds import Work
 from shardc.runtime import ops

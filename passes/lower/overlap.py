@@ -25,7 +25,8 @@ from torch import fx
 
 from shardc.artifact.emit import EFFECTS
 from shardc.ir.conversions import BY_OP, SENT
-from shardc.ir.program import HOST_LINK, Collective
+from shardc.ir.metadata import Collective
+from shardc.ir.offload import HOST_LINK
 from shardc.passes.lower.memory import GATHERS, STARTS, WAITS, Memory, Sizes, Uses
 from shardc.passes.lower.rule_transposed import CONVERSIONS, EXCHANGES
 from shardc.passes.lower.seconds import Seconds

@@ -28,7 +28,8 @@ from torch import fx
 
 from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import Pair, prefix_of, shared
-from shardc.ir.program import Lowered, Program
+from shardc.ir.program import Program
+from shardc.ir.stage import Lowered
 from shardc.passes.lower.memory import Memory, Sizes
 from shardc.passes.lower.overlap import Clock, Text, best_order, within
 from shardc.passes.lower.seconds import Seconds

@@ -22,8 +22,10 @@ from shardc.ir.conversions import SENT
 from shardc.ir.flops import flops_of, traffic_of
 from shardc.ir.graph import is_call, map_value, values_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Collective
+from shardc.ir.offload import HostCopy
 from shardc.ir.pairs import role
-from shardc.ir.program import Collective, HostCopy, Program
+from shardc.ir.program import Program
 from shardc.passes.lower.rank import Rank
 from shardc.runtime import ops
 from shardc.runtime.ops.taped import tensors_in
@@ -80,7 +82,7 @@ def seconds(flops: float, traffic: float) -> float:
 
 
 def collective_seconds(kind: str, nbytes: float, ranks: Sequence[int]) -> float:
-    """Of one collective among these ranks of the world. nbytes: as in shardc.ir.program.Collective."""
+    """Of one collective among these ranks of the world. nbytes: as in shardc.ir.metadata.Collective."""
     n = len(ranks)
     if n == 1 or kind not in SENT:
         return 0.0

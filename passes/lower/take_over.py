@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ir.program import Value
+from shardc.ir.metadata import Value
 from shardc.passes.lower.record import is_view
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload

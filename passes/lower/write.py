@@ -18,7 +18,10 @@ from torch import fx
 
 from shardc.artifact.emit import EFFECTS
 from shardc.ir.graph import is_call, producer_of, source_of
-from shardc.ir.program import Collective, HostCopy, Lowered, Program, Value
+from shardc.ir.metadata import Collective, Value
+from shardc.ir.offload import HostCopy
+from shardc.ir.program import Program
+from shardc.ir.stage import Lowered
 from shardc.ir.types import op_name
 from shardc.passes.lower.again import Again, Plan, Wanted
 from shardc.passes.lower.halves import halves_of

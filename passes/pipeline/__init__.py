@@ -32,7 +32,9 @@ from torch import fx
 
 from shardc.ir.graph import operands_of, source_of, values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.program import Collective, Program, Stage
+from shardc.ir.metadata import Collective
+from shardc.ir.program import Program
+from shardc.ir.stage import Stage
 from shardc.ir.types import behind, requires_grad
 from shardc.passes.base import Pass
 from shardc.passes.pipeline import cuts

@@ -6,8 +6,8 @@ What a collective takes on a device, with its latency and links: shardc.cost.col
 from __future__ import annotations
 
 from shardc.ir.conversions import between
+from shardc.ir.metadata import Value
 from shardc.ir.placement import Placement
-from shardc.ir.program import Value
 from shardc.rules.strategy import needs_sum_grad
 
 # Touching memory weighs little: it only breaks ties.

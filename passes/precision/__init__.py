@@ -31,7 +31,9 @@ from torch import fx
 
 from shardc.ir import types as values
 from shardc.ir.graph import value_of
-from shardc.ir.program import Param, Program, Source
+from shardc.ir.program import Program
+from shardc.ir.source import Source
+from shardc.ir.stored import Param
 from shardc.passes.base import Pass
 from shardc.passes.precision.op_lists import CASTS, LOOKUPS, LOW, MOVES, NARROWED, PROMOTE, STAY, is_wide
 from shardc.torch_private import OpOverload

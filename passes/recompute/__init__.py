@@ -37,7 +37,8 @@ from torch import fx
 from shardc.errors import Errors
 from shardc.ir.graph import copy_graph, source_of
 from shardc.ir.patterns import Selector, enclosing, select_modules
-from shardc.ir.program import Program, Region
+from shardc.ir.program import Program
+from shardc.ir.stage import Region
 from shardc.ir.units import size
 from shardc.passes.base import Pass
 from shardc.passes.recompute.autograd_saves import SavedOf

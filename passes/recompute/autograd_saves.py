@@ -24,7 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardc.ir.conversions import CONVERSIONS
 from shardc.ir.graph import operands_of, values_of
-from shardc.ir.program import Program, Value
+from shardc.ir.metadata import Value
+from shardc.ir.program import Program
 from shardc.rules.op_call import Call, Operand, call_of
 from shardc.runtime import ops
 from shardc.runtime.ops.local_math import UNEQUAL

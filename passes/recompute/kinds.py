@@ -15,7 +15,7 @@ from torch import fx
 
 from shardc.ir.conversions import CONVERSIONS
 from shardc.ir.graph import operands_of
-from shardc.ir.program import Collective
+from shardc.ir.metadata import Collective
 from shardc.ir.types import op_name
 from shardc.rules import registry
 from shardc.runtime import ops

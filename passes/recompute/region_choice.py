@@ -13,7 +13,8 @@ from torch import fx
 
 from shardc.ir.assumed_machine import FLOPS_PER_LINK_BYTE, FLOPS_PER_MEMORY_BYTE
 from shardc.ir.graph import operands_of
-from shardc.ir.program import Collective, Program
+from shardc.ir.metadata import Collective
+from shardc.ir.program import Program
 from shardc.passes.recompute.autograd_saves import Saved, SavedOf
 from shardc.passes.recompute.fewest_bytes import STATISTIC, MinCut
 from shardc.passes.recompute.kinds import CHEAP, kinds

@@ -22,7 +22,8 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.ir.generation import AT, ENCODER, IDS, LOGITS, MASK, PLACE, Begins, Generation, Sizes, State
 from shardc.ir.outputs import Output
-from shardc.ir.program import Input, Program, Resize
+from shardc.ir.program import Program, Resize
+from shardc.ir.stored import Input
 from shardc.runtime import state
 from shardc.runtime.generate.prompts import Options, Prompts
 from shardc.runtime.generate.sampling import Sampler

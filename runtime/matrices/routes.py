@@ -14,7 +14,8 @@ from functools import cached_property
 from torch import Tensor
 
 from shardc.ir.matrices import Matrix
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.runtime.state.boxes import Box, boxes_of, cut_axes, overlap, replicas
 from shardc.runtime.zero.flat_partition import Stretches
 

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
 from shardc.ir.matrices import Matrix, inner, matrices_of
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.runtime.step.param_groups import NamedParameters
 from shardc.runtime.zero.optimizer import stand_in
 from shardc.runtime.zero.optimizer_check import has_param_shape, needs_whole

@@ -25,7 +25,7 @@ from shardc.runtime.step.context import StepContext
 class CommRecord:
     """One collective that ran on this rank.
 
-    bytes: of the whole (reduced, gathered or exchanged) local tensor, as in shardc.ir.program.Collective.
+    bytes: of the whole (reduced, gathered or exchanged) local tensor, as in shardc.ir.metadata.Collective.
     direction: "forward", "recompute" (of forward, in backward), "backward" or "update". tag: the program's node or
     bucket that it belongs to."""
 

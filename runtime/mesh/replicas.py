@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.ir.program import Buffer, Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh.agreement import (
     CallsDifferError,
     DisagreementError,

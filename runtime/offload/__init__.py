@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc.ir.program import OffloadPlaces
+from shardc.ir.offload import OffloadPlaces
 from shardc.runtime.mesh.allocator import return_freed
 from shardc.runtime.offload.copies import Home, Mover
 from shardc.runtime.offload.storage import Files, Memory, Place

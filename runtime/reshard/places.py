@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 
-from shardc.ir.program import Buffer, Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer, Param
 from shardc.runtime.state.boxes import Box, Numbers, Part, by_name
 from shardc.runtime.zero.flat_partition import Stretches
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.program import Param
+from shardc.ir.stored import Param
 from shardc.runtime.reshard.moves import Kept, Key, Wanted
 from shardc.runtime.reshard.places import Lying, Plan
 from shardc.runtime.state.boxes import kept

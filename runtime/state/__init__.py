@@ -43,8 +43,9 @@ import torch
 from torch import Tensor
 
 from shardc.ir.placement import Layout
-from shardc.ir.program import Buffer, Param, Program
+from shardc.ir.program import Program
 from shardc.ir.shard_chunks import trim, unchunk
+from shardc.ir.stored import Buffer, Param
 from shardc.runtime.state.adapters import weights_of
 from shardc.runtime.state.checkpoint_folder import DamagedError, SavingError
 from shardc.runtime.state.export import export_safetensors, skeleton

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.ir.adapters import MAGNITUDE, A, Adapter, B, name_beside, whole_name
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.runtime.state.adapters import CONFIG, PREFIX, as_peft, parts, peft_name
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout
-from shardc.ir.program import Buffer, Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer, Param
 from shardc.runtime.zero.flat_partition import Run, elements
 
 Runs = Mapping[str, Run]

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import ShardcError
-from shardc.ir.program import Buffer, Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.adapter_files import OfSpec

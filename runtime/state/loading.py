@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.program import Buffer, Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Box, Part, Runs, disjoint, kept, model_parts, overlap

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors
-from shardc.ir.program import Buffer, Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer, Param
 from shardc.runtime.state.sliced_tensors import Ranges, Sliced, Stacked, index, whole
 from shardc.runtime.state.sources import Weights, check_names, weights
 

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from shardc.errors import Errors, ShardcError
 from shardc.ir.matrices import Matrix
 from shardc.ir.placement import Layout
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.runtime.state.boxes import Part, Runs, by_name, copied, cut_axes, part_of, replicas
 from shardc.runtime.state.checkpoint_index import Index, Stored
 from shardc.runtime.state.nested_state import flattened, restored

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from shardc import torch_modes
 from shardc.errors import ShardcError
-from shardc.ir.program import OffloadPlaces, Program
+from shardc.ir.offload import OffloadPlaces
+from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.data import same_samples
 from shardc.runtime.data.loader import Loader, Loaders, Rest

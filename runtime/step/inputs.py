@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from shardc.errors import Errors, ShardcError
 from shardc.ir.patterns import match
 from shardc.ir.placement import Layout
-from shardc.ir.program import Input, Program
+from shardc.ir.program import Program
 from shardc.ir.shard_chunks import chunks, widen
+from shardc.ir.stored import Input
 from shardc.ir.type_text import DTYPES
 from shardc.torch_private import is_traceable_wrapper_subclass
 

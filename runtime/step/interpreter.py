@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.ir.metadata import Value
 from shardc.ir.outputs import loss_axes, loss_value
-from shardc.ir.program import Program, Value
+from shardc.ir.program import Program
 from shardc.runtime import schedule
 from shardc.runtime.compiled import Compiler
 from shardc.runtime.ops.local_math import summed, total

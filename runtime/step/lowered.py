@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import prefix_of
-from shardc.ir.program import Stage
+from shardc.ir.stage import Stage
 from shardc.runtime.compiled import Compiler, with_pieces
 from shardc.runtime.step import op_errors
 from shardc.runtime.step.activation_offload import OffloadedTensors

@@ -19,7 +19,8 @@ from torch import fx, nn
 
 from shardc.ir.graph import operands_of, placeholders, value_of
 from shardc.ir.outputs import Output, divisors
-from shardc.ir.program import Buffer, Input, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer, Input
 from shardc.ir.types import behind
 from shardc.runtime.step import outputs
 

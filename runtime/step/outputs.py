@@ -13,8 +13,9 @@ from shardc.ir import outputs
 from shardc.ir.graph import operands_of
 from shardc.ir.outputs import Output
 from shardc.ir.placement import Layout
-from shardc.ir.program import Program, Stage
+from shardc.ir.program import Program
 from shardc.ir.shard_chunks import trim, unchunk
+from shardc.ir.stage import Stage
 
 Values = dict[str, Tensor]
 #: {output: {microbatch: its value there}}, of the stages of this rank

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.ir.program import Edge
+from shardc.ir.stage import Edge
 from shardc.runtime.mesh import Work
 from shardc.runtime.schedule import Action, computed
 from shardc.runtime.schedule.actions import PAIRS

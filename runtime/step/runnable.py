@@ -11,7 +11,8 @@ from torch import fx
 
 from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import Pair
-from shardc.ir.program import Program, Stage
+from shardc.ir.program import Program
+from shardc.ir.stage import Stage
 from shardc.runtime import ops
 from shardc.runtime.compiled import Compiler
 from shardc.runtime.ops.overlap import beside, multiplies

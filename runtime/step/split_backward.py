@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import get_gradient_edge
 
 from shardc.ir import types as values
-from shardc.ir.program import Stage
+from shardc.ir.stage import Stage
 
 aten = torch.ops.aten
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from shardc.errors import ShardcError
-from shardc.ir.program import Buffer, Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh.agreement import Fact, fingerprint, hashed
 from shardc.runtime.zero.flat_partition import Run
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardc.ir.program import OffloadPlaces, Program
+from shardc.ir.offload import OffloadPlaces
+from shardc.ir.program import Program
 from shardc.runtime.offload import Offload
 from shardc.runtime.zero.flat_partition import Run
 from shardc.runtime.zero.gather import Gathered

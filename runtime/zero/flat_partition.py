@@ -14,7 +14,9 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate
 
-from shardc.ir.program import Bucket, Param, Program
+from shardc.ir.buckets import Bucket
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 
 #: Bytes.
 ALIGNMENT = 16

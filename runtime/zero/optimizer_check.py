@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.runtime.zero.flat_partition import Run
 from shardc.runtime.zero.optimizer_list import members_of
 from shardc.torch_private import TorchDispatchMode, no_modes

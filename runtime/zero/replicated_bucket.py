@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc.ir.program import Bucket, Program
+from shardc.ir.buckets import Bucket
+from shardc.ir.program import Program
 from shardc.runtime.mesh import Work
 from shardc.runtime.zero.flat_partition import Flat, Run
 from shardc.runtime.zero.gather import views

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.ir.program import Bucket, Rounded
+from shardc.ir.buckets import Bucket, Rounded
 from shardc.runtime.mesh import Work
 from shardc.runtime.ops import fp8, fp8_cast
 from shardc.runtime.zero.flat_partition import Flat, Run

@@ -38,23 +38,16 @@ from shardc.artifact.parser import graph_of
 from shardc.artifact.tables import Checked, Facts, Layouts, Manifest, of_form, shard_of
 from shardc.errors import Errors, ShardcError
 from shardc.ir.adapters import Adapter
+from shardc.ir.buckets import Bucket, Rounded
 from shardc.ir.forward_record import ForwardRecord
+from shardc.ir.metadata import Value
+from shardc.ir.offload import OffloadPlaces
 from shardc.ir.outputs import Output
 from shardc.ir.pairs import Pair
 from shardc.ir.placement import Shard
-from shardc.ir.program import (
-    Bucket,
-    Buffer,
-    Input,
-    Lowered,
-    OffloadPlaces,
-    Param,
-    Program,
-    Region,
-    Rounded,
-    Stage,
-    Value,
-)
+from shardc.ir.program import Program
+from shardc.ir.stage import Lowered, Region, Stage
+from shardc.ir.stored import Buffer, Input, Param
 from shardc.ir.type_text import show
 from shardc.runtime import schedule
 from shardc.spec import Spec

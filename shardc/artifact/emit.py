@@ -28,22 +28,16 @@ from torch import fx
 from shardc.artifact.repeated_layers import NOTHING, Folded
 from shardc.errors import ShardcError
 from shardc.folded_messages import note_lines
+from shardc.ir.buckets import Bucket
 from shardc.ir.graph import source_of
+from shardc.ir.metadata import Collective, Value
+from shardc.ir.offload import HostCopy, OffloadPlaces
 from shardc.ir.outputs import Output
 from shardc.ir.pairs import Pair
-from shardc.ir.program import (
-    Bucket,
-    Buffer,
-    Collective,
-    HostCopy,
-    Input,
-    OffloadPlaces,
-    Param,
-    Program,
-    Region,
-    Source,
-    Value,
-)
+from shardc.ir.program import Program
+from shardc.ir.source import Source
+from shardc.ir.stage import Region
+from shardc.ir.stored import Buffer, Input, Param
 from shardc.ir.type_text import show
 from shardc.ir.units import plural, size
 from shardc.runtime import ops

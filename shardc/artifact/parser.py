@@ -19,7 +19,9 @@ from shardc.artifact.tables import axis_fault, layout_of
 from shardc.errors import ShardcError
 from shardc.ir.conversions import SENT
 from shardc.ir.mesh import Mesh
-from shardc.ir.program import Collective, HostCopy, Source, Value
+from shardc.ir.metadata import Collective, Value
+from shardc.ir.offload import HostCopy
+from shardc.ir.source import Source
 from shardc.ir.type_text import parse as parse_type
 from shardc.runtime import ops
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers torch.ops.shardc.*)

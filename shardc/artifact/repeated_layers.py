@@ -18,9 +18,13 @@ from typing import Any, TypeVar
 
 from torch import fx
 
+from shardc.ir.buckets import Bucket
 from shardc.ir.graph import source_of
 from shardc.ir.layers import layers_of
-from shardc.ir.program import Bucket, Collective, Edge, Param, Program, Region, Stage
+from shardc.ir.metadata import Collective
+from shardc.ir.program import Program
+from shardc.ir.stage import Edge, Region, Stage
+from shardc.ir.stored import Param
 
 _NUMBER = re.compile(r"(?<![\w])\d+(?![\w])")
 _BUCKET = re.compile(r"bucket\d+$")

@@ -60,7 +60,8 @@ from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.generation import Step
 from shardc.ir.graph import placeholders, source_of
-from shardc.ir.program import Program, Source
+from shardc.ir.program import Program
+from shardc.ir.source import Source
 from shardc.runtime.step.user_changes import EVAL_MODE, Attributes, TensorRead
 
 

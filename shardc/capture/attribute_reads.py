@@ -25,7 +25,7 @@ from torch import nn
 from shardc.capture.global_reads import PLAIN
 from shardc.capture.side_effects import Changes, identity
 from shardc.ir import source
-from shardc.ir.program import Source
+from shardc.ir.source import Source
 
 #: Torch's own modules that hand `self.training` to ops which `evaluate` switches (compare_eager.SWITCHED): unless their
 #: rate of dropout (`p`, or `dropout`) is 0, they do something else in training mode. No op switches what its others do

@@ -24,7 +24,8 @@ from shardc.capture.side_effects import line_that_changes
 from shardc.errors import Errors, ShardcError
 from shardc.ir import source
 from shardc.ir.graph import calls, copy_graph
-from shardc.ir.program import Program, Source
+from shardc.ir.program import Program
+from shardc.ir.source import Source
 from shardc.ir.types import op_name
 from shardc.passes.canonical.norm import BATCH_NORMS
 from shardc.runtime.step import op_errors

@@ -35,7 +35,7 @@ from shardc.capture.guards import needed
 from shardc.capture.masked_rows import ChosenRows
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.ir.program import Source
+from shardc.ir.source import Source
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::ctc_loss)
 from shardc.torch_modes import untraced
 from shardc.torch_private import FakeTensor, traced_node

@@ -42,7 +42,7 @@ from shardc.ir import source
 from shardc.ir import types as values
 from shardc.ir.generation import Step
 from shardc.ir.graph import is_call, placeholders, producer_of
-from shardc.ir.program import Source
+from shardc.ir.source import Source
 from shardc.torch_private import (
     FakeTensor,
     OpOverload,

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.ir.program import Source
+from shardc.ir.source import Source
 from shardc.torch_modes import untraced
 from shardc.torch_private import FakeTensor, OpOverload, TorchDispatchMode, pytree, replaced_flex_attention
 

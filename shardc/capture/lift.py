@@ -20,8 +20,11 @@ from shardc.ir import source
 from shardc.ir import types as values
 from shardc.ir.graph import placeholders, source_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Value
 from shardc.ir.outputs import Output
-from shardc.ir.program import Buffer, Input, Param, Program, Source, Value
+from shardc.ir.program import Program
+from shardc.ir.source import Source
+from shardc.ir.stored import Buffer, Input, Param
 
 
 def lift(

@@ -15,7 +15,7 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.ir.program import Source
+from shardc.ir.source import Source
 from shardc.torch_private import DATA_DEPENDENT
 
 DATA = "data-dependent"  # in `Cause.raised`: any error of tracing that means that Python read a tensor's value

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.ir.program import Source
+from shardc.ir.source import Source
 from shardc.torch_private import FakeTensor
 
 _HELD = ("_parameters", "_buffers", "_modules")

@@ -10,7 +10,7 @@ from shardc.cost.collective_seconds import collective_seconds, reach
 from shardc.cost.device import Device
 from shardc.cost.ledger import Op, Part, Sent, Waited
 from shardc.ir.mesh import Mesh
-from shardc.ir.program import HOST_LINK
+from shardc.ir.offload import HOST_LINK
 from shardc.runtime.mesh import CommRecord
 
 

@@ -37,7 +37,8 @@ from shardc.cost.ledger import Storage
 from shardc.cost.size_symbols import LayerSums, Symbols
 from shardc.ir.graph import source_of, value_of
 from shardc.ir.layers import layer_of
-from shardc.ir.program import Collective, Program
+from shardc.ir.metadata import Collective
+from shardc.ir.program import Program
 from shardc.runtime import ops
 
 

@@ -17,9 +17,11 @@ from torch import fx
 from shardc.cost.dry_run import DryRun
 from shardc.cost.ledger import Op, Sent
 from shardc.cost.size_symbols import LayerSums, Symbols
+from shardc.ir.buckets import Bucket
 from shardc.ir.graph import operands_of, source_of, values_of
 from shardc.ir.layers import layer_of
-from shardc.ir.program import HOST_LINK, Bucket, Program
+from shardc.ir.offload import HOST_LINK
+from shardc.ir.program import Program
 from shardc.runtime.mesh import CommRecord
 
 

@@ -24,7 +24,9 @@ from shardc.cost.known_ops import KnownOps
 from shardc.cost.ledger import Ledger, Part, Sent, Storage, Waited
 from shardc.ir.graph import copy_graph, values_of
 from shardc.ir.pieces import moved, pieces_of
-from shardc.ir.program import Buffer, Input, Lowered, Param, Program, Stage
+from shardc.ir.program import Program
+from shardc.ir.stage import Lowered, Stage
+from shardc.ir.stored import Buffer, Input, Param
 from shardc.ir.units import plural
 from shardc.passes.lower.pieces import shares_memory
 from shardc.passes.runner import uncollected

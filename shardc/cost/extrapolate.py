@@ -20,7 +20,8 @@ from shardc.cost.step import Cost, RankCost
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph, source_of
 from shardc.ir.layers import layer_of
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 
 
 def layer_lists(captured: Program) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardc.cost.ledger import Ledger, Sent, Waited
-from shardc.ir.program import HOST_LINK, OffloadPlaces
+from shardc.ir.offload import HOST_LINK, OffloadPlaces
 from shardc.runtime.mesh import CommRecord
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Mover

@@ -20,7 +20,8 @@ from torch import fx
 from shardc.cost.dry_run import DryRun
 from shardc.cost.ledger import Part, Storage
 from shardc.ir.graph import operands_of, source_of
-from shardc.ir.program import Program, Source
+from shardc.ir.program import Program
+from shardc.ir.source import Source
 from shardc.ir.types import op_name
 from shardc.passes.recompute.autograd_saves import SavedOf
 

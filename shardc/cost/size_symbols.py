@@ -17,8 +17,9 @@ from torch import fx
 from shardc.cost.ledger import Storage
 from shardc.errors import ShardcError
 from shardc.ir.graph import operands_of, values_of
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import Shard
-from shardc.ir.program import Collective, Program, Value
+from shardc.ir.program import Program
 from shardc.ir.types import op_name
 from shardc.runtime.step.inputs import name_of
 

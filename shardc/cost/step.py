@@ -20,7 +20,8 @@ from shardc.cost.peak_memory import Memory, memory, parts, reserved
 from shardc.cost.premises import premises
 from shardc.cost.streams import Span, Streams
 from shardc.ir.graph import source_of
-from shardc.ir.program import Program, Source
+from shardc.ir.program import Program
+from shardc.ir.source import Source
 from shardc.ir.units import seconds as duration
 from shardc.ir.units import si, size
 from shardc.runtime import schedule as schedules

@@ -1,6 +1,8 @@
 """What a program is: values that need no weights, no devices and no process group, and small tools on them.
 
-program         Program: stages, parameters, buffers, inputs, buckets; it prints, saves and loads
+program         Program: it holds all of the following, prints, saves and loads
+stage           the graphs that ranks run, and what stages make for each other; metadata: what nodes carry
+stored          parameters, buffers and inputs; buckets: flat buffers of parameters; offload: what leaves the device
 mesh            names and sizes of axes, ranks and coordinates
 placement       how a value lies on a mesh; conversions: every way in which that becomes another one, in one table
 shard_chunks    cuts a tensor by a shard, and joins it again

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from shardc.ir.graph import source_of
-from shardc.ir.program import Buffer, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer
 
 #: Bytes of a constant up to which its numbers count.
 _CONSTANT = 1 << 20

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.program import Source, Value
+from shardc.ir.metadata import Value
+from shardc.ir.source import Source
 
 _NOWHERE = Source()
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 
 Numbers = tuple[int, ...]
 _LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default)

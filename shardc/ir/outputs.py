@@ -23,7 +23,8 @@ from shardc.ir.placement import Layout, Partial, Shard
 
 if TYPE_CHECKING:
     from shardc.ir.mesh import Mesh
-    from shardc.ir.program import Program, Value
+    from shardc.ir.metadata import Value
+    from shardc.ir.program import Program
 
 #: Elements up to which a value that ranks have summands of is summed at the end of the step; a larger one in the graph.
 SMALL = 1024

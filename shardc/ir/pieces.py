@@ -14,7 +14,8 @@ from itertools import groupby
 from torch import fx
 
 from shardc.ir.graph import copy_graph, is_call
-from shardc.ir.program import Lowered, Program
+from shardc.ir.program import Program
+from shardc.ir.stage import Lowered
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import linecache
 import re
 import sys
 import sysconfig
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,6 @@ import torch
 from torch import fx
 
 from shardc import errors
-from shardc.ir.program import Source as Source  # re-exported: `source.Source`
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in .*(?:\n\s*(.*))?')
 #: An editable install has these folders beside shardc's own.
@@ -36,6 +35,23 @@ _STDLIB = tuple(
     {f"{Path(contextlib.__file__).parent}/", *(f"{sysconfig.get_path(n)}/" for n in ("stdlib", "platstdlib"))}
 )
 _PACKAGES = {"site-packages", "dist-packages"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an op came from. module: FQN in the user's model ("" = the root); line: "file.py:31"; code: that line's
+    text.
+
+    calls: "FQN@n" for every module on the way that had been called n times before (not in the program's text).
+    """
+
+    module: str = ""
+    line: str = ""
+    code: str = ""
+    calls: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return " ".join(p for p in (self.module, f"({self.line})" if self.line else "") if p)
 
 
 @cache

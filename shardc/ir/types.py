@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.ir.graph import map_value, values_of
-from shardc.ir.program import Value
+from shardc.ir.metadata import Value
 from shardc.torch_private import OpOverload
 
 #: Ops whose result carries no gradient though their argument may; the rest follows from dtypes (comparisons, indices).

@@ -20,7 +20,7 @@ from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun
 from shardc.cost.ledger import KINDS, Op, Part
 from shardc.ir.mesh import Mesh
-from shardc.ir.program import HOST_LINK
+from shardc.ir.offload import HOST_LINK
 from shardc.runtime.mesh import CommRecord
 from shardc.runtime.schedule.actions import PAIRS
 from shardc.spec import Spec

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.cost.fake_mesh import rank_of as rank_of_coordinate
 from shardc.folded_messages import note_lines
+from shardc.ir.metadata import Value
+from shardc.ir.offload import HOST_LINK
 from shardc.ir.outputs import loss_axes, loss_value, sum_axes, summed
-from shardc.ir.program import HOST_LINK, Program, Value
+from shardc.ir.program import Program
 from shardc.ir.units import seconds, size
 from shardc.runtime import ops
 from shardc.runtime.matrices import assumed

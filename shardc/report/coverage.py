@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 
 from shardc.capture import capture
 from shardc.ir.graph import calls, is_call, source_of
-from shardc.ir.program import Program, Source
+from shardc.ir.program import Program
+from shardc.ir.source import Source
 from shardc.passes.canonical import rewritten
 from shardc.passes.canonical.grouped_mm import with_experts
 from shardc.rules import registry

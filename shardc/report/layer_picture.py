@@ -14,8 +14,9 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.patterns import nearest
-from shardc.ir.program import Collective, Program, Value
+from shardc.ir.program import Program
 from shardc.ir.units import size
 from shardc.report.colours import DARK_GREY, DEEP_RED, INK, PALE, PALE_GREY, SOFT, WHITE
 from shardc.report.drawn_ops import is_view, op_name, traced

@@ -15,9 +15,10 @@ from torch import fx
 
 from shardc.ir.graph import calls, source_of, values_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Collective
 from shardc.ir.patterns import of_every_layer
 from shardc.ir.placement import Layout, runs
-from shardc.ir.program import Collective, Program
+from shardc.ir.program import Program
 from shardc.ir.units import count, size
 from shardc.report.colours import BLUE, CYAN, GREEN, LINE, PALE_GREY, RED, SOFT, VIOLET, WHITE, YELLOW
 from shardc.report.svg import Picture

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import REPLICATE, Layout, Placement, Shard, runs
-from shardc.ir.program import Collective, Value
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
 from shardc.rules.random import part_held

@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import fx
 
+from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Placement, Shard
-from shardc.ir.program import Value
 from shardc.ir.types import typed_key
 from shardc.rules import notation, registry
 from shardc.rules.notation import Signature

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial, Placement, Shard
-from shardc.ir.program import Collective, Value
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call, Operand
 from shardc.rules.registry import LocalCall, rule

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from torch import fx
 
+from shardc.ir.metadata import Collective
 from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
-from shardc.ir.program import Collective
 from shardc.rules.notation import Dim, Operand, Signature
 from shardc.rules.op_call import Call
 from shardc.rules.registry import LocalCall, rule

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
-from shardc.ir.program import Collective, Value
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
 from shardc.rules.registry import LocalCall, rule

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from shardc.ir.graph import values_of
-from shardc.ir.program import Value
+from shardc.ir.metadata import Value
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Value
 from shardc.ir.placement import Layout, Placement
-from shardc.ir.program import Value
 from shardc.rules.notation import Signature, parse
 from shardc.rules.op_call import Call
 from shardc.rules.strategy import Strategy

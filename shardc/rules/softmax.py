@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
-from shardc.ir.program import Collective, Value
 from shardc.rules.op_call import Call
 from shardc.rules.reduce import reduced
 from shardc.rules.registry import LocalCall, rule

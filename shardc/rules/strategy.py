@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardc.ir.metadata import Value
 from shardc.ir.placement import Partial, Placement, Shard
-from shardc.ir.program import Value
 
 
 @dataclass(frozen=True)

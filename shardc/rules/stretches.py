@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
+from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Placement, Shard
-from shardc.ir.program import Collective, Value
 from shardc.rules.op_call import Call
 from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy, needs_sum_grad

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from shardc.ir.graph import values_of
+from shardc.ir.metadata import Value
 from shardc.ir.pieces import pieces_of, without_pieces
-from shardc.ir.program import Program, Value
+from shardc.ir.program import Program
 from shardc.ir.types import OUTSIDE_DOMAIN
 from shardc.ir.units import plural, size
 from shardc.runtime.rng import Rng

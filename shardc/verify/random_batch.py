@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from shardc.ir.graph import placeholders
-from shardc.ir.program import Buffer, Param, Program, Value
+from shardc.ir.metadata import Value
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer, Param
 
 
 def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str, Tensor]:

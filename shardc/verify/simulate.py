@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.ir.program import Buffer, Collective, Param, Program
+from shardc.ir.metadata import Collective
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer, Param
 from shardc.ir.units import plural
 from shardc.runtime.mesh import CommRecord
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback

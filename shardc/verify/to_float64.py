@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import copy_graph, map_value
-from shardc.ir.program import Buffer, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer
 from shardc.passes.lower import lower
 from shardc.spec.schema import Lower
 

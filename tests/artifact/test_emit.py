@@ -18,7 +18,10 @@ from torch import Tensor, nn
 import shardc
 from shardc import report
 from shardc.artifact import emit, parser
-from shardc.ir.program import OffloadPlaces, Program, Source, Stage
+from shardc.ir.offload import OffloadPlaces
+from shardc.ir.program import Program
+from shardc.ir.source import Source
+from shardc.ir.stage import Stage
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import example_text, zoo

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 import shardc
 from shardc.ir import types
 from shardc.ir.graph import value_of
-from shardc.ir.program import Value
+from shardc.ir.metadata import Value
 
 aten = torch.ops.aten
 HUGE = 1 << 44  # 64 TiB of float32: nothing of that size can be made

@@ -17,7 +17,8 @@ from shardc.capture import capture
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of, values_of
 from shardc.ir.layers import layer_of
-from shardc.ir.program import Program, Value
+from shardc.ir.metadata import Value
+from shardc.ir.program import Program
 from shardc.recompile import in_eval_mode
 from shardc.runtime.mesh.loopback import loopback
 from tests import live_bytes, zoo

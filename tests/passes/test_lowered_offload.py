@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 import shardc
 from shardc.cost.device import device
 from shardc.ir.graph import copy_graph
-from shardc.ir.program import HOST_LINK, Program
+from shardc.ir.offload import HOST_LINK
+from shardc.ir.program import Program
 from shardc.passes.lower.memory import Sizes
 from shardc.passes.lower.rank import Rank
 from shardc.passes.lower.seconds import Seconds

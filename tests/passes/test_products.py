@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import shardc
 from shardc.cost import kept_activations
 from shardc.cost.ledger import Op
-from shardc.ir.program import Collective, Program
+from shardc.ir.metadata import Collective
+from shardc.ir.program import Program
 from shardc.report.comm import comm_rows
 from shardc.runtime import launch, ops
 from shardc.runtime.ops import fp8, fp8_products

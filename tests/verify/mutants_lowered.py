@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import copy_graph
-from shardc.ir.program import Program, Value
+from shardc.ir.metadata import Value
+from shardc.ir.program import Program
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 

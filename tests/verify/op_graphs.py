@@ -32,7 +32,9 @@ from torch import Tensor, fx, nn
 import shardc
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.ir.program import Buffer, Input, Param, Program, Source
+from shardc.ir.program import Program
+from shardc.ir.source import Source
+from shardc.ir.stored import Buffer, Input, Param
 from shardc.ir.types import of_tensor, typed
 from shardc.rules.samples import RNG, SAMPLES, Sample, Tensors
 from shardc.torch_private import OpOverload

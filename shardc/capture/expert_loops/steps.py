@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from shardc.capture.random_choices import run
 from shardc.ir import types as values
-from shardc.ir.program import Value
+from shardc.ir.metadata import Value
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten

@@ -12,7 +12,8 @@ from torch import fx
 from shardc.capture.masked_rows.unfit import Unfit
 from shardc.ir import types as values
 from shardc.ir.graph import operands_of
-from shardc.ir.program import Source, Value
+from shardc.ir.metadata import Value
+from shardc.ir.source import Source
 from shardc.passes.canonical import rewritten
 from shardc.rules import registry
 from shardc.rules.op_call import call_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardc.errors import ShardcError
-from shardc.ir.program import Source
+from shardc.ir.source import Source
 
 
 class DrawnError(ShardcError):

@@ -18,7 +18,8 @@ from torch import fx
 
 from shardc.ir.graph import source_of, values_of
 from shardc.ir.layers import layers_of
-from shardc.ir.program import Collective, Program
+from shardc.ir.metadata import Collective
+from shardc.ir.program import Program
 
 _NUMBER = re.compile(r"\d+")
 

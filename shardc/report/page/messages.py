@@ -10,8 +10,11 @@ from torch import fx
 
 from shardc.artifact.emit import bucket_text, value_text
 from shardc.cost import Cost
+from shardc.ir.buckets import Bucket
 from shardc.ir.graph import source_of
-from shardc.ir.program import HOST_LINK, Bucket, Collective, Program
+from shardc.ir.metadata import Collective
+from shardc.ir.offload import HOST_LINK
+from shardc.ir.program import Program
 from shardc.report.comm import IMPLICIT, Row, comm_rows, host_rows, timed
 from shardc.report.drawn_ops import of_parameter, traced
 from shardc.report.page.equal_layers import EqualLayers, ranges

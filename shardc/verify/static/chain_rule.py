@@ -18,7 +18,8 @@ from typing import Any
 from torch import fx
 
 from shardc.ir.graph import is_call, producer_of
-from shardc.ir.program import Program, Stage
+from shardc.ir.program import Program
+from shardc.ir.stage import Stage
 from shardc.passes.lower import types_of
 from shardc.passes.lower.record import Line, Ref, Type, map_refs
 from shardc.passes.lower.rule import Ask, Rule

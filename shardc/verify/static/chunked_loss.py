@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import operands_of, value_of
-from shardc.ir.program import Value
+from shardc.ir.metadata import Value
 from shardc.runtime import ops
 from shardc.verify.static import op_types
 from shardc.verify.static.statement import Claim

@@ -11,8 +11,8 @@ from torch import fx
 
 from shardc.ir.conversions import BY_OP, Conversion
 from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Shard
-from shardc.ir.program import Value
 from shardc.runtime import ops
 from shardc.verify.static.statement import Claim, normal, on_axis
 

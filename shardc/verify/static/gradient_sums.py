@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from shardc.ir.placement import PartialGrad, Shard
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.runtime.zero.flat_partition import Flat
 
 #: Which parameter, and what is wrong with it.

@@ -18,8 +18,10 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import operands_of
+from shardc.ir.metadata import Value
 from shardc.ir.pairs import Pair, prefix_of
-from shardc.ir.program import Lowered, Program, Stage, Value
+from shardc.ir.program import Program
+from shardc.ir.stage import Lowered, Stage
 from shardc.passes.lower.record import is_view
 from shardc.passes.lower.rules import Rules
 from shardc.runtime import ops

@@ -15,7 +15,8 @@ from shardc.errors import ShardcError
 from shardc.ir.graph import operands_of, source_of, values_of
 from shardc.ir.mesh import MICROBATCH
 from shardc.ir.placement import REPLICATE, Partial
-from shardc.ir.program import Program, Stage
+from shardc.ir.program import Program
+from shardc.ir.stage import Stage
 from shardc.ir.units import plural
 from shardc.passes.lower.rules import Rules
 from shardc.runtime import ops

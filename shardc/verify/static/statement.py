@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, PartialGrad, Placement, Shard
-from shardc.ir.program import Input, Program, Value
+from shardc.ir.program import Program
+from shardc.ir.stored import Input
 from shardc.rules.strategy import needs_sum_grad
 
 

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.buckets import Bucket, Rounded
 from shardc.ir.graph import calls, operands_of, producer_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.metadata import Value
 from shardc.ir.placement import REPLICATE, Layout, Partial, PartialGrad, Placement
-from shardc.ir.program import Bucket, Program, Rounded, Value
+from shardc.ir.program import Program
 from shardc.rules.choices import Choices, choices_of
 from shardc.runtime import ops
 from shardc.runtime.ops.fp8_recipe import RECIPES, along

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from shardc.capture import capture, default_loss
 from shardc.ir.mesh import Mesh
-from shardc.ir.program import Program, Value
+from shardc.ir.metadata import Value
+from shardc.ir.program import Program
 from shardc.ir.types import op_name
 from shardc.passes.canonical import Canonical
 from shardc.runtime import ops

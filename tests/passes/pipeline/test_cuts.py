@@ -14,7 +14,8 @@ import torch
 from torch import fx, nn
 
 import shardc
-from shardc.ir.program import Program, Source
+from shardc.ir.program import Program
+from shardc.ir.source import Source
 from shardc.passes.pipeline import cuts as cutting
 from shardc.passes.pipeline.cuts import Ops, even
 from tests import equality, zoo

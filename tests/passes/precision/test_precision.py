@@ -269,7 +269,7 @@ def test_float64_stays_float64() -> None:
     for precision in ({}, {"loss_scale": 8}):
         program = shardc.compile(model, batch, {"shardc": 1, "precision": precision})
         assert {
-            v.dtype for n in program.graph.nodes if isinstance(v := n.meta.get("value"), shardc.ir.program.Value)
+            v.dtype for n in program.graph.nodes if isinstance(v := n.meta.get("value"), shardc.ir.metadata.Value)
         } == {torch.float64}
 
 

@@ -22,7 +22,8 @@ from shardc.cli.user_frames import place, said
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
-from shardc.ir.program import Input, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Input
 from shardc.runtime.data.loader import Loader
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.cost.fake_mesh import rank_of
 from shardc.ir.matrices import Cut, fault, matrices_of, owners, work
-from shardc.ir.program import Param
+from shardc.ir.stored import Param
 from shardc.report.comm import OF_MATRICES, comm_rows, comm_table
 from shardc.runtime.matrices.assumed import muon_and_adamw
 from shardc.runtime.matrices.exchange import Exchange

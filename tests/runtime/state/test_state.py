@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Placement, Shard
-from shardc.ir.program import Buffer, Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer, Param
 from shardc.runtime import state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state.checkpoint_folder import newest, read_index

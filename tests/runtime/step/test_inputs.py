@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.errors import ShardcError
-from shardc.ir.program import Input, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Input
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.step import inputs
 from tests import example_program

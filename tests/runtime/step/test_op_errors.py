@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import shardc
 from shardc.errors import ShardcError
-from shardc.ir.program import Source
+from shardc.ir.source import Source
 from shardc.runtime import launch
 from shardc.runtime.step import op_errors
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardc.ir.buckets import Bucket
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
-from shardc.ir.program import Bucket, Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.runtime.mesh import RankMesh, Work
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.clip_grad_norm import GradNorm

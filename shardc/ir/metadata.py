@@ -1,0 +1,83 @@
+"""What the nodes of a program's graphs carry: the type of a value, and what an op communicates.
+
+    linear_1_sum = ops.all_reduce(linear_1, mesh, ...)  # f32[8@dp, 64] grad | all_reduce/none tp 1024 "spec.yaml:3 ..."
+                                                          ------- Value ----   ------------- Collective --------------
+
+All keys of `node.meta` that passes may rely on
+    in every graph
+        "value"       Value, or a tuple of them for an op with several results (None for mesh and rng)
+        "source"      Source: the model's module and line that the op came from (shardc.ir.source)
+    in the global graph, until it is partitioned
+        "through"     names of modules that return this value as they take it (Dropout(0.0))
+        "pin"         Layout that the spec requires of a pinned value
+        "shared"      digits of axes over which a weight's heads are shared: their ranks hold the same ones
+        "cause"       {axis: spec line that split the value}
+        "strategies"  {axis: Strategy by which the op runs}
+        "why"         {axis: why placement chose that strategy}
+        "spec_line"   the spec line that inserted the op
+    in the graphs of stages
+        "collective"  Collective, on nodes that communicate
+        "region"      name of the innermost Region that the op is in (shardc.ir.stage)
+        "kept"        names of those of its regions that keep its result
+        "again"       how often backward repeats the op, on collectives
+    in the graphs of lowered stages' backward
+        "of"          name of the op of forward that a line belongs to; "repeats": whether the line runs it again
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardc.ir.mesh import Mesh
+from shardc.ir.placement import Layout
+from shardc.ir.type_text import show
+
+
+@dataclass(frozen=True)
+class Value:
+    """Type of one tensor: global shape, dtype, layout over the mesh, and whether a gradient flows through it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    layout: Layout = Layout()
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        return self.layout.local_shape(self.shape, mesh)
+
+    def nbytes(self, mesh: Mesh | None = None) -> int:
+        """Bytes of one rank's part (mesh given), or of the global tensor."""
+        n = self.dtype.itemsize
+        for s in self.local_shape(mesh) if mesh else self.shape:
+            n *= s
+        return n
+
+    def __str__(self) -> str:
+        return show(self.shape, self.dtype, self.layout)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One communicating op of the program.
+
+    kind: what forward runs: all_reduce | all_gather | reduce_scatter | all_to_all | none; backward: what its gradient
+    runs.
+    axes: mesh axes it runs over. bytes: per rank, of the whole (gathered or reduced) local tensor, per direction;
+    packed: of forward, where that sends 8 bits of each number (0: it does not).
+    cause: the spec line behind it and why, e.g. "spec.yaml:9 '*.o_proj: row'".
+    """
+
+    kind: str
+    backward: str
+    axes: tuple[str, ...]
+    bytes: int
+    cause: str = ""
+    implicit: bool = False  # no annotation implies it: a note, and an error under `strict`
+    packed: int = 0
+
+    @property
+    def forward_bytes(self) -> int:
+        """What `bytes` is of forward."""
+        return self.packed or self.bytes

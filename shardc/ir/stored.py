@@ -1,0 +1,135 @@
+"""What a program's graphs take: the model's parameters and buffers, and the tensors of a batch. Each has a layout.
+
+Ranks store parameters and buffers under the names that the model has for them; a graph takes them by a name of its own:
+
+    model's state_dict                 program.params                                        placeholder of the graphs
+    "up.weight"      [256, 64]         Param("up_weight", fqn="up.weight", ...)              up_weight
+    "emb", "head"    one tied tensor   Param("emb", fqn="emb", aliases=("head",))            emb
+    "e.0.w", "e.1.w" two experts       Param("e_w", fqn="e.*.w", members=("e.0.w", ...))     e_w, a stack [2, ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from shardc.ir.metadata import Value
+from shardc.ir.placement import Layout, Shard
+
+
+class Stored:
+    """What parameters and buffers have in common: names in the model's state_dict.
+
+    A parameter may be a stack of several of the model's, [number, ...]: then these are its `members`, in order.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...]
+    members: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names in the model."""
+        return self.members or (self.fqn, *self.aliases)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The global shape of the tensor of each name."""
+        return dict.fromkeys(self.names, self.shape[1:] if self.members else self.shape)
+
+    def by_name(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The global tensor under the model's names: all of a tied one, each member's of a stack (views)."""
+        return dict(zip(self.members, whole, strict=True)) if self.members else dict.fromkeys(self.names, whole)
+
+    def whole(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The global tensor of such tensors. Raises KeyError if none of its names is there."""
+        if self.members:
+            return torch.stack([tensors[n] for n in self.members])
+        name = next((n for n in self.names if n in tensors), self.fqn)
+        return tensors[name]
+
+
+@dataclass(frozen=True)
+class Param(Stored):
+    """A trainable or frozen parameter. Tied parameters are one Param with several names.
+
+    name: its placeholder in the graphs. fqn: the first of its names in the model; aliases: the others.
+    members: of a stack of several of the model's parameters: their names, in order; fqn is then a pattern of them.
+    shape, dtype: global. layout: how it is stored. reduce: axes over which its gradient is summed.
+    order: position in which backward finishes its gradient (0 = first). bucket: index of its gradient bucket, -1 =
+    none.
+    stages: of a pipeline: those that use it, whose ranks have it. frozen: the spec says that it is not trained.
+    """
+
+    name: str
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+    aliases: tuple[str, ...] = ()
+    layout: Layout = Layout()
+    reduce: tuple[str, ...] = ()
+    order: int = 0
+    bucket: int = -1
+    stages: tuple[int, ...] = ()
+    members: tuple[str, ...] = ()
+    frozen: bool = False
+
+    @property
+    def value(self) -> Value:
+        return Value(self.shape, self.dtype, self.requires_grad, self.layout)
+
+
+@dataclass(frozen=True)
+class Buffer(Stored):
+    """A buffer (running statistics, masks) or a constant tensor of the graph.
+
+    updated: the step computes a new value for it; adds: each microbatch a summand of it. persistent: it is in the
+    state_dict.
+    constant: the tensor itself, for constants that capture lifted out of the code (they have no name in the model).
+    stages: of a pipeline: those that use it, whose ranks have it. cache: keys or values that a program which generates
+    keeps from token to token (shardc.ir.generation); no model has it.
+    """
+
+    name: str
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    aliases: tuple[str, ...] = ()
+    layout: Layout = Layout()
+    updated: bool = False
+    adds: bool = False
+    persistent: bool = True
+    constant: torch.Tensor | None = field(default=None, compare=False)
+    stages: tuple[int, ...] = ()
+    members: tuple[str, ...] = ()  # none: buffers are not stacked
+    cache: bool = False
+
+    @property
+    def value(self) -> Value:
+        return Value(self.shape, self.dtype, False, self.layout)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor of the batch. path: how to reach it in the user's batch, e.g. ("input_ids",) or (0, "mask"); () = the
+    batch itself.
+
+    microbatch: how a rank's part of it is cut into the step's microbatches; None = each gets all of it.
+
+    A batch is a dict (keyword arguments), tuple or tensor, possibly nested; leaves that are no tensors are baked into
+    the graph."""
+
+    name: str
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout = Layout()
+    microbatch: Shard | None = None
+
+    @property
+    def value(self) -> Value:
+        return Value(self.shape, self.dtype, False, self.layout)
