@@ -34,7 +34,7 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.passes.annotate.propagate_split import Follower, SplitGroup, uses
 from shardc.spec import Spec
-from shardc.spec.schema import EXPERTS_AXIS, Expert
+from shardc.spec.module_sections import EXPERTS_AXIS, Expert
 from shardc.spec.yaml_reader import Places
 
 

@@ -42,7 +42,7 @@ from shardc.passes.lower.template import Made
 from shardc.passes.lower.write import Writer
 from shardc.passes.recompute.autograd_saves import SavedOf
 from shardc.runtime import ops
-from shardc.spec.schema import Lower as How
+from shardc.spec.step_sections import Lower as How
 
 
 @dataclass(frozen=True)

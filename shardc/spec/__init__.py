@@ -1,10 +1,15 @@
 """The sharding spec: a frozen `Spec` from YAML or a dict. All mistakes are reported at once, with line and column.
 
-yaml_reader.py   text -> values and the places of each     explain.py    errors of the grammar -> where, what, fix
-schema.py        the grammar of every section              check.py      axes, sizes
+yaml_reader.py   text -> values and the places of each     explain.py         errors of the grammar -> where, what, fix
+schema.py        the grammar of a whole spec               check.py           axes, sizes
+fields.py        kinds of values, such as an axis          names.py           patterns against the names of a model
+                                                           foreign_words.py   words of other libraries, as hints
 
-fields.py        kinds of values, such as an axis           names.py      patterns against the names of a model
-run_section.py   `run:`, how `shardc run` trains            foreign_words.py   words of other libraries, as hints
+The grammar of the sections:
+shard_section.py       shard, activations, outputs         batch_section.py       batch, sequence
+data_section.py        data: gradients, ZeRO, offload      step_sections.py       pipeline, checkpoint, loss, lower
+module_sections.py     experts, adapters                   precision_section.py   precision, products of 8 bits
+optimizer_section.py   matrices that an optimizer sees     run_section.py         run, how `shardc run` trains
 """
 
 from __future__ import annotations
@@ -23,29 +28,19 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import nearest
 from shardc.spec import yaml_reader
+from shardc.spec.batch_section import Batch, Sequence
 from shardc.spec.check import Check, data_axes, resolve_mesh
+from shardc.spec.data_section import Data
 from shardc.spec.explain import check_form
 from shardc.spec.fields import Section
+from shardc.spec.module_sections import Adapter, Expert
 from shardc.spec.names import Names
+from shardc.spec.optimizer_section import Optimizer
+from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
-from shardc.spec.schema import (
-    Adapter,
-    Batch,
-    Checkpoint,
-    Data,
-    DimShard,
-    Expert,
-    Form,
-    Loss,
-    Lower,
-    On,
-    Optimizer,
-    Pipeline,
-    Precision,
-    Sequence,
-    Style,
-    Use,
-)
+from shardc.spec.schema import Form, On
+from shardc.spec.shard_section import DimShard, Style, Use
+from shardc.spec.step_sections import Checkpoint, Loss, Lower, Pipeline
 from shardc.spec.yaml_reader import Document, Places, say
 
 __all__ = [

@@ -118,11 +118,26 @@ def number_schema(*words: str) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"enum": list(words)}]})
 
 
+def is_dim(key: object) -> bool:
+    """Is it a number of a dim, as YAML (1) or JSON ("1") has it?"""
+    return isinstance(key, int) or (isinstance(key, str) and key.lstrip("-").isdecimal())  # "0" is refused later
+
+
+def _chosen(value: str) -> str:
+    """A pattern, perhaps behind an exclamation mark."""
+    module_pattern(value.removeprefix("!"))
+    return value
+
+
 Axis = Annotated[str, AfterValidator(axis_name)]
 Pattern = Annotated[str, AfterValidator(module_pattern)]
-_ONE_OR_MANY = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-Axes = Annotated[tuple[Axis, ...], BeforeValidator(as_list), WithJsonSchema(_ONE_OR_MANY)]
+ONE_OR_MANY_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+Axes = Annotated[tuple[Axis, ...], BeforeValidator(as_list), WithJsonSchema(ONE_OR_MANY_SCHEMA)]
 ONE_OR_MANY = PlainSerializer(lambda value: value[0] if len(value) == 1 else list(value))
+#: Patterns that choose modules or weights, and behind a ! some that are not; the last that matches counts.
+Choices = Annotated[
+    tuple[Annotated[str, AfterValidator(_chosen)], ...], BeforeValidator(as_list), WithJsonSchema(ONE_OR_MANY_SCHEMA)
+]
 Positive = Annotated[float, AfterValidator(positive), WithJsonSchema({"type": "number", "exclusiveMinimum": 0})]
 Count = Annotated[int, Field(ge=1)]
 Dim = Annotated[int, Field(ge=0)]

@@ -12,7 +12,7 @@ from shardc.ir.graph import copy_graph, map_value
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer
 from shardc.passes.lower import lower
-from shardc.spec.schema import Lower
+from shardc.spec.step_sections import Lower
 
 
 def _wide(x: Any) -> Any:

@@ -16,7 +16,9 @@ import shardc
 from shardc.errors import ShardcError
 from shardc.spec import Spec
 from shardc.spec.foreign_words import KEYS, VALUES, ours
-from shardc.spec.schema import DTYPES, STYLES, Form
+from shardc.spec.precision_section import DTYPES
+from shardc.spec.schema import Form
+from shardc.spec.shard_section import STYLES
 
 HEAD = "shardc: 1\nmesh: {dp: 2, tp: 2}\n"  # wrong specs go on in line 3
 

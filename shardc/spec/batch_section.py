@@ -1,0 +1,102 @@
+"""`batch` and `sequence`: how the inputs of a step are split, by rows and along the sequence.
+
+An input [8, 1024] on dp=2 × cp=2, with batch: {microbatches: 2} and sequence: {axis: cp}:
+
+               cp 0   cp 1
+    rows 0-1 |      |      |  dp 0, microbatch 0
+    rows 2-3 |      |      |  dp 0, microbatch 1
+    rows 4-5 |      |      |  dp 1, microbatch 0
+    rows 6-7 |      |      |  dp 1, microbatch 1
+
+With balance: zigzag a rank of cp has two stretches, an early and a late one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    WithJsonSchema,
+)
+
+from shardc.spec.fields import (
+    ONE_OR_MANY,
+    Axes,
+    BatchDims,
+    Count,
+    Pattern,
+    Section,
+    as_list,
+    as_tuple,
+)
+
+
+class Batch(Section):
+    """How the global batch is split. dims: glob over input names -> batch dim, None = not split; the first that matches
+    counts.
+    """
+
+    dims: BatchDims = Field(
+        default={"*": 0}, description="each input's batch dim; null = not split", examples=[{"*": 0}]
+    )
+    axes: Axes | None = Field(
+        default=None, description="axes that split the batch (default: every data axis)", examples=[["dp"]]
+    )
+    microbatches: Count = Field(default=1, description="microbatches per step", examples=[8])
+    rows: Count | None = Field(
+        default=None,
+        description="rows that a rank has in a microbatch: there are as many microbatches as the ranks need",
+        examples=[4],
+    )
+    lengths: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
+        default=(), description="lengths to which batches are padded; needs pad", examples=[[128, 256, 512]]
+    )
+    pad: dict[Pattern, float] = Field(
+        default={},
+        description="number that pads an input to the batch's length (the dim beside the batch's)",
+        examples=[{"input_ids": 0, "labels": -100}],
+    )
+
+
+Method = Literal["auto", "gather", "ring", "ulysses"]
+
+
+#: Of each axis of the sequence, or one for all.
+Methods = Annotated[tuple[Method, ...], BeforeValidator(as_list), ONE_OR_MANY]
+
+
+_METHODS = {"anyOf": [{"enum": list(get_args(Method))}, {"type": "array", "items": {"enum": list(get_args(Method))}}]}
+
+
+def _methods(value: Any) -> Any:
+    """`ring` -> {"*": ring}."""
+    return value if isinstance(value, dict) else {"*": value}
+
+
+class Sequence(Section):
+    """Context parallel: the inputs' sequence dim is split. Of several axes the first is the outermost: its ranks have
+    the longest stretches.
+    """
+
+    axis: Annotated[Axes, Field(min_length=1), ONE_OR_MANY] = Field(
+        description="mesh axis that splits the sequence; [outer, inner] = both, each by a method of its own",
+        examples=["cp"],
+    )
+    dims: BatchDims = Field(default={"*": 1}, description="each input's sequence dim; null = none", examples=[{"*": 1}])
+    method: Annotated[
+        dict[Pattern, Methods],
+        BeforeValidator(_methods),
+        WithJsonSchema({"anyOf": [*_METHODS["anyOf"], {"type": "object", "additionalProperties": _METHODS}]}),
+    ] = Field(
+        default={"*": ("auto",)},
+        description="how queries meet the keys of other ranks, [ring, ulysses] of two axes; or {module: method}, the"
+        " first that matches counts",
+        examples=["ring"],
+    )
+    balance: Literal["auto", "zigzag", "none"] = Field(
+        default="auto",
+        description="tokens of a rank: zigzag = two stretches, whose causal work is even; none = one; auto = zigzag"
+        " where attention is causal and the sequence divides",
+    )

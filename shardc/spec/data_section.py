@@ -1,0 +1,55 @@
+"""`data`: which ranks sum gradients, what ZeRO keeps split between them, and what is kept off the device."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import (
+    Field,
+)
+
+from shardc.spec.fields import (
+    Axes,
+    Place,
+    Positive,
+    Section,
+)
+
+
+class Offload(Section):
+    """Where optimizer state and parameters are kept: none = on the device, cpu, or a directory on disk."""
+
+    optimizer: Place = Field(default="none", examples=["cpu"])
+    parameters: Place = Field(default="none", examples=["cpu"])
+
+
+class Data(Section):
+    """Data parallel and ZeRO. axis: () = the mesh's axes dp and dp_*; [outer, inner] = sharded in inner, replicated
+    over outer.
+    """
+
+    axis: Axes = Field(default=(), description="data axis; [dp_outer, dp] = HSDP", examples=["dp"])
+    zero: Annotated[int, Field(ge=0, le=3)] = Field(
+        default=0,
+        description="0 all-reduced gradients, 1 +optimizer state split, 2 +gradients, 3 +parameters",
+        examples=[2],
+    )
+    bucket_mb: Positive | None = Field(
+        default=None,
+        description="size of a bucket in MB; without it 1 for each rank that sums it, at least 25 and at most 256",
+        examples=[25],
+    )
+    prefetch: Annotated[int, Field(ge=0)] = Field(
+        default=1, description="at zero 3: buckets gathered ahead of their use", examples=[2]
+    )
+    keep: bool = Field(
+        default=False, description="at zero 3: parameters stay whole from a step's first forward to its last backward"
+    )
+    offload: Offload = Field(default=Offload(), examples=[{"optimizer": "cpu"}])
+
+    def bucket_bytes(self, ranks: int = 1) -> float:
+        """Bytes of a bucket that so many ranks sum. In a ring each of them sends a part of it at a time, which should
+        take longer than to begin: 1 MB is 20 us at 50 GB/s between machines (8 us of latency), and more than inside.
+        Beyond 256 MB a bucket is a burden: of ZeRO 3's, some are whole at a time.
+        """
+        return (self.bucket_mb or min(max(25.0, ranks), 256.0)) * 2**20

@@ -1,0 +1,102 @@
+"""`optimizer`: which matrices a parameter consists of, for optimizers that need them whole.
+
+    matrices: {"*": whole, "*.qkv.weight": {0: 3}}     a fused weight [3 * 64, 64] is three matrices [64, 64]
+
+shardc.ir.matrices says what is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    WithJsonSchema,
+)
+
+from shardc.spec.fields import (
+    Pattern,
+    Section,
+    is_dim,
+    malformed,
+    unknown,
+    wrong_here,
+)
+
+#: How parameters are cut into the matrices that an optimizer sees: not at all; one for each head of attention; one for
+#: each entry of a stack of experts.
+CUTS = ("whole", "heads", "experts")
+
+
+def _cut(value: Any) -> Any:
+    """A word, or {dim: number of parts} or {dim: sizes} -> the word, or a mapping of whole numbers."""
+    if isinstance(value, str):
+        if value not in CUTS:
+            raise unknown("way to cut a parameter", CUTS, "or {dim: parts}, e.g. {0: 3}")
+        return value
+    if not isinstance(value, Mapping) or not value:
+        raise malformed(f"a word ({', '.join(CUTS)}) or a mapping from dim to parts", "e.g. whole, or {0: 3}")
+    cuts: dict[int, int | tuple[int, ...]] = {}
+    for dim, parts in value.items():
+        if not is_dim(dim) or int(dim) < 0:
+            raise wrong_here("names a dim that is no whole number", "e.g. {0: 3}: dim 0 is three matrices")
+        sizes = tuple(parts) if isinstance(parts, (list, tuple)) else (parts,)
+        if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+            raise wrong_here("cuts a dim by what are no sizes", "e.g. {0: 3}, or {0: [512, 128, 128]}")
+        cuts[int(dim)] = sizes if isinstance(parts, (list, tuple)) else parts
+    return cuts
+
+
+def _matrices(value: Any) -> Any:
+    """One word is for all parameters."""
+    if isinstance(value, str):
+        return {"*": value}
+    if not isinstance(value, Mapping) or not value:
+        raise malformed(f"a word ({', '.join(CUTS)}) or a mapping from pattern to one", "e.g. matrices: whole")
+    return {"*": value} if all(map(is_dim, value)) else value
+
+
+_CUT: dict[str, Any] = {
+    "anyOf": [
+        {"enum": list(CUTS)},
+        {
+            "type": "object",
+            "minProperties": 1,
+            "additionalProperties": False,
+            "patternProperties": {
+                "^[0-9]+$": {
+                    "anyOf": [
+                        {"type": "integer", "minimum": 1},
+                        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 1}},
+                    ]
+                }
+            },
+        },
+    ]
+}
+
+
+_MATRICES: dict[str, Any] = {
+    "anyOf": [{"enum": list(CUTS)}, {"type": "object", "minProperties": 1, "additionalProperties": _CUT}]
+}
+
+
+class Optimizer(Section):
+    """For optimizers whose step of a parameter needs all of it (Muon, Shampoo, SOAP, Adafactor, LAMB): each matrix has
+    an owner, a rank that steps it. What steps each element by itself (AdamW) stays split.
+    """
+
+    matrices: (
+        Annotated[
+            dict[Pattern, Annotated[Any, BeforeValidator(_cut)]],
+            BeforeValidator(_matrices),
+            WithJsonSchema(_MATRICES),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="what of a parameter is one matrix: whole, heads, experts, {dim: parts}, or these by pattern",
+        examples=["whole", {"*.qkv.weight": {0: 3}}],
+    )
