@@ -309,8 +309,8 @@ def test_snapshots_of_memory_are_refused_where_there_is_no_gpu(folder: Path) -> 
 def test_a_snapshot_of_memory_ends_with_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for CUDA's allocator: recording begins, is written, and ends, also where the step fails."""
     did: list[Any] = []
-    monkeypatch.setattr(torch_private, "_record_memory_history", lambda **how: did.append(how))
-    monkeypatch.setattr(torch_private, "_dump_snapshot", did.append)
+    monkeypatch.setattr(torch_private.gpu, "_record_memory_history", lambda **how: did.append(how))
+    monkeypatch.setattr(torch_private.gpu, "_dump_snapshot", did.append)
     file = tmp_path / "log" / "memory-step1-rank0.pickle"
     with pytest.raises(OSError, match="tired"), torch_private.memory_recorded(file):
         raise OSError("tired")

@@ -1,0 +1,125 @@
+"""The one place that imports torch's private modules. tests/capture/test_capture.py says what breaks when they move.
+
+Add a name here with the reason why nothing public will do; tests/test_layers.py refuses such an import elsewhere. Other
+files only read private attributes of public objects, for what torch offers no other way to: an op's declaration
+(`OpOverload._schema`, `._overloadname`) and a module's own tables (`nn.Module._parameters`, `._buffers`,
+`._backward_hooks`, ...); and they call two ops that have no public name (`torch._grouped_mm`, `torch._ctc_loss`).
+
+traced_graphs    while a model is traced to a graph        autograd       inside of a backward pass; optimizers' hooks
+replacements     functions of torch's, replaced meanwhile  inductor       the compiler
+fake_tensors     tensors without data                      processes      groups, their store, workers
+ops              overloads and decompositions              gpu            CUDA's allocator and streams
+"""
+
+from __future__ import annotations
+
+from torch._ops import HigherOrderOperator, OpOverload  # types of export's wrappers around regions of code, and of ops
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree  # nested batches; torch.utils has no public name for it
+from torch.utils._python_dispatch import (  # what sees every op; tensors of tensors, such as a DTensor
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
+
+from shardc.torch_private.autograd import (
+    after_backward,
+    current_backward,
+    engine_executes,
+    keeps_graph,
+    outer_hooks,
+    sequence_number,
+    set_sequence_number,
+    step_hooks,
+)
+from shardc.torch_private.fake_tensors import (
+    DATA_DEPENDENT,
+    fake_device,
+    fake_mode,
+    fake_result,
+    fake_tensor,
+    no_modes,
+    stands_for_gpu,
+)
+from shardc.torch_private.gpu import busy_gpu, memory_recorded
+from shardc.torch_private.inductor import inductor_compiled, kernels_of, no_compiler
+from shardc.torch_private.ops import assert_on_device, backward_decompositions, decompositions, norms, overload_of
+from shardc.torch_private.processes import default_store, flight_record, let_workers_end, process_groups
+from shardc.torch_private.replacements import (
+    plain_checkpoints,
+    replaced_engine,
+    replaced_flex_attention,
+    replaced_packing,
+    replaced_trunc_normal,
+)
+from shardc.torch_private.traced_graphs import (
+    call_modes,
+    functionalized,
+    is_transform,
+    module_calls,
+    silent,
+    traced_constant,
+    traced_functional,
+    traced_node,
+    traced_on,
+    traced_so_far,
+    traced_with,
+    tracing,
+    transforming,
+)
+
+__all__ = [
+    "DATA_DEPENDENT",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDispatchMode",
+    "after_backward",
+    "assert_on_device",
+    "backward_decompositions",
+    "busy_gpu",
+    "call_modes",
+    "current_backward",
+    "decompositions",
+    "default_store",
+    "engine_executes",
+    "fake_device",
+    "fake_mode",
+    "fake_result",
+    "fake_tensor",
+    "flight_record",
+    "functionalized",
+    "inductor_compiled",
+    "is_traceable_wrapper_subclass",
+    "is_transform",
+    "keeps_graph",
+    "kernels_of",
+    "let_workers_end",
+    "memory_recorded",
+    "module_calls",
+    "no_compiler",
+    "no_modes",
+    "norms",
+    "outer_hooks",
+    "overload_of",
+    "plain_checkpoints",
+    "process_groups",
+    "pytree",
+    "replaced_engine",
+    "replaced_flex_attention",
+    "replaced_packing",
+    "replaced_trunc_normal",
+    "sequence_number",
+    "set_sequence_number",
+    "silent",
+    "stands_for_gpu",
+    "step_hooks",
+    "traced_constant",
+    "traced_functional",
+    "traced_node",
+    "traced_on",
+    "traced_so_far",
+    "traced_with",
+    "tracing",
+    "transforming",
+]

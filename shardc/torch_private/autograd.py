@@ -1,0 +1,75 @@
+"""Autograd's nodes, numbers and hooks, mostly inside of a backward pass; and hooks of optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # of all optimizers
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Has anybody registered a hook of the optimizer's steps? shardc's own, which look and change nothing, do not
+    count: they are marked so (`looks_only`).
+    """
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    each = (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    return any(not getattr(hook, "looks_only", False) for hooks in each for hook in hooks.values())
+
+
+def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """(pack, unpack) of the `torch.autograd.graph.saved_tensors_hooks` that are open now. Only the innermost ones are
+    ever called by autograd: hooks that work within others have to pass on themselves what they do not take.
+    """
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+def set_sequence_number(node: Any, number: int) -> None:
+    """Give a node of autograd's that is a Function another number: of those that are ready, backward runs that of the
+    greatest first.
+    """
+    node.first_number = node._sequence_nr()
+    node._set_sequence_nr(number)
+
+
+def sequence_number() -> int:
+    """Number that the next node of autograd's graph gets on this thread: nodes that an op makes lie between two calls
+    around it.
+    """
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def current_backward() -> int | None:
+    """Inside of a backward pass: the number of the node that runs; else None. Anomaly mode knows it too, but keeps
+    stacks of all ops.
+    """
+    node = torch._C._current_autograd_node()
+    return int(getattr(node, "first_number", None) or node._sequence_nr()) if node is not None else None
+
+
+def engine_executes(node: Any) -> bool | None:
+    """Inside of a backward pass: does it run this node? None: it is a leaf whose gradient torch.autograd.grad was asked
+    for. torch.autograd.graph.register_multi_grad_hook asks so; there is no public name.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return None
+
+
+def keeps_graph() -> bool:
+    """Inside of a backward pass: may it be run again (`retain_graph=True`)? Then nothing that was saved for it may be
+    written over. Checkpoints of torch.utils ask so; there is no public name.
+    """
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Inside of a backward pass: have `callback` called when all of it is done, before `.backward()` returns.
+
+    DDP and FSDP end their reductions so; a public hook that runs at this point does not exist.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

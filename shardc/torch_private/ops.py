@@ -1,0 +1,62 @@
+"""Ops: which overload is meant, how torch takes it apart; and two that have no public name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table  # torch's own decompositions, by op
+from torch._library.custom_ops import CustomOpDef  # what torch.library.custom_op returns
+from torch._ops import OpOverload, OpOverloadPacket  # types of export's wrappers around regions of code, and of ops
+
+
+def overload_of(op: Any) -> OpOverload | None:
+    """The overload that an op in any form means: itself; `torch.ops.lib.op`'s default, or only one; a custom
+    op's; else None.
+    """
+    if isinstance(op, CustomOpDef):
+        return op._opoverload
+    if isinstance(op, OpOverloadPacket):
+        names = op.overloads()  # type: ignore[no-untyped-call]
+        return (
+            getattr(op, "default" if "default" in names else names[0])
+            if "default" in names or len(names) == 1
+            else None
+        )
+    return op if isinstance(op, OpOverload) else None
+
+
+def decompositions(op: OpOverload) -> list[Callable[..., Any]]:
+    """How torch takes an op apart: by its own code, if it is composed of other ops by definition; by its entry in
+    torch's table.
+    """
+    own = [op.decompose] if op._can_decompose() else []
+    return own + ([decomposition_table[op]] if op in decomposition_table else [])
+
+
+def backward_decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """torch's decompositions of the ops that backward passes consist of, and of the normalisations whose statistics
+    these take.
+    """
+    names = re.compile(r"_backward(_data)?$|_forward$|^native_\w+_norm$|^_native_batch_norm_legit|^_fused_rms_norm$")
+    return {
+        op: f
+        for op, f in decomposition_table.items()
+        if isinstance(op, OpOverload) and names.search(op._schema.name.partition("::")[2])
+    }
+
+
+def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The 2-norm of each, 0-dim, computed in a real dtype. torch.nn.utils' are in the tensors' own: of bfloat16, right
+    to 0.4 %.
+    """
+    real = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
+    return list(torch._foreach_norm(real, 2, dtype=dtype))
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """An assertion that the device checks in its own time: the host does not wait."""
+    torch.ops.aten._assert_async.msg(condition, message)

@@ -1,0 +1,90 @@
+"""Functions of torch's that others stand in for while a model is captured or initialised.
+
+A model may have imported them by any name, so it is what they call in turn that is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+
+def replaced_trunc_normal(function: Callable[..., Tensor]) -> AbstractContextManager[Any]:
+    """While open, `torch.nn.init.trunc_normal_` calls `function(tensor, mean, std, a, b, generator=None)`, in every
+    thread.
+
+    It is the one initialiser that looks at its numbers, and no mode of torch's sees it as a whole.
+    """
+    return mock.patch("torch.nn.init._no_grad_trunc_normal_", function)
+
+
+def replaced_engine(function: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """While open, torch.autograd's `grad` and `backward` call `function(original, outputs, weights, retain, create,
+    inputs, allow_unused, ...)` in the place of autograd's engine, by whatever name a model imported them."""
+    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    return mock.patch.object(torch.autograd, "_engine_run_backward", partial(function, original))
+
+
+def plain_checkpoints() -> AbstractContextManager[Any]:
+    """While open, checkpoints that are not reentrant only run their function. Traced inside one another, they leave
+    gradients turned off.
+    """
+
+    def nothing(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    return mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", nothing)
+
+
+def replaced_packing(function: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """While open, torch.nn.utils.rnn packs padded sequences by `function(original, input, lengths, batch_first)`."""
+    original = torch._VF._pack_padded_sequence
+    return mock.patch.object(torch._VF, "_pack_padded_sequence", partial(function, original), create=True)
+
+
+@contextmanager
+def replaced_flex_attention(function: Callable[..., Any] | None, *, blocks: bool) -> Iterator[None]:
+    """While open, FlexAttention, compiled or not, comes to `function(query, key, value, score_mod, block_mask, scale,
+    options)`, a mask_mod being the last of `block_mask`; None: to torch's own definition of it, on any device, which
+    autograd differentiates. blocks: whether `create_block_mask` looks at values; else its blocks are all there.
+
+    A model may have imported `flex_attention` itself, so that the names which it looks up are replaced.
+    """
+    from torch.nn.attention import flex_attention as flex  # imports torch._dynamo, as export does: a second
+
+    eager = function is None
+    if eager:
+        from torch._higher_order_ops.flex_attention import math_attention as function
+
+    def whole(blocks: Any, mask_mod: Any, sizes: tuple[int, int], q_block: int, kv_block: int) -> Any:
+        (batch, heads, device), _ = blocks
+        rows, columns = (-(-n // size) for n, size in zip(sizes, (q_block, kv_block), strict=True))
+        many = torch.full((batch, heads, rows), columns, dtype=torch.int32, device=device)
+        which = torch.arange(columns, dtype=torch.int32, device=device).expand(batch, heads, rows, columns)
+        return flex.BlockMask.from_kv_blocks(
+            many, which, BLOCK_SIZE=(q_block, kv_block), mask_mod=mask_mod, seq_lengths=sizes, compute_q_blocks=False
+        )
+
+    with ExitStack() as stack:
+        if eager:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        replaced: dict[str, Any] = {
+            "flex_attention_hop": function,
+            "_validate_device": lambda *_: None,  # refuses gradients on a CPU
+            "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # calls the op itself, and not what torch.compile makes
+        }
+        if not blocks:
+            replaced |= {
+                "create_mask": lambda _, batch, heads, *sizes_and_device: (batch, heads, sizes_and_device[-1]),
+                "_convert_mask_to_block_mask": lambda sizes, **_: (sizes, None),
+                "_create_sparse_block_from_block_mask": whole,
+            }
+        for name, replacement in replaced.items():
+            stack.enter_context(mock.patch.object(flex, name, replacement))
+        yield
