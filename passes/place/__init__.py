@@ -1,6 +1,6 @@
 """Place: on every mesh axis, choose a strategy for every op, and with it the placement of every value.
 
-The graph stays the same; its nodes get `strategies` and `why` (node metadata: shardc.ir.program), parameters, buffers
+The graph stays the same; its nodes get `strategies` and `why` (shardc.ir.metadata), parameters, buffers
 and inputs get their layouts. Partition then inserts the conversions that the choices imply.
 
 one_axis        how strategies are chosen on one axis, greedily

@@ -12,7 +12,7 @@ The gradient goes the other way, and what has to become of it follows from the d
 So the backward of reduce_scatter (Partial to Shard) takes a gradient from Shard to Replicate: all_gather. `CONVERSIONS`
 has all pairs of a forward and its backward; no other file says which belong together. Who reads it:
 
-    passes/partition.py              which ops to insert, in which order, their names and collectives
+    passes/partition                 which ops to insert, in which order, their names and collectives
     passes/place/transfer_cost.py    what they cost
     passes/accumulate                which of them look at the microbatch, and that all are linear
     runtime/ops/convert.py           what they run, forward and backward

@@ -20,7 +20,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.types import of_tensor, typed
-from shardc.passes.partition import LocalProgram
+from shardc.passes.partition.local_program import LocalProgram
 from shardc.rules.choices import Choices
 from shardc.rules.op_call import Call, Operand, call_of
 from shardc.rules.registry import Rule, find

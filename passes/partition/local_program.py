@@ -1,38 +1,23 @@
-"""Partition: write the program of one rank. Placements become collectives, sizes become local.
-
-`x = linear(h, w)` whose k is split over tp, and an op after it that needs x whole:
-
-    before   x = linear(h, w)                     h: f32[8, 64]         w: f32[256, 64@tp]
-             y = gelu(x)
-    after    h_cut = shard(h, mesh, "tp", 1, 1)   h_cut: f32[8, 64@tp]
-             x = linear(h_cut, w)                 x: f32[8, 256] +tp
-             x_sum = all_reduce(x, mesh, ("tp",)) x_sum: f32[8, 256]
-             y = gelu(x_sum)
-"""
+"""The graph of one rank, written op by op from a placed global graph."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
 
-from shardc.errors import Errors
-from shardc.ir import conversions
 from shardc.ir.conversions import Conversion
 from shardc.ir.graph import operands_of, producer_of, repeats, source_of, value_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
-from shardc.ir.outputs import Output
-from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
+from shardc.ir.placement import PARTIAL_GRAD, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
-from shardc.ir.stage import Stage
 from shardc.passes import outputs
-from shardc.passes.annotate import fused_weights
-from shardc.passes.base import Pass
+from shardc.passes.partition.collectives import collective_of, digit_arguments, gather_note
+from shardc.passes.partition.routes import Routes
 from shardc.rules import registry
 from shardc.rules.op_call import call_of
 from shardc.rules.pointwise import poles
@@ -40,57 +25,6 @@ from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
 from shardc.runtime.ops.fp8 import message_bytes
-from shardc.runtime.ops.overlap import multiplies
-from shardc.torch_private import OpOverload
-
-
-@dataclass(frozen=True)
-class Partition(Pass):
-    """Makes the local graph of one stage from a placed global graph.
-
-    With `strict: true`, collectives that go back to no annotation are errors, not notes.
-    """
-
-    def run(self, program: Program) -> Program:
-        writer = LocalProgram(program, program.mesh, outputs.batch_axes(self.spec, program.mesh))
-        graph = writer.run()
-        _overlap(graph)
-        if self.spec.strict:
-            refuse_implicit(graph)
-        better = dict.fromkeys(
-            how for axis in sorted(writer.gathered) if (how := fused_weights.suggest_split(program, axis))
-        )
-        fused = (
-            f"fused weights can be split by their parts: write {how} before the entries that split them otherwise"
-            for how in better
-        )
-        names = tuple(o.name for o in program.outputs)
-        return replace(
-            program,
-            stages=(Stage(graph, outputs=names),),
-            outputs=_typed(program, graph),
-            notes=(*program.notes, *writer.notes, *fused),
-        )
-
-
-def _overlap(graph: fx.Graph) -> None:
-    """Where backward sums the gradient of what products take, it begins the sum before the gradients of their weights
-    are computed, and waits for it after that: `overlap=True`.
-    """
-    for node in graph.nodes:
-        if node.target in (ops.sum_grad, ops.all_gather_partial_grad) and node.meta["collective"].backward != "none":
-            products = [u for u in node.users if multiplies(u, node)]
-            if any(v.requires_grad for u in products for x in operands_of(u) if x is not node for v in values_of(x)):
-                node.kwargs = {**node.kwargs, "overlap": True}
-
-
-def _typed(program: Program, graph: fx.Graph) -> tuple[Output, ...]:
-    """The outputs with the types and layouts that they have in a graph."""
-    returned: Any = graph.output_node().args[0]
-    values = [n.meta["value"] for n in returned[1][len(returned[1]) - len(program.outputs) :]]
-    return tuple(
-        replace(o, shape=v.shape, dtype=v.dtype, layout=v.layout) for o, v in zip(program.outputs, values, strict=True)
-    )
 
 
 @dataclass
@@ -344,74 +278,14 @@ class LocalProgram:
             need = Layout(tuple((a, p) for a, p in need.items if p != PARTIAL_GRAD))
             if need in have:
                 return have[need]
-        start = min(have, key=lambda layout: self._distance(layout, need))
+        routes = Routes(self.mesh)
+        start = min(have, key=lambda layout: routes.distance(layout, need))
         layout, local = start, have[start]
-        for row, axes in self._in_order(start, need, value):
+        for row, axes in routes.in_order(start, need, value):
             layout, local = self._step(row, axes, layout, need, local, value, key[0], user, why)
             have[layout] = local
         assert layout == need, f"{node}: {start} -> {need} ended at {layout}"
         return local
-
-    def _distance(self, old: Layout, new: Layout) -> int:
-        return sum(conversions.distance(old[axis], new[axis]) for axis in self.mesh.names)
-
-    def _in_order(self, old: Layout, new: Layout, v: Value) -> Iterator[tuple[Conversion, tuple[str, ...]]]:
-        """The conversions, each where it leads to a layout that there is: a dim that another axis leaves is cut
-        afterwards. Where two axes change places, one of them is gathered, and cut again when the other has moved.
-        """
-        steps, layout = self._steps(old, new), old
-        while len(steps) > 1:
-            ready = (
-                i
-                for i, (row, axes) in enumerate(steps)
-                if not any({*self._parts(axes)} & {*self._parts(earlier)} for _, earlier in steps[:i])
-                and not self._after(row, axes, layout, new).fits(v.shape, self.mesh)
-            )
-            turned = next((i for i, (row, _) in enumerate(steps) if row.source is row.target), 0)
-            if (i := next(ready, None)) is None and steps[turned][0].source is steps[turned][0].target:
-                _, axes = steps[turned]
-                steps[turned : turned + 1] = [(row, axes) for row in conversions.by_way_of_replicate(Shard, Shard)]
-                continue
-            row, axes = steps.pop(i or 0)
-            layout = self._after(row, axes, layout, new)
-            yield row, axes
-        yield from steps
-
-    def _parts(self, axes: Iterable[str]) -> Iterator[str]:
-        return (part for a in axes for part in self.mesh.parts(a))
-
-    def _after(self, row: Conversion, axes: tuple[str, ...], old: Layout, need: Layout) -> Layout:
-        """The layout that a conversion leads to on the way to the one that is needed."""
-        digit = self.mesh.parts(axes[0])[0]  # the outermost of an axis that is converted as one
-        # the first of two conversions leads to Replicate, whatever is needed in the end
-        target = need[digit] if isinstance(need[digit], row.target) else REPLICATE
-        for axis in axes:
-            old = old.replace(axis, target, self.mesh)
-        return old
-
-    def _steps(self, old: Layout, new: Layout) -> list[tuple[Conversion, tuple[str, ...]]]:
-        """The conversions in order, each with the axes of one call: several axes where the op does them at once."""
-        paths = {axis: conversions.path(old[axis], new[axis]) for axis in self.mesh.names}
-        calls: list[tuple[Conversion, tuple[str, ...]]] = []
-        for row, axes in conversions.steps(paths):
-            if row.joint:
-                calls.append((row, self.mesh.merge(axes)))
-            else:
-                calls += [(row, (axis,)) for axis in self._whole(axes, old, new)]
-        return calls
-
-    def _whole(self, axes: list[str], old: Layout, new: Layout) -> list[str]:
-        """These axes, those that are all digits of one axis, next to each other before and after, as that one."""
-        merged: list[str] = []
-        for axis in dict.fromkeys(a.partition(".")[0] for a in axes):
-            digits = [a for a in axes if a.partition(".")[0] == axis]
-            together = digits == list(self.mesh.parts(axis)) and all(
-                Layout.of({axis: layout[digits[0]]}, self.mesh)
-                == Layout(tuple(i for i in layout.items if i[0] in digits))
-                for layout in (old, new)
-            )
-            merged += [axis] if together else digits
-        return merged
 
     def _step(
         self,
@@ -430,12 +304,15 @@ class LocalProgram:
         x: the local node; v: its global value; producer: the global node that it comes from; user: that needs it;
         asked: what asks for the layout, "" if it is the user's strategy.
         """
-        digit, new = self.mesh.parts(axes[0])[0], self._after(row, axes, old, need)
+        digit, new = self.mesh.parts(axes[0])[0], Routes(self.mesh).after(row, axes, old, need)
         over = axes if row.joint else axes[0]
-        args = (x, self.mesh_node, over, *self._digit_arguments(digit, old, new))
+        args = (x, self.mesh_node, over, *digit_arguments(self.mesh, digit, old, new))
         cause = producer if row.source is Partial else user  # a sum is due to what it sums, all else to what needs it
         name = f"{producer.name}_{row.suffix}"
-        collective = self._collective(row, axes, old, new, v, producer, user, asked)
+        collective = collective_of(self.mesh, row, axes, old, new, v, producer, user, asked)
+        if collective is not None and collective.implicit and collective.kind == "all_gather":
+            self.gathered.add(axes[0])
+            self.notes.append(gather_note(v, axes[0], user))
         kwargs: dict[str, Any] = {}
         if producer.target is ops.fp8_round and collective is not None and row.forward == "all_gather":
             granule: Any = producer.args[3]
@@ -443,103 +320,3 @@ class LocalProgram:
             message = message_bytes(old.local_shape(v.shape, self.mesh), granule)
             collective = replace(collective, packed=self.mesh.size(axes[0]) * message)
         return new, self._emit(getattr(ops, row.op), args, kwargs, replace(v, layout=new), cause, collective, name)
-
-    def _digit_arguments(self, axis: str, old: Layout, new: Layout) -> tuple[Any, ...]:
-        """The digits that a conversion joins and cuts, as its op takes them (shardc.runtime.ops.convert)."""
-        sides = [(s, a, b) for a, b in ((old, new), (new, old)) if isinstance(s := a[axis], Shard)]
-        digits = [arg for s, layout, _ in sides for arg in (s.dim, layout.local_split(axis, self.mesh))]
-        sections = [s.sections for s, _, _ in sides[:1] if len(sides) == 1]
-        padded = any(s.padding for s, _, _ in sides)
-        paddings = [arg for s, _, other in sides if padded for arg in self._padding(s, other)]
-        return (*digits, *sections, *paddings)
-
-    def _collective(
-        self,
-        row: Conversion,
-        axes: tuple[str, ...],
-        old: Layout,
-        new: Layout,
-        v: Value,
-        producer: fx.Node,
-        user: fx.Node,
-        asked: str,
-    ) -> Collective | None:
-        """What a conversion communicates, and why. A gather that goes back to no annotation is noted."""
-        forward, backward = row.collectives(gradient=needs_sum_grad(v))
-        if forward == backward == "none":
-            return None
-        why = self._why(row, axes, producer, user) or asked
-        if not why and forward == "all_gather":
-            self.gathered.add(axes[0])
-            self.notes.append(
-                f"{user.meta.get('source') or user.name}: {v} is gathered over {axes[0]}, because {needing(user)}"
-                f" needs it whole there, which no annotation implies{_in_parts(user, axes[0])}"
-            )
-        whole = new if row.source is Shard else old  # the larger of the two
-        nbytes = replace(v, layout=whole).nbytes(self.mesh)
-        for s in old.paddings() or new.paddings():  # what is sent is padded
-            if not whole.shards(s.dim):
-                nbytes = nbytes // v.shape[s.dim] * s.padded(v.shape[s.dim])
-        return Collective(forward, backward, axes, nbytes, why, not why)
-
-    def _padding(self, s: Shard, whole: Layout) -> tuple[int, int]:
-        """The padding that a conversion puts on or takes off: none while another axis still splits the dim."""
-        return (0, 1) if whole.shards(s.dim) else (s.padding, s.blocks)
-
-    def _why(self, row: Conversion, axes: tuple[str, ...], producer: fx.Node, user: fx.Node) -> str:
-        """The annotations behind a conversion: for sums the producer's, for gathers the user's, for a pin its own."""
-        if line := user.meta.get("spec_line"):  # an op that the spec inserted
-            return str(line)
-        first, second = (producer, user) if row.source is Partial else (user, producer)
-        causes: list[str] = []
-        for axis in (part for a in axes for part in self.mesh.parts(a)):
-            strategy = user.meta.get("strategies", {}).get(axis)
-            if row.forward == "all_gather" and (
-                strategy is None or strategy.kind in ("replicate", "partial_grad", "partial")
-            ):
-                continue  # the op cannot be split: that goes back to no annotation
-            for n in (first, second):
-                why = n.meta.get("why", {}).get(axis, "")
-                if why:
-                    causes.append(why)
-                    break
-        return "; ".join(dict.fromkeys(causes))
-
-
-def needing(user: fx.Node) -> str:
-    """What needs a value: `aten.mm.default`, a function's name, or the step's end, which keeps new values of buffers as
-    they are stored.
-    """
-    if user.op == "output":
-        return "the buffer that it is the new value of, or the caller who gets it beside the loss,"
-    target: Any = user.target
-    return str(target) if isinstance(target, OpOverload) else str(target.__name__)
-
-
-def _in_parts(user: fx.Node, axis: str) -> str:
-    """What to write instead where a fused weight's result is taken apart: each part split."""
-    if user.target is not torch.ops.aten.split_with_sizes.default or user.args[2:] in ((), (0,)):
-        return ""  # along dim 0 are rows of the batch, no features
-    sizes: Any = user.args[1]
-    how = f"split: {len(sizes)}" if len(set(sizes)) == 1 else f"sections: {list(sizes)}"
-    return (
-        f"; of a fused weight each part can be split: {{0: {{axis: {axis.partition('.')[0]}, {how}}}}} instead of"
-        " `column`"
-    )
-
-
-def refuse_implicit(graph: fx.Graph) -> None:
-    """Under `strict: true`: every collective without a cause is an error."""
-    errors = Errors()
-    for node in graph.nodes:
-        c: Collective | None = node.meta.get("collective")
-        if c is not None and c.implicit:
-            runs = " and ".join(
-                f"{k} in {d}" for k, d in ((c.kind, "forward"), (c.backward, "backward")) if k != "none"
-            )
-            errors.add(
-                f"{runs} over {', '.join(c.axes)} of {node.meta['value']} is implied by no annotation (strict: true)",
-                where=str(node.meta["source"]),
-                fix="annotate the value or the weights around it, or set `strict: false`",
-            )
-    errors.raise_any()

@@ -1,0 +1,101 @@
+"""Partition: write the program of one rank. Placements become collectives, sizes become local.
+
+`x = linear(h, w)` whose k is split over tp, and an op after it that needs x whole:
+
+    before   x = linear(h, w)                     h: f32[8, 64]         w: f32[256, 64@tp]
+             y = gelu(x)
+    after    h_cut = shard(h, mesh, "tp", 1, 1)   h_cut: f32[8, 64@tp]
+             x = linear(h_cut, w)                 x: f32[8, 256] +tp
+             x_sum = all_reduce(x, mesh, ("tp",)) x_sum: f32[8, 256]
+             y = gelu(x_sum)
+
+local_program   writes the graph of one rank, op by op
+routes          which conversions lead from one layout to another, in which order
+collectives     what a conversion's op takes and communicates, and which annotation it goes back to
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from shardc.errors import Errors
+from shardc.ir.graph import operands_of, values_of
+from shardc.ir.metadata import Collective
+from shardc.ir.outputs import Output
+from shardc.ir.program import Program
+from shardc.ir.stage import Stage
+from shardc.passes import outputs
+from shardc.passes.annotate import fused_weights
+from shardc.passes.base import Pass
+from shardc.passes.partition.local_program import LocalProgram
+from shardc.runtime import ops
+from shardc.runtime.ops.overlap import multiplies
+
+
+@dataclass(frozen=True)
+class Partition(Pass):
+    """Makes the local graph of one stage from a placed global graph.
+
+    With `strict: true`, collectives that go back to no annotation are errors, not notes.
+    """
+
+    def run(self, program: Program) -> Program:
+        writer = LocalProgram(program, program.mesh, outputs.batch_axes(self.spec, program.mesh))
+        graph = writer.run()
+        _overlap(graph)
+        if self.spec.strict:
+            refuse_implicit(graph)
+        better = dict.fromkeys(
+            how for axis in sorted(writer.gathered) if (how := fused_weights.suggest_split(program, axis))
+        )
+        fused = (
+            f"fused weights can be split by their parts: write {how} before the entries that split them otherwise"
+            for how in better
+        )
+        names = tuple(o.name for o in program.outputs)
+        return replace(
+            program,
+            stages=(Stage(graph, outputs=names),),
+            outputs=_typed(program, graph),
+            notes=(*program.notes, *writer.notes, *fused),
+        )
+
+
+def _overlap(graph: fx.Graph) -> None:
+    """Where backward sums the gradient of what products take, it begins the sum before the gradients of their weights
+    are computed, and waits for it after that: `overlap=True`.
+    """
+    for node in graph.nodes:
+        if node.target in (ops.sum_grad, ops.all_gather_partial_grad) and node.meta["collective"].backward != "none":
+            products = [u for u in node.users if multiplies(u, node)]
+            if any(v.requires_grad for u in products for x in operands_of(u) if x is not node for v in values_of(x)):
+                node.kwargs = {**node.kwargs, "overlap": True}
+
+
+def _typed(program: Program, graph: fx.Graph) -> tuple[Output, ...]:
+    """The outputs with the types and layouts that they have in a graph."""
+    returned: Any = graph.output_node().args[0]
+    values = [n.meta["value"] for n in returned[1][len(returned[1]) - len(program.outputs) :]]
+    return tuple(
+        replace(o, shape=v.shape, dtype=v.dtype, layout=v.layout) for o, v in zip(program.outputs, values, strict=True)
+    )
+
+
+def refuse_implicit(graph: fx.Graph) -> None:
+    """Under `strict: true`: every collective without a cause is an error."""
+    errors = Errors()
+    for node in graph.nodes:
+        c: Collective | None = node.meta.get("collective")
+        if c is not None and c.implicit:
+            runs = " and ".join(
+                f"{k} in {d}" for k, d in ((c.kind, "forward"), (c.backward, "backward")) if k != "none"
+            )
+            errors.add(
+                f"{runs} over {', '.join(c.axes)} of {node.meta['value']} is implied by no annotation (strict: true)",
+                where=str(node.meta["source"]),
+                fix="annotate the value or the weights around it, or set `strict: false`",
+            )
+    errors.raise_any()

@@ -1,0 +1,89 @@
+"""Which conversions lead from one layout of a value to another one, and in which order.
+
+    f32[8@dp, 64] +tp  ->  f32[8, 64@tp]         reduce_scatter over tp:  f32[8@dp, 64@tp]
+                                                 all_gather over dp:      f32[8, 64@tp]
+    f32[8@dp, 64@tp]  ->  f32[8@tp, 64@dp]       all_gather over dp:      f32[8, 64@tp]
+                                                 all_to_all over tp:      f32[8@tp, 64]
+                                                 shard on dp:             f32[8@tp, 64@dp]
+
+The rows of shardc.ir.conversions say what turns one placement into another; here several axes do so together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from shardc.ir import conversions
+from shardc.ir.conversions import Conversion
+from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Value
+from shardc.ir.placement import REPLICATE, Layout, Shard
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Between layouts of values on a mesh."""
+
+    mesh: Mesh
+
+    def distance(self, old: Layout, new: Layout) -> int:
+        return sum(conversions.distance(old[axis], new[axis]) for axis in self.mesh.names)
+
+    def in_order(self, old: Layout, new: Layout, v: Value) -> Iterator[tuple[Conversion, tuple[str, ...]]]:
+        """The conversions, each where it leads to a layout that there is: a dim that another axis leaves is cut
+        afterwards. Where two axes change places, one of them is gathered, and cut again when the other has moved.
+        """
+        steps, layout = self._steps(old, new), old
+        while len(steps) > 1:
+            ready = (
+                i
+                for i, (row, axes) in enumerate(steps)
+                if not any({*self._parts(axes)} & {*self._parts(earlier)} for _, earlier in steps[:i])
+                and not self.after(row, axes, layout, new).fits(v.shape, self.mesh)
+            )
+            turned = next((i for i, (row, _) in enumerate(steps) if row.source is row.target), 0)
+            if (i := next(ready, None)) is None and steps[turned][0].source is steps[turned][0].target:
+                _, axes = steps[turned]
+                steps[turned : turned + 1] = [(row, axes) for row in conversions.by_way_of_replicate(Shard, Shard)]
+                continue
+            row, axes = steps.pop(i or 0)
+            layout = self.after(row, axes, layout, new)
+            yield row, axes
+        yield from steps
+
+    def after(self, row: Conversion, axes: tuple[str, ...], old: Layout, need: Layout) -> Layout:
+        """The layout that a conversion leads to on the way to the one that is needed."""
+        digit = self.mesh.parts(axes[0])[0]  # the outermost of an axis that is converted as one
+        # the first of two conversions leads to Replicate, whatever is needed in the end
+        target = need[digit] if isinstance(need[digit], row.target) else REPLICATE
+        for axis in axes:
+            old = old.replace(axis, target, self.mesh)
+        return old
+
+    def _parts(self, axes: Iterable[str]) -> Iterator[str]:
+        return (part for a in axes for part in self.mesh.parts(a))
+
+    def _steps(self, old: Layout, new: Layout) -> list[tuple[Conversion, tuple[str, ...]]]:
+        """The conversions in order, each with the axes of one call: several axes where the op does them at once."""
+        paths = {axis: conversions.path(old[axis], new[axis]) for axis in self.mesh.names}
+        calls: list[tuple[Conversion, tuple[str, ...]]] = []
+        for row, axes in conversions.steps(paths):
+            if row.joint:
+                calls.append((row, self.mesh.merge(axes)))
+            else:
+                calls += [(row, (axis,)) for axis in self._whole(axes, old, new)]
+        return calls
+
+    def _whole(self, axes: list[str], old: Layout, new: Layout) -> list[str]:
+        """These axes, those that are all digits of one axis, next to each other before and after, as that one."""
+        merged: list[str] = []
+        for axis in dict.fromkeys(a.partition(".")[0] for a in axes):
+            digits = [a for a in axes if a.partition(".")[0] == axis]
+            together = digits == list(self.mesh.parts(axis)) and all(
+                Layout.of({axis: layout[digits[0]]}, self.mesh)
+                == Layout(tuple(i for i in layout.items if i[0] in digits))
+                for layout in (old, new)
+            )
+            merged += [axis] if together else digits
+        return merged
