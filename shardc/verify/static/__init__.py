@@ -9,7 +9,9 @@ statement          what is claimed of a value of a rank's text: this slice, repl
 conversion_types   what a conversion makes of such a claim, by its arguments
 op_types           by which rule an op computes its claim, and what the rule makes of the op for a rank's part
 chunked_loss       losses that are computed in chunks of rows, together with the layer before them
+same_values        when two calls give one value, in the model's graph and in texts
 text               one text, line by line: each op is the model's, on operands that are claimed
+follow             lines that are no op of the model's: conversions, casts, sums; bucket_reads: parameters in buckets
 gradient_sums      every parameter's gradient ends summed over exactly the right axes, once; each element has one owner
 matrix_owners      each matrix of an optimizer over whole matrices has one owner, and its elements come there and back
 terms              values as ops on ops, down to what a text is given

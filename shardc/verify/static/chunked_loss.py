@@ -26,7 +26,8 @@ from shardc.verify.static import op_types
 from shardc.verify.static.statement import Claim
 
 if TYPE_CHECKING:
-    from shardc.verify.static.text import Model, Text
+    from shardc.verify.static.same_values import Model
+    from shardc.verify.static.text import Text
 
 aten = torch.ops.aten
 _VIEWS = {aten.reshape.default, aten.view.default, aten._unsafe_view.default}

@@ -23,8 +23,9 @@ from shardc.runtime import ops
 from shardc.runtime.schedule import proof as schedule_proof
 from shardc.verify.static import gradient_sums, lowered, matrix_owners
 from shardc.verify.static.op_types import misfit
+from shardc.verify.static.same_values import Model
 from shardc.verify.static.statement import Claim, mesh_of, normal, of_input, with_partial_grad
-from shardc.verify.static.text import Model, Text, TooLongError, shown
+from shardc.verify.static.text import Text, TooLongError, shown
 
 
 @dataclass(frozen=True)

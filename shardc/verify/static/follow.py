@@ -1,0 +1,138 @@
+"""Lines that are no op of the model's: what a line holds follows from what it is given.
+
+    x_sum = ops.all_reduce(x, mesh, ('tp',))     x holds a summand over tp of some value: x_sum holds all of it
+    x_part = ops.shard(x_sum, mesh, 'tp', 0, 1)  and this a slice
+
+Casts, fills of padding, and sums over microbatches and ranks that were made elsewhere are such lines, too.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from shardc.ir.mesh import MICROBATCH
+from shardc.ir.metadata import Value
+from shardc.ir.placement import REPLICATE, Layout, Partial
+from shardc.runtime import ops
+from shardc.verify.static import bucket_reads
+from shardc.verify.static.conversion_types import ROWS, WrongError, converted
+from shardc.verify.static.same_values import SAME, frozen, misreads
+from shardc.verify.static.statement import Claim
+
+if TYPE_CHECKING:
+    from shardc.verify.static.text import Text
+
+aten = torch.ops.aten
+
+
+def follow(text: Text, user: fx.Node, x: fx.Node, claim: Claim | None) -> None:
+    """A line that is no op of the model's, but a conversion of a value, or the fetching of a parameter."""
+    target = user.target
+    if misreads(user):
+        text.unfit[user] = "it reads the bytes of 8-bit numbers as values"
+    elif target is ops.total:
+        _total(text, user)
+    elif target in (ops.gather_start, ops.updated, ops.gather_wait):
+        if bucket_reads.fetch(text, user):
+            for reader in user.users:
+                follow(text, reader, user, None)
+    elif target is operator.getitem and user.args[0] in text.fetched:
+        bucket_reads.parameter(text, user)
+    elif target is aten.full.default:
+        _number(text, user)
+    elif claim is None or user.op != "call_function" or not user.args or user.args[0] is not x:
+        return
+    elif target in ROWS:
+        try:
+            text.claim(user, converted(user, claim, text.model.value(claim.of), text.mesh))
+        except WrongError as e:
+            text.unfit[user] = str(e)
+    elif target in SAME:
+        text.claim(user, claim)
+    elif target is ops.all_reduce_max:
+        _maximum(text, user, claim)
+    elif target is ops.fill_padding:
+        _fill(text, user, claim)
+    elif target is ops.fp8_pack and len(user.args) < 4:  # else it is the model's `fp8_round`: see `line`
+        if claim.of.target is ops.fp8_round and frozen(user.args[1:], {}) == frozen(claim.of.args[2:], {}):
+            text.explained.add(user)
+        else:
+            text.unfit[user] = "it makes 8 bits of what is not rounded to them"
+    elif target is ops.cast_once:
+        cast = text.model.cast(claim.of, user.args[2])
+        if cast is not None:
+            text.claim(user, replace(claim, of=cast))
+    elif target is ops.summed:
+        if claim.layout[MICROBATCH] == Partial():
+            text.claim(user, replace(claim, layout=claim.layout.replace(MICROBATCH, REPLICATE, text.mesh)))
+        else:
+            text.unfit[user] = "it adds up over microbatches what is no summand of them"
+    elif target is aten._to_copy.default:
+        _counted(text, user, claim)
+
+
+def _fill(text: Text, node: fx.Node, claim: Claim) -> None:
+    """`fill_padding(x, mesh, dim, digits, size, padding, blocks, fill)`: all but the last follow from the claim."""
+    dim: Any = node.args[2]
+    number: Any = node.args[7] if len(node.args) > 7 else 0.0
+    shards = claim.layout.shards(dim)
+    if shards:
+        s, size = shards[0][1], text.model.value(claim.of).shape[dim]
+        right = (tuple((a, t.signed) for a, t in shards), size, s.padding, s.blocks)
+        if frozen(node.args[3:7], {}) == frozen(right, {}):
+            fills = {(d, x) for d, x in claim.fills if d != dim} | {(dim, float(number))}
+            text.claim(node, replace(claim, fills=frozenset(fills)))
+            return
+    text.unfit[node] = f"it fills the padding of another part than {claim.layout or 'the whole'}"
+
+
+def _maximum(text: Text, node: fx.Node, claim: Claim) -> None:
+    axes: Any = node.args[2]
+    parts = [part for a in axes for part in text.mesh.parts(a)]
+    if all(claim.layout[p] == Partial("max") for p in parts):
+        layout = claim.layout
+        for p in parts:
+            layout = layout.replace(p, REPLICATE, text.mesh)
+        text.claim(node, replace(claim, layout=layout))
+
+
+def _total(text: Text, node: fx.Node) -> None:
+    """A sum over all microbatches, and maybe axes, that the prologue has made."""
+    number: Any = node.args[1]
+    over: Any = node.args[2] if len(node.args) > 2 else ()
+    if not isinstance(number, int) or number >= len(text.totals):
+        text.wrong[node] = f"the prologue has no sum {number}"
+        return
+    for claim in text.totals[number]:
+        layout = claim.layout
+        parts = (MICROBATCH, *(p for a in over for p in text.mesh.parts(a)))
+        if late := [p for p in parts if layout[p] != Partial()]:
+            text.wrong[node] = f"over {', '.join(late)} it adds up what is no summand there"
+            continue
+        for part in parts:
+            layout = layout.replace(part, REPLICATE, text.mesh)
+        text.claim(node, replace(claim, layout=layout))
+
+
+def _counted(text: Text, node: fx.Node, claim: Claim) -> None:
+    """Truth values as numbers, to be added up among zeros; and back."""
+    value, dtype = text.model.value(claim.of), node.kwargs.get("dtype")
+    back = {of: key[1] for key, of in text.model.others.items() if key[0] == "counted"}
+    if value.dtype == torch.bool and dtype == torch.uint8 and text.model.cast(claim.of, dtype) is None:
+        counted = text.model.stand_in(("counted", claim.of), replace(value, dtype=torch.uint8))
+        text.claim(node, replace(claim, of=counted))
+    elif claim.of in back and dtype == torch.bool:
+        text.claim(node, replace(claim, of=back[claim.of]))
+
+
+def _number(text: Text, node: fx.Node) -> None:
+    """A number by itself, as where a sum of microbatches gets it once."""
+    dtype = node.kwargs.get("dtype")
+    if isinstance(dtype, torch.dtype) and not node.args[0]:
+        of = text.model.stand_in(("number", frozen(node.args[1], {})), Value((), dtype))
+        text.claim(node, Claim(of, Layout()))

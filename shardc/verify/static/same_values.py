@@ -1,0 +1,135 @@
+"""When two calls give one value: by their keys, in the model's graph and in the texts of ranks.
+
+    a = aten.mul.Tensor(x, y)
+    b = aten.mul.Tensor(x, y)     one value: `Model.one` has {a: a, b: a}
+    c = aten.alias.default(b)     and so {c: a}
+
+What only names a call (`tag`) or when it runs (`overlap`) makes no other value of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import calls, producer_of, values_of
+from shardc.ir.metadata import Value
+from shardc.ir.placement import Layout
+from shardc.ir.program import Program
+from shardc.rules.choices import Choices, choices_of
+from shardc.runtime import ops
+from shardc.runtime.ops.fp8_recipe import RECIPES, along
+from shardc.verify.static import op_types
+from shardc.verify.static.statement import mesh_of
+
+aten = torch.ops.aten
+#: Named arguments that change nothing of what is computed.
+_ASIDE = {"tag", "overlap"}
+#: Ops that give what they take.
+SAME = {aten.alias.default}
+
+
+class Model:
+    """The model's graph, and what is the same in it: two calls of one op on the same values are one value."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.graph, self.mesh = program, program.graph, mesh_of(program)
+        self.weights = op_types.weight_like(program.graph, {p.name for p in program.params})
+        self.choices: dict[Any, Choices] = {}
+        self.one: dict[fx.Node, fx.Node] = {}
+        self.by_call: dict[Any, fx.Node] = {}
+        self.items: dict[tuple[fx.Node, int], fx.Node] = {}
+        #: The padded or split layouts that inputs have: hints for what is made without operands.
+        self.seen: list[Layout] = []
+        #: Values that are no node of the model's: the number that is added to a sum, truth values as counts.
+        self.others: dict[Any, fx.Node] = {}
+        self.stand_ins = fx.Graph()
+        for node in self.graph.nodes:
+            self.one[node] = node
+            if node.op != "call_function":
+                continue
+            if node.target in SAME:
+                self.one[node] = self.one[node.args[0]]
+                continue
+            key = call_key(node.target, node.args, node.kwargs, self.one)
+            self.one[node] = self.by_call.setdefault(key, node)
+            if node.target is operator.getitem:
+                op, i = producer_of(node)
+                self.items[self.one[op], i] = self.one[node]
+        self.calls = [n for n in calls(self.graph) if self.one[n] is n and n.target not in SAME]
+        #: All names that one value has.
+        self.names: dict[fx.Node, set[str]] = {}
+        for node, one in self.one.items():
+            self.names.setdefault(one, set()).add(node.name)
+
+    def choices_of(self, node: fx.Node) -> Choices:
+        return choices_of(node, self.choices)
+
+    def value(self, of: fx.Node) -> Value:
+        (value,) = values_of(of)
+        return value
+
+    def added(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Value) -> fx.Node:
+        """A call that the model does not write, but that is equal to what it does."""
+        node = fx.Node(self.stand_ins, f"added{len(self.one)}", "call_function", target, (), {})
+        node.args, node.kwargs, node.meta["value"] = args, kwargs, value
+        self.one[node] = node
+        return node
+
+    def stand_in(self, key: Any, value: Value) -> fx.Node:
+        """A node for a value that the model's graph does not name."""
+        if key not in self.others:
+            node = self.stand_ins.placeholder(f"other{len(self.others)}")
+            node.meta["value"] = value
+            self.others[key] = node
+        return self.others[key]
+
+    def cast(self, of: fx.Node, dtype: Any) -> fx.Node | None:
+        """The model's cast of a value to a dtype; the value itself, if it has that already."""
+        if self.value(of).dtype == dtype:
+            return of
+        key = call_key(aten._to_copy.default, (of,), {"dtype": dtype}, self.one)
+        return self.by_call.get(key)
+
+
+def frozen(x: Any, one: Mapping[fx.Node, fx.Node]) -> Any:
+    """An argument as a key: equal for what is computed alike."""
+    if isinstance(x, fx.Node):
+        return one.get(x, x)
+    if isinstance(x, tuple | list):
+        return tuple(frozen(i, one) for i in x)
+    if isinstance(x, dict):
+        return tuple(sorted((k, frozen(v, one)) for k, v in x.items()))
+    if isinstance(x, slice):
+        return ("slice", x.start, x.stop, x.step)
+    return (type(x).__name__, repr(x)) if isinstance(x, bool | int | float) else x
+
+
+def call_key(target: Any, args: Any, kwargs: Mapping[str, Any], one: Mapping[fx.Node, fx.Node]) -> Any:
+    named = {k: v for k, v in kwargs.items() if k not in _ASIDE}
+    if target is ops.fp8_linear and len(args) > 5 and (x := packed_input(args[5], args[0], args[3], one)) is not None:
+        args = (x, *args[1 : 5 if args[4] else 4])  # in whatever form it has its input
+    return target, frozen(args, one), frozen(named, one)
+
+
+def packed_input(kept: Any, x: Any, recipe: Any, one: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
+    """The line that is a product's rounded input, where these are its bytes as the product reads them: x, or, where
+    the bytes were made of what was not rounded, they themselves. None where they are something else.
+    """
+    if not isinstance(kept, fx.Node) or kept.target is not ops.fp8_pack:
+        return None
+    of, format, granule, *amax = kept.args
+    how = format, tuple(granule)  # type: ignore[arg-type]
+    if frozen(of, one) is not frozen(x, one) or how != ("e4m3", along(RECIPES[recipe].x, len(how[1]))):
+        return None
+    return kept if amax else one.get(x, x)
+
+
+def misreads(node: fx.Node) -> bool:
+    """Does an op read bytes of 8-bit numbers as values?"""
+    kept = node.args[5:6] if node.target is ops.fp8_linear else ()
+    return any(x.target is ops.fp8_pack and x not in kept for x in node.all_input_nodes)
