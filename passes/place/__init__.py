@@ -4,6 +4,7 @@ The graph stays the same; its nodes get `strategies` and `why` (shardc.ir.metada
 and inputs get their layouts. Partition then inserts the conversions that the choices imply.
 
 one_axis        how strategies are chosen on one axis, greedily
+storing         what that makes of parameters and buffers, and which annotations it goes back to
 scans           what reads a whole sequence that the axis splits, split by another dim instead
 refuse          annotated splits that could not be carried out
 transfer_cost   what conversions cost, in bytes that one rank sends
@@ -20,7 +21,7 @@ from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.passes import outputs
 from shardc.passes.base import Pass
-from shardc.passes.place import scans
+from shardc.passes.place import scans, storing
 from shardc.passes.place.one_axis import Axis
 from shardc.passes.place.refuse import refuse_pins, refuse_uneven
 from shardc.rules.choices import Choices, choices_of
@@ -60,7 +61,7 @@ class Place(Pass):
             if axis in tokens:
                 one, notes = scans.split_otherwise(one, tokens)
                 program = replace(program, notes=(*program.notes, *notes))
-            one.write()
+            storing.write(one)
             layouts = {p.name: p.layout for p in program.stored}
             program = program.with_layouts(
                 {node.name: layouts[node.name].replace(axis, p, mesh) for node, p in one.stored.items()}

@@ -20,7 +20,7 @@ from shardc.passes.place.transfer_cost import MESSAGE, TOUCH, UNDO, transfer
 from shardc.rules import attention_methods, softmax
 from shardc.rules.attention import RING, sent_by_ring
 from shardc.rules.choices import Choices
-from shardc.rules.strategy import Strategy, needs_sum_grad
+from shardc.rules.strategy import Strategy
 from shardc.rules.stretches import STRETCHES
 from shardc.runtime import ops
 
@@ -45,8 +45,8 @@ class Axis:
        demand for no more than the conversion costs passes it on to its own operands: so demands travel up through ops
        that only follow, and the next sweep sees them where there is a choice.
 
-    Last, `_hoist` moves conversions of values made from parameters alone to the parameters: there `sum_grad` is the
-    gradient's reduction, and a slice is a parameter that is stored split.
+    Last, shardc.passes.place.storing moves conversions of values made from parameters alone to the parameters: there
+    `sum_grad` is the gradient's reduction, and a slice is a parameter that is stored split.
 
     Two linear layers on tp, of which the spec says only `up: column`:
 
@@ -57,7 +57,7 @@ class Axis:
         y = linear(a, down)  a is available as Shard(1). Splitting k takes it so: `down` becomes Shard(1), free as no
                              annotation says otherwise; y is Partial. To gather a and repeat the product costs more.
         z = x + y            y becomes Replicate, by an all_reduce. `_collect_demands` notes it, and the second sweep
-                             changes nothing; `_hoist` stores `down` as Shard(1). It is the MLP of Megatron-LM.
+                             changes nothing; `storing` stores `down` as Shard(1). It is the MLP of Megatron-LM.
     """
 
     program: Program
@@ -118,13 +118,6 @@ class Axis:
         same = (self.program, self.name, self.n, self.mesh, self.choices, self.operands, self.splits_batch)
         return Axis(*same, self.running, decided).choose()
 
-    def write(self) -> None:
-        """Puts what was chosen on the graph's nodes."""
-        self._hoist()
-        for node, strategy in self.chosen.items():
-            node.meta["strategies"][self.name] = strategy
-        self._explain()
-
     # --- preparation
 
     def _classify(self) -> None:
@@ -174,14 +167,15 @@ class Axis:
 
     # --- sweeps
 
-    def _nodes(self) -> Iterator[fx.Node]:
+    def nodes(self) -> Iterator[fx.Node]:
+        """All ops, in order."""
         return (n for n in self.program.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
 
     def _choose(self) -> None:
         """A sweep, front to back: every op takes the cheapest of its candidates; at equal cost the first."""
         self.available_before, self.available = self.available, {(n, 0): [p] for n, p in self.stored.items()}
         self.chosen = {}
-        for node in self._nodes():
+        for node in self.nodes():
             operands = self.operands[node]
             best, lowest = None, float("inf")
             for strategy in self._candidates(node, operands):
@@ -425,7 +419,7 @@ class Axis:
         self.demands, self.known_costs = {}, {}
         output = self.program.graph.output_node()
         loss = [] if self.program.forward_only else self.operands[output][:1]
-        # new values of buffers may stay as they are produced: see `_hoist`; outputs on the batch's axes
+        # new values of buffers may stay as they are produced: see storing.py; outputs on the batch's axes
         demanded: list[tuple[Key, Placement]] = [(value, REPLICATE) for value in loss]
         for o, value in zip(self.program.outputs, self._outputs(), strict=True):
             asked = dict(o.wanted.items) if o.wanted is not None and not self.of_time else {}
@@ -433,7 +427,7 @@ class Axis:
                 demanded.append((value, asked.get(self.name, REPLICATE)))
         for value, need in demanded:
             self.demands.setdefault(value, {}).setdefault(need, set()).add(output)
-        for node in reversed(list(self._nodes())):
+        for node in reversed(list(self.nodes())):
             strategy = self.chosen[node]
             wanted = self.demands.get((node, 0), {})
             if len(strategy.outputs) == 1 and len(wanted) == 1:
@@ -490,89 +484,3 @@ class Axis:
             else choices.from_result(0, wanted, self.n)
         )
         return other if other is not None and self.fits(node, other) else None
-
-    # --- after the sweeps
-
-    def _needs(self, node: fx.Node, i: int = 0) -> set[Placement]:
-        """What the users of a result need, looking through getitem."""
-        users = {
-            u
-            for x in (node, *(u for u in node.users if u.target is operator.getitem))
-            for u in x.users
-            if u in self.operands
-        }
-        every = ((o, need) for u in users for o, need in zip(self.operands[u], self._inputs(u), strict=True))
-        return {need for o, need in every if o == (node, i)}
-
-    def _inputs(self, user: fx.Node) -> tuple[Placement, ...]:
-        return (REPLICATE,) * len(self.operands[user]) if user.op == "output" else self.chosen[user].inputs
-
-    def _hoist(self) -> None:
-        """Move `sum_grad` from the uses of what derives from parameters up to the parameters: their gradients' sum."""
-        for node in reversed(list(self._nodes())):
-            plain = node in self.from_parameters and self.chosen[node].kind == "replicate"
-            if plain and any(PARTIAL_GRAD in self._needs(node, i) for i in range(len(values_of(node)))):
-                self.chosen[node] = self.choices[node].partial_grad
-        for node, placement in self.stored.items():
-            if node in self.from_parameters and placement == REPLICATE:
-                needs = self._needs(node)
-                v = values_of(node)[0]
-                one = next(iter(needs)) if len(needs) == 1 else None
-                whole = self.running.get(node.name, one) != one
-                if isinstance(one, Shard) and not (one.mirrored or self.of_time or whole or self._collides(node, one)):
-                    self.stored[node] = one
-                elif needs_sum_grad(v) and (PARTIAL_GRAD in needs or (isinstance(one, Shard) and one.mirrored)):
-                    self.stored[node] = PARTIAL_GRAD
-        # statistics of split channels are stored split, if they are produced and used so; what is only read, as used
-        for node, p in (*self._updated_buffers(), *self._read_caches()):
-            if (
-                self.stored[node] == REPLICATE
-                and not self.of_time
-                and isinstance(p, Shard)
-                and not p.mirrored
-                and self._needs(node) == {p}
-                and not self._collides(node, p)
-            ):
-                self.stored[node] = p
-
-    def _updated_buffers(self) -> Iterator[tuple[fx.Node, Placement]]:
-        """Every buffer that the step updates, and as what its new value is produced."""
-        nodes = {n.name: n for n in self.stored}
-        news = self.operands[self.program.graph.output_node()][0 if self.program.forward_only else 1 :]
-        for b, new in zip((b for b in self.program.buffers if b.updated), news, strict=False):
-            yield nodes[b.name], self.available[new][0]
-
-    def _read_caches(self) -> Iterator[tuple[fx.Node, Placement]]:
-        """Every state of a model that generates which no token changes, and what its users need."""
-        nodes = {n.name: n for n in self.stored}
-        for b in self.program.buffers:
-            if b.cache and not b.updated:
-                yield from ((nodes[b.name], p) for p in self._needs(nodes[b.name]))
-
-    def _collides(self, node: fx.Node, placement: Shard) -> bool:
-        layout = {p.name: p.layout for p in self.program.stored}[node.name]
-        return bool(layout.replace(self.name, placement, self.mesh).fits(values_of(node)[0].shape, self.mesh))
-
-    def _explain(self) -> None:
-        """For every op the annotation that its strategy goes back to: a weight's first, else that of the operand it
-        follows.
-        """
-        for node in self.program.graph.nodes:
-            why = node.meta.setdefault("why", {})
-            if node.op == "placeholder":
-                cause = node.meta.get("cause", {}).get(self.name, "")
-                if cause:
-                    why[self.name] = cause
-            elif node in self.chosen:
-                if self.chosen[node].kind == "pin":
-                    why[self.name] = node.meta["cause"].get(self.name, "")
-                    continue
-                every = zip(self.operands[node], self.chosen[node].inputs, strict=True)
-                sharded = [source for (source, _), need in every if isinstance(need, Shard | Partial)]
-                causes = [
-                    s.meta["why"][self.name]
-                    for s in sorted(sharded, key=lambda s: s not in self.from_parameters)
-                    if self.name in s.meta["why"]
-                ]
-                if causes:
-                    why[self.name] = causes[0]
