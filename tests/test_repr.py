@@ -17,6 +17,7 @@ def values() -> Iterator[Any]:
     cost = program.cost("h100-80g")
     planned = shardc.plan(*zoo.mlp(), devices=2)
     yield from (program, *program.stages, program.schedule, program.spec)
+    yield from (*program.params, *program.inputs)
     yield from (cost, *cost.ranks, cost.memory, *cost.dry_runs)
     yield from (planned, planned.best, planned.target)
     yield from (shardc.simulate(program, model, batch), program.verify(), shardc.coverage(model, batch))

@@ -360,7 +360,7 @@ class OneMicrobatch:
         value, source = total.meta["value"], source_of(user)
         shown: Value = value[0] if isinstance(value, tuple) else value
         shown = replace(shown, layout=Layout())
-        code = f" ({source.code})" if source.code else ""
+        code = f" ({source.shown})" if source.code else ""
         error = ShardcError(
             f"{source}: a value of {shown}{code} takes all rows of the batch, and is needed before the step's last"
             " microbatch: what is computed of all rows (BatchNorm's statistics, a contrastive loss, rows that are"

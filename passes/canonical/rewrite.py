@@ -187,5 +187,5 @@ class Emit:
         return result
 
     def refuse(self, what: str, fix: str) -> ShardcError:
-        code = f" ({self.source.code})" if self.source.code else ""
+        code = f" ({self.source.shown})" if self.source.code else ""
         return ShardcError(what + code, where=source.where(self.source), fix=fix)

@@ -29,8 +29,9 @@ from shardc.runtime.mesh.agreement import (
 #: Steps between two looks at all replicas.
 CHECK_EVERY = 256
 SAME_WEIGHTS = (
-    "give every rank the same weights: call torch.manual_seed before the model is made, pass the function that builds"
-    " it, or broadcast=True, which sends those of rank 0"
+    "give every rank the same weights: make the model inside of the function that makes it (model() of a model file"
+    " runs with one seed everywhere), or call torch.manual_seed before; in Python, program.engine(..., broadcast=True)"
+    " sends those of rank 0"
 )
 REPAIR = (
     "go on from the last checkpoint, and test the memory of that machine; if it happens again elsewhere, some kernel"

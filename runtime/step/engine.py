@@ -111,6 +111,7 @@ class Engine(EngineForward):
     .buffers: by the program's placeholder names.
     .interpreter: what runs the program's stages; .buckets: what holds parameters and sums gradients
     (shardc.runtime.zero.bucket_launch).
+    .clip_norm: what gradients are clipped to; `set` changes it.
     .grad_norm: 2-norm of the whole gradient in the last step, before clipping; 0-dim, on every rank; None before the
     first step, and where nothing asks for it (`norm`, `clip_norm`, `nonfinite`).
     .scaler: the loss scaling of `precision.loss_scale`
@@ -175,10 +176,8 @@ class Engine(EngineForward):
             optimizer = scheduler = None
         self.mesh = mesh if mesh is not None else runtime_mesh(program)
         self.rng = rng(seed)
-        self.clip_norm, self._wants_norm = clip_norm, norm or clip_norm is not None or nonfinite != "ignore"
         check = check and self.mesh.layout.world > 1  # one rank agrees with itself: nothing is hashed
-        self._checks, self._nonfinite, self._skipping = check, nonfinite, False
-        self._check_every = check_every if check else 0
+        self._checks, self._skipping = check, False
         if check:
             options = {"clip_norm": clip_norm, "nonfinite": nonfinite, "broadcast": broadcast, "norm": norm}
             options |= {"check_every": check_every, "routing": routing}
@@ -222,21 +221,12 @@ class Engine(EngineForward):
         if self.optimizer is not None and self.mesh.layout.world > 1:
             fix = "save by engine.save(folder) on all ranks, and load by engine.load(folder)"
             OptimizerMarks(program, self.mesh, self.owned, self.buckets.runs, fix).guard(self.optimizer)
+        if self.optimizer is not None:
+            engine_optimizer.keep_groups(self.optimizer)
         self._once = SteppedOnce(self.optimizer)  # before schedulers are made, which look at its method `step`
         if check:
             agreement.check(self.mesh, agreement.optimizer_facts(program, self.optimizer), "making an engine")
-        whole = (
-            clip_norm is not None
-            or nonfinite != "ignore"
-            or program.loss_scale is not None
-            or bool(self._offload.places)
-        )  # nothing may be updated before all is there
-        self._overlapped = (
-            OverlappedStep(self.optimizer, self.owned)
-            if self.optimizer is not None and not whole and self._matrices is None and self.buckets.arrive_apart
-            else None
-        )
-        self._sends_early = not whole  # gradients of matrices to their owners, while backward runs
+        self._settle_options()
         self._stepping = self._sending = False
         self._paged = (
             Paged(self.optimizer, self._offload) if self.optimizer is not None and self._offload.places else None
@@ -263,6 +253,26 @@ class Engine(EngineForward):
         self.scaler = LossScaler(program.loss_scale, self.mesh) if program.loss_scale is not None else None
         self._unbucketed = [n for n in self.owned if n not in self.buckets.names]
         self._made = True
+
+    def _settle_options(self) -> None:
+        """What follows from the options that `set` may change."""
+        o = self._options
+        self._nonfinite: not_finite.Action = o["nonfinite"]
+        object.__setattr__(self, "clip_norm", o["clip_norm"])  # which nobody else may
+        self._wants_norm = o["norm"] or o["clip_norm"] is not None or o["nonfinite"] != "ignore"
+        self._check_every = o["check_every"] if self._checks else 0
+        whole = (
+            o["clip_norm"] is not None
+            or o["nonfinite"] != "ignore"
+            or self.program.loss_scale is not None
+            or bool(self._offload.places)
+        )  # nothing may be updated before all is there
+        self._overlapped = (
+            OverlappedStep(self.optimizer, self.owned)
+            if self.optimizer is not None and not whole and self._matrices is None and self.buckets.arrive_apart
+            else None
+        )
+        self._sends_early = not whole  # gradients of matrices to their owners, while backward runs
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and "_made" in self.__dict__:
@@ -354,6 +364,26 @@ class Engine(EngineForward):
         """
         return next(iter(lr.rates(self.optimizer)), None)
 
+    def set(self, **options: Any) -> None:
+        """Change options in the middle of a training: `clip_norm`, `norm`, `nonfinite`, `check_every`; the next step
+        has them. Between `step`s, or before `backward`. Collective: all ranks set them alike.
+
+        Raises ShardcError, on all ranks, for options that differ; and for others than these, values that mean nothing,
+        and gradients that wait for an update.
+        """
+        engine_options.check_settable(Engine, options)
+        changed = {**self._options, **options}
+        engine_options.check(seed=0, **{n: changed[n] for n in (*engine_options.SETTABLE, "optimizer", "scheduler")})
+        if self._waiting:
+            what, fix = "gradients of engine.backward wait for an update", "call engine.update() first"
+            raise ShardcError(what, where="engine.set", fix=fix)
+        if self._checks:
+            same = "set it on all ranks alike"
+            facts = [stated(n, changed[n], where="engine.set", fix=same) for n in engine_options.SETTABLE]
+            agreement.check(self.mesh, facts, "setting options")
+        self._options = changed
+        self._settle_options()
+
     def to(self, program: Program | str | Path | Mapping[str, Any], **options: Any) -> Engine:
         """An engine of another program of the same model, over the same ranks, that goes on where this one stands: with
         its weights, buffers, optimizer's state, schedules, step, seed and places in the data, as if it had loaded this
@@ -415,7 +445,7 @@ class Engine(EngineForward):
         try:
             with self.mesh.together(f"step {self.rng.step + 1}"):
                 result = self._backward(batch, local=local, gather=gather)
-                self.update()
+                self._update()
                 for callback in self.callbacks:
                     callback(self, result)
         finally:
@@ -572,7 +602,20 @@ class Engine(EngineForward):
                 self._overlapped.step(names)
 
     def update(self) -> None:
-        """The second half of `step`: clip, and step the optimizer."""
+        """The second half of `step`: clip, and step the optimizer. Raises ShardcError without a `backward` before it,
+        and on all ranks where some do something else.
+        """
+        if not self._waiting:
+            raise ShardcError(
+                "no backward came since the last update: the gradients that stand there are used up",
+                where="engine.update",
+                fix="engine.backward(batch) and then engine.update(), or engine.step(batch), which does both",
+            )
+        if self._checks:
+            agreement.check(self.mesh, [], "an update")
+        self._update()
+
+    def _update(self) -> None:
         self._waiting = False
         if not self._stepping:
             self._check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from shardc.runtime.step.whole_shapes import groups_of_whole, regroup
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
 from shardc.runtime.zero.optimizer_check import check_apart, check_sharded
-from shardc.runtime.zero.optimizer_list import as_one
+from shardc.runtime.zero.optimizer_list import as_one, members_of
 
 #: Returns a torch.optim.Optimizer, or a list of them
 OptimizerOf = Callable[[param_groups.NamedParameters], Any]
@@ -95,6 +95,13 @@ def _called(make: OptimizerOf, trained: param_groups.NamedParameters, *, by_shap
         with text_numbers.refused("optimizer"):
             return as_one(make(trained))
     except ValueError as e:
+        if "only supports 2D parameters" in str(e):
+            raise ShardcError(
+                f"an optimizer takes matrices alone, and was given a parameter of other dims ({e})",
+                where="optimizer",
+                fix="give it the matrices and another one the rest: matrices, rest = shardc.matrices(params); return"
+                " [torch.optim.Muon(matrices, lr=...), torch.optim.AdamW(rest, lr=...)]",
+            ) from e
         if "empty parameter list" not in str(e):
             raise
         what = "an optimizer got no parameter on this rank: with a pipeline, ranks have those of their stages"
@@ -103,6 +110,23 @@ def _called(make: OptimizerOf, trained: param_groups.NamedParameters, *, by_shap
             what = "an optimizer got no parameter on this rank, where it would get some of the whole shapes"
             fix = "choose an optimizer's parameters by their names, not by p.shape: it is that of a rank's part"
         raise ShardcError(what, where="optimizer", fix=fix) from e
+
+
+def keep_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Let an engine's optimizer have the groups of the start: one added later was compared with no other rank's,
+    and what is in it is no parameter of the program.
+    """
+
+    def add_param_group(*_: Any, **__: Any) -> NoReturn:
+        raise ShardcError(
+            "an engine's optimizer has the groups that it was made with",
+            where="engine.optimizer.add_param_group",
+            fix="make all groups in the function that is given as optimizer=, with lr=0.0 for what trains later, and"
+            " set that group's lr then; what is frozen (requires_grad=False) trains after compiling again",
+        )
+
+    for member in (optimizer, *members_of(optimizer)):
+        member.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
 def _look_at_parameters(

@@ -39,7 +39,39 @@ def check_names(call: str, made: type, options: Mapping[str, Any]) -> None:
     errors.raise_any()
 
 
-def check(*, clip_norm: Any, nonfinite: Any, seed: Any, check_every: Any, optimizer: Any, scheduler: Any) -> None:
+#: What `engine.set` changes in the middle of a training.
+SETTABLE = ("clip_norm", "norm", "nonfinite", "check_every")
+
+
+def check_settable(made: type, options: Mapping[str, Any]) -> None:
+    """Raises ShardcError for options of `engine.set` that are made with the engine, and for such as there are not."""
+    errors = Errors()
+    for name in (n for n in options if n not in SETTABLE):
+        where = f"engine.set({name}=...)"
+        if name in _HELD or name in _options(made):
+            errors.add("an engine keeps what it was made with", where=where, fix=_held(name))
+        elif name in _OF_OPTIMIZERS:
+            fix = (
+                f"it is the optimizer's: for g in engine.optimizer.param_groups: g[{name!r}] = ..., on all ranks alike"
+            )
+            errors.add("there is no such option", where=where, fix=fix)
+        else:
+            near = nearest(name, SETTABLE)
+            fix = (f"did you mean {near!r}? " if near else "") + f"it sets {', '.join(SETTABLE)}"
+            errors.add("there is no such option", where=where, fix=fix)
+    errors.raise_any()
+
+
+def check(
+    *,
+    clip_norm: Any,
+    nonfinite: Any,
+    seed: Any,
+    check_every: Any,
+    optimizer: Any,
+    scheduler: Any,
+    norm: Any = False,
+) -> None:
     """Raises ShardcError for values that would train otherwise than meant, without a word."""
     errors = Errors()
     number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
@@ -59,6 +91,8 @@ def check(*, clip_norm: Any, nonfinite: Any, seed: Any, check_every: Any, optimi
         elif value is not None and (more := _wanted(value)):
             what = f"{getattr(value, '__name__', 'it')} is called with the {takes} alone, and wants {more} as well"
             errors.add(what, where=name, fix=fix)
+    if not isinstance(norm, bool):
+        errors.add(f"{norm!r} is neither True nor False", where="norm", fix="True: compute it, also without clipping")
     for name, value in (("seed", seed), ("check_every", check_every)):
         if isinstance(value, bool) or not isinstance(value, int):
             errors.add(f"{value!r} is no whole number", where=name, fix="pass one, such as 0")
@@ -144,8 +178,14 @@ def check_set(made: type, name: str) -> None:
     """Raises ShardcError for an option that is written to an engine that is made: what it decides is decided, and the
     attribute would be of no effect, or of half.
     """
+    if name in SETTABLE:
+        fix = f"call engine.set({name}=...), on all ranks"
+        raise ShardcError("all ranks change an option together", where=f"engine.{name} = ...", fix=fix)
     if name in _HELD or name in _options(made):
-        fix = _HELD.get(name, f"engine = engine.to(engine.program, {name}=...) goes on with another one")
-        if name in ("seed", "weights", "broadcast", "mesh"):
-            fix = f"give it when the engine is made: program.engine(model, {name}=...)"
-        raise ShardcError("an engine keeps what it was made with", where=f"engine.{name} = ...", fix=fix)
+        raise ShardcError("an engine keeps what it was made with", where=f"engine.{name} = ...", fix=_held(name))
+
+
+def _held(name: str) -> str:
+    if name in ("seed", "weights", "broadcast", "mesh"):
+        return f"give it when the engine is made: program.engine(model, {name}=...)"
+    return _HELD.get(name, f"engine = engine.to(engine.program, {name}=...) goes on with another one")

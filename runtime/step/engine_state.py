@@ -16,7 +16,7 @@ from shardc.runtime import state
 from shardc.runtime.data.loader import Loaders
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh, agreement
-from shardc.runtime.mesh.agreement import stated
+from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.optimizer import Paged
 from shardc.runtime.reshard import training
@@ -28,7 +28,7 @@ from shardc.runtime.state.boxes import Part
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.saving_optimizer import fill, room_for, state_parts
-from shardc.runtime.step import lr, resumed
+from shardc.runtime.step import lr, parameter_norms, resumed
 from shardc.runtime.step.given_model import GivenModel
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.new_schedule import NewSchedule, steps_of
@@ -299,6 +299,15 @@ class EngineState:
         room, runs = self._paged.room if self._paged is not None else None, self.buckets.runs
         where = (index, parts, "engine.to", runs, room, self.mesh, self._matrices)
         return room_for(self.program, self.owned, self.optimizer, *where)
+
+    def norms(self, *, grad: bool = False) -> dict[str, float]:
+        """{name of a parameter: 2-norm of all of it}, on every rank, for a log. Collective. grad: of the gradients of
+        the last step or `backward` instead, 0 where none came; after a step they are clipped.
+        """
+        with self.mesh.together("norms"):
+            if self._checks:
+                agreement.check(self.mesh, [stated("grad", grad, where="engine.norms", fix=SAME_CALLS)], "norms")
+            return parameter_norms.norms(self.program, self.owned, self.mesh, grad=grad)
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank; rank0_only: on

@@ -40,6 +40,7 @@ from shardc.runtime.step import (
     op_errors,
     outputs,
     param_groups,
+    parameter_norms,
     parameter_parts,
     partial_grad_guard,
     resumed,
@@ -566,6 +567,15 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
     def local(self, batch: Any) -> Any:
         """This rank's part of a global batch, as `forward` takes it. See shardc.ir.program.Program.local."""
         return inputs.local(self._running.program, batch, self._running.mesh.rank)
+
+    def norms(self, *, grad: bool = False) -> dict[str, float]:
+        """{name of a parameter: 2-norm of all of it}, on every rank, for a log. Collective. grad: of what stands in
+        `.grad` instead, 0 where there is none.
+        """
+        r = self._running
+        with r.mesh.together("norms"):
+            self._compare("norms", stated("grad", grad, where="module.norms", fix=SAME_CALLS))
+            return parameter_norms.norms(r.program, r.buckets.owned, r.mesh, grad=grad)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""

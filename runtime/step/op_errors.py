@@ -61,7 +61,7 @@ def named(graph: fx.Graph) -> Iterator[None]:
         if isinstance(e, IndexError):
             raise _index_error(e, node, values, where) from e
         if node is not None and hasattr(e, "add_note"):  # Python 3.11
-            code = source_of(node).code
+            code = source_of(node).shown
             e.add_note(f"in {where}" + (f": {code}" if code else ""))
         raise
 

@@ -198,7 +198,7 @@ def _evaluates(places: list[Source]) -> str:
             " the model in that mode when it is first called"
         )
     lines = ", ".join(p.line for p in places[:3]) + f" and {len(places) - 3} more" * (len(places) > 3)
-    code = f" ({places[0].code})" if len(places) == 1 else ""
+    code = f" ({places[0].shown})" if len(places) == 1 else ""
     return (
         f"{lines}: forward reads self.training{code}, and does something else in eval mode: `evaluate` compiles the"
         " model in that mode when it is first called"
@@ -207,7 +207,7 @@ def _evaluates(places: list[Source]) -> str:
 
 def _counts(name: str, place: Source) -> str:
     """The note on a number which forward reads and sets."""
-    where, code = (f"{place.line}: ", f" ({place.code})") if place.line else ("", "")
+    where, code = (f"{place.line}: ", f" ({place.shown})") if place.line else ("", "")
     return (
         f"{where}forward sets {name!r}, which it reads{code}: a program sees its first value, and"
         " what depends on later ones stays as in the first call"

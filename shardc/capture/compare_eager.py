@@ -295,7 +295,7 @@ def _same_again(second: Sequence[Any], first: Sequence[Any], changed: Mapping[st
             _compare(again, "the result", "", one, other)
     if again.found:
         place = next((place for place in changed.values() if place.line), Source())
-        code = f" ({place.code})" if place.code else ""
+        code = f" ({place.shown})" if place.code else ""
         names = ", ".join(map(repr, changed))
         raise ShardcError(
             f"the model returns another {result} when it is called again: its forward sets {names}, of which a program"
@@ -312,7 +312,7 @@ def _changes_batch(
     run: the user's model once more.
     """
     place, _ = line_that_changes(lambda: [inputs[name]._version for name in changed], run)
-    code = f" ({place.code})" if place.code else ""
+    code = f" ({place.shown})" if place.code else ""
     names = ", ".join(name_of(tuple(path)) for path in changed.values())
     return ShardcError(
         f"forward changes {names} of the batch in place{code}: whoever reads the batch again has other numbers, and a"

@@ -60,7 +60,7 @@ class ValueReads:
         for name in sorted(self.buffers.keys() & set(buffers)):
             place = self.buffers[name]
             raise ShardcError(
-                f"the program depends on the value of the buffer {name!r}, which it changes ({place.code})",
+                f"the program depends on the value of the buffer {name!r}, which it changes ({place.shown})",
                 where=place.line,
                 fix="compute both branches and choose with torch.where(condition, a, b)",
             )

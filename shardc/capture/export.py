@@ -173,7 +173,7 @@ def _wrapper(model: nn.Module, leaves: Leaves, loss: Loss | None, forward: Forwa
 def _unseen(place: Source) -> str:
     """The note on a line that reads a number from a tensor which nothing in the graph is made of."""
     return (
-        f"{place.line}: a tensor becomes a number that only Python sees ({place.code}): steps of the program do"
+        f"{place.line}: a tensor becomes a number that only Python sees ({place.shown}): steps of the program do"
         " not run this line"
     )
 

@@ -231,7 +231,7 @@ _NO_BACKWARD = (
 
 
 def _refused(kind: str, said: str, fix: str, place: Source) -> ShardcError:
-    return ShardcError(f"the {kind} of flex_attention {said} ({place.code})", where=place.line, fix=fix)
+    return ShardcError(f"the {kind} of flex_attention {said} ({place.shown})", where=place.line, fix=fix)
 
 
 class _Known(NamedTuple):

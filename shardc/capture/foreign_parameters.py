@@ -54,7 +54,7 @@ def _held_elsewhere(name: str) -> ShardcError:
     place = source.of_call()
     return ShardcError(
         f"forward reads the parameter {name!r} from something that holds it beside its module, such as a closure"
-        f" ({place.code}): a program would have its first value, and not train it",
+        f" ({place.shown}): a program would have its first value, and not train it",
         where=place.line,
         fix="read it of the module when it is used: self.weight in the function, not weight = self.weight before it",
     )

@@ -69,7 +69,7 @@ def _engine(
         return original(outputs, *args, **kwargs)  # type: ignore[no-any-return]
     place = source.of_call()
     if kwargs.get("accumulate_grad"):
-        what = f"backward() is called inside forward ({place.code})"
+        what = f"backward() is called inside forward ({place.shown})"
         raise ShardcError(
             what, where=place.line, fix="torch.autograd.grad(y, x, create_graph=True) gives the gradient as a tensor"
         )
@@ -77,14 +77,14 @@ def _engine(
     sources = [traced_node(x) for x in outputs]
     if any(n is None for n in sources):
         raise ShardcError(
-            f"a gradient is computed inside a transform of torch.func ({place.code}), where tracing does not see it",
+            f"a gradient is computed inside a transform of torch.func ({place.shown}), where tracing does not see it",
             where=place.line,
             fix="use torch.autograd.grad(y, x, create_graph=True) outside of vmap and the like",
         )
     above = values.behind([n for n in sources if n is not None], _carries)
     used = [x for x in inputs if traced_node(x) in above]
     if len(used) < len(inputs) and not allow_unused:
-        what = f"a gradient is taken with respect to a tensor that the result does not depend on ({place.code})"
+        what = f"a gradient is taken with respect to a tensor that the result does not depend on ({place.shown})"
         raise ShardcError(
             what, where=place.line, fix="differentiate a result of that very tensor, or pass allow_unused=True"
         )

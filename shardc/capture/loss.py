@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -42,12 +43,31 @@ def check_loss(loss: object, name: str = "loss") -> None:
         raise ShardcError(f"{name} is {_described(loss)}, not a function", where=name, fix=fix)
     function = loss.forward if isinstance(loss, nn.Module) else loss
     try:
-        inspect.signature(function).bind(None, None)
+        signature = inspect.signature(function)
+        signature.bind(None, None)
     except TypeError as e:
         what = f"{name} takes (output, batch), and cannot be called with these two: {e}"
         raise ShardcError(what, where=of_function(function).line or name, fix=fix) from None
     except ValueError:  # a builtin, whose arguments Python does not know
-        pass
+        return
+    if tuple(signature.parameters)[:2] in itertools.product(_BATCH_NAMES, _OUTPUT_NAMES):
+        raise swapped(name, function, tuple(signature.parameters)[:2])
+
+
+#: How people name the two arguments of a loss. One whose names stand the other way round may run all the same: a loss
+#: of two tensors is then another one.
+_BATCH_NAMES = ("batch", "data", "inputs", "target", "targets", "label", "labels", "y_true")
+_OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "y_pred")
+
+
+def swapped(name: str, function: Any, names: Sequence[str] = ()) -> ShardcError:
+    """The error for a loss that takes its two arguments the other way round."""
+    given = f"({', '.join(names)})" if names else "(batch, output)"
+    return ShardcError(
+        f"{name} takes {given}, and is called with (output, batch): the model's output comes first",
+        where=of_function(function).line or name,
+        fix=f"write def {name}(output, batch), or {name}=lambda output, batch: ...",
+    )
 
 
 class Names:
@@ -112,12 +132,17 @@ class LossOf(nn.Module):
         assert function is not None
         try:
             return function(output, batch)
-        except KeyError as e:
+        except Exception as e:  # of any kind, and raised again
+            name = "loss" if self.loss is not None else "forward"
+            if _runs_swapped(function, output, batch):
+                raise swapped(name, function) from e
+            if not isinstance(e, KeyError):
+                raise
             if not isinstance(batch, Mapping) or not e.args or e.args[0] in batch:
                 raise
             at, keys = of_exception(e), ", ".join(map(repr, batch))
             name = "the loss" if self.loss is not None else "forward(output, batch)"
-            what = f"{name} asks for {e.args[0]!r}, and the batch has {keys} ({at.code})"
+            what = f"{name} asks for {e.args[0]!r}, and the batch has {keys} ({at.shown})"
             near = difflib.get_close_matches(str(e.args[0]), [str(k) for k in batch], 1)
             fix = f"did you mean {near[0]!r}?" if near else "name one of these, or let batch() give that one, too"
             raise ShardcError(what, where=at.line, fix=fix) from e
@@ -184,6 +209,15 @@ def tensors_in(output: Any, name: str = "") -> dict[str, Tensor]:
     for key, x in items:
         found |= tensors_in(x, f"{name}.{key}" if name else str(key))
     return found
+
+
+def _runs_swapped(function: Loss, output: Any, batch: Any) -> bool:
+    """Whether a loss that failed gives a number of (batch, output)."""
+    try:
+        loss, _ = _of_function(function(batch, output))
+    except Exception:  # of any kind: the error is that of the call as it should be
+        return False
+    return isinstance(loss, Tensor) and loss.numel() == 1
 
 
 def _of_function(returned: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -118,13 +118,13 @@ def export_patches(side: list[Tensor]) -> Iterator[None]:
         if not isinstance(x, FakeTensor):
             return original(x, *args)
         place = source.of_call()  # here, and not where the recurrent layer then fails
-        raise ShardcError(f"{PACKED} ({place.code})", where=place.line, fix=PADDED)
+        raise ShardcError(f"{PACKED} ({place.shown})", where=place.line, fix=PADDED)
 
     def switch(self: Tensor, requires_grad: bool = True) -> Tensor:
         if isinstance(self, FakeTensor) and not requires_grad and self.requires_grad and self.is_leaf:
             place = source.of_call()
             raise ShardcError(
-                f"the forward pass turns a parameter's gradient off, which tracing does not see ({place.code})",
+                f"the forward pass turns a parameter's gradient off, which tracing does not see ({place.shown})",
                 where=place.line,
                 fix=(
                     "run the module with detached weights: "

@@ -20,6 +20,10 @@ from shardc.torch_private import DATA_DEPENDENT
 
 DATA = "data-dependent"  # in `Cause.raised`: any error of tracing that means that Python read a tensor's value
 MASK = "keep the size and mask instead: torch.where(mask, x, 0), and divide sums by mask.sum()"
+MASKED_MEAN = (
+    "keep the size: x[mask].mean() is x.masked_fill(~mask, 0).sum() / mask.sum(), with mask of x's shape; of a cross"
+    " entropy, give what is not to count the label -100 (its ignore_index)"
+)
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ CAUSES = (
     ),
     Cause(
         f"indexing by a condition has a result whose size {DEPENDS} (x[mask], masked_select)",
-        MASK,
+        MASKED_MEAN,
         op=r"^index$|masked_select",
     ),
     Cause(
@@ -257,7 +261,7 @@ def of_error(error: BaseException, read: Sequence[str] = (), *, of_loss: bool = 
         if cause.raised and cause.fits(raised, "", at.code, loop):
             return _error(cause, at, at.line, read if raised == DATA else ())
     text = str(error).strip().splitlines()
-    code = f" ({at.code})" if at.code else ""
+    code = f" ({at.shown})" if at.code else ""
     part, fix = "the model's forward", "check that model and batch run together in plain PyTorch"
     if of_loss:
         part = "the loss"
@@ -297,7 +301,7 @@ def of_input(placeholder: fx.Node, kind: str) -> ShardcError:
 
 
 def _error(cause: Cause, at: Source, where: str, read: Sequence[str] = (), **names: Any) -> ShardcError:
-    code = f" ({at.code})" if at.code else ""
+    code = f" ({at.shown})" if at.code else ""
     what, fix = cause.what.format(**names) + code, cause.fix
     if read:
         inputs = ", ".join(read)

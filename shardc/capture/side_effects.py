@@ -195,7 +195,7 @@ KNOWN = {
 
 def refuse_random(place: Source, function: str) -> ShardcError:
     """The error for a forward that draws random numbers of Python's or numpy's."""
-    code = f" ({place.code})" if place.code else ""
+    code = f" ({place.shown})" if place.code else ""
     fix = KNOWN.get(
         function,
         "draw with torch (torch.rand, torch.randint, torch.randn), or in the data, and pass it in with the batch",

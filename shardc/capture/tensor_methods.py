@@ -46,7 +46,7 @@ def _set_data(self: Tensor, value: Tensor) -> None:
     if _by_user(self):
         place = source.of_call()
         raise ShardcError(
-            f"the forward pass replaces a tensor's .data ({place.code})",
+            f"the forward pass replaces a tensor's .data ({place.shown})",
             where=place.line,
             fix="change a buffer in place (self.x.copy_(new)); change parameters outside of forward",
         )

@@ -27,8 +27,7 @@ def run(job: Job) -> dict[str, Any]:
     with mesh.together("opening the data"):
         seed = job.settings.seed
         if file.data is None:
-            data = training_data.example(file, seed)
-            data.description = "the one example batch of batch() (the model file has no data())"
+            data = training_data.example(file, seed, often="")
         elif (found := training_data.batches(scorer.engine, file, job.split, seed, whole=True)) is not None:
             data = found
         else:

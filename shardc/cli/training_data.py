@@ -14,7 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from shardc.errors import ShardcError
 from shardc.runtime.data import same_samples
@@ -116,6 +125,27 @@ def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = Fals
     return found
 
 
+def _check_kind(source: Any) -> None:
+    """Raises ShardcError for what data() may return and nobody means: a tensor, whose rows would be the batches, and a
+    sampler that gives each rank other samples, which would be cut once more.
+    """
+    if isinstance(source, Tensor):
+        what = f"data() returns a tensor {list(source.shape)}: each of its rows would be a whole global batch"
+        fix = "return a Dataset of samples, such as torch.utils.data.TensorDataset(x, y) with collate(samples)"
+        raise ShardcError(what, where="data", fix=fix)
+    if not isinstance(source, DataLoader):
+        return
+    samplers = (source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None))
+    if any(isinstance(s, DistributedSampler) for s in samplers):
+        raise ShardcError(
+            "the DataLoader has a DistributedSampler, which gives each rank other samples: shardc cuts global batches"
+            " itself, so they would be cut twice",
+            where="data",
+            fix="leave sampler= out, and write shuffle=True and the global batch's batch_size: each rank then reads its"
+            " own samples alone",
+        )
+
+
 def tell_the_same(train: Batches, valid: Batches) -> None:
     """Say of held-out data that are the training data, as of a data(split) that does not look at its split, that they
     are: their loss would be taken for a held-out one.
@@ -130,6 +160,7 @@ def _batches(
 ) -> Batches:
     """split: "": every sample once, in order."""
     train, whole = split == "train", not split
+    _check_kind(source)
     if apart:
         return _part_of_a_stream(source, make, engine, seed)
     name = split if train else None
@@ -157,10 +188,12 @@ def _part_of_a_stream(source: Any, make: Callable[[], Any], engine: Any, seed: i
     return Batches(source, make, seed, local=True, description=description, part=part)
 
 
-def example(file: Any, seed: int) -> Batches:
-    """The example batch, again and again: what trains a model file that has no data()."""
+def example(file: Any, seed: int, often: str = ", again and again") -> Batches:
+    """The example batch, again and again: what trains a model file that has no data(). often: for the description."""
     once = [file.batch]
-    description = "the one example batch of batch(), again and again (the model file has no data())"
+    description = f"the one example batch of batch(){often} (the model file has no data())"
+    if file.ref.startswith("hf:"):
+        description = f"one batch of random ids{often} (a model.py with model(), batch() and data(split) has others)"
     return Batches(once, lambda: once, seed, local=False, description=description)
 
 

@@ -374,7 +374,7 @@ class _Engine(Engine):
     def _check_trains(self) -> None:
         """A forward has its price without a backward, too."""
 
-    def update(self) -> None:
+    def _update(self) -> None:
         recorded = self.interpreter
         assert isinstance(recorded, _Recorded)
         ledger = recorded.ledger
@@ -383,7 +383,7 @@ class _Engine(Engine):
             (p.grad for p in self.owned.values()), "gradients", over=("temporaries", "communication", "activations")
         )
         self.last_parts = ledger.parts[-1], recorded.begin("update")
-        super().update()
+        super()._update()
 
 
 def _mark_rest(ledger: Ledger, kind: str) -> None:

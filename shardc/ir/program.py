@@ -36,7 +36,7 @@ from shardc.ir.offload import OffloadPlaces
 from shardc.ir.outputs import MEAN_SCORE, SCORE, SCORED, Output
 from shardc.ir.placement import Layout
 from shardc.ir.stage import Edge, Region, Stage
-from shardc.ir.stored import Buffer, Input, Param
+from shardc.ir.stored import Buffer, Input, Param, UnknownParameterError
 from shardc.ir.units import count, plural
 
 if TYPE_CHECKING:
@@ -168,11 +168,11 @@ class Program:
         return {name: names for names in self.shared_modules for name in names}
 
     def param(self, name: str) -> Param:
-        """A parameter by placeholder name or by any of its FQNs."""
+        """A parameter by placeholder name or by any of its FQNs. Raises UnknownParameterError."""
         for p in self.params:
             if name in (p.name, p.fqn, *p.names):
                 return p
-        raise KeyError(name)
+        raise UnknownParameterError.of(name, (n for p in self.params for n in p.names), f"program.param({name!r})")
 
     def parameter_bytes(self) -> int:
         """Bytes of the parameters that a rank stores, at ZeRO 3 its parts; of a pipeline, the rank that stores most."""

@@ -35,6 +35,8 @@ _STDLIB = tuple(
     {f"{Path(contextlib.__file__).parent}/", *(f"{sysconfig.get_path(n)}/" for n in ("stdlib", "platstdlib"))}
 )
 _PACKAGES = {"site-packages", "dist-packages"}
+#: Of a line of the model so many characters are shown in a message.
+_SHOWN = 100
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class Source:
 
     def __str__(self) -> str:
         return " ".join(p for p in (self.module, f"({self.line})" if self.line else "") if p)
+
+    @property
+    def shown(self) -> str:
+        """The line's text for a message: the beginning of a long one."""
+        return self.code if len(self.code) <= _SHOWN else f"{self.code[: _SHOWN - 4].rstrip()} ..."
 
 
 @cache

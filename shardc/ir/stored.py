@@ -10,13 +10,28 @@ Ranks store parameters and buffers under the names that the model has for them; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from shardc.errors import ShardcError
 from shardc.ir.metadata import Value
+from shardc.ir.patterns import nearest
 from shardc.ir.placement import Layout, Shard
+
+
+class UnknownParameterError(ShardcError, KeyError):
+    """A name that no parameter of the model has."""
+
+    @classmethod
+    def of(cls, name: str, known: Iterable[str], where: str) -> UnknownParameterError:
+        """where: what was asked."""
+        names = list(known)
+        near = nearest(str(name), names)
+        some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+        fix = f"did you mean {near!r}?" if near else f"names are the model's, such as {some}"
+        return cls(f"the model has no parameter {name!r}", where=where, fix=fix)
 
 
 class Stored:
@@ -78,6 +93,9 @@ class Param(Stored):
     members: tuple[str, ...] = ()
     frozen: bool = False
 
+    def __repr__(self) -> str:
+        return f"<Param {self.fqn} {self.value}>"
+
     @property
     def value(self) -> Value:
         return Value(self.shape, self.dtype, self.requires_grad, self.layout)
@@ -129,6 +147,9 @@ class Input:
     dtype: torch.dtype
     layout: Layout = Layout()
     microbatch: Shard | None = None
+
+    def __repr__(self) -> str:
+        return f"<Input {self.name} {self.value}>"
 
     @property
     def value(self) -> Value:

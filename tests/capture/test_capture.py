@@ -440,6 +440,13 @@ def test_a_loss_that_is_no_function_of_output_and_batch() -> None:
     refused(lambda s, y: y, "loss: loss is a str, not a function", loss="mse")
     takes = r"loss takes \(output, batch\), and cannot be called with these two: too many positional arguments"
     refused(lambda s, y: y, takes, loss=lambda y: y.sum())
+    swapped = r"loss takes \(.*\), and is called with \(output, batch\): .*\n  fix: write def loss\(output, batch\)"
+    refused(lambda s, y: y, swapped, batch={"x": X}, loss=lambda a, b: F.mse_loss(b, a["x"]))  # it failed
+    refused(lambda s, y: y, swapped, batch={"x": X}, loss=lambda batch, output: output.sum())  # it would run
+    long = r"the loss failed: TypeError: (?=.{0,240}$).* \.\.\.\)"
+    refused(
+        lambda s, y: y, long, batch={"x": X}, loss=lambda y, b: F.mse_loss(y, b["x"], "a word", "another one", 3, 4, 5)
+    )
     text = "the loss failed: AttributeError: .*\n  fix: it is given the model's output and the whole batch: loss=lambda"
     refused(lambda s, y: y, text, batch={"x": X}, loss=F.mse_loss)
 

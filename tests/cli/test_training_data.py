@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 
 import shardc
 from shardc.cli import training_loop
-from shardc.cli.training_data import Batches, _taken_over, batches, tell_the_same
+from shardc.cli.training_data import Batches, _taken_over, batches, example, tell_the_same
 from shardc.cli.training_loop import Training
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
@@ -143,6 +143,9 @@ def test_how_a_loader_reads_goes_with_it() -> None:
     assert (options["worker_init_fn"], options["prefetch_factor"]) == (print, 3)
 
 
+apart = DistributedSampler(Rows(), num_replicas=2, rank=0)
+
+
 def reseeded(source: Any) -> Any:
     torch.manual_seed(7)
     return source
@@ -207,6 +210,27 @@ def test_held_out_data_that_are_the_training_data_are_told(data: Any, told: bool
     assert repr(engine) == "<Engine of Linear: rank 0 of one device, AdamW, 0 steps done>"
     if told:
         assert repr(engine.loaders["train"]) == "<Loader of 8 samples in global batches of 4: epoch 0, 0 read>"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            torch.zeros(8, 4),
+            r"data\(\) returns a tensor \[8, 4\]: each of its rows would be (.|\n)*TensorDataset\(x, y\)",
+        ),
+        (DataLoader(Rows(), 2, sampler=apart), "a DistributedSampler, which gives each rank other (.|\n)*shuffle=True"),
+        (DataLoader(Rows(), batch_sampler=BatchSampler(apart, 2, True)), "the DataLoader has a DistributedSampler"),
+    ],
+)
+def test_data_that_nobody_means_are_refused(source: Any, said: str) -> None:
+    with pytest.raises(ShardcError, match=said):
+        batches(SimpleNamespace(), SimpleNamespace(data=lambda split: source), "train", 0)
+
+
+@pytest.mark.parametrize(("ref", "said"), [("m.py", "of batch(), again and again"), ("hf:x", "random ids, again and")])
+def test_a_run_without_data_says_what_it_trains_on(ref: str, said: str) -> None:
+    assert said in example(SimpleNamespace(ref=ref, batch=torch.zeros(2)), 0).description
 
 
 def test_held_out_data_without_a_batch_are_told_once() -> None:

@@ -12,7 +12,7 @@ class DrawnError(ShardcError):
     def __init__(self, at: Source) -> None:
         super().__init__(
             "an expert draws random numbers for its rows (dropout), and how many rows it has depends on a tensor's"
-            f" value ({at.code})",
+            f" value ({at.shown})",
             where=at.line,
             fix="set the dropout inside of experts to 0, or put it behind them, where all tokens pass",
         )

@@ -16,6 +16,7 @@ from torch import nn
 import shardc
 from shardc.cli.run import _settings
 from shardc.errors import ShardcError
+from shardc.ir.stored import UnknownParameterError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state.weight_files import open_weights
 from shardc.runtime.step.engine import Engine
@@ -142,6 +143,14 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     "a device": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).to("cuda"),  # type: ignore[arg-type]
         r"engine.to: a str is no program: this moves to another plan\n  fix: devices are those of the ranks",
+    ),
+    "a group that is added": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).optimizer.add_param_group({"params": []}),  # type: ignore[union-attr]
+        r"engine.optimizer.add_param_group: an engine's optimizer has the groups (.|\n)*fix: make all",
+    ),
+    "Muon of all parameters": (
+        lambda mesh: Engine(PROGRAM, MODEL, lambda params: torch.optim.Muon(params), mesh=mesh),
+        r"optimizer: an optimizer takes matrices alone, (.|\n)*fix: .*matrices, rest = shardc.matrices\(params\)",
     ),
     "another model": (
         lambda mesh: Engine(PROGRAM, torch.nn.Linear(3, 3), mesh=mesh),
@@ -319,6 +328,13 @@ def test_a_number_of_the_batch_stays_what_it_was_in_an_artifact(tmp_path: Any) -
     PROGRAM.save(tmp_path / "out")
     loaded = shardc.load(tmp_path / "out")
     assert loaded.baked == PROGRAM.baked == ((("strength",), 2.0),)
+
+
+def test_a_parameter_that_there_is_not() -> None:
+    with pytest.raises(UnknownParameterError, match=r"no parameter 'up.weigth'\n  fix: did you mean 'up.weight'\?"):
+        PROGRAM.param("up.weigth")
+    with pytest.raises(KeyError, match=r"'zzz'\n  fix: names are the model's, such as 'up.weight', "):
+        PROGRAM.param("zzz")
 
 
 def test_an_optimizer_function_that_takes_its_argument_for_the_model() -> None:
