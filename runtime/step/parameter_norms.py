@@ -26,7 +26,7 @@ def norms(program: Program, params: Mapping[str, nn.Parameter], mesh: Any, *, gr
     for p in asked:
         groups.setdefault(norm_axes(program, p.name), []).append(p.name)
         held = not program.axis or program.holders(p)[0] == here  # of copies on several stages, the first one counts
-        x = params.get(p.name) if held else None
+        x: Tensor | None = params.get(p.name) if held else None
         x = x.grad if grad and x is not None else x
         squares[p.name] = _square(x) if x is not None else torch.zeros((), dtype=torch.float64)
     found: dict[str, float] = {}

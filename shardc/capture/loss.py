@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -50,8 +49,9 @@ def check_loss(loss: object, name: str = "loss") -> None:
         raise ShardcError(what, where=of_function(function).line or name, fix=fix) from None
     except ValueError:  # a builtin, whose arguments Python does not know
         return
-    if tuple(signature.parameters)[:2] in itertools.product(_BATCH_NAMES, _OUTPUT_NAMES):
-        raise swapped(name, function, tuple(signature.parameters)[:2])
+    names = tuple(signature.parameters)[:2]
+    if len(names) == 2 and names[0] in _BATCH_NAMES and names[1] in _OUTPUT_NAMES:
+        raise swapped(name, function, names)
 
 
 #: How people name the two arguments of a loss. One whose names stand the other way round may run all the same: a loss

@@ -104,7 +104,7 @@ def _place(place: Line) -> str:
         if place.module
         else ""
     )
-    return f"{place.line}{often}: {place.shown}" if place.code else f"{place.line}{often}"
+    return f"{place.line}{often}: {place.code}" if place.code else f"{place.line}{often}"
 
 
 def coverage(model: nn.Module, batch: Any, *, loss: Callable[[Any, Any], Tensor] | None = None) -> Coverage:
