@@ -127,11 +127,15 @@ VALUES: list[tuple[Function, str, str]] = [
         "elements of a tensor are read outside of torch's ops",
         "unbind(-1)",
     ),
-    (lambda s, y: y[y > 0].sum(), "indexing by a condition has a result whose size depends", "torch.where(mask, x, 0)"),
+    (
+        lambda s, y: y[y > 0].sum(),
+        "indexing by a condition has a result whose size depends",
+        "x.masked_fill(~mask, 0).sum() / mask.sum()",
+    ),
     (
         lambda s, y: torch.masked_select(y, y > 0).sum(),
         "indexing by a condition has a result whose size depends",
-        "torch.where(mask, x, 0)",
+        "the label -100 (its ignore_index)",
     ),
     (
         lambda s, y: y[(y > 0).nonzero()[:, 0]].sum(),
