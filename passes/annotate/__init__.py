@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from shardc.errors import Errors
 from shardc.ir.generation import Step
-from shardc.ir.graph import copy_graph
+from shardc.ir.graph import copy_graph, placeholders
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
@@ -71,10 +71,14 @@ class Annotate(Pass):
         with errors.collect():
             layouts |= weights.named_layouts()
             if spec.shard_use and spec.shard_axis in spec.mesh.names and mesh.size(spec.shard_axis) > 1:
-                plan = _plan(spec, self.options.model_plan, program, mesh, weights.named, layouts)
+                if running is not None and spec.shard_use == "structure":
+                    plan, written = _plan_of(running, spec, mesh, weights.named), running.meta.get("shard", [])
+                else:
+                    plan = _plan(spec, self.options.model_plan, program, mesh, weights.named, layouts)
+                    written = _written(spec, program, plan, weights.named)
                 layouts |= weights.planned_layouts(plan)
                 notes += plan.notes
-                program = replace(program, meta={**program.meta, "shard": _written(spec, program, plan, weights.named)})
+                program = replace(program, meta={**program.meta, "shard": written})
         notes += weights.notes
         with errors.collect():
             if spec.experts:
@@ -134,6 +138,21 @@ def _plan(
         shards = [s for part, s in layouts.get(name, Layout()).shards() if part in mesh.parts(axis)]
         fixed[name] = min(shards, key=lambda s: s.split) if shards else None
     return structure.choose(program, fixed, axis, mesh.size(axis), where, pad=spec.uneven == "pad")
+
+
+def _plan_of(running: Program, spec: Spec, mesh: Mesh, named: set[str]) -> Plan:
+    """What `use` came to in the program that already runs on the weights: not what the graph at hand would suggest,
+    which of one token, or of fewer rows, may be something else. named: as of `_plan`.
+    """
+    axis = spec.shard_axis
+    parts, nodes = mesh.parts(axis), placeholders(running.graph)
+    splits: dict[str, tuple[Shard, str]] = {}
+    for p in running.params:
+        causes = nodes[p.name].meta.get("cause", {})
+        shards = [(s, causes[part]) for part, s in p.layout.shards() if part in parts and part in causes]
+        if shards and p.name not in named:
+            splits[p.name] = min(shards, key=lambda one: one[0].split)
+    return Plan(axis, splits, ())
 
 
 def _written(spec: Spec, program: Program, plan: Plan, named: set[str]) -> list[str]:

@@ -260,6 +260,21 @@ def test_a_token_sees_an_axis_in_the_digits_that_weights_are_split_by() -> None:
     assert [following.mesh.size(a) for a in following.mesh.parts("tp")] == [2, 2, 2]
 
 
+def test_a_token_has_the_entries_and_causes_of_the_program_whose_weights_it_runs_on() -> None:
+    """By itself the graph of one token suggests another group of weights for layer 0, which ranks do not divide."""
+    model, batch = hf.build(hf.FAMILIES["mistral"])
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"tp": 2}, "shard": {"use": "structure"}}, prove=False)
+    assert program.resize is not None
+    steps = program.resize.generating(program, Sizes(4, 16, 64)).steps
+    assert steps is not None
+    for step in steps:
+        assert step.meta["shard"] == program.meta["shard"]
+        assert all(f"# {line}" in step.text() for line in program.meta["shard"])
+        assert not [
+            n.name for n in step.stages[0].graph.nodes if "collective" in n.meta and n.meta["collective"].implicit
+        ]
+
+
 def test_weights_that_zero_3_gathers_in_fewer_bits_than_a_token_reads_them_in(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
