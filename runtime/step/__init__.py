@@ -20,9 +20,10 @@ loss_scale            loss scaling for float16, on all ranks alike
 outputs               what a step gives beside its loss, over microbatches, ranks and batches; mean_counts: of how many
                       things its means are
 batch_sizes           batches of other sizes than were compiled
-clip_grad_norm        the norm of the whole gradient, and clipping by it; partial_grad_guard: a part's norm is not that
+clip_grad_norm        the norm of the whole gradient, and clipping by it
 whole_backward        a module's backward that goes around the sums of gradients
-parameter_parts       what a parameter cannot say of itself, or be filled with, where a rank has a part of it
+tensor_parts          parameters and gradients that know that they are a rank's part, and refuse what mixes elements;
+                      part_functions: what torch's functions do with these; parameter_parts: which parameters it is
 stepped_once          an optimizer or schedule that is stepped beside the engine
 not_finite            a loss or gradient that is nan or inf: stop or skip, and what made it
 engine_options        options that there are not, or that mean nothing; batch_argument: a batch that is spread out
@@ -33,7 +34,7 @@ user_changes          what users do to a module that a program would not notice;
 evaluating            which program evaluates: that of a step, or one of the model in eval mode
 op_errors             an op that fails, in the user's terms; profiler_ranges: each node is one in a trace
 param_groups, lr      the optimizer's parameter groups by name; learning-rate schedulers
-whole_shapes          groups by a parameter's shape: by that of the whole one; flat_dims: where nobody asks for that
+whole_shapes          groups by a parameter's shape: by that of the whole one
 text_numbers          text where these want a number
 resumed               what a checkpoint replaced of an engine's settings; new_schedule: what it is not to replace
 expert_load           how tokens were spread over experts

@@ -41,7 +41,6 @@ from shardc.runtime.step import (
     outputs,
     param_groups,
     parameter_parts,
-    partial_grad_guard,
     user_changes,
 )
 from shardc.runtime.step.batch_argument import one_batch
@@ -203,13 +202,11 @@ class Engine(EngineForward):
             prints |= {name: agreement.fingerprint([b]) for name, b in self.buffers.items()}
             replicas.check_weights(program, self.mesh, prints)
         self.owned = self.buckets.owned
-        self.params: dict[str, nn.Parameter] = parameter_parts.ByName(program, self.owned)
         self._updates, self._whole = optimizer is not None, True
         self._matrices: WholeMatrices | None = None
         split = {n for n in self.owned if norm_axes(program, n)}
         partial = self.buckets.names | split
         self._watched = user_changes.Watched(program, self.owned, self.buckets.runs, partial)
-        parameter_parts.watch(program, self.owned, self.buckets.runs)
         self.optimizer = None
         if optimizer is not None:
             self.optimizer, self._matrices = engine_optimizer.made(
@@ -456,7 +453,7 @@ class Engine(EngineForward):
     def backward(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`, in place of those of the last
         one: a sum over batches is `batch: {microbatches: n}`. Returns what `step` does. A norm of a gradient of which
-        this rank has a part is refused (shardc.runtime.step.partial_grad_guard).
+        this rank has a part is refused (shardc.runtime.step.tensor_parts).
         """
         if self._waiting and not self._told_replaced:
             self._told_replaced = True
@@ -466,7 +463,7 @@ class Engine(EngineForward):
             )
         result = self._backward(batch, local=local, gather=gather)
         self._waiting = True
-        partial_grad_guard.mark(partial_grad_guard.split(self.program, self.owned, self.buckets.runs))
+        parameter_parts.mark(parameter_parts.split(self.program, self.owned, self.buckets.runs))
         return result
 
     @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed
@@ -582,6 +579,15 @@ class Engine(EngineForward):
             what = "scoring" if use == "score" else sizes or "evaluating"
             self._tell(f"compiled for {what} in {seconds:.1f} s")
         return self._others[key]
+
+    @cached_property
+    def params(self) -> dict[str, nn.Parameter]:
+        """See above. From now on they know that they are parts: an engine whose parameters nobody asks for has nothing
+        to look at.
+        """
+        tell = user_changes.telling(self, lambda e: (e._told, e._tell))
+        parameter_parts.watch(self.program, self.owned, self.buckets.runs, tell)
+        return parameter_parts.ByName(self.program, self.owned)
 
     @cached_property
     def _evaluates_alike(self) -> bool:

@@ -1,6 +1,8 @@
 """Who is told before each step of every optimizer of the process: a module is not given its optimizer, as an engine is.
 
 One hook of torch's for all, made when there is somebody to tell. It only looks, and tells no one while nobody lives.
+While an optimizer of torch's own steps, parts are the plain tensors that they are (shardc.runtime.step.tensor_parts):
+it was tried on parts before, and looks up a parameter some 20 times.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardc.runtime.step import tensor_parts
 
 
 class Observer(Protocol):
@@ -32,15 +36,25 @@ def observe(observer: Observer) -> None:
         if not _hooked:
             _hooked = True
             untraced: Any = torch.compiler.disable
-            tell = untraced(_tell)  # steps that users compile tell, too
-            tell.looks_only = True  # an engine's step may be done in parts (shardc.torch_private.step_hooks)
+            tell, told = untraced(_tell), untraced(_end)  # steps that users compile tell, too
+            # an engine's step may be done in parts (shardc.torch_private.step_hooks)
+            tell.looks_only = told.looks_only = True
             register_optimizer_step_pre_hook(tell)
+            register_optimizer_step_post_hook(told)
 
 
 def observers() -> list[Observer]:
     return [x for ref in _observers if (x := ref()) is not None]
 
 
-def _tell(optimizer: Optimizer, *_: Any) -> None:
-    for observer in observers():
+def _tell(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    found = observers()
+    for observer in found:
         observer.stepping(optimizer)
+    without_closure = len(args) + len(kwargs) <= 1  # the optimizer itself
+    if found and without_closure and type(optimizer).step.__module__.startswith("torch.optim."):
+        tensor_parts.begin_plain()
+
+
+def _end(*_: Any) -> None:
+    tensor_parts.end_plain()

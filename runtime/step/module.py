@@ -34,7 +34,6 @@ from shardc.runtime.step import (
     engine_optimizer,
     engine_options,
     evaluating,
-    flat_dims,
     inputs,
     lr,
     op_errors,
@@ -42,9 +41,9 @@ from shardc.runtime.step import (
     param_groups,
     parameter_norms,
     parameter_parts,
-    partial_grad_guard,
     resumed,
     state_dict_marks,
+    tensor_parts,
     user_changes,
     whole_backward,
 )
@@ -77,7 +76,7 @@ class _Start(Function):
         *beside: nn.Parameter,
     ) -> Tensor:
         ctx.buckets, ctx.finish, ctx.note, ctx.beside = buckets, finish, note, beside
-        return loss.view_as(loss)
+        return loss.clone()  # a view could not be written to: `loss += penalty`
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -104,7 +103,7 @@ class _Running:
     buckets: Buckets
     updates: Updates
     norm: GradNorm
-    split: tuple[tuple[nn.Parameter, frozenset[int] | None], ...]  # and the dims that are
+    split: tuple[tuple[nn.Parameter, frozenset[int] | None, str], ...]  # the dims that are, and the name
     summed: tuple[str, ...]  # names of those whose gradient is not whole and final when the graph's backward brings it
     watched: user_changes.Watched
     optimizers: OptimizerWatch
@@ -151,7 +150,7 @@ class _Running:
 
     def finish_backward(self) -> None:
         self.buckets.finish()
-        partial_grad_guard.mark(self.split)
+        parameter_parts.mark(self.split)
 
 
 class ShardedModule(user_changes.NoWrapper, nn.Module):
@@ -260,7 +259,8 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                     )
                 )
         self._held = held
-        parameter_parts.watch(program, running.buckets.owned, running.buckets.runs)
+        tell = user_changes.telling(running, lambda r: (r.told, r.tell))
+        parameter_parts.watch(program, running.buckets.owned, running.buckets.runs, tell)
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
         for b in program.buffers:
             for fqn in (b.fqn, *b.aliases) if b.fqn else ():
@@ -320,15 +320,6 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             b.name: self.get_buffer(b.fqn) if b.fqn else self._constants[b.name] for b in self._running.program.buffers
         }
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module. Code that goes by `p.ndim` is told where ZeRO has left flat stretches."""
-        r: _Running | None = self.__dict__.get("_running")
-        if r is not None:
-            user_changes.tell_once(flat_dims.notes(r.program, r.buckets.owned), r.told, r.tell)
-        return super().named_parameters(prefix, recurse, remove_duplicate)
-
     def train(self, mode: bool = True) -> ShardedModule:
         """As of any module. Of a program of a model in eval mode it is told, once, that this brings no dropout back."""
         if mode and (r := self._running).program.eval_mode:
@@ -344,6 +335,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             return self._forward(r, args, kwargs)
 
     def _forward(self, r: _Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor_parts.end_plain()  # of an optimizer's step that failed
         torch_modes.check("module.forward", r.mesh.device.type, training=False)
         if current_backward() is not None:
             raise ShardcError(
@@ -391,7 +383,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         params = [r.buckets.given[p.name] for p in r.program.params]
         stored = {**self._buffers_by_name(), **constants}
         buffers = [stored[b.name] for b in program.buffers]
-        with op_errors.named(program.stages[0].graph), r.buckets.saving(), backward_by_user():
+        with op_errors.named(program.stages[0].graph), r.buckets.saving(), backward_by_user(), tensor_parts.plain():
             loss, news = run(r.mesh, r.rng, *params, *buffers, *tensors)
         r.updates.settle()
         if self.training:
@@ -462,8 +454,14 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As a plain module's, of this rank's parts, as `state_dict` gives them. Raises ShardcError for whole weights
-        of which this rank has parts, and for slices that another rank has saved.
+        of which this rank has parts, for slices that another rank has saved, and for `assign`.
         """
+        if assign:
+            raise ShardcError(
+                "the program has the parameters that it was made with, and others would be put in their place",
+                where="module.load_state_dict(..., assign=True)",
+                fix="leave assign out: values are written into the parameters",
+            )
         own = dict(self.named_parameters(remove_duplicate=False))
         if state_dict_marks.KEY in getattr(state_dict, "_metadata", {}).get("", {}):
             own = {}  # it says itself what it has
@@ -477,7 +475,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                 fix="make the module from whole weights, of which it cuts its parts: program.module(model,"
                 " weights=state_dict)",
             )
-        return super().load_state_dict(state_dict, strict, assign)
+        return super().load_state_dict(state_dict, strict)
 
     def save(
         self,
@@ -632,7 +630,7 @@ def _running(
         buckets,
         Updates(buckets),
         GradNorm(program, owned, mesh),
-        tuple(partial_grad_guard.split(program, owned, buckets.runs)),
+        tuple(parameter_parts.split(program, owned, buckets.runs)),
         tuple(sorted(buckets.names | split)),
         user_changes.Watched(program, owned, buckets.runs, buckets.names | split),
         OptimizerWatch(program, owned, buckets.runs, model, mesh),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_stack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
 
+_Holder = TypeVar("_Holder")
 #: What to tell, by the name that it is about.
 Notes = dict[str, str]
 
@@ -94,6 +95,19 @@ def tell_once(notes: Notes, told: set[str], tell: Callable[[str], None]) -> None
         if name not in told:
             told.add(name)
             tell(f"{name}: {note}")
+
+
+def telling(
+    holder: _Holder, of: Callable[[_Holder], tuple[set[str], Callable[[str], None]]]
+) -> Callable[[Mapping[str, str]], None]:
+    """What tells notes once, for those that a holder holds: they do not keep it. of: what was told, and how to tell."""
+    held = weakref.ref(holder)
+
+    def tell(notes: Mapping[str, str]) -> None:
+        if (alive := held()) is not None:
+            tell_once(dict(notes), *of(alive))
+
+    return tell
 
 
 @dataclass(frozen=True)

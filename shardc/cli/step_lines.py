@@ -28,7 +28,7 @@ def header(program: Program, engine: Any, data: str, held_out: str, steps: int, 
     trained = sum(_count(p.shape) for p in program.params if p.requires_grad)
     frozen = f", {count(numbers - trained)} of them frozen" if trained < numbers else ""
     mesh = " x ".join(f"{a}={n}" for a, n in program.mesh.axes) or "one device"
-    held = sum(p.nbytes for p in engine.params.values())
+    held = sum(p.nbytes for p in engine.owned.values())
     spec = program.spec
     compute = spec.precision.compute if spec is not None else None
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in program.params})

@@ -110,12 +110,12 @@ def dry_run(
         recorded = engine.interpreter
         assert isinstance(recorded, _Recorded)
         recorded.ledger, recorded.buckets, recorded.rng = ledger, engine.buckets, engine.rng
-        ledger.mark(engine.params.values(), "parameters")
+        ledger.mark(engine.owned.values(), "parameters")
         ledger.mark(engine.buffers.values(), "buffers")
         _mark_rest(ledger, "parameters")
         batch = _batch(program)
         *_, first = _step(engine, recorded, batch, 1)
-        ledger.mark([p.grad for p in engine.params.values()], "gradients")
+        ledger.mark([p.grad for p in engine.owned.values()], "gradients")
         _mark_rest(ledger, "optimizer")  # what is new after the first step, and stays
         resident = tuple(ledger.live())
         before, after, update = _step(engine, recorded, batch, _affordable(program, coordinate))

@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks  # of all optimizers
+from torch.optim.optimizer import (
+    _foreach_supported_types,  # classes of parameters
+    _global_optimizer_post_hooks,  # of all optimizers
+    _global_optimizer_pre_hooks,
+)
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -17,6 +21,12 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     each = (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     return any(not getattr(hook, "looks_only", False) for hooks in each for hook in hooks.values())
+
+
+def foreach_for(cls: type[Tensor]) -> None:
+    """Let torch's optimizers take their foreach and fused forms for parameters of a class, as DTensor does."""
+    if cls not in _foreach_supported_types:
+        _foreach_supported_types.append(cls)
 
 
 def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:

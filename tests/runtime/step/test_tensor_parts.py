@@ -1,0 +1,208 @@
+"""What a loop of one's own makes of parameters of which a rank has a part: what it is on one device, or refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+import shardc
+from shardc.errors import ShardcError
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.module import ShardedModule
+from shardc.runtime.step.tensor_parts import ParameterPart, SumOfParts, TensorPart
+from tests.runtime.step.test_own_loop import BATCH, NET, SPECS, backward, compiled
+
+Make = Callable[[nn.Parameter], Any]
+
+REFUSED: dict[str, Make] = {
+    "function": torch.norm,
+    "linalg": torch.linalg.vector_norm,
+    "mean of what was made": lambda p: p.square().mean(),
+    "of what was made of what was made": lambda p: (p.abs() + 1).log().max(),
+    "product": lambda p: (p.view(8, -1) @ p.view(8, -1).T).sum(),
+    "norm by hand": lambda p: p.square().sum().sqrt(),
+    "norm by hand, of all": lambda p: sum(x.square().sum() for x in [p, p]) ** 0.5,
+    "one sum times another": lambda p: p.sum() * p.sum(),
+    "a threshold of a sum": lambda p: bool(p.abs().sum() > 3),
+    "data": lambda p: p.data.norm(),
+    "detached": lambda p: p.detach().abs().sum(),
+    "without gradients": torch.no_grad()(lambda p: p.square().sum()),
+    "foreach": lambda p: torch._foreach_norm([p]),
+    "linear": lambda p: nn.functional.linear(torch.ones(p.shape[-1]), p),
+    "numbers": lambda p: p.detach().numpy(),
+    "a number": lambda p: p.flatten()[:1].tolist(),
+    "concatenated": lambda p: torch.cat([p.flatten(), p.flatten()]),
+}
+DRAWN: dict[str, Make] = {
+    "data": lambda p: p.data.normal_(),
+    "like it": lambda p: p.add_(torch.randn_like(p)),
+    "of its gradient": lambda p: [p.add_(torch.randn_like(x)) for x in (p.grad, p) if x is not None],
+    "orthogonal": nn.init.orthogonal_,
+    "xavier": lambda p: nn.init.xavier_uniform_(p.data),
+    "dirac": nn.init.eye_,
+}
+
+
+def both(program: Any, mesh: LoopbackMesh) -> list[Any]:
+    module, engine = ShardedModule(program, NET, mesh=mesh), Engine(program, NET, mesh=mesh)
+    backward(module)
+    engine.backward(BATCH)
+    return [module.get_parameter("up.weight"), engine.params["up.weight"]]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_mixes_elements_of_a_parameter_is_refused(spec: str) -> None:
+    program = compiled(spec)
+
+    def work(mesh: LoopbackMesh) -> None:
+        for p in both(program, mesh):
+            for name, make in REFUSED.items():
+                with pytest.raises(ShardcError, match=r"^up.weight: p.*would be that of the part which this rank has"):
+                    pytest.fail(f"{name}: {make(p)}")
+            for name, make in DRAWN.items():
+                with torch.no_grad(), pytest.raises(ShardcError, match=r"up.weight.*: .* would draw for this"):
+                    pytest.fail(f"{name}: {make(p)}")
+
+    loopback(program.mesh, work)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_is_the_same_for_a_part_works(spec: str) -> None:
+    """An average of weights, clamping, decay by hand, noise that is cut from the whole one."""
+    program = compiled(spec)
+    reference = copy.deepcopy(NET)
+
+    def train(model: Any, loss: Callable[[], Tensor]) -> list[Tensor]:
+        average = [p.data.clone() for p in model.parameters()]
+        for _ in range(3):
+            loss().backward()
+            with torch.no_grad():
+                for p, q in zip(model.parameters(), average, strict=True):
+                    p.grad.clamp_(-0.1, 0.1)
+                    p.mul_(0.99).sub_(p.grad, alpha=0.05)
+                    p.copy_(torch.where(p.abs() > 1e-3, p, torch.zeros_like(p)))
+                    q.lerp_(p.detach(), 0.5)
+                    p.grad = None
+        return average
+
+    averages = train(reference, lambda: reference(**BATCH))
+    with torch.no_grad():
+        for p, q in zip(reference.parameters(), averages, strict=True):
+            p.copy_(q)
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        averages = train(module, lambda: module(**module.local(BATCH)))
+        with torch.no_grad():
+            for p, q in zip(module.parameters(), averages, strict=True):
+                p.copy_(q)
+        torch.testing.assert_close(module.full_state_dict(), dict(reference.state_dict()))
+
+    loopback(program.mesh, work)
+
+
+def test_a_sum_of_parts_is_trained_by_and_told_where_it_is_read(capfd: pytest.CaptureFixture[str]) -> None:
+    program = compiled("tp")
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        for _ in range(2):
+            loss = module(**module.local(BATCH))
+            plain = loss.item()
+            loss += 0.1 * sum(p.abs().sum() for p in module.parameters())
+            assert isinstance(loss, SumOfParts)
+            assert isinstance(torch.stack([loss, loss.detach() / 2]).mean(), SumOfParts)
+            assert loss.isfinite()
+            (loss / 2).backward()
+            assert loss.item() > plain
+
+    loopback(program.mesh, work)
+    err = capfd.readouterr().err
+    assert err.count("its gradient is that of one device, the number is not") == 1, err
+    assert "assert loss.item() > plain: this is a sum over the part of " in err
+
+
+@pytest.mark.parametrize("spec", ["zero 1", "tp"])
+def test_a_shape_that_is_read_is_told_once_a_line(spec: str, capfd: pytest.CaptureFixture[str]) -> None:
+    program = compiled(spec)
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        for p in module.parameters():
+            assert torch.ones(p.shape).numel() == p.nbytes // 4
+        for _ in range(2):
+            assert sum(p.numel() for p in module.parameters()) > 0
+        assert module.get_parameter("norm.weight").dtype == torch.float32
+        backward(module)
+        nn.utils.clip_grad_value_(module.parameters(), 1.0)
+        torch.optim.AdamW(module.parameters())
+
+    loopback(program.mesh, work)
+    err = capfd.readouterr().err
+    assert err.count("is that of this rank's part") == 2, err
+    assert "torch.ones(p.shape).numel() == p.nbytes // 4: shape is that of this rank's part" in err
+    assert "of up.weight [16, 8]" in err
+
+
+def test_whole_parameters_are_plain() -> None:
+    program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, "mesh": {"dp": 2}})
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        assert {type(p) for p in module.parameters()} == {nn.Parameter}
+
+    loopback(program.mesh, work)
+
+
+def test_an_engines_parameters_know_it_when_they_are_asked_for() -> None:
+    program = compiled("tp")
+
+    def work(mesh: LoopbackMesh) -> tuple[list[float], list[float]]:
+        asked, other = (Engine(program, NET, torch.optim.AdamW, mesh=mesh) for _ in range(2))
+        assert {type(p) for p in other.owned.values()} == {nn.Parameter}
+        assert isinstance(asked.params["up.weight"], ParameterPart)
+        assert asked.params["up.weight"] is asked.owned["up_weight"]
+        losses = [[float(e.step(BATCH)) for _ in range(3)] for e in (asked, other)]
+        assert torch.equal(asked.full_state_dict()["up.weight"], other.full_state_dict()["up.weight"])
+        return losses[0], losses[1]
+
+    for a, b in loopback(program.mesh, work):
+        assert a == b
+
+
+def test_a_parts_state_is_not_loaded_into_the_whole_model() -> None:
+    program = compiled("tp")
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        held = module.state_dict()
+        assert isinstance(held["up.weight"], TensorPart)
+        with pytest.raises(ShardcError, match=r"up.weight: this is a rank's part .*\n  fix: .*full_state_dict"):
+            copy.deepcopy(NET).load_state_dict(held)
+        module.load_state_dict(held)
+
+    loopback(program.mesh, work)
+
+
+def test_copies_of_a_state_are_parts_for_a_checkpoint() -> None:
+    """torch.distributed.checkpoint would take them for the whole; a file by torch.save has plain tensors."""
+    program = compiled("tp")
+
+    def work(mesh: LoopbackMesh) -> None:
+        held = {n: x.clone() for n, x in ShardedModule(program, NET, mesh=mesh).state_dict().items()}
+        with pytest.raises(ShardcError, match="this rank has a part of it, which torch"):
+            create_default_local_save_plan(held, is_coordinator=False)
+        file = io.BytesIO()
+        torch.save(held, file)
+        file.seek(0)
+        assert {type(x) for x in torch.load(file).values()} == {Tensor}
+
+    loopback(program.mesh, work)
