@@ -149,8 +149,9 @@ class _Running:
             print(f"note: {note}", file=sys.stderr, flush=True)
 
     def finish_backward(self) -> None:
-        self.buckets.finish()
-        parameter_parts.mark(self.split)
+        with tensor_parts.plain():
+            self.buckets.finish()
+            parameter_parts.mark(self.split)
 
 
 class ShardedModule(user_changes.NoWrapper, nn.Module):
@@ -331,7 +332,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         beside it, as Engine.step gives them. Raises ShardcError for another part than was compiled.
         """
         r = self._running
-        with r.mesh.together(f"forward {r.rng.step + 1} of the module"):
+        with r.mesh.together(f"forward {r.rng.step + 1} of the module"), tensor_parts.plain():
             return self._forward(r, args, kwargs)
 
     def _forward(self, r: _Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -383,7 +384,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         params = [r.buckets.given[p.name] for p in r.program.params]
         stored = {**self._buffers_by_name(), **constants}
         buffers = [stored[b.name] for b in program.buffers]
-        with op_errors.named(program.stages[0].graph), r.buckets.saving(), backward_by_user(), tensor_parts.plain():
+        with op_errors.named(program.stages[0].graph), r.buckets.saving(), backward_by_user():
             loss, news = run(r.mesh, r.rng, *params, *buffers, *tensors)
         r.updates.settle()
         if self.training:

@@ -56,13 +56,15 @@ _LINEAR = _COPIES | _names(
     "add radd iadd sub rsub isub subtract neg negative pos mul rmul imul multiply div truediv itruediv divide"
     " true_divide sum stack cat mean copy"
 )
+_PRODUCTS = _names("mul rmul imul multiply")
+_QUOTIENTS = _names("div truediv itruediv divide true_divide")
 _FINITE = _names("isfinite isinf isnan")
 
 
 class Kind(NamedTuple):
     """What a function does. along: which of its arguments names dims; adds: it adds up; reads, decides, draws: see
-    above; part: its result is a part; linear: sums of parts stay such; finite: whether numbers are; known: it gives no
-    tensor that is made of several elements.
+    above; part: its result is a part; linear: in each of its tensors; product, quotient: of these; finite: it tells
+    whether numbers are; known: it gives no tensor that is made of several elements.
     """
 
     name: str
@@ -74,6 +76,8 @@ class Kind(NamedTuple):
     decides: bool = False
     draws: bool = False
     linear: bool = False
+    product: bool = False
+    quotient: bool = False
     finite: bool = False
     known: bool = True
 
@@ -88,7 +92,7 @@ def kind(function: str) -> Kind:
         return Kind(function, decides=True)
     dunder = name.startswith("__") and name.endswith("__")
     bare = name.strip("_") if dunder else name.rstrip("_")
-    linear, finite = bare in _LINEAR, bare in _FINITE
+    linear, finite, product, quotient = (bare in x for x in (_LINEAR, _FINITE, _PRODUCTS, _QUOTIENTS))
     if name in ("__get__", "__iter__"):  # an attribute: .data, .T
         return Kind(function, part=True, linear=True)
     if bare in _ALONG:
@@ -96,7 +100,9 @@ def kind(function: str) -> Kind:
     if bare in _DRAWS:
         return Kind(function, draws=True, pointwise=True, part=not bare.endswith("_like"))
     if bare in _POINTWISE or _tagged(bare):
-        return Kind(function, pointwise=True, part=True, linear=linear, finite=finite)
+        return Kind(
+            function, pointwise=True, part=True, linear=linear, finite=finite, product=product, quotient=quotient
+        )
     if bare in _COPIES:
         return Kind(function, part=True, linear=True)
     harmless = bare in _LIKE or name == "as_subclass" or name.startswith("_fused_")

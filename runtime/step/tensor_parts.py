@@ -198,8 +198,8 @@ def _call(func: Any, args: Any, kwargs: Mapping[str, Any], caller: _Caller) -> A
     if does.decides and name.startswith("_amp"):
         _refuse_scaler()
     with plain():
-        if first.split_dims == frozenset() or getattr(func, "__module__", "") == "torch.nn.init":
-            return func(*args, **kwargs)
+        if first.split_dims == frozenset() or getattr(func, "__module__", "") in ("torch.nn.init", "torch.autograd"):
+            return func(*args, **kwargs)  # (autograd.grad: shardc.runtime.step.whole_backward looks at it)
         if any(isinstance(x, SumOfParts) for x in _parts_in((args, kwargs))):
             return _of_sums(func, does, args, kwargs, caller)
         return _of_parts(func, does, args, kwargs, caller)
@@ -240,16 +240,26 @@ def _of_sums(func: Any, does: Kind, args: Any, kwargs: Mapping[str, Any], caller
             " are whole",
         )
         return func(*args, **kwargs)
-    several = sum(isinstance(x, TensorPart) for x in args) > 1 and not does.name.strip("_").endswith(("add", "sub"))
-    linear = does.linear and not several and all(isinstance(x, SumOfParts) for x in _parts_in((args, kwargs)))
     if does.decides:
         _refuse(does.name, first.origin)
+    linear = does.linear and _linear(does, args, kwargs)
     result = func(*args, **kwargs)
     if linear:
         return _sum(result, first.origin)
     if not does.finite and next(_tensors(result), None) is not None:
         _refuse(does.name, first.origin)
     return result
+
+
+def _linear(does: Kind, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Is what is linear in each of its arguments linear in sums of parts, with what else it is called with?"""
+    if not all(isinstance(x, SumOfParts) for x in _parts_in((args, kwargs))):
+        return False
+    if not (does.product or does.quotient):
+        return True
+    sums = [x for x in _tensors(args) if isinstance(x, SumOfParts)]
+    trained = [x for x in _tensors(args) if not isinstance(x, SumOfParts) and x.requires_grad]
+    return len(sums) == 1 and not trained and (args[0] is sums[0] or not does.quotient)
 
 
 def _sum(result: Any, origin: Origin) -> Any:
