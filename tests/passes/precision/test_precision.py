@@ -629,7 +629,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
     def work(mesh: LoopbackMesh) -> dict[str, Any]:
         engine = program.engine(model, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), mesh=mesh, norm=True)
         assert engine.scaler is not None
-        (weight,) = engine.params.values()
+        (weight,) = engine.owned.values()
         before = weight.detach().clone()
         engine.backward(x)
         assert weight.grad is not None

@@ -115,7 +115,7 @@ def test_exactly_what_must_move_is_sent(spec: str) -> None:
 
     def work(mesh: LoopbackMesh) -> tuple[list[int], dict[str, set[float]], set[str]]:
         engine = p.engine(numbered, lambda ps: torch.optim.Muon(ps, lr=0.1), mesh=mesh)
-        stored = {q.fqn: set(engine.params[q.name].flatten().tolist()) - {0.0} for q in p.params}  # padding is 0
+        stored = {q.fqn: set(engine.owned[q.name].flatten().tolist()) - {0.0} for q in p.params}  # padding is 0
         mesh.records.clear()
         engine.step(X)
         sent = [r.bytes for r in mesh.records if r.tag.startswith("matrices")]
