@@ -339,7 +339,8 @@ def _refuse(name: str, origin: Origin) -> NoReturn:
         " another gradient than on one device",
         where=origin.fqn,
         fix="compute it in the model's forward or in the loss function (shardc.compile(..., loss=...)), where the"
-        f" parameter is whole; or of the whole state: full_state_dict(); p{_PLAIN}",
+        " parameter is whole; norms of the whole: module.norms(), engine.norms(); all else of full_state_dict();"
+        f" p{_PLAIN}",
     )
 
 
