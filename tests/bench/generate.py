@@ -1,10 +1,10 @@
-"""Seconds a token of a Llama that generates on two processes over gloo: with a cache; without one; as a loop over
+"""Seconds a token of Llamas that generate on two processes over gloo: with a cache; without one; as a loop over
 forwards of all 256 positions, with the logits of each; and with transformers' own tensor parallelism (`tp_plan`). All
-are greedy, of one prompt and of four.
+are greedy, of one prompt and of four, and of a very small model and one of 143 million parameters.
 
     .venv/bin/python tests/bench/generate.py
 
-Contenders take turns in the same two processes, of one thread each; the medians of ROUNDS rounds. Without a cache, a
+Contenders take turns in the same two processes, of one thread each; the medians of a few rounds. Without a cache, a
 token takes a forward of all that are there by then: timed are the last ones. Prints a table for docs/generation.md.
 """
 
@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,15 +31,25 @@ sys.path.insert(0, str(ROOT))
 import shardc  # noqa: E402
 from shardc.ir.generation import Generation  # noqa: E402
 
-HIDDEN, LAYERS, VOCAB, PROMPT, TOKENS, ROUNDS = 384, 6, 8192, 128, 128, 5
+VOCAB, PROMPT, TOKENS = 8192, 128, 128
+
+
+class Sizes(NamedTuple):
+    hidden: int
+    layers: int
+    rounds: int
+
+
+MODELS = (Sizes(384, 6, 5), Sizes(1024, 8, 3))
 #: Without a cache: so many of the last tokens.
 LAST = 8
 
 
-def config() -> Any:
+def config(model: Sizes) -> Any:
     from transformers import LlamaConfig
 
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+    hidden = {"hidden_size": model.hidden, "intermediate_size": 4 * model.hidden}
+    sizes = {**hidden, "num_hidden_layers": model.layers, "vocab_size": VOCAB}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
     return LlamaConfig(**sizes, **heads, eos_token_id=None)
 
@@ -100,7 +110,7 @@ def contenders(folder: Path) -> dict[str, Callable[[list[list[int]]], tuple[Any,
     }
 
 
-def work(rank: int, folder: str, results: Any) -> None:
+def work(rank: int, folder: str, rounds: int, results: Any) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
@@ -110,7 +120,7 @@ def work(rank: int, folder: str, results: Any) -> None:
         prompts = [[(7 * i + 13 * j) % VOCAB for j in range(PROMPT)] for i in range(rows)]
         seconds: dict[str, list[float]] = {name: [] for name in those}
         made = {name: run(prompts) for name, run in those.items()}  # compiled and warm
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for name, run in those.items():
                 dist.barrier()
                 start = time.perf_counter()
@@ -125,18 +135,24 @@ def work(rank: int, folder: str, results: Any) -> None:
 
 
 def main() -> None:
+    for model in MODELS:
+        measure(model)
+
+
+def measure(model: Sizes) -> None:
     from transformers import LlamaForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        LlamaForCausalLM(config()).save_pretrained(folder)
+        LlamaForCausalLM(config(model)).save_pretrained(folder)
         context = multiprocessing.get_context("spawn")
         results: Any = context.Queue()
-        processes = [context.Process(target=work, args=(r, folder, results)) for r in range(2)]
+        processes = [context.Process(target=work, args=(r, folder, model.rounds, results)) for r in range(2)]
         for p in processes:
             p.start()
         print(
-            f"{date.today()}: {LAYERS} layers, hidden {HIDDEN}, vocabulary {VOCAB}, float32; {TOKENS} tokens after {PROMPT}\n"
+            f"{date.today()}: {model.layers} layers, hidden {model.hidden}, vocabulary {VOCAB}, float32; {TOKENS} tokens"
+            f" after {PROMPT}\n"
         )
         print("| prompts | | ms a token | beside shardc | the same tokens |\n|---|---|---|---|---|")
         for _ in range(2):
