@@ -191,7 +191,7 @@ def _call(func: Any, args: Any, kwargs: Mapping[str, Any], caller: _Caller) -> A
     """A function of torch, called by a user on parts."""
     name = getattr(func, "__name__", "")
     does = kind(name)
-    first = max(_parts_in((args, kwargs)), key=lambda x: x.split_dims != frozenset())
+    first = _foremost(args, kwargs)
     _refuse_helpers(caller, first)
     if does.draws:
         _refuse_draw(name, first.origin)
@@ -205,17 +205,24 @@ def _call(func: Any, args: Any, kwargs: Mapping[str, Any], caller: _Caller) -> A
         return _of_parts(func, does, args, kwargs, caller)
 
 
+def _foremost(args: Any, kwargs: Mapping[str, Any]) -> TensorPart:
+    """What it is about: what ranks have different parts of, rather than what each has all of; a parameter, rather than
+    a gradient.
+    """
+    return max(_parts_in((args, kwargs)), key=lambda x: (x.split_dims != frozenset(), not x.origin.grad))
+
+
 def _of_parts(func: Any, does: Kind, args: Any, kwargs: Mapping[str, Any], caller: _Caller) -> Any:
-    first = next(x for x in _parts_in((args, kwargs)) if x.split_dims != frozenset())
+    first = _foremost(args, kwargs)
     attribute = getattr(getattr(func, "__self__", None), "__name__", "") if does.name == "__get__" else ""
     if (does.reads and does.name != "__format__") or does.decides:
         _refuse(does.name, first.origin)
     crosses = does.along is not None and not _along_whole(does.along, args, kwargs)
-    if crosses and (first.origin.grad or not does.adds):
+    if crosses and not does.adds:
         _refuse(does.name, first.origin)
     result = func(*args, **kwargs)
     if crosses:
-        if not result.requires_grad:
+        if not result.requires_grad:  # nothing is trained by it: its number is all that it is for
             _refuse(does.name, first.origin)
         return _sum(result, first.origin)
     if (attribute or does.name) in _SHAPES:

@@ -155,6 +155,33 @@ def test_a_shape_that_is_read_is_told_once_a_line(spec: str, capfd: pytest.Captu
     assert "of up.weight [16, 8]" in err
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_penalty_weighed_by_gradients_is_the_plain_models(spec: str) -> None:
+    """Elastic weight consolidation (Kirkpatrick et al. 2017): squares of gradients weigh how far weights have gone."""
+    program = compiled(spec)
+    reference = copy.deepcopy(NET)
+
+    def train(model: Any, loss: Callable[[], Tensor]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        loss().backward()
+        old, weights = zip(*[(p.detach().clone(), p.grad.detach() ** 2) for p in model.parameters()], strict=True)
+        for _ in range(3):
+            optimizer.step()
+            optimizer.zero_grad()
+            pairs = zip(model.parameters(), old, weights, strict=True)
+            (loss() + 10 * sum((w * (p - o) ** 2).sum() for p, o, w in pairs)).backward()
+        optimizer.step()
+
+    train(reference, lambda: reference(**BATCH))
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        train(module, lambda: module(**module.local(BATCH)))
+        torch.testing.assert_close(module.full_state_dict(), dict(reference.state_dict()))
+
+    loopback(program.mesh, work)
+
+
 def test_whole_parameters_are_plain() -> None:
     program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, "mesh": {"dp": 2}})
 
