@@ -4,8 +4,9 @@ engine                the step: takes a batch, runs forward and backward, sums g
                       saves, loads and hands out; engine_forward: losses, scores and tokens without training;
                       engine_optimizer: the user's optimizer on what a rank owns
 forward               what runs a forward-only program
-module                a program as an nn.Module for a loop of one's own; module_parts: its submodules, of the model's
-                      classes; state_dict_marks: whose slices its state has
+module                a program as an nn.Module for a loop of one's own: its forward; module_running: what it holds, how
+                      backward begins and ends; module_state: what it saves, loads and hands out; module_parts: its
+                      submodules, of the model's classes; state_dict_marks: whose slices its state has
 parameter_updates     whether a module's parameters changed, and are to be gathered
 interpreter           the stages of one rank: a step, a forward, an evaluation; run: the actions of one of these, in
                       order: stages forward and backward, sends, receives

@@ -4,17 +4,11 @@ by DDP.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, fx, nn
-from torch.autograd import Function
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc import torch_modes
@@ -22,139 +16,33 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.matrices.own_loop import OwnersOptimizer
-from shardc.runtime.matrices.whole import WholeMatrices
-from shardc.runtime.mesh import TorchMesh, agreement, replicas
+from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, SAME_OPTIMIZER, Fact, hashed, stated
 from shardc.runtime.offload import Offload
 from shardc.runtime.ops.saved_buffers import backward_by_user
-from shardc.runtime.reshard.between import End, Reshard, move_weights
 from shardc.runtime.rng import Rng
-from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.step import (
     engine_optimizer,
     engine_options,
-    evaluating,
     inputs,
     lr,
     op_errors,
     outputs,
     param_groups,
-    parameter_norms,
     parameter_parts,
-    resumed,
-    state_dict_marks,
     tensor_parts,
     user_changes,
-    whole_backward,
 )
-from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
-from shardc.runtime.step.communicators import groups_of, runtime_mesh
+from shardc.runtime.step.communicators import runtime_mesh
 from shardc.runtime.step.engine_optimizer import OptimizerOf
-from shardc.runtime.step.given_model import GivenModel
-from shardc.runtime.step.loop_watch import LoopWatch
 from shardc.runtime.step.module_parts import Parts
-from shardc.runtime.step.optimizer_watch import OptimizerWatch
-from shardc.runtime.step.parameter_updates import Updates
-from shardc.runtime.step.runnable import runnable
+from shardc.runtime.step.module_running import Running, Start, running_of
+from shardc.runtime.step.module_state import ModuleState, check_marks, mark
 from shardc.runtime.zero.bucket_launch import Buckets
-from shardc.runtime.zero.optimizer_list import as_one
-from shardc.torch_private import after_backward, current_backward
+from shardc.torch_private import current_backward
 
 
-class _Start(Function):
-    """Identity on the loss, whose backward is the first thing that runs: it opens the buckets, and closes them when all
-    is done.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        loss: Tensor,
-        buckets: Buckets,
-        finish: Callable[[], None],
-        note: Callable[[Tensor], None],
-        *beside: nn.Parameter,
-    ) -> Tensor:
-        ctx.buckets, ctx.finish, ctx.note, ctx.beside = buckets, finish, note, beside
-        return loss.clone()  # a view could not be written to: `loss += penalty`
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        whole_backward.check(ctx.beside, ctx.next_functions[0][0])
-        buckets: Buckets = ctx.buckets
-        if not buckets.active:  # of two losses in one backward, the first one opens
-            buckets.start()
-            after_backward(ctx.finish)
-        ctx.note(g)
-        return g, None, None, None, *(None for _ in ctx.beside)
-
-
-@dataclass
-class _Running:
-    """What a ShardedModule holds beside parameters and buffers; one attribute, so that no name of the model can clash
-    with it.
-    """
-
-    program: Program
-    model: Any
-    mesh: Any
-    rng: Rng
-    run: fx.GraphModule
-    buckets: Buckets
-    updates: Updates
-    norm: GradNorm
-    split: tuple[tuple[nn.Parameter, frozenset[int] | None, str], ...]  # the dims that are, and the name
-    summed: tuple[str, ...]  # names of those whose gradient is not whole and final when the graph's backward brings it
-    watched: user_changes.Watched
-    optimizers: OptimizerWatch
-    loop: LoopWatch
-    same_rows: agreement.SameRows
-    check_every: int
-    check: bool
-    slices: dict[str, str]
-    saves: state.Saves
-    given: GivenModel
-    end: End | None = None  # made when it is asked for
-    unmarked: bool = False  # weights were loaded that do not say of which rank they are
-    eval: tuple[Program, fx.GraphModule, dict[str, Tensor]] | None = None
-    told: set[str] = field(default_factory=set)  # names, of user_changes.check_attributes, and kinds of `given`
-
-    def evaluating(self, batch: Any) -> tuple[Program, fx.GraphModule, dict[str, Tensor]]:
-        """What runs a forward in eval mode, and constants of its own: see shardc.runtime.step.evaluating."""
-        if self.eval is None:
-            program, constants = self.program, dict[str, Tensor]()
-            if not evaluating.switched(program, self.tell):
-                shapes = tuple(x.shape for x in program.inputs)
-                self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
-                program = evaluating.compiled(program, batch, shapes, self.mesh, use="evaluate", tell=self.tell)
-                self.mesh.barrier()
-                if isinstance(self.mesh, TorchMesh):
-                    self.mesh.add_groups(groups_of(program))
-                constants = state.constants(program, self.mesh)
-            same = program is self.program
-            self.eval = program, self.run if same else runnable(program.stages[0], self.mesh.device, program), constants
-        return self.eval
-
-    def check_loaded(self) -> None:
-        """Collective, where ranks have loaded weights of which nothing says whose slices they are."""
-        axes = {p.name: norm_axes(self.program, p.name) for p in self.program.params}
-        held = [(axes[n], p.detach()) for n, p in self.buckets.owned.items() if axes[n]]
-        facts = state_dict_marks.loaded_facts(held, self.mesh.rank)
-        state_dict_marks.check_loaded(facts, agreement.check(self.mesh, facts, "forward"))
-        self.unmarked = False
-
-    def tell(self, note: str) -> None:
-        """A line on the first rank's stderr."""
-        if self.mesh.rank == 0:
-            print(f"note: {note}", file=sys.stderr, flush=True)
-
-    def finish_backward(self) -> None:
-        with tensor_parts.plain():
-            self.buckets.finish()
-            parameter_parts.mark(self.split)
-
-
-class ShardedModule(user_changes.NoWrapper, nn.Module):
+class ShardedModule(user_changes.NoWrapper, ModuleState):
     """One rank's part of a model. Made by `program.module(model)`; arguments as of shardc.runtime.step.engine.Engine.
 
     Its state_dict has the model's own names (all names of a tied weight) with local shapes. `forward` takes this rank's
@@ -227,7 +115,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             prints |= {name: agreement.fingerprint([b]) for name, b in buffers.items()}
             replicas.check_weights(program, mesh, prints)
         self._hold(
-            _running(
+            running_of(
                 program,
                 model if isinstance(model, nn.Module) else given.model,
                 mesh,
@@ -244,7 +132,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
             self._running.tell(given.overruled)
         user_changes.tell_once(changed, self._running.told, self._running.tell)
 
-    def _hold(self, running: _Running, buffers: Mapping[str, Tensor], like: Any) -> None:
+    def _hold(self, running: Running, buffers: Mapping[str, Tensor], like: Any) -> None:
         """Register parameters and buffers under the model's names. like: a module with the model's submodules."""
         program = running.program
         self._parts = parts = Parts(self, like)
@@ -272,8 +160,8 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         for name in program.still:  # also what holds no parameter, such as a dropout: its user may ask for its mode
             parts.home(f"{name}.")[0].eval()
         parts.seal()
-        self.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_check_marks)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(mark)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(check_marks)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(running.updates.note)  # type: ignore[no-untyped-call]
         self._running = running
 
@@ -294,7 +182,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         result = ShardedModule.__new__(ShardedModule)
         nn.Module.__init__(result)
         buffers = {name: b.clone() for name, b in self._buffers_by_name().items()}
-        running = _running(r.program, r.model, r.mesh, rng, buckets, r.check_every, r.check, copied=True)
+        running = running_of(r.program, r.model, r.mesh, rng, buckets, r.check_every, r.check, copied=True)
         result._hold(running, buffers, self)
         memo[id(self)] = result
         memo.update({id(p): buckets.owned[name] for name, p in owned.items()})
@@ -335,7 +223,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         with r.mesh.together(f"forward {r.rng.step + 1} of the module"), tensor_parts.plain():
             return self._forward(r, args, kwargs)
 
-    def _forward(self, r: _Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward(self, r: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor_parts.end_plain()  # of an optimizer's step that failed
         torch_modes.check("module.forward", r.mesh.device.type, training=False)
         if current_backward() is not None:
@@ -393,7 +281,7 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
                 self._replace_buffer(b.name, new.detach().clone(memory_format=torch.contiguous_format))
         if loss.requires_grad:
             beside = [r.buckets.owned[name] for name in r.summed if r.buckets.owned[name].requires_grad]
-            loss = _Start.apply(loss, r.buckets, r.finish_backward, r.loop.note_gradient, *beside)  # type: ignore[no-untyped-call]
+            loss = Start.apply(loss, r.buckets, r.finish_backward, r.loop.note_gradient, *beside)  # type: ignore[no-untyped-call]
             loss.register_hook(r.updates.note)
         values = outputs.combined(program, r.mesh, self._outputs(program, news))
         return outputs.result(program, r.mesh, loss, values, gather=False)
@@ -453,147 +341,9 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
         norm.clip(max_norm, total)
         return total
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As a plain module's, of this rank's parts, as `state_dict` gives them. Raises ShardcError for whole weights
-        of which this rank has parts, for slices that another rank has saved, and for `assign`.
-        """
-        if assign:
-            raise ShardcError(
-                "the program has the parameters that it was made with, and others would be put in their place",
-                where="module.load_state_dict(..., assign=True)",
-                fix="leave assign out: values are written into the parameters",
-            )
-        own = dict(self.named_parameters(remove_duplicate=False))
-        if state_dict_marks.KEY in getattr(state_dict, "_metadata", {}).get("", {}):
-            own = {}  # it says itself what it has
-        split = [n for n, x in state_dict.items() if n in own and isinstance(x, Tensor) and x.shape != own[n].shape]
-        program = self._running.program
-        if whole := [n for n in split if tuple(state_dict[n].shape) == program.param(n).shapes[n]]:
-            raise ShardcError(
-                f"a whole weight {list(state_dict[whole[0]].shape)}, of which this rank has a part"
-                f" {list(own[whole[0]].shape)} ({len(whole)} such)",
-                where=f"module.load_state_dict: {whole[0]}",
-                fix="make the module from whole weights, of which it cuts its parts: program.module(model,"
-                " weights=state_dict)",
-            )
-        return super().load_state_dict(state_dict, strict)
-
-    def save(
-        self,
-        folder: str | Path,
-        optimizer: Any = None,
-        *,
-        extra: Mapping[str, Any] | None = None,
-        keep: int | None = KEEP,
-        overwrite: bool = False,
-    ) -> None:
-        """Write a checkpoint that any mesh can load, `folder/step-N` with N the training forwards done: parameters,
-        buffers, the optimizer's state, step, seed. Collective; all ranks see one file system.
-
-        optimizer: of `parameters()`, or a list of them. extra: plain values of your own (numbers, strings, lists,
-        dicts), such as a scheduler's state_dict; `load` returns them. keep: how many checkpoints of the folder stay,
-        the last ones; None: all. overwrite: replace those of another run, too: that this module has neither saved nor
-        loaded. Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
-        """
-        r = self._running
-        made, matrices = _parts_of(optimizer)
-        facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})} | resumed.record(r.program)
-        with r.mesh.together(f"saving step {r.rng.step}"):
-            self._compare("saving", stated("the number of steps done", r.rng.step, fix=SAME_CALLS))
-            if r.check_every:
-                held = r.buckets.owned, self._buffers_by_name(), made
-                replicas.check_replicas(r.program, r.mesh, *held, step=r.rng.step, call="saving")
-            state.save(
-                folder,
-                r.program,
-                r.mesh,
-                r.buckets.owned,
-                self._buffers_by_name(),
-                made,
-                facts,
-                runs=r.buckets.runs,
-                matrices=matrices,
-                saves=r.saves,
-                keep=keep,
-                overwrite=overwrite,
-            )
-
-    def load(self, folder: str | Path, optimizer: Any = None, *, last_good: bool = False) -> dict[str, Any]:
-        """Read a checkpoint that `save`, or an engine's, wrote on any mesh; returns its `extra`. Collective.
-
-        folder: where checkpoints were saved to: the last one is read; or one of them. optimizer: as of `save`.
-        last_good: if that one is damaged, read the last one that is not. Raises ShardcError, on all ranks, for a
-        checkpoint of another model or optimizer, before anything changes.
-        """
-        r = self._running
-        made, matrices = _parts_of(optimizer)
-        r.buckets.reset(forward=True)
-        r.updates.settle()
-        with r.mesh.together("loading a checkpoint"):
-            if r.check:
-                agreement.check(r.mesh, [], "loading a checkpoint")
-            extra = state.load(
-                folder,
-                r.program,
-                r.mesh,
-                r.buckets.owned,
-                self._buffers_by_name(),
-                made,
-                runs=r.buckets.runs,
-                matrices=matrices,
-                last_good=last_good,
-            )
-        r.saves.loaded(folder)
-        r.updates.note()
-        r.rng.step, r.rng.seed = int(extra["step"]), int(extra["seed"])
-        for note in resumed.changed(r.program, extra):
-            r.tell(note)
-        return dict(extra.get("module", {}))
-
-    @property
-    def weights_end(self) -> End:
-        """What has the weights."""
-        r = self._running
-        r.end = r.end or _End(self, r)
-        return r.end
-
-    def weights_to(self, other: Any) -> Reshard:
-        """Copy this module's weights into those of an engine, of another module, or of what runs a forward-only
-        program: see Engine.weights_to. Not between forward and backward. Collective.
-        """
-        return move_weights(self.weights_end, other)
-
     def local(self, batch: Any) -> Any:
         """This rank's part of a global batch, as `forward` takes it. See shardc.ir.program.Program.local."""
         return inputs.local(self._running.program, batch, self._running.mesh.rank)
-
-    def norms(self, *, grad: bool = False) -> dict[str, float]:
-        """{name of a parameter: 2-norm of all of it}, on every rank, for a log. Collective. grad: of what stands in
-        `.grad` instead, 0 where there is none.
-        """
-        r = self._running
-        with r.mesh.together("norms"):
-            self._compare("norms", stated("grad", grad, where="module.norms", fix=SAME_CALLS))
-            return parameter_norms.norms(r.program, r.buckets.owned, r.mesh, grad=grad)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
-        r = self._running
-        with r.mesh.together("full_state_dict"):
-            self._compare("full_state_dict", stated("whether parameters changed", r.updates.due))
-            r.updates.carry_out()
-            r.updates.settle()
-            r.given.handed_out = True
-            return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
-
-    def _compare(self, call: str, fact: Fact) -> None:
-        """What no forward may come to compare, as the loop is at its end. Collective. Raises ShardcError."""
-        r = self._running
-        if r.check:
-            after_step = r.loop.others
-            agreement.check(r.mesh, [fact, *r.loop.facts(last=True)], call)
-            if after_step:
-                r.loop.check_others(r.mesh)
 
     def _replace_buffer(self, name: str, new: Tensor) -> None:
         # replaced, not written to: backward may still need the old value; and a copy (above): it may be a parameter, or
@@ -606,107 +356,3 @@ class ShardedModule(user_changes.NoWrapper, nn.Module):
     def extra_repr(self) -> str:
         r = self._running
         return f"rank {r.mesh.rank} of {r.program.mesh}"
-
-
-def _running(
-    program: Program,
-    model: Any,
-    mesh: Any,
-    rng: Rng,
-    buckets: Buckets,
-    check_every: int,
-    check: bool,
-    *,
-    copied: bool = False,
-) -> _Running:
-    """copied: of a copy of another module."""
-    owned = buckets.owned
-    split = {p.name for p in program.params if norm_axes(program, p.name)}
-    return _Running(
-        program,
-        model,
-        mesh,
-        rng,
-        runnable(program.stages[0], mesh.device, program),
-        buckets,
-        Updates(buckets),
-        GradNorm(program, owned, mesh),
-        tuple(parameter_parts.split(program, owned, buckets.runs)),
-        tuple(sorted(buckets.names | split)),
-        user_changes.Watched(program, owned, buckets.runs, buckets.names | split),
-        OptimizerWatch(program, owned, buckets.runs, model, mesh),
-        LoopWatch(owned.values(), noting=check),
-        agreement.SameRows(),
-        check_every,
-        check,
-        state_dict_marks.slices(program, mesh, buckets.runs),
-        state.Saves(mesh),
-        GivenModel(model, "this module", mesh.rank, copied=copied),
-    )
-
-
-def _parts_of(optimizer: Any) -> tuple[Optimizer | None, WholeMatrices | None]:
-    """What a checkpoint has of the optimizer of a user's own loop, and the matrices that this rank owns."""
-    if optimizer is None:
-        return None, None
-    if isinstance(optimizer, OwnersOptimizer):
-        return optimizer.made, optimizer.matrices
-    return as_one(optimizer), None
-
-
-def _mark(module: ShardedModule, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    for name in _split_names(module._running.program):
-        if isinstance(x := state_dict.get(prefix + name), Tensor):
-            parameter_parts.refuse_checkpoint(x, name)
-    metadata[state_dict_marks.KEY] = {"rank": module._running.mesh.rank, "slices": module._running.slices}
-
-
-def _check_marks(module: ShardedModule, given: Mapping[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-    r = module._running
-    names = (n for x in (*r.program.params, *r.program.buffers) if x.fqn for n in x.names)
-    note = metadata.get(state_dict_marks.KEY)
-    if state_dict_marks.check(given, prefix, note, r.slices, names, _split_names(r.program)):
-        r.unmarked = True
-
-
-def _split_names(program: Program) -> set[str]:
-    """All names of what a rank has a part of."""
-    split = {n for x in program.params if norm_axes(program, x.name) for n in x.names}
-    return split | {n for x in program.buffers if x.layout.shards() for n in x.names}
-
-
-class _End:
-    """A module's weights, for shardc.runtime.reshard."""
-
-    def __init__(self, module: ShardedModule, running: _Running) -> None:
-        self._module, self._running = module, running
-        self.program, self.mesh, self.buckets, self.checks = (
-            running.program,
-            running.mesh,
-            running.buckets,
-            running.check,
-        )
-        self.reshards: MutableMapping[End, Reshard] = WeakKeyDictionary()
-
-    @property
-    def owned(self) -> Mapping[str, Tensor]:
-        return self.buckets.owned
-
-    @property
-    def buffers(self) -> Mapping[str, Tensor]:
-        return self._module._buffers_by_name()
-
-    @contextmanager
-    def sending(self) -> Iterator[None]:
-        self._running.updates.carry_out()
-        self._running.updates.settle()
-        self.buckets.follow()
-        yield
-
-    @contextmanager
-    def receiving(self) -> Iterator[None]:
-        self.buckets.reset(forward=True)
-        self._running.updates.settle()
-        self.buckets.follow()
-        yield
-        self._running.updates.note()

@@ -1,0 +1,245 @@
+"""What a module of a program saves, loads and hands out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.runtime import state
+from shardc.runtime.matrices.own_loop import OwnersOptimizer
+from shardc.runtime.matrices.whole import WholeMatrices
+from shardc.runtime.mesh import agreement, replicas
+from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
+from shardc.runtime.reshard.between import End, Reshard, move_weights
+from shardc.runtime.state.checkpoint_folder import KEEP
+from shardc.runtime.step import (
+    parameter_norms,
+    parameter_parts,
+    resumed,
+    state_dict_marks,
+)
+from shardc.runtime.step.clip_grad_norm import norm_axes
+from shardc.runtime.step.module_running import Running
+from shardc.runtime.zero.optimizer_list import as_one
+
+
+class ModuleState(nn.Module):
+    """The part of `shardc.runtime.step.module.ShardedModule` that deals with its state."""
+
+    _running: Running
+
+    def _buffers_by_name(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As a plain module's, of this rank's parts, as `state_dict` gives them. Raises ShardcError for whole weights
+        of which this rank has parts, for slices that another rank has saved, and for `assign`.
+        """
+        if assign:
+            raise ShardcError(
+                "the program has the parameters that it was made with, and others would be put in their place",
+                where="module.load_state_dict(..., assign=True)",
+                fix="leave assign out: values are written into the parameters",
+            )
+        own = dict(self.named_parameters(remove_duplicate=False))
+        if state_dict_marks.KEY in getattr(state_dict, "_metadata", {}).get("", {}):
+            own = {}  # it says itself what it has
+        split = [n for n, x in state_dict.items() if n in own and isinstance(x, Tensor) and x.shape != own[n].shape]
+        program = self._running.program
+        if whole := [n for n in split if tuple(state_dict[n].shape) == program.param(n).shapes[n]]:
+            raise ShardcError(
+                f"a whole weight {list(state_dict[whole[0]].shape)}, of which this rank has a part"
+                f" {list(own[whole[0]].shape)} ({len(whole)} such)",
+                where=f"module.load_state_dict: {whole[0]}",
+                fix="make the module from whole weights, of which it cuts its parts: program.module(model,"
+                " weights=state_dict)",
+            )
+        return super().load_state_dict(state_dict, strict)
+
+    def save(
+        self,
+        folder: str | Path,
+        optimizer: Any = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = KEEP,
+        overwrite: bool = False,
+    ) -> None:
+        """Write a checkpoint that any mesh can load, `folder/step-N` with N the training forwards done: parameters,
+        buffers, the optimizer's state, step, seed. Collective; all ranks see one file system.
+
+        optimizer: of `parameters()`, or a list of them. extra: plain values of your own (numbers, strings, lists,
+        dicts), such as a scheduler's state_dict; `load` returns them. keep: how many checkpoints of the folder stay,
+        the last ones; None: all. overwrite: replace those of another run, too: that this module has neither saved nor
+        loaded. Raises shardc.runtime.state.SavingError, on all ranks; what was saved before is then as it was.
+        """
+        r = self._running
+        made, matrices = _parts_of(optimizer)
+        facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})} | resumed.record(r.program)
+        with r.mesh.together(f"saving step {r.rng.step}"):
+            self._compare("saving", stated("the number of steps done", r.rng.step, fix=SAME_CALLS))
+            if r.check_every:
+                held = r.buckets.owned, self._buffers_by_name(), made
+                replicas.check_replicas(r.program, r.mesh, *held, step=r.rng.step, call="saving")
+            state.save(
+                folder,
+                r.program,
+                r.mesh,
+                r.buckets.owned,
+                self._buffers_by_name(),
+                made,
+                facts,
+                runs=r.buckets.runs,
+                matrices=matrices,
+                saves=r.saves,
+                keep=keep,
+                overwrite=overwrite,
+            )
+
+    def load(self, folder: str | Path, optimizer: Any = None, *, last_good: bool = False) -> dict[str, Any]:
+        """Read a checkpoint that `save`, or an engine's, wrote on any mesh; returns its `extra`. Collective.
+
+        folder: where checkpoints were saved to: the last one is read; or one of them. optimizer: as of `save`.
+        last_good: if that one is damaged, read the last one that is not. Raises ShardcError, on all ranks, for a
+        checkpoint of another model or optimizer, before anything changes.
+        """
+        r = self._running
+        made, matrices = _parts_of(optimizer)
+        r.buckets.reset(forward=True)
+        r.updates.settle()
+        with r.mesh.together("loading a checkpoint"):
+            if r.check:
+                agreement.check(r.mesh, [], "loading a checkpoint")
+            extra = state.load(
+                folder,
+                r.program,
+                r.mesh,
+                r.buckets.owned,
+                self._buffers_by_name(),
+                made,
+                runs=r.buckets.runs,
+                matrices=matrices,
+                last_good=last_good,
+            )
+        r.saves.loaded(folder)
+        r.updates.note()
+        r.rng.step, r.rng.seed = int(extra["step"]), int(extra["seed"])
+        for note in resumed.changed(r.program, extra):
+            r.tell(note)
+        return dict(extra.get("module", {}))
+
+    @property
+    def weights_end(self) -> End:
+        """What has the weights."""
+        r = self._running
+        r.end = r.end or _End(self, r)
+        return r.end
+
+    def weights_to(self, other: Any) -> Reshard:
+        """Copy this module's weights into those of an engine, of another module, or of what runs a forward-only
+        program: see Engine.weights_to. Not between forward and backward. Collective.
+        """
+        return move_weights(self.weights_end, other)
+
+    def norms(self, *, grad: bool = False) -> dict[str, float]:
+        """{name of a parameter: 2-norm of all of it}, on every rank, for a log. Collective. grad: of what stands in
+        `.grad` instead, 0 where there is none.
+        """
+        r = self._running
+        with r.mesh.together("norms"):
+            self._compare("norms", stated("grad", grad, where="module.norms", fix=SAME_CALLS))
+            return parameter_norms.norms(r.program, r.buckets.owned, r.mesh, grad=grad)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
+        r = self._running
+        with r.mesh.together("full_state_dict"):
+            self._compare("full_state_dict", stated("whether parameters changed", r.updates.due))
+            r.updates.carry_out()
+            r.updates.settle()
+            r.given.handed_out = True
+            return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
+
+    def _compare(self, call: str, fact: Fact) -> None:
+        """What no forward may come to compare, as the loop is at its end. Collective. Raises ShardcError."""
+        r = self._running
+        if r.check:
+            after_step = r.loop.others
+            agreement.check(r.mesh, [fact, *r.loop.facts(last=True)], call)
+            if after_step:
+                r.loop.check_others(r.mesh)
+
+
+def _parts_of(optimizer: Any) -> tuple[Optimizer | None, WholeMatrices | None]:
+    """What a checkpoint has of the optimizer of a user's own loop, and the matrices that this rank owns."""
+    if optimizer is None:
+        return None, None
+    if isinstance(optimizer, OwnersOptimizer):
+        return optimizer.made, optimizer.matrices
+    return as_one(optimizer), None
+
+
+def mark(module: ModuleState, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    for name in _split_names(module._running.program):
+        if isinstance(x := state_dict.get(prefix + name), Tensor):
+            parameter_parts.refuse_checkpoint(x, name)
+    metadata[state_dict_marks.KEY] = {"rank": module._running.mesh.rank, "slices": module._running.slices}
+
+
+def check_marks(module: ModuleState, given: Mapping[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+    r = module._running
+    names = (n for x in (*r.program.params, *r.program.buffers) if x.fqn for n in x.names)
+    note = metadata.get(state_dict_marks.KEY)
+    if state_dict_marks.check(given, prefix, note, r.slices, names, _split_names(r.program)):
+        r.unmarked = True
+
+
+def _split_names(program: Program) -> set[str]:
+    """All names of what a rank has a part of."""
+    split = {n for x in program.params if norm_axes(program, x.name) for n in x.names}
+    return split | {n for x in program.buffers if x.layout.shards() for n in x.names}
+
+
+class _End:
+    """A module's weights, for shardc.runtime.reshard."""
+
+    def __init__(self, module: ModuleState, running: Running) -> None:
+        self._module, self._running = module, running
+        self.program, self.mesh, self.buckets, self.checks = (
+            running.program,
+            running.mesh,
+            running.buckets,
+            running.check,
+        )
+        self.reshards: MutableMapping[End, Reshard] = WeakKeyDictionary()
+
+    @property
+    def owned(self) -> Mapping[str, Tensor]:
+        return self.buckets.owned
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        return self._module._buffers_by_name()
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        self._running.updates.carry_out()
+        self._running.updates.settle()
+        self.buckets.follow()
+        yield
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        self.buckets.reset(forward=True)
+        self._running.updates.settle()
+        self.buckets.follow()
+        yield
+        self._running.updates.note()
