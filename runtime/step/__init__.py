@@ -21,7 +21,7 @@ loss_scale            loss scaling for float16, on all ranks alike
 outputs               what a step gives beside its loss, over microbatches, ranks and batches; mean_counts: of how many
                       things its means are
 batch_sizes           batches of other sizes than were compiled
-clip_grad_norm        the norm of the whole gradient, and clipping by it
+clip_grad_norm        the norm of the whole gradient, and clipping by it; parameter_norms: of each parameter
 whole_backward        a module's backward that goes around the sums of gradients
 tensor_parts          parameters and gradients that know that they are a rank's part, and refuse what mixes elements;
                       part_functions: what torch's functions do with these; parameter_parts: which parameters it is
