@@ -1,9 +1,9 @@
 """One rank's training step, from a batch to updated parameters.
 
-engine                what trains, evaluates, generates and saves on one rank: how it is made. engine_step: takes a batch,
-                      runs forward and backward, sums gradients, updates; engine_forward: losses, scores and tokens
-                      without training; engine_state: what it saves, loads and hands out; engine_optimizer: the user's
-                      optimizer on what a rank owns
+engine                what trains, evaluates, generates and saves on one rank: how it is made; engine_step: takes a
+                      batch, runs forward and backward, sums gradients, updates; engine_forward: losses, scores and
+                      tokens without training; engine_state: what it saves, loads and hands out; engine_optimizer: the
+                      user's optimizer on what a rank owns
 forward               what runs a forward-only program
 module                a program as an nn.Module for a loop of one's own: its forward; module_running: what it holds, how
                       backward begins and ends; module_state: what it saves, loads and hands out; module_parts: its
