@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
+from shardc.ir.stored import UnknownParameterError
 from shardc.runtime.step import tensor_parts
 from shardc.runtime.step.clip_grad_norm import norm_axes
 from shardc.runtime.step.tensor_parts import Origin, Tell
@@ -74,12 +75,15 @@ class ByName(dict[str, nn.Parameter]):
         here = [p for p in program.params if p.name in owned]
         super().__init__((p.fqn, owned[p.name]) for p in here)
         self._others = {name: owned[p.name] for p in here for name in (p.name, *p.aliases)}
+        self._names = [n for p in program.params for n in p.names]
         self._elsewhere = {n: p.stages for p in program.params for n in (p.fqn, *p.aliases) if p.stages}
 
     def __missing__(self, name: str) -> nn.Parameter:
         if name not in self._others and name in self._elsewhere:
             where = " and ".join(map(str, self._elsewhere[name]))
             raise KeyError(f"{name}: ranks of stage {where} have it, this one does not; ask `in` first, as loops do")
+        if name not in self._others:
+            raise UnknownParameterError.of(name, self._names, f"engine.params[{name!r}]")
         return self._others[name]
 
     def __contains__(self, name: object) -> bool:

@@ -45,6 +45,8 @@ _SHAPES = frozenset(("shape", "ndim", "size", "dim", "ndimension", "numel", "nel
 _DIMS = frozenset(("ndim", "dim", "ndimension"))
 #: Of torch.nn.init, what fills a part with what it would fill the whole with.
 _SAME_FILL = frozenset(("constant_", "ones_", "zeros_"))
+#: What stands between the user's code and a function of torch's. (shardc writes plain tensors.)
+_LIBRARIES = ("torch.", "safetensors.")
 _PLAIN = ".as_subclass(torch.Tensor) is this rank's part as a plain tensor"
 
 
@@ -166,7 +168,7 @@ class _Caller:
             name = frame.f_globals.get("__name__", "")  # code that fx writes has none
             if name.startswith(("shardc.", "torch.optim.", "torch.testing.")):
                 return None
-            if name.startswith("torch.") or name == "torch":
+            if name.startswith(_LIBRARIES) or name == "torch":
                 through.append((name, frame.f_code.co_name))
             elif name:
                 return _Caller(frame, innermost, through)
@@ -220,6 +222,8 @@ def _of_parts(func: Any, does: Kind, args: Any, kwargs: Mapping[str, Any], calle
     crosses = does.along is not None and not _along_whole(does.along, args, kwargs)
     if crosses and not does.adds:
         _refuse(does.name, first.origin)
+    if does.pointwise:
+        _refuse_wholes(args, kwargs)
     result = func(*args, **kwargs)
     if crosses:
         if not result.requires_grad:  # nothing is trained by it: its number is all that it is for
@@ -373,6 +377,13 @@ def _refuse_helpers(caller: _Caller, x: TensorPart) -> None:
     """Functions of torch's that are written for whole tensors, and would not fail on parts."""
     if (name := caller.within("torch.nn.init")) and name not in _SAME_FILL:
         _refuse_draw(f"nn.init.{name}", x.origin)
+    if caller.within("safetensors.torch"):
+        raise ShardcError(
+            "this rank has a part of it: the file would have that part in the place of the weight",
+            where=f"safetensors: {x.origin.fqn or 'a parameter'}",
+            fix="write the whole weights: engine.export(folder), or save_file of module.full_state_dict(), which all"
+            " ranks call",
+        )
     if name := caller.within("torch.nn.utils.convert_parameters"):
         if x.origin.grad:
             _refuse(name, x.origin)
@@ -383,6 +394,25 @@ def _refuse_helpers(caller: _Caller, x: TensorPart) -> None:
             fix="take the whole weights, model.load_state_dict(module.full_state_dict()) on all ranks, and the"
             " plain model's parameters for the vector; program.module(model) makes a module of them again",
         )
+
+
+def _refuse_wholes(args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Element by element with a tensor of the whole parameter's shape, as an average of a plain copy of the model is
+    computed by zip: torch says that sizes do not match, or spreads one over the other.
+    """
+    given = (*args, *kwargs.values())
+    lists = [x for x in given if isinstance(x, (tuple, list))]  # of _foreach functions
+    for row in zip(*lists, strict=False) if lists else [given]:
+        wholes = {tuple(x.shape) for x in row if isinstance(x, Tensor) and not isinstance(x, TensorPart)}
+        for x in (x for x in row if isinstance(x, TensorPart)):
+            whole = tuple(x.origin.shape)
+            if whole and whole in wholes and tuple(x.shape) != whole:
+                raise ShardcError(
+                    f"this is a rank's part {list(x.shape)} of {list(whole)}, with a tensor of the whole's shape",
+                    where=x.origin.fqn,
+                    fix="an average of weights: of copy.deepcopy(module), or AveragedModel(module), which have the same"
+                    " parts; or of the whole weights, module.full_state_dict() on all ranks",
+                )
 
 
 def _refuse_to_load(caller: _Caller, x: TensorPart) -> None:

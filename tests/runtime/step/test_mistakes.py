@@ -335,6 +335,9 @@ def test_a_parameter_that_there_is_not() -> None:
         PROGRAM.param("up.weigth")
     with pytest.raises(KeyError, match=r"'zzz'\n  fix: names are the model's, such as 'up.weight', "):
         PROGRAM.param("zzz")
+    parts = loopback(PROGRAM.mesh, lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).params)[0]
+    with pytest.raises(KeyError, match=r"engine.params\['up.weigth'\]: (.|\n)*did you mean 'up.weight'\?"):
+        parts["up.weigth"]
 
 
 def test_an_optimizer_function_that_takes_its_argument_for_the_model() -> None:

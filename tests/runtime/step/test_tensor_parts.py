@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
@@ -234,5 +236,39 @@ def test_copies_of_a_state_are_parts_for_a_checkpoint() -> None:
         torch.save(held, file)
         file.seek(0)
         assert {type(x) for x in torch.load(file).values()} == {Tensor}
+
+    loopback(program.mesh, work)
+
+
+@pytest.mark.parametrize("spec", ["tp", "zero 3"])
+def test_an_average_of_a_plain_copy_by_zip_is_refused(spec: str) -> None:
+    """torch says that sizes do not match, or, of a stretch of one row's length, nothing at all."""
+    program = compiled(spec)
+    said = r"up.weight: this is a rank's part .* of \[16, 8\], with a tensor of the whole's shape\n  fix: an average"
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        whole, held = copy.deepcopy(NET).state_dict()["up.weight"], module.state_dict()["up.weight"]
+        with torch.no_grad():
+            with pytest.raises(ShardcError, match=said):
+                whole.mul_(0.9).add_(held, alpha=0.1)
+            with pytest.raises(ShardcError, match=said):
+                torch._foreach_lerp_([whole], [held], 0.1)
+            for a, b in zip(copy.deepcopy(module).parameters(), module.parameters(), strict=True):
+                a.mul_(0.9).add_(b, alpha=0.1)
+
+    loopback(program.mesh, work)
+
+
+def test_a_part_is_not_written_by_safetensors(tmp_path: Path) -> None:
+    program = compiled("tp")
+
+    def work(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(program, NET, mesh=mesh)
+        with pytest.raises(
+            ShardcError, match=r"safetensors: up.weight: this rank has a part of it(.|\n)*engine.export"
+        ):
+            save_file(module.state_dict(), tmp_path / f"{mesh.rank}.safetensors")
+        save_file(module.full_state_dict(), tmp_path / f"whole{mesh.rank}.safetensors")
 
     loopback(program.mesh, work)
