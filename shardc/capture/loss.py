@@ -119,7 +119,13 @@ class LossOf(nn.Module):
                 what = "the loss is a Python number, of .item(), float() or int(): it has no gradient"
                 raise ShardcError(what, where=line, fix="leave that out: return the tensor")
             what = f"the loss is {_described(loss)}, not a scalar"
-            raise ShardcError(what, where=line, fix="return one floating-point number, e.g. loss.mean()")
+            fix = "return one floating-point number, e.g. loss.mean()"
+            if loss is None:
+                what, fix = "the loss function returns nothing", "end it with `return loss`"
+            elif isinstance(loss, Mapping):
+                what = f"the loss is a dict without 'loss', of {', '.join(map(repr, loss))}"
+                fix = "name the number that is trained 'loss', or return (loss, {name: value})"
+            raise ShardcError(what, where=line, fix=fix)
         loss = loss.reshape(()) if loss.dim() else loss
         values = self._flat(beside, line)
         return (with_gradient_of(loss.detach(), sum(self.side, loss)) if self.side else loss, *values)

@@ -48,6 +48,7 @@ class Cause:
 
 
 DEPENDS = "depends on a tensor's value"
+INDEXED = f"indexing by a condition has a result whose size {DEPENDS} (x[mask], masked_select)"
 NUMBER = (
     "a tensor becomes a Python number (.item(), int(), float(), tolist(), an index of one element): the program"
     f" {DEPENDS}"
@@ -138,6 +139,12 @@ CAUSES = (
         raised=DATA,
         code=r"^\s*(if|elif|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b",
     ),
+    Cause(
+        INDEXED,
+        MASKED_MEAN,
+        raised=DATA,
+        code=r"[\w)\]]\[[^:]*(\bmask|_mask|[<>]|[!=]=)[^:]*\]",
+    ),
     Cause(TEXT, PRINT, raised=r"Sym(Float|Int|Bool)\.__format__"),
     Cause(
         TEXT,
@@ -171,7 +178,7 @@ CAUSES = (
         op=r"repeat_interleave",
     ),
     Cause(
-        f"indexing by a condition has a result whose size {DEPENDS} (x[mask], masked_select)",
+        INDEXED,
         MASKED_MEAN,
         op=r"^index$|masked_select",
     ),

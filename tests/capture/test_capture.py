@@ -426,6 +426,11 @@ def test_losses_that_are_none() -> None:
     )  # which one?
     refused(lambda s, y: y, "the loss is a Python number, of .item", loss=lambda y, b: 1.0)
     refused(
+        lambda s, y: y, "the loss function returns nothing\n  fix: end it with `return loss`", loss=lambda y, b: None
+    )
+    named = r"the loss is a dict without 'loss', of 'mse'\n  fix: name the number that is trained 'loss'"
+    refused(lambda s, y: y, named, loss=lambda y, b: {"mse": y.sum()})
+    refused(
         lambda s, y: y, r"the loss is a tensor of shape \[4, 6\] and torch.float32, not a scalar", loss=lambda y, b: y
     )
     refused(
