@@ -1,0 +1,269 @@
+"""Which layers repeat in a captured program, and the program without most of them.
+
+A *unit* is what repeats: a layer, or several where every other one attends to a window. Of the units that are equal,
+three stay at the front, and whatever comes after the last one: at least a layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from pydantic import BaseModel
+from torch import fx
+
+from shardc.ir.graph import placeholders, source_of
+from shardc.ir.layers import layer_of
+from shardc.ir.program import Buffer, Param, Program
+from shardc.passes.distinct_layers.numbering import ORDINAL, Numbering
+from shardc.passes.distinct_layers.twins import Names, Twins, UnlikeError, copied, ordinal_at
+from shardc.spec import Spec
+
+#: Units at the front whose results are compared: two steps from one to the next.
+UNITS = 3
+#: So many are to be left out at least: cutting and restoring costs about what a layer does.
+_LEFT_OUT = 2
+#: Layers of a unit, at most.
+_PERIOD = 8
+#: A number in a pattern of the spec: it may name one layer.
+_NAMES_A_NUMBER = re.compile(r"(?:^|[.{,])\d+(?:[.},]|$)")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """program: without the units. layers: the first one of each unit that stays, and the first after the last unit.
+
+    left_out: how many units. stored: of the parameters and buffers left out: the name of that in the last unit that
+    stays, and how many units later they are; before: of those that stay, that of the unit before.
+    """
+
+    program: Program
+    names: Names
+    layers: tuple[int, ...]
+    left_out: int
+    stored: Mapping[str, tuple[str, int]]
+    before: Mapping[str, str]
+
+    def later(self, units: int) -> dict[str, str]:
+        """What is stored of the last unit that stays: names, and those of so many units later."""
+        return {kept: name for name, (kept, n) in self.stored.items() if n == units}
+
+
+@dataclass
+class Ops:
+    """The ops of a graph, and where the layers of one list begin. starts: index of the first op of each layer."""
+
+    nodes: list[fx.Node]
+    starts: dict[int, int]
+
+
+def ops_of(graph: fx.Graph, name: str) -> Ops:
+    """Raises UnlikeError where layers do not come one after the other."""
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    starts: dict[int, int] = {}
+    now = -1
+    of_module: dict[str, int | None] = {}
+    for i, n in enumerate(nodes):
+        module = source_of(n).module
+        if module not in of_module:
+            layer = layer_of(module)
+            of_module[module] = int(layer[1]) if layer is not None and layer[0] == name else None
+        number = of_module[module]
+        if number is not None and number != now:
+            if number in starts or number < now:
+                raise UnlikeError(f"layer {number} of {name} runs twice, or late")
+            starts[number] = i
+            now = number
+    return Ops(nodes, starts)
+
+
+def names_in(nodes: Sequence[fx.Node]) -> Iterator[str]:
+    """The names of ops, and of those that draw random numbers their ordinals."""
+    for n in nodes:
+        yield n.name
+        if (at := ordinal_at(n.args)) is not None:
+            yield f"{ORDINAL}{n.args[at]}"
+
+
+def shortened(program: Program, spec: Spec) -> Cut | None:
+    """The program without layers that are equal to others; None where that saves nothing, or would not do."""
+    if spec.adapters or spec.optimizer.matrices is not None or _names_layers(spec):
+        return None
+    for name in _lists(program.graph):
+        try:
+            if (found := _longest(program, name)) is not None:
+                return _cut(program, *found)
+        except UnlikeError:
+            continue
+    return None
+
+
+def _names_layers(spec: Spec) -> bool:
+    """Does the spec say something of single layers?"""
+    return any(_NAMES_A_NUMBER.search(text) for f in fields(spec) if f.repr for text in _texts(getattr(spec, f.name)))
+
+
+def _texts(x: Any) -> Iterator[str]:
+    if isinstance(x, str):
+        yield x
+    elif isinstance(x, BaseModel):
+        yield from _texts(x.model_dump())
+    elif isinstance(x, Mapping):
+        for k, v in x.items():
+            yield from (*_texts(k), *_texts(v))
+    elif isinstance(x, (tuple, list, set, frozenset)):
+        for each in x:
+            yield from _texts(each)
+    elif is_dataclass(x):
+        for f in fields(x):
+            yield from _texts(getattr(x, f.name))
+
+
+def _lists(graph: fx.Graph) -> list[str]:
+    """The lists of enough layers, that of most ops first."""
+    layers: dict[str, set[str]] = {}
+    ops: dict[str, int] = {}
+    for n in graph.nodes:
+        if n.op == "call_function" and (layer := layer_of(source_of(n).module)) is not None:
+            layers.setdefault(layer[0], set()).add(layer[1])
+            ops[layer[0]] = ops.get(layer[0], 0) + 1
+    least = UNITS + _LEFT_OUT + 2
+    return sorted((name for name, each in layers.items() if len(each) >= least), key=lambda name: -ops[name])
+
+
+# --- equal layers
+
+
+@dataclass
+class _Run:
+    """Units that are equal. first: number of the first layer; twins: parameters, by those a unit later."""
+
+    ops: Ops
+    names: Names
+    first: int
+    units: int
+    twins: dict[fx.Node, fx.Node]
+
+    @property
+    def layers_left_out(self) -> int:
+        return (self.units - UNITS) * self.names.period
+
+    def bound(self, unit: int) -> int:
+        """Index of its first op."""
+        return self.ops.starts[self.first + unit * self.names.period]
+
+
+def _longest(program: Program, name: str) -> tuple[_Run, Numbering] | None:
+    """The units of a list that are equal, if they are enough, and how the names of their ops go on."""
+    ops = ops_of(program.graph, name)
+    count = len(ops.starts)
+    if list(ops.starts) != list(range(count)):
+        return None
+    index = {n: i for i, n in enumerate(ops.nodes)}
+    best: _Run | None = None
+    for period in range(1, min(_PERIOD, (count - 1) // (UNITS + _LEFT_OUT)) + 1):
+        if best is not None and best.layers_left_out >= count - 1 - period * (UNITS + 1):
+            break  # with longer units fewer layers would go
+        run = _equal_units(program, ops, index, Names(name, period))
+        if run.units >= UNITS + _LEFT_OUT and (best is None or run.layers_left_out > best.layers_left_out):
+            best = run
+    if best is None:
+        return None
+    bounds = [best.bound(i) for i in range(best.units + 1)]
+    units = [list(names_in(ops.nodes[a:b])) for a, b in pairwise(bounds)]
+    numbering = Numbering({x.name for x in program.stored})
+    numbering.learn(units, names_in(ops.nodes[: bounds[0]]), names_in(ops.nodes[bounds[-1] :]))
+    return best, numbering
+
+
+def _equal_units(program: Program, ops: Ops, index: Mapping[fx.Node, int], names: Names) -> _Run:
+    """The most layers in a row that are equal, each to that a period before it, behind a period of others."""
+    stored, period = _stored_a_unit_before(program, names), names.period
+    first, last, begin = period, period, period
+    starts = ops.starts
+    for layer in range(2 * period, len(starts) - 1):
+        try:
+            length = starts[layer] - starts[layer - period]
+            if starts[layer + 1] - starts[layer] != starts[layer - period + 1] - starts[layer - period]:
+                raise UnlikeError(f"layers {layer - period} and {layer} have other numbers of ops")
+            twins = Twins(names, index, starts[layer - period], length, stored)
+            for i in range(starts[layer], starts[layer + 1]):
+                twins.check(ops.nodes[i - length], ops.nodes[i])
+        except UnlikeError:
+            begin = layer - period + 1
+        if layer + 1 - begin > last - first:
+            first, last = begin, layer + 1
+    return _Run(ops, names, first, (last - first) // period, stored)
+
+
+def _stored_a_unit_before(program: Program, names: Names) -> dict[fx.Node, fx.Node]:
+    """Of parameters and buffers: that of the same name in the layer a unit before."""
+    nodes = placeholders(program.graph)
+    held: list[Param | Buffer] = [*program.params, *program.buffers]
+    by_name = {x.fqn: x for x in held}
+    found: dict[fx.Node, fx.Node] = {}
+    for x in held:
+        before = by_name.get(names.text(x.fqn, -1))
+        if before is None or before is x or type(before) is not type(x):
+            continue
+        aliases = tuple(names.text(a, 1) for a in before.aliases)
+        if replace(before, name=x.name, fqn=x.fqn, aliases=aliases) == x:
+            found[nodes[x.name]] = nodes[before.name]
+    return found
+
+
+# --- without most of them
+
+
+def _cut(program: Program, run: _Run, numbering: Numbering) -> Cut:
+    """Raises UnlikeError where anything but the next unit uses what a unit makes."""
+    ops, names, left_out = run.ops.nodes, run.names, run.units - UNITS
+    entry, begin, end = run.bound(0), run.bound(UNITS), run.bound(run.units)
+    length = (begin - entry) // UNITS
+    index = {n: i for i, n in enumerate(ops)}
+    stored = _left_out(program, run, set(ops[begin:end]))
+    new, env = fx.Graph(), dict[fx.Node, fx.Node]()
+
+    def after(n: fx.Node) -> fx.Node:
+        """Of an operand of what comes after the units."""
+        i = index.get(n, -1)
+        if entry <= i < end - length:
+            raise UnlikeError(f"{n} is used behind the layers that it is in")
+        return env[ops[i - (end - begin)] if i in range(end - length, end) else n]
+
+    for n in program.graph.nodes:
+        i = index.get(n, -1)
+        if begin <= i < end or n.name in stored:
+            continue
+        if i < end and n.op != "output":
+            env[n] = copied(new, n, n.name, env.__getitem__)
+        elif n.op == "output":
+            new.output(fx.map_arg(n.args[0], after))
+        else:
+            env[n] = copied(new, n, numbering.after(n.name, -left_out), after, numbering.ordinal(-left_out))
+    params = tuple(p for p in program.params if p.name not in stored)
+    buffers = tuple(b for b in program.buffers if b.name not in stored)
+    short = replace(program, graph=new, params=params, buffers=buffers)
+    layers = tuple(run.first + i * names.period for i in (*range(UNITS), run.units))
+    before = {x.name: y.name for x, y in run.twins.items() if not {x.name, y.name} & stored.keys()}
+    return Cut(short, names, layers, left_out, stored, before)
+
+
+def _left_out(program: Program, run: _Run, ops: set[fx.Node]) -> dict[str, tuple[str, int]]:
+    """The parameters and buffers that only ops use which are left out: the one in the last unit that stays, and how
+    many units later they are.
+    """
+    nodes = placeholders(program.graph)
+    gone = [n for n in nodes.values() if n.users and all(u in ops for u in n.users)]
+    found: dict[str, tuple[str, int]] = {}
+    for n in gone:
+        units, kept = 0, n
+        while kept.users and all(u in ops for u in kept.users):
+            if kept not in run.twins:
+                raise UnlikeError(f"{kept} is of one layer alone")
+            units, kept = units + 1, run.twins[kept]
+        found[n.name] = kept.name, units
+    return found

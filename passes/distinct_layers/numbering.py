@@ -1,0 +1,125 @@
+"""The numbers in names of nodes. fx numbers what has one name: `linear_7` is the eighth linear of a graph, and where a
+layer has three, the same one of the next layer is `linear_10`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardc.passes.distinct_layers.twins import UnlikeError
+
+_NUMBER = re.compile(r"\d+")
+#: What ops draw random numbers by: their ordinals are numbered like names.
+ORDINAL = "ordinal "
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """head: what is stored that a name begins with, or ""; texts: those around the numbers behind it; keys: what stands
+    before each number.
+    """
+
+    head: str
+    texts: list[str]
+    numbers: list[int]
+    keys: list[str]
+
+    @property
+    def own(self) -> tuple[str, int] | None:
+        """The number that fx gave it: the last, at the end. Others are those of ops that it is named after."""
+        return (self.keys[-1], self.numbers[-1]) if self.numbers and not self.texts[-1] else None
+
+
+@dataclass
+class Numbering:
+    """Of one graph. stored: its parameters, buffers and inputs, whose names come first in those of some ops, and have
+    the model's numbers. steps: by the text before a number, how much it is more in the next unit of layers; firsts: the
+    least ones in the first unit, and in the last.
+    """
+
+    stored: Collection[str]
+    steps: dict[str, int] = field(default_factory=dict)
+    firsts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _known: dict[str, _Parsed] = field(default_factory=dict)
+
+    def learn(self, units: Sequence[Sequence[str]], before: Iterable[str], after: Iterable[str]) -> None:
+        """What names of a few units say of all. units: names of their ops, and ORDINAL with a number; before, after:
+        those around them.
+
+        Raises UnlikeError where numbers do not go on evenly: then more layers would have others than these.
+        """
+        for twins in zip(*units, strict=True):
+            self._learn_one([self._parsed(n) for n in twins])
+        own, others = dict[str, list[int]](), dict[str, list[int]]()
+        for x in map(self._parsed, units[0]):
+            if x.own is not None:
+                own.setdefault(x.own[0], []).append(x.own[1])
+            for key, n in zip(x.keys, x.numbers, strict=True):
+                others.setdefault(key, []).append(n)
+        for key, step in self.steps.items():
+            numbers = own.get(key, others[key])
+            if key in own and step and max(numbers) - min(numbers) >= step:
+                raise UnlikeError(f"{key!r} is not numbered layer by layer")
+            self.firsts[key] = min(numbers), min(numbers) + (len(units) - 1) * step
+        for names, later in ((before, False), (after, True)):
+            for x in map(self._parsed, names):
+                if x.own is not None and self.steps.get(x.own[0]):
+                    first, last = self.firsts[x.own[0]]
+                    if x.own[1] <= last if later else x.own[1] >= first:
+                        raise UnlikeError(f"{x.own} is not numbered in its place")
+
+    def _learn_one(self, twins: Sequence[_Parsed]) -> None:
+        first = twins[0]
+        for i, other in enumerate(twins[1:], start=1):
+            if other.texts != first.texts or other.keys != first.keys:
+                raise UnlikeError(f"{first} and {other} are named otherwise")
+            for key, a, b in zip(first.keys, first.numbers, other.numbers, strict=True):
+                step, left = divmod(b - a, i)
+                if left or step < 0 or self.steps.setdefault(key, step) != step:
+                    raise UnlikeError(f"{first} and {other} are numbered unevenly")
+
+    def moved(self, name: str, units: int, stored: Mapping[str, str]) -> str:
+        """The name of the same op so many units later. stored: parameters of the unit here and there."""
+        x = self._parsed(name)
+        numbers = [n + units * self.steps[k] for k, n in zip(x.keys, x.numbers, strict=True)]
+        return _joined(stored.get(x.head, x.head), x.texts, numbers)
+
+    def after(self, name: str, units: int) -> str:
+        """The name of an op behind all units where there are so many more of them."""
+        x = self._parsed(name)
+        numbers = list(x.numbers)
+        for i, (key, n) in enumerate(zip(x.keys, x.numbers, strict=True)):
+            first, last = self.firsts.get(key, (n + 1, n + 1))
+            if n >= last:
+                numbers[i] += units * self.steps[key]
+            elif n >= first:
+                raise UnlikeError(f"{name} is named after an op inside of the layers")
+        return _joined(x.head, x.texts, numbers)
+
+    def ordinal(self, units: int) -> int:
+        """How much more an ordinal is so many units later."""
+        return units * self.steps.get(ORDINAL, 0)
+
+    def _parsed(self, name: str) -> _Parsed:
+        if name not in self._known:
+            head = self._stored_in(name)
+            rest = name[len(head) :]
+            texts, numbers = _NUMBER.split(rest), [int(n) for n in _NUMBER.findall(rest)]
+            begin = "." if head else ""
+            keys = ["#".join((begin + texts[0], *texts[1 : i + 1])) for i in range(len(numbers))]
+            self._known[name] = _Parsed(head, texts, numbers, keys)
+        return self._known[name]
+
+    def _stored_in(self, name: str) -> str:
+        end = len(name)
+        while end > 0:
+            if name[:end] in self.stored:
+                return name[:end]
+            end = name.rfind("_", 0, end)
+        return ""
+
+
+def _joined(head: str, texts: Sequence[str], numbers: Sequence[int]) -> str:
+    return head + texts[0] + "".join(f"{n}{t}" for n, t in zip(numbers, texts[1:], strict=True))

@@ -1,0 +1,89 @@
+"""CPU seconds to compile a model of many equal layers: Llama-70B's shape on the meta device, dp=4 x tp=8.
+
+    python tests/bench/equal_layers.py [--layers 2,8,32,80] [--reps 3]
+
+One process, one thread, nothing computed; of the repetitions the least. "all layers": the passes up to partition run on
+all layers, as they do where layers are not alike (shardc.passes.distinct_layers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import shardc  # noqa: E402
+from shardc.capture import capture  # noqa: E402
+from shardc.passes import distinct_layers  # noqa: E402
+
+SPEC: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 4, "tp": 8}, "shard": {"use": "model"}}
+
+
+def model(layers: int) -> tuple[torch.nn.Module, Any]:
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        ids = torch.zeros(4, 4096, dtype=torch.int64)
+        return LlamaForCausalLM(config).bfloat16(), {"input_ids": ids, "labels": ids}
+
+
+def measured(layers: int, reps: int) -> tuple[float, ...]:
+    """Capture, the passes on all layers, the passes, all passes with `lower: true`."""
+    subject, batch = model(layers)
+    best = [float("inf")] * 4
+
+    def least(i: int, began: float) -> None:
+        best[i] = min(best[i], time.process_time() - began)
+
+    for _ in range(reps):
+        began = time.process_time()
+        captured = capture(subject, batch, prove=False)
+        least(0, began)
+        with mock.patch.object(distinct_layers, "shortened", return_value=None):
+            began = time.process_time()
+            shardc.compile(subject, batch, SPEC, captured=captured, prove=False)
+            least(1, began)
+        for i, spec in ((2, SPEC), (3, SPEC | {"lower": True})):
+            began = time.process_time()
+            shardc.compile(subject, batch, spec, captured=captured, prove=False)
+            least(i, began)
+    return tuple(best)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", default="2,8,32,80")
+    parser.add_argument("--reps", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    measured(2, 1)
+    print("| equal layers | capture | passes, on all layers | passes | passes, with `lower: true` | compiled | lowered |")
+    print("|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    for layers in map(int, options.layers.split(",")):
+        captured, whole, passes, lowered = measured(layers, options.reps)
+        cells = captured, whole, passes, lowered, captured + passes, captured + lowered
+        print(f"| {layers} | {' | '.join(f'{x:.2f}' for x in cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
