@@ -17,7 +17,8 @@ from torch import fx
 
 from shardc.ir.graph import placeholders, source_of
 from shardc.ir.layers import layer_of
-from shardc.ir.program import Buffer, Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer, Param
 from shardc.passes.distinct_layers.numbering import ORDINAL, Numbering
 from shardc.passes.distinct_layers.twins import Names, Twins, UnlikeError, copied, ordinal_at
 from shardc.spec import Spec

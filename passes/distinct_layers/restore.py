@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from torch import fx
 
 from shardc.ir.graph import placeholders
-from shardc.ir.program import Buffer, Input, Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer, Input, Param
 from shardc.passes.distinct_layers.cut import UNITS, Cut, names_in, ops_of
 from shardc.passes.distinct_layers.numbering import Numbering
 from shardc.passes.distinct_layers.twins import Twins, UnlikeError, copied

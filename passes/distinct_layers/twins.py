@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.program import Source
+from shardc.ir.source import Source
 
 
 class UnlikeError(Exception):

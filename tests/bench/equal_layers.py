@@ -77,7 +77,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     measured(2, 1)
-    print("| equal layers | capture | passes, on all layers | passes | passes, with `lower: true` | compiled | lowered |")
+    print(
+        "| equal layers | capture | passes, on all layers | passes | passes, with `lower: true` | compiled | lowered |"
+    )
     print("|---:|---:|---:|---:|---:|---:|---:|", flush=True)
     for layers in map(int, options.layers.split(",")):
         captured, whole, passes, lowered = measured(layers, options.reps)
