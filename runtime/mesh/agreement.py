@@ -49,8 +49,9 @@ ROOM = 64
 TEXT = 42
 SAME_OPTIMIZER = "construct the optimizer and its scheduler alike on all ranks, and load one checkpoint into all"
 SAME_CALLS = (
-    "let all ranks make the same calls in the same order: steps, evaluating, saving, exporting and full_state_dict are"
-    " what all do together, so call them outside of `if rank == 0:`; where data ends on one, end it on all"
+    "let all ranks make the same calls in the same order: steps, updates, evaluating, norms, saving, exporting and"
+    " full_state_dict are what all do together, so call them outside of `if rank == 0:`; where data ends on one, end it"
+    " on all"
 )
 SAME_BATCH = (
     "give every rank the same batches: return a torch Dataset from data() or read one with engine.loader, seed what"

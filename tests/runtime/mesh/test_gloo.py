@@ -5,6 +5,7 @@ does.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 import time
@@ -212,3 +213,37 @@ def test_parameters_may_be_written_to_at_once_after_a_step(zero: int, tmp_path: 
                 want.append(default_loss(torch.func.functional_call(plain, half, kwargs=batch)))
     warm.ranks(clamps, launch.free_port(), str(tmp_path), world=2)
     torch.testing.assert_close(torch.load(tmp_path / "losses.pt"), want, rtol=1e-12, atol=1e-14)
+
+
+def sets_and_updates(rank: int, port: int, folder: str) -> None:
+    """Norms and a clipping that is set, alike; then clipping that differs, and an update of one rank alone."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 4), torch.ones(4, 4)
+    spec = {"shardc": 1, "mesh": {"dp": 2}, "data": {"zero": 1}}
+    program = shardc.compile(model, x, spec, loss=lambda output, _: output.square().mean())
+    engine = program.engine(model)
+    engine.set(clip_norm=0.5)
+    engine.step(x)
+    said = [json.dumps(engine.norms())]
+    engine.backward(x)
+    for act in (lambda: engine.update() if rank else engine.step(x), lambda: engine.set(clip_norm=rank + 1.0)):
+        try:
+            act()
+        except ShardcError as e:
+            said.append(str(e).splitlines()[0])
+    weights = engine.full_state_dict()
+    said.append(json.dumps({n: float(w.double().norm()) for n, w in weights.items()}))
+    (Path(folder) / f"said{rank}").write_text("\n".join(said))
+    os._exit(0)
+
+
+def test_an_update_and_a_setting_of_one_rank_alone_end_on_both(tmp_path: Path) -> None:
+    warm.ranks(sets_and_updates, launch.free_port(), str(tmp_path), world=2)
+    first, second = ((tmp_path / f"said{rank}").read_text().splitlines() for rank in range(2))
+    assert first == second
+    norms, update, waits, weights = first
+    assert json.loads(norms) == pytest.approx(json.loads(weights), rel=1e-12)
+    assert update.endswith("a step on rank 0, an update on rank 1")
+    assert waits.startswith("engine.set: gradients of engine.backward wait for an update")
