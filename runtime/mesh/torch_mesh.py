@@ -216,25 +216,28 @@ class TorchMesh(RankMesh):
             yield
 
     def _all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str, tag: str) -> Tensor:
+        if self._in_one_shot(x, axes):
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            self._start_one_shot(x, out, axes, torch.maximum if op == "max" else torch.add).wait()
+            return out
         out = x.clone(memory_format=torch.contiguous_format)
-        if self._in_one_shot(out, axes):
-            self._start_one_shot(out, axes, torch.maximum if op == "max" else torch.add).wait()
-        else:
-            dist.all_reduce(out, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, self._group(axes))
+        dist.all_reduce(out, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, self._group(axes))
         return out
 
     def _in_one_shot(self, x: Tensor, axes: tuple[str, ...]) -> bool:
         return self._gloo and 0 < x.nbytes * self.members(axes) <= ONE_SHOT
 
-    def _start_one_shot(self, flat: Tensor, axes: tuple[str, ...], combine: Callable[..., Tensor]) -> Work:
-        """Every rank's value on every rank, combined there in the order of the ranks: all get the same bits."""
+    def _start_one_shot(self, x: Tensor, into: Tensor, axes: tuple[str, ...], combine: Callable[..., Tensor]) -> Work:
+        """Every rank's value on every rank, combined there in the order of the ranks: all get the same bits. into:
+        contiguous; it may be x itself.
+        """
         ranks = self.members(axes)
-        got = flat.new_empty(ranks, flat.numel())
-        sent = flat.view(-1).expand(ranks, -1).contiguous()
+        sent = x.expand(ranks, *x.shape).contiguous()
+        got = torch.empty_like(sent)
 
         def combined() -> None:
             first, second, *others = got.unbind()
-            total = combine(first, second, out=flat.view(-1))
+            total = combine(first, second, out=into)
             for other in others:
                 combine(total, other, out=total)
 
@@ -247,7 +250,7 @@ class TorchMesh(RankMesh):
 
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
         if self._in_one_shot(flat, axes):
-            return self._under_way(self._start_one_shot(flat, axes, torch.add))
+            return self._under_way(self._start_one_shot(flat, flat, axes, torch.add))
         return self._under_way(Work(dist.all_reduce(flat, group=self._group(axes), async_op=True)))
 
     def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
