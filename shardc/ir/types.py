@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from shardc.ir.graph import map_value, values_of
 from shardc.ir.metadata import Value
-from shardc.torch_private import OpOverload
+from shardc.torch_private import OpOverload, unintercepted
 
 #: Ops whose result carries no gradient though their argument may; the rest follows from dtypes (comparisons, indices).
 _CUTS = {"detach", "largest", "nll_max", "all_reduce_max"}
@@ -92,7 +92,7 @@ def infer(target: Any, args: Any, kwargs: Any) -> Value | tuple[Any, ...] | None
     if op_name(target) in _QUANTISED:
         same: Value = args[0].meta["value"]
         return replace(same, requires_grad=carries_gradient(target, args, kwargs))
-    with torch.no_grad():
+    with torch.no_grad(), unintercepted():
         if (value := _pointwise(target, args, kwargs)) is not None:
             return value
         options = dict(on_meta(kwargs))

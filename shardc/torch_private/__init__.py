@@ -43,7 +43,14 @@ from shardc.torch_private.fake_tensors import (
 )
 from shardc.torch_private.gpu import busy_gpu, memory_recorded
 from shardc.torch_private.inductor import inductor_compiled, kernels_of, no_compiler
-from shardc.torch_private.ops import assert_on_device, backward_decompositions, decompositions, norms, overload_of
+from shardc.torch_private.ops import (
+    assert_on_device,
+    backward_decompositions,
+    decompositions,
+    norms,
+    overload_of,
+    unintercepted,
+)
 from shardc.torch_private.processes import default_store, flight_record, let_workers_end, process_groups
 from shardc.torch_private.replacements import (
     plain_checkpoints,
@@ -124,4 +131,5 @@ __all__ = [
     "traced_with",
     "tracing",
     "transforming",
+    "unintercepted",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ def overload_of(op: Any) -> OpOverload | None:
             else None
         )
     return op if isinstance(op, OpOverload) else None
+
+
+def unintercepted() -> AbstractContextManager[Any]:
+    """A context in which no torch function mode of the user's changes what is called, or with which arguments."""
+    found: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return found
 
 
 def decompositions(op: OpOverload) -> list[Callable[..., Any]]:

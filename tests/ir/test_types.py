@@ -10,6 +10,7 @@ import shardc
 from shardc.ir import types
 from shardc.ir.graph import value_of
 from shardc.ir.metadata import Value
+from tests import zoo
 
 aten = torch.ops.aten
 HUGE = 1 << 44  # 64 TiB of float32: nothing of that size can be made
@@ -55,3 +56,13 @@ def test_memory_that_is_not_enough_to_compile_is_said(monkeypatch: pytest.Monkey
         shardc.compile(Masked(), torch.randn(4, 4), {"shardc": 1, "mesh": {"dp": 2}}, prove=False)
     assert e.value.where == "compile, canonical"
     assert "meta" in e.value.fix
+
+
+def test_types_are_inferred_past_what_intercepts_calls() -> None:
+    """A mode of the user's that widens casts is not asked: the graph says which cast it is."""
+    with zoo.Wide():
+        model, batch = zoo.gpt(layers=1)
+        program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, "precision": {"compute": "float32"}})
+    casts = [n for n in program.graph.nodes if n.target is torch.ops.aten._to_copy.default]
+    assert casts
+    assert {(n.kwargs["dtype"], value_of(n).dtype) for n in casts} <= {(d, d) for d in (torch.float32, torch.float64)}
