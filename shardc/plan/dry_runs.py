@@ -20,7 +20,7 @@ from shardc.ir.mesh import Mesh
 from shardc.plan.few_layers import UNITS, Subject
 from shardc.plan.records import Rank, Records
 from shardc.plan.space import Choice, Core, Layers, SpecTemplate, budget, spec
-from shardc.plan.stage_vectors import FLOPS, Key, Meter, Stage, Vector, Waits, elsewhere, lines, part_of, stage
+from shardc.plan.stage_vectors import FLOPS, Meter, Stage, Vector, elsewhere, lines, part_of, stage
 from shardc.runtime.schedule import SCHEDULES
 
 
@@ -31,8 +31,8 @@ class Stages:
 
     period: layers of a unit; before: layers of the first stage besides its unit. casts: bytes of a unit's weights in
     the dtype of products, which are kept for backward once a step, of the first, a middle and the last stage; experts:
-    of its parameters that are experts', spread over an axis of theirs. waits: of stages that were run, by name, the
-    clock that they were priced with, and the collectives that each of their parts waits for.
+    of its parameters that are experts', spread over an axis of theirs. ranks: those that were run, by the name of their
+    stage.
     """
 
     whole: Stage | None = None
@@ -44,7 +44,7 @@ class Stages:
     before: int = 0
     casts: tuple[float, float, float] = (0.0, 0.0, 0.0)
     experts: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    waits: Mapping[str, tuple[Meter, Mapping[Key, Waits]]] = field(default_factory=dict, repr=False)
+    ranks: Mapping[str, Rank] = field(default_factory=dict, repr=False)
 
     def at(self, index: int, count: int, layers: int) -> Stage:
         """Stage `index` of `count`, with so many layers (several stages)."""
@@ -164,10 +164,10 @@ class Library:
     def _moved(self, stages: Stages, sizes: Mapping[str, int]) -> Stages:
         """On a mesh of other sizes."""
         changed: dict[str, Any] = {}
-        for name, (here, waits) in stages.waits.items():
-            there = Meter.of(self.device, ordered(here.mesh, sizes), 0, here.roles)
-            changed[name] = elsewhere(getattr(stages, name), waits, here, there)
-        return replace(stages, **changed, waits={})
+        for name, rank in stages.ranks.items():
+            there = Meter.of(self.device, ordered(rank.mesh, sizes), 0, rank.roles)
+            changed[name] = elsewhere(getattr(stages, name), rank.run, there)
+        return replace(stages, **changed, ranks={})
 
     def pipelined(self, spec: Mapping[str, Any], rows: int, axis: str = "pp") -> Stages:
         """A spec's stages, from a pipeline of four stages along `axis` in place of its own."""
@@ -183,10 +183,9 @@ class Library:
             some = ranks[0], ranks[1], ranks[3]
             casts, experts = ((a, b, c) for a, b, c in ([r.casts for r in some], [r.experts for r in some]))
             named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
-            made, waits = self._stages(named, sizes if inside else None)
-            first, one, two, last = made.values()
+            first, one, two, last = self._stages(named, sizes if inside else None).values()
             self._pipelined[key] = Stages(
-                None, first, one, two, last, layers.period, layers.first, casts, experts, waits
+                None, first, one, two, last, layers.period, layers.first, casts, experts, named
             )
         return self._pipelined[key]
 
@@ -224,19 +223,17 @@ class Library:
         if self.layers is not None:
             return self.pipelined(entries, choice.batch)
         rank = self._only(entries, choice.batch, None)
-        made, waits = self._stages({"whole": rank})
-        return Stages(made["whole"], casts=(rank.casts, 0.0, 0.0), experts=(rank.experts, 0.0, 0.0), waits=waits)
+        named = {"whole": rank}
+        whole = self._stages(named)["whole"]
+        return Stages(whole, casts=(rank.casts, 0.0, 0.0), experts=(rank.experts, 0.0, 0.0), ranks=named)
 
-    def _stages(self, ranks: Mapping[str, Rank], sizes: Mapping[str, int] | None = None) -> tuple[Any, Any]:
-        """({name: stage}, what they wait for: see Stages). sizes: of the mesh that they are a part of, where that is
-        not the one that was run.
-        """
-        made, waits = {}, {}
+    def _stages(self, ranks: Mapping[str, Rank], sizes: Mapping[str, int] | None = None) -> dict[str, Stage]:
+        """{name: stage}. sizes: of the mesh that they are a part of, where that is not the one that was run."""
+        made = {}
         for name, rank in ranks.items():
             mesh, number = (rank.mesh, rank.run.rank) if sizes is None else (ordered(rank.mesh, sizes), 0)
-            clock, some = Meter.of(self.device, mesh, number, rank.roles), dict[Key, Waits]()
-            made[name], waits[name] = stage(rank.run, clock, some), (clock, some)
-        return made, waits
+            made[name] = stage(rank.run, Meter.of(self.device, mesh, number, rank.roles))
+        return made
 
     def _stage(self, rank: Rank) -> Stage:
         return stage(rank.run, Meter.of(self.device, rank.mesh, rank.run.rank, rank.roles))

@@ -9,7 +9,7 @@ flops; seconds by cause.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -41,9 +41,6 @@ PARAMETERS = KINDS.index("parameters")
 #: microbatch).
 Key = tuple[str, str]
 Stage = dict[Key, Vector]
-#: Collectives that a part waits for, and how many seconds.
-Waits = tuple[tuple[CommRecord, float], ...]
-
 
 def roles(spec: Spec) -> dict[str, str]:
     """The role of each axis of the mesh, as named in WHAT."""
@@ -55,12 +52,11 @@ def roles(spec: Spec) -> dict[str, str]:
 
 @dataclass
 class Meter(Clock):
-    """A clock that also sums time by cause. roles: of the mesh's axes. waits: for which collectives, and how long.
-    fixed: the part of `spent` that would be no more with more rows.
+    """A clock that also sums time by cause. roles: of the mesh's axes. fixed: the part of `spent` that would be no more
+    with more rows.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
-    waits: list[tuple[CommRecord, float]] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
     fixed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
 
@@ -80,7 +76,6 @@ class Meter(Clock):
 
     def waited_for(self, record: CommRecord, seconds: float) -> None:
         super().waited_for(record, seconds)
-        self.waits.append((record, seconds))
         self.spent[self.cause(record)] += seconds
         self.fixed[self.cause(record)] += min(seconds, self.alone(replace(record, bytes=0))[0])
 
@@ -111,45 +106,20 @@ def memory(part: Part) -> Vector:
     return v
 
 
-def stage(r: DryRun, clock: Meter, waits: dict[Key, Waits] | None = None) -> Stage:
-    """The vectors of a dry run of a rank with one stage. A middle microbatch leaves nothing once it has ended. waits:
-    gets the collectives that each part waits for.
-    """
-    some = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
-    assert not any(a.kind in PAIRS for a, _ in r.actions), "a pair is of two stages"
+def stage(r: DryRun, clock: Meter) -> Stage:
+    """The vectors of a dry run of a rank with one stage. A middle microbatch leaves nothing once it has ended."""
     vectors: Stage = {}
-
-    def put(key: Key, part: Part) -> None:
-        spent, fixed = dict(clock.spent), dict(clock.fixed)
-        clock.waits.clear()
-        clock.run(part)
-        v = memory(part)
-        v[CAUSES] = [clock.spent[w] - spent[w] for w in WHAT]
-        v[FIXED] = [clock.fixed[w] - fixed[w] for w in WHAT]
-        if key not in vectors and waits is not None:
-            waits[key] = tuple(clock.waits)
-        vectors.setdefault(key, v)
-
-    put(("before", ""), r.before)
-    for a, part in r.actions:
-        which = (
-            ""
-            if a.microbatch < 0
-            else "first"
-            if a.microbatch == some[0]
-            else "last"
-            if a.microbatch == some[-1]
-            else "middle"
-        )
-        put((a.kind, which), part)
-    put(("after", ""), r.after)
-    put(("update", ""), r.update)
+    for key, part in _parts(r):
+        seconds = _seconds(part, clock)
+        if key not in vectors:
+            vectors[key] = memory(part)
+            vectors[key][CAUSES], vectors[key][FIXED] = seconds
     resident = np.zeros(WIDTH)
     for storage in r.resident:
         if storage.kind in KINDS:
             resident[KINDS.index(storage.kind)] += storage.nbytes
     vectors["resident", ""] = resident
-    for which in ("first", "middle") if len(some) > 1 else ():
+    for which in ("first", "middle") if len(_microbatches(r)) > 1 else ():
         mine = [v for (_, w), v in vectors.items() if w == which]
         if mine and (end := vectors.get(("W", which), vectors.get(("B", which)))) is not None:
             left = np.sum([v[NET] for v in mine], 0)
@@ -159,22 +129,38 @@ def stage(r: DryRun, clock: Meter, waits: dict[Key, Waits] | None = None) -> Sta
     return vectors
 
 
-def elsewhere(s: Stage, waits: Mapping[Key, Waits], here: Meter, there: Meter) -> Stage:
-    """The stage where its collectives are between other ranks: what it waits for each is as much longer or shorter as
-    the collective is alone. here, there: clocks of both.
-    """
-    moved = {**s}
-    for key, some in waits.items():
-        v = moved[key] = s[key].copy()
-        for record, seconds in some:
-            if record.axes == HOST_LINK:
-                continue
-            i = WHAT.index(here.cause(record))
-            now = max(seconds + there.alone(record)[0] - here.alone(record)[0], 0.0)
-            v[CAUSES][i] += now - seconds
-            none = replace(record, bytes=0)
-            v[FIXED][i] += min(now, there.alone(none)[0]) - min(seconds, here.alone(none)[0])
-    return moved
+def _microbatches(r: DryRun) -> list[int]:
+    return sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
+
+
+def _parts(r: DryRun) -> Iterator[tuple[Key, Part]]:
+    """The parts of a step, in order; those of microbatches between the first and the last have the same key."""
+    assert not any(a.kind in PAIRS for a, _ in r.actions), "a pair is of two stages"
+    some = _microbatches(r)
+    ends = {**({some[-1]: "last"} if some else {}), **({some[0]: "first"} if some else {}), -1: ""}
+    yield ("before", ""), r.before
+    for a, part in r.actions:
+        yield (a.kind, ends.get(a.microbatch, "middle")), part
+    yield ("after", ""), r.after
+    yield ("update", ""), r.update
+
+
+def _seconds(part: Part, clock: Meter) -> tuple[list[float], list[float]]:
+    """By cause: what a part takes, and the part of it that would be no more with more rows."""
+    spent, fixed = dict(clock.spent), dict(clock.fixed)
+    clock.run(part)
+    return [clock.spent[w] - spent[w] for w in WHAT], [clock.fixed[w] - fixed[w] for w in WHAT]
+
+
+def elsewhere(s: Stage, r: DryRun, there: Meter) -> Stage:
+    """The stage of a dry run where its collectives are between other ranks. there: a clock of these."""
+    moved: Stage = {}
+    for key, part in _parts(r):
+        seconds = _seconds(part, there)
+        if key not in moved:
+            moved[key] = s[key].copy()
+            moved[key][CAUSES], moved[key][FIXED] = seconds
+    return {**s, **moved}
 
 
 def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
