@@ -27,7 +27,7 @@ from shardc.plan.stage_vectors import CAUSES, FIXED, FLOPS, HIGH, NET, SENT, WHA
 #: Kinds that grow with the rows of a microbatch, and are split with them.
 GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in KINDS])
 
-_COMPUTE, _MEMORY = WHAT.index("compute"), WHAT.index("memory")
+_COMPUTE, _MEMORY, _LAUNCH = (WHAT.index(w) for w in ("compute", "memory", "launch"))
 #: Bytes read and written to cast a weight, for each byte of the copy: it is half as wide.
 _CAST = 3
 
@@ -61,9 +61,7 @@ def optimistic(core: Core, others: Mapping[Core, Stages], device: Device) -> Sta
     """A lower bound of every number of a core's stages. others: those that were run, with collectives priced between as
     many ranks as this one's; the first is the most similar.
     """
-    fastest = 2 * max(device.flops.values())  # half of attention's may be masked
-    bandwidth = device.bandwidth * device.reaches.bandwidth
-    bounds = [_bound(core, near, stages, fastest, bandwidth) for near, stages in others.items()]
+    bounds = [_bound(core, near, replace(stages, least=True), device) for near, stages in others.items()]
     first = bounds[0]
     if first.whole is not None:
         return replace(first, whole=_most([b.whole for b in bounds if b.whole is not None]))
@@ -78,17 +76,18 @@ def _most(some: Sequence[Stage]) -> Stage:
     return {key: np.max([s[key] for s in some if key in s], 0) for key in {k: None for s in some for k in s}}
 
 
-def _bound(core: Core, near: Core, stages: Stages, fastest: float, bandwidth: float) -> Stages:
-    """What follows from one that was run. A layer, the difference of two stages, is no stage, but as linear. fastest,
-    bandwidth: flops and bytes a second.
-    """
+def _bound(core: Core, near: Core, stages: Stages, device: Device) -> Stages:
+    """What follows from one that was run. A layer, the difference of two stages, is no stage, but as linear."""
+    fastest = 2 * max(device.flops.values())  # half of attention's may be masked
+    bandwidth = device.bandwidth * device.reaches.bandwidth
     shares = _Shares.of(*(min(a / b, 1.0) for a, b in zip(near[:3], core[:3], strict=True)))
     # what keeps copies of weights makes them once a step
-    once = _CAST * max(casts_kept(core.checkpoint) - casts_kept(near.checkpoint), 0.0) / bandwidth
+    once = max(casts_kept(core.checkpoint) - casts_kept(near.checkpoint), 0.0)
 
-    def f(s: Stage, cast: float) -> Stage:
+    def f(s: Stage, i: int) -> Stage:
         if core.checkpoint != near.checkpoint:
-            s = _least(s, near.checkpoint, cast * once)
+            copies = once * stages.copies[i] * (device.launch + device.host)
+            s = _least(s, near.checkpoint, _Casts(once * _CAST * stages.casts[i] / bandwidth, copies))
         return _scaled(s, shares, fastest)
 
     casts, experts = min(shares.work, shares.weights), shares.weights
@@ -96,10 +95,19 @@ def _bound(core: Core, near: Core, stages: Stages, fastest: float, bandwidth: fl
     x, y, z = stages.experts
     known = replace(stages, casts=(a * casts, b * casts, c * casts), experts=(x * experts, y * experts, z * experts))
     if stages.whole is not None:
-        return replace(known, whole=f(stages.whole, a))
-    one = f(stages.one, b)
-    two = lines(one, f(lines({}, stages.two, stages.one, 1), b), {}, 1)
-    return replace(known, first=f(stages.first, a), one=one, two=two, last=f(stages.last, c))
+        return replace(known, whole=f(stages.whole, 0))
+    one = f(stages.one, 1)
+    two = lines(one, f(lines({}, stages.two, stages.one, 1), 1), {}, 1)
+    return replace(known, first=f(stages.first, 0), one=one, two=two, last=f(stages.last, 2))
+
+
+class _Casts(NamedTuple):
+    """Seconds of making the copies of weights that something else keeps for other microbatches: of what they read and
+    write, and of starting them.
+    """
+
+    memory: float
+    launch: float
 
 
 class _Shares(NamedTuple):
@@ -136,15 +144,14 @@ def _scaled(s: Stage, shares: _Shares, fastest: float) -> Stage:
     return scaled
 
 
-def _least(s: Stage, keep: str, casts: float) -> Stage:
+def _least(s: Stage, keep: str, casts: _Casts) -> Stage:
     """Of stages with this recomputed, what they are at best with something else: the time of nothing recomputed, which
-    is at least backward's without another forward; the memory of everything. casts: seconds of making the copies of
-    weights that are kept for other microbatches then.
+    is at least backward's without another forward; the memory of everything. casts: those that are not made then.
     """
     return {key: _lower(s, key, v, keep, casts) for key, v in s.items()}
 
 
-def _lower(s: Stage, key: tuple[str, str], v: Vector, keep: str, casts: float) -> Vector:
+def _lower(s: Stage, key: tuple[str, str], v: Vector, keep: str, casts: _Casts) -> Vector:
     kind, which = key
     if kind not in ("F", "B", "I", "W"):
         return v
@@ -152,7 +159,9 @@ def _lower(s: Stage, key: tuple[str, str], v: Vector, keep: str, casts: float) -
     x[NET] = np.where(GROW & (keep != "full"), 0, v[NET])
     x[HIGH] = np.where(GROW & ((keep == "full") == (kind != "F")), 0, v[HIGH])
     if kind == "F":
-        x[CAUSES][_MEMORY] = max(v[CAUSES][_MEMORY] - casts, 0.0)
+        x[CAUSES][_MEMORY] = max(v[CAUSES][_MEMORY] - casts.memory, 0.0)
+        for columns in (CAUSES, FIXED):
+            x[columns][_LAUNCH] = max(v[columns][_LAUNCH] - casts.launch, 0.0)
     elif keep != "none":
         again = part_of(s, "F", which)
         for columns in (CAUSES, FIXED):

@@ -30,9 +30,9 @@ class Stages:
     another model only `whole`.
 
     period: layers of a unit; before: layers of the first stage besides its unit. casts: bytes of a unit's weights in
-    the dtype of products, which are kept for backward once a step, of the first, a middle and the last stage; experts:
-    of its parameters that are experts', spread over an axis of theirs. ranks: those that were run, by the name of their
-    stage.
+    the dtype of products, which are kept for backward once a step, of the first, a middle and the last stage; copies:
+    how many ops make them; experts: bytes of its parameters that are experts', spread over an axis of theirs. ranks: those that were run, by the name of their
+    stage. least: these are lower bounds of stages that were not run (shardc.plan.bounds).
     """
 
     whole: Stage | None = None
@@ -43,10 +43,12 @@ class Stages:
     period: int = 1
     before: int = 0
     casts: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    copies: tuple[float, float, float] = (0.0, 0.0, 0.0)
     experts: tuple[float, float, float] = (0.0, 0.0, 0.0)
     ranks: Mapping[str, Rank] = field(default_factory=dict, repr=False)
+    least: bool = False
 
-    def at(self, index: int, count: int, layers: int) -> Stage:
+    def at(self, index: int, count: int, layers: float) -> Stage:
         """Stage `index` of `count`, with so many layers (several stages)."""
         assert self.whole is None
         if index == 0:
@@ -180,12 +182,13 @@ class Library:
         key = repr(({**spec, "pipeline": split, "mesh": mesh}, rows, list(sizes.items()) if inside else ()))
         if key not in self._pipelined:
             ranks = self._four({**spec, "mesh": mesh}, rows, (0, 1, 2, 3), axis, split)
-            some = ranks[0], ranks[1], ranks[3]
-            casts, experts = ((a, b, c) for a, b, c in ([r.casts for r in some], [r.experts for r in some]))
+            a, b, c = ranks[0], ranks[1], ranks[3]
+            casts, copies = (a.casts, b.casts, c.casts), (a.copies, b.copies, c.copies)
+            experts = a.experts, b.experts, c.experts
             named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
             first, one, two, last = self._stages(named, sizes if inside else None).values()
             self._pipelined[key] = Stages(
-                None, first, one, two, last, layers.period, layers.first, casts, experts, named
+                None, first, one, two, last, layers.period, layers.first, casts, copies, experts, named
             )
         return self._pipelined[key]
 
@@ -225,7 +228,8 @@ class Library:
         rank = self._only(entries, choice.batch, None)
         named = {"whole": rank}
         whole = self._stages(named)["whole"]
-        return Stages(whole, casts=(rank.casts, 0.0, 0.0), experts=(rank.experts, 0.0, 0.0), ranks=named)
+        casts, copies, experts = ((n, 0.0, 0.0) for n in (rank.casts, rank.copies, rank.experts))
+        return Stages(whole, casts=casts, copies=copies, experts=experts, ranks=named)
 
     def _stages(self, ranks: Mapping[str, Rank], sizes: Mapping[str, int] | None = None) -> dict[str, Stage]:
         """{name: stage}. sizes: of the mesh that they are a part of, where that is not the one that was run."""

@@ -9,8 +9,9 @@ The estimates only decide which choices are then priced exactly (shardc.plan.exa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +22,8 @@ from shardc.cost.ledger import KINDS
 from shardc.ir.mesh import Mesh
 from shardc.plan.bounds import GROW
 from shardc.plan.dry_runs import Library, Stages
-from shardc.plan.exact_price import balanced, computing
-from shardc.plan.space import Choice, Keep, casts_kept
+from shardc.plan.exact_price import balanced, beside_layers, computing, spread
+from shardc.plan.space import Choice, Keep, Layers, casts_kept
 from shardc.plan.stage_vectors import CAUSES, FIXED, HIGH, NET, SENT, WHAT, WIDTH, Stage, Vector, part_of
 from shardc.runtime.schedule import SCHEDULES
 
@@ -70,6 +71,10 @@ class Load:
             float(sums[-1][-1]),
             min(experts / float(total[_RESIDENT][KIND["parameters"]] or 1.0), 1.0),
         )
+
+    def lasting(self, other: Load) -> Load:
+        """As many bytes as this one, for as long as another one."""
+        return replace(self, forward=other.forward, backward=other.backward, ends=other.ends, sent=other.sent)
 
 
 #: Of a stage, in one vector: forward and backward of a microbatch, the highest moments of both, what comes before and
@@ -321,11 +326,10 @@ class _Summed:
         one = summed(core.one)
         return _Summed(core, summed(core.first), one, summed(core.two) - one, summed(core.last))
 
-    def at(self, index: int, count: int, layers: int) -> Vector:
-        """As Stages.at."""
+    def at(self, index: int, count: int, units: float) -> Vector:
+        """Stage `index` of `count`, with so many units of layers."""
         base = self.first if index == 0 else self.last if index == count - 1 else self.one
-        before = self.core.before if index == 0 else 0
-        return base + ((layers - before) / self.core.period - 1) * self.layer
+        return base + (units - 1) * self.layer
 
 
 def _loads(s: _Summed, c: Choice, library: Library, folds: bool) -> tuple[Load, ...]:
@@ -337,19 +341,57 @@ def _loads(s: _Summed, c: Choice, library: Library, folds: bool) -> tuple[Load, 
         units = (layers.number - layers.first) / layers.period
         cast, experts = (a + c + (units - 2) * b for a, b, c in (core.casts, core.experts))
         return (Load.of([summed(core.alone(layers.number))], cast, experts),)
-    counts = balanced(core, c.stages, layers.number)
-    ranks = [0, c.pp // 2, c.pp - 1] if c.pp > 2 else [0, 1]
-    loads = []
-    for r in ranks:
-        mine = [r, c.stages - 1 - r] if folds else list(range(r, c.stages, c.pp))
-        units = sum(counts[i] / layers.period for i in mine)
+    ranks = [[r, c.stages - 1 - r] if folds else list(range(r, c.stages, c.pp)) for r in range(c.pp)]
+    spreads = _least_units(core, ranks, layers) if core.least else [_units(core, c.stages, layers)]
+
+    def number(mine: Sequence[int], units: Sequence[float]) -> float:
+        return sum(units[i] for i in mine)
+
+    def load(mine: Sequence[int], units: Sequence[float]) -> Load:
         cast, experts = (
-            b * units + (a - b if 0 in mine else 0) + (z - b if c.stages - 1 in mine else 0)
+            b * number(mine, units) + (a - b if 0 in mine else 0) + (z - b if c.stages - 1 in mine else 0)
             for a, b, z in (core.casts, core.experts)
         )
         end = (s.last - s.one)[_F][NET] if c.stages - 1 in mine else None
-        loads.append(Load.of([s.at(i, c.stages, counts[i]) for i in mine], cast, experts, end))
+        return Load.of([s.at(i, c.stages, units[i]) for i in mine], cast, experts, end)
+
+    middle = [max(ranks[1:-1], key=lambda mine: number(mine, spreads[0]))] if c.pp > 2 else []
+    loads = []
+    for mine in (ranks[0], *middle, ranks[-1]):
+        seconds, nbytes = spreads[0], min(spreads, key=lambda units: number(mine, units))
+        loads.append(load(mine, seconds))
+        if number(mine, nbytes) < number(mine, seconds):
+            loads[-1] = load(mine, nbytes).lasting(loads[-1])
     return tuple(loads)
+
+
+def _units(core: Stages, count: int, layers: Layers) -> list[float]:
+    """Units of layers of each stage."""
+    before = [core.before] + [0] * (count - 1)
+    return [(n - b) / layers.period for n, b in zip(balanced(core, count, layers.number), before, strict=True)]
+
+
+#: What the first and the last stage have beside layers takes so many times as long as a bound says, or as short, in the
+#: time of a layer.
+_UNSURE = 1.5
+
+
+def _least_units(core: Stages, ranks: Sequence[Sequence[int]], layers: Layers) -> list[list[float]]:
+    """Units of layers of each stage where the slowest rank is as fast as can be: how they are distributed hangs on what
+    is not known. And as they are where the first stage and the last take more or less than that.
+    """
+    count = sum(map(len, ranks))
+    first, last = beside_layers(core)
+    found = []
+    for a, b in ((1.0, 1.0), *itertools.product((1 / _UNSURE, _UNSURE), repeat=2)):
+        busy = [len(mine) + a * first * (0 in mine) + b * last * (count - 1 in mine) for mine in ranks]
+        more = spread(busy, layers.number - count - core.before)
+        units = [0.0] * count
+        for mine, n in zip(ranks, more, strict=True):
+            for i in mine:
+                units[i] = (1 + n / len(mine)) / layers.period
+        found.append(units)
+    return found
 
 
 def _alive(c: Choice, first: bool) -> float:

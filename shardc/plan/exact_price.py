@@ -112,26 +112,41 @@ def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
 
 
 def balanced(stages: Stages, count: int, layers: int) -> tuple[int, ...]:
-    """Layers for each of `count` stages, such that the slowest is as fast as possible. Later stages get the layers left
-    over, as they keep fewer microbatches."""
+    """Layers for each of `count` stages, such that the slowest is as fast as possible."""
+    first, last = beside_layers(stages)
+    busy = [1.0] * count
+    busy[0] += first
+    busy[-1] += last
+    more = spread(busy, layers - count - stages.before)
+    return tuple(1 + (stages.before if i == 0 else 0) + n for i, n in enumerate(more))
+
+
+def beside_layers(stages: Stages) -> tuple[float, float]:
+    """How long the first stage and the last one take for what is no layer of the pattern, in the time of a layer."""
 
     def seconds(s: Stage) -> float:
         return float(sum(part_of(s, kind, "middle")[CAUSES].sum() for kind in computing(s)))
 
     one = seconds(stages.one)
-    unit = max(seconds(stages.two) - one, 1e-12) / stages.period
-    extra = [0.0] * count
-    extra[0] += seconds(stages.first) - one
-    extra[-1] += seconds(stages.last) - one
-    counts = [1] * count
-    counts[0] += stages.before
-    soonest = [(round(extra[i] / unit + 1, 6), -i) for i in range(count)]  # of equal ones the last
+    layer = max(seconds(stages.two) - one, 1e-12) / stages.period
+    return (seconds(stages.first) - one) / layer, (seconds(stages.last) - one) / layer
+
+
+def spread(busy: Sequence[float], layers: int) -> list[int]:
+    """How many more layers each gets that is busy for so long, in the time of a layer, such that the slowest is as fast
+    as possible. Of equal ones the last gets the next, as later stages keep fewer microbatches.
+
+    >>> spread([1.5, 1.0, 1.0], 3)
+    [0, 1, 2]
+    """
+    counts = [0] * len(busy)
+    soonest = [(round(seconds, 6), -i) for i, seconds in enumerate(busy)]
     heapq.heapify(soonest)
-    for _ in range(layers - sum(counts)):
+    for _ in range(layers):
         i = -soonest[0][1]
         counts[i] += 1
-        heapq.heapreplace(soonest, (round(extra[i] / unit + counts[i] - (stages.before if i == 0 else 0), 6), -i))
-    return tuple(counts)
+        heapq.heapreplace(soonest, (round(busy[i] + counts[i], 6), -i))
+    return counts
 
 
 def _composed(

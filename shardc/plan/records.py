@@ -37,14 +37,15 @@ from shardc.spec import Spec
 @dataclass(frozen=True)
 class Rank:
     """The dry run of one rank, and what its price needs of the program. roles: of the mesh's axes. casts: bytes of its
-    weights in the dtype of products, which are kept for backward once a step; experts: of its parameters that are
-    experts', spread over an axis of theirs.
+    weights in the dtype of products, which are kept for backward once a step, and copies: how many ops make them;
+    experts: bytes of its parameters that are experts', spread over an axis of theirs.
     """
 
     run: DryRun
     mesh: Mesh
     roles: Mapping[str, str]
     casts: float
+    copies: float
     experts: float
 
 
@@ -109,7 +110,8 @@ class Records:
             return {
                 "mesh": program.mesh.axes,
                 "roles": roles(program.spec) if program.spec is not None else {},
-                "casts": [_casts(program, c) for c in coordinates],
+                "casts": [sum(_casts(program, c)) for c in coordinates],
+                "copies": [float(len(_casts(program, c))) for c in coordinates],
                 "experts": [_experts(program, c) for c in coordinates],
                 "runs": [traces.encoded(r) for r in runs],
             }
@@ -117,7 +119,7 @@ class Records:
         found = self.answer(question, find)
         mesh = Mesh(tuple((a, n) for a, n in found["mesh"]))
         runs = [traces.decoded(r) for r in found["runs"]]
-        each = zip(runs, found["casts"], found["experts"], strict=True)
+        each = zip(runs, found["casts"], found["copies"], found["experts"], strict=True)
         return [Rank(run, mesh, found["roles"], *numbers) for run, *numbers in each]
 
     def compiled(
@@ -141,12 +143,12 @@ class Records:
         return dry_run(program, coordinate, assumed(program), cpu=self.cpu, known=self._known)
 
 
-def _casts(program: Program, coordinate: int) -> float:
-    """Bytes of a stage's weights that were cast for products."""
+def _casts(program: Program, coordinate: int) -> list[float]:
+    """Bytes of each of a stage's weights that were cast for products."""
     graph = program.stages[coordinate].graph
     params = {p.name for p in program.params}
     casts = [n for n in calls(graph) if n.target in (torch.ops.aten._to_copy.default, ops.cast_once)]
-    return float(sum(n.meta["value"].nbytes(program.mesh) for n in casts if operands_of(n)[0].name in params))
+    return [float(n.meta["value"].nbytes(program.mesh)) for n in casts if operands_of(n)[0].name in params]
 
 
 def _experts(program: Program, coordinate: int) -> float:
