@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz", type=int, default=None, metavar="N", help="tests/test_any_spec.py: N random specs of every model"
     )
+    parser.addoption("--fuzz-from", type=int, default=0, metavar="M", help="tests/plan: the first number that is drawn")
     parser.addoption(
         "--all-families", action="store_true", help="tests/test_models_hf.py: every family, not half of them"
     )

@@ -90,10 +90,16 @@ def _bound(core: Core, near: Core, stages: Stages, device: Device) -> Stages:
             s = _least(s, near.checkpoint, _Casts(once * _CAST * stages.casts[i] / bandwidth, copies))
         return _scaled(s, shares, fastest)
 
-    casts, experts = min(shares.work, shares.weights), shares.weights
-    a, b, c = stages.casts
-    x, y, z = stages.experts
-    known = replace(stages, casts=(a * casts, b * casts, c * casts), experts=(x * experts, y * experts, z * experts))
+    def weights(each: tuple[float, float, float], share: float) -> tuple[float, float, float]:
+        a, b, c = each
+        return a * share, b * share, c * share
+
+    known = replace(
+        stages,
+        casts=weights(stages.casts, min(shares.work, shares.weights)),
+        plain=weights(stages.plain, shares.weights),
+        experts=weights(stages.experts, shares.weights),
+    )
     if stages.whole is not None:
         return replace(known, whole=f(stages.whole, 0))
     one = f(stages.one, 1)

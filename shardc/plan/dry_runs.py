@@ -31,8 +31,9 @@ class Stages:
 
     period: layers of a unit; before: layers of the first stage besides its unit. casts: bytes of a unit's weights in
     the dtype of products, which are kept for backward once a step, of the first, a middle and the last stage; copies:
-    how many ops make them; experts: bytes of its parameters that are experts', spread over an axis of theirs. ranks: those that were run, by the name of their
-    stage. least: these are lower bounds of stages that were not run (shardc.plan.bounds).
+    how many ops make them; plain: bytes of its weights that are used as they are stored; experts: of its parameters
+    that are experts', spread over an axis of theirs. ranks: those that were run, by the name of their stage. least:
+    these are lower bounds of stages that were not run (shardc.plan.bounds).
     """
 
     whole: Stage | None = None
@@ -44,6 +45,7 @@ class Stages:
     before: int = 0
     casts: tuple[float, float, float] = (0.0, 0.0, 0.0)
     copies: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    plain: tuple[float, float, float] = (0.0, 0.0, 0.0)
     experts: tuple[float, float, float] = (0.0, 0.0, 0.0)
     ranks: Mapping[str, Rank] = field(default_factory=dict, repr=False)
     least: bool = False
@@ -77,6 +79,16 @@ def _then(a: Vector, b: Vector) -> Vector:
     after = a[:n] + b[n : 2 * n]
     both[n : 2 * n] = a[n : 2 * n] if a[n : 2 * n].sum() >= after.sum() else after
     return both
+
+
+def _weights(first: Rank, one: Rank | None = None, last: Rank | None = None) -> dict[str, tuple[float, float, float]]:
+    """What Stages say of weights, from the ranks of the first, a middle and the last stage."""
+
+    def of(name: str) -> tuple[float, float, float]:
+        a, b, c = (getattr(r, name) if r is not None else 0.0 for r in (first, one, last))
+        return a, b, c
+
+    return {name: of(name) for name in ("casts", "copies", "plain", "experts")}
 
 
 def _mixed(a: Stages, b: Stages, share: float) -> Stages:
@@ -182,14 +194,10 @@ class Library:
         key = repr(({**spec, "pipeline": split, "mesh": mesh}, rows, list(sizes.items()) if inside else ()))
         if key not in self._pipelined:
             ranks = self._four({**spec, "mesh": mesh}, rows, (0, 1, 2, 3), axis, split)
-            a, b, c = ranks[0], ranks[1], ranks[3]
-            casts, copies = (a.casts, b.casts, c.casts), (a.copies, b.copies, c.copies)
-            experts = a.experts, b.experts, c.experts
             named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
             first, one, two, last = self._stages(named, sizes if inside else None).values()
-            self._pipelined[key] = Stages(
-                None, first, one, two, last, layers.period, layers.first, casts, copies, experts, named
-            )
+            each = _weights(ranks[0], ranks[1], ranks[3])
+            self._pipelined[key] = Stages(None, first, one, two, last, layers.period, layers.first, **each, ranks=named)
         return self._pipelined[key]
 
     def _four(
@@ -228,8 +236,7 @@ class Library:
         rank = self._only(entries, choice.batch, None)
         named = {"whole": rank}
         whole = self._stages(named)["whole"]
-        casts, copies, experts = ((n, 0.0, 0.0) for n in (rank.casts, rank.copies, rank.experts))
-        return Stages(whole, casts=casts, copies=copies, experts=experts, ranks=named)
+        return Stages(whole, **_weights(rank), ranks=named)
 
     def _stages(self, ranks: Mapping[str, Rank], sizes: Mapping[str, int] | None = None) -> dict[str, Stage]:
         """{name: stage}. sizes: of the mesh that they are a part of, where that is not the one that was run."""

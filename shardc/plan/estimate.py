@@ -24,26 +24,27 @@ from shardc.plan.bounds import GROW
 from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.exact_price import balanced, beside_layers, computing, spread
 from shardc.plan.space import Choice, Keep, Layers, casts_kept
-from shardc.plan.stage_vectors import CAUSES, FIXED, HIGH, NET, SENT, WHAT, WIDTH, Stage, Vector, part_of
+from shardc.plan.stage_vectors import CAUSES, FIXED, HIGH, NET, SENT, WHAT, WIDTH, Stage, Vector, part_of, typical
 from shardc.runtime.schedule import SCHEDULES
 
 KIND = {k: i for i, k in enumerate(KINDS)}
 #: What data axes and neighbours in a pipeline exchange.
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "over replicas", "send_recv")
+_COLLECTIVES = ("all_gather", "reduce_scatter", "sum of dense", "sum of experts", "send_recv")
 
 
 @dataclass(frozen=True)
 class Load:
     """The load of one rank, for a microbatch of one row. kept: bytes, of which `end` are those that only a model's last
-    stage keeps. cast: bytes of weights in the dtype of products; experts: share of the parameters that are experts',
-    spread over an axis of theirs. forward, backward: seconds by cause, in two rows: what
-    each row of a microbatch adds, and what it takes however many these are.
+    stage keeps. cast: bytes of weights in the dtype of products; plain: of those that are used as they are stored;
+    experts: share of the parameters that are experts', spread over an axis of theirs. forward, backward: seconds by
+    cause, in two rows: what each row of a microbatch adds, and what it takes however many these are.
     """
 
     resident: Vector
     kept: Vector
     end: Vector
     cast: float
+    plain: float
     forward: Vector
     backward: Vector
     height: Vector
@@ -52,8 +53,8 @@ class Load:
     experts: float
 
     @staticmethod
-    def of(sums: Sequence[Vector], cast: float, experts: float, end: Vector | None = None) -> Load:
-        """sums: of each stage of the rank, see `summed`."""
+    def of(sums: Sequence[Vector], cast: float, plain: float, experts: float, end: Vector | None = None) -> Load:
+        """sums: of each stage of the rank, see `summed`. experts: bytes."""
         total = np.sum(sums, 0)
         f, b = total[_F], total[_B]
         forward, backward = (max((x[high] for x in sums), key=lambda v: float(v.sum())) for high in (_HIGH_F, _HIGH_B))
@@ -64,6 +65,7 @@ class Load:
             f[NET] - end,
             end,
             cast,
+            plain,
             _by_rows(f),
             _by_rows(b),
             high,
@@ -91,13 +93,20 @@ _HIGH_F, _HIGH_B, _ENDS, _RESIDENT = (
 )
 
 
+_SUMMED = np.array([w not in ("dp", "ep") for w in WHAT])
+
+
 def summed(s: Stage) -> Vector:
     """What estimates want of a stage. It is as linear in layers as the stage is."""
-    b = np.sum([part_of(s, k, "middle") for k in computing(s) if k != "F"], 0)
+    backward = [k for k in computing(s) if k != "F"]
+    b = np.sum([typical(s, k) for k in backward], 0)
     ends = np.sum([part_of(s, k, "")[CAUSES] for k in ("before", "after", "update")], 0)
+    # sums of gradients over the axes of a core, once a step; those over the data axes, experts' too, are estimated
+    sums = np.maximum(np.sum([part_of(s, k, "last")[CAUSES] for k in backward], 0) - b[CAUSES], 0)
+    ends += np.where(_SUMMED, sums, 0)
     highs = [part_of(s, k, "last")[HIGH] for k in ("F", "B")]
     sent = [part_of(s, "SEND_F", "last")[SENT]]
-    return np.concatenate([part_of(s, "F", "middle"), b, *highs, ends, s["resident", ""][NET], sent])
+    return np.concatenate([typical(s, "F"), b, *highs, ends, s["resident", ""][NET], sent])
 
 
 def _by_rows(v: Vector) -> Vector:
@@ -148,9 +157,9 @@ class Estimates:
         state = x.resident.copy()
         part = t.part(x.experts)
         shares = state[:, p] * part
-        # whole in the dtype of products, and a part of the others
-        gathered = np.where(cast > 0, cast + shares, state[:, p])
-        gathered = np.where(t.kept & (cast == 0), state[:, p] + shares, gathered)
+        # whole as products take them, and a part as they are stored
+        whole = np.where(cast > 0, np.minimum(cast + x.plain, state[:, p]), state[:, p])
+        gathered = np.where((cast > 0) | t.kept, whole + shares, state[:, p])
         state[:, p] = np.where((t.zero == 3) & ~t.kept, shares, np.where(t.zero > 0, gathered, state[:, p]))
         state[:, o] *= np.where(t.zero > 0, part, 1)
         state[:, g] *= np.where((t.zero > 1) & ~t.kept, part, 1)
@@ -170,30 +179,38 @@ class Estimates:
         # time
         f, b = (v[:, 0].sum(1) * rows + v[:, 1].sum(1) for v in (x.forward, x.backward))
         spent = m * (f + b) + x.ends.sum(1)
-        spent += self._sums(t, x.resident[:, g], np.where(cast > 0, cast, x.resident[:, p]), x.experts, f, b)
+        spent += self._sums(t, x.resident[:, g], whole, np.where(cast > 0, cast, whole), x.experts, f, b)
         spent += t.bubbles(f, b)
         spent += 2 * (t.stages - 1) * t.taken("send_recv", x.sent * rows)
         return spent, np.maximum(kinds, 0).sum(1)
 
-    def _sums(self, t: Columns, grads: Vector, weights: Vector, experts: Vector, f: Vector, b: Vector) -> Vector:
+    def _sums(
+        self, t: Columns, grads: Vector, weights: Vector, again: Vector, experts: Vector, f: Vector, b: Vector
+    ) -> Vector:
         """Seconds of collectives over the data axes that do not overlap, or of ZeRO's over the sequence's axis: what is
-        not sharded there is summed in the dry run. grads, weights: bytes of a rank's gradients, and of weights as
-        gathered; experts: their share of both. f, b: seconds of a microbatch's forward and backward.
+        not sharded there is summed in the dry run. grads, weights, again: bytes of a rank's gradients, and of weights
+        as forward and backward gather them; experts: their share of them. f, b: seconds of a microbatch's forward and
+        backward.
         """
         dense = 1 - experts
-        whole = t.taken("all_reduce", grads * dense) + t.taken("over replicas", grads * experts)
-        whole = np.maximum(whole - b, 0)
         sharded = np.where(t.over_experts, dense, 1.0)
-        gather, scatter = t.taken("all_gather", weights * sharded), t.taken("reduce_scatter", grads * sharded)
-        left = np.where(t.outer > 1, 1.0, dense) / t.sharded
-        scatter = scatter + t.taken("over replicas", grads * left)
-        theirs = np.where(t.over_experts, np.maximum(t.taken("over replicas", grads * experts) - b, 0), 0.0)
-        both = gather + scatter
-        first = np.maximum(gather - f, 0.05 * gather)  # of what hides behind forward, the first layer's is seen
-        each = t.microbatches * (first + np.maximum(both - b, 0.05 * both))
-        # updated parameters are gathered during the next step's first forward
-        once = np.where(t.zero == 2, t.microbatches, 1) * np.maximum(scatter - b, 0) + first
-        return np.where(t.zero == 0, whole, theirs + np.where((t.zero == 3) & ~t.kept, each, once))
+        gather, regather = t.taken("all_gather", weights * sharded), t.taken("all_gather", again * sharded)
+        scatter = t.taken("reduce_scatter", grads * sharded)
+        # once a step what is left on a rank is summed over replicas; sums over other axes run beside each other
+        left = np.where(t.zero == 0, 1.0, 1 / t.sharded)
+        of_dense = t.taken("sum of dense", grads * dense * left)
+        of_experts = t.taken("sum of experts", grads * experts * np.where(t.over_experts, 1.0, left))
+        summed = np.where(t.over_experts, of_dense + of_experts, np.maximum(of_dense, of_experts))
+
+        def beside(communicating: Vector, computing: Vector) -> Vector:
+            return np.maximum(communicating - computing, 0.05 * communicating)  # the first or the last is seen
+
+        first = beside(gather, f)
+        last = np.maximum(np.maximum(scatter, summed) - b, 0)
+        once = first + last + np.where(t.zero == 2, t.microbatches - 1, 0) * np.maximum(scatter - b, 0)
+        both = regather + scatter
+        each = t.microbatches * first + (t.microbatches - 1) * beside(both, b) + beside(np.maximum(both, summed), b)
+        return np.where(t.zero == 0, np.maximum(summed - b, 0), np.where((t.zero == 3) & ~t.kept, each, once))
 
     def columns(self, choices: Sequence[Choice]) -> Columns:
         """Choices with one core, or with cores that differ in what they recompute, as they are estimated at once."""
@@ -201,12 +218,11 @@ class Estimates:
         none = dict.fromkeys(_COLLECTIVES, (0.0, 0.0))
         for c in choices:
             mine = dict(none)
-            near, far = _summed_over(c)
-            for kind in ("all_gather", "reduce_scatter") if c.zero else ("all_reduce",):
-                if near:
-                    mine[kind] = self._line(kind, c, near)
-            if far:
-                mine["over replicas"] = self._line("all_reduce", c, far)
+            over, dense, experts = _summed_over(c)
+            if c.zero:
+                mine |= {kind: self._line(kind, c, over) for kind in ("all_gather", "reduce_scatter")}
+            mine |= {"sum of dense": self._line("all_reduce", c, dense)} if dense else {}
+            mine |= {"sum of experts": self._line("all_reduce", c, experts)} if experts else {}
             if c.pp > 1:
                 mine["send_recv"] = self._line("send_recv", c, ("pp",))
             for kind, line in mine.items():
@@ -227,17 +243,14 @@ class Estimates:
         return self._lines[key]
 
 
-def _summed_over(c: Choice) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes over which gradients are summed, and with ZeRO sharded; and those of a second sum: of what is left of
-    them on a rank, or, without ZeRO, of experts', which their own axis does not sum.
+def _summed_over(c: Choice) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The axes that ZeRO shards over; those over which a rank's part of gradients is summed then, of what is not
+    experts', and of what is: their own axis does not sum that.
     """
-    if not c.zero:
-        return ("dp", "ep") if c.dp * c.ep > 1 else (), ("dp",) if c.dp > 1 and c.ep > 1 else ()
-    if c.outer > 1:
-        return ("dp",), ("dp_outer", "ep")  # experts' are not summed over ep; one line says it of both
-    if c.over_experts:
-        return ("ep",), ("dp",) if c.dp > 1 else ()
-    return (c.sharding,), ("ep",) if c.ep > 1 else ()
+    shards = ("dp",) if c.outer > 1 else (c.sharding,)
+    outer = ("dp_outer",) if c.outer > 1 else () if c.zero and not c.over_experts else ("dp",) if c.dp > 1 else ()
+    ep = ("ep",) if c.ep > 1 and not c.over_experts else ()
+    return shards if c.zero else (), (*outer, *ep), outer if c.ep > 1 else ()
 
 
 class Columns:
@@ -295,6 +308,7 @@ class _Each(NamedTuple):
     kept: Vector
     end: Vector
     cast: Vector
+    plain: Vector
     forward: Vector
     backward: Vector
     height: Vector
@@ -336,11 +350,11 @@ def _loads(s: _Summed, c: Choice, library: Library, folds: bool) -> tuple[Load, 
     """Of the ranks that may have most: of a pipeline the first, one in the middle, and the last."""
     layers, core = library.subject.layers, s.core
     if core.whole is not None or layers is None:
-        return (Load.of([s.one / c.pp], core.casts[0] / c.pp, core.experts[0] / c.pp),)
+        return (Load.of([s.one / c.pp], *(x[0] / c.pp for x in (core.casts, core.plain, core.experts))),)
     if c.pp == 1:
         units = (layers.number - layers.first) / layers.period
-        cast, experts = (a + c + (units - 2) * b for a, b, c in (core.casts, core.experts))
-        return (Load.of([summed(core.alone(layers.number))], cast, experts),)
+        weights = (a + c + (units - 2) * b for a, b, c in (core.casts, core.plain, core.experts))
+        return (Load.of([summed(core.alone(layers.number))], *weights),)
     ranks = [[r, c.stages - 1 - r] if folds else list(range(r, c.stages, c.pp)) for r in range(c.pp)]
     spreads = _least_units(core, ranks, layers) if core.least else [_units(core, c.stages, layers)]
 
@@ -348,12 +362,12 @@ def _loads(s: _Summed, c: Choice, library: Library, folds: bool) -> tuple[Load, 
         return sum(units[i] for i in mine)
 
     def load(mine: Sequence[int], units: Sequence[float]) -> Load:
-        cast, experts = (
+        weights = (
             b * number(mine, units) + (a - b if 0 in mine else 0) + (z - b if c.stages - 1 in mine else 0)
-            for a, b, z in (core.casts, core.experts)
+            for a, b, z in (core.casts, core.plain, core.experts)
         )
         end = (s.last - s.one)[_F][NET] if c.stages - 1 in mine else None
-        return Load.of([s.at(i, c.stages, units[i]) for i in mine], cast, experts, end)
+        return Load.of([s.at(i, c.stages, units[i]) for i in mine], *weights, end)
 
     middle = [max(ranks[1:-1], key=lambda mine: number(mine, spreads[0]))] if c.pp > 2 else []
     loads = []

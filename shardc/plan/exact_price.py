@@ -24,7 +24,20 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.pipeline.cuts import default_stages
 from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.records import spec_text
-from shardc.plan.stage_vectors import CAUSES, FLOPS, HIGH, NET, SENT, WHAT, Meter, Stage, Vector, part_of, roles
+from shardc.plan.stage_vectors import (
+    CAUSES,
+    FLOPS,
+    HIGH,
+    NET,
+    SENT,
+    WHAT,
+    Meter,
+    Stage,
+    Vector,
+    part_of,
+    roles,
+    typical,
+)
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Costs, Schedule
 from shardc.spec import Spec
@@ -125,7 +138,7 @@ def beside_layers(stages: Stages) -> tuple[float, float]:
     """How long the first stage and the last one take for what is no layer of the pattern, in the time of a layer."""
 
     def seconds(s: Stage) -> float:
-        return float(sum(part_of(s, kind, "middle")[CAUSES].sum() for kind in computing(s)))
+        return float(sum(typical(s, kind)[CAUSES].sum() for kind in computing(s)))
 
     one = seconds(stages.one)
     layer = max(seconds(stages.two) - one, 1e-12) / stages.period

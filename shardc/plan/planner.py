@@ -21,6 +21,7 @@ from shardc.plan.dry_runs import Library
 from shardc.plan.estimate import Rough
 from shardc.plan.exact_price import Priced, price
 from shardc.plan.few_layers import Facts, Subject, facts
+from shardc.plan.frontier import NEAR
 from shardc.plan.headroom import usable
 from shardc.plan.largest_that_fits import Largest
 from shardc.plan.records import Records
@@ -145,8 +146,8 @@ class Planner:
         }
 
     def estimates(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
-        """Of choices for so many devices, and for half of them as long as that is faster: others are idle then. What is
-        slow, or in the machine's memory, only where nothing fits without. cores: the splits for so many devices.
+        """Of choices for so many devices, and for half of them as long as that may be faster: others are idle then. What
+        is slow, or in the machine's memory, only where nothing fits without. cores: the splits for so many devices.
         """
         finder = self.finder
 
@@ -161,9 +162,11 @@ class Planner:
         while (best := min(fitting(found), default=0.0)) and devices % 2 == 0:
             devices //= 2
             fewer = finder.estimate(devices, rows, finder.splits(devices), below=best)
-            if min(fitting(fewer), default=best) >= best:
+            seconds = min(fitting(fewer), default=math.inf)
+            if seconds < best:
+                found += fewer
+            elif seconds > NEAR * best:  # still fewer are slower still
                 break
-            found += fewer
         return found
 
     def _candidate(self, c: Choice, p: Priced, target: Target) -> Candidate:

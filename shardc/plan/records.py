@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import fx
 
 from shardc.compile import compile as compiled
 from shardc.cost.dry_run import DryRun, dry_run
@@ -23,7 +24,7 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import calls, operands_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Shard
-from shardc.ir.program import Program
+from shardc.ir.program import Param, Program
 from shardc.plan import traces
 from shardc.plan.disk_cache import DiskCache
 from shardc.plan.few_layers import Subject
@@ -38,7 +39,8 @@ from shardc.spec import Spec
 class Rank:
     """The dry run of one rank, and what its price needs of the program. roles: of the mesh's axes. casts: bytes of its
     weights in the dtype of products, which are kept for backward once a step, and copies: how many ops make them;
-    experts: bytes of its parameters that are experts', spread over an axis of theirs.
+    plain: bytes of those that are used as they are stored, as an embedding's table; experts: of its parameters that are
+    experts', spread over an axis of theirs.
     """
 
     run: DryRun
@@ -46,6 +48,7 @@ class Rank:
     roles: Mapping[str, str]
     casts: float
     copies: float
+    plain: float
     experts: float
 
 
@@ -110,17 +113,15 @@ class Records:
             return {
                 "mesh": program.mesh.axes,
                 "roles": roles(program.spec) if program.spec is not None else {},
-                "casts": [sum(_casts(program, c)) for c in coordinates],
-                "copies": [float(len(_casts(program, c))) for c in coordinates],
-                "experts": [_experts(program, c) for c in coordinates],
+                "weights": [_weights(program, c) for c in coordinates],
                 "runs": [traces.encoded(r) for r in runs],
             }
 
         found = self.answer(question, find)
         mesh = Mesh(tuple((a, n) for a, n in found["mesh"]))
         runs = [traces.decoded(r) for r in found["runs"]]
-        each = zip(runs, found["casts"], found["copies"], found["experts"], strict=True)
-        return [Rank(run, mesh, found["roles"], *numbers) for run, *numbers in each]
+        each = zip(runs, found["weights"], strict=True)
+        return [Rank(run, mesh, found["roles"], **weights) for run, weights in each]
 
     def compiled(
         self, spec: Mapping[str, Any], rows: int, units: int | None = None, sequence: int | None = None
@@ -143,21 +144,33 @@ class Records:
         return dry_run(program, coordinate, assumed(program), cpu=self.cpu, known=self._known)
 
 
-def _casts(program: Program, coordinate: int) -> list[float]:
-    """Bytes of each of a stage's weights that were cast for products."""
-    graph = program.stages[coordinate].graph
+def _held(program: Program, coordinate: int) -> list[Param]:
+    """A stage's parameters."""
+    return [p for p in program.params if coordinate in (p.stages or (0,))]
+
+
+def _casts(program: Program, coordinate: int) -> list[fx.Node]:
+    """The ops that cast a stage's weights for products."""
     params = {p.name for p in program.params}
-    casts = [n for n in calls(graph) if n.target in (torch.ops.aten._to_copy.default, ops.cast_once)]
-    return [float(n.meta["value"].nbytes(program.mesh)) for n in casts if operands_of(n)[0].name in params]
+    casts = (torch.ops.aten._to_copy.default, ops.cast_once)
+    some = [n for n in calls(program.stages[coordinate].graph) if n.target in casts]
+    return [n for n in some if operands_of(n)[0].name in params]
 
 
-def _experts(program: Program, coordinate: int) -> float:
-    """Bytes of a stage's parameters that are experts', spread over an axis of theirs, as they are stored."""
+def _weights(program: Program, coordinate: int) -> dict[str, float]:
+    """What Rank says of a stage's weights, by its names."""
+    mesh, held, casts = program.mesh, _held(program, coordinate), _casts(program, coordinate)
+    cast = {operands_of(n)[0].name for n in casts}
     experts = program.spec.experts if program.spec is not None else ()
-    parts = {part for e in experts if e.axis in program.mesh.names for part in program.mesh.parts(e.axis)}
-    held = [p for p in program.params if coordinate in (p.stages or (0,))]
-    spread = [p for p in held if any(isinstance(p.layout[part], Shard) for part in parts)]
-    return float(sum(p.value.nbytes(program.mesh) for p in spread))
+    parts = {part for e in experts if e.axis in mesh.names for part in mesh.parts(e.axis)}
+    return {
+        "casts": float(sum(n.meta["value"].nbytes(mesh) for n in casts)),
+        "copies": float(len(casts)),
+        "plain": float(sum(p.value.nbytes(mesh) for p in held if p.name not in cast)),
+        "experts": float(
+            sum(p.value.nbytes(mesh) for p in held if any(isinstance(p.layout[part], Shard) for part in parts))
+        ),
+    }
 
 
 def spec_text(spec: Spec) -> str:

@@ -42,6 +42,7 @@ PARAMETERS = KINDS.index("parameters")
 Key = tuple[str, str]
 Stage = dict[Key, Vector]
 
+
 def roles(spec: Spec) -> dict[str, str]:
     """The role of each axis of the mesh, as named in WHAT."""
     stages = spec.pipeline.axis if spec.pipeline else ""
@@ -177,3 +178,10 @@ def part_of(s: Stage, kind: str, which: str) -> Vector:
     return (
         part_of(s, "B", which) if kind == "I" else np.zeros(WIDTH)
     )  # a dry run with an undivided backward has W in it
+
+
+def typical(s: Stage, kind: str) -> Vector:
+    """A part of a microbatch like most, where only a first one and a last one were run: the first one's forward makes
+    what all of them use, and the last one's backward sums gradients.
+    """
+    return part_of(s, kind, "middle" if (kind, "middle") in s or kind == "F" else "first")

@@ -608,6 +608,38 @@ def test_what_is_summed_and_gathered_of_experts_takes_as_long_as_it_is_priced(c:
     assert Estimates(library)(c).seconds == pytest.approx(exact.seconds, rel=0.25)
 
 
+def test_estimates_of_every_zero_lie_near_exact_prices_with_experts_and_without() -> None:
+    """Wide layers and a large table between slow nodes: most of a step is what is gathered and summed. The table is
+    used as it is stored, in twice the bytes of what is cast; sums over several axes run side by side.
+    """
+    for experts, core in ((False, Core()), (True, Core(ep=2)), (True, Core(ep=4))):
+        q = wide(experts)
+        some = [
+            c for c in q.finder.choices([core], 16, 32) if c.pp == 1 and c.rows == 1 and not (c.outer > 1 and c.ep == 4)
+        ]
+        assert {c.zero for c in some} == {0, 1, 2, 3}
+        for c, rough in zip(some, q.finder.estimates.of(some, q.library.core(some[0])), strict=True):
+            exact = q.finder.exact(c)
+            assert exact.spent["dp"] + exact.spent["ep"] > 0.4 * exact.seconds
+            assert rough.seconds == pytest.approx(exact.seconds, rel=0.2), str(c)
+            assert rough.peak == pytest.approx(exact.peak, rel=0.25), str(
+                c
+            )  # the head's gradient is whole for a moment
+
+
+@functools.cache
+def wide(experts: bool) -> Planner:
+    on = device("a100-80g")
+    links = {"within": on.within.bandwidth / 3, "between": on.between.bandwidth / 3}
+    slow = {name: getattr(on, name).model_copy(update={"bandwidth": n}) for name, n in links.items()}
+    with torch.device("meta"):
+        model = Stack(6, 2048, 32000)
+        for block in model.h if experts else ():
+            block.down = nn.Sequential(block.down, Mixture(2048, 1024, 8))  # type: ignore[assignment]
+        batch = {"ids": torch.empty(16, 1024, dtype=torch.long)}
+        return planner(model, batch, on=on.model_copy(update={**slow, "node": 4}))
+
+
 @pytest.mark.parametrize("overlap", ["microbatches", "forwards"])
 def test_a_given_spec_with_pairs_is_priced_as_they_run(overlap: str) -> None:
     model, batch = zoo.gpt(torch.float32, layers=1)
