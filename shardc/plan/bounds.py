@@ -21,6 +21,7 @@ import numpy as np
 from shardc.cost.device import Device
 from shardc.cost.ledger import KINDS
 from shardc.plan.dry_runs import Stages
+from shardc.plan.records import Weights
 from shardc.plan.space import Core, casts_kept
 from shardc.plan.stage_vectors import CAUSES, FIXED, FLOPS, HIGH, NET, SENT, WHAT, Stage, Vector, lines, part_of
 
@@ -86,20 +87,17 @@ def _bound(core: Core, near: Core, stages: Stages, device: Device) -> Stages:
 
     def f(s: Stage, i: int) -> Stage:
         if core.checkpoint != near.checkpoint:
-            copies = once * stages.copies[i] * (device.launch + device.host)
-            s = _least(s, near.checkpoint, _Casts(once * _CAST * stages.casts[i] / bandwidth, copies))
+            casts, copies, *_ = stages.weights[i]
+            seconds = _Casts(once * _CAST * casts / bandwidth, once * copies * (device.launch + device.host))
+            s = _least(s, near.checkpoint, seconds)
         return _scaled(s, shares, fastest)
 
-    def weights(each: tuple[float, float, float], share: float) -> tuple[float, float, float]:
-        a, b, c = each
-        return a * share, b * share, c * share
+    def left(w: Weights) -> Weights:
+        casts = w.casts * min(shares.work, shares.weights)
+        return Weights(casts, w.copies, w.plain * shares.weights, w.experts * shares.weights)
 
-    known = replace(
-        stages,
-        casts=weights(stages.casts, min(shares.work, shares.weights)),
-        plain=weights(stages.plain, shares.weights),
-        experts=weights(stages.experts, shares.weights),
-    )
+    a, b, c = stages.weights
+    known = replace(stages, weights=(left(a), left(b), left(c)))
     if stages.whole is not None:
         return replace(known, whole=f(stages.whole, 0))
     one = f(stages.one, 1)

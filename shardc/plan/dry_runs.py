@@ -18,7 +18,7 @@ from shardc.cost.ledger import KINDS
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.plan.few_layers import UNITS, Subject
-from shardc.plan.records import Rank, Records
+from shardc.plan.records import Rank, Records, Weights
 from shardc.plan.space import Choice, Core, Layers, SpecTemplate, budget, spec
 from shardc.plan.stage_vectors import FLOPS, Meter, Stage, Vector, elsewhere, lines, part_of, stage
 from shardc.runtime.schedule import SCHEDULES
@@ -29,11 +29,9 @@ class Stages:
     """Stages of one rank each: of a model of layers the first, a middle one of one unit and of two, and the last; of
     another model only `whole`.
 
-    period: layers of a unit; before: layers of the first stage besides its unit. casts: bytes of a unit's weights in
-    the dtype of products, which are kept for backward once a step, of the first, a middle and the last stage; copies:
-    how many ops make them; plain: bytes of its weights that are used as they are stored; experts: of its parameters
-    that are experts', spread over an axis of theirs. ranks: those that were run, by the name of their stage. least:
-    these are lower bounds of stages that were not run (shardc.plan.bounds).
+    period: layers of a unit; before: layers of the first stage besides its unit. weights: of the first, a middle and
+    the last stage. ranks: those that were run, by the name of their stage. least: these are lower bounds of stages that
+    were not run (shardc.plan.bounds).
     """
 
     whole: Stage | None = None
@@ -43,10 +41,7 @@ class Stages:
     last: Stage = field(default_factory=dict)
     period: int = 1
     before: int = 0
-    casts: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    copies: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    plain: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    experts: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    weights: tuple[Weights, Weights, Weights] = (Weights(), Weights(), Weights())
     ranks: Mapping[str, Rank] = field(default_factory=dict, repr=False)
     least: bool = False
 
@@ -79,16 +74,6 @@ def _then(a: Vector, b: Vector) -> Vector:
     after = a[:n] + b[n : 2 * n]
     both[n : 2 * n] = a[n : 2 * n] if a[n : 2 * n].sum() >= after.sum() else after
     return both
-
-
-def _weights(first: Rank, one: Rank | None = None, last: Rank | None = None) -> dict[str, tuple[float, float, float]]:
-    """What Stages say of weights, from the ranks of the first, a middle and the last stage."""
-
-    def of(name: str) -> tuple[float, float, float]:
-        a, b, c = (getattr(r, name) if r is not None else 0.0 for r in (first, one, last))
-        return a, b, c
-
-    return {name: of(name) for name in ("casts", "copies", "plain", "experts")}
 
 
 def _mixed(a: Stages, b: Stages, share: float) -> Stages:
@@ -196,8 +181,8 @@ class Library:
             ranks = self._four({**spec, "mesh": mesh}, rows, (0, 1, 2, 3), axis, split)
             named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
             first, one, two, last = self._stages(named, sizes if inside else None).values()
-            each = _weights(ranks[0], ranks[1], ranks[3])
-            self._pipelined[key] = Stages(None, first, one, two, last, layers.period, layers.first, **each, ranks=named)
+            weights = ranks[0].weights, ranks[1].weights, ranks[3].weights
+            self._pipelined[key] = Stages(None, first, one, two, last, layers.period, layers.first, weights, named)
         return self._pipelined[key]
 
     def _four(
@@ -236,7 +221,7 @@ class Library:
         rank = self._only(entries, choice.batch, None)
         named = {"whole": rank}
         whole = self._stages(named)["whole"]
-        return Stages(whole, **_weights(rank), ranks=named)
+        return Stages(whole, weights=(rank.weights, Weights(), Weights()), ranks=named)
 
     def _stages(self, ranks: Mapping[str, Rank], sizes: Mapping[str, int] | None = None) -> dict[str, Stage]:
         """{name: stage}. sizes: of the mesh that they are a part of, where that is not the one that was run."""

@@ -23,6 +23,7 @@ from shardc.ir.mesh import Mesh
 from shardc.plan.bounds import GROW
 from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.exact_price import balanced, beside_layers, computing, spread
+from shardc.plan.records import Weights
 from shardc.plan.space import Choice, Keep, Layers, casts_kept
 from shardc.plan.stage_vectors import CAUSES, FIXED, HIGH, NET, SENT, WHAT, WIDTH, Stage, Vector, part_of, typical
 from shardc.runtime.schedule import SCHEDULES
@@ -53,8 +54,8 @@ class Load:
     experts: float
 
     @staticmethod
-    def of(sums: Sequence[Vector], cast: float, plain: float, experts: float, end: Vector | None = None) -> Load:
-        """sums: of each stage of the rank, see `summed`. experts: bytes."""
+    def of(sums: Sequence[Vector], weights: Weights, end: Vector | None = None) -> Load:
+        """sums: of each stage of the rank, see `summed`."""
         total = np.sum(sums, 0)
         f, b = total[_F], total[_B]
         forward, backward = (max((x[high] for x in sums), key=lambda v: float(v.sum())) for high in (_HIGH_F, _HIGH_B))
@@ -64,14 +65,14 @@ class Load:
             total[_RESIDENT],
             f[NET] - end,
             end,
-            cast,
-            plain,
+            weights.casts,
+            weights.plain,
             _by_rows(f),
             _by_rows(b),
             high,
             total[_ENDS],
             float(sums[-1][-1]),
-            min(experts / float(total[_RESIDENT][KIND["parameters"]] or 1.0), 1.0),
+            min(weights.experts / float(total[_RESIDENT][KIND["parameters"]] or 1.0), 1.0),
         )
 
     def lasting(self, other: Load) -> Load:
@@ -350,11 +351,10 @@ def _loads(s: _Summed, c: Choice, library: Library, folds: bool) -> tuple[Load, 
     """Of the ranks that may have most: of a pipeline the first, one in the middle, and the last."""
     layers, core = library.subject.layers, s.core
     if core.whole is not None or layers is None:
-        return (Load.of([s.one / c.pp], *(x[0] / c.pp for x in (core.casts, core.plain, core.experts))),)
+        return (Load.of([s.one / c.pp], Weights(*(x / c.pp for x in core.weights[0]))),)
     if c.pp == 1:
         units = (layers.number - layers.first) / layers.period
-        weights = (a + c + (units - 2) * b for a, b, c in (core.casts, core.plain, core.experts))
-        return (Load.of([summed(core.alone(layers.number))], *weights),)
+        return (Load.of([summed(core.alone(layers.number))], _weights(core, units, first=True, last=True)),)
     ranks = [[r, c.stages - 1 - r] if folds else list(range(r, c.stages, c.pp)) for r in range(c.pp)]
     spreads = _least_units(core, ranks, layers) if core.least else [_units(core, c.stages, layers)]
 
@@ -362,12 +362,9 @@ def _loads(s: _Summed, c: Choice, library: Library, folds: bool) -> tuple[Load, 
         return sum(units[i] for i in mine)
 
     def load(mine: Sequence[int], units: Sequence[float]) -> Load:
-        weights = (
-            b * number(mine, units) + (a - b if 0 in mine else 0) + (z - b if c.stages - 1 in mine else 0)
-            for a, b, z in (core.casts, core.plain, core.experts)
-        )
+        weights = _weights(core, number(mine, units), first=0 in mine, last=c.stages - 1 in mine)
         end = (s.last - s.one)[_F][NET] if c.stages - 1 in mine else None
-        return Load.of([s.at(i, c.stages, units[i]) for i in mine], *weights, end)
+        return Load.of([s.at(i, c.stages, units[i]) for i in mine], weights, end)
 
     middle = [max(ranks[1:-1], key=lambda mine: number(mine, spreads[0]))] if c.pp > 2 else []
     loads = []
@@ -377,6 +374,12 @@ def _loads(s: _Summed, c: Choice, library: Library, folds: bool) -> tuple[Load, 
         if number(mine, nbytes) < number(mine, seconds):
             loads[-1] = load(mine, nbytes).lasting(loads[-1])
     return tuple(loads)
+
+
+def _weights(core: Stages, units: float, *, first: bool, last: bool) -> Weights:
+    """Of a rank with so many units of layers. first, last: it has that stage of the pipeline."""
+    each = zip(*core.weights, strict=True)
+    return Weights(*(b * units + (a - b if first else 0) + (z - b if last else 0) for a, b, z in each))
 
 
 def _units(core: Stages, count: int, layers: Layers) -> list[float]:

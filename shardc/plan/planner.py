@@ -146,8 +146,9 @@ class Planner:
         }
 
     def estimates(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
-        """Of choices for so many devices, and for half of them as long as that may be faster: others are idle then. What
-        is slow, or in the machine's memory, only where nothing fits without. cores: the splits for so many devices.
+        """Of choices for so many devices, and for half of them as long as that may be faster: others are idle then.
+        What is slow, or in the machine's memory, only where nothing fits without. cores: the splits for so many
+        devices.
         """
         finder = self.finder
 

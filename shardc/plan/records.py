@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -35,21 +35,26 @@ from shardc.runtime.step.engine_optimizer import assumed
 from shardc.spec import Spec
 
 
+class Weights(NamedTuple):
+    """What an estimate needs to know of a stage's weights. casts: bytes of them in the dtype of products, which are
+    kept for backward once a step, and copies: how many ops make them; plain: bytes of those that are used as they are
+    stored, as an embedding's table; experts: of the parameters that are experts', spread over an axis of theirs.
+    """
+
+    casts: float = 0.0
+    copies: float = 0.0
+    plain: float = 0.0
+    experts: float = 0.0
+
+
 @dataclass(frozen=True)
 class Rank:
-    """The dry run of one rank, and what its price needs of the program. roles: of the mesh's axes. casts: bytes of its
-    weights in the dtype of products, which are kept for backward once a step, and copies: how many ops make them;
-    plain: bytes of those that are used as they are stored, as an embedding's table; experts: of its parameters that are
-    experts', spread over an axis of theirs.
-    """
+    """The dry run of one rank, and what its price needs of the program. roles: of the mesh's axes."""
 
     run: DryRun
     mesh: Mesh
     roles: Mapping[str, str]
-    casts: float
-    copies: float
-    plain: float
-    experts: float
+    weights: Weights
 
 
 @dataclass
@@ -121,7 +126,7 @@ class Records:
         mesh = Mesh(tuple((a, n) for a, n in found["mesh"]))
         runs = [traces.decoded(r) for r in found["runs"]]
         each = zip(runs, found["weights"], strict=True)
-        return [Rank(run, mesh, found["roles"], **weights) for run, weights in each]
+        return [Rank(run, mesh, found["roles"], Weights(*weights)) for run, weights in each]
 
     def compiled(
         self, spec: Mapping[str, Any], rows: int, units: int | None = None, sequence: int | None = None
@@ -157,20 +162,18 @@ def _casts(program: Program, coordinate: int) -> list[fx.Node]:
     return [n for n in some if operands_of(n)[0].name in params]
 
 
-def _weights(program: Program, coordinate: int) -> dict[str, float]:
-    """What Rank says of a stage's weights, by its names."""
+def _weights(program: Program, coordinate: int) -> Weights:
     mesh, held, casts = program.mesh, _held(program, coordinate), _casts(program, coordinate)
     cast = {operands_of(n)[0].name for n in casts}
     experts = program.spec.experts if program.spec is not None else ()
     parts = {part for e in experts if e.axis in mesh.names for part in mesh.parts(e.axis)}
-    return {
-        "casts": float(sum(n.meta["value"].nbytes(mesh) for n in casts)),
-        "copies": float(len(casts)),
-        "plain": float(sum(p.value.nbytes(mesh) for p in held if p.name not in cast)),
-        "experts": float(
-            sum(p.value.nbytes(mesh) for p in held if any(isinstance(p.layout[part], Shard) for part in parts))
-        ),
-    }
+    spread = [p for p in held if any(isinstance(p.layout[part], Shard) for part in parts)]
+    return Weights(
+        float(sum(n.meta["value"].nbytes(mesh) for n in casts)),
+        float(len(casts)),
+        float(sum(p.value.nbytes(mesh) for p in held if p.name not in cast)),
+        float(sum(p.value.nbytes(mesh) for p in spread)),
+    )
 
 
 def spec_text(spec: Spec) -> str:

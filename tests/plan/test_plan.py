@@ -562,7 +562,7 @@ def test_zero_over_the_ranks_of_experts_shards_what_is_not_theirs(dp: int) -> No
     assert c.data == {"axis": ["dp", "ep"] if dp > 1 else "ep", "zero": 1}
     core = q.library.core(c)
     unit = 2 * 2 * 64 * 256 * 4  # of eight experts of two matrices, a rank has two, in float32
-    assert core.experts == (unit, unit, unit)
+    assert [w.experts for w in core.weights] == [unit, unit, unit]
     exact, whole = (price(q.library, Spec.load(spec(x, q.template)), c.batch) for x in (c, plain))
     moments, experts = whole.kinds["optimizer"], 6 * 2 * unit  # two numbers of each parameter
     assert exact.kinds["optimizer"] == pytest.approx(experts + (moments - experts) / 4, rel=1e-3)
