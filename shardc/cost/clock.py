@@ -94,8 +94,12 @@ class Clock:
             self.waited_for_host(self._host - self.now)
             self.now = self._host
         begin = self.now
-        self.now += self._beside_collectives(self.device.op_seconds(w))
+        self.now += self._beside_collectives(self.op_seconds(w))
         self.ran(w, begin)
+
+    def op_seconds(self, w: Op) -> float:
+        """Seconds of an op alone."""
+        return self.device.op_seconds(w)
 
     def _beside_collectives(self, seconds: float) -> float:
         """What takes so long alone, while collectives run that take some of the device."""

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from shardc.cost.device import Device
-from shardc.cost.ledger import KINDS
+from shardc.cost.ledger import KINDS, Op
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.plan.few_layers import UNITS, Subject
@@ -101,6 +101,7 @@ class Library:
     _cores: dict[Core, Stages | ShardcError] = field(default_factory=dict)
     _elsewhere: dict[tuple[Core, tuple[int, ...]], Stages] = field(default_factory=dict)
     _pipelined: dict[str, Stages] = field(default_factory=dict)
+    _priced: dict[int, tuple[Op, float, str]] = field(default_factory=dict, repr=False)
     _alone: dict[str, Stage] = field(default_factory=dict)
 
     @property
@@ -164,7 +165,7 @@ class Library:
         """On a mesh of other sizes."""
         changed: dict[str, Any] = {}
         for name, rank in stages.ranks.items():
-            there = Meter.of(self.device, ordered(rank.mesh, sizes), 0, rank.roles)
+            there = Meter.of(self.device, ordered(rank.mesh, sizes), 0, rank.roles, self._priced)
             changed[name] = elsewhere(getattr(stages, name), rank.run, there)
         return replace(stages, **changed, ranks={})
 
@@ -228,7 +229,7 @@ class Library:
         made = {}
         for name, rank in ranks.items():
             mesh, number = (rank.mesh, rank.run.rank) if sizes is None else (ordered(rank.mesh, sizes), 0)
-            made[name] = stage(rank.run, Meter.of(self.device, mesh, number, rank.roles))
+            made[name] = stage(rank.run, Meter.of(self.device, mesh, number, rank.roles, self._priced))
         return made
 
     def _stage(self, rank: Rank) -> Stage:

@@ -54,19 +54,36 @@ def roles(spec: Spec) -> dict[str, str]:
 @dataclass
 class Meter(Clock):
     """A clock that also sums time by cause. roles: of the mesh's axes. fixed: the part of `spent` that would be no more
-    with more rows.
+    with more rows. priced: seconds and cause of each op object, which clocks of one device may share.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
+    priced: dict[int, tuple[Op, float, str]] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
     fixed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
 
     @classmethod
-    def of(cls, device: Device, mesh: Mesh, rank: int, roles: Mapping[str, str]) -> Meter:
-        return cls(device, mesh, rank, roles=roles)
+    def of(
+        cls,
+        device: Device,
+        mesh: Mesh,
+        rank: int,
+        roles: Mapping[str, str],
+        priced: dict[int, tuple[Op, float, str]] | None = None,
+    ) -> Meter:
+        return cls(device, mesh, rank, roles=roles, priced={} if priced is None else priced)
+
+    def op_seconds(self, w: Op) -> float:
+        return self._priced(w)[1]
+
+    def _priced(self, w: Op) -> tuple[Op, float, str]:
+        found = self.priced.get(id(w))
+        if found is None:  # the op is kept, so that no other one gets its id
+            found = self.priced[id(w)] = w, self.device.op_seconds(w), self.device.cause(w)
+        return found
 
     def ran(self, w: Op, begin: float) -> None:
-        what = self.device.cause(w)
+        what = self._priced(w)[2]
         self.spent[what] += self.now - begin
         self.fixed[what] += self.now - begin if what == "launch" else 0.0
 
