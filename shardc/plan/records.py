@@ -24,7 +24,8 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import calls, operands_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Shard
-from shardc.ir.program import Param, Program
+from shardc.ir.program import Program
+from shardc.ir.stored import Param
 from shardc.plan import traces
 from shardc.plan.disk_cache import DiskCache
 from shardc.plan.few_layers import Subject
