@@ -349,18 +349,21 @@ class Engine(EngineStep):
         Raises ShardcError, on all ranks, for options that differ; and for others than these, values that mean nothing,
         and gradients that wait for an update.
         """
-        engine_options.check_settable(Engine, options)
-        changed = {**self._options, **options}
-        engine_options.check(seed=0, **{n: changed[n] for n in (*engine_options.SETTABLE, "optimizer", "scheduler")})
-        if self._waiting:
-            what, fix = "gradients of engine.backward wait for an update", "call engine.update() first"
-            raise ShardcError(what, where="engine.set", fix=fix)
-        if self._checks:
-            same = "set it on all ranks alike"
-            facts = [stated(n, changed[n], where="engine.set", fix=same) for n in engine_options.SETTABLE]
-            agreement.check(self.mesh, facts, "setting options")
-        self._options = changed
-        self._settle_options()
+        with self.mesh.together("setting options"):  # what is refused on one rank ends the others
+            engine_options.check_settable(Engine, options)
+            changed = {**self._options, **options}
+            engine_options.check(
+                seed=0, **{n: changed[n] for n in (*engine_options.SETTABLE, "optimizer", "scheduler")}
+            )
+            if self._waiting:
+                what, fix = "gradients of engine.backward wait for an update", "call engine.update() first"
+                raise ShardcError(what, where="engine.set", fix=fix)
+            if self._checks:
+                same = "set it on all ranks alike"
+                facts = [stated(n, changed[n], where="engine.set", fix=same) for n in engine_options.SETTABLE]
+                agreement.check(self.mesh, facts, "setting options")
+            self._options = changed
+            self._settle_options()
 
     def to(self, program: Program | str | Path | Mapping[str, Any], **options: Any) -> Engine:
         """An engine of another program of the same model, over the same ranks, that goes on where this one stands: with
