@@ -222,7 +222,7 @@ def _of_parts(func: Any, does: Kind, args: Any, kwargs: Mapping[str, Any], calle
     crosses = does.along is not None and not _along_whole(does.along, args, kwargs)
     if crosses and not does.adds:
         _refuse(does.name, first.origin)
-    if does.pointwise:
+    if does.pointwise and does.name != "__setitem__":  # into its place in the whole
         _refuse_wholes(args, kwargs)
     result = func(*args, **kwargs)
     if crosses:
