@@ -263,6 +263,7 @@ class EngineStep(EngineForward):
         """The second half of `step`: clip, and step the optimizer. Raises ShardcError without a `backward` before it,
         and on all ranks where some do something else.
         """
+        self._check()
         if not self._waiting:
             raise ShardcError(
                 "no backward came since the last update: the gradients that stand there are used up",

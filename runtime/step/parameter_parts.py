@@ -26,7 +26,9 @@ def watch(program: Program, params: Mapping[str, nn.Parameter], runs: Collection
     of the flattened parameter (ZeRO).
     """
     for x in program.params:
-        if x.name in params and (x.name in runs or norm_axes(program, x.name)):
+        if type(params.get(x.name)) is not nn.Parameter:  # a tensor of tensors, such as a quantised weight, stays one
+            continue
+        if x.name in runs or norm_axes(program, x.name):
             dims = None if x.name in runs else {s.dim for a, s in x.layout.shards() if program.mesh.size(a) > 1}
             tensor_parts.know(params[x.name], dims, Origin(x.fqn, tuple(x.shape), grad=False, tell=tell))
 
