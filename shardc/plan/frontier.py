@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: A split is run if its bound is below so many times the best estimate, and not above so many times the memory that
 #: there is: estimates are off by as much.
-NEAR = 1.15
+NEAR = 1.1
 #: Where nothing can fit, so many are run in search of the nearest.
 NEAREST = 4
 #: (does its best choice not fit, seconds of that, or bytes where none fits)

@@ -20,8 +20,8 @@ from shardc.plan.space import Choice, Core
 from tests.plan.test_monotone import MODELS, Stack, machine, numbers
 from tests.plan.test_plan import SparseStack
 
-#: How far above the price a bound may lie: less than what the search allows for.
-FAR = {"seconds": 1.1, "bytes": 1.05}
+#: How far above the price a bound may lie: less than what the search allows for. Of 200 devices the worst was 1.073.
+FAR = {"seconds": 1.08, "bytes": 1.05}
 assert max(FAR.values()) < NEAR
 
 DENSE = [Core(tp, sequence_parallel=tp > 1, checkpoint=keep) for tp in (1, 2) for keep in ("none", "cheap", "full")]  # type: ignore[arg-type]
