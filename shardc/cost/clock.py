@@ -30,7 +30,7 @@ class Flight:
 class Clock:
     """Time of one rank: ops run one after the other, at the earliest when the host has started them; collectives
     overlap with them, but those of one group do not overlap with each other, and those of several groups share the
-    links that they have in common. Copies to the host and back are a group of their own, and take nothing of the
+    links that they have in common. Who has to wait for a collective waits for ranks that come later, too. Copies to the host and back are a group of their own, and take nothing of the
     device.
 
     now: seconds since the begin; exposed: of these, those in which the rank waits for collectives, by their axes; idle:
@@ -141,8 +141,9 @@ class Clock:
 
     def _until(self, flight: Flight) -> None:
         if flight.end > self.now:
-            self.waited_for(flight.record, flight.end - self.now)
-            self.now = flight.end
+            skew = 0.0 if flight.record.axes == HOST_LINK else self.device.skew
+            self.waited_for(flight.record, flight.end + skew - self.now)
+            self.now = flight.end + skew
 
     def alone(self, record: CommRecord) -> tuple[float, int]:
         """(seconds that a collective takes alone, the kind of link that it uses)."""

@@ -144,6 +144,8 @@ class Device(_Section):
     memory read or written per second. launch: the least seconds that an op takes. host: seconds in which the host
     starts one, at least; it may be ahead of the device. On a CPU, which is its own host, an op takes launch and host
     beside its work.
+    skew: seconds by which ranks that have computed come to a collective one after the other: who waits for it waits so
+    much longer than the collective itself takes.
     reaches: shares of these peaks; products: what one of them reaches, by its shape; ops: by torch's name of the op.
 
     host_link: bytes per second between the device's memory and the host's, in either direction; None: copies take no
@@ -162,6 +164,7 @@ class Device(_Section):
     bandwidth: Positive
     launch: Annotated[float, Field(ge=0)] = 0.0
     host: Annotated[float, Field(ge=0)] = 0.0
+    skew: Annotated[float, Field(ge=0)] = 0.0
     reaches: Reaches = Reaches()
     products: Products | None = None
     ops: Mapping[str, OpRates] = {}
@@ -256,6 +259,7 @@ _UNITS = {
     "bandwidth": "bytes of memory per second, read and written",
     "launch": "the least seconds of an op",
     "host": "seconds: the host starts no more ops than one in so many",
+    "skew": "seconds by which ranks come to a collective one after the other",
     "reaches": "shares of these peaks that large ops reach",
     "products": "tiles: rows, columns, share",
     "ops": "seconds; bytes per second; share of flops",

@@ -7,7 +7,8 @@ rounds, as a step's are: the best of them foretold steps of a CPU a quarter too 
                 ops of small pieces of models, forward and backward (shardc.cost.tour), and what fits them
                 (shardc.cost.fit), which also says how well shapes that were held back are foretold
     host        what a small op takes beside its own time
-    within      collectives of two processes, of several kinds and sizes
+    within      collectives of two processes, of several kinds and sizes, one after the other
+    skew        what small ones take longer where both compute in between
     reaches.computing
                 what both compute while they send: gloo's threads, and NCCL's kernels, take their part
 """
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from multiprocessing import get_context
@@ -46,6 +48,8 @@ MESSAGES = (2**8, 2**12, 2**15, 2**17, 2**20, 3 * 2**20, 2**23, 2**25)
 CALLS, ROUNDS = 30, 5
 #: Beside ops on matrices of this size: so many collectives, of so many bytes each.
 PRODUCT, BUCKETS, BESIDE = {"cpu": 384, "cuda": 4096}, 6, 2**21
+#: Products before a sum, by which is found how much later one rank comes than the other.
+OPS = (1, 2, 4)
 #: What ops are fitted from: what is not measured stays so.
 _BEGIN: dict[str, Any] = {"flops": {"float32": 1e11}, "bandwidth": 1e10, "launch": 3e-6}
 Kind = Literal["cpu", "cuda"]
@@ -56,7 +60,7 @@ def measure(kind: Kind | None = None, on: Callable[[str], None] = lambda subject
     device = torch.device(kind or ("cuda" if torch.cuda.is_available() else "cpu"))
     ops = tour(device, SECONDS, on)
     on("links between processes")
-    links, computing, how = _links(device)
+    links, how = _links(device)
     link = Link(bandwidth=1e9, latency=1e-5)
     begin = Device(
         name=device.type,
@@ -69,10 +73,11 @@ def measure(kind: Kind | None = None, on: Callable[[str], None] = lambda subject
         between=link,
         **_BEGIN,
     )
-    found = fit(begin, ops.samples, links)
+    found = fit(begin, ops.samples, links.samples)
     source = f"{_name(device)}, measured {date.today()}, torch {torch.__version__}; link: {how}; {found}"
-    reaches = found.device.reaches.model_copy(update={"computing": computing})
-    return found.device.model_copy(update={"source": source, "node": _devices(device), "reaches": reaches})
+    reaches = found.device.reaches.model_copy(update={"computing": links.computing})
+    update = {"source": source, "node": _devices(device), "reaches": reaches, "skew": links.skew}
+    return found.device.model_copy(update=update)
 
 
 def _products(device: torch.device) -> Products | None:
@@ -84,16 +89,27 @@ def _products(device: torch.device) -> Products | None:
     return Products(tiles=tiles, units=units, ramp=250.0)
 
 
-def _links(device: torch.device) -> tuple[list[LinkSample], float, str]:
-    """Collectives; the share of what is computed alone that is computed beside them; what they went through."""
+@dataclass(frozen=True)
+class Links:
+    """Collectives; the share of what is computed alone that is computed beside them; the seconds by which ranks that
+    have computed come to them one after the other.
+    """
+
+    samples: list[LinkSample]
+    computing: float = 1.0
+    skew: float = 0.0
+
+
+def _links(device: torch.device) -> tuple[Links, str]:
+    """What was measured, and what it went through."""
     if device.type == "cpu":
-        return *_between_processes("gloo", torch.get_num_threads()), "gloo between two processes of this machine"
+        return _between_processes("gloo", torch.get_num_threads()), "gloo between two processes of this machine"
     if torch.cuda.device_count() > 1:
-        return *_between_processes("nccl", 1), "NCCL between two GPUs of this machine"
+        return _between_processes("nccl", 1), "NCCL between two GPUs of this machine"
     there = torch.zeros(MESSAGES[-1], dtype=torch.uint8, pin_memory=True)
     here = torch.zeros_like(there, device=device)
     copies = [LinkSample("send_recv", n, (0, 1), _copy_seconds(here[:n], there[:n])) for n in MESSAGES]
-    return copies, 1.0, "there is only one GPU: copies from the machine's memory instead"
+    return Links(copies), "there is only one GPU: copies from the machine's memory instead"
 
 
 def _copy_seconds(here: torch.Tensor, there: torch.Tensor) -> float:
@@ -107,7 +123,7 @@ def _copy_seconds(here: torch.Tensor, there: torch.Tensor) -> float:
     return best
 
 
-def _between_processes(backend: str, threads: int) -> tuple[list[LinkSample], float]:
+def _between_processes(backend: str, threads: int) -> Links:
     """Between two processes with so many threads each, which are started here and end here."""
     with (
         tempfile.TemporaryDirectory(prefix="shardc-links-") as folder,
@@ -121,7 +137,7 @@ def _between_processes(backend: str, threads: int) -> tuple[list[LinkSample], fl
 
 def _link_process(
     rank: int, backend: str, threads: int, folder: str, sizes: tuple[tuple[int, ...], int, int, int]
-) -> tuple[list[LinkSample], float]:
+) -> Links:
     """One of the two: each collective as TorchMesh makes it."""
     torch.set_num_threads(threads)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
@@ -142,9 +158,32 @@ def _link_process(
         }
         often = max(min(calls, 2**24 // nbytes), 1)
         found += [LinkSample(kind, nbytes, (0, 1), _call_seconds(ways[kind], device, often, rounds)) for kind in KINDS]
-    computing = _computing_beside(mesh, device, beside, rounds)
+    computing, skew = _computing_beside(mesh, device, beside, rounds), _skew(mesh, device, calls, rounds)
     dist.destroy_process_group()
-    return found, computing
+    return Links(found, computing, skew)
+
+
+def _skew(mesh: TorchMesh, device: torch.device, calls: int, rounds: int) -> float:
+    """Both ranks compute a while, differently long by chance, and meet in a small sum: what that takes longer than the
+    ops and the sums apart. The mean over a few lengths: what makes ranks late, such as a thread that has to be woken,
+    is there in each of them.
+    """
+    n = PRODUCT[device.type]
+    weight, small = torch.ones(n, n, device=device), torch.zeros(64, device=device)
+    meet = partial(mesh.all_reduce, small, ("ranks",))
+
+    def step(ops: int, sums: int) -> None:
+        for _ in range(ops):
+            torch.mm(weight, weight)
+        for _ in range(sums):
+            meet()
+
+    alone = _call_seconds(meet, device, calls, rounds)
+    late = []
+    for ops in OPS:
+        apart, together = (_call_seconds(partial(step, ops, sums), device, calls, rounds) for sums in (0, 1))
+        late.append(together - apart - alone)
+    return max(statistics.mean(late), 0.0)
 
 
 def _computing_beside(mesh: TorchMesh, device: torch.device, nbytes: int, rounds: int) -> float:

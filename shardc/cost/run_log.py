@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -18,6 +19,8 @@ from shardc.ir.mesh import Mesh
 
 #: First steps of a run, or of its part after a resume, that are slower: memory is taken, pieces are compiled.
 WARM = 2
+#: So many waits say by how much ranks come late.
+WAITS = 8
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,25 @@ class RunLog:
 
     def links(self) -> list[LinkSample]:
         """Of each collective that was waited for from its begin on, the quickest: all others were there already."""
-        least: dict[tuple[str, int, tuple[int, ...]], float] = {}
+        return [LinkSample(*key, min(seconds)) for key, seconds in self._whole_waits().items()]
+
+    @property
+    def skew(self) -> float | None:
+        """Seconds by which half of the waits are longer than the quickest one of their collective; None of a few. (Their
+        mean would be that of timed steps, in which ranks are later than in others.)
+        """
+        longer = [x - min(seconds) for seconds in self._whole_waits().values() if len(seconds) > 1 for x in seconds]
+        return median(longer) if len(longer) >= WAITS else None
+
+    def _whole_waits(self) -> dict[tuple[str, int, tuple[int, ...]], list[float]]:
+        """Seconds of those that lasted from a collective's begin on, by its kind, bytes and ranks."""
+        found: defaultdict[tuple[str, int, tuple[int, ...]], list[float]] = defaultdict(list)
         for step in self.timed:
             mesh = Mesh(tuple(step.mesh.items()))
             for wait in step.waits:
                 if wait.whole:
-                    key = wait.kind, wait.bytes, mesh.group(step.rank, wait.axes)
-                    least[key] = min(wait.seconds, least.get(key, wait.seconds))
-        return [LinkSample(kind, nbytes, ranks, seconds) for (kind, nbytes, ranks), seconds in least.items()]
+                    found[wait.kind, wait.bytes, mesh.group(step.rank, wait.axes)].append(wait.seconds)
+        return found
 
 
 def read(folder: str | Path, *, timed: bool = True) -> RunLog:
@@ -119,4 +133,5 @@ def fitted_to(base: Device, logs: Sequence[RunLog]) -> Fitted:
     found = fit(base, merged((x for log in logs for x in log.ops()), median), [x for log in logs for x in log.links()])
     source = f"{base.source}; fitted to {', '.join(str(log.folder) for log in logs)} ({date.today()}): {found}"
     host = min((seconds for log in logs if (seconds := log.host) is not None), default=found.device.host)
-    return replace(found, device=found.device.model_copy(update={"source": source, "host": host}))
+    skew = min((x for log in logs if (x := log.skew) is not None), default=found.device.skew)
+    return replace(found, device=found.device.model_copy(update={"source": source, "host": host, "skew": skew}))

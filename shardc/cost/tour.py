@@ -26,6 +26,8 @@ SIZES = {
     "cuda": ((256, 256), (1024, 1024), (2048, 2048), (4096, 1536), (4096, 4096), (8192, 3072), (16384, 2048)),
 }
 VOCABULARY, HEAD = 1000, 32
+#: Of the small model by which the host's time is found; and how often it runs.
+LAYERS, ROUNDS = 8, 5
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,6 @@ def tour(device: torch.device, seconds: float, on: Callable[[str], None] = lambd
     if device.type == "cpu":
         keep_freed()  # as in a run
     pieces = [piece for tokens, hidden in SIZES[device.type] for piece in _pieces(tokens, hidden, device)]
-    small = list(_pieces(*SIZES[device.type][0], device))
     found: list[OpSample] = []
     begin, rounds = time.perf_counter(), 0
     while not rounds or time.perf_counter() - begin < seconds:
@@ -55,22 +56,35 @@ def tour(device: torch.device, seconds: float, on: Callable[[str], None] = lambd
             found.clear()
         found += [OpSample(x.op, x.seconds / x.count, x.count) for x in measured]
         rounds += 1
-    return Tour(merged(found, statistics.median), _host(small, device))
+    return Tour(merged(found, statistics.median), _host(device))
 
 
-def _host(pieces: list[Callable[[], None]], device: torch.device) -> float:
-    """Of small pieces: what their steps take beside their ops, for each op."""
+def _host(device: torch.device) -> float:
+    """Of a small model of several layers: what its step takes beside its ops, for each op. One backward for many ops,
+    as in a step: to begin one takes as long as several ops.
+    """
+    tokens, hidden = SIZES[device.type][0]
+    x = torch.randn(tokens, hidden, device=device)
+    layers = nn.ModuleList(
+        nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.GELU(), nn.Linear(hidden, hidden))
+        for _ in range(LAYERS)
+    ).to(device)
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = y + layer(y)
+        y.sum().backward()
+
     least, spent, count = float("inf"), 0.0, 1
-    for _ in range(5):
+    for _ in range(ROUNDS):
         begin = time.perf_counter()
-        for piece in pieces:
-            piece()
+        step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         least = min(least, time.perf_counter() - begin)
         with OpTimes(device) as times:
-            for piece in pieces:
-                piece()
+            step()
         ops = times.measured(0).ops
         count, spent = sum(x.count for x in ops), sum(x.count * x.least for x in ops)
     return max(least - spent, 0.0) / count if device.type == "cpu" else least / count

@@ -95,7 +95,8 @@ class Meter(Clock):
     def waited_for(self, record: CommRecord, seconds: float) -> None:
         super().waited_for(record, seconds)
         self.spent[self.cause(record)] += seconds
-        self.fixed[self.cause(record)] += min(seconds, self.alone(replace(record, bytes=0))[0])
+        fixed = self.alone(replace(record, bytes=0))[0] + self.device.skew
+        self.fixed[self.cause(record)] += min(seconds, fixed)
 
     def cause(self, record: CommRecord) -> str:
         """What waiting for a collective counts as."""

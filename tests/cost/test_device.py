@@ -84,6 +84,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.within.bandwidth > 1e6
     assert 0 < found.within.latency < 1
     assert 0.05 <= found.reaches.computing <= 1
+    assert 0 <= found.skew < 1
     assert 1e8 < found.memory < 1e13
     assert "gloo" in found.source
     assert re.search(r"ops: \d+ of \d+ held back: half within .*; collectives: 4 of 16 held back", found.source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -232,6 +233,20 @@ def test_the_command_learns(program: shardc.Program, tmp_path: Path) -> None:
     assert learned.host == pytest.approx(3e-5, rel=0.01)
 
 
+def test_waits_say_how_late_ranks_come(program: shardc.Program, tmp_path: Path) -> None:
+    """Half of the waits for one collective were a millisecond longer than the quickest; of a few, nothing is known."""
+    log = run_log.read(write_log(tmp_path / "log", program, CPU))
+    (step,) = log.timed
+    assert run_log.fitted_to(CPU, [log]).device.skew == CPU.skew
+    longer = (0.0, 1e-3, 1e-3, 5e-3)
+    waits = [replace(x, seconds=x.seconds + late) for x in step.waits for late in longer]
+    more = replace(log, timed=[replace(step, waits=waits)])
+    assert len(waits) >= run_log.WAITS
+    learned = run_log.fitted_to(CPU, [more]).device
+    assert learned.skew == pytest.approx(1e-3)
+    assert learned.within.latency == pytest.approx(CPU.within.latency, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
@@ -291,8 +306,9 @@ def test_ops_of_a_step_are_timed_as_the_ledger_counts_them() -> None:
 
 
 def test_a_machine_is_measured_by_pieces_that_run() -> None:
-    pieces = list(_pieces(16, 32, torch.device("cpu")))
-    assert 0 <= _host(pieces, torch.device("cpu")) < 0.1
+    for piece in _pieces(16, 32, torch.device("cpu")):
+        piece()
+    assert 0 <= _host(torch.device("cpu")) < 0.1
 
 
 def test_waits_are_measured_where_somebody_asks() -> None:

@@ -80,6 +80,14 @@ def test_what_computes_while_a_collective_runs_is_slower() -> None:
     assert clock.now == 2 + (2 + 2) + 1  # of the second product, one second's work takes two
 
 
+def test_who_waits_waits_for_ranks_that_come_later_too() -> None:
+    late = UNIT.model_copy(update={"skew": 0.5})
+    clock = streams(gather(5, key=1), product(3), Waited(1), gather(2), device=late)
+    assert [s.exposed for s in clock.spans] == [2.5, 2.5]
+    hidden = streams(gather(2, key=1), product(3), Waited(1), device=late)
+    assert (hidden.now, [s.exposed for s in hidden.spans]) == (3, [0])
+
+
 def test_an_op_runs_when_the_host_has_started_it() -> None:
     slow = UNIT.model_copy(update={"host": 2.0})
     clock = streams(product(1), product(1), product(9), product(1), product(1), device=slow)
