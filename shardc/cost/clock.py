@@ -30,8 +30,8 @@ class Flight:
 class Clock:
     """Time of one rank: ops run one after the other, at the earliest when the host has started them; collectives
     overlap with them, but those of one group do not overlap with each other, and those of several groups share the
-    links that they have in common. Who has to wait for a collective waits for ranks that come later, too. Copies to the host and back are a group of their own, and take nothing of the
-    device.
+    links that they have in common. Who waits for a collective waits for ranks that come later, too. Copies to the host
+    and back are a group of their own, and take nothing of the device.
 
     now: seconds since the begin; exposed: of these, those in which the rank waits for collectives, by their axes; idle:
     those in which the device waits for the host.

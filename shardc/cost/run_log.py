@@ -83,8 +83,8 @@ class RunLog:
 
     @property
     def skew(self) -> float | None:
-        """Seconds by which half of the waits are longer than the quickest one of their collective; None of a few. (Their
-        mean would be that of timed steps, in which ranks are later than in others.)
+        """Seconds by which half of the waits are longer than the quickest one of their collective; None of a few.
+        (Their mean would be that of timed steps, in which ranks are later than in others.)
         """
         longer = [x - min(seconds) for seconds in self._whole_waits().values() if len(seconds) > 1 for x in seconds]
         return median(longer) if len(longer) >= WAITS else None
