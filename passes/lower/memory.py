@@ -7,6 +7,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -57,9 +58,16 @@ class Sizes:
         #: By gathered bucket.
         self.parts = {f"bucket{i}": _part(program, b) for i, b in enumerate(program.buckets) if b.zero == 3}
 
+        self._known: dict[int, tuple[Any, int]] = {}  # by identity: calls of equal layers share the type of their result
+
     def bytes_of(self, n: fx.Node) -> int:
         """Of its result, or of all results, on one rank."""
-        return sum(v.nbytes(self._layout) for v in values_of(n) if v is not None)
+        value = n.meta.get("value")
+        known = self._known.get(id(value))
+        if known is None:
+            nbytes = sum(v.nbytes(self._layout) for v in values_of(n) if v is not None)
+            known = self._known[id(value)] = value, nbytes
+        return known[1]
 
     def bucket_of(self, put: fx.Node) -> str:
         """Where a parameter's gradient is put; "": it becomes the parameter's."""
@@ -100,30 +108,58 @@ def _part(program: Program, b: Bucket) -> Part:
     return Part(Flat.of(program, b).part * dtype.itemsize if copied else 0, away)
 
 
+@dataclass(slots=True)
+class Step:
+    """What one line does to the bytes that are alive, in any order. most: more than before it, while it runs; left:
+    afterwards, without what it uses last; uses: numbers of the values that it uses; fills, sums: the bucket that
+    gets gradients, or whose sum begins; put: bytes of a gradient that stays by itself; own: it is alive already.
+    """
+
+    most: int
+    left: int
+    uses: tuple[int, ...]
+    fills: str = ""
+    sums: str = ""
+    put: int = 0
+    own: bool = False
+
+
 class Uses:
     """Whose memory each value of a graph is in, and how often it is used. What the text returns is used to its end."""
 
     def __init__(self, graph: fx.Graph, sizes: Sizes, work: Mapping[fx.Node, Work]) -> None:
-        self.sizes, self.work = sizes, work
+        self.sizes, self._work = sizes, work
         self.owner: dict[fx.Node, fx.Node] = {}
         self.bytes = {n: sizes.bytes_of(n) + work[n].tape for n in graph.nodes}
         #: Bytes that a line makes.
-        self.added: dict[fx.Node, int] = {}
+        self._added: dict[fx.Node, int] = {}
         for n in graph.nodes:
-            shares = n.op == "call_function" and (is_view(n.target) or n.target in _SAME or n.target in WAITS)
-            base = n.args[0] if shares and not self._apart(n) else None
-            self.owner[n] = self.owner[base] if isinstance(base, fx.Node) else n
-            self.added[n] = self.bytes[n] if self.owner[n] is n else 0
-            if self._apart(n):
-                self._picked(n)
+            self._own(n)
         self.of = {n: self._used(n) for n in graph.nodes}
-        self.counts: Counter[fx.Node] = Counter()
+        self._counts: Counter[fx.Node] = Counter()
         for n in graph.nodes:
-            self.counts.update(self.of[n])
-        self.stays = {n for n in graph.nodes if n.op == "placeholder" and n.meta.get("named", n.name) in sizes.stays}
+            self._counts.update(self.of[n])
+        self._stays = {n for n in graph.nodes if n.op == "placeholder" and n.meta.get("named", n.name) in sizes.stays}
         #: Bytes of copies of parts that are sent: there from the beginning, and gone after a line. (`added` has them.)
-        self.parts_at_first, self.parts_gone = 0, dict.fromkeys(graph.nodes, 0)
+        self._parts_at_first = 0
+        self._parts_gone: dict[fx.Node, int] = {}
         self._follow_parts(graph)
+        freed = [n for n in self._counts if n not in self._stays]
+        self._number = {n: i for i, n in enumerate(freed)}
+        #: By number of a value: how often it is used, and its bytes.
+        self.left, self.freed = [self._counts[n] for n in freed], [self.bytes[n] for n in freed]
+        self.at_first = self._parts_at_first + sum(self.bytes[n] for n in freed if n.op == "placeholder")
+        self.steps = {n: self._step(n) for n in graph.nodes if n.op == "call_function"}
+
+    def _own(self, n: fx.Node) -> None:
+        """Whose memory a line's result is in, and what it makes."""
+        apart = n.op == "call_function" and self._apart(n)
+        shares = n.op == "call_function" and not apart and _shares(n.target)
+        base = n.args[0] if shares else None
+        self.owner[n] = self.owner[base] if isinstance(base, fx.Node) else n
+        self._added[n] = self.bytes[n] if self.owner[n] is n else 0
+        if apart:
+            self._picked(n)
 
     @staticmethod
     def _apart(n: fx.Node) -> bool:
@@ -136,18 +172,18 @@ class Uses:
     def _picked(self, n: fx.Node) -> None:
         """What the op has made, and was its own so far, is this one's."""
         of: Any = n.args[0]
-        tape = self.work[of].tape if of.target is ops.taped and n.meta["value"] is None else 0
+        tape = self._work[of].tape if of.target is ops.taped and n.meta["value"] is None else 0
         self.bytes[n] += tape
         self.bytes[of] = max(self.bytes[of] - self.bytes[n], 0)
-        self.added[n] = 0
+        self._added[n] = 0
 
     def _used(self, n: fx.Node) -> set[fx.Node]:
         """The owners of the memory that a line uses. What a collective sends is there until it is waited for; a sum
         over ranks is made in a copy of it.
         """
-        used = list(n.all_input_nodes)
+        used = n.all_input_nodes
         if n.target in WAITS and not _copies(used[0]):
-            used += used[0].all_input_nodes
+            used = used + used[0].all_input_nodes
         return {self.owner[x] for x in used}
 
     def _follow_parts(self, graph: fx.Graph) -> None:
@@ -159,26 +195,47 @@ class Uses:
             part = self.sizes.parts[n.args[1]]
             made_by = before if part.ahead else n
             if made_by is not None:
-                self.added[made_by] += part.copy
+                self._added[made_by] += part.copy
             elif n.target is ops.regather_start:
-                self.parts_at_first += part.copy
+                self._parts_at_first += part.copy
             else:
-                self.added[n] += part.copy
-            self.parts_gone[next(u for u in n.users if u.target in WAITS)] += part.copy
+                self._added[n] += part.copy
+            wait = next(u for u in n.users if u.target in WAITS)
+            self._parts_gone[wait] = self._parts_gone.get(wait, 0) + part.copy
         if starts and starts[-1].target is ops.gather_start and (last := self.sizes.parts[starts[-1].args[1]]).ahead:
-            self.added[starts[-1]] += last.copy
+            self._added[starts[-1]] += last.copy
+
+    def _step(self, n: fx.Node) -> Step:
+        added = self._added[n]
+        unused = self.bytes[n] if self.owner[n] is n and not self._counts[n] else 0
+        uses = tuple(self._number[x] for x in self.of[n] if x in self._number)
+        step = Step(added + self._work[n].inside, added - self._parts_gone.get(n, 0) - unused, uses)
+        if n.target is ops.put:
+            step.fills, step.own = self.sizes.bucket_of(n), bool(n.kwargs.get("own"))
+            step.put = 0 if step.fills else self.sizes.bytes_of(n.args[1])  # type: ignore[arg-type]
+        elif n.target is ops.scatter:
+            step.fills = step.sums = str(n.args[2])
+        elif n.target is ops.launch:
+            step.sums = str(n.args[1])
+        return step
 
     def alive(self, order: Iterable[fx.Node]) -> list[tuple[int, int]]:
         """The bytes that are alive at each line: in the first backward of a step, which makes gradients, and in one
         that adds to them.
         """
         memory = Memory(self)
-        return [memory.run(n) for n in order]
+        return [memory.run(self.steps[n]) for n in order]
 
     def peak(self, order: Iterable[fx.Node]) -> tuple[int, int]:
         """The most of both."""
         first, later = zip(*self.alive(order), strict=True)
         return max(first), max(later)
+
+
+@cache
+def _shares(target: Any) -> bool:
+    """Is a call's result in the memory of its first operand?"""
+    return is_view(target) or target in _SAME or target in WAITS
 
 
 class Memory:
@@ -190,58 +247,45 @@ class Memory:
     """
 
     def __init__(self, uses: Uses) -> None:
-        self._uses, self._left = uses, Counter(uses.counts)
-        given = (n for n in uses.counts if n.op == "placeholder" and n not in uses.stays)
-        self.live = uses.parts_at_first + sum(uses.bytes[n] for n in given)
-        self.gradients = 0
+        self._left, self._freed, self._buckets = uses.left.copy(), uses.freed, uses.sizes.buckets
+        self.live, self.gradients = uses.at_first, 0
         self._begun: set[str] = set()
         self._summed = 0  # bytes of the buffer whose sum is under way
 
-    def would_be(self, n: fx.Node) -> tuple[int, int]:
+    def would_be(self, step: Step) -> tuple[int, int]:
         """What is alive while a line runs: see `Uses.alive`."""
-        return self._would_be(n, *self._filled(n))
+        later = self.live + step.most
+        if not (step.fills or step.put):
+            return later + self.gradients, later
+        buffer, gradients = self._filled(step)
+        later += buffer
+        return later + self.gradients + (0 if step.own else gradients), later
 
-    def _would_be(self, n: fx.Node, buffer: int, gradients: int) -> tuple[int, int]:
-        uses = self._uses
-        if gradients and n.target is ops.put and n.kwargs.get("own"):
-            gradients = 0  # it is alive already
-        later = self.live + uses.added[n] + buffer + uses.work[n].inside
-        return later + self.gradients + gradients, later
-
-    def _filled(self, n: fx.Node) -> tuple[int, int]:
+    def _filled(self, step: Step) -> tuple[int, int]:
         """Bytes that a line takes for gradients: (of a buffer that is summed in every backward, till the step ends)."""
-        sizes = self._uses.sizes
-        if n.target is ops.put:
-            name = sizes.bucket_of(n)
-            if not name:
-                return 0, sizes.bytes_of(n.args[1])  # type: ignore[arg-type]
-        elif n.target is ops.scatter:
-            name = str(n.args[2])
-        else:
-            return 0, 0
-        if name in self._begun:
-            return 0, 0
-        b = sizes.buckets[name]
+        if not step.fills or step.fills in self._begun:
+            return 0, step.put
+        b = self._buckets[step.fills]
         return (b.whole, b.part) if b.each else (0, b.whole)
 
-    def run(self, n: fx.Node) -> tuple[int, int]:
+    def run(self, step: Step) -> tuple[int, int]:
         """What is alive while a line runs; afterwards, what it used last is gone."""
-        uses = self._uses
-        buffer, gradients = self._filled(n)
-        most = self._would_be(n, buffer, gradients)
-        self.live += uses.added[n] - uses.parts_gone[n] + buffer
-        self.gradients += gradients
-        if n.target is ops.put:
-            self._begun.add(uses.sizes.bucket_of(n))
-            self._begun.discard("")
-        elif n.target in (ops.scatter, ops.launch):
-            b = uses.sizes.buckets[str(n.args[2 if n.target is ops.scatter else 1])]
-            self.live -= self._summed
+        most = self.would_be(step)
+        live = self.live + step.left
+        if step.fills or step.put:
+            buffer, gradients = self._filled(step)
+            live += buffer
+            self.gradients += gradients
+            if not step.sums:
+                self._begun.add(step.fills)
+        if step.sums:
+            b = self._buckets[step.sums]
+            live -= self._summed
             self._summed = b.whole if b.each else 0
-        if uses.owner[n] is n and not uses.counts[n]:
-            self.live -= uses.bytes[n]
-        for x in uses.of[n]:
-            self._left[x] -= 1
-            if not self._left[x] and x not in uses.stays:
-                self.live -= uses.bytes[x]
+        left, freed = self._left, self._freed
+        for x in step.uses:
+            left[x] -= 1
+            if not left[x]:
+                live -= freed[x]
+        self.live = live
         return most

@@ -19,6 +19,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -27,10 +28,11 @@ from shardc.artifact.emit import EFFECTS
 from shardc.ir.conversions import BY_OP, SENT
 from shardc.ir.metadata import Collective
 from shardc.ir.offload import HOST_LINK
-from shardc.passes.lower.memory import GATHERS, STARTS, WAITS, Memory, Sizes, Uses
+from shardc.passes.lower.memory import GATHERS, STARTS, WAITS, Memory, Sizes, Step, Uses
 from shardc.passes.lower.rule_transposed import CONVERSIONS, EXCHANGES
-from shardc.passes.lower.seconds import Seconds
+from shardc.passes.lower.seconds import Seconds, Work
 from shardc.runtime import ops
+from shardc.torch_private import OpOverload
 
 #: How many collectives' time may be kept in reserve.
 RESERVES = (0, 1, 2, 4)
@@ -76,7 +78,7 @@ def fitting(text: Text, reserve: int, most: tuple[int, int]) -> tuple[list[fx.No
     meets: set[fx.Node] = set()
     for _ in range(ROUNDS):
         made = Scheduler(text, reserve, most, meets)
-        order = made.order()
+        order = [text.nodes[at] for at in made.order()]
         over = {n for n, alive in zip(order, made.alive, strict=True) if not within(alive, most)}
         if not over:
             return order, made.seconds
@@ -111,41 +113,59 @@ def _communicates(op: str, *, back: bool) -> bool:
     return row is None or (row.backward if back else row.forward) in SENT
 
 
-class Text:
-    """What the order of a graph's lines has to keep, and what it costs.
-
-    targets: lines that communicate, in order; leads: lines that lead to one of them, or to what the text returns.
+@dataclass(slots=True)
+class Line:
+    """place: its number in the text. seconds, sends: of computing, and of what it sends, on this stream; step: what it
+    does to memory. waits: place of the line that it waits for, or -1; begins: is it one that others wait for? stops:
+    does the rank stand still while it sends? leads: to a collective, or to what the text returns; before, after: places
+    of lines that have to come so.
     """
+
+    place: int
+    seconds: float
+    sends: float
+    stream: Any
+    step: Step
+    waits: int
+    begins: bool
+    stops: bool
+    before: list[int]
+    after: list[int] = field(default_factory=list)
+    leads: bool = False
+
+
+class Text:
+    """What the order of a graph's lines has to keep, and what it costs. targets: places of lines that communicate."""
 
     def __init__(self, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
         self.nodes: list[fx.Node] = [n for n in graph.nodes if n.op == "call_function"]
         self.place = {n: i for i, n in enumerate(self.nodes)}
-        self.work = {n: seconds.of(n) for n in graph.nodes}
-        self.sends = {n: self._sent(n, seconds) for n in self.nodes}
-        self._started = {n: n.args[0] for n in self.nodes if n.target in WAITS}
-        self.starts = {n for n in self.nodes if n.target in STARTS}
-        #: Lines during whose sending the rank stands still.
-        self.stops = {n for n in self.nodes if self.sends[n] and n not in self.starts and n.target not in EFFECTS}
-        self.targets = [n for n in self.nodes if n in self.starts or n in self.stops]
-        self.before = {n: dict.fromkeys(x for x in n.all_input_nodes if x in self.place) for n in self.nodes}
+        work = {n: seconds.of(n) for n in graph.nodes}
+        self.uses = Uses(graph, sizes, work)
+        self.lines = [self._line(n, work[n], seconds) for n in self.nodes]
         for pinned, earlier in self._pinned():
-            self.before[pinned][earlier] = None
-        self.after: dict[fx.Node, list[fx.Node]] = {n: [] for n in self.nodes}
-        for n, those in self.before.items():
-            for x in those:
-                self.after[x].append(n)
-        returned = [x for x in graph.output_node().all_input_nodes if x in self.place]
-        self.leads = self.ancestors([*self.targets, *returned])
+            before = self.lines[self.place[pinned]].before
+            if self.place[earlier] not in before:
+                before.append(self.place[earlier])
+        for line in self.lines:
+            for at in line.before:
+                self.lines[at].after.append(line.place)
+        self.targets = [line.place for line in self.lines if line.begins or line.stops]
+        returned = [self.place[x] for x in graph.output_node().all_input_nodes if x in self.place]
+        for at in self.ancestors([*self.targets, *returned], bytearray(len(self.lines))):
+            self.lines[at].leads = True
         #: Are there lines that a reserve is made of? A forward has none.
-        self.may_put_off = any(self.work[n].seconds and n not in self.leads for n in self.nodes)
-        self.uses = Uses(graph, sizes, self.work)
+        self.may_put_off = any(line.seconds and not line.leads for line in self.lines)
 
-    @staticmethod
-    def _sent(n: fx.Node, seconds: Seconds) -> float:
-        if "copy" in n.meta:
-            return seconds.copied(n.meta["copy"])
-        c: Collective | None = n.meta.get("collective")
-        return seconds.sent(c) if c is not None else 0.0
+    def _line(self, n: fx.Node, work: Work, seconds: Seconds) -> Line:
+        copy, c = n.meta.get("copy"), n.meta.get("collective")
+        sends = seconds.copied(copy) if copy is not None else seconds.sent(c) if c is not None else 0.0
+        stream = HOST_LINK if copy is not None else c.axes if c is not None else None
+        waits = self.place.get(n.args[0], -1) if n.target in WAITS else -1  # type: ignore[arg-type]
+        begins = n.target in STARTS
+        stops = bool(sends) and not begins and n.target not in EFFECTS
+        before = [self.place[x] for x in n.all_input_nodes if x in self.place]
+        return Line(self.place[n], work.seconds, sends, stream, self.uses.steps[n], waits, begins, stops, before)
 
     def _pinned(self) -> list[tuple[fx.Node, fx.Node]]:
         """(line, one that has to come before it): a bucket is gathered, and a value comes back from the host, no
@@ -155,6 +175,8 @@ class Text:
         under_way: dict[Any, fx.Node] = {}  # by bucket that forward gathers: the last line that waited for it
         effect: fx.Node | None = None
         for n in self.nodes:
+            if isinstance(n.target, OpOverload):
+                continue
             half = bool(n.meta.get("back"))
             if n.target is ops.gather_start and n.args[1] in under_way:
                 pairs.append((n, under_way[n.args[1]]))  # a bucket's gather of the other half has ended
@@ -170,53 +192,46 @@ class Text:
                 effect = n
         return pairs
 
-    def ancestors(self, nodes: Sequence[fx.Node], done: set[fx.Node] | None = None) -> set[fx.Node]:
+    def ancestors(self, places: Sequence[int], done: bytearray) -> set[int]:
         """These lines and all that they take, directly or not; but for those that are `done`."""
-        found: set[fx.Node] = set()
-        todo = list(nodes)
+        found: set[int] = set()
+        todo = list(places)
         while todo:
-            n = todo.pop()
-            if n not in found and (done is None or n not in done):
-                found.add(n)
-                todo += self.before[n]
+            at = todo.pop()
+            if at not in found and not done[at]:
+                found.add(at)
+                todo += self.lines[at].before
         return found
-
-    def started(self, n: fx.Node) -> fx.Node | None:
-        """What a line waits for."""
-        start: Any = self._started.get(n)
-        return start if start in self.place else None
 
     def simulate(self, order: Sequence[fx.Node]) -> float:
         """Seconds of the text on the assumed machine: computing, one stream for each group of axes, and one for copies
         to the host and back.
         """
-        clock = Clock(self)
+        clock = Clock()
         for n in order:
-            clock.run(n)
+            clock.run(self.lines[self.place[n]])
         return clock.end()
 
 
 class Clock:
     """now: seconds of computing and waiting so far."""
 
-    def __init__(self, text: Text) -> None:
-        self._text = text
+    def __init__(self) -> None:
         self.now = 0.0
-        self.ends: dict[fx.Node, float] = {}  # of collectives
-        self._streams: dict[tuple[str, ...], float] = {}
+        self.ends: dict[int, float] = {}  # of collectives
+        self._streams: dict[Any, float] = {}
 
-    def run(self, n: fx.Node) -> None:
-        start = self._text.started(n)
-        if start is not None:
-            self.now = max(self.now, self.ends[start])
-        self.now += self._text.work[n].seconds
-        if self._text.sends[n]:
-            stream = HOST_LINK if "copy" in n.meta else n.meta["collective"].axes
-            self._streams[stream] = self.ends[n] = max(self._streams.get(stream, 0.0), self.now) + self._text.sends[n]
-            if n in self._text.stops:
-                self.now = self.ends[n]
-        elif n in self._text.starts:
-            self.ends[n] = self.now
+    def run(self, line: Line) -> None:
+        if line.waits >= 0 and (end := self.ends[line.waits]) > self.now:
+            self.now = end
+        self.now += line.seconds
+        if line.sends:
+            end = max(self._streams.get(line.stream, 0.0), self.now) + line.sends
+            self._streams[line.stream] = self.ends[line.place] = end
+            if line.stops:
+                self.now = end
+        elif line.begins:
+            self.ends[line.place] = self.now
 
     def end(self) -> float:
         """When all is done, sums of buckets too."""
@@ -229,112 +244,110 @@ class Scheduler:
     """
 
     def __init__(self, text: Text, reserve: int, most: tuple[int, int], meets: Collection[fx.Node] = ()) -> None:
-        self._text, self._reserve, self._most = text, reserve, most
+        self._text, self._lines, self._reserve, self._most = text, text.lines, reserve, most
         places = {p for n in meets for p in (text.place[n], text.place[n] + 1)}
         self._parts = list(itertools.pairwise(sorted({0, *places, len(text.nodes)})))
         self._end = 0  # of the part of the text that is being ordered
-        self._clock, self._memory = Clock(text), Memory(text.uses)
-        self._order: list[fx.Node] = []
+        self._clock, self._memory = Clock(), Memory(text.uses)
+        self._order: list[int] = []
         self.alive: list[tuple[int, int]] = []
-        self._done: set[fx.Node] = set()
-        self._missing = {n: len(those) for n, those in text.before.items()}
-        self._ready: list[int] = []  # places of lines that could run
+        self._done = bytearray(len(text.nodes))
+        self._missing = [len(line.before) for line in text.lines]
+        self._ready = [at for at, missing in enumerate(self._missing) if not missing]  # a heap of lines that could run
         self._reached = 0  # the greatest place of a line that ran
-        for n in text.nodes:
-            if not self._missing[n]:
-                heapq.heappush(self._ready, text.place[n])
 
     @property
     def seconds(self) -> float:
         """Of the order so far."""
         return self._clock.end()
 
-    def order(self) -> list[fx.Node]:
-        """Once."""
-        text = self._text
+    def order(self) -> list[int]:
+        """Once: places of the lines."""
+        text, done = self._text, self._done
         targets = deque(enumerate(text.targets))
         for begin, end in self._parts:
             self._end = end
-            while targets and text.place[targets[0][1]] < end:
+            while targets and targets[0][1] < end:
                 k, target = targets.popleft()
-                ahead = sum(text.sends[t] for t in text.targets[k + 1 : k + 1 + self._reserve])
-                for n in sorted(text.ancestors([target], self._done), key=text.place.__getitem__):
-                    self._next(n, ahead)
-            for n in text.nodes[begin:end]:
-                self._next(n, 0.0)
+                ahead = sum(self._lines[t].sends for t in text.targets[k + 1 : k + 1 + self._reserve])
+                for at in sorted(text.ancestors([target], done)):
+                    if not done[at]:
+                        self._next(self._lines[at], ahead)
+            for at in range(begin, end):
+                if not done[at]:
+                    self._next(self._lines[at], 0.0)
         return self._order
 
-    def _next(self, n: fx.Node, ahead: float) -> None:
-        if n not in self._done:
-            self._fill(n)
-        if n not in self._done:
-            if not self._fits(n):
-                self._catch_up(0.0)
-            self._emit(n)
+    def _next(self, line: Line, ahead: float) -> None:
+        if line.waits >= 0:
+            self._fill(line)
+        if not self._fits(line):
+            self._catch_up(0.0)
+        if not self._done[line.place]:
+            self._emit(line)
             self._catch_up(ahead)
 
-    def _emit(self, n: fx.Node) -> None:
-        self._clock.run(n)
-        self.alive.append(self._memory.run(n))
-        self._order.append(n)
-        self._done.add(n)
-        self._reached = max(self._reached, self._text.place[n])
-        for user in self._text.after[n]:
-            self._missing[user] -= 1
-            if not self._missing[user]:
-                heapq.heappush(self._ready, self._text.place[user])
+    def _emit(self, line: Line) -> None:
+        self._clock.run(line)
+        self.alive.append(self._memory.run(line.step))
+        self._order.append(line.place)
+        self._done[line.place] = True
+        self._reached = max(self._reached, line.place)
+        missing = self._missing
+        for user in line.after:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(self._ready, user)
 
-    def _fill(self, wait: fx.Node) -> None:
+    def _fill(self, wait: Line) -> None:
         """While the collective that a line waits for is under way, others run."""
-        start = self._text.started(wait)
-        if start is None:
-            return
-        limit = min(self._text.place[wait] + WINDOW, self._end - 1)
+        end = self._clock.ends[wait.waits]
+        limit = min(wait.place + WINDOW, self._end - 1)
         aside: list[int] = []
-        while self._ready and self._clock.now < self._clock.ends[start]:
-            place = heapq.heappop(self._ready)
-            n = self._text.nodes[place]
-            if n in self._done:
+        while self._ready and self._clock.now < end:
+            at = heapq.heappop(self._ready)
+            if self._done[at]:
                 continue
-            if place > limit:
-                aside.append(place)
+            if at > limit:
+                aside.append(at)
                 break
-            if n is wait or self._would_wait(n) or not self._fits(n):
-                aside.append(place)
+            line = self._lines[at]
+            if line is wait or self._would_wait(line) or not self._fits(line):
+                aside.append(at)
             else:
-                self._emit(n)
-        for place in aside:
-            heapq.heappush(self._ready, place)
+                self._emit(line)
+        for at in aside:
+            heapq.heappush(self._ready, at)
 
-    def _fits(self, n: fx.Node) -> bool:
-        return within(self._memory.would_be(n), self._most)
+    def _fits(self, line: Line) -> bool:
+        return within(self._memory.would_be(line.step), self._most)
 
-    def _would_wait(self, n: fx.Node) -> bool:
+    def _would_wait(self, line: Line) -> bool:
         """Does the rank stand still for it? It may begin any collective: all ranks run the same text."""
-        start = self._text.started(n)
-        if start is not None:
-            return self._clock.ends[start] > self._clock.now
-        return n in self._text.stops
+        return self._clock.ends[line.waits] > self._clock.now if line.waits >= 0 else line.stops
 
     def _catch_up(self, ahead: float) -> None:
         """Run lines that others have overtaken, oldest first; of gradients of weights `ahead` seconds are put off."""
-        text, put_off, aside = self._text, [], []
-        while self._ready and self._ready[0] < self._reached:
-            n = text.nodes[place := heapq.heappop(self._ready)]
-            if n in self._done:
+        ready = self._ready
+        put_off: list[Line] = []
+        aside: list[int] = []
+        while ready and ready[0] < self._reached:
+            at = heapq.heappop(ready)
+            if self._done[at]:
                 continue
-            if self._would_wait(n):
-                aside.append(place)
-            elif text.work[n].seconds and ahead and n not in text.leads:
-                put_off.append(place)
+            line = self._lines[at]
+            if self._would_wait(line):
+                aside.append(at)
+            elif ahead and line.seconds and not line.leads:
+                put_off.append(line)
             else:
-                self._emit(n)
-        left = sum(text.work[text.nodes[place]].seconds for place in put_off)
-        for place in put_off:
+                self._emit(line)
+        left = sum(line.seconds for line in put_off)
+        for line in put_off:
             if left > ahead:
-                left -= text.work[text.nodes[place]].seconds
-                self._emit(text.nodes[place])
+                left -= line.seconds
+                self._emit(line)
             else:
-                aside.append(place)
-        for place in aside:
-            heapq.heappush(self._ready, place)
+                aside.append(line.place)
+        for at in aside:
+            heapq.heappush(ready, at)

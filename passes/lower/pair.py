@@ -31,7 +31,7 @@ from shardc.ir.pairs import Pair, prefix_of, shared
 from shardc.ir.program import Program
 from shardc.ir.stage import Lowered
 from shardc.passes.lower.memory import Memory, Sizes
-from shardc.passes.lower.overlap import Clock, Text, best_order, within
+from shardc.passes.lower.overlap import Clock, Line, Text, best_order, within
 from shardc.passes.lower.seconds import Seconds
 from shardc.runtime import ops
 
@@ -148,27 +148,26 @@ class _Half:
     """
 
     def __init__(self, text: Text, *, back: bool) -> None:
-        self.lines = [n for n in text.nodes if bool(n.meta.get("back")) == back]
-        self._seconds = {n: text.work[n].seconds + text.sends[n] for n in self.lines}
-        self.takes = sum(self._seconds.values()) or 1.0
-        self.sends = sum(text.sends[n] > 0 for n in self.lines)
+        self.lines = [text.lines[i] for i, n in enumerate(text.nodes) if bool(n.meta.get("back")) == back]
+        self.takes = sum(line.seconds + line.sends for line in self.lines) or 1.0
+        self.sends = sum(line.sends > 0 for line in self.lines)
         self.at, self.done = 0, 0.0
-        self.lead: dict[fx.Node, float] = {}
+        self.lead: dict[int, float] = {}
         left = math.inf
-        for n in reversed(self.lines):
-            left = 0.0 if text.sends[n] else left + text.work[n].seconds
-            self.lead[n] = left
+        for line in reversed(self.lines):
+            left = 0.0 if line.sends else left + line.seconds
+            self.lead[line.place] = left
 
     @property
     def ended(self) -> bool:
         return self.at == len(self.lines)
 
     @property
-    def next(self) -> fx.Node:
+    def next(self) -> Line:
         return self.lines[self.at]
 
     def run(self) -> None:
-        self.done += self._seconds[self.next]
+        self.done += self.next.seconds + self.next.sends
         self.at += 1
 
 
@@ -180,28 +179,30 @@ def _side_by_side(text: Text, most: tuple[int, int], lead: float) -> list[fx.Nod
     """
     halves = [_Half(text, back=back) for back in (False, True)]
     most_ahead = lead / max(1, *(h.sends for h in halves))
-    memory, clock, order = Memory(text.uses), Clock(text), list[fx.Node]()
+    memory, clock, order = Memory(text.uses), Clock(), list[fx.Node]()
     gathered: set[Any] = set()  # buckets that a forward gathers now: the other half may not begin to
 
     def urgent(h: _Half) -> tuple[float, bool, float]:
-        start = text.started(h.next)
-        waits = max(clock.ends[start] - clock.now, 0.0) if start is not None else 0.0
+        waits = max(clock.ends[h.next.waits] - clock.now, 0.0) if h.next.waits >= 0 else 0.0
         ahead = max(h.done / h.takes - other.done / other.takes for other in halves if other is not h)
-        return waits, ahead > most_ahead, h.lead[h.next]
+        return waits, ahead > most_ahead, h.lead[h.next.place]
+
+    def blocked(n: fx.Node) -> bool:
+        return n.target is ops.gather_start and n.args[1] in gathered
 
     while open_ := [h for h in halves if not h.ended]:
-        free = [h for h in open_ if not (h.next.target is ops.gather_start and h.next.args[1] in gathered)]
-        fits = (h for h in sorted(free, key=urgent) if within(memory.would_be(h.next), most))
+        free = [h for h in open_ if not blocked(text.nodes[h.next.place])]
+        fits = (h for h in sorted(free, key=urgent) if within(memory.would_be(h.next.step), most))
         half = next(fits, None)
         if half is None:
             return None
-        n = half.next
+        n = text.nodes[half.next.place]
         if n.target is ops.gather_start:
             gathered.add(n.args[1])
         elif n.target is ops.gather_wait:
             gathered.discard(n.args[0].args[1])  # type: ignore[union-attr]
-        memory.run(n)
-        clock.run(n)
+        memory.run(half.next.step)
+        clock.run(half.next)
         order.append(n)
         half.run()
     return order
