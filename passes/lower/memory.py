@@ -57,8 +57,8 @@ class Sizes:
         }
         #: By gathered bucket.
         self.parts = {f"bucket{i}": _part(program, b) for i, b in enumerate(program.buckets) if b.zero == 3}
-
-        self._known: dict[int, tuple[Any, int]] = {}  # by identity: calls of equal layers share the type of their result
+        #: By the identity of a type, which equal lines share: (it, bytes).
+        self._known: dict[int, tuple[Any, int]] = {}
 
     def bytes_of(self, n: fx.Node) -> int:
         """Of its result, or of all results, on one rank."""
@@ -182,7 +182,7 @@ class Uses:
         over ranks is made in a copy of it.
         """
         used = n.all_input_nodes
-        if n.target in WAITS and not _copies(used[0]):
+        if not isinstance(n.target, OpOverload) and n.target in WAITS and not _copies(used[0]):
             used = used + used[0].all_input_nodes
         return {self.owner[x] for x in used}
 
@@ -210,6 +210,8 @@ class Uses:
         unused = self.bytes[n] if self.owner[n] is n and not self._counts[n] else 0
         uses = tuple(self._number[x] for x in self.of[n] if x in self._number)
         step = Step(added + self._work[n].inside, added - self._parts_gone.get(n, 0) - unused, uses)
+        if isinstance(n.target, OpOverload):
+            return step
         if n.target is ops.put:
             step.fills, step.own = self.sizes.bucket_of(n), bool(n.kwargs.get("own"))
             step.put = 0 if step.fills else self.sizes.bytes_of(n.args[1])  # type: ignore[arg-type]

@@ -158,14 +158,16 @@ class Text:
         self.may_put_off = any(line.seconds and not line.leads for line in self.lines)
 
     def _line(self, n: fx.Node, work: Work, seconds: Seconds) -> Line:
+        at, before = self.place[n], [self.place[x] for x in n.all_input_nodes if x in self.place]
         copy, c = n.meta.get("copy"), n.meta.get("collective")
+        if isinstance(n.target, OpOverload):
+            return Line(at, work.seconds, 0.0, None, self.uses.steps[n], -1, False, False, before)
         sends = seconds.copied(copy) if copy is not None else seconds.sent(c) if c is not None else 0.0
         stream = HOST_LINK if copy is not None else c.axes if c is not None else None
         waits = self.place.get(n.args[0], -1) if n.target in WAITS else -1  # type: ignore[arg-type]
         begins = n.target in STARTS
         stops = bool(sends) and not begins and n.target not in EFFECTS
-        before = [self.place[x] for x in n.all_input_nodes if x in self.place]
-        return Line(self.place[n], work.seconds, sends, stream, self.uses.steps[n], waits, begins, stops, before)
+        return Line(at, work.seconds, sends, stream, self.uses.steps[n], waits, begins, stops, before)
 
     def _pinned(self) -> list[tuple[fx.Node, fx.Node]]:
         """(line, one that has to come before it): a bucket is gathered, and a value comes back from the host, no

@@ -11,12 +11,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardc.ir.metadata import Value
 from shardc.torch_private import OpOverload, TorchDispatchMode
 
 aten = torch.ops.aten
@@ -56,6 +58,18 @@ class Type:
             strides.append(strides[-1] * max(n, 1))
         return cls(tuple(shape), tuple(reversed(strides)) if shape else (), dtype, grad)
 
+    def __hash__(self) -> int:  # types are parts of many keys
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.stride, self.dtype, self.grad, self.ragged))
+
+    @cached_property
+    def value(self) -> Value:
+        """What a node of this type carries: the same object on every one."""
+        return Value(self.shape, self.dtype)
+
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).requires_grad_(self.grad)
 
@@ -86,10 +100,21 @@ class Line:
     kwargs: tuple[tuple[str, Any], ...] = ()
     types: Type | tuple[Type | None, ...] | None = None
 
-    def refs(self) -> list[Ref]:
+    @cached_property
+    def refs(self) -> tuple[Ref, ...]:
         found: list[Ref] = []
         map_refs((self.args, tuple(v for _, v in self.kwargs)), found.append)
-        return found
+        return tuple(found)
+
+    @cached_property
+    def value(self) -> Any:
+        """What its nodes carry as the type of their result or results: the same object."""
+        several = isinstance(self.types, tuple)
+        return tuple(t and t.value for t in self.types) if several else self.types and self.types.value  # type: ignore
+
+    @cached_property
+    def views(self) -> bool:
+        return is_view(self.target)
 
 
 def map_refs(a: Any, function: Callable[[Ref], Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from shardc.passes.lower.record import Line, Ref, Type
@@ -41,3 +42,10 @@ class Rule:
     grads: tuple[Ref | None, ...]
     types: tuple[Type | None, ...]
     kind: Kind
+
+    @cached_property
+    def wants(self) -> tuple[Ref, ...]:
+        """What its backward takes of forward: operands and results of the call, and what lines in its place make."""
+        own = len(self.forward or ())
+        refs = [r for line in self.backward for r in line.refs] + [r for r in self.grads if r is not None]
+        return tuple(r for r in dict.fromkeys(refs) if r.kind in ("x", "y") or (r.kind == "t" and r.index < own))

@@ -94,13 +94,13 @@ def _moved(
         if r.index in own:
             return False
         line = _renamed(forward[r.index], ours)
-        if is_view(line.target) and all(visit(x) for x in line.refs()):
+        if is_view(line.target) and all(visit(x) for x in line.refs):
             moved[r.index] = line
             return True
         return False
 
     for line in backward:
-        for r in line.refs():
+        for r in line.refs:
             if not visit(r):
                 own.add(r.index)
     for g in grads:
@@ -138,5 +138,5 @@ def _used(lines: list[Line], grads: Sequence[Ref | None]) -> list[Line]:
     for line in reversed(lines):
         if Ref("t", line.number) in needed:
             kept.append(line)
-            needed.update(line.refs())
+            needed.update(line.refs)
     return kept[::-1]

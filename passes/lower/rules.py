@@ -79,13 +79,14 @@ class Rules:
     def __init__(self, program: Program) -> None:
         self._program, self.rank = program, Rank(program)
         self._templates: dict[fx.Node, Template] = {}
+        self._numbers: dict[Hashable, int] = {}  # of distinct calls
         self._facts: dict[Hashable, Facts] = {}
         self._rules: dict[Hashable, Rule] = {}
 
     def template(self, node: fx.Node) -> Template:
         """The call without its graph."""
         if node not in self._templates:
-            self._templates[node] = template(node)
+            self._templates[node] = template(node, self._numbers)
         return self._templates[node]
 
     # --- forward

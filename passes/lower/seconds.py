@@ -100,7 +100,8 @@ class Seconds:
         self._found: dict[str, Work] = {}
         self._back: dict[str, Work] = {}  # of taped calls: their backward
         self._tapes: dict[str, str] = {}  # by the tape's name: the call's key
-        self._keys: dict[fx.Node, tuple[Any, str]] = {}  # of lines that were asked for: (target, key)
+        #: Of lines that were asked for: by what equal ones share and target, (the former, key).
+        self._keys: dict[tuple[int, int], tuple[Any, str]] = {}
 
     def of(self, n: fx.Node) -> Work:
         """Without what it sends."""
@@ -113,10 +114,11 @@ class Seconds:
         if n.target is ops.untaped:
             tape: Any = n.args[0]
             return self._back[self._tapes[tape.meta.get("tape", _name(tape))]]
-        target, key = self._keys.get(n, (None, ""))
-        if target is not n.target:
+        like = n.meta.get("like", n)
+        _, key = self._keys.get((id(like), id(n.target)), (None, ""))
+        if not key:
             key = repr((target_text(n.target), _with_types(n.args), _with_types(n.kwargs, leave=("tag",))))
-            self._keys[n] = n.target, key
+            self._keys[id(like), id(n.target)] = like, key
         if key not in self._found:
             self._found[key] = self._run(n, key)
         if n.target is ops.taped:

@@ -31,7 +31,7 @@ class Template:
     """target(*args, **kwargs), with Refs in the place of nodes and names. kwargs: by name, in alphabetical order.
 
     operands: what Ref("x", i) stands for in this call: its distinct tensors; names: what Ref("n", i) stands for. key:
-    equal for calls that are equal but for operands and names.
+    equal for calls of a program that are equal but for operands and names.
     """
 
     target: Any
@@ -39,7 +39,7 @@ class Template:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     names: tuple[Any, ...]
-    key: Hashable
+    key: int
 
     def call(self, value: Callable[[Ref], Any]) -> Any:
         """Run it. value: of an operand, of the mesh, of rng."""
@@ -63,8 +63,8 @@ class Template:
         return replace(self, args=args, kwargs={k: map_refs(a, put) for k, a in self.kwargs.items()}), places
 
 
-def template(node: fx.Node) -> Template:
-    """Of a call in a graph."""
+def template(node: fx.Node, numbers: dict[Hashable, int]) -> Template:
+    """Of a call in a graph. numbers: of the distinct calls so far."""
     order = {n: i for i, n in enumerate(dict.fromkeys(operands_of(node)))}
     at, called = _named(node.target)
     names: list[Any] = []
@@ -83,7 +83,8 @@ def template(node: fx.Node) -> Template:
     args = tuple(name(a) if i in at else put(a) for i, a in enumerate(node.args))
     kwargs = {k: name(node.kwargs[k]) if k in called else put(node.kwargs[k]) for k in sorted(node.kwargs)}
     operands = tuple(map(producer_of, order))
-    return Template(node.target, operands, args, kwargs, tuple(names), (node.target, _key(args), *_items(kwargs)))
+    key = numbers.setdefault((node.target, _key(args), *_items(kwargs)), len(numbers))
+    return Template(node.target, operands, args, kwargs, tuple(names), key)
 
 
 def item_name(node: fx.Node, i: int) -> str:

@@ -115,14 +115,12 @@ class Writer:
             if not isinstance(e, RuleRuns):
                 continue
             operands = self._template(e.node).operands
-            own = len(e.rule.forward or ())
-            refs = [r for line in e.rule.backward for r in line.refs()] + [r for r in e.rule.grads if r is not None]
-            for r in dict.fromkeys(refs):
-                if r.kind in ("x", "y"):
+            for r in e.rule.wants:
+                if r.kind == "t":
+                    yield e.node, Wanted(e.node, "t", r.index)
+                else:
                     made = operands[r.index] if r.kind == "x" else (e.node, r.index)
                     yield from ((e.node, w) for w in self._through(made))
-                elif r.kind == "t" and r.index < own:
-                    yield e.node, Wanted(e.node, "t", r.index)
 
     def _through(self, made: Made) -> Iterator[Wanted]:
         """A view of a gathered bucket is made again, from the bucket and what else it is made of."""
@@ -160,12 +158,9 @@ class Writer:
             kwargs = fx.map_arg({k: v for k, v in n.kwargs.items() if k != "overlap"}, lambda x: self._operand(x, look))
             several = isinstance(n.meta["value"], tuple) and n.target is not ops.gather_start  # which gives a handle
             node = _add(graph, n.target, args, kwargs, name=n.name)
-            node.meta = meta | {"value": n.meta["value"] if not several else tuple(map(_value, types))}
-            if not several:
-                node.meta["value"] = n.meta["value"] if n.target is ops.gather_start else _value(types[0])
-                found = {Wanted(n): node}
-            else:
-                found = self._items(graph, n, node, meta)
+            value = n.meta["value"] if n.target is ops.gather_start else _value(types[0])
+            node.meta.update(meta, value=tuple(map(_value, types)) if several else value, like=self._facts[n])
+            found = self._items(graph, n, node, meta) if several else {Wanted(n): node}
             for w, value in found.items():
                 if (view := self._facts[n].views[w.index]) >= 0:
                     self._memory[value] = look(self._template(n).operands[view])
@@ -197,7 +192,7 @@ class Writer:
         items = {}
         for i, t in enumerate(self._facts[n].types):
             item = _add(graph, operator.getitem, (node, i), name=item_name(n, i))
-            item.meta = {**meta, "value": _value(t)}
+            item.meta.update(meta, value=_value(t))
             item.meta.pop("collective", None)
             items[Wanted(n, "y", i)] = item
         return items
@@ -213,15 +208,12 @@ class Writer:
         if name is None:
             name = f"{args[0].name}_{args[1]}" if line.target is operator.getitem else _short(line)
         node = _add(graph, line.target, args, kwargs, name=name)
-        several = isinstance(line.types, tuple)
-        node.meta = {k: v for k, v in meta.items() if k != "collective"}
-        node.meta["value"] = tuple(map(_value, line.types)) if several else _value(line.types)  # type: ignore[arg-type]
+        node.meta.update(meta, value=line.value, like=line)
         first = args[0] if args and isinstance(args[0], fx.Node) else None
-        maker = first if line.target is operator.getitem else node
-        if first is not None and maker is not None and is_view(maker.target):
+        if first is not None and (is_view(first.target) if line.target is operator.getitem else line.views):
             self._memory[node] = first
-        if "collective" in meta and line.target in (ops.transpose, ops.transpose_start, ops.taped, ops.untaped):
-            node.meta["collective"] = meta["collective"]
+        if "collective" in meta and line.target not in (ops.transpose, ops.transpose_start, ops.taped, ops.untaped):
+            del node.meta["collective"]
         return node
 
     # --- forward
@@ -236,7 +228,7 @@ class Writer:
         for n in self._graph.nodes:
             if n.op == "placeholder":
                 found[Wanted(n)] = node = graph.placeholder(n.name)
-                node.meta = dict(n.meta)
+                node.meta.update(n.meta)
             elif is_call(n):
                 meta = {k: v for k, v in n.meta.items() if k in ("source", "collective", "region", "kept", "again")}
                 if (c := meta.get("collective")) is not None:
@@ -320,7 +312,7 @@ class Writer:
     def _placeholder(self, name: str, meta: Mapping[str, Any]) -> fx.Node:
         node = self._back.placeholder(name)
         assert node.name == name, f"{name} is taken"
-        node.meta = {k: v for k, v in meta.items() if k in ("value", "source")}
+        node.meta.update((k, meta[k]) for k in ("value", "source") if k in meta)
         self._placeholders[name] = node
         return node
 
@@ -368,8 +360,9 @@ class Writer:
             for i, r in enumerate(rule.grads)
             if r is not None and r.kind == "t" and rule.kind != "begun"
         }
-        for ref in dict.fromkeys(r for line in rule.backward for r in line.refs() if r.kind in ("x", "y")):
-            if (operands[ref.index] if ref.kind == "x" else (n, ref.index)) in self._gathered:
+        for ref in rule.wants if self._gathered else ():
+            made = operands[ref.index] if ref.kind == "x" else (n, ref.index)
+            if ref.kind != "t" and made in self._gathered:
                 at(ref)  # as under autograd: a gather is waited for, and the next one begins, before there is more
         for line in rule.backward:
             local[line.number] = self._line(self._back, line, at, named.get(line.number), meta)
@@ -398,7 +391,7 @@ class Writer:
             c: Collective | None = start.meta.get("collective")
             if c is not None and c.backward != "none":
                 meta["collective"] = replace(c, kind=c.backward, backward="none", packed=0)
-        node.meta = meta
+        node.meta.update(meta)
 
     def _sum_of(self, bucket: int) -> Collective:
         """Of the gradients of a bucket of whole parameters."""
@@ -460,14 +453,14 @@ class Writer:
         start: Any = n.args[0]
         params = fx.map_arg(start.args[0], lambda x: self._placeholders[x.name])
         first = _add(self._back, ops.regather_start, (params, start.args[1]), name=f"{start.name}_again")
-        first.meta = self._meta(start, repeats=True, value=tuple(map(_value, self._facts[n].types)))
+        first.meta.update(self._meta(start, repeats=True, value=tuple(map(_value, self._facts[n].types))))
         if (c := start.meta.get("collective")) is not None:
             first.meta["collective"] = replace(c, backward="none")
         there = _add(self._back, ops.regather_wait, (first,), name=n.name)
-        there.meta = self._meta(n, repeats=True, value=first.meta["value"])
+        there.meta.update(self._meta(n, repeats=True, value=first.meta["value"]))
         for i, t in enumerate(self._facts[n].types):
             item = _add(self._back, operator.getitem, (there, i), name=item_name(n, i))
-            item.meta = self._meta(n, repeats=True, value=_value(t))
+            item.meta.update(self._meta(n, repeats=True, value=_value(t)))
             self._found[Wanted(n, "y", i)] = item
         self._gathers.append((n, first, there))
 
@@ -497,17 +490,18 @@ def _add(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, name: str
 ) -> fx.Node:
     """A call at the end of a graph. (Given arguments, create_node looks through them for sizes that are symbols, which
-    takes longer than all else that it does.)
+    takes longer than all else that it does. And a node whose attributes are set is taken out of its graph's table of
+    targets and put in again; neither changes here. So metadata are put into the dict that a node has.)
     """
     node = graph.create_node("call_function", target, name=name)
-    node.args = args
+    object.__setattr__(node, "args", args)
     if kwargs:
-        node.kwargs = kwargs
+        object.__setattr__(node, "kwargs", kwargs)
     return node
 
 
 def _value(t: Type | None) -> Value | None:
-    return None if t is None else Value(t.shape, t.dtype)
+    return None if t is None else t.value
 
 
 def _short(line: Line) -> str:

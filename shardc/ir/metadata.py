@@ -22,6 +22,8 @@ All keys of `node.meta` that passes may rely on
         "again"       how often backward repeats the op, on collectives
     in the graphs of lowered stages' backward
         "of"          name of the op of forward that a line belongs to; "repeats": whether the line runs it again
+    in both graphs of lowered stages, as they are compiled
+        "like"        what lines have in common that are equal but for names: the same object (shardc.passes.lower)
 """
 
 from __future__ import annotations
