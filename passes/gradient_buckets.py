@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.buckets import Bucket, Rounded
-from shardc.ir.graph import source_of
+from shardc.ir.graph import add_node, copy_graph, source_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PartialGrad, Shard
@@ -177,8 +177,7 @@ class GradientBuckets(Pass):
         """A copy of a stage's graph in which ops take the parameters of cut buckets from
         `gather_wait` and `updated`.
         """
-        copy = fx.Graph()
-        copy.output(copy.graph_copy(program.stages[stage].graph, {}))
+        copy = copy_graph(program.stages[stage].graph)
         nodes = {n.name: n for n in copy.nodes}
         position = {n: i for i, n in enumerate(copy.nodes)}.__getitem__
         used: list[tuple[fx.Node, int]] = []
@@ -219,7 +218,6 @@ class GradientBuckets(Pass):
                                 u.replace_all_uses_with(item)
                                 copy.erase_node(u)
             copy.erase_node(before)
-        copy.lint()
         return copy
 
     def _start(self, graph: fx.Graph, nodes: dict[str, fx.Node], i: int, program: Program) -> fx.Node:
@@ -241,9 +239,8 @@ class GradientBuckets(Pass):
 def _node(
     graph: fx.Graph, target: object, args: tuple[object, ...], name: str, value: Value | tuple[Value, ...]
 ) -> fx.Node:
-    node = graph.create_node("call_function", target, args, {}, name=name)  # type: ignore[arg-type]
-    node.meta |= {"value": value, "source": Source()}
-    return node
+    meta = {"value": value, "source": Source()}
+    return add_node(graph, "call_function", target, args, name=name, meta=meta)
 
 
 def _read_otherwise(p: Param, compute: torch.dtype, user: fx.Node) -> ShardcError:
@@ -255,16 +252,18 @@ def _read_otherwise(p: Param, compute: torch.dtype, user: fx.Node) -> ShardcErro
 
 def _types(program: Program, b: Bucket) -> tuple[Value, ...]:
     """What ops get of a bucket."""
-    return tuple(replace(program.param(n).value, dtype=b.compute or program.param(n).dtype) for n in b.params)
+    params = (program.placed_params[n] for n in b.params)
+    return tuple(replace(p.value, dtype=b.compute or p.dtype) for p in params)
 
 
-def _rounding(program: Program, param: str) -> Rounded | None:
-    """How all that reads a parameter, or casts of it, rounds it; None if something does not, or not alike."""
+def _rounding(param: Sequence[fx.Node]) -> Rounded | None:
+    """How all that reads a parameter, or casts of it, rounds it; None if something does not, or not alike. param: its
+    placeholders in the stages that take it.
+    """
     found: set[Rounded | None] = set()
     dtypes: set[Any] = set()
-    for stage in program.stages:
-        node = next((n for n in stage.graph.find_nodes(op="placeholder") if n.name == param), None)
-        readers = list(node.users) if node is not None else []
+    for node in param:
+        readers = list(node.users)
         casts = [r for r in readers if r.target is _CAST]
         dtypes |= {r.kwargs.get("dtype") if r in casts else None for r in readers}
         pairs = [(r, node) for r in readers if r.target is not _CAST] + [(u, c) for c in casts for u in c.users]
@@ -307,8 +306,11 @@ class _Uses:
         self._first_user: dict[tuple[int, str], str] = {}
         self._casts: dict[str, set[torch.dtype | None]] = {}
         names = {p.name for p in program.params}
+        nodes: dict[str, list[fx.Node]] = {p: [] for p in names}
         for i, stage in enumerate(program.stages):
             for node in stage.graph.nodes:
+                if node.op == "placeholder" and node.name in names:
+                    nodes[node.name].append(node)
                 for used in (x for x in node.all_input_nodes if x.name in names):
                     self.first.setdefault(used.name, self.end)
                     self._last[used.name] = self.end
@@ -320,7 +322,7 @@ class _Uses:
                     )
                     self._casts.setdefault(used.name, set()).add(cast if isinstance(cast, torch.dtype) else None)
                 self.end += 1
-        self._rounded = {p: how for p in self.first if (how := _rounding(program, p)) is not None}
+        self._rounded = {p: how for p in self.first if (how := _rounding(nodes[p])) is not None}
 
     def first_users(self, stage: int, params: tuple[str, ...]) -> list[str]:
         return [self._first_user[stage, p] for p in params if (stage, p) in self._first_user]

@@ -32,6 +32,7 @@ class Runner:
     dump: Path | None = None
     on_pass: Callable[[str], None] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    _checked: dict[int, fx.Graph] = field(default_factory=dict)  # by identity: no pass changes a graph that it gets
     _last: str = ""
 
     def run(self, name: str, work: Callable[..., Program], *args: Any) -> Program:
@@ -50,9 +51,11 @@ class Runner:
                 raise op_errors.out_of_memory(e, f"compile, {name}", fix=LESS_TO_COMPILE) from e
             raise
         self.seconds[name] = round(time.perf_counter() - start, 3)
-        check(program.graph, program, typed=name != "capture")
-        for stage in program.stages:
-            check(stage.graph, program, typed=True, piped=bool(program.axis))
+        for graph in (program.graph, *(s.graph for s in program.stages)):
+            check_placeholders(graph, program, piped=bool(program.axis) and graph is not program.graph)
+            if id(graph) not in self._checked:
+                check(graph, typed=name != "capture")
+                self._checked |= {id(graph): graph} if name != "capture" else {}
         if self.dump:
             self._dump(name, program)
         return program
@@ -76,18 +79,21 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def check(graph: fx.Graph, program: Program, *, typed: bool, piped: bool = False) -> None:
-    """Assert what holds for every graph (see shardc.ir.program): lint, placeholders in order, metadata on every op.
-
-    typed: every op has a value. A captured graph still has ops without one, asserts, which canonical drops.
-    piped: the graph is one stage of a pipeline.
-    """
-    graph.lint()
+def check_placeholders(graph: fx.Graph, program: Program, *, piped: bool) -> None:
+    """Assert that a graph takes what its program's tables list, in order. piped: it is one stage of a pipeline."""
     names = [n.name for n in graph.nodes if n.op == "placeholder" and "collective" not in n.meta]
     expected = ["mesh", "rng", *(x.name for xs in (program.params, program.buffers, program.inputs) for x in xs)]
     if piped:  # a stage takes what it uses
         expected = [n for n in expected if n in names]
     assert names == expected, f"placeholders {names} are not {expected}"
+
+
+def check(graph: fx.Graph, *, typed: bool) -> None:
+    """Assert what holds for every graph (see shardc.ir.program): lint, metadata on every op.
+
+    typed: every op has a value. A captured graph still has ops without one, asserts, which canonical drops.
+    """
+    graph.lint()
     for node in graph.nodes:
         if node.op == "call_function":
             assert not typed or node.meta.get("value") is not None, f"{node} has no type"

@@ -103,7 +103,7 @@ class Part:
 
 def _part(program: Program, b: Bucket) -> Part:
     away = "parameters" in program.offload.used
-    dtype = b.compute or next(p.dtype for p in program.params if p.name == b.params[0])
+    dtype = b.compute or program.placed_params[b.params[0]].dtype
     copied = away or b.compute is not None
     return Part(Flat.of(program, b).part * dtype.itemsize if copied else 0, away)
 

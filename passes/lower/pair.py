@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.graph import copy_graph
+from shardc.ir.graph import add_node, copy_graph
 from shardc.ir.pairs import Pair, prefix_of, shared
 from shardc.ir.program import Program
 from shardc.ir.stage import Lowered
@@ -77,9 +77,9 @@ def _joined(program: Program, first: fx.Graph, then: fx.Graph, prefix: str) -> f
                 env[graph][n] = placed[n.name if not own or n.name in same else own + n.name]
             elif n.op == "call_function":
                 args, kwargs = (fx.map_arg(a, env[graph].__getitem__) for a in (n.args, n.kwargs))
-                node = made.create_node("call_function", n.target, args, kwargs, name=own + n.name)
-                node.meta = {k: v for k, v in n.meta.items() if k != "piece"}
-                node.meta |= {"named": n.name, "back": True} if own else {}
+                meta = {k: v for k, v in n.meta.items() if k != "piece"}
+                meta |= {"named": n.name, "back": True} if own else {}
+                node = add_node(made, "call_function", n.target, args, kwargs, name=own + n.name, meta=meta)
                 env[graph][n] = _named(node, own + n.name)
     returned = (fx.map_arg(graph.output_node().args[0], env[graph].__getitem__) for graph in (first, then))
     made.output(tuple(returned))

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from shardc.artifact.emit import EFFECTS
-from shardc.ir.graph import is_call, producer_of, source_of
+from shardc.ir.graph import add_node, is_call, producer_of, source_of
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.offload import HostCopy
 from shardc.ir.program import Program
@@ -489,15 +489,8 @@ class Writer:
 def _add(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, name: str
 ) -> fx.Node:
-    """A call at the end of a graph. (Given arguments, create_node looks through them for sizes that are symbols, which
-    takes longer than all else that it does. And a node whose attributes are set is taken out of its graph's table of
-    targets and put in again; neither changes here. So metadata are put into the dict that a node has.)
-    """
-    node = graph.create_node("call_function", target, name=name)
-    object.__setattr__(node, "args", args)
-    if kwargs:
-        object.__setattr__(node, "kwargs", kwargs)
-    return node
+    """A call at the end of a graph."""
+    return add_node(graph, "call_function", target, args, kwargs, name=name)
 
 
 def _value(t: Type | None) -> Value | None:

@@ -35,8 +35,7 @@ class Flat:
 
     @classmethod
     def of(cls, program: Program, bucket: Bucket) -> Flat:
-        by_name = {p.name: p for p in program.params}
-        params = [by_name[n] for n in bucket.params]
+        params = [program.placed_params[n] for n in bucket.params]
         shapes = tuple(p.value.local_shape(program.mesh) for p in params)
         # parameters as stored, as ops take them, and their gradients lie alike
         dtypes = (

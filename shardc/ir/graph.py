@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -24,9 +24,36 @@ def copy_graph(graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None) -> fx
 
     env: gets the new node for every old one; what is in it before is used in place of a copy.
     """
-    new = fx.Graph()
-    new.output(new.graph_copy(graph, {} if env is None else env))
+    new, env = fx.Graph(), {} if env is None else env
+    for n in graph.nodes:
+        if n.op == "output":
+            new.output(fx.map_arg(n.args[0], env.__getitem__))
+        elif n not in env:
+            args, kwargs = (fx.map_arg(a, env.__getitem__) for a in (n.args, n.kwargs))
+            env[n] = add_node(new, n.op, n.target, args, kwargs, name=n.name, meta=n.meta)
     return new
+
+
+def add_node(
+    graph: fx.Graph,
+    op: str,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    name: str,
+    meta: Mapping[str, Any] | None = None,
+) -> fx.Node:
+    """A node at the insertion point, in half the time that fx takes: given arguments, its create_node looks through
+    them for sizes that are symbols, and a node whose attributes are set is taken out of its graph's table of targets
+    and put in again, though the table has neither arguments nor metadata.
+    """
+    node = graph.create_node(op, target, name=name)
+    object.__setattr__(node, "args", args)
+    if kwargs:
+        object.__setattr__(node, "kwargs", kwargs)
+    node.meta.update(meta or {})
+    return node
 
 
 def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:

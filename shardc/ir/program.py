@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -166,6 +167,11 @@ class Program:
     def module_aliases(self) -> dict[str, tuple[str, ...]]:
         """All names of a module by each of them, for modules that have several."""
         return {name: names for names in self.shared_modules for name in names}
+
+    @cached_property
+    def placed_params(self) -> Mapping[str, Param]:
+        """The parameters by placeholder name."""
+        return {p.name: p for p in self.params}
 
     def param(self, name: str) -> Param:
         """A parameter by placeholder name or by any of its FQNs. Raises UnknownParameterError."""
