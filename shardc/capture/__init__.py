@@ -19,7 +19,8 @@ autograd_function       custom autograd Functions keep their backward
 attribute_reads         what forward reads of modules: `self.training`, plain values, counters; global_reads: of names
                         of the file that it stands in
 masked_rows             rows chosen by a mask, in a fixed size; expert_loops makes the experts op of loops over experts
-equal_layers            equal layers are traced once, and copied in the graph
+equal_layers            equal layers are traced once; hidden_layers: the others are not seen by torch's export;
+                        layer_copies: they are copied in the graph
 random_choices          what a model's masks are, tried on random numbers; dependence: what values depend on
 inline_regions          `with torch.no_grad()` in a graph; value_checks: checks that are left out
 inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
@@ -40,7 +41,6 @@ from torch import nn
 from shardc.capture import (
     attribute_reads,
     compare_eager,
-    equal_layers,
     expert_loops,
     flex_attention,
     global_reads,
@@ -50,8 +50,9 @@ from shardc.capture import (
     wrapped_models,
 )
 from shardc.capture.batch_leaves import Leaves, with_plain_dicts
-from shardc.capture.export import export
+from shardc.capture.export import Fold, export
 from shardc.capture.forward_arguments import keys_of_loss
+from shardc.capture.hidden_layers import HiddenError, UnlikeError
 from shardc.capture.lift import lift
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf, check_loss
 from shardc.capture.loss import default_loss as default_loss
@@ -103,25 +104,29 @@ def capture(
     # Perhaps rows are chosen by values: of loops over experts.
     # Equal layers are traced once, unless something is special: then the whole is traced, and says what is wrong.
     folds = not generates and not any(g.sets for g in read_before)
-    ways = ((True, False, False), (False, False, False), (False, True, False), (False, True, True))
-    for fold, sizes, rows in ways[not folds :]:
+    ways = [(True, False, False)] * folds + [(False, False, False), (False, True, False), (False, True, True)]
+    shown: frozenset[str] | None = frozenset()
+    while True:
+        fold, sizes, rows = ways[0]
         try:
             with (
                 side_effects.unchanged(model) as changes,
                 attribute_reads.recorded(model, changes) as reads,
                 global_reads.of_environment() as environment,
             ):
-                given = (reads, changes) if fold else None
+                given = Fold(reads, changes, shown) if fold else None
                 exported = export(model, leaves, loss, forward, sizes=sizes, rows=rows, fold=given)
             break
-        except equal_layers.UnlikeError:
+        except HiddenError as e:  # of the equal layers more have to be in sight; or all, if that will not do
+            shown = None if shown else e.paths
             continue
+        except UnlikeError:
+            pass
         except ShardcError as e:
-            if fold:
-                continue
             if rows or (sizes and not refusals.of_values(e)):
                 raise (refused if rows and refused and not isinstance(e, DrawnError) else e) from None
-            refused = e
+            refused = None if fold else e
+        del ways[0]
     changes.refuse_created()
     if forward is not None:
         kept = {n: x for n, x in exported.updated.items() if n in exported.caches}

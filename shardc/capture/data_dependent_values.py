@@ -83,8 +83,11 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
         if not _saved(model, n) and b.device.type != "meta" and not isinstance(b, FakeTensor)
     }
 
+    held = {n: model.get_submodule(n.rpartition(".")[0])._buffers for n in kept}
+
     def known(x: Tensor) -> Tensor | None:
-        names = {node: n for n, b in model.named_buffers() if n in kept and (node := traced_node(b)) is not None}
+        now = ((n, b) for n in kept if (b := held[n].get(n.rpartition(".")[2])) is not None)
+        names = {node: n for n, b in now if (node := traced_node(b)) is not None}
         value, used = constant_value(x, {node: kept[n] for node, n in names.items()})
         reads.buffers.update(dict.fromkeys((names[node] for node in used), source.of_call()) if used else {})
         return value

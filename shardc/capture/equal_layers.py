@@ -2,58 +2,34 @@
 op, which afterwards becomes a copy of what the first one added to the graph.
 
     for layer in self.layers:     layers.0   norm, linear, ... 25 ops
-        x = layer(x, mask)        layers.1   equal_layer(1, [x, mask, weights of 1], [x, mask, weights of 0, results])
-                                  layers.2   equal_layer(2, [x, mask, weights of 2], [...])
+        x = layer(x, mask)        layers.1   equal_layer(1, [x, mask], [x and mask of layers.0], [its results])
+                                  layers.2   equal_layer(2, [x, mask], [], [...])
 
 The model's own loop runs over all layers, so what it does between them, and what it gives to which, is traced. A layer
 stands for another one only where Python could not tell them apart while it was traced (`folded`), and where the graph
-shows that nothing went past the arguments and results (`unfold`). Else the model is traced whole.
+shows that nothing went past the arguments and results (layer_copies). Else the model is traced whole. Layers that are
+expected to be copies are hidden from the tracer (hidden_layers).
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 
 from shardc.capture.attribute_reads import Reads
-from shardc.capture.inline_regions import unchanged
-from shardc.capture.inner_autograd import GRADIENT
+from shardc.capture.hidden_layers import Hidden, hidden
+from shardc.capture.layer_copies import EQUAL_LAYER, Copied, Copies, unfold
 from shardc.capture.side_effects import Changes, identity
-from shardc.torch_private import (
-    FakeTensor,
-    HigherOrderOperator,
-    OpOverload,
-    call_modes,
-    fake_device,
-    module_calls,
-    pytree,
-    traced_so_far,
-)
-
-torch.library.define("shardc::equal_layer", "(int call, Tensor[] own, Tensor[] first, int results) -> Tensor[]")
-
-
-def _results(call: int, own: Sequence[Tensor], first: Sequence[Tensor], results: int) -> list[Tensor]:
-    """Tensors like the results of the first layer, which are the last ones of `first`."""
-    like = first[len(first) - results :]
-    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in like]
-
-
-def _no_backward(ctx: Any, *grads: Any) -> Any:
-    raise AssertionError("equal_layer is gone before anything runs")
-
-
-torch.library.impl("shardc::equal_layer", "CompositeExplicitAutograd", _results)
-torch.library.register_autograd("shardc::equal_layer", _no_backward)
-EQUAL_LAYER = torch.ops.shardc.equal_layer.default
+from shardc.ir.graph import placeholders
+from shardc.torch_private import FakeTensor, call_modes, fake_device, module_calls, pytree, traced_so_far
 
 #: Values that Python compares by what they are.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -62,10 +38,8 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs")))
 #: How far values in lists, dicts and functions are followed.
 _DEEP = 6
-
-
-class UnlikeError(Exception):
-    """Layers that were taken for equal are not: the model is traced whole."""
+#: Where there are fewer layers alike, hiding them saves nothing.
+_MANY = 4
 
 
 # --- layers that Python cannot tell apart
@@ -86,11 +60,8 @@ class _Layer:
 
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers, in order; one that has several names comes several times."""
-        found = []
-        for m in self.modules:
-            for held in ("_parameters", "_buffers"):
-                found += [x for x in _attributes(m)[held].values() if x is not None]
-        return found
+        held = (_attributes(m)[h] for m in self.modules for h in ("_parameters", "_buffers"))
+        return [x for each in held for x in dict.values(each) if x is not None]  # hidden ones are not asked for
 
 
 def _attributes(m: nn.Module) -> dict[str, Any]:
@@ -188,9 +159,9 @@ def _same(a: Any, b: Any, twins: Mapping[int, nn.Module], deep: int) -> bool:
 
 @dataclass(eq=False)
 class _First:
-    """A call of a layer that was traced as it is. key: what Python sees of its arguments; touched: the attributes of
-    its modules that Python read; results: what it returned, flat; at: for each the number of the operand that it is, or
-    -1.
+    """A call of a layer that was traced as it is. key: what Python sees of its arguments; operands: the tensors among
+    them; touched: the attributes of its modules that Python read; results: what it returned, flat; at: for each the
+    number of the operand that it is, or -1. copied: a copy stands for another layer already.
     """
 
     layer: _Layer
@@ -200,6 +171,7 @@ class _First:
     results: list[Any]
     structure: Any
     at: list[int]
+    copied: bool = False
 
     @property
     def made(self) -> list[Tensor]:
@@ -208,16 +180,16 @@ class _First:
 
 
 class Folding:
-    """What was folded while a model was traced. calls: names of (the layer that was traced, the one that is equal to
-    it), by the number of the op.
+    """What was folded while a model was traced. calls: by the number of the op. hidden: the layers that have to be
+    copies.
     """
 
-    def __init__(
-        self, reads: Reads, changes: Changes, effects: Callable[[str], object], callers: Sequence[nn.Module]
-    ) -> None:
-        self._reads, self._changes, self._effects, self._callers = reads, changes, effects, callers
+    def __init__(self, layers: Layers, reads: Reads, changes: Changes, effects: Callable[[str], object]) -> None:
+        self._layers, self.hidden = layers
+        self._callers: Sequence[nn.Module] = self.hidden.calls
+        self._reads, self._changes, self._effects = reads, changes, effects
         self._firsts: dict[tuple[int, int], list[_First]] = {}
-        self.calls: list[tuple[str, str]] = []
+        self.calls: list[Copied] = []
 
     def forward_of(self, layer: _Layer) -> Callable[..., Any]:
         """What a layer runs in the place of its forward."""
@@ -230,17 +202,34 @@ class Folding:
             original = functools.partial(function, caller if called else layer.module)
             again, layer.called = layer.called, True
             leaves, structure = pytree.tree_flatten((args, kwargs))
-            if again or not all(isinstance(x, (FakeTensor, *_PLAIN)) for x in leaves) or not self._plain(layer):
+            plain = not again and all(isinstance(x, (FakeTensor, *_PLAIN)) for x in leaves) and self._plain(layer)
+            operands = [x for x in leaves if isinstance(x, Tensor)]
+            key: Any = None
+            if plain:
+                known = [("tensor", *_type(x)) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
+                key = (structure, known, _ties(operands), _places(operands, layer.tensors()), call_modes())
+                for first in self._firsts.get(layer.kind, ()):
+                    if first.key == key and _read_alike(first, layer):
+                        return self._copy(first, layer, operands)
+            if layer.path in self.hidden.paths:
+                raise self.hidden.show(self._others(layer, key))
+            if not plain:
                 return original(*args, **kwargs)
-            operands = [*(x for x in leaves if isinstance(x, Tensor)), *layer.tensors()]
-            known = [("tensor", *_type(x)) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
-            key = (structure, known, _ties(operands), call_modes())
-            for first in self._firsts.get(layer.kind, ()):
-                if first.key == key and _read_alike(first, layer):
-                    return self._copy(first, layer, operands)
             return self._trace(layer, functools.partial(original, *args, **kwargs), key, operands)
 
         return forward
+
+    def _others(self, layer: _Layer, key: Any) -> Iterator[str]:
+        """The layers that are to be in sight, as this one is no copy of those that were traced: it, and one of each
+        kind that differs in what Python read.
+        """
+        yield layer.path
+        for first in [f for f in self._firsts.get(layer.kind, ()) if f.key == key]:
+            kinds = [first]
+            for other in self._layers:
+                if other.kind == layer.kind and not any(_read_alike(k, other) for k in kinds):
+                    kinds.append(replace(first, layer=other))
+                    yield other.path
 
     def _plain(self, layer: _Layer) -> bool:
         """Nobody looks into the layer from outside, and forward has set nothing in it."""
@@ -257,10 +246,10 @@ class Folding:
             touched, self._reads.touched = self._reads.touched, outer
             outer |= touched
         results, structure = pytree.tree_flatten(result)
-        places = {id(x): i for i, x in reversed(list(enumerate(operands)))}
-        at = [places.get(id(x), -1) for x in results]
+        tensors = [x for x in results if isinstance(x, Tensor)]
+        at = _places(results, operands)
         first = _First(layer, key, operands, _own(layer, touched), results, structure, at)
-        grad = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+        grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*operands, *layer.tensors()))
         added = traced_so_far()
         constants = any(n.op == "get_attr" for n in added[: len(added) - nodes])  # each layer has its own
         if (
@@ -268,6 +257,7 @@ class Folding:
             and self._state(layer, operands) == before
             and all(isinstance(x, (FakeTensor, *_PLAIN)) for x in results)
             and first.made
+            and all(i < 0 for i in _places(tensors, layer.tensors()))
             and all(x.requires_grad == (grad and (x.is_floating_point() or x.is_complex())) for x in first.made)
         ):
             self._firsts.setdefault(layer.kind, []).append(first)
@@ -277,14 +267,15 @@ class Folding:
         """What must be the same after a layer as before: what it holds, the modes, what capture has noted."""
         held = [_contents(v) for m in layer.modules for k, v in _attributes(m).items() if k not in _OF_EVERY_MODULE]
         return (
-            *(held, call_modes(), len(self._changes.written), [x.requires_grad for x in operands]),
+            *(held, call_modes(), len(self._changes.written)),
+            [x.requires_grad for x in (*operands, *layer.tensors())],
             self._effects(layer.path),
         )
 
     def _copy(self, first: _First, layer: _Layer, operands: list[Tensor]) -> Any:
-        self.calls.append((first.layer.path, layer.path))
-        made = first.made
-        each = iter(EQUAL_LAYER(len(self.calls) - 1, operands, [*first.operands, *made], len(made)))
+        self.calls.append(Copied(first.layer.path, layer.path))
+        others, first.copied = [] if first.copied else first.operands, True
+        each = iter(EQUAL_LAYER(len(self.calls) - 1, operands, others, first.made))
         results = [
             (operands[i] if i >= 0 else next(each)) if isinstance(x, Tensor) else x
             for x, i in zip(first.results, first.at, strict=True)
@@ -294,6 +285,12 @@ class Folding:
         for name in [n for n in self._reads.reading if n == first.layer.path or n.startswith(f"{first.layer.path}.")]:
             self._reads.reading.add(layer.path + name.removeprefix(first.layer.path))
         return pytree.tree_unflatten(results, first.structure)
+
+
+def _places(each: Sequence[Any], among: Sequence[Tensor]) -> list[int]:
+    """Which of some tensors each is, or -1."""
+    places = {id(x): i for i, x in reversed(list(enumerate(among)))}
+    return [places.get(id(x), -1) for x in each]
 
 
 def _read_alike(first: _First, layer: _Layer) -> bool:
@@ -330,20 +327,42 @@ def _plain_or_id(x: Any) -> Any:
     return (type(x), x) if isinstance(x, _PLAIN) else id(x)
 
 
+class Layers(NamedTuple):
+    """Those of which there are two alike, and those of them that are hidden."""
+
+    all: Sequence[_Layer]
+    hidden: Hidden
+
+
 @contextmanager
-def folded(model: nn.Module, reads: Reads, changes: Changes, effects: Callable[[str], object]) -> Iterator[Folding]:
-    """While open, the model's equal layers are traced once. reads, changes: what forward has read and set so far;
-    effects: what else capture noted, of a layer of this name.
+def out_of_sight(model: nn.Module, shown: frozenset[str] | None) -> Iterator[Layers]:
+    """While open, the model's layers that are expected to be copies are hidden. shown: but for these; None: no layer is
+    hidden.
     """
     layers = [x for x in _layers(model) if "forward" not in _attributes(x.module)]
+    kinds: dict[tuple[int, int], list[_Layer]] = {}
+    for x in layers:
+        kinds.setdefault(x.kind, []).append(x)
+    many = [x for kind in kinds.values() if len(kind) >= _MANY for x in kind[1:]]
+    with (
+        module_calls() as calls,
+        hidden([(x.path, x.modules) for x in many if shown is not None and x.path not in shown], calls) as found,
+    ):
+        yield Layers(layers, found)
+
+
+@contextmanager
+def folded(layers: Layers, reads: Reads, changes: Changes, effects: Callable[[str], object]) -> Iterator[Folding]:
+    """While open, the model's equal layers are traced once. layers: of `out_of_sight`. reads, changes: what forward has
+    read and set so far; effects: what else capture noted, of a layer of this name.
+    """
     try:
-        with module_calls() as callers:
-            folding = Folding(reads, changes, effects, callers)
-            for layer in layers:
-                _attributes(layer.module)["forward"] = folding.forward_of(layer)
-            yield folding
+        folding = Folding(layers, reads, changes, effects)
+        for layer in layers.all:
+            _attributes(layer.module)["forward"] = folding.forward_of(layer)
+        yield folding
     finally:
-        for layer in layers:
+        for layer in layers.all:
             _attributes(layer.module).pop("forward", None)
 
 
@@ -371,80 +390,30 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
 # --- in the graph
 
 
-def unfold(graph: fx.Graph, calls: Sequence[tuple[str, str]], cut: set[fx.Node]) -> None:
-    """Put a copy of the first layer's ops in the place of every `equal_layer`. calls: of `Folding`; cut: the nodes that
-    were computed without gradients, to which their copies are added.
-
-    Raises UnlikeError where a layer took or gave more than its arguments, weights and results.
+def copies(
+    model: nn.Module, exported: ExportedProgram, folding: Folding | None, writes: bool, cut: set[fx.Node]
+) -> Copies:
+    """The copies of equal layers that are still to be written. writes: something writes in place, which is to see all
+    layers: they are written now.
     """
-    if not calls:
-        return
-    if any(n.target is GRADIENT for n in graph.nodes):
-        raise UnlikeError("a gradient inside of forward looks at the graph while it is made")
-    segments: dict[str, list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=EQUAL_LAYER):
-        number: Any = node.args[0]
-        first, layer = calls[number]
-        if first not in segments:
-            segments[first] = _segment(graph, first)
-        _unfold(graph, node, segments[first], first, layer, cut)
-
-
-def _segment(graph: fx.Graph, path: str) -> list[fx.Node]:
-    """The nodes that a layer added."""
-    full = f"model.{path}"
-    return [n for n in graph.nodes if any(v[0] == full for v in (n.meta.get("nn_module_stack") or {}).values())]
-
-
-def _unfold(graph: fx.Graph, call: fx.Node, segment: list[fx.Node], first: str, layer: str, cut: set[fx.Node]) -> None:
-    args: Any = call.args
-    _, own, others, count = args
-    inside = set(segment)
-    operands = [_same_tensor(x, lambda n: n not in inside) for x in others[: len(others) - count]]
-    results = [_same_tensor(x, inside.__contains__) for x in others[len(others) - count :]]
-    env: dict[fx.Node, fx.Node] = {}
-    for x, y in zip(operands, own, strict=True):
-        if env.setdefault(x, y) is not y:
-            raise UnlikeError("one operand of a layer is two of another")
-    given = set(results)
-    with graph.inserting_before(call):
-        for n in segment:
-            outside = [u for u in n.users if u not in inside and u.target is not EQUAL_LAYER]
-            if n.op != "call_function" or isinstance(n.target, HigherOrderOperator) or (outside and n not in given):
-                raise UnlikeError("a layer gives more than its results")
-            if any(x not in env for x in n.all_input_nodes):
-                raise UnlikeError("a layer takes more than its arguments and weights")
-            env[n] = copy = graph.node_copy(n, env.__getitem__)
-            copy.meta["nn_module_stack"] = _renamed(n.meta["nn_module_stack"], first, layer)
-            if n in cut:
-                cut.add(copy)
-    for user in list(call.users):
-        assert user.target is operator.getitem
-        user.replace_all_uses_with(env[results[int(user.args[1])]])  # type: ignore[arg-type]
-        graph.erase_node(user)
-    graph.erase_node(call)
-
-
-def _same_tensor(node: fx.Node, fits: Callable[[fx.Node], bool]) -> fx.Node:
-    """The name that a tensor had earlier: an op that gives its operand back, as `x.to(dtype)` of that dtype, or that
-    writes into it, gives it a new one, by which it goes from then on.
-    """
-    before: Any = node
-    while not fits(before):
-        writes = isinstance(before.target, OpOverload) and before.target._schema.is_mutable
-        before = before.args[0] if writes else unchanged(before) if before.op == "call_function" else None
-        if before is None:
-            raise UnlikeError("operands or results of a layer are none in the graph")
-    found: fx.Node = before
+    if folding is None or not folding.calls:
+        return Copies(exported.graph, (), {})
+    folding.hidden.check()
+    if writes:
+        folding.hidden.show_all()
+    graph, nodes = exported.graph, placeholders(exported.graph)
+    by_name = {str(s.target).removeprefix("model."): nodes[s.arg.name] for s in exported.graph_signature.input_specs}
+    tensors = {
+        name: x for named in (model.named_parameters, model.named_buffers) for name, x in named(remove_duplicate=False)
+    }
+    by_tensor: dict[int, fx.Node] = {}
+    for name, node in ((n, by_name[n]) for n in tensors if n in by_name):  # one of two names has two placeholders
+        if (one := by_tensor.setdefault(id(tensors[name]), node)) is not node:
+            node.replace_all_uses_with(one)
+    stored = {name: by_tensor[id(x)] for name, x in tensors.items() if id(x) in by_tensor}
+    if writes:
+        unfold(graph, folding.calls, stored, cut)
+        return Copies(graph, (), {})
+    found = Copies(graph, folding.calls, stored)
+    found.find()
     return found
-
-
-def _renamed(stack: Mapping[str, Any], first: str, layer: str) -> dict[str, Any]:
-    """The modules around a node, which are those of another layer."""
-    old, new = f"model.{first}", f"model.{layer}"
-
-    def of(text: str) -> str:
-        head, found, tail = f"{text}.".partition(f"{old}.")
-        return f"{head}{new}.{tail}"[:-1] if found else text
-
-    return {of(k): (of(v[0]), *v[1:]) for k, v in stack.items()}

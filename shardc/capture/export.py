@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from shardc.capture.data_dependent_values import ValueReads, known_values
 from shardc.capture.foreign_parameters import ForeignParameters
 from shardc.capture.forward_arguments import arguments, check_call
 from shardc.capture.generation import GenerationOf, caches
+from shardc.capture.layer_copies import Copies
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf
 from shardc.capture.side_effects import Changes
 from shardc.capture.tensor_methods import traceable
@@ -54,9 +56,20 @@ from shardc.torch_private import (
 )
 
 
+class Fold(NamedTuple):
+    """Trace equal layers once. reads, changes: what was read of the model and what was set in it so far. shown: the
+    layers that must not be hidden (equal_layers.out_of_sight).
+    """
+
+    reads: Reads
+    changes: Changes
+    shown: frozenset[str] | None
+
+
 class Exported(NamedTuple):
     """updated: {FQN of a buffer: its new value}; beside: {name of what stands beside the loss: name of what it is
-    divided by, or ""}; caches: what a decoding step keeps, which are buffers of nobody.
+    divided by, or ""}; caches: what a decoding step keeps, which are buffers of nobody; copies: of equal layers, that
+    are to be written yet.
     """
 
     program: ExportedProgram
@@ -64,6 +77,7 @@ class Exported(NamedTuple):
     beside: dict[str, str]
     notes: tuple[str, ...]
     caches: dict[str, Tensor]
+    copies: Copies
 
 
 def export(
@@ -74,33 +88,33 @@ def export(
     *,
     sizes: bool = False,
     rows: bool = False,
-    fold: tuple[Reads, Changes] | None = None,
+    fold: Fold | None = None,
 ) -> Exported:
     """The exported model without regions and in-place ops. forward: there is no loss, but what it gives. sizes, rows:
-    see known_values. fold: trace equal layers once, which raises UnlikeError where they turn out not to be; what was
-    read of the model and what was set in it so far.
+    see known_values. fold: raises UnlikeError where layers turn out not to be equal, HiddenError where more have to be
+    in sight.
     """
     wrapper = _wrapper(model, leaves, loss, forward)
-    mode, tensors = patches.fakes(wrapper)
     own = {id(p): name for name, p in model.named_parameters()}
-    inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # one each: export merges inputs that are one object
     beside = loss is not None or forward is not None
     wrapper.training = model.training
     with (
         warnings.catch_warnings(),
+        equal_layers.out_of_sight(model, fold.shown) if fold else nullcontext() as layers,
         transformers.lean_transformers(model),
         transformers.as_one_op(),
         patches.export_patches(wrapper.side),
         flex_attention.as_ops(),
         known_values(model, sizes=sizes, rows=rows) as reads,
         traceable(),
-        patches.swapped(wrapper, tensors),
+        patches.faked(wrapper) as mode,
         inner_autograd.recorded(),
         traced_with(source.trace_of_call),
         silent(),
-        equal_layers.folded(model, *fold, partial(_noted, wrapper, reads)) if fold else nullcontext() as folding,
+        _folded(layers, fold, partial(_noted, wrapper, reads)) as folding,
     ):
         warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs
+        inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # one each: export merges those that are one
         numbers = side_effects.random_state()
         foreign = ForeignParameters(own)
         try:
@@ -109,6 +123,8 @@ def export(
         except (
             Exception
         ) as e:  # tracing runs the user's Python, which may raise anything; raised again as what it means
+            if folding is not None:
+                folding.hidden.check()
             if isinstance(e, TypeError) and not wrapper.beside.of_loss:
                 check_call(model, *arguments(model, leaves.batch(leaves.tensors), beside), own_loss=beside)
             raise refusals.of_error(e, leaves.named(reads.inputs), of_loss=wrapper.beside.of_loss) from e
@@ -119,10 +135,10 @@ def export(
                 )
         gm = exported.graph_module
         cut = inline_regions.inline_regions(gm)
-        if folding is not None:
-            equal_layers.unfold(gm.graph, folding.calls, cut)
         value_checks.drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
+        writes = transformed or any(inplace_ops.is_inplace(n) for n in gm.graph.nodes)
+        copies = equal_layers.copies(model, exported, folding, writes, cut)
         if not transformed:
             _check(gm.graph, leaves.named(reads.inputs))
         signature = exported.graph_signature
@@ -137,7 +153,7 @@ def export(
             ):
                 raise refusals.of_input(nodes[spec.arg.name], "fake")
         stored = kinds.get(InputKind.BUFFER, {}), kinds.get(InputKind.PARAMETER, {})
-        updated = None if transformed else inplace_ops.remove_inplace(gm.graph, *stored, cut)
+        updated = {} if not writes else None if transformed else inplace_ops.remove_inplace(gm.graph, *stored, cut)
         if (
             updated is None
         ):  # traced once more, in ops below those that write in place, and below torch.func's transforms
@@ -154,7 +170,15 @@ def export(
         *dict.fromkeys(map(_unseen, reads.sources)),
         *(foreign.notes() if forward is None else ()),
     )
-    return Exported(exported, updated, wrapper.beside.divisors, notes, caches(wrapper))
+    return Exported(exported, updated, wrapper.beside.divisors, notes, caches(wrapper), copies)
+
+
+def _folded(
+    layers: equal_layers.Layers | None, fold: Fold | None, effects: Callable[[str], object]
+) -> AbstractContextManager[equal_layers.Folding | None]:
+    if layers is None or fold is None:
+        return nullcontext()
+    return equal_layers.folded(layers, fold.reads, fold.changes, effects)
 
 
 def _noted(wrapper: LossOf, reads: ValueReads, path: str) -> object:

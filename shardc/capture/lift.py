@@ -15,6 +15,7 @@ from torch.export.graph_signature import InputKind
 
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.export import Exported
+from shardc.capture.layer_copies import Lifted
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
@@ -104,7 +105,7 @@ def lift(
             inputs.append(Input(node.name, path, tuple(x.shape), x.dtype))
             env[exported_nodes[spec.arg.name]] = node
 
-    results = _copy(exported.graph, graph, env)
+    results = _copy(exported.graph, graph, env, Lifted(made.copies, by_fqn))
     loss, *values_beside = results[-1 - len(beside) :] if with_loss else (None, *results[len(results) - len(beside) :])
     owners = {n: b for b in buffers if b.updated for n in (b.fqn, *b.aliases)}
     news = {owners[fqn].name: env.get(node, node) for fqn, node in fresh.items()}
@@ -193,12 +194,17 @@ def _as_in_memory(x: fx.Node, user: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.
     return ordered
 
 
-def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> list[fx.Node]:
-    """Copy the calls of `old` with typed metadata; returns the nodes of its results, where they are copied."""
+def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node], equal: Lifted) -> list[fx.Node]:
+    """Copy the calls of `old` with typed metadata; returns the nodes of its results, where they are copied. equal:
+    writes the copies of equal layers.
+    """
     for node in old.nodes:
         if node.op == "call_function":
+            if equal.write(node, new, env):
+                continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            copy = new.create_node("call_function", node.target, args, kwargs, name=_NUMBER.sub("", node.name))
+            name = _NUMBER.sub("", node.name)
+            copy = new.create_node("call_function", node.target, args, kwargs, name)
             if copy.target is torch.ops.aten.view.default:
                 # real and fake attention differ in strides: a view may need a copy
                 copy.target = torch.ops.aten.reshape.default
@@ -209,6 +215,7 @@ def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> list[fx.
             copy.meta = {"source": source.of_node(node)}
             copy.meta["value"] = values.typed(node.meta.get("val"), copy.target, copy.args, copy.kwargs)
             env[node] = copy
+            equal.add(node, copy, name)
         elif node.op == "output":
             return [env[n] for n in node.args[0] if n in env]
         else:

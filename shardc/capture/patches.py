@@ -20,6 +20,7 @@ from shardc.ir import source
 from shardc.torch_modes import untraced
 from shardc.torch_private import (
     FakeTensor,
+    FakeTensorMode,
     fake_mode,
     fake_tensor,
     plain_checkpoints,
@@ -174,7 +175,9 @@ def swapped(model: nn.Module, tensors: dict[int, Tensor]) -> Iterator[None]:
             held[name] = x
 
 
-def fakes(model: nn.Module) -> tuple[Any, dict[int, Tensor]]:
-    """A fake mode, and for every parameter and buffer of the model a fake tensor of it, by id."""
+@contextmanager
+def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
+    """While open, the model's parameters and buffers are fake tensors, of the mode that this gives."""
     mode = fake_mode()
-    return mode, {id(x): fake_tensor(mode, x) for x in (*model.parameters(), *model.buffers())}
+    with swapped(model, {id(x): fake_tensor(mode, x) for x in (*model.parameters(), *model.buffers())}):
+        yield mode

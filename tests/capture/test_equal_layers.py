@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -45,13 +46,14 @@ X = {"x": torch.linspace(-1, 1, 32).view(4, 8)}
 def counted() -> Iterator[list[int]]:
     """How many layers were copied, at every try; the last of several is 0."""
     found: list[int] = []
-    unfold = equal_layers.unfold
+    copies = equal_layers.copies
 
-    def count(graph: torch.fx.Graph, calls: list[tuple[str, str]], cut: set[torch.fx.Node]) -> None:
-        unfold(graph, calls, cut)
-        found.append(len(calls))
+    def count(model: nn.Module, exported: Any, folding: Any, *args: Any) -> Any:
+        result = copies(model, exported, folding, *args)
+        found.append(len(folding.calls) if folding else 0)
+        return result
 
-    with mock.patch.object(equal_layers, "unfold", count):
+    with mock.patch.object(equal_layers, "copies", count):
         yield found
 
 
@@ -79,8 +81,14 @@ def test_of_equal_layers_the_first_alone_is_traced() -> None:
         return forward(self, x, gain)
 
     with mock.patch.object(Block, "forward", count):
-        capture(Stack([Block(i) for i in range(12)]), X, prove=False)
-    assert len(calls) == 2  # the first layer's input has no gradient, the others' has
+        model = Stack([Block(i) for i in range(12)])
+        capture(model, X, prove=False)
+        tries = len(calls)
+        calls.clear()
+        capture(nn.Sequential(nn.Linear(8, 8), model), X["x"], prove=False)
+    # the first layer's input has no gradient, the others' has: the second layer is hidden at the first try
+    assert tries == 3
+    assert len(calls) == 1
     assert compared(Stack([Block(i) for i in range(12)])) == 10
 
 
@@ -209,3 +217,101 @@ def test_the_model_is_as_it_was_also_after_an_error() -> None:
     with pytest.raises(ShardcError, match="no"):
         capture(model, X)
     assert not any("forward" in vars(layer) for layer in model.layers)
+
+
+class Looks(Stack):
+    """Its forward looks into layers that are not traced."""
+
+    def __init__(self, look: Callable[[Looks], Any], layers: int = 5) -> None:
+        super().__init__([Block(i) for i in range(layers)])
+        self.look, self.first = look, nn.Linear(8, 8)
+        self.held = [layer.fc for layer in self.layers]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x)) + self.look(self)
+
+
+def _caught(model: Looks) -> float:
+    try:
+        return float(model.layers[3].fc.weight.shape[0])
+    except BaseException:
+        return 0.0
+
+
+LOOKS: dict[str, Callable[[Looks], Any]] = {
+    "parameters": lambda m: sum(p.square().sum() for p in m.parameters()),
+    "weight": lambda m: m.layers[3].fc.weight.square().sum(),
+    "held": lambda m: m.held[3].weight.square().sum(),
+    "call": lambda m: m.layers[3].fc(m.first.weight).sum(),
+    "has": lambda m: float(hasattr(m.layers[3], "fc")),
+    "count": lambda m: float(sum(1 for _ in m.modules())),
+    "state": lambda m: float(len(m.state_dict())),
+    "caught": _caught,
+    "applied": lambda m: m.layers[2].double() and 1.0,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_model_that_looks_into_hidden_layers_is_traced_with_them(look: str) -> None:
+    model = Looks(LOOKS[look])
+    with zoo.Wide():
+        compared(model.double(), {"x": X["x"].double()})
+    assert all(type(held) is dict for m in model.modules() for held in (m._parameters, m._buffers, m._modules))
+
+
+def test_hidden_layers_are_not_seen_by_export() -> None:
+    seen: list[int] = []
+    run = torch.export.export
+
+    def count(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(len(list(module.parameters())))
+        return run(module, *args, **kwargs)
+
+    with mock.patch.object(torch.export, "export", count):
+        program = capture(Looks(lambda m: 0.0, layers=12), X)  # and proven on numbers
+    assert seen == [2 + 4]
+    assert len(program.params) == 2 + 12 * 4
+
+
+def test_kinds_of_layers_that_take_turns_are_traced_once_each() -> None:
+    class Turns(Looks):
+        def __init__(self) -> None:
+            super().__init__(lambda m: 0.0, layers=9)
+            for i, layer in enumerate(self.layers):
+                layer.scale = (1.0, 1.0, 2.0)[i % 3]
+
+    assert compared(Turns()) == 7
+
+
+def test_lists_within_equal_layers() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList([Block(i) for i in range(4)])
+            self.register_buffer("shift", torch.linspace(0, 1, 8), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.inner:
+                x = block(x)
+            return x + self.shift
+
+    model = nn.Sequential(nn.Linear(8, 8), Stack([Outer() for _ in range(4)]))
+    assert compared(model, X["x"]) == 3 + 3
+
+
+def test_hidden_layers_whose_weights_others_have_too() -> None:
+    model = Looks(lambda m: 0.0)
+    model.layers[3].fc.weight = model.first.weight
+    assert compared(model) == 4
+
+
+def test_a_model_that_writes_in_place_is_traced_with_its_layers_in_sight() -> None:
+    class Writes(Looks):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = layer(x)
+                x.mul_(2.0)
+            return x.mean()
+
+    assert compared(Writes(lambda m: 0.0)) == 4
