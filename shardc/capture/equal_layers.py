@@ -221,13 +221,17 @@ class Folding:
 
     def _others(self, layer: _Layer, key: Any) -> Iterator[str]:
         """The layers that are to be in sight, as this one is no copy of those that were traced: it, and one of each
-        kind that differs in what Python read.
+        kind that differs in what Python read; all, where those that were traced may not stand for others.
         """
         yield layer.path
-        for first in [f for f in self._firsts.get(layer.kind, ()) if f.key == key]:
+        firsts = self._firsts.get(layer.kind, ())
+        others = [x for x in self._layers if x.kind == layer.kind]
+        if not firsts:
+            yield from (x.path for x in others)
+        for first in [f for f in firsts if f.key == key]:
             kinds = [first]
-            for other in self._layers:
-                if other.kind == layer.kind and not any(_read_alike(k, other) for k in kinds):
+            for other in others:
+                if not any(_read_alike(k, other) for k in kinds):
                     kinds.append(replace(first, layer=other))
                     yield other.path
 

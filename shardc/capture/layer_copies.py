@@ -176,7 +176,7 @@ def unfold(graph: fx.Graph, calls: Sequence[Copied], stored: Mapping[str, fx.Nod
                     cut.add(env[n])
         for user in list(call.users):
             assert user.target is operator.getitem
-            user.replace_all_uses_with(env[copy.results[int(user.args[1])]])  # type: ignore[arg-type]
+            user.replace_all_uses_with(env[copy.results[int(user.args[1])]])
             graph.erase_node(user)
         graph.erase_node(call)
 
