@@ -26,7 +26,7 @@ from torch.export import ExportedProgram
 
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.hidden_layers import Hidden, hidden
-from shardc.capture.layer_copies import EQUAL_LAYER, Copied, Copies, unfold
+from shardc.capture.layer_copies import EQUAL_LAYER, Copied, Copies
 from shardc.capture.side_effects import Changes, identity
 from shardc.ir.graph import placeholders
 from shardc.torch_private import FakeTensor, call_modes, fake_device, module_calls, pytree, traced_so_far
@@ -394,18 +394,12 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
 # --- in the graph
 
 
-def copies(
-    model: nn.Module, exported: ExportedProgram, folding: Folding | None, writes: bool, cut: set[fx.Node]
-) -> Copies:
-    """The copies of equal layers that are still to be written. writes: something writes in place, which is to see all
-    layers: they are written now.
-    """
-    if folding is None or not folding.calls:
-        return Copies(exported.graph, (), {})
-    folding.hidden.check()
-    if writes:
-        folding.hidden.show_all()
+def copies(model: nn.Module, exported: ExportedProgram, folding: Folding | None) -> Copies:
+    """The copies of equal layers that are to be written."""
     graph, nodes = exported.graph, placeholders(exported.graph)
+    if folding is None or not folding.calls:
+        return Copies(graph, (), {})
+    folding.hidden.check()
     by_name = {str(s.target).removeprefix("model."): nodes[s.arg.name] for s in exported.graph_signature.input_specs}
     tensors = {
         name: x for named in (model.named_parameters, model.named_buffers) for name, x in named(remove_duplicate=False)
@@ -415,9 +409,4 @@ def copies(
         if (one := by_tensor.setdefault(id(tensors[name]), node)) is not node:
             node.replace_all_uses_with(one)
     stored = {name: by_tensor[id(x)] for name, x in tensors.items() if id(x) in by_tensor}
-    if writes:
-        unfold(graph, folding.calls, stored, cut)
-        return Copies(graph, (), {})
-    found = Copies(graph, folding.calls, stored)
-    found.find()
-    return found
+    return Copies(graph, folding.calls, stored, folding.hidden)

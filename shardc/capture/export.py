@@ -137,8 +137,9 @@ def export(
         cut = inline_regions.inline_regions(gm)
         value_checks.drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
-        writes = transformed or any(inplace_ops.is_inplace(n) for n in gm.graph.nodes)
-        copies = equal_layers.copies(model, exported, folding, writes, cut)
+        copies = equal_layers.copies(model, exported, folding)
+        if transformed or not copies.writes_apart():
+            copies.unfold(cut)
         if not transformed:
             _check(gm.graph, leaves.named(reads.inputs))
         signature = exported.graph_signature
@@ -153,7 +154,10 @@ def export(
             ):
                 raise refusals.of_input(nodes[spec.arg.name], "fake")
         stored = kinds.get(InputKind.BUFFER, {}), kinds.get(InputKind.PARAMETER, {})
-        updated = {} if not writes else None if transformed else inplace_ops.remove_inplace(gm.graph, *stored, cut)
+        updated = None if transformed else inplace_ops.remove_inplace(gm.graph, *stored, cut)
+        if updated is None:
+            copies.unfold(cut)
+        copies.find()
         if (
             updated is None
         ):  # traced once more, in ops below those that write in place, and below torch.func's transforms

@@ -41,17 +41,12 @@ def remove_inplace(
     if not view_writes.without_out(graph):
         return None
     order = {node: i for i, node in enumerate(graph.nodes)}
-    root: dict[fx.Node, fx.Node] = {}
-    family: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        root[node] = root.get(first, first) if (first := _aliased(node)) is not None else node
-        family.setdefault(root[node], []).append(node)
-
+    root, family = families(graph)
     inplace = [node for node in graph.nodes if is_inplace(node)]
     grads = _with_gradient(graph, params, cut) if inplace else set()
     shared: set[fx.Node] = set()  # writes that others see: through views, or to what has views
     for node in inplace:
-        for x in _written(node):
+        for x in written(node):
             if (name := params.get(root[x])) is not None:
                 raise ShardcError(
                     f"the forward pass writes to the parameter {name.removeprefix('model.')!r}",
@@ -84,16 +79,16 @@ def remove_inplace(
         return None if n in stored else _aliased(n)
 
     for node in inplace:
-        written = _written(node)
+        changes = written(node)
         with graph.inserting_before(node):
             values = new_statistics(graph, node) if updates_statistics(node) else [functional(graph, node)]
             *new, result = values if len(values) > 1 else [values[0], values[0]]
             stored.update(values)
-            changed = dict(zip(written, new, strict=True))
+            changed = dict(zip(changes, new, strict=True))
             if node in shared:
                 part = call_like(graph, aten.detach.default, (new[0],), {}, new[0]) if node in cut else new[0]
                 stored.add(part)
-                base, value, result = view_writes.write(graph, written[0], part, node, order, aliased)
+                base, value, result = view_writes.write(graph, changes[0], part, node, order, aliased)
                 changed = {base: value}
         if node in cut:
             cut.update(values, changed.values())
@@ -107,6 +102,16 @@ def remove_inplace(
         node.replace_all_uses_with(result)
         graph.erase_node(node)
     return {buffers[p]: node for p, node in latest.items()}
+
+
+def families(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, list[fx.Node]]]:
+    """What may share memory. Returns {node: the one whose memory it first was}, {that one: all of them}."""
+    root: dict[fx.Node, fx.Node] = {}
+    family: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        root[node] = root.get(first, first) if (first := _aliased(node)) is not None else node
+        family.setdefault(root[node], []).append(node)
+    return root, family
 
 
 def _aliased(node: fx.Node) -> fx.Node | None:
@@ -146,7 +151,8 @@ def _detached(x: fx.Node, grads: set[fx.Node]) -> bool:
     return False
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def written(node: fx.Node) -> list[fx.Node]:
+    """What an op writes to."""
     if updates_statistics(node):
         return [node.args[3], node.args[4]]  # type: ignore[list-item]
     return [node.args[0]]  # type: ignore[list-item]

@@ -1,6 +1,6 @@
 """In the graph of a model whose equal layers were traced once, a copy of the first layer's ops takes the place of every
-`equal_layer`: while the graph is lifted (`Lifted`), or before, in the exported graph (`unfold`), where what comes next
-has to see all ops: those that write in place.
+`equal_layer`: while the graph is lifted (`Lifted`), or before, in the exported graph (`Copies.unfold`), where writes in
+place go from layer to layer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from shardc.capture.hidden_layers import UnlikeError
+from shardc.capture import inplace_ops
+from shardc.capture.hidden_layers import Hidden, UnlikeError
 from shardc.capture.inline_regions import unchanged
 from shardc.capture.inner_autograd import GRADIENT
 from shardc.ir.source import Source
@@ -58,19 +59,72 @@ class Copy:
 
 class Copies:
     """The copies to be made in a graph. stored: the placeholder of every parameter and buffer that it has, by its
-    names.
+    names. hidden: the layers of which it has none.
 
     Raises UnlikeError where a layer took or gave more than its arguments, weights and results.
     """
 
-    def __init__(self, graph: fx.Graph, calls: Sequence[Copied], stored: Mapping[str, fx.Node]) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        calls: Sequence[Copied],
+        stored: Mapping[str, fx.Node],
+        hidden: Hidden | None = None,
+    ) -> None:
         if calls and any(n.target is GRADIENT for n in graph.nodes):
             raise UnlikeError("a gradient inside of forward looks at the graph while it is made")
-        self._graph, self._calls, self._stored = graph, calls, stored
+        self._graph, self._calls, self._stored, self._hidden = graph, calls, stored, hidden
         self.segments: dict[str, list[fx.Node]] = {}  # the ops of a layer that was traced
         self._operands: dict[str, list[fx.Node]] = {}
         self._results: dict[str, list[fx.Node]] = {}
         self.found: dict[fx.Node, Copy] = {}
+
+    def writes_apart(self) -> bool:
+        """Whether everything in the graph that is written in place is written before the layers, or within one that was
+        traced, or is none of the layers' business: then it may be rewritten (inplace_ops) before there are copies.
+        """
+        graph, inside = self._graph, dict[fx.Node, tuple[str, ...]]()
+        for first in dict.fromkeys(c.first for c in self._calls):
+            for n in _segment(graph, first):
+                inside[n] = (*inside.get(n, ()), first)
+        inside |= {n: ("",) for c in graph.find_nodes(op="call_function", target=EQUAL_LAYER) for n in (c, *c.users)}
+        root, family = inplace_ops.families(graph)
+        begun = False
+        for n in graph.nodes:
+            begun = begun or n in inside
+            if not begun or not inplace_ops.is_inplace(n):
+                continue
+            for m in (m for x in inplace_ops.written(n) for m in family[root[x]]):
+                if inside.get(m) != inside.get(n) or (n not in inside and not inside.keys().isdisjoint(m.users)):
+                    return False
+        return True
+
+    def unfold(self, cut: set[fx.Node]) -> None:
+        """Write the copies into this graph. cut: the nodes that were computed without gradients, to which their copies
+        are added. Raises HiddenError where weights of theirs are not in it.
+        """
+        if not self._calls:
+            return
+        if self._hidden is not None:
+            self._hidden.show_all()
+        graph, weights = self._graph, _Weights(self._stored)
+        for call in graph.find_nodes(op="call_function", target=EQUAL_LAYER):
+            copy = self.of(call)
+            renamed = _renamer(f"model.{copy.first}", f"model.{copy.layer}")
+            env = copy.operands | weights.of(copy.first, copy.layer)
+            with graph.inserting_before(call):
+                for n in self.segments[copy.first]:
+                    env[n] = graph.node_copy(n, env.__getitem__)
+                    stack = n.meta["nn_module_stack"]
+                    env[n].meta["nn_module_stack"] = {renamed(k): (renamed(v[0]), *v[1:]) for k, v in stack.items()}
+                    if n in cut:
+                        cut.add(env[n])
+            for user in list(call.users):
+                assert user.target is operator.getitem
+                user.replace_all_uses_with(env[copy.results[int(user.args[1])]])
+                graph.erase_node(user)
+            graph.erase_node(call)
+        self._calls, self.segments = (), {}
 
     def find(self) -> None:
         """Find all: in `found`, by the call that each takes the place of."""
@@ -153,32 +207,6 @@ def _renamer(first: str, layer: str) -> Callable[[str], str]:
         return known[text]
 
     return renamed
-
-
-# --- in the exported graph
-
-
-def unfold(graph: fx.Graph, calls: Sequence[Copied], stored: Mapping[str, fx.Node], cut: set[fx.Node]) -> None:
-    """Put the copies into an exported graph. cut: the nodes that were computed without gradients, to which their copies
-    are added. The others: see `Copies`.
-    """
-    copies, weights = Copies(graph, calls, stored), _Weights(stored)
-    for call in graph.find_nodes(op="call_function", target=EQUAL_LAYER):
-        copy = copies.of(call)
-        renamed = _renamer(f"model.{copy.first}", f"model.{copy.layer}")
-        env = copy.operands | weights.of(copy.first, copy.layer)
-        with graph.inserting_before(call):
-            for n in copies.segments[copy.first]:
-                env[n] = graph.node_copy(n, env.__getitem__)
-                stack = n.meta["nn_module_stack"]
-                env[n].meta["nn_module_stack"] = {renamed(k): (renamed(v[0]), *v[1:]) for k, v in stack.items()}
-                if n in cut:
-                    cut.add(env[n])
-        for user in list(call.users):
-            assert user.target is operator.getitem
-            user.replace_all_uses_with(env[copy.results[int(user.args[1])]])
-            graph.erase_node(user)
-        graph.erase_node(call)
 
 
 # --- while it is lifted
