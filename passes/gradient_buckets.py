@@ -60,19 +60,17 @@ WEIGHTS: dict[Any, tuple[tuple[int, int], ...]] = {
 class GradientBuckets(Pass):
     """Lifts the parameters' gradient reductions out into buckets, and shards the buckets over a data axis.
 
-    Of several data axes the buckets are sharded over the last, the innermost, and replicated over the others. Without
+    Of several data axes a bucket is sharded over one, the innermost over which its parameters are not split already,
+    and replicated over the others. So with `axis: [dp, ep]` experts are sharded over dp, and all else over ep. Without
     `data.axis`, they are the mesh's axes dp and dp_*, or, where there are none, those of `sequence`.
     """
 
-    def _shard_axis(self, mesh: Mesh) -> str:
-        """The axis over which buckets are sharded; "" if there is none. Parameters outside of the device (`offload`)
-        are gathered from a data axis of one rank too.
-        """
+    def _shard_axes(self) -> tuple[str, ...]:
+        """The axes over which buckets may be sharded, innermost first."""
         axes = self.spec.data.axis or tuple(n for n in self.spec.mesh.names if n == "dp" or n.startswith("dp_"))
         if not axes and self.spec.sequence is not None:
             axes = self.spec.sequence.axis
-        offload = self.spec.data.offload.parameters != "none"
-        return axes[-1] if axes and (mesh.size(axes[-1]) > 1 or offload) else ""
+        return tuple(reversed(axes))
 
     def run(self, program: Program) -> Program:
         uses, mesh, zero = _Uses(program), program.mesh, self.spec.data.zero
@@ -80,9 +78,9 @@ class GradientBuckets(Pass):
             return self._with_gathers(program, uses)
         finish = sorted(program.params, key=lambda p: -uses.first.get(p.name, -uses.end))
         order = {p.name: i for i, p in enumerate(finish)}
-        axis = self._shard_axis(mesh)
+        axes = self._shard_axes()
         notes = program.notes
-        if zero and not axis:
+        if zero and not any(self._shards(a, mesh) for a in axes):
             notes = (*notes, f"zero: {zero} shards nothing: the mesh {mesh} has no data axis of more than one rank")
 
         def reduced(p: Param) -> Param:
@@ -95,7 +93,7 @@ class GradientBuckets(Pass):
             return replace(p, reduce=mesh.merge(axes) + ((shared,) if shared else ()), order=order[p.name])
 
         params = tuple(reduced(p) for p in program.params)
-        buckets = self._buckets(sorted(params, key=lambda p: p.order), uses, axis, mesh)
+        buckets = self._buckets(sorted(params, key=lambda p: p.order), uses, axes, mesh)
         # the engine starts buckets in one order on all ranks: the one in which their last gradients finish
         number = {p.name: p.order for p in params}
         buckets.sort(key=lambda b: (b.late, max(number[n] for n in b.params)))
@@ -109,12 +107,13 @@ class GradientBuckets(Pass):
             program = replace(program, stages=stages)
         return program
 
-    def _buckets(self, params: list[Param], uses: _Uses, axis: str, mesh: Mesh) -> list[Bucket]:
+    def _buckets(self, params: list[Param], uses: _Uses, axes: tuple[str, ...], mesh: Mesh) -> list[Bucket]:
         section, reduce = self.spec.data, dtype_of(self.spec.precision.reduce)
         buckets: list[Bucket] = []
         open_at: dict[Hashable, tuple[int, int]] = {}
         for p in params:
-            zero = self._zero(p, uses, axis, mesh)
+            axis = self._cut(p, axes, mesh)
+            zero = self._zero(p, uses) if axis else 0
             if not p.reduce and not zero:
                 continue
             dtype = reduce if reduce is not None and p.dtype.is_floating_point else p.dtype
@@ -127,6 +126,7 @@ class GradientBuckets(Pass):
                 p.reduce,
                 p.dtype,
                 zero,
+                axis,
                 compute,
                 rounded is not None,
                 p.stages,
@@ -157,17 +157,25 @@ class GradientBuckets(Pass):
             open_at[key] = (last, filled + size)
         return buckets
 
-    def _zero(self, p: Param, uses: _Uses, axis: str, mesh: Mesh) -> int:
-        """What is kept cut of a parameter. One that is split over the data axis, or a digit of it, already is not cut
-        again.
+    def _cut(self, p: Param, axes: tuple[str, ...], mesh: Mesh) -> str:
+        """The axis over which a parameter is cut, the first of these; "" if there is none: one that is split over an
+        axis, or a digit of it, is not cut there again.
         """
-        parts = mesh.parts(axis) if axis else ()
-        if (
-            not axis
-            or any(isinstance(p.layout[part], Shard) for part in parts)
-            or (set(p.reduce) & set(parts) and axis not in p.reduce)
-        ):
-            return 0
+
+        def whole(axis: str) -> bool:
+            parts = mesh.parts(axis)
+            split = any(isinstance(p.layout[part], Shard) for part in parts)
+            return not split and (axis in p.reduce or not set(p.reduce) & set(parts))
+
+        axis = next((a for a in axes if whole(a)), "")
+        return axis if axis and self._shards(axis, mesh) else ""
+
+    def _shards(self, axis: str, mesh: Mesh) -> bool:
+        """Parameters outside of the device (`offload`) are gathered from a data axis of one rank too."""
+        return mesh.size(axis) > 1 or self.spec.data.offload.parameters != "none"
+
+    def _zero(self, p: Param, uses: _Uses) -> int:
+        """What is kept cut of a parameter that can be."""
         zero = self.spec.data.zero
         return zero if zero == 3 or (p.requires_grad and p.name in uses.first) else 0
 

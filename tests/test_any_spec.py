@@ -187,6 +187,11 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
             spec["adapters"] = [{"match": match, "rank": 2, "alpha": 3, "dropout": 0.1, "kind": kind}]
         else:
             spec["freeze"] = ["*", f"!{draw(st.sampled_from(layers(model, *LAYERS) or ['*']))}"]
+    experts = sorted({starred(n) for n in modules if n.endswith("experts")})
+    if experts and "dp" in mesh and len(str(spec)) % 2:  # not drawn, as above
+        spec |= {"mesh": {**mesh, "ep": 2}, "experts": [{"match": m, "axis": "ep"} for m in experts], "uneven": "pad"}
+        axes = spec["data"]["axis"]
+        spec["data"]["axis"] = [*([axes] if isinstance(axes, str) else axes), "ep"]
     return spec
 
 

@@ -30,7 +30,8 @@ from shardc.runtime.schedule import SCHEDULES
 
 KIND = {k: i for i, k in enumerate(KINDS)}
 #: What data axes and neighbours in a pipeline exchange.
-_COLLECTIVES = ("all_gather", "reduce_scatter", "sum of dense", "sum of experts", "send_recv")
+_OF_EXPERTS = {"all_gather": "gather of experts", "reduce_scatter": "scatter of experts"}
+_COLLECTIVES = ("all_gather", "reduce_scatter", *_OF_EXPERTS.values(), "sum of dense", "sum of experts", "send_recv")
 
 
 @dataclass(frozen=True)
@@ -195,19 +196,27 @@ class Estimates:
         """
         dense = 1 - experts
         sharded = np.where(t.over_experts, dense, 1.0)
-        gather, regather = t.taken("all_gather", weights * sharded), t.taken("all_gather", again * sharded)
-        scatter = t.taken("reduce_scatter", grads * sharded)
-        # once a step what is left on a rank is summed over replicas; sums over other axes run beside each other
+
+        def taken(kind: str, nbytes: Vector) -> Vector:
+            """Over the axis that ZeRO shards over, and over that of experts, where it is another one: layer by layer,
+            one after the other.
+            """
+            return t.taken(kind, nbytes * sharded) + t.taken(_OF_EXPERTS[kind], nbytes * experts)
+
+        gather, regather = taken("all_gather", weights), taken("all_gather", again)
+        scatter = taken("reduce_scatter", grads)
+        # once a step what is left on a rank is summed over replicas, after what experts send over the same axis; sums
+        # over other axes run beside each other
         left = np.where(t.zero == 0, 1.0, 1 / t.sharded)
-        of_dense = t.taken("sum of dense", grads * dense * left)
-        of_experts = t.taken("sum of experts", grads * experts * np.where(t.over_experts, 1.0, left))
-        summed = np.where(t.over_experts, of_dense + of_experts, np.maximum(of_dense, of_experts))
+        of_dense = t.taken("sum of dense", grads * dense * left) + t.taken("scatter of experts", grads * experts)
+        of_experts = t.taken("sum of experts", grads * experts * left)
+        summed = np.maximum(of_dense, of_experts)
 
         def beside(communicating: Vector, computing: Vector) -> Vector:
             return np.maximum(communicating - computing, 0.05 * communicating)  # the first or the last is seen
 
         first = beside(gather, f)
-        last = np.maximum(np.maximum(scatter, summed) - b, 0)
+        last = np.maximum(np.maximum(t.taken("reduce_scatter", grads * sharded), summed) - b, 0)
         once = first + last + np.where(t.zero == 2, t.microbatches - 1, 0) * np.maximum(scatter - b, 0)
         both = regather + scatter
         each = t.microbatches * first + (t.microbatches - 1) * beside(both, b) + beside(np.maximum(both, summed), b)
@@ -221,7 +230,9 @@ class Estimates:
             mine = dict(none)
             over, dense, experts = _summed_over(c)
             if c.zero:
-                mine |= {kind: self._line(kind, c, over) for kind in ("all_gather", "reduce_scatter")}
+                mine |= {kind: self._line(kind, c, over) for kind in _OF_EXPERTS}
+                if c.over_experts and c.dp > 1:
+                    mine |= {name: self._line(kind, c, ("dp",)) for kind, name in _OF_EXPERTS.items()}
             mine |= {"sum of dense": self._line("all_reduce", c, dense)} if dense else {}
             mine |= {"sum of experts": self._line("all_reduce", c, experts)} if experts else {}
             if c.pp > 1:
@@ -251,7 +262,7 @@ def _summed_over(c: Choice) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str
     shards = ("dp",) if c.outer > 1 else (c.sharding,)
     outer = ("dp_outer",) if c.outer > 1 else () if c.zero and not c.over_experts else ("dp",) if c.dp > 1 else ()
     ep = ("ep",) if c.ep > 1 and not c.over_experts else ()
-    return shards if c.zero else (), (*outer, *ep), outer if c.ep > 1 else ()
+    return shards if c.zero else (), (*outer, *ep), outer if c.ep > 1 and not c.over_experts else ()
 
 
 class Columns:
@@ -267,6 +278,7 @@ class Columns:
         self.microbatches = np.array([c.microbatches for c in choices], float)
         self.zero = np.array([c.zero for c in choices])
         self.sharded = np.array([c.sharded for c in choices], float)
+        self.experts_sharded = np.array([c.dp if c.over_experts else c.sharded for c in choices], float)
         self.outer = np.array([c.outer for c in choices])
         self.over_experts = np.array([c.over_experts for c in choices])
         self.kept = np.array([c.kept for c in choices])
@@ -285,9 +297,9 @@ class Columns:
 
     def part(self, experts: Vector) -> Vector:
         """Of the state that ZeRO shards, what a rank has, of each choice. experts: share of what is experts', which is
-        not sharded over the axis that they are spread over.
+        sharded over dp alone where all else is sharded over the axis that they are spread over.
         """
-        return np.where(self.over_experts, experts + (1 - experts) / self.sharded, 1 / self.sharded)
+        return experts / self.experts_sharded + (1 - experts) / self.sharded
 
     def taken(self, collective: str, nbytes: Vector) -> Vector:
         """Seconds, of each choice."""

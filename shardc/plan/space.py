@@ -80,7 +80,8 @@ class Choice:
 
     outer: of the dp ranks, so many groups are replicas of each other, and ZeRO shards inside of one. kept: at ZeRO 3,
     parameters stay whole over a step. over_experts: what is not experts' is sharded over the ranks that experts are
-    spread over, and replicated over dp. inside: neighbours in the pipeline share nodes, in place of those in dp.
+    spread over, and replicated over dp; experts over dp. inside: neighbours in the pipeline share nodes, in place of
+    those in dp.
     """
 
     pp: int = 1
@@ -141,7 +142,7 @@ class Choice:
 
     @property
     def sharded(self) -> int:
-        """The number of ranks that ZeRO shards over."""
+        """The number of ranks that ZeRO shards over what is not experts'."""
         if self.over_experts:
             return self.ep
         return self.cp if self.dp == 1 else self.dp // self.outer

@@ -25,7 +25,7 @@ class Offload(Section):
 
 class Data(Section):
     """Data parallel and ZeRO. axis: () = the mesh's axes dp and dp_*; [outer, inner] = sharded in inner, replicated
-    over outer.
+    over outer; what is split over inner already, as experts are over ep, is sharded in outer.
     """
 
     axis: Axes = Field(default=(), description="data axis; [dp_outer, dp] = HSDP", examples=["dp"])

@@ -276,6 +276,14 @@ OTHERS: dict[str, dict[str, Any]] = {
         "data": {"axis": ["ep", "dp"], "zero": 2},
         "batch": {"microbatches": 2},
     },
+    **{
+        f"zero {zero}, experts over dp, others over ep": {
+            "mesh": {"dp": 2, "ep": 2},
+            "data": {"axis": ["dp", "ep"], "zero": zero},
+            "batch": {"microbatches": 2},
+        }
+        for zero in (1, 2, 3)
+    },
     "zero 3": {"mesh": {"ep": 2}, "data": {"axis": "ep", "zero": 3}},
     "checkpoint": {"mesh": {"ep": 2}, "checkpoint": [{"match": "model.layers.*"}]},
     "zero bubbles": {
@@ -298,6 +306,16 @@ def test_parameters_are_spread() -> None:
     assert p.value.local_shape(program.mesh) == (E // 2, 64, 64)
     assert p.reduce == ("dp",)
     assert program.param("model.layers.0.mlp.gate.weight").reduce == ("dp", "ep")
+
+
+def test_of_two_data_axes_each_shards_what_the_other_splits() -> None:
+    """Experts are split over ep already: their state is cut over dp; all else over the innermost axis, ep."""
+    split = spec("mixtral", mesh={"dp": 2, "ep": 2}, data={"axis": ["dp", "ep"], "zero": 1})
+    program = one("mixtral").compile(split)
+    cut = {name: b.shard for b in program.buckets for name in b.params}
+    experts = {p.name: "experts" in p.fqn for p in program.params}
+    assert {cut[name] for name, inside in experts.items() if inside} == {"dp"}
+    assert {cut[name] for name, inside in experts.items() if not inside} == {"ep"}
 
 
 def test_routing_is_not_repeated() -> None:

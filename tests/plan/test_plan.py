@@ -555,7 +555,7 @@ def sparse_stacked() -> Planner:
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_zero_over_the_ranks_of_experts_shards_what_is_not_theirs(dp: int) -> None:
+def test_zero_over_the_ranks_of_experts_shards_what_is_not_theirs_there_and_theirs_over_dp(dp: int) -> None:
     q = sparse_stacked()
     plain = Choice(dp=dp, ep=4, rows=2, microbatches=4)
     c = replace(plain, zero=1, over_experts=True)
@@ -565,7 +565,7 @@ def test_zero_over_the_ranks_of_experts_shards_what_is_not_theirs(dp: int) -> No
     assert [w.experts for w in core.weights] == [unit, unit, unit]
     exact, whole = (price(q.library, Spec.load(spec(x, q.template)), c.batch) for x in (c, plain))
     moments, experts = whole.kinds["optimizer"], 6 * 2 * unit  # two numbers of each parameter
-    assert exact.kinds["optimizer"] == pytest.approx(experts + (moments - experts) / 4, rel=1e-3)
+    assert exact.kinds["optimizer"] == pytest.approx(experts / dp + (moments - experts) / 4, rel=1e-3)
     rough, without = q.finder.estimates.of([c, plain], core)
     assert rough.peak / without.peak == pytest.approx(exact.peak / whole.peak, rel=0.02)
     assert rough.seconds == pytest.approx(exact.seconds, rel=0.15)
