@@ -299,7 +299,7 @@ class Columns:
         """Of the state that ZeRO shards, what a rank has, of each choice. experts: share of what is experts', which is
         sharded over dp alone where all else is sharded over the axis that they are spread over.
         """
-        return np.add(experts / self.experts_sharded, (1 - experts) / self.sharded)
+        return 1 / self.sharded + experts * (1 / self.experts_sharded - 1 / self.sharded)
 
     def taken(self, collective: str, nbytes: Vector) -> Vector:
         """Seconds, of each choice."""
