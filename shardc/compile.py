@@ -22,6 +22,7 @@ from torch import nn
 
 from shardc import recompile, torch_modes
 from shardc.artifact import model_source
+from shardc.call_arguments import checked
 from shardc.capture import capture, check_forward
 from shardc.capture.loss import Forward
 from shardc.cost.device import of_spec
@@ -38,6 +39,7 @@ from shardc.spec import Spec
 from shardc.spec.names import Names
 
 
+@checked("shardc.compile")
 @runner.uncollected()
 def compile(
     model: nn.Module,

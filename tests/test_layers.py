@@ -21,6 +21,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "torch_private"),
     ("text_file", "torch_modes"),
     ("ir",),
+    ("call_arguments",),
     ("runtime",),
     ("spec",),  # it lists what the runtime can do: the schedules
     ("rules", "nn"),
@@ -41,7 +42,7 @@ FLOOR = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
 #: The verbs of `Program` that users call: the one exception, so that `program.save(folder)` can be written.
 VERBS = {
     *("engine", "local", "module", "text", "forward", "lowered", "save", "verify", "prove", "cost", "html"),
-    "reshard",
+    *("reshard", "to"),
 }
 
 

@@ -43,21 +43,41 @@ class ReplicasDifferError(DisagreementError):
     """Copies of a weight, a buffer or an optimizer's state are not equal any more; the run began with equal ones."""
 
 
-def printed(parts: Iterable[tuple[str, Any]], prints: dict[str, int]) -> Iterator[tuple[str, Any]]:
-    """The same (name, tensor) pairs, whose fingerprints go into `prints` as they pass."""
-    for name, x in parts:
-        prints[name] = fingerprint([x])
-        yield name, x
-
-
-def check_weights(program: Program, mesh: Any, prints: Mapping[str, int]) -> None:
-    """Compare weights and buffers as they were given. prints: the fingerprints of this rank's parts, cut by the
-    program's layouts, by placeholder name. Collective.
-
-    Raises ShardcError, on all ranks, that names weights that differ.
+class Given:
+    """Fingerprints of weights and buffers as they are given to an engine or a module: of this rank's parts, and of the
+    whole tensors that it cuts these from. Parts alone do not tell models apart that ranks were given: each rank may
+    have another slice of a weight, and nobody a copy of it.
     """
-    facts = [Fact(_named(x), prints.get(x.name, 0), axes, fix=SAME_WEIGHTS) for x, axes in _parts(program)]
-    _check(mesh, facts, "making an engine")
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._parts: dict[str, int] = {}
+        self._wholes: dict[str, int] = {}
+        self._split = {x.name for x, _ in _parts(program) if x.layout.shards()}
+
+    def whole(self, x: Param | Buffer, whole: Tensor) -> None:
+        """Before it is cut."""
+        if x.name in self._split:
+            self._wholes[x.name] = fingerprint([whole])
+
+    def passing(self, parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """The same (name, tensor) pairs, noted as they pass."""
+        for name, x in parts:
+            self._parts[name] = fingerprint([x])
+            yield name, x
+
+    def check(self, mesh: Any, buffers: Mapping[str, Tensor]) -> None:
+        """Compare them. Collective. Raises ShardcError, on all ranks, that names weights that differ."""
+        program, parts = self._program, self._parts | {name: fingerprint([b]) for name, b in buffers.items()}
+        facts = [Fact(_named(x), parts.get(x.name, 0), axes, fix=SAME_WEIGHTS) for x, axes in _parts(program)]
+        _check(mesh, facts, "making an engine")
+        # ranks that read their part alone of a file, or drew it, have no whole
+        whole = not (self._split & parts.keys()) - self._wholes.keys()
+        if self._split and mesh.sum_on_host([whole])[0] == mesh.layout.world:
+            stage = (program.axis,) if program.axis else ()
+            given = [x for x, _ in _parts(program) if x.name in self._split]
+            facts = [Fact(_named(x), self._wholes.get(x.name, 0), stage, fix=SAME_WEIGHTS) for x in given]
+            _check(mesh, facts, "making an engine")
 
 
 def check_replicas(

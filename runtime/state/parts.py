@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,12 +36,19 @@ def local_parameters(
 
 
 def local_parts(
-    program: Program, given: Weights, mesh: Any, rest: Weights | None = None, *, broadcast: bool = False
+    program: Program,
+    given: Weights,
+    mesh: Any,
+    rest: Weights | None = None,
+    *,
+    broadcast: bool = False,
+    whole_of: Callable[[Param | Buffer, Tensor], None] = lambda x, whole: None,
 ) -> tuple[Iterator[tuple[str, nn.Parameter]], dict[str, Tensor]]:
     """This rank's parameters, made one at a time, and buffers, by placeholder name, in new memory on `mesh.device` and
     in the program's dtypes. Of what lies in files it reads its part alone. given, rest: of `weights`.
 
     broadcast: rank 0's weights for all ranks, one tensor at a time, whatever the others' models hold. Collective.
+    whole_of: called with each whole tensor that this rank cuts its part from.
 
     Raises ShardcError for names that are missing or unexpected, other shapes, and ties that the program has and the
     source has not.
@@ -63,6 +70,7 @@ def local_parts(
             assert chosen is not None
             whole = chosen.get(name or next(n for n in names if n in chosen.shapes), mesh.device)
             whole = mesh.broadcast(whole, tag=x.fqn) if broadcast else whole
+        whole_of(x, whole)
         return _local(x, whole, mesh)
 
     def parts(stored: Sequence[Param] | Sequence[Buffer]) -> Iterator[tuple[Any, Tensor]]:

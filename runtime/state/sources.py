@@ -220,6 +220,9 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
     def shapes(name: str) -> str:
         return f"{name} has the shape {list(present[name])} in {where}, and {list(wanted[name])} in the program"
 
+    fix = "compile the model that was saved, with its config"
+    if where == "the model":
+        fix = "give the model that was compiled, or compile this one, as it is now"
     if len(extra) + len(missing) + len(other) > _SHOWN or (missing and len(missing) == len(wanted)):
         kinds = ((other, "with another shape"), (missing, "missing"), (extra, "unknown to the program"))
         found = ", ".join(
@@ -228,7 +231,7 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
         first = f"; {shapes(other[0])}" if other else ""
         errors.add(
             f"{where} is of another model: of {len(wanted)} tensors {found}{first}",
-            fix="compile the model that was saved, with its config",
+            fix=fix,
         )
         return
     for name in missing:
@@ -237,7 +240,7 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
             f"{name} is missing in {where}", fix=f"it has {near[0]}: is it that?" if near else "is it of another model?"
         )
     for name in other:
-        errors.add(shapes(name), fix="compile the model that was saved, with its config")
+        errors.add(shapes(name), fix=fix)
     for name in extra:
         near = difflib.get_close_matches(name, missing, 1)
         fix = (

@@ -27,6 +27,7 @@ whole_backward        a module's backward that goes around the sums of gradients
 tensor_parts          parameters and gradients that know that they are a rank's part, and refuse what mixes elements;
                       part_functions: what torch's functions do with these; parameter_parts: which parameters it is
 stepped_once          an optimizer or schedule that is stepped beside the engine
+stepped_loss          the loss that a step returns: its backward is done
 not_finite            a loss or gradient that is nan or inf: stop or skip, and what made it
 engine_options        options that there are not, or that mean nothing; batch_argument: a batch that is spread out
 user_changes          what users do to a module that a program would not notice; optimizer_watch: its optimizer;

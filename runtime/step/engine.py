@@ -41,6 +41,7 @@ from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import runtime_mesh, seen_as
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
 from shardc.runtime.step.engine_step import EngineStep
+from shardc.runtime.step.every_optimizer import observe
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.given_model import GivenModel
 from shardc.runtime.step.interpreter import Interpreter
@@ -172,16 +173,21 @@ class Engine(EngineStep):
         user_changes.tell_once(changed, self._told, self._tell)
         user_changes.tell_eval_mode(program, self._tell)
         self._given = GivenModel(model, "this engine", self.mesh.rank)
+        observe(self._given)
         self._takes = inputs.arguments(given.model)
         self._skeleton, self._folder = state.skeleton(given.model), given.folder
-        parts, self.buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast)
+        prints = replicas.Given(program)
+        if not check:
+            parts, self.buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast)
+        else:
+            whole_of = prints.whole
+            parts, self.buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast, whole_of=whole_of)
+            parts = prints.passing(parts)
         self._buffers_before = self.buffers  # the last step
         self._offload = offload(program.offload, self.mesh)
-        prints: dict[str, int] = {}
-        self.buckets = Buckets(program, replicas.printed(parts, prints) if check else parts, self.mesh, self._offload)
+        self.buckets = Buckets(program, parts, self.mesh, self._offload)
         if check:
-            prints |= {name: agreement.fingerprint([b]) for name, b in self.buffers.items()}
-            replicas.check_weights(program, self.mesh, prints)
+            prints.check(self.mesh, self.buffers)
         self.owned = self.buckets.owned
         self._updates, self._whole = optimizer is not None, True
         self._matrices: WholeMatrices | None = None
@@ -376,7 +382,7 @@ class Engine(EngineStep):
         its memory as long as somebody holds it: `engine = engine.to(program)`.
         Raises ShardcError for a program of another model, of other ranks, or that runs forward alone (`weights_to`).
         """
-        engine_options.check_program(program)
+        engine_options.check_program(program, "engine.to")
         if not isinstance(program, Program):
             program = self._compiled_for(program)
         if program.forward_only:
@@ -415,6 +421,7 @@ class Engine(EngineStep):
         """
         tell = user_changes.telling(self, lambda e: (e._told, e._tell))
         parameter_parts.watch(self.program, self.owned, self.buckets.runs, tell)
+        self._mark_gradients()
         return parameter_parts.ByName(self.program, self.owned)
 
     # --- data

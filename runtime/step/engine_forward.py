@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardc import torch_modes
+from shardc.errors import ShardcError
 from shardc.ir.outputs import MEAN_SCORE, SCORE
 from shardc.runtime.generate import Generator, Options, Prompts
 from shardc.runtime.mesh import agreement
@@ -21,6 +22,17 @@ from shardc.runtime.step.engine_state import EngineState
 from shardc.runtime.step.interpreter import Interpreter
 from shardc.runtime.step.mean_counts import MeanCounts
 from shardc.runtime.step.run import Values
+
+
+class NoBatchesError(ShardcError):
+    """Held-out data gave no batch at all: there is no mean."""
+
+    def __init__(self, call: str, given: Any) -> None:
+        fix = "give it one batch at least: is the split empty, shorter than a batch with drop_last=True, or an iterator"
+        what = "there is no batch"
+        if given is None:
+            what = "there are no batches: None"
+        super().__init__(what, where=call, fix=f"{fix} that was read to its end before?")
 
 
 class EngineForward(EngineState):
@@ -66,31 +78,30 @@ class EngineForward(EngineState):
         self, batches: Iterable[Any], *, local: bool = False, each: Callable[[Tensor], None] | None = None
     ) -> dict[str, float]:
         """Of what `score` gives for all batches: {"tokens": how many targets count, "logprob": their mean
-        log-probability, "perplexity": exp(-logprob)}; exact on any mesh. {} without any batch.
+        log-probability, "perplexity": exp(-logprob)}; exact on any mesh. Raises NoBatchesError without any batch.
 
         each: called on every rank with the scores of all rows of each batch.
         """
         means = outputs.Means()
-        for batch in batches:
+        for batch in _some("engine.score_all", batches):
             interpreter, _, _, values = self._evaluate(batch, local=local, use="score")
             program = interpreter.program
             means.add(program, None, values, 1, {})
             if each is not None:
                 each(outputs.result(program, self.mesh, None, values, gather=True)[SCORE])
         found = means.values()
-        if not found:
-            return {}
         mean = found[MEAN_SCORE]
         return {"tokens": means.counted(MEAN_SCORE), "logprob": mean, "perplexity": math.exp(-mean)}
 
     def evaluate_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
         """{"loss": ..., name: ...} over all batches, of what `evaluate` gives: (sum, count) pairs by their sums, whole
         numbers added up; the loss and other means weighed by what they are the mean of, as many tokens as each batch
-        counts (shardc.runtime.step.mean_counts); other single numbers by the batches' rows. {} without any batch.
+        counts (shardc.runtime.step.mean_counts); other single numbers by the batches' rows. Raises NoBatchesError
+        without any batch.
         """
         means = outputs.Means()
         counted: dict[int, MeanCounts] = {}
-        for batch in batches:
+        for batch in _some("engine.evaluate_all", batches):
             interpreter, values, loss, beside = self._evaluate(batch, local=local)
             program = interpreter.program
             if id(program) not in counted:
@@ -149,3 +160,18 @@ class EngineForward(EngineState):
             return {"mesh": self.mesh, "rng": self.rng, **self.buckets.given, **self.buffers}
 
         return Generator(self.program, self.mesh, stored, self._tell)
+
+
+def _some(call: str, batches: Any) -> Iterator[Any]:
+    """They, one at least. Raises NoBatchesError, and ShardcError for what cannot be read one after the other."""
+    if batches is None:
+        raise NoBatchesError(call, None)
+    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+        what, fix = f"{batches!r} is no iterable of batches", f"{call}([batch]), or a DataLoader"
+        raise ShardcError(what, where=call, fix=fix)
+    none = True
+    for batch in batches:
+        none = False
+        yield batch
+    if none:
+        raise NoBatchesError(call, batches)

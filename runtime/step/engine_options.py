@@ -117,15 +117,20 @@ def _device(text: str) -> bool:
     return True
 
 
-def check_program(given: Any) -> None:
-    """Raises ShardcError for what `engine.to` is given that is neither a program nor a spec, such as a device."""
+def check_program(given: Any, call: str) -> None:
+    """Raises ShardcError for what `engine.to`, or `program.to`, is given that is neither a program nor a spec, such as
+    a device. call: which of them.
+    """
     spec = isinstance(given, (Mapping, Path)) or hasattr(given, "shard_use")  # a Spec, which is above this room
     if not isinstance(given, Program) and not spec and not (isinstance(given, str) and not _device(given)):
-        what, fix = f"a {type(given).__name__} is no program: this moves to another plan", "engine.to(program)"
+        what, fix = f"{given!r} is neither a program nor a spec: this moves to another plan", f"{call}('spec.yaml')"
         if isinstance(given, (str, torch.device, torch.dtype)):
-            fix = "devices are those of the ranks, the dtype is `precision` of the spec: leave it out"
-        raise ShardcError(what, where="engine.to", fix=fix)
+            fix = _NOT_MOVED
+        raise ShardcError(what, where=call, fix=fix)
 
+
+_NOT_MOVED = "devices are those of the ranks, the dtype is `precision` of the spec: leave it out"
+_MOVES = dict.fromkeys(("cuda", "cpu", "half", "float", "double", "bfloat16"), _NOT_MOVED)
 
 #: What DistributedDataParallel and models have, and what a module has in its place.
 INSTEAD_OF_MODULE = {
@@ -153,6 +158,7 @@ INSTEAD = {
         ("parameters", "named_parameters"),
         "engine.params is {name: this rank's part}; program.module(model) is an nn.Module",
     ),
+    **_MOVES,
     "state_dict": "full_state_dict() has the whole weights, save(folder) and load(folder) all of the state",
     "load_state_dict": "make the engine from weights, program.engine(model, weights=...); load(folder) reads all state",
 }

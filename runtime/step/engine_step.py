@@ -35,18 +35,9 @@ from shardc.runtime.step.engine_state import WRITE_ALIKE
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.interpreter import Interpreter
 from shardc.runtime.step.run import StepHooks
+from shardc.runtime.step.stepped_loss import SteppedLoss
 from shardc.runtime.step.stepped_once import SteppedOnce
 from shardc.runtime.zero.early_step import OverlappedStep
-
-
-def _stepped(*_: Any, **__: Any) -> None:
-    """In place of the method `backward` of the loss that a step returns."""
-    fix = "leave .backward() out; or write the loop around program.module(model), whose loss has one"
-    raise ShardcError("the engine has run backward: this is a detached number", where="loss.backward()", fix=fix)
-
-
-def _no_state() -> None:
-    """Nothing beside the tensor, where the loss is saved."""
 
 
 class EngineStep(EngineForward):
@@ -124,8 +115,12 @@ class EngineStep(EngineForward):
             )
         result = self._backward(batch, local=local, gather=gather)
         self._waiting = True
-        parameter_parts.mark(parameter_parts.split(self.program, self.owned, self.buckets.runs))
+        self._mark_gradients()
         return result
+
+    def _mark_gradients(self) -> None:
+        """Let gradients that are parts know it."""
+        parameter_parts.mark(parameter_parts.split(self.program, self.owned, self.buckets.runs))
 
     @torch.enable_grad()  # also where the caller has switched it off: a step that trains nothing would not be noticed
     def _backward(self, batch: Any, *, local: bool, gather: bool) -> Any:
@@ -169,8 +164,10 @@ class EngineStep(EngineForward):
         self._buffers_before = self.buffers
         if not self._skipping:
             self.buffers = {**self.buffers, **news}
-        total.backward = _stepped  # type: ignore[method-assign]
-        total.__getstate__ = _no_state  # type: ignore[method-assign]
+        if "params" in self.__dict__:  # somebody looks at them
+            self._mark_gradients()
+        if type(total) is Tensor:  # what shardc.cost runs is none
+            total = total.as_subclass(SteppedLoss)
         return outputs.result(interpreter.program, self.mesh, total, beside, gather=gather)
 
     def _facts(self) -> list[Fact]:
@@ -182,6 +179,7 @@ class EngineStep(EngineForward):
             stated("the seed", self.rng.seed, fix="give all ranks one seed"),
             Fact("the learning rate", hashed(rates), stage, fix=same, shown=lr.rates_text(rates)),
             stated("whether parameters were written to", self._written, stage, fix=WRITE_ALIKE),
+            stated("which parameters are frozen", self._watched.frozen(), stage, fix=user_changes.FREEZE_ALIKE),
         ]
 
     def _take(self, batch: Any, *, local: bool, use: batch_sizes.Use) -> tuple[Interpreter, list[dict[str, Any]]]:

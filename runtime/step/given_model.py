@@ -14,17 +14,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from shardc.runtime.step.user_changes import Notes, hook_counts
+from shardc.runtime.step.user_changes import Notes, hooks_of
 
 _LOST = "changed after {made} was made of the model, which has a copy: this changes nothing there; "
 _AGAIN = "compile again after the change, and load the weights (save, load) into what comes out"
 _WEIGHTS = "to train new values, make {made} after they are written, or give them as `weights`"
 _TWICE = (
-    "another engine or module was made of it, and is used too: it and {made} train a copy of the weights each. To train"
-    " one, compile a model that computes both losses; a.weights_to(b) copies weights"
+    "another engine or module was made of it, and is used too: it and {made} have a copy of the weights each. To train"
+    " one, compile a model that computes both losses; or copy the weights after each step, a.weights_to(b)"
 )
-#: Who took weights from a model and is still there; ranks may be threads.
+_IN_VAIN = (
+    "it steps the parameters of the model, which get no gradients: {made} trains a copy of them, by an optimizer of its"
+    " own. Give it this one as a function, program.engine(model, optimizer=lambda params: ...), and leave its step out"
+)
+#: Who took weights from a module, of a model or all of it, and is still there; ranks may be threads.
 _LOCK = threading.Lock()
 _TAKERS: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[GivenModel]] = weakref.WeakKeyDictionary()
 
@@ -56,9 +61,23 @@ class GivenModel:
         #: The trained weights were given out, so that new values in the model may be these.
         self.handed_out = False
         self._used = False
+        self._in_vain = ""  # the class of an optimizer that steps the model, whose parameters have no gradients
+        #: Others that took the same weights, and the module that has them: a discriminator within two models.
+        self._others: weakref.WeakKeyDictionary[GivenModel, str] = weakref.WeakKeyDictionary()
         if isinstance(model, nn.Module) and not copied:
-            with _LOCK:
-                _TAKERS.setdefault(model, weakref.WeakSet()).add(self)
+            self._join(model)
+
+    def _join(self, model: nn.Module) -> None:
+        with _LOCK:
+            for path, m in model.named_modules():
+                if path and not m._parameters:
+                    continue
+                takers = _TAKERS.setdefault(m, weakref.WeakSet())
+                for t in takers:
+                    if t is not self and t._rank == self._rank:
+                        self._others.setdefault(t, path)
+                        t._others.setdefault(self, next(p for p, x in t._then.items() if x.module() is m))
+                takers.add(self)
 
     def changes(self) -> Notes:
         """What to tell, by the name of what changed first, one of each kind."""
@@ -67,21 +86,32 @@ class GivenModel:
             return {}
         self._used = True
         with _LOCK:
-            takers = list(_TAKERS.get(model, ()))
-        if self in takers and any(t._used and t is not self and t._rank == self._rank for t in takers):
-            return {"the model": _TWICE.format(made=self._made)} | self._changes(model)
+            shared = next((path for t, path in self._others.items() if t._used), None)
+        if shared is not None:
+            return {shared or "the model": _TWICE.format(made=self._made)} | self._changes(model)
         return self._changes(model)
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """Of `shardc.runtime.step.every_optimizer`."""
+        model = self._model() if self._model is not None else None
+        if model is None or not self._used or self._in_vain:
+            return
+        ids = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is None}
+        if any(id(p) in ids for p in model.parameters()):
+            self._in_vain = type(optimizer).__name__
 
     def _changes(self, model: nn.Module) -> Notes:
         lost = _LOST.format(made=self._made)
         found: dict[str, list[str]] = {}
+        if self._in_vain:
+            found[_IN_VAIN.format(made=self._made)] = [f"the optimizer {self._in_vain}"]
         for path, m in model.named_modules():
             then = self._then.get(path)
             same: Any = then.module() if then is not None else None
             if then is None or m is not same:
                 found.setdefault(f"another module, {lost}{_AGAIN}", []).append(path)
                 continue
-            if _hooks(m) > then.hooks:
+            if hooks_of(m) > then.hooks:
                 found.setdefault(f"a hook, {lost}{_AGAIN}", []).append(path)
             if model.training and self._then[""].training and m.training != then.training:
                 mode = "training" if m.training else "eval"
@@ -118,13 +148,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, _Module]]:
             for name, p in m._parameters.items()
             if p is not None
         }
-        yield path, _Module(weakref.ref(m), m.training, _hooks(m), held)
-
-
-def _hooks(m: nn.Module) -> int:
-    """Hooks of a module and of the gradients of its own parameters."""
-    own = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-    return sum(map(len, own)) + sum(sum(hook_counts(p)) for p in m._parameters.values() if p is not None)
+        yield path, _Module(weakref.ref(m), m.training, hooks_of(m), held)
 
 
 def _version(p: Tensor) -> int:

@@ -338,7 +338,10 @@ def _fix(x: Input, by_path: Mapping[Path, Any], local: bool, part: Sequence[int]
         )
     if isinstance(leaf, Tensor) and leaf.dtype != x.dtype and leaf.ndim == len(x.shape):
         cast = {torch.float32: "float()", torch.float64: "double()", torch.int64: "long()", torch.int32: "int()"}
-        return f"convert it: x.{cast.get(x.dtype, f'to({x.dtype})')}, or compile again with a batch of {leaf.dtype}"
+        name = name_of(x.path)
+        name = name if name.isidentifier() else "x"
+        to = cast.get(x.dtype, f"to({x.dtype})")
+        return f"convert it: {name}.{to}, or compile again with a batch of {leaf.dtype}"
     if isinstance(leaf, Tensor) and leaf.dtype == x.dtype and leaf.ndim == len(x.shape) and leaf.ndim and not local:
         rows, compiled = leaf.shape[0], x.shape[0]
         if not rows:

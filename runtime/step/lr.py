@@ -64,7 +64,16 @@ class Schedulers:
                     " CosineAnnealingLR(optimizer, 100); for a list of optimizers, a list of schedulers"
                 ),
             )
+        several_optimizers = optimizer.members if isinstance(optimizer, OptimizerList) else ()
+        own = {id(o) for o in (optimizer, *several_optimizers)}
         for m in with_inner(members):
+            if id(getattr(m, "optimizer", optimizer)) not in own:
+                raise ShardcError(
+                    f"{type(m).__name__} was made of another optimizer than the engine's: it would change nothing here",
+                    where="scheduler",
+                    fix="make it of what the function gets: scheduler=lambda optimizer:"
+                    f" {type(m).__name__}(optimizer, ...)",
+                )
             for name in inspect.signature(type(m)).parameters:
                 if (text := text_numbers.of(getattr(m, name, None))) is not None:
                     what = f"{type(m).__name__} is given {name}={text}, text where a number is wanted"

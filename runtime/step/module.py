@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardc import torch_modes
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
+from shardc.ir.stored import named_nearest
 from shardc.runtime import state
 from shardc.runtime.matrices.own_loop import OwnersOptimizer
 from shardc.runtime.mesh import agreement, replicas
@@ -40,6 +41,11 @@ from shardc.runtime.step.module_running import Running, Start, running_of
 from shardc.runtime.step.module_state import ModuleState, check_marks, mark
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.torch_private import current_backward
+
+_EVALUATE_ALIKE = (
+    "a forward under torch.no_grad() is one of all ranks, as every forward is: call it outside of `if rank == 0:`; to"
+    " print it on one rank is fine"
+)
 
 
 class ShardedModule(user_changes.NoWrapper, ModuleState):
@@ -108,12 +114,15 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
             agreement.check(mesh, facts, "making a module")
         given = state.weights_of(program, model, weights, seed)
         changed = user_changes.check_as_compiled(program, given.model, built=given.model is not model)
-        parts, buffers = state.local_parts(program, given, mesh, broadcast=broadcast)
-        prints: dict[str, int] = {}
-        buckets = Buckets(program, replicas.printed(parts, prints) if check else parts, mesh, aliased=True)
+        prints = replicas.Given(program)
+        if not check:
+            parts, buffers = state.local_parts(program, given, mesh, broadcast=broadcast)
+        else:
+            parts, buffers = state.local_parts(program, given, mesh, broadcast=broadcast, whole_of=prints.whole)
+            parts = prints.passing(parts)
+        buckets = Buckets(program, parts, mesh, aliased=True)
         if check:
-            prints |= {name: agreement.fingerprint([b]) for name, b in buffers.items()}
-            replicas.check_weights(program, mesh, prints)
+            prints.check(mesh, buffers)
         self._hold(
             running_of(
                 program,
@@ -196,6 +205,21 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
             raise AttributeError(what, name=name, obj=self)
         return super().__getattr__(name)
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """As of any module. Raises UnknownNameError, which is an AttributeError too, with the nearest name."""
+        with named_nearest("get_parameter", "parameter", target, lambda: dict(self.named_parameters())):
+            return super().get_parameter(target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        """As of any module; raises as `get_parameter`."""
+        with named_nearest("get_buffer", "buffer", target, lambda: dict(self.named_buffers())):
+            return super().get_buffer(target)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of any module; raises as `get_parameter`."""
+        with named_nearest("get_submodule", "submodule", target, lambda: dict(self.named_modules())):
+            return super().get_submodule(target)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardcError(
             "a module of one rank of a running world cannot be pickled",
@@ -253,6 +277,8 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
                 stated("whether the module trains", self.training, fix="call train() or eval() on all ranks"),
                 stated("whether parameters changed", r.updates.due, fix="update parameters on all ranks alike"),
                 stated("whether weights were loaded", r.unmarked, fix="load weights on all ranks alike"),
+                stated("which parameters are frozen", r.watched.frozen(), fix=user_changes.FREEZE_ALIKE),
+                stated("whether gradients are on", torch.is_grad_enabled(), fix=_EVALUATE_ALIKE),
             ]
             after_step = r.loop.others
             alike = agreement.check(r.mesh, [*facts, *calls, *r.loop.facts()], "forward")

@@ -47,6 +47,8 @@ _DIMS = frozenset(("ndim", "dim", "ndimension"))
 _SAME_FILL = frozenset(("constant_", "ones_", "zeros_"))
 #: What stands between the user's code and a function of torch's. (shardc writes plain tensors.)
 _LIBRARIES = ("torch.", "safetensors.")
+#: Functions of torch.distributed that write what is made of other ranks' tensors in the place of this rank's.
+_MIXING = frozenset(("all_reduce", "broadcast", "reduce", "all_reduce_coalesced", "reduce_scatter", "scatter"))
 _PLAIN = ".as_subclass(torch.Tensor) is this rank's part as a plain tensor"
 
 
@@ -195,6 +197,8 @@ def _call(func: Any, args: Any, kwargs: Mapping[str, Any], caller: _Caller) -> A
     does = kind(name)
     first = _foremost(args, kwargs)
     _refuse_helpers(caller, first)
+    if name in _MIXING and getattr(func, "__module__", "").startswith("torch.distributed"):
+        _refuse_sum_over_ranks(name, first)
     if does.draws:
         _refuse_draw(name, first.origin)
     if does.decides and name.startswith("_amp"):
@@ -342,7 +346,8 @@ def _refuse(name: str, origin: Origin) -> NoReturn:
             "this would take the part of the gradient which this rank has for the whole: another result on every rank",
             where=f"{name.strip('_').removeprefix('linalg_')} of {origin}",
             fix="clip with module.clip_grad_norm_(max_norm), which returns the norm of the whole model's gradient,"
-            " or by an engine's clip_norm=max_norm, which has it in engine.grad_norm; clip_grad_value_ and all that"
+            " or by an engine's clip_norm=max_norm, which has it in engine.grad_norm; norms(grad=True) of either has"
+            " that of each parameter; clip_grad_value_ and all that"
             f" works element by element is as it is; .grad{_PLAIN}",
         )
     raise ShardcError(
@@ -370,6 +375,21 @@ def _refuse_draw(name: str, origin: Origin) -> NoReturn:
         where=str(origin),
         fix="fill it where the model is built (given the function that builds it, each rank computes its part);"
         " or p.copy_() this rank's part of what you draw, under torch.no_grad()",
+    )
+
+
+def _refuse_sum_over_ranks(name: str, x: TensorPart) -> None:
+    """As loops do that are written for torch.distributed alone."""
+    if x.split_dims == frozenset():
+        return
+    fix = "leave it out: backward has summed gradients over all ranks that compute some of them"
+    if not x.origin.grad:
+        fix = "leave it out: weights are alike where they have to be; broadcast=True of program.module and engine sends"
+        fix += " those of rank 0"
+    raise ShardcError(
+        "ranks have different parts of it: this would mix one with another",
+        where=f"torch.distributed.{name} of {x.origin}",
+        fix=f"{fix}; all_gather takes parts, and {'.grad' if x.origin.grad else 'p'}{_PLAIN}",
     )
 
 

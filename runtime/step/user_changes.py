@@ -31,7 +31,12 @@ EVAL_MODE = (
     "the model was in eval mode when it was compiled (from_pretrained returns it so): there is no dropout in training,"
     " either, and batch norm takes its running statistics; call model.train() before compiling"
 )
+FREEZE_ALIKE = "set requires_grad alike on all ranks"
 _PERHAPS = "; compile again if it matters"
+_HOOKED = (
+    "a hook was added after the model was compiled, and never runs: add it before shardc.compile, or let the loss"
+    " function return the value, which comes back beside the loss"
+)
 _NOTHING = object()
 _AGAIN = "compile again after the change, and load the weights (engine.save, engine.load) into what comes out"
 
@@ -179,6 +184,7 @@ class Attributes:
         tensors: Sequence[TensorRead] = (),
     ) -> None:
         self._names, self._tensors = tuple(names), tuple(tensors)
+        self._hooks = {path: n for path, m in model.named_modules() if (n := hooks_of(m))}
         self._values: dict[str, list[tuple[str, tuple[str, ...], Any]]] = {}
         for path, module in model.named_modules():
             read = [(f"{path}.{n}" if path else n, tuple(n.split(".")), v) for n, v in values.get(path, {}).items()]
@@ -196,6 +202,8 @@ class Attributes:
         errors = Errors()
         notes: Notes = {}
         for path, module in modules:
+            if hooks_of(module) > self._hooks.get(path, 0):
+                notes[path or "the model"] = _HOOKED
             if path not in self._values:
                 continue
             for name, parts, then in self._values[path]:
@@ -290,6 +298,10 @@ class Watched:
                 errors.add(what, where=self._fqns[name], fix="remove it, and change .grad after backward")
         errors.raise_any()
 
+    def frozen(self) -> str:
+        """Names of those that trained when this was made, and do not any more."""
+        return ", ".join(self._fqns[n] for n, p in self._params.items() if self._trained[n] and not p.requires_grad)
+
 
 def _check_still(still: Collection[str], training: Mapping[str, bool], model: str) -> None:
     """Raises ShardcError for submodules that train now, by their names, and were in eval mode when the rest of the
@@ -375,6 +387,12 @@ def _add(errors: Errors, fqn: str, *, trains: bool) -> None:
     what = "was frozen when the model was compiled, and" if trains else "was trained when the model was compiled, and"
     now = "now requires a gradient, which the program does not compute" if trains else "is frozen now"
     errors.add(f"{what} {now}", where=f"{fqn}.requires_grad", fix=_AGAIN)
+
+
+def hooks_of(m: nn.Module) -> int:
+    """Hooks of a module and of the gradients of its own parameters."""
+    own = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+    return sum(map(len, own)) + sum(sum(hook_counts(p)) for p in m._parameters.values() if p is not None)
 
 
 def hook_counts(p: nn.Parameter) -> tuple[int, int]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
-from shardc.capture import patches
+from shardc.capture import patches, refusals
 from shardc.capture.side_effects import line_that_changes
 from shardc.errors import Errors, ShardcError
 from shardc.ir import source
@@ -116,7 +117,7 @@ def prove(
     plain = {name: (x, _version(x)) for name, x in _plain_tensors(model)}
     trained = {p.name: params[p.fqn] for p in program.params if p.requires_grad}
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")  # the model's own, which appear whenever it runs; one of them is read below
+        warnings.simplefilter("always")  # the model's own, which are read below
         torch.manual_seed(0)
         try:
             with patches.swapped(model, tensors):  # backward too: a reentrant checkpoint runs the model again
@@ -145,7 +146,7 @@ def prove(
             raise ShardcError(
                 f"the model's forward failed: {type(e).__name__}: {e}",
                 where=place.line,
-                fix="check that model and batch run together in plain PyTorch",
+                fix=refusals.advice(e),
             ) from e
         torch.manual_seed(0)
         got, news, outputs = interpret_all(program, params, before, inputs)
@@ -183,8 +184,9 @@ def prove(
     for o, value in zip(program.outputs, beside, strict=True):
         _compare(errors, "the output", o.name, value, outputs[o.name])
     errors.raise_any()
+    said = _warnings(warned)
     if want is None or not (branches or model.training):
-        return Proof(evaluates="alike")
+        return Proof(said, evaluates="alike")
     # with other buffers: fresh statistics, of 0 and 1, and vectors that converged hide differences
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, buffer in buffers.items():
@@ -195,9 +197,22 @@ def prove(
         evaluating = interpret_all(program, params, after, inputs, graph=_evaluating(program.graph))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), patches.swapped(model, tensors):
         warnings.simplefilter("ignore")
-        return _evaluates(
+        found = _evaluates(
             model, lambda: eager(whole), (evaluating[0], *evaluating[2].values()), program.graph, branches
         )
+        return replace(found, notes=(*said, *found.notes))
+
+
+def _warnings(warned: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
+    """What torch warns of in lines of the user's model or loss, such as shapes that a loss spreads one over the other:
+    the model itself never runs again, so nobody would read it.
+    """
+    found = {
+        f"{Path(w.filename).name}:{w.lineno}: torch warns: {' '.join(str(w.message).split())}"
+        for w in warned
+        if w.category is UserWarning and source.is_users(w.filename) and _NO_GRADIENTS not in str(w.message)
+    }
+    return tuple(sorted(found))
 
 
 def _evaluates(

@@ -40,6 +40,10 @@ def check_loss(loss: object, name: str = "loss") -> None:
     fix = f"pass {other}a function: {name}=lambda output, batch: {does}"
     if not callable(loss):
         raise ShardcError(f"{name} is {_described(loss)}, not a function", where=name, fix=fix)
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        what = f"{name} is the class {loss.__name__}, not a function"
+        fix = f"call it on the tensors: {name}=lambda output, batch: nn.{loss.__name__}()(output, batch['y'])"
+        raise ShardcError(what, where=name, fix=fix)
     function = loss.forward if isinstance(loss, nn.Module) else loss
     try:
         signature = inspect.signature(function)
@@ -125,6 +129,8 @@ class LossOf(nn.Module):
             elif isinstance(loss, Mapping):
                 what = f"the loss is a dict without 'loss', of {', '.join(map(repr, loss))}"
                 fix = "name the number that is trained 'loss', or return (loss, {name: value})"
+            elif isinstance(loss, (tuple, list)):
+                fix = "return one number, such as their sum; to log them too, (loss, {name: value})"
             raise ShardcError(what, where=line, fix=fix)
         loss = loss.reshape(()) if loss.dim() else loss
         values = self._flat(beside, line)

@@ -250,6 +250,61 @@ CAUSES = (
 )
 
 
+#: (what torch says, what to do), of errors of the user's own code.
+_ADVICE = (
+    (
+        r"must have the same dtype|to have the same dtype|should be the same|expected scalar type \w+ but found",
+        "give the model and what goes into it one dtype: x.to(model.weight.dtype), or model.float(); to compute in"
+        " fewer bits, `precision: {compute: bfloat16}`",
+    ),
+    (
+        r"expected target dtype to be|expected scalar type Long|not implemented for '(Int|Short|Float|Double)'"
+        r"|Expected dtype int32/int64 for index"
+        r"|Expected floating point type for target with class probabilities",
+        "labels that are classes are int64 numbers: labels.long(); floating-point targets of a cross entropy are"
+        " probabilities, of the output's shape",
+    ),
+    (
+        r"0D or 1D target tensor expected|only batches of spatial targets|Expected target size",
+        "a cross entropy takes logits [rows, classes] and labels [rows]: labels.squeeze(-1) or labels.argmax(-1); of"
+        " sequences logits.flatten(0, 1) and labels.flatten()",
+    ),
+    (
+        r"Expected input batch_size .* to match target batch_size",
+        "logits and labels need as many rows: of sequences logits.flatten(0, 1) and labels.flatten(), and labels that"
+        " are shifted where logits are",
+    ),
+    (
+        r"Target size .* must be the same as input size|size of tensor a .* must match the size of tensor b",
+        "print both shapes: output.squeeze(-1), or target.unsqueeze(-1), make them one; an element-wise loss of classes"
+        " wants F.one_hot(labels, classes).float()",
+    ),
+    (
+        r"mat1 and mat2 shapes cannot be multiplied|Given groups=|expected input\[|running_mean should contain",
+        "print the shape of what goes into this layer: its last dim (channels, of a convolution) has to be the layer's"
+        " in_features",
+    ),
+    (
+        r"Expected all tensors to be on the same device|not on the expected device",
+        "build the model and its batch on one device, such as the CPU: ranks get their own parts from there",
+    ),
+    (
+        r"got an unexpected keyword argument",
+        "a forward with **keywords is given every key of the batch: let it name its arguments (what it does not"
+        " name is for the loss alone), or leave that key out",
+    ),
+    (r"no fake impl", "give the op a shape function, @OP.register_fake (docs/rules.md)"),
+)
+
+
+def advice(error: BaseException, *, of_loss: bool = False) -> str:
+    """What to do about an error of the user's own code, as torch or Python says it. of_loss: of the loss function."""
+    said = next((fix for text, fix in _ADVICE if re.search(text, str(error))), "")
+    if of_loss and not said:
+        return "it is given the model's output and the whole batch: loss=lambda output, batch: f(output, batch['y'])"
+    return said or "check that model and batch run together in plain PyTorch"
+
+
 def of_error(error: BaseException, read: Sequence[str] = (), *, of_loss: bool = False) -> ShardcError:
     """The error for the user, of an exception that tracing raised. read: inputs whose values Python read. of_loss: the
     user's loss function raised it.
@@ -269,17 +324,9 @@ def of_error(error: BaseException, read: Sequence[str] = (), *, of_loss: bool = 
             return _error(cause, at, at.line, read if raised == DATA else ())
     text = str(error).strip().splitlines()
     code = f" ({at.shown})" if at.code else ""
-    part, fix = "the model's forward", "check that model and batch run together in plain PyTorch"
+    part, fix = "the model's forward", advice(error, of_loss=of_loss)
     if of_loss:
         part = "the loss"
-        fix = "it is given the model's output and the whole batch: loss=lambda output, batch: f(output, batch['y'])"
-    elif "got an unexpected keyword argument" in str(error):
-        fix = (
-            "a forward with **keywords is given every key of the batch: let it name its arguments (what it does not"
-            " name is for the loss alone), or leave that key out"
-        )
-    if "no fake impl" in str(error):
-        fix = "give the op a shape function, @OP.register_fake (docs/rules.md)"
     return ShardcError(
         f"{part} failed: {type(error).__name__}: {text[0] if text else ''}{code}",
         where=at.line,

@@ -17,6 +17,13 @@ def check(model: nn.Module) -> None:
     and for parameters that are DTensors.
     """
     errors = Errors()
+    if hasattr(model, "full_state_dict") and hasattr(model, "clip_grad_norm_"):  # what program.module makes
+        what, fix = (
+            "it is compiled already, and has this rank's part",
+            "pass the plain model, which it was compiled from",
+        )
+        errors.add(what, where="the model", fix=fix)
+        errors.raise_any()
     for name, module in model.named_modules():
         where = name or "the model"
         if isinstance(module, (DataParallel, DistributedDataParallel)):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardc.errors import ShardcError
+from shardc.runtime.step.engine_forward import NoBatchesError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,9 +39,11 @@ def run(job: Job) -> dict[str, Any]:
     if first and not job.quiet:
         print("\n".join(notes), flush=True)
     with mesh.together("scoring"), Path(job.rows).open("w") if job.rows and first else nullcontext() as rows:
-        scores = scorer.score_all(data.one_epoch(), local=data.local, each=Rows(rows) if job.rows else None)
-    if not scores:
-        raise ShardcError(f"data({job.split!r}) has no batch", where=job.model, fix="return what is to be scored")
+        try:
+            scores = scorer.score_all(data.one_epoch(), local=data.local, each=Rows(rows) if job.rows else None)
+        except NoBatchesError:
+            what, fix = f"data({job.split!r}) has no batch", "return what is to be scored"
+            raise ShardcError(what, where=job.model, fix=fix) from None
     return {
         "model": program.meta.get("model"),
         "mesh": dict(program.mesh.axes),

@@ -22,6 +22,7 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
 from shardc.runtime.state.checkpoint_folder import generations
+from shardc.runtime.step.engine_forward import NoBatchesError
 from shardc.spec import Run
 from shardc.torch_private import let_workers_end, memory_recorded
 
@@ -345,7 +346,9 @@ class Training:
             return {}
         with self._save_on_failure(f"the evaluation after step {self.engine.step_count}"):
             batches = self._until_stopped(islice(self.valid.one_epoch(), self.settings.eval_batches or None))
-            values: dict[str, float] = self.engine.evaluate_all(batches, local=self.valid.local)
+            values: dict[str, float] = {}
+            with suppress(NoBatchesError):  # told below
+                values = self.engine.evaluate_all(batches, local=self.valid.local)
         if not values and not self.signals.seen and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True
             self.tell("note: data('valid') gives no batch: there is no held-out loss (return None where none is meant)")

@@ -86,7 +86,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     A pattern is compared by its text after the last `*`, and the answer is the repaired pattern:
     `*.q_prj` among `model.layers.0.q_proj` gives `*.q_proj`.
     """
-    names = list(dict.fromkeys(candidates))
+    names, name = list(dict.fromkeys(candidates)), str(name)
     if "*" in name or _GROUP.search(name):
         return _nearest_pattern(name, names)
     folded: dict[str, str] = {}

@@ -83,6 +83,10 @@ _INSTEAD = {
         "it has no weights; program.module(model) is an nn.Module, program.engine(model) a training loop",
     ),
     **dict.fromkeys(
+        ("cuda", "cpu", "half", "float", "double", "bfloat16"),
+        "devices are those of the ranks, the dtype is `precision` of the spec: leave it out",
+    ),
+    **dict.fromkeys(
         ("evaluate", "score", "generate"), "program.engine(model), or of one compiled with forward=, has it"
     ),
 }
@@ -380,6 +384,9 @@ class Program:
         world: number of ranks, where known, as of `shardc.compile`. Raises ShardcError as that does; where the model no
         longer exists; and of a program that was loaded, which has none.
         """
+        from shardc.runtime.step.engine_options import check_program
+
+        check_program(spec, "program.to")
         if self.resize is None:
             what, fix = "a program that was loaded has no model to compile", "load, or compile, the other program"
             raise ShardcError(what, where="program.to", fix=fix)

@@ -10,7 +10,8 @@ Ranks store parameters and buffers under the names that the model has for them; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +33,26 @@ class UnknownParameterError(ShardcError, KeyError):
         some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
         fix = f"did you mean {near!r}?" if near else f"names are the model's, such as {some}"
         return cls(f"the model has no parameter {name!r}", where=where, fix=fix)
+
+
+class UnknownNameError(ShardcError, AttributeError):
+    """A name that a module has nothing under, as nn.Module says it by an AttributeError."""
+
+
+@contextmanager
+def named_nearest(call: str, kind: str, name: str, known: Callable[[], Iterable[str]]) -> Iterator[None]:
+    """Raises UnknownNameError in the place of an AttributeError over this name. call: the method that was asked."""
+    try:
+        yield
+    except UnknownNameError:
+        raise  # get_parameter asks get_submodule
+    except AttributeError:
+        names = [n for n in known() if n]
+        near = nearest(str(name), names)
+        some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+        fix = f"did you mean {near!r}?" if near else f"there are {some}" if names else f"it has no {kind}"
+        what = f"the module has no {kind} {name!r}"
+        raise UnknownNameError(what, where=f"module.{call}({name!r})", fix=fix) from None
 
 
 class Stored:

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shardc.call_arguments import checked
 from shardc.cost.device import Device, chosen
 from shardc.errors import ShardcError
 from shardc.plan import clusters
@@ -40,6 +41,7 @@ from shardc.spec import Spec
 __all__ = ["Candidate", "Plan", "plan"]
 
 
+@checked("shardc.plan", elsewhere={})
 def plan(
     model: nn.Module,
     batch: Any,

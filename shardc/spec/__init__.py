@@ -441,6 +441,12 @@ def _text(source: object) -> str:
     if file.suffix == ".py":
         fix = "give the path of a YAML file; on the command line the model comes first: shardc ... model.py spec.yaml"
         raise ShardcError("a spec is YAML, not Python", where=str(source), fix=fix)
+    if os.path.isdir(file):
+        yaml = sorted(p.name for p in file.glob("*.y*ml"))
+        fix = f"give a file, such as {str(file / yaml[0])!r}" if yaml else "give the path of a YAML file"
+        if os.path.exists(file / "manifest.json"):
+            fix = f"a compiled folder is a program already: shardc.load({str(file)!r}); its spec is spec.yaml in it"
+        raise ShardcError("this is a folder, where the path of a spec is expected", where=str(source), fix=fix)
     if os.path.exists(file):  # Path.exists raises for a null byte
         return text_file.read(file, "spec", fix="give the path of a YAML file")
     near = nearest(file.name, [p.name for p in file.parent.glob("*.y*ml")]) if os.path.isdir(file.parent) else ""

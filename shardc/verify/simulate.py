@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.call_arguments import checked
+from shardc.errors import ShardcError
 from shardc.ir.metadata import Collective
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
@@ -70,6 +72,7 @@ class _Rank:
     outputs: dict[str, Tensor]
 
 
+@checked("shardc.simulate", elsewhere={})
 def simulate(
     program: Program, model: Any, batch: Any, *, steps: int = 1, optimizer: OptimizerOf | None = None, seed: int = 0
 ) -> Simulation:
@@ -81,8 +84,10 @@ def simulate(
     Of a forward-only program one forward is run.
     Raises ShardcError for a batch or weights that do not fit. Replicas that come out different are a bug of shardc:
     AssertionError."""
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, not {steps}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ShardcError(
+            f"{steps!r} is no number of steps", where="shardc.simulate", fix="give a whole number, 1 or more"
+        )
     make = optimizer if optimizer is not None or steps == 1 else adamw
 
     def work(mesh: LoopbackMesh) -> _Rank:

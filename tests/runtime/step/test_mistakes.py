@@ -50,6 +50,20 @@ def scaled(module: ShardedModule) -> None:
     scaler.unscale_(torch.optim.SGD(module.parameters(), lr=0.1))
 
 
+def looked_at(engine: Engine) -> None:
+    engine.step(BATCH)
+    gradients = [p.grad for p in engine.params.values()]  # of a step that was before anybody asked
+    assert gradients[0] is None or type(gradients[0]) is not torch.Tensor
+    engine.step(BATCH)
+    engine.params["up.weight"].grad.norm()  # type: ignore[union-attr]
+
+
+def summed_again(module: ShardedModule) -> None:
+    module(**module.local(BATCH)).backward()
+    for p in module.parameters():
+        torch.distributed.all_reduce(p.grad)
+
+
 MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
     "whole weights": (
         lambda m: m.load_state_dict(MODEL.state_dict()),
@@ -97,6 +111,20 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
         scaled,
         r"torch.amp.GradScaler: each rank would look for overflows(.|\n)*`precision: \{loss_scale: dynamic\}`",
     ),
+    "gradients that are summed again": (
+        summed_again,
+        r"torch.distributed.all_reduce of up.weight.grad: ranks have different parts (.|\n)*leave it out: backward has",
+    ),
+    "weights of the first rank": (
+        lambda m: torch.distributed.broadcast(m.get_parameter("up.weight").data, 0),
+        r"torch.distributed.broadcast of up.weight: ranks have different parts (.|\n)*broadcast=True of program.module",
+    ),
+    "a name of a parameter": (
+        lambda m: m.get_parameter("up.weigth"),
+        r"module.get_parameter\('up.weigth'\): the module has no parameter 'up.weigth'\n  fix: .* 'up.weight'",
+    ),
+    "a name of a module": (lambda m: m.get_submodule("upp"), r"no submodule 'upp'\n  fix: did you mean 'up'\?"),
+    "a name of a buffer": (lambda m: m.get_buffer("mean"), r"no buffer 'mean'\n  fix: it has no buffer"),
     "an argument that was not compiled": (
         lambda m: m(**m.local(BATCH), temperature=0.5),
         r"temperature: the program was compiled without this argument, 0.5\n  fix: leave it out, or compile again",
@@ -142,7 +170,39 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
     ),
     "a device": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).to("cuda"),  # type: ignore[arg-type]
-        r"engine.to: a str is no program: this moves to another plan\n  fix: devices are those of the ranks",
+        r"engine.to: 'cuda' is neither a program nor a spec: this moves .*\n  fix: devices are those of the ranks",
+    ),
+    "a number of a device": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).to(0),  # type: ignore[arg-type]
+        r"engine.to: 0 is neither a program nor a spec: .*\n  fix: engine.to\('spec.yaml'\)",
+    ),
+    "a dtype of a program": (
+        lambda mesh: PROGRAM.to(torch.float64),  # type: ignore[arg-type]
+        r"program.to: torch.float64 is neither a program nor a spec(.|\n)*the dtype is `precision` of the spec",
+    ),
+    "a part of what a step returns": (
+        lambda mesh: (Engine(PROGRAM, MODEL, mesh=mesh).step(BATCH) / 4).backward(),
+        r"loss.backward\(\): the engine has run backward(.|\n)*leave .backward\(\) out",
+    ),
+    "no batches": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).evaluate_all(iter(())),
+        r"engine.evaluate_all: there is no batch\n  fix: .*shorter than a batch with drop_last=True",
+    ),
+    "no batches at all": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).evaluate_all(None),  # type: ignore[arg-type]
+        "engine.evaluate_all: there are no batches: None",
+    ),
+    "a number of batches": (
+        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).evaluate_all(3),  # type: ignore[arg-type]
+        r"engine.evaluate_all: 3 is no iterable of batches\n  fix: engine.evaluate_all\(\[batch\]\), or a DataLoader",
+    ),
+    "a scheduler of another optimizer": (
+        lambda mesh: Engine(PROGRAM, MODEL, scheduler=lambda _: torch.optim.lr_scheduler.StepLR(SGD, 1), mesh=mesh),
+        r"scheduler: StepLR was made of another optimizer than the engine's(.|\n)*lambda optimizer: StepLR\(optimizer",
+    ),
+    "the norm of a gradient after a step": (
+        lambda mesh: looked_at(Engine(PROGRAM, MODEL, mesh=mesh)),
+        r"norm of up.weight.grad: this would take the part of the gradient(.|\n)*norms\(grad=True\)",
     ),
     "a group that is added": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).optimizer.add_param_group({"params": []}),  # type: ignore[union-attr]
@@ -254,6 +314,8 @@ def test_the_loss_of_a_step_is_a_number_as_any() -> None:
         file.seek(0)
         assert torch.load(file) == [loss, loss]
         assert torch.stack([loss, 2 * loss]).mean() == 1.5 * loss
+        assert f"{loss:.2f} {loss}" == f"{loss.item():.2f} {loss.item()}"
+        assert repr(loss).startswith("tensor(")
 
     loopback(PROGRAM.mesh, work)
 
@@ -288,6 +350,8 @@ def test_methods_of_other_trainers_are_named() -> None:
         engine: Any = Engine(PROGRAM, MODEL, mesh=mesh)
         with pytest.raises(AttributeError, match=r"no 'train': step\(batch\) trains, evaluate\(batch\) evaluates"):
             engine.train()
+        with pytest.raises(AttributeError, match=r"no 'cuda': devices are those of the ranks"):
+            engine.cuda()
         assert not hasattr(engine, "weights")
 
     loopback(PROGRAM.mesh, work)
@@ -413,6 +477,11 @@ def distance(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return (output - batch["y"]).square().mean()
 
 
+def classes(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, batch["y"])
+
+
+LABELS = {"input": torch.randn(8, 8)}
 ROWS = {"input": torch.randn(8, 8), "y": torch.randn(8, 4)}
 ONE = {"shardc": 1}
 
@@ -438,6 +507,66 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: shardc.compile(nn.Linear(8, 4), "spec.yaml", ROWS, loss=distance),
         r"the batch is a str, which looks like the spec\n  fix: .*compile\(model, batch, spec\)",
     ),
+    "a keyword that there is not": (
+        lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, los=distance),  # type: ignore[call-arg]
+        r"shardc.compile\(los=...\): there is no such argument\n  fix: did you mean 'loss'\?",
+    ),
+    "a keyword of the engine's": (
+        lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, optimizer=SGD),  # type: ignore[call-arg]
+        r"shardc.compile\(optimizer=...\): there is no such argument\n  fix: it is the engine's: program.engine",
+    ),
+    "a setting of the spec's": (
+        lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, zero=3),  # type: ignore[call-arg]
+        r'zero=...\): there is no such argument\n  fix: it belongs into the spec, or overrides=\("data.zero=...",\)',
+    ),
+    "an axis of the mesh": (
+        lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, tp=2),  # type: ignore[call-arg]
+        r"fix: it is an axis of the mesh: mesh=\{'tp': ...\}",
+    ),
+    "no spec": (
+        lambda: shardc.compile(nn.Linear(8, 4), ROWS),  # type: ignore[call-arg]
+        r"shardc.compile: spec is missing\n  fix: shardc.compile\(model, batch, spec\)",
+    ),
+    "a mesh without its name": (
+        lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, {"dp": 2}),  # type: ignore[misc]
+        r"shardc.compile: it takes model, batch, spec by place, and 4 arguments came so\n  fix: .*such as mesh=...",
+    ),
+    "an axis that is a number": (
+        lambda: shardc.compile(nn.Linear(8, 4), ROWS, {**ONE, "mesh": {"dp": 1}}, mesh={1: 2}, loss=distance),  # type: ignore[dict-item]
+        "the spec's mesh has no axis 1",
+    ),
+    "what is compiled": (
+        lambda: shardc.compile(PROGRAM, BATCH, ONE),  # type: ignore[arg-type]
+        r"shardc.compile: this is compiled already: <Program Net .*\n  fix: pass the plain model",
+    ),
+    "no number of steps": (
+        lambda: shardc.simulate(PROGRAM, MODEL, BATCH, steps=0),
+        r"shardc.simulate: 0 is no number of steps\n  fix: give a whole number",
+    ),
+    "a loss that is a class": (
+        lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, loss=nn.MSELoss),
+        r"loss is the class MSELoss, not a function\n  fix: call it on the tensors: .*nn.MSELoss\(\)\(output,",
+    ),
+    "two losses": (
+        lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, loss=lambda o, b: (distance(o, b), o.mean())),
+        r"the loss is a tuple, not a scalar\n  fix: return one number, such as their sum; to log them too, \(loss,",
+    ),
+    "labels of another dtype": (
+        lambda: shardc.compile(nn.Linear(8, 4), LABELS | {"y": torch.ones(8)}, ONE, loss=classes),
+        r"the loss failed(.|\n)*fix: labels that are classes are int64 numbers: labels.long\(\)",
+    ),
+    "labels of another shape": (
+        lambda: shardc.compile(nn.Linear(8, 4), LABELS | {"y": torch.ones(8, 1).long()}, ONE, loss=classes),
+        r"the loss failed(.|\n)*fix: a cross entropy takes logits \[rows, classes\] and labels \[rows\]",
+    ),
+    "too few labels": (
+        lambda: shardc.compile(nn.Linear(8, 4), LABELS | {"y": torch.ones(6).long()}, ONE, loss=classes),
+        r"the loss failed(.|\n)*fix: logits and labels need as many rows",
+    ),
+    "a model of another dtype": (
+        lambda: shardc.compile(nn.Linear(8, 4).double(), ROWS, ONE, loss=distance),
+        r"the model's forward failed: .*dtype(.|\n)*fix: give the model and what goes into it one dtype",
+    ),
     "a loss that is a number": (
         lambda: shardc.compile(nn.Linear(8, 4), ROWS, ONE, loss=lambda o, b: distance(o, b).item()),
         r"the loss is a Python number, of .item\(\), .*\n  fix: leave that out",
@@ -458,3 +587,82 @@ def test_what_torch_compile_wraps_has_arguments_with_names() -> None:
     program = shardc.compile(torch.compile(model, backend="eager"), ROWS, ONE, loss=distance)  # type: ignore[arg-type]
     loss = program.engine(torch.compile(model, backend="eager"), optimizer=None).evaluate(ROWS)
     torch.testing.assert_close(loss, distance(model(ROWS["input"]), ROWS).detach())
+
+
+def test_what_torch_warns_of_is_a_note() -> None:
+    """A loss that spreads [8] over [8, 1] gives a number, and a wrong one: torch says so where the model runs."""
+    loss = "lambda output, batch: nn.functional.mse_loss(output, batch['y'])"
+    batch = {"input": torch.randn(8, 8), "y": torch.randn(8)}
+    program = shardc.compile(nn.Linear(8, 1), batch, ONE, loss=eval(loss))
+    assert not program.notes  # of no file
+    program = shardc.compile(nn.Linear(8, 1), batch, ONE, loss=spread)
+    assert any("test_mistakes.py:" in n and "torch warns: Using a target size" in n for n in program.notes)
+
+
+def test_the_plain_models_optimizer_beside_an_engine_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model = copy.deepcopy(MODEL)
+    program = shardc.compile(model, BATCH, ONE)
+    engine, optimizer = program.engine(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        engine.step(BATCH)
+        optimizer.step()
+    said = capsys.readouterr().err
+    assert said.count("note: the optimizer SGD: it steps the parameters of the model, which get no gradients") == 1
+
+
+def test_a_hook_that_came_after_compiling_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model = copy.deepcopy(MODEL)
+    model.down.register_forward_hook(lambda *_: None)
+    program = shardc.compile(model, BATCH, ONE)
+    program.engine(model)
+    assert "a hook" not in capsys.readouterr().err
+    model.up.register_forward_hook(lambda *_: None)
+    program.engine(model)
+    assert "note: up: a hook was added after the model was compiled, and never runs" in capsys.readouterr().err
+
+
+def test_ranks_freeze_and_evaluate_alike() -> None:
+    def freezes(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(PROGRAM, MODEL, mesh=mesh)
+        module.requires_grad_(mesh.rank != 3)
+        module(**module.local(BATCH))
+
+    def evaluates(mesh: LoopbackMesh) -> None:
+        module = ShardedModule(PROGRAM, MODEL, mesh=mesh)
+        with torch.set_grad_enabled(mesh.rank != 3):
+            module(**module.local(BATCH))
+
+    def engine(mesh: LoopbackMesh) -> None:
+        made = Engine(PROGRAM, MODEL, mesh=mesh)
+        made.params["up.bias"].requires_grad_(mesh.rank != 3)
+        made.step(BATCH)
+
+    for work, said in (
+        (freezes, "which parameters are frozen differs on rank 3 .*: nothing on rank 0, up.weight"),
+        (evaluates, "whether gradients are on differs on rank 3 .*: True on rank 0, False on rank 3"),
+        (engine, "which parameters are frozen differs on rank 3 .*: nothing on rank 0, up.bias on rank 3"),
+    ):
+        with pytest.raises(ShardcError, match=said):
+            loopback(PROGRAM.mesh, work)
+
+
+@pytest.mark.parametrize("form", ["a model", "a state_dict"])
+def test_a_split_weight_that_one_rank_has_otherwise_is_named(form: str) -> None:
+    """Each rank has another slice of it, so no copies differ."""
+    program = shardc.compile(
+        MODEL, BATCH, {"shardc": 1, "mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}}, prove=False
+    )
+
+    def work(mesh: LoopbackMesh) -> None:
+        model = copy.deepcopy(MODEL)
+        with torch.no_grad():
+            model.up.weight.mul_(1 + mesh.rank)
+        program.engine(model if form == "a model" else model.state_dict(), mesh=mesh)
+
+    with pytest.raises(ShardcError, match=r"the weight up.weight differs between rank 0 .* and rank 1"):
+        loopback(program.mesh, work)
+
+
+def spread(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(output, batch["y"])
