@@ -182,7 +182,8 @@ def _check_apart(
         raise ShardcError(f"{what}, and {first.why}", where=first.where, fix=fix) from e
     if not all(_same([before], a, b, _SLACK) for before, a, b in zip(samples, one, every[:n], strict=True)):
         what = f"the optimizer {kind} updates a parameter depending on others, and no rank has all of them: {first.why}"
-        raise ShardcError(what, where=first.where, fix=fix)
+        clips = "if it clips gradients, that is the engine's: clip_norm=1.0, --clip 1.0; else "
+        raise ShardcError(what, where=first.where, fix=clips + fix)
     return samples, grads, one
 
 

@@ -139,6 +139,8 @@ def prove(
             read = not any(_empty(reach(batch, i.path)) for i in program.inputs)
             if isinstance(e, IndexError) and read and (outside := op_errors.eager_lookup_error(e, model, inputs)):
                 raise outside from e  # ids are the batch's own, not made up
+            if op_errors.no_memory(e):  # of one device; ranks need less
+                return Proof(("capture was checked statically only: this machine's memory has no room for a forward",))
             if not real:
                 why = f"the model does not run on random numbers ({type(e).__name__}: {e})"
                 return Proof((f"capture was checked statically only: {why}",))

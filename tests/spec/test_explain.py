@@ -340,7 +340,7 @@ def test_wrong_file(tmp_path: Path) -> None:
     with pytest.raises(ShardcError, match="there is no such spec file") as e:
         Spec.load(tmp_path / "spce.yaml")
     assert e.value.fix == f"did you mean {str(file)!r}?"
-    with pytest.raises(ShardcError, match="is not a regular file"):
+    with pytest.raises(ShardcError, match="this is a folder, where the path of a spec is expected"):
         Spec.load(tmp_path)
     with pytest.raises(ShardcError, match="a spec is a path, a dict or a Spec, not a int"):
         Spec.load(3)  # type: ignore[arg-type]
