@@ -235,10 +235,9 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
         )
         return
     for name in missing:
-        near = difflib.get_close_matches(name, extra or list(present), 1)
-        errors.add(
-            f"{name} is missing in {where}", fix=f"it has {near[0]}: is it that?" if near else "is it of another model?"
-        )
+        near = difflib.get_close_matches(name, extra, 1)  # what has its own place is not misspelt
+        missed = "was it added since? Weights that are given by `weights` (--weights) leave new parts as they begin"
+        errors.add(f"{name} is missing in {where}", fix=f"it has {near[0]}: is it that?" if near else missed)
     for name in other:
         errors.add(shapes(name), fix=fix)
     for name in extra:

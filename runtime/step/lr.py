@@ -52,7 +52,8 @@ class Schedulers:
                 raise ShardcError(
                     "ReduceLROnPlateau needs a measure of yours at every step",
                     where="scheduler",
-                    fix="make it from engine.optimizer, and call its step(measure) in your own loop",
+                    fix="make it from engine.optimizer, and call its step(measure) in your own loop; `shardc run` takes"
+                    " schedules that count steps, such as CosineAnnealingLR",
                 )
         if wrong := [m for m in members if not isinstance(m, LRScheduler)] or ([] if members else [returned]):
             kind = f"a {type(returned).__name__}" + (f" of {type(wrong[0]).__name__}" if several and members else "")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, fx, nn
 
 from shardc.errors import ShardcError
@@ -26,6 +27,10 @@ Action = Literal["ignore", "stop", "skip"]
 _FIX = (
     "nothing was updated: try a lower learning rate, clip (clip_norm=, --clip), or leave such updates out"
     " (nonfinite='skip', --nonfinite skip)"
+)
+_FLOAT16 = (
+    "; parameters are float16, in which the eps of Adam (1e-8) is 0, and small gradients too: keep them float32, and"
+    " write `precision: {compute: float16, loss_scale: dynamic}`"
 )
 _NAMED = 3  # parameters that an error names
 
@@ -47,7 +52,11 @@ def skips(
     where = first_not_finite(interpreter, values)
     what = f"the loss of step {step} is {float(loss)}"
     what += f"; {where} is the first result that is not finite" if where else ""
-    raise NotFiniteError(what, where=f"step {step}", fix=_FIX)
+    raise NotFiniteError(what, where=f"step {step}", fix=_fix(interpreter.program))
+
+
+def _fix(program: Program) -> str:
+    return _FIX + (_FLOAT16 if any(p.dtype == torch.float16 and p.requires_grad for p in program.params) else "")
 
 
 def skips_gradient(
@@ -64,7 +73,7 @@ def skips_gradient(
     if action == "stop" and found:
         more = f" and {len(found) - _NAMED} more parameters" if len(found) > _NAMED else ""
         what = f"the loss of step {step} is finite, but not the gradient of {', '.join(found[:_NAMED])}{more}"
-        raise NotFiniteError(what, where=f"step {step}", fix=_FIX)
+        raise NotFiniteError(what, where=f"step {step}", fix=_fix(program))
     return bool(found)
 
 

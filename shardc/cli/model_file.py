@@ -254,6 +254,8 @@ def _users(path: Path, doing: str) -> Iterator[None]:
             fix = 'leave it out; what the file needs when it is run by itself stands under `if __name__ == "__main__":`'
         elif frames and re.search(r"\.(cuda|to|to_empty)\(", frames[-1].line or "") and _OF_DEVICE.search(str(e)):
             fix = "leave out .cuda() and .to(device): each rank builds its part of the model on its own device"
+        elif "Default process group has not been initialized" in str(e):
+            fix = "leave the wrapper out: model() returns the plain model, which `mesh: {dp: ...}` of the spec spreads"
         elif "meta tensor" in str(e):
             fix = (
                 "leave out what looks at values: model() runs without them, and each rank makes or reads its part later"

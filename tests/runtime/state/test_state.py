@@ -227,6 +227,10 @@ def test_missing_and_unexpected_names_are_all_told_with_the_nearest() -> None:
     ]
     assert error.errors[0].fix == "it has qkv.wieght: is it that?"
     assert error.errors[2].fix == "is it qkv.weight?"
+    error = _fails(
+        {n: x for n, x in model.state_dict().items() if n != "gqa.bias"}, program_of(model, {"dp": 1}), model
+    )
+    assert error.fix.startswith("was it added since?")  # no other tensor is its: each has a place
 
 
 def test_model_of_another_shape_is_refused() -> None:

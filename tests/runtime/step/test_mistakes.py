@@ -666,3 +666,13 @@ def test_a_split_weight_that_one_rank_has_otherwise_is_named(form: str) -> None:
 
 def spread(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(output, batch["y"])
+
+
+def test_a_nan_of_float16_parameters_says_what_they_do_to_adam() -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Linear(8, 8).half(), {"input": torch.randn(8, 8).half()}
+    program = shardc.compile(model, batch, ONE, prove=False, loss=lambda output, batch: output.square().mean() * 1e-4)
+    engine = program.engine(model, nonfinite="stop")
+    engine.step(batch)
+    with pytest.raises(ShardcError, match=r"parameters are float16, in which the eps of Adam \(1e-8\) is 0"):
+        engine.step(batch)
