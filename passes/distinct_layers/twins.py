@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from shardc.ir.graph import add_node
 from shardc.ir.source import Source
 
 
@@ -175,8 +176,8 @@ def copied(
     if later and (at := ordinal_at(node.args)) is not None:
         args = (*args[:at], args[at] + later, *args[at + 1 :])
     kwargs = {k: name if k == "tag" else fx.map_arg(v, operand) for k, v in node.kwargs.items()}
-    new = graph.create_node(node.op, node.target if node.op == "call_function" else name, args, kwargs, name)
+    target = node.target if node.op == "call_function" else name
+    new = add_node(graph, node.op, target, args, kwargs, name=name, meta=node.meta | meta)
     if new.name != name:
         raise UnlikeError(f"two nodes would be called {name}")
-    new.meta = {**node.meta, **meta}
     return new

@@ -17,6 +17,7 @@ from shardc.capture import inplace_ops
 from shardc.capture.hidden_layers import Hidden, UnlikeError
 from shardc.capture.inline_regions import unchanged
 from shardc.capture.inner_autograd import GRADIENT
+from shardc.ir.graph import add_node
 from shardc.ir.source import Source
 from shardc.torch_private import HigherOrderOperator, OpOverload
 
@@ -241,10 +242,11 @@ class Lifted:
         new = {env[x]: env[y] for x, y in copy.operands.items()} | self._weights.of(copy.first, copy.layer)
         for n, name in self._ops[copy.first]:
             args, kwargs = fx.map_arg((n.args, n.kwargs), new.__getitem__)
-            new[n] = graph.create_node("call_function", n.target, args, kwargs, name=name)
             place: Source = n.meta["source"]
             calls = tuple(map(renamed, place.calls))
-            new[n].meta = n.meta | {"source": Source(renamed(place.module), place.line, place.code, calls)}
+            moved = Source(renamed(place.module), place.line, place.code, calls)
+            meta = n.meta | {"source": moved}
+            new[n] = add_node(graph, "call_function", n.target, args, kwargs, name=name, meta=meta)
             self.add(call, new[n], name)  # it may be in an equal layer of an outer list
         for user in call.users:
             env[user] = new[env[copy.results[int(user.args[1])]]]  # type: ignore[arg-type]
