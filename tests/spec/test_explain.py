@@ -340,7 +340,11 @@ def test_wrong_file(tmp_path: Path) -> None:
     with pytest.raises(ShardcError, match="there is no such spec file") as e:
         Spec.load(tmp_path / "spce.yaml")
     assert e.value.fix == f"did you mean {str(file)!r}?"
-    with pytest.raises(ShardcError, match="this is a folder, where the path of a spec is expected"):
+    with pytest.raises(ShardcError, match="this is a folder, where the path of a spec is expected") as e:
+        Spec.load(tmp_path)
+    assert e.value.fix == f"give a file, such as {str(file)!r}"
+    (tmp_path / "manifest.json").touch()
+    with pytest.raises(ShardcError, match=r"fix: a compiled folder is a program already: shardc.load\("):
         Spec.load(tmp_path)
     with pytest.raises(ShardcError, match="a spec is a path, a dict or a Spec, not a int"):
         Spec.load(3)  # type: ignore[arg-type]

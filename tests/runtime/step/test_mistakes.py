@@ -123,6 +123,10 @@ MODULES: dict[str, tuple[Callable[[ShardedModule], Any], str]] = {
         lambda m: m.get_parameter("up.weigth"),
         r"module.get_parameter\('up.weigth'\): the module has no parameter 'up.weigth'\n  fix: .* 'up.weight'",
     ),
+    "a module of a program, compiled again": (
+        lambda m: shardc.compile(m, BATCH, ONE),
+        r"the model: it is compiled already, and has this rank's part\n  fix: pass the plain model",
+    ),
     "a name of a module": (lambda m: m.get_submodule("upp"), r"no submodule 'upp'\n  fix: did you mean 'up'\?"),
     "a name of a buffer": (lambda m: m.get_buffer("mean"), r"no buffer 'mean'\n  fix: it has no buffer"),
     "an argument that was not compiled": (
@@ -676,3 +680,36 @@ def test_a_nan_of_float16_parameters_says_what_they_do_to_adam() -> None:
     engine.step(batch)
     with pytest.raises(ShardcError, match=r"parameters are float16, in which the eps of Adam \(1e-8\) is 0"):
         engine.step(batch)
+
+
+class Large(nn.Module):
+    """Runs where it is captured, and has no room to run for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_exporting():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return self.layer(x).square().mean()
+
+
+def test_a_model_that_one_device_has_no_room_for_is_checked_statically() -> None:
+    program = shardc.compile(Large(), {"x": torch.randn(8, 8)}, ONE)
+    note = "capture was checked statically only: this machine's memory has no room for a forward"
+    assert note in program.notes
+
+
+class Clips(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1e-3)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_clips_is_told_where_clipping_is() -> None:
+    def work(mesh: LoopbackMesh) -> None:
+        with pytest.raises(ShardcError, match=r"fix: if it clips gradients, that is the engine's: clip_norm=1.0"):
+            Engine(PROGRAM, MODEL, lambda params: Clips(params, lr=0.1), mesh=mesh)
+
+    loopback(PROGRAM.mesh, work)
