@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardc.ir.graph import placeholders
-from shardc.ir.patterns import match, names_weight, of_every_layer
+from shardc.ir.patterns import match, names_weight, of_every_layer, of_every_outer_layer
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
@@ -45,8 +45,11 @@ def entries(program: Program, splits: Mapping[str, Shard], axis: str, named: Ite
         groups.setdefault((of_every_layer(entry.name), entry.style, entry.shard), []).append(entry)
     patterns: list[tuple[str, Style | None, Shard | None]] = []
     for (pattern, style, shard), some in groups.items():
-        fits = all(_means(pattern, style, shard, p, splits.get(p.name), nodes[p.name], says) for p in free)
-        patterns += [(pattern, style, shard)] if fits else [(e.name, style, shard) for e in some]
+        inner = dict.fromkeys(of_every_outer_layer(e.name) for e in some)  # Sequentials of layers: "blocks.*.0"
+        for way in ([pattern], inner, [e.name for e in some]):
+            if all(_means(w, style, shard, p, splits.get(p.name), nodes[p.name], says) for w in way for p in free):
+                patterns += [(w, style, shard) for w in way]
+                break
     merged: dict[tuple[str, Style | None, Shard | None], list[str]] = {}
     for pattern, style, shard in patterns:
         parent, _, last = pattern.rpartition(".")

@@ -137,6 +137,12 @@ def of_every_layer(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
 
 
+def of_every_outer_layer(name: str) -> str:
+    """The same but for the last number: "blocks.3.0" -> "blocks.*.0"."""
+    outer, number, rest = re.fullmatch(r"(.*?)((?:\.\d+)?)((?:\.\D[^.]*)*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
+    return of_every_layer(outer) + number + rest
+
+
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 

@@ -616,7 +616,13 @@ HINTS = [
         "leave out what looks at values",
     ),
     ("a device", "model.py", "return Net()", "return Net().cuda()", "leave out .cuda()"),
-    ("a wrapper", "model.py", "return Net()", "return nn.parallel.DistributedDataParallel(Net())", "leave the wrapper out"),
+    (
+        "a wrapper",
+        "model.py",
+        "return Net()",
+        "return nn.parallel.DistributedDataParallel(Net())",
+        "leave the wrapper out",
+    ),
     (
         "a key that is not there",
         "model.py",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.patterns import Selector, expand, faults, match, nearest, select_modules
+from shardc.ir.patterns import Selector, expand, faults, match, nearest, of_every_outer_layer, select_modules
 
 NAMES = [f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")] + [
     "lm_head"
@@ -143,3 +143,11 @@ def test_patterns_that_select_nothing() -> None:
     assert selected == [["h.0", "h.1"], [], []]
     assert "pattern 'h.1' never wins" in errors[0]
     assert "pattern 'hed:in' matches no module" in errors[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [("l.3.0", "l.*.0"), ("m.1.b.2.c.w", "m.*.b.2.c.w"), ("layers.2.fc", "layers.2.fc"), ("up", "up"), ("0.w", "0.w")],
+)
+def test_a_name_of_every_outer_layer(name: str, pattern: str) -> None:
+    assert of_every_outer_layer(name) == pattern

@@ -419,3 +419,25 @@ def test_parts_in_sections_of_their_own() -> None:
     assert _in_parts(p, [256, 16, 8]) == (Shard(0, 2), Shard(0, 2), Shard(0))
     assert _in_parts(p, [128, 132, 20]) is None
     assert in_sections(Shard(0, 2), 16) == (8, 8)
+
+
+class Blocks(nn.Module):
+    """Layers that are Sequentials: the number of a linear layer is its role, and no layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_layers_of_sequentials_are_written_once() -> None:
+    program = shardc.compile(Blocks(), {"x": torch.randn(8, 8)}, USE)
+    assert program.meta["shard"] == ['  "blocks.*.0": column', '  "blocks.*.2": row']
+    again = shardc.compile(
+        Blocks(), {"x": torch.randn(8, 8)}, {**USE, "shard": {"blocks.*.0": "column", "blocks.*.2": "row"}}
+    )
+    assert [p.layout for p in again.params] == [p.layout for p in program.params]
