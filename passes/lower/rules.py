@@ -44,7 +44,7 @@ from shardc.torch_private import OpOverload
 aten = torch.ops.aten
 
 #: Ops of torch's whose derivative hangs on the device.
-_BY_DEVICE = {
+BY_DEVICE = {
     *(aten.scaled_dot_product_attention.default, aten.rms_norm.default),
     *(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input),
 }
@@ -142,4 +142,4 @@ class Rules:
         if not isinstance(call.target, OpOverload):
             return call.target in _OF_TORCH
         with_dtype = call.target in _BY_DEVICE_AND_DTYPE and len(call.args) + len(call.kwargs) > 2
-        return not (call.target in _BY_DEVICE or call.target in _BY_DATA or with_dtype)
+        return not (call.target in BY_DEVICE or call.target in _BY_DATA or with_dtype)

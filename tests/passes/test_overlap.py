@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from shardc.passes.lower.memory import Sizes
 from shardc.passes.lower.rank import Rank
 from shardc.passes.lower.seconds import Seconds, collective_seconds
 from shardc.report.comm import timed
+from tests import zoo
 
 overlap: Any = importlib.import_module("shardc.passes.lower.overlap")
 
@@ -98,6 +100,18 @@ def test_a_collective_inside_a_node_is_faster_than_one_between_nodes() -> None:
     assert 0 < inside < between / 5
     assert collective_seconds("all_reduce", 1e8, range(8)) == pytest.approx(2 * inside)
     assert collective_seconds("all_reduce", 1e8, range(1)) == 0
+
+
+def test_what_lines_take_is_found_once_for_all_equal_layers() -> None:
+    """Also of dropout, whose streams of random numbers have a number each."""
+
+    def runs(layers: int) -> int:
+        model, batch = zoo.gpt(layers=layers, dropout=0.1)
+        with mock.patch.object(Seconds, "_run", autospec=True, side_effect=Seconds._run) as found:
+            shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, "lower": True}, prove=False)
+        return found.call_count
+
+    assert runs(2) == runs(5)
 
 
 class SharedAndRouted(nn.Module):
