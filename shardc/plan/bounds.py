@@ -4,14 +4,14 @@
     an axis has more ranks                       what is sent along it takes at best as long as over as many links
     other things are computed again              at best the time of nothing, and the memory of everything
 
-Latencies and the start of small ops become no less by splitting. Several others may be known: each gives a bound, and
-the highest counts. Bounds are as good as estimates are: how layers are distributed over stages, and what starts while
-others are waited for, differs from split to split, so what is near the best is run too (shardc.plan.frontier.NEAR).
+Latencies and the start of small ops become no less by splitting. Many others may be known: each gives a bound, and of
+each number the highest counts. Bounds are as good as estimates are: how layers are distributed over stages, and what
+starts while others are waited for, differs from split to split, so what is near the best is run too
+(shardc.plan.frontier.NEAR).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,47 +23,40 @@ from shardc.cost.ledger import KINDS
 from shardc.plan.dry_runs import Stages
 from shardc.plan.records import Weights
 from shardc.plan.space import Core, casts_kept
-from shardc.plan.stage_vectors import CAUSES, FIXED, FLOPS, HIGH, NET, SENT, WHAT, Stage, Vector, lines, part_of
+from shardc.plan.stage_vectors import CAUSES, FIXED, FLOPS, HIGH, NET, SENT, SURE, WHAT, Stage, Vector, lines, part_of
 
 #: Kinds that grow with the rows of a microbatch, and are split with them.
 GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in KINDS])
 
 _COMPUTE, _MEMORY, _LAUNCH = (WHAT.index(w) for w in ("compute", "memory", "launch"))
+#: Of WHAT: computing.
+_HERE = slice(0, 2)
 #: Bytes read and written to cast a weight, for each byte of the copy: it is half as wide.
 _CAST = 3
 
 
 def relatives(core: Core, known: Mapping[Core, Stages]) -> tuple[Core, ...]:
-    """What bounds of a core follow from: of those that are known, the most similar with the same recomputation, with
-    none, and with everything recomputed.
+    """What bounds of a core follow from: of those that are known, all that do no more, with the same recomputation,
+    with none, or with everything recomputed. One says most of products, another one of what is sent.
     """
-    some = [k for k in known if _comparable(k, core)]
-    found: dict[Core, None] = {}
-    for keep in (core.checkpoint, "none", "full"):
-        if alike := [k for k in some if k.checkpoint == keep]:
-            found[min(alike, key=lambda k: _distance(k, core))] = None
-    return tuple(found)
+    return tuple(k for k in known if k.checkpoint in (core.checkpoint, "none", "full") and _comparable(k, core))
 
 
 def _comparable(near: Core, core: Core) -> bool:
-    """Whether a core does all that the other one does: it sends along every axis along which that one sends."""
-    return all(a == 1 or b > 1 for a, b in zip(near[:3], core[:3], strict=True)) and (
-        core.sequence_parallel or not near.sequence_parallel
-    )
-
-
-def _distance(near: Core, core: Core) -> tuple[int, float]:
-    """Along how many axes only one of them sends; how far their sizes are from each other."""
-    pairs = list(zip(near[:3], core[:3], strict=True))
-    return sum((a > 1) != (b > 1) for a, b in pairs), sum(abs(math.log2(b / a)) for a, b in pairs)
+    """Whether a core does all that the other one does: it sends along every axis along which that one sends. Where
+    experts are not spread, nothing says how much of the state is theirs.
+    """
+    alike = all(a == 1 or b > 1 for a, b in zip(near[:3], core[:3], strict=True))
+    return alike and (near.ep > 1) == (core.ep > 1) and (core.sequence_parallel or not near.sequence_parallel)
 
 
 def optimistic(core: Core, others: Mapping[Core, Stages], device: Device) -> Stages:
     """A lower bound of every number of a core's stages. others: those that were run, with collectives priced between as
-    many ranks as this one's; the first is the most similar.
+    many ranks as this one's. Of each number the highest bound counts.
     """
     bounds = [_bound(core, near, replace(stages, least=True), device) for near, stages in others.items()]
-    first = bounds[0]
+    a, b, c = (Weights(*map(max, zip(*some, strict=True))) for some in zip(*(x.weights for x in bounds), strict=True))
+    first = replace(bounds[0], weights=(a, b, c))
     if first.whole is not None:
         return replace(first, whole=_most([b.whole for b in bounds if b.whole is not None]))
     one = _most([b.one for b in bounds])
@@ -73,8 +66,36 @@ def optimistic(core: Core, others: Mapping[Core, Stages], device: Device) -> Sta
 
 
 def _most(some: Sequence[Stage]) -> Stage:
-    """The highest of each number."""
-    return {key: np.max([s[key] for s in some if key in s], 0) for key in {k: None for s in some for k in s}}
+    """The highest bound. Bytes by kind belong together, as what is one kind here may be another one there. So do
+    seconds of computing and of waiting, in all parts: who computes longer waits less. Either those of one bound count,
+    or what a rank computes at least and what is waited in any case.
+    """
+    each = {key: [s[key] for s in some if key in s] for key in {k: None for s in some for k in s}}
+    highest: Stage = {key: np.max(vectors, 0) for key, vectors in each.items()}
+    mixed = {key: _mixed(vectors) for key, vectors in each.items()}
+
+    def seconds(s: Stage) -> float:
+        return float(sum(v[CAUSES].sum() for v in s.values()))
+
+    timed = max((*some, mixed), key=seconds)
+    for key, v in highest.items():
+        for columns in (NET, HIGH):
+            v[columns] = max((x[columns] for x in each[key]), key=lambda x: float(x.sum()))
+        for columns in (CAUSES, FIXED):
+            v[columns] = timed[key][columns] if key in timed else 0.0
+    return highest
+
+
+def _mixed(some: Sequence[Vector]) -> Vector:
+    """Of one part, the most that one of these computes, and the most that one waits, however much it computes."""
+    found: Vector = max(some, key=lambda v: float(v[CAUSES][_HERE].sum())).copy()
+    found[CAUSES][_LAUNCH] = found[FIXED][_LAUNCH] = 0.0  # while it waits for others, the host gets ahead
+    for i in range(_LAUNCH + 1, len(WHAT)):
+        surest = max(some, key=lambda v: float(v[SURE][i]))
+        hidden = min(float(v[CAUSES][i] - v[SURE][i]) for v in some)  # of a layer that hides what others wait for
+        found[CAUSES][i] = surest[SURE][i] + min(hidden, 0.0)
+        found[FIXED][i] = min(surest[SURE][i], surest[FIXED][i])
+    return found
 
 
 def _bound(core: Core, near: Core, stages: Stages, device: Device) -> Stages:
@@ -143,6 +164,7 @@ def _scaled(s: Stage, shares: _Shares, fastest: float) -> Stage:
         ends = key[0] in ("before", "after", "update")
         causes = np.minimum(shares.causes, shares.weights) if ends else shares.causes
         x[CAUSES] = v[FIXED] + (v[CAUSES] - v[FIXED]) * causes
+        x[SURE] *= causes
         x[CAUSES][_COMPUTE] = max(x[CAUSES][_COMPUTE], x[FLOPS] / fastest)
         scaled[key] = x
     return scaled
@@ -168,7 +190,7 @@ def _lower(s: Stage, key: tuple[str, str], v: Vector, keep: str, casts: _Casts) 
             x[columns][_LAUNCH] = max(v[columns][_LAUNCH] - casts.launch, 0.0)
     elif keep != "none":
         again = part_of(s, "F", which)
-        for columns in (CAUSES, FIXED):
+        for columns in (CAUSES, FIXED, SURE):
             x[columns] = np.maximum(v[columns] - again[columns], 0)
         x[FLOPS] = max(v[FLOPS] - again[FLOPS], 0.0)
     return x

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shardc.cost.clock import Clock
 from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun
-from shardc.cost.ledger import KINDS, Op, Part
+from shardc.cost.ledger import KINDS, Op, Part, Sent
 from shardc.ir.mesh import Mesh
 from shardc.ir.offload import HOST_LINK
 from shardc.runtime.mesh import CommRecord
@@ -31,7 +31,9 @@ N = len(KINDS)
 #: how much of these is no more where a microbatch has more rows: small ops, the latency of collectives.
 NET, HIGH, FLOPS, SENT, CAUSES = slice(0, N), slice(N, 2 * N), 2 * N, 2 * N + 1, slice(2 * N + 2, 2 * N + 10)
 FIXED = slice(2 * N + 10, 2 * N + 18)
-WIDTH = 2 * N + 18
+#: And how much of the seconds nothing can hide: what comes next needs the collective.
+SURE = slice(2 * N + 18, 2 * N + 26)
+WIDTH = 2 * N + 26
 #: What a rank does in a second: products, memory traffic, starting small ops, waiting for the collectives of an axis.
 WHAT = ("compute", "memory", "launch", "tp", "cp", "ep", "dp", "pp")
 GRADIENTS = KINDS.index("gradients")
@@ -54,13 +56,15 @@ def roles(spec: Spec) -> dict[str, str]:
 @dataclass
 class Meter(Clock):
     """A clock that also sums time by cause. roles: of the mesh's axes. fixed: the part of `spent` that would be no more
-    with more rows. priced: seconds and cause of each op object, which clocks of one device may share.
+    with more rows; sure: the part that is waited, however long the rank computes before.
+    priced: seconds and cause of each op object, which clocks of one device may share.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
     priced: dict[int, tuple[Op, float, str]] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
     fixed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
+    sure: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
 
     @classmethod
     def of(
@@ -98,6 +102,11 @@ class Meter(Clock):
         fixed = self.alone(replace(record, bytes=0))[0] + self.device.skew
         self.fixed[self.cause(record)] += min(seconds, fixed)
 
+    def _send(self, w: Sent) -> None:
+        super()._send(w)
+        if w.key is None:
+            self.sure[self.cause(w.record)] += self.alone(w.record)[0]
+
     def cause(self, record: CommRecord) -> str:
         """What waiting for a collective counts as."""
         if record.axes == HOST_LINK:  # activations that wait on the host
@@ -132,7 +141,7 @@ def stage(r: DryRun, clock: Meter) -> Stage:
         seconds = _seconds(part, clock)
         if key not in vectors:
             vectors[key] = memory(part)
-            vectors[key][CAUSES], vectors[key][FIXED] = seconds
+            vectors[key][_SECONDS] = seconds
     resident = np.zeros(WIDTH)
     for storage in r.resident:
         if storage.kind in KINDS:
@@ -164,11 +173,16 @@ def _parts(r: DryRun) -> Iterator[tuple[Key, Part]]:
     yield ("update", ""), r.update
 
 
-def _seconds(part: Part, clock: Meter) -> tuple[list[float], list[float]]:
-    """By cause: what a part takes, and the part of it that would be no more with more rows."""
-    spent, fixed = dict(clock.spent), dict(clock.fixed)
+#: The columns of CAUSES, FIXED and SURE.
+_SECONDS = slice(CAUSES.start, SURE.stop)
+
+
+def _seconds(part: Part, clock: Meter) -> Vector:
+    """By cause: what a part takes; of that, what would be no more with more rows, and what nothing can hide."""
+    before = [dict(each) for each in (clock.spent, clock.fixed, clock.sure)]
     clock.run(part)
-    return [clock.spent[w] - spent[w] for w in WHAT], [clock.fixed[w] - fixed[w] for w in WHAT]
+    now = clock.spent, clock.fixed, clock.sure
+    return np.array([new[w] - old[w] for new, old in zip(now, before, strict=True) for w in WHAT])
 
 
 def elsewhere(s: Stage, r: DryRun, there: Meter) -> Stage:
@@ -178,7 +192,7 @@ def elsewhere(s: Stage, r: DryRun, there: Meter) -> Stage:
         seconds = _seconds(part, there)
         if key not in moved:
             moved[key] = s[key].copy()
-            moved[key][CAUSES], moved[key][FIXED] = seconds
+            moved[key][_SECONDS] = seconds
     return {**s, **moved}
 
 

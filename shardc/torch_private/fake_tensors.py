@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    in_kernel_invocation_manager,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import (
@@ -28,9 +27,12 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (
 
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """of_gpu: its tensors stand for those of a GPU with torch's kernels, wherever they say they are."""
+    """of_gpu: its tensors stand for those of a GPU with torch's kernels, wherever they say they are. attributes: what
+    Python keeps of one that has only just been made, by its device.
+    """
 
     of_gpu = False
+    attributes: dict[torch.device, dict[str, Any]]
 
 
 def fake_mode(*, of_gpu: bool = False) -> FakeTensorMode:
@@ -38,7 +40,7 @@ def fake_mode(*, of_gpu: bool = False) -> FakeTensorMode:
     in. of_gpu: they stand for those of a GPU.
     """
     mode = _FakeMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    mode.of_gpu = of_gpu
+    mode.of_gpu, mode.attributes = of_gpu, {}
     return mode
 
 
@@ -84,10 +86,23 @@ def fake_result(
 ) -> Tensor:
     """A new fake tensor of the mode that `like` is of, made inside of a mode's dispatch. view: (the tensor that it is a
     view of, its place in that one's storage).
+
+    As torch makes one, but what its class sets attribute by attribute is copied from the first of its kind: a dry run
+    makes one for every op, and that took four times as long.
     """
     assert isinstance(like, FakeTensor)
-    with in_kernel_invocation_manager(like.fake_mode):
+    with torch._C._DisableTorchDispatch():
         made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         if view is not None:
             made.set_(view[0].untyped_storage(), view[1], shape, strides)
-    return FakeTensor(like.fake_mode, made, device)
+    mode = like.fake_mode
+    known = mode.attributes.get(device) if isinstance(mode, _FakeMode) else None
+    if known is None:
+        first = FakeTensor(mode, made, device)
+        if isinstance(mode, _FakeMode):
+            mode.attributes[device] = {name: x for name, x in vars(first).items() if name != "fake_mode"}
+        return first
+    found = Tensor._make_subclass(FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device)
+    torch._C._set_throw_on_mutable_data_ptr(found)
+    vars(found).update(known, fake_mode=mode)
+    return found

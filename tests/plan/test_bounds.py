@@ -20,7 +20,7 @@ from shardc.plan.space import Choice, Core
 from tests.plan.test_monotone import MODELS, Stack, machine, numbers
 from tests.plan.test_plan import SparseStack
 
-#: How far above the price a bound may lie: less than what the search allows for. Of 200 devices the worst was 1.073.
+#: How far above the price a bound may lie: less than what the search allows for. Of 24 devices the worst was 1.073.
 FAR = {"seconds": 1.08, "bytes": 1.05}
 assert max(FAR.values()) < NEAR
 
@@ -49,11 +49,10 @@ def test_no_bound_is_far_above_its_price(cores: list[Core], pytestconfig: pytest
         for core in cores:
             columns = finder.estimates.columns(list(finder.choices([core], 16, 32)))
             prices = finder.estimates.at_once(columns, known[core], core.checkpoint)
-            elsewhere = {k: v for k, v in known.items() if k[:3] != core[:3]}
-            alike = {k: v for k, v in known.items() if k[:3] == core[:3] and k != core}
-            for near in (*relatives(core, elsewhere), *relatives(core, alike)):
-                bound = optimistic(core, {near: library.elsewhere(near, core)}, on)
+            others = relatives(core, {k: v for k, v in known.items() if k != core})
+            for some in (*((k,) for k in others), others):
+                bound = optimistic(core, {k: library.elsewhere(k, core) for k in some}, on)
                 lows = finder.estimates.at_once(columns, bound, core.checkpoint)
                 for what, low, price in zip(("seconds", "bytes"), lows, prices, strict=True):
                     most = int(np.argmax(low / price))  # what is within NEAR of the best is run
-                    assert low[most] <= FAR[what] * price[most], (number, core, near, str(columns.choices[most]))
+                    assert low[most] <= FAR[what] * price[most], (number, core, some, str(columns.choices[most]))
