@@ -58,14 +58,14 @@ def optimistic(core: Core, others: Mapping[Core, Stages], device: Device) -> Sta
     a, b, c = (Weights(*map(max, zip(*some, strict=True))) for some in zip(*(x.weights for x in bounds), strict=True))
     first = replace(bounds[0], weights=(a, b, c))
     if first.whole is not None:
-        return replace(first, whole=_most([b.whole for b in bounds if b.whole is not None]))
-    one = _most([b.one for b in bounds])
-    layer = _most([lines({}, b.two, b.one, 1) for b in bounds])
-    ends = _most([b.first for b in bounds]), _most([b.last for b in bounds])
+        return replace(first, whole=highest_bound([b.whole for b in bounds if b.whole is not None]))
+    one = highest_bound([b.one for b in bounds])
+    layer = highest_bound([lines({}, b.two, b.one, 1) for b in bounds])
+    ends = highest_bound([b.first for b in bounds]), highest_bound([b.last for b in bounds])
     return replace(first, first=ends[0], one=one, two=lines(one, layer, {}, 1), last=ends[1])
 
 
-def _most(some: Sequence[Stage]) -> Stage:
+def highest_bound(some: Sequence[Stage]) -> Stage:
     """The highest bound. Bytes by kind belong together, as what is one kind here may be another one there. So do
     seconds of computing and of waiting, in all parts: who computes longer waits less. Either those of one bound count,
     or what a rank computes at least and what is waited in any case.

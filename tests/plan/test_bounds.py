@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from shardc.plan.bounds import optimistic, relatives
+from shardc.plan.bounds import highest_bound, optimistic, relatives
+from shardc.plan.dry_runs import Stages
 from shardc.plan.few_layers import Subject
 from shardc.plan.frontier import NEAR
 from shardc.plan.planner import Planner
 from shardc.plan.records import Records
 from shardc.plan.space import Choice, Core
+from shardc.plan.stage_vectors import CAUSES, SURE, WHAT, WIDTH
 from tests.plan.test_monotone import MODELS, Stack, machine, numbers
 from tests.plan.test_plan import SparseStack
 
@@ -56,3 +58,23 @@ def test_no_bound_is_far_above_its_price(cores: list[Core], pytestconfig: pytest
                 for what, low, price in zip(("seconds", "bytes"), lows, prices, strict=True):
                     most = int(np.argmax(low / price))  # what is within NEAR of the best is run
                     assert low[most] <= FAR[what] * price[most], (number, core, some, str(columns.choices[most]))
+
+
+def test_bounds_follow_from_all_that_do_no_more() -> None:
+    """Not from experts that are not spread: nothing says then how much of the state is theirs."""
+    known = dict.fromkeys([Core(), Core(tp=4), Core(cp=2), Core(checkpoint="cheap"), Core(ep=4)], Stages())
+    assert relatives(Core(tp=2), known) == (Core(), Core(tp=4))
+    assert relatives(Core(tp=2, checkpoint="cheap"), known) == (Core(), Core(tp=4), Core(checkpoint="cheap"))
+    assert relatives(Core(tp=2, ep=2), known) == (Core(ep=4),)
+
+
+def test_what_a_rank_computes_adds_to_what_nothing_hides() -> None:
+    """One computes 3 s; another one 1 s, and waits: 2 s whatever it computes, and some more that computing may hide."""
+    one, other = np.zeros(WIDTH), np.zeros(WIDTH)
+    one[CAUSES][0], other[CAUSES][0] = 3.0, 1.0
+    other[CAUSES][WHAT.index("tp")], other[SURE][WHAT.index("tp")] = 2.4, 2.0
+    (found,) = highest_bound([{("F", "first"): one}, {("F", "first"): other}]).values()
+    assert found[CAUSES].sum() == 5.0
+    other[CAUSES][WHAT.index("tp")] = 6.0
+    (found,) = highest_bound([{("F", "first"): one}, {("F", "first"): other}]).values()
+    assert found[CAUSES].sum() == 7.0
