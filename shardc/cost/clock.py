@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardc.cost.collective_seconds import collective_seconds, reach
 from shardc.cost.device import Device
+from shardc.cost.flights import Flight, Flights
 from shardc.cost.ledger import Op, Part, Sent, Waited
 from shardc.ir.mesh import Mesh
 from shardc.ir.offload import HOST_LINK
 from shardc.runtime.mesh import CommRecord
-
-
-@dataclass(eq=False)
-class Flight:
-    """A collective that was started. link: which kind of link it uses (collective_seconds.reach). begin, end: seconds;
-    others that use the same links may delay its end.
-    """
-
-    record: CommRecord
-    link: int
-    begin: float
-    end: float
 
 
 @dataclass
@@ -44,7 +32,7 @@ class Clock:
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     idle: float = 0.0
     _host: float = 0.0
-    _last: dict[tuple[str, ...], Flight] = field(default_factory=dict)  # of each group
+    _flights: Flights = field(default_factory=Flights)
     _under_way: dict[int, Flight] = field(default_factory=dict)
     _known: dict[tuple[str, tuple[str, ...], int], tuple[float, int]] = field(default_factory=dict)
 
@@ -78,7 +66,7 @@ class Clock:
         """A collective runs from `flight.begin` to `flight.end`."""
 
     def delayed(self, flight: Flight) -> None:
-        """Its end has changed: another one takes a part of its links."""
+        """Its begin or its end has changed: another one takes a part of its links, or of those of one before it."""
 
     def waited_for(self, record: CommRecord, seconds: float) -> None:
         """The rank has waited for it."""
@@ -104,40 +92,24 @@ class Clock:
     def _beside_collectives(self, seconds: float) -> float:
         """What takes so long alone, while collectives run that take some of the device."""
         rate = self.device.reaches.computing
-        ends = [flight.end for axes, flight in self._last.items() if axes != HOST_LINK]
-        if rate == 1.0 or not ends:
+        if rate == 1.0:
             return seconds
-        busy = max(max(ends) - self.now, 0.0)
+        busy = max(self._flights.last(but=HOST_LINK) - self.now, 0.0)
         return seconds / rate if seconds <= busy * rate else busy + seconds - busy * rate
 
     # --- sending
 
     def _send(self, w: Sent) -> None:
-        record = w.record
-        ready = self._under_way[w.after].end if w.after in self._under_way else self.now
-        before = self._last.get(record.axes)
-        begin = max(before.end if before is not None else 0.0, ready)
-        seconds, link = self.alone(record)
-        flight = self._shared(Flight(record, link, begin, begin + seconds))
-        self._last[record.axes] = flight
+        seconds, link = self.alone(w.record)
+        flight = Flight(w.record, link, seconds, self.now, None if w.after is None else self._under_way.get(w.after))
+        others = self._flights.start(flight, self.now)
         self.started(flight)
+        for other in others:
+            self.delayed(other)
         if w.key is None:
             self._until(flight)
         else:
             self._under_way[w.key] = flight
-
-    def _shared(self, new: Flight) -> Flight:
-        """The new one, and those that run when it begins and use the same links, with the ends that follow."""
-        if new.link < 0:
-            return new
-        others = [x for x in self._last.values() if x.link == new.link and x.begin <= new.begin < x.end]
-        if others:
-            every = [new, *others]
-            for flight, seconds in zip(every, shared_seconds([x.end - new.begin for x in every]), strict=True):
-                flight.end = new.begin + seconds
-            for flight in others:
-                self.delayed(flight)
-        return new
 
     def _until(self, flight: Flight) -> None:
         if flight.end > self.now:
@@ -155,18 +127,3 @@ class Clock:
             link = reach(self.device, ranks) if len(ranks) > 1 else -1
             self._known[key] = collective_seconds(self.device, record.kind, record.bytes, ranks), link
         return self._known[key]
-
-
-def shared_seconds(alone: Sequence[float]) -> list[float]:
-    """How long each takes where all begin together and share what they use in equal parts.
-
-    >>> shared_seconds([1.0, 3.0])
-    [2.0, 4.0]
-    """
-    ends = [0.0] * len(alone)
-    now = done = 0.0
-    for left, i in enumerate(sorted(range(len(alone)), key=lambda i: alone[i])):
-        now += (alone[i] - done) * (len(alone) - left)
-        done = alone[i]
-        ends[i] = now
-    return ends

@@ -7,7 +7,8 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from shardc.cost.clock import Clock, Flight
+from shardc.cost.clock import Clock
+from shardc.cost.flights import Flight
 from shardc.cost.ledger import Op, Part
 from shardc.runtime.mesh import CommRecord
 
@@ -70,7 +71,8 @@ class Streams(Clock):
         self._of[id(flight)] = self.spans[-1]
 
     def delayed(self, flight: Flight) -> None:
-        self._of[id(flight)].end = flight.end
+        span = self._of[id(flight)]
+        span.begin, span.end = flight.begin, flight.end
 
     def waited_for(self, record: CommRecord, seconds: float) -> None:
         super().waited_for(record, seconds)

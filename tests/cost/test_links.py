@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from shardc.cost.clock import shared_seconds
 from shardc.cost.collective_seconds import collective_seconds, reach
 from shardc.cost.device import Device, Link, device, names
+from shardc.cost.flights import Flight, Flights
 from shardc.cost.ledger import Op
+from shardc.runtime.mesh import CommRecord
 from tests.cost.link_simulator import Links, Machine, padded
 
 PODS = device("h100-80g").model_copy(
@@ -146,14 +147,18 @@ def test_stages_send_side_by_side(stages: int, level: int) -> None:
 
 
 def test_two_collectives_at_once_share_their_links() -> None:
-    """As the clock of a step has it (shardc.cost.clock.shared_seconds): equal parts, until the shorter one ends."""
+    """As the clock of a step has it (shardc.cost.flights): equal parts, until the shorter one ends."""
     machine = device("h100-80g")
     m = Machine(machine, 64)
     ranks = np.arange(64)
     across = m.paths(ranks, (ranks + 8) % 64)
     alone = [m.links.seconds(across, np.full(64, nbytes)) for nbytes in (1e9, 3e9)]
     both = m.links.ends(np.concatenate([across, across]), np.repeat([1e9, 3e9], 64))
-    assert shared_seconds(alone) == pytest.approx([both[0], both[64]])
+    flights = Flights()
+    each = [Flight(CommRecord("send_recv", (axis,), 1, "", ""), 1, s, 0.0) for axis, s in zip("ab", alone, strict=True)]
+    for flight in each:
+        flights.start(flight, 0.0)
+    assert [flight.end for flight in each] == pytest.approx([both[0], both[64]])
 
 
 def busbw(name: str, n: int, gib: float) -> float:

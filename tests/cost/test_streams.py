@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,11 +11,13 @@ from torch import Tensor, nn
 import shardc
 from shardc.cost.clock import Clock
 from shardc.cost.device import Device, Reaches
+from shardc.cost.flights import Flight, Flights
 from shardc.cost.ledger import Op, Part, Sent, Waited
 from shardc.cost.streams import Streams
 from shardc.ir.mesh import Mesh
 from shardc.report import comm_table
 from shardc.runtime.mesh import CommRecord
+from tests.cost.link_simulator import Links, padded
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
 #: A flop takes a second; so does a byte that two ranks gather, as each sends half of it.
@@ -72,6 +76,43 @@ def test_two_communicators_share_the_links_that_both_use() -> None:
     later = streams(gather(4, key=1), product(2), gather(6, "tp", key=2), product(1), Waited(1), Waited(2))
     assert [(s.begin, s.end, s.exposed) for s in later.spans] == [(0, 6, 3), (2, 10, 4)]
     assert later.now == 10
+
+
+def test_those_that_are_queued_share_links_from_when_they_begin() -> None:
+    """Of one group that has two in its queue, and another group's that starts later."""
+    work = [gather(4, key=1), gather(4, key=2), gather(6, "tp", key=3), product(20), Waited(1), Waited(2), Waited(3)]
+    assert [(s.begin, s.end) for s in streams(*work).spans] == [(0, 8), (8, 14), (0, 12)]
+    apart = [gather(4, key=1), gather(9, "tp", key=2, after=1), gather(2, key=3), product(20), Waited(2), Waited(3)]
+    assert [(s.begin, s.end) for s in streams(*apart).spans] == [(0, 4), (4, 15), (4, 8)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_queues_take_as_long_as_in_the_simulator_of_links(seed: int) -> None:
+    """Three groups over one link, each with a queue, at random times."""
+    r, axes = random.Random(seed), ("a", "b", "c")
+    work: list[tuple[float, str, float]] = sorted(
+        (r.uniform(0, 30), r.choice(axes), r.uniform(0.5, 9)) for _ in range(25)
+    )
+    flights, mine = Flights(), []
+    for at, axis, seconds in work:
+        mine.append(Flight(CommRecord("all_gather", (axis,), 1, "", ""), 0, seconds, at))
+        flights.start(mine[-1], at)
+
+    links, now, left = Links(), 0.0, {i: seconds for i, (_, _, seconds) in enumerate(work)}
+    link, ends = links.add(1.0), [0.0] * len(work)
+    while left:
+        heads = {work[i][1]: i for i in sorted(left, reverse=True)}  # the first that is left of each group
+        sent = [i for i in heads.values() if work[i][0] <= now]
+        rates = links.fair(padded([(link,)] * len(sent))) if sent else []
+        steps = [left[i] / rate for i, rate in zip(sent, rates, strict=True)]
+        then = min([*(now + s for s in steps), *(work[i][0] for i in heads.values() if work[i][0] > now)])
+        for i, rate in zip(sent, rates, strict=True):
+            left[i] -= rate * (then - now)
+            if left[i] < 1e-9:
+                ends[i] = then
+                del left[i]
+        now = then
+    assert [f.end for f in mine] == pytest.approx(ends)
 
 
 def test_what_computes_while_a_collective_runs_is_slower() -> None:

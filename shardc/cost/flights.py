@@ -1,0 +1,106 @@
+"""Collectives under way, and those that are queued: when each begins and ends, where several use the same links.
+
+    dp  [ gather    ][ gather  ]        those of one group, one after the other
+    tp      [ sum     ]                 while two groups use the same links, each has half of them
+
+A collective is a fluid: alone it takes so many seconds, and of links that n groups use it gets an n-th, from moment to
+moment, as others begin and end. One that starts delays those that are queued, not what has been sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from shardc.runtime.mesh import CommRecord
+
+
+@dataclass(eq=False)
+class Flight:
+    """A collective that was started. link: which kind of link it uses (collective_seconds.reach), -1: one of its own.
+    alone: seconds that it takes when nothing else uses that; ready: the earliest second at which it may begin; after:
+    one whose end it waits for. begin, end: seconds, as far as is known now.
+
+    left: of `alone`, to be sent yet; begun, ended: whether it has, by the second up to which Flights has come.
+    """
+
+    record: CommRecord
+    link: int
+    alone: float
+    ready: float
+    after: Flight | None = None
+    begin: float = 0.0
+    end: float = 0.0
+    left: float = field(init=False)
+    begun: bool = False
+    ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.left = self.alone
+
+    @property
+    def soonest(self) -> float:
+        """When it may begin, once those of its group that come first have ended; inf: not yet known."""
+        if self.after is None:
+            return self.ready
+        return max(self.ready, self.after.end) if self.after.ended else math.inf
+
+
+@dataclass
+class Flights:
+    """Of one rank. now: the second up to which everything is as it was; queues: of each group, by its axes, what has
+    not ended then.
+    """
+
+    now: float = 0.0
+    queues: dict[tuple[str, ...], deque[Flight]] = field(default_factory=dict)
+    _ends: dict[tuple[str, ...], Flight] = field(default_factory=dict)
+
+    def start(self, new: Flight, now: float) -> list[Flight]:
+        """A collective starts. Returns the others whose times change by that."""
+        self._move(now)
+        queue = self.queues.setdefault(new.record.axes, deque())
+        first = self._ends.get(new.record.axes)
+        queue.append(new)
+        self._ends[new.record.axes] = new
+        if new.link >= 0 and any(f.link == new.link for q in self.queues.values() if q is not queue for f in q):
+            return self._foresee(new)
+        ends = [x.end for x in (first, new.after) if x is not None]
+        new.begin = max([new.ready, *ends])
+        new.end = new.begin + new.alone
+        return []
+
+    def last(self, but: tuple[str, ...]) -> float:
+        """When the last one ends, of all groups but one."""
+        return max((flight.end for axes, flight in self._ends.items() if axes != but), default=0.0)
+
+    def _foresee(self, new: Flight) -> list[Flight]:
+        """Find out when each begins and ends if no other one starts."""
+        now, queues = self.now, {axes: deque(q) for axes, q in self.queues.items()}
+        state = [(f, f.left, f.begun, f.begin, f.end) for q in queues.values() for f in q]
+        self._move(math.inf)
+        self.now, self.queues = now, queues
+        for f, left, begun, _, _ in state:
+            f.left, f.begun, f.ended = left, begun, False
+        return [f for f, _, _, begin, end in state if f is not new and (f.begin, f.end) != (begin, end)]
+
+    def _move(self, until: float) -> None:
+        """Up to this second, or to the end of the last one."""
+        while self.now < until and (heads := [q for q in self.queues.values() if q]):
+            running = [q for q in heads if q[0].soonest <= self.now]
+            users = Counter(q[0].link for q in running)
+            ends = [self.now + q[0].left * (users[q[0].link] if q[0].link >= 0 else 1) for q in running]
+            then = min([until, *ends, *(t for q in heads if (t := q[0].soonest) > self.now)])
+            for q, end in zip(running, ends, strict=True):
+                flight = q[0]
+                if not flight.begun:
+                    flight.begun, flight.begin = True, self.now
+                if end == then:
+                    flight.left, flight.end, flight.ended = 0.0, then, True
+                    q.popleft()
+                else:
+                    flight.left -= (then - self.now) / (users[flight.link] if flight.link >= 0 else 1)
+            self.now = then
+        if until < math.inf:
+            self.now = max(self.now, until)
