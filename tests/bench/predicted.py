@@ -1,9 +1,9 @@
 """Write docs/measured/predicted.md: of models that no test has, what was predicted, and what a real step took.
 
 Memory: the peak of live bytes on the loopback mesh (tests/live_bytes.py), which no other load changes. Time, with
-`--time`: this machine is measured, then a step on 1, 2 and 4 processes over gloo with one thread and one core each; it
-says something on a quiet machine only. `--quick`: few settings and few steps. `--only gMLP`: that model, printed and not written. Exit
-status 1 where memory is off by more than 2 %.
+`--time`: of each model this machine is measured, then a step on 1, 2 and 4 processes over gloo with one thread and one
+core each; it says something on a quiet machine only. `--quick`: few settings and few steps. `--only gMLP`: that model,
+printed and not written. Exit status 1 where memory is off by more than 2 %.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ def main() -> int:
             rows.append(row)
             print(" | ".join(row), flush=True)
     if options.time:
-        cpu = measure("cpu", lambda what: print(f"measuring {what}", file=sys.stderr))
-        print(cpu.source)
-        for name in names:
+        for name in names:  # measured again for each: the speed of a virtual machine changes within minutes
+            cpu = measure("cpu", lambda what: print(f"measuring {what}", file=sys.stderr))
+            print(cpu.source)
             for row in times(name, cpu, options.quick):
                 timed.append(row)
                 print(" | ".join(row), flush=True)
