@@ -6,7 +6,8 @@ collective_seconds
 dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory; which bytes
               are parameters, gradients, optimizer state, activations
 ledger        counts the storages and ops of a dry run; known_ops: what it has seen of them already
-peak_memory   of the whole schedule, from a dry run; clock: its time, from the same
+peak_memory   of the whole schedule, from a dry run; clock: its time, from the same; flights: collectives that are under
+              way or queued, and share links
 step          all of it: `program.cost(device)`; premises: what the step computes that it prices, in words
 kept_activations
               what a forward keeps for its backward, tensor by tensor, and which ops want it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ def _state(program: Program) -> object:
     graphs = [program.graph, *(stage.graph for stage in program.stages)]
     return (
         program.text(full=True),
-        dict(vars(program)),
+        {f.name: getattr(program, f.name) for f in fields(program)},  # not what it has worked out of these
         [(n.name, sorted(n.meta)) for graph in graphs for n in graph.nodes],
     )
 
