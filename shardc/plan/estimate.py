@@ -205,12 +205,10 @@ class Estimates:
 
         gather, regather = taken("all_gather", weights), taken("all_gather", again)
         scatter = taken("reduce_scatter", grads)
-        # once a step what is left on a rank is summed over replicas, after what experts send over the same axis; sums
-        # over other axes run beside each other
+        # once a step what is left on a rank is summed over replicas; all of it leaves over the same links, those of dp
         left = np.where(t.zero == 0, 1.0, 1 / t.sharded)
-        of_dense = t.taken("sum of dense", grads * dense * left) + t.taken("scatter of experts", grads * experts)
-        of_experts = t.taken("sum of experts", grads * experts * left)
-        summed = np.maximum(of_dense, of_experts)
+        of_experts = t.taken("sum of experts", grads * experts * left) + t.taken("scatter of experts", grads * experts)
+        summed = t.taken("sum of dense", grads * dense * left) + of_experts
 
         def beside(communicating: Vector, computing: Vector) -> Vector:
             return np.maximum(communicating - computing, 0.05 * communicating)  # the first or the last is seen
