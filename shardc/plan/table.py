@@ -86,7 +86,9 @@ def zero(c: Candidate) -> str:
     d, sizes = c.spec.data, dict(c.spec.mesh.axes)
     said = [str(d.zero)]
     said += ["kept"] if d.keep else []
-    said += [f"{sizes[d.axis[0]]} replicas"] if d.zero and len(d.axis) > 1 else []
+    if d.zero and len(d.axis) > 1:  # experts are over ep already, so over dp
+        over_experts = d.axis[-1] in c.spec.expert_axes
+        said += [f"over {d.axis[-1]}, experts {d.axis[0]}" if over_experts else f"{sizes[d.axis[0]]} replicas"]
     said += [f"{x} on host" for x in ("optimizer", "parameters") if getattr(d.offload, x) != "none"]
     return ", ".join(said)
 

@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from shardc.plan.planner import Planner
 from shardc.plan.search import Queue
 from shardc.plan.space import Choice, Core, choices, sequence_widths, spec
 from shardc.plan.stage_vectors import NET, part_of
-from shardc.plan.table import distinct, named, recompute
+from shardc.plan.table import distinct, named, recompute, zero
 from shardc.spec import Spec
 from tests import zoo
 
@@ -560,6 +561,9 @@ def test_zero_over_the_ranks_of_experts_shards_what_is_not_theirs_there_and_thei
     plain = Choice(dp=dp, ep=4, rows=2, microbatches=4)
     c = replace(plain, zero=1, over_experts=True)
     assert c.data == {"axis": ["dp", "ep"] if dp > 1 else "ep", "zero": 1}
+    if dp > 1:
+        shown: Any = SimpleNamespace(spec=Spec.load(spec(c, q.template)))
+        assert zero(shown) == "1, over ep, experts dp"
     core = q.library.core(c)
     unit = 2 * 2 * 64 * 256 * 4  # of eight experts of two matrices, a rank has two, in float32
     assert [w.experts for w in core.weights] == [unit, unit, unit]
