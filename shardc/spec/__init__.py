@@ -401,7 +401,7 @@ def _check_arguments(mesh: object, overrides: object, world: object) -> None:
         errors.add(f"world is {say(world)}, not the number of ranks", where="world", fix="a whole number, such as 4")
     if mesh is not None and not isinstance(mesh, Mapping):
         errors.add(f"mesh is {say(mesh)}, not a mapping from axis to size", where="mesh", fix='e.g. mesh={"dp": 2}')
-    if isinstance(overrides, str) or not isinstance(overrides, Iterable):
+    if isinstance(overrides, (str, Mapping)) or not isinstance(overrides, Iterable):
         what = f"overrides is {say(overrides)}, not a list or tuple of texts"
         errors.add(what, where="overrides", fix="e.g. overrides=('data.zero=3',)")
     else:

@@ -280,6 +280,7 @@ def test_mesh_sizes_are_overridden() -> None:
         ({"mesh": 2}, "mesh is 2, not a mapping"),
         ({"world": "2"}, "world: world is .2., not the number of ranks"),
         ({"overrides": "data.zero=3"}, "overrides: overrides is .data.zero=3., not a list or tuple of texts"),
+        ({"overrides": {"data.zero": 3}}, r"overrides: overrides is .*, not a list or tuple of texts"),
         ({"overrides": (3,)}, "an override is a text, not 3"),
     ],
 )
