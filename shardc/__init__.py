@@ -10,7 +10,7 @@ runtime       what runs on a rank                      artifact   a program on d
 cost, plan    time and memory; the fastest spec        report     text, tables and pictures
 cli           the commands                             nn         functions for models that torch has no op for
 errors        ShardcError; folded_messages: equal messages of layers, once
-call_arguments: those of the public functions, checked
+call_arguments: those of the public functions, checked; names_loaded_later: names of packages, imported when used
 torch_modes, torch_private    modes and private modules of torch; text_file: small files of users
 
 The folders passes/, runtime/ and specs/ lie beside shardc/: pyproject.toml (package-dir) makes them its packages.

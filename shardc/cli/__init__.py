@@ -23,6 +23,7 @@ rank_errors                 an error that all ranks have alike is printed once; 
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Annotated
 
@@ -48,6 +49,11 @@ from shardc.cli import (
     verify,
 )
 from shardc.cli.elsewhere import Commands
+
+# What a command imports and compiles stays until it ends: Python's collector, which looks through all of it again and
+# again, would take a tenth of a short one's time. A rank that trains goes back to what is usual (worker).
+COLLECT_EVERY = gc.get_threshold()
+gc.set_threshold(100_000, 50, 100)
 
 app = typer.Typer(
     name="shardc",

@@ -21,6 +21,7 @@ def run(job: Job) -> dict[str, Any]:
     if mesh.rank == 0 and not job.quiet:
         print("\n".join(forward.engine.weight_notes or [file.note] * bool(file.note)), flush=True)
     with mesh.together("generating"):
+        worker.collect_as_usual()
         start = time.perf_counter()
         tokens = forward.generate(job.prompts, **job.generate)
         seconds = time.perf_counter() - start

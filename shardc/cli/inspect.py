@@ -16,7 +16,7 @@ from shardc.errors import ShardcError
 if TYPE_CHECKING:
     from shardc.cost import Cost
     from shardc.ir.program import Program
-    from shardc.report import Coverage
+    from shardc.report.coverage import Coverage
 
 #: The spec of `--before` when the user names none.
 ONE_DEVICE: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 1}}
@@ -168,7 +168,7 @@ def _coverage(source: str, batch: int | None, seq: int | None) -> Coverage:
             fix="name a model file: shardc inspect model.py --coverage",
         )
     from shardc.cli import model_file
-    from shardc.report import coverage
+    from shardc.report.coverage import coverage
 
     file = model_file.load(source, batch=batch, seq=seq)
     with common.console.status("capturing"):

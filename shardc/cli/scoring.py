@@ -38,6 +38,7 @@ def run(job: Job) -> dict[str, Any]:
     notes = [*(scorer.engine.weight_notes or [file.note] * bool(file.note)), f"data: {data.description}"]
     if first and not job.quiet:
         print("\n".join(notes), flush=True)
+    worker.collect_as_usual()
     with mesh.together("scoring"), Path(job.rows).open("w") if job.rows and first else nullcontext() as rows:
         try:
             scores = scorer.score_all(data.one_epoch(), local=data.local, each=Rows(rows) if job.rows else None)

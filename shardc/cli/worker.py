@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from shardc.cli import lasting_output
+from shardc.cli import COLLECT_EVERY, lasting_output
 from shardc.cli.rank_errors import for_this_rank
 from shardc.cli.save_lock import SaveLock
 from shardc.cli.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
@@ -145,6 +146,7 @@ def run(job: Job) -> dict[str, Any]:
     held_out_data = valid.description if valid is not None else ""
     lines.say(header(program, engine, train.description, held_out_data, settings.steps, begin_from))
     training = Training(settings, engine, train, valid, lines, signals, tell)
+    collect_as_usual()
     begun, begin = engine.step_count, time.perf_counter()
     try:
         losses = training.run()
@@ -208,6 +210,14 @@ def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
         return file.weights
     named = Path(job.weights)
     return (file.weights, named) if program.adapters and has_adapters_alone(named) else named
+
+
+def collect_as_usual() -> None:
+    """A model's own objects may refer to each other in circles, and hold a step's memory until they are collected. What
+    is there by now stays: the collector need not look through it any more.
+    """
+    gc.freeze()
+    gc.set_threshold(*COLLECT_EVERY)
 
 
 def _check_training(program: Program, steps: int, engine: Engine) -> None:

@@ -11,9 +11,23 @@ resharding              what would move between the ranks of two plans
 device_table            the table of `shardc device`; comparison: where a run and the prediction differ
 """
 
-from shardc.report.comm import Row, comm_rows, comm_table
-from shardc.report.coverage import Coverage, coverage
-from shardc.report.page import html
-from shardc.report.text import before, to_json
+from typing import TYPE_CHECKING
 
-__all__ = ["Coverage", "Row", "before", "comm_rows", "comm_table", "coverage", "html", "to_json"]
+from shardc.names_loaded_later import names_loaded_later
+
+if TYPE_CHECKING:
+    from shardc.report.comm import Row, comm_rows, comm_table
+    from shardc.report.page import html
+    from shardc.report.text import before, to_json
+
+__all__ = ["Row", "before", "comm_rows", "comm_table", "html", "to_json"]
+
+# A rank of a run counts its collectives, and draws nothing.
+__getattr__ = names_loaded_later(
+    __name__,
+    {
+        **dict.fromkeys(("Row", "comm_rows", "comm_table"), "shardc.report.comm"),
+        **dict.fromkeys(("before", "to_json"), "shardc.report.text"),
+        "html": "shardc.report.page",
+    },
+)
