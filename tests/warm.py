@@ -21,7 +21,19 @@ from typing import Any
 
 from torch.multiprocessing.spawn import start_processes
 
-PRELOADED = ["torch.export._trace", "transformers", "shardc.compile", "shardc.runtime.step.engine", "shardc.cli.run"]
+PRELOADED = [
+    "torch.export._trace",
+    "torch.distributed.checkpoint",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "shardc.compile",
+    "shardc.runtime.step.engine",
+    "shardc.runtime.step.forward",
+    "shardc.cli.run",
+    "shardc.cli.worker",
+    "shardc.cli.generating",
+    "tests.collected_once",  # the last one
+]
 _OUT, _ERR = "SHARDC_TEST_STDOUT", "SHARDC_TEST_STDERR"  # files of the command, for the ranks that write there too
 
 
