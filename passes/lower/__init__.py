@@ -107,7 +107,7 @@ def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds, sizes
     actions = [a for each in program.schedule.actions for a in each] if program.schedule is not None else []
     divided = any(a.kind == "I" and program.stages[a.stage] is stage for a in actions)
     writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left)
-    lowered = writer.lowered(divided=divided)
+    lowered = writer.lowered((lambda n: sizes.bytes_of(n) + seconds.held(n)) if divided else None)
     for text in lowered.texts.values():
         arrange_copies(text, seconds, sizes)
     return lowered

@@ -1,10 +1,14 @@
 """Backward in two halves, for schedules that put the second one off (zb-h1, zb-v): what the gradients of received
 values hang on, and the rest, which is for weights.
+
+An op whose backward is one line (`ops.untaped`) makes gradients for both. Those for weights then wait for the second
+half, or that line runs in each half, as it does under autograd, and what it takes waits: whatever is less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -38,10 +42,37 @@ def _reload_in_each_half(graph: fx.Graph) -> None:
                 u.replace_input_with(there, other)
 
 
-def halves_of(graph: fx.Graph) -> list[fx.Graph]:
-    """Backward as what the gradients of received values hang on, and the rest: weights."""
+def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> None:
+    """What is taken by a line that both halves want waits between them, where that is less than what it makes."""
+    first = _of_received(graph)
+    for n in [n for n in graph.nodes if n.target is ops.untaped and n in first]:
+        later = {u: int(u.args[1]) for u in n.users if u not in first}
+        now = tuple(int(u.args[1]) for u in n.users if u in first)
+        tape: Any = n.args[0]
+        taken = [x for x in n.all_input_nodes if x.op == "call_function" and x.target is not ops.reload_wait]
+        if sum(map(nbytes, later)) <= sum(map(nbytes, {x for x in taken if all(u in first for u in x.users)} | {tape})):
+            continue
+        with graph.inserting_before(n.next):
+            other = graph.node_copy(n, lambda x: x)
+        for u in later:
+            u.replace_input_with(n, other)
+        for line, wanted in ((n, now), (other, tuple(later.values()))):
+            before: Any = line.args[2]
+            own = tuple(x if k in wanted else None for k, x in enumerate(before))
+            line.args = (*line.args[:2], own, *line.args[3:])
+            line.kwargs = {**line.kwargs, "only": wanted, **({"keep": True} if line is n else {})}
+            made: Any = line.meta["value"]
+            line.meta["value"] = tuple(v if k in wanted else None for k, v in enumerate(made))
+
+
+def halves_of(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> list[fx.Graph]:
+    """Backward as what the gradients of received values hang on, and the rest: weights. nbytes: of a value on one rank,
+    or of what a tape holds.
+    """
+    _untape_in_each_half(graph, nbytes)
     _reload_in_each_half(graph)
     first = _of_received(graph)
+    first |= {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in first}  # others need not wait
     rest = [n for n in graph.nodes if n.op == "call_function" and n not in first]
     crossing = dict.fromkeys(x for n in rest for x in n.all_input_nodes if x in first and x.op == "call_function")
     one, one_env = _part(graph, [n for n in graph.nodes if n in first], {})

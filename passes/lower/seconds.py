@@ -8,6 +8,7 @@ what hides which collective, says shardc.cost.
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -126,6 +127,12 @@ class Seconds:
         if n.target is ops.taped:
             self._tapes.update((u.name, key) for u in n.users if u.meta.get("value") is None)
         return self._found[key]
+
+    def held(self, n: fx.Node) -> int:
+        """Bytes that a tape holds, of a text that is not finished; 0 of other values."""
+        of: Any = n.args[0] if n.target is operator.getitem else None
+        made = of is not None and of.target is ops.taped and n.meta.get("value") is None
+        return self.of(of if made else n).tape
 
     def _of_tape(self, n: fx.Node) -> Work:
         return self._found[self._tapes[n.meta.get("tape", _name(n))]]

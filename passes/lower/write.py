@@ -76,11 +76,15 @@ class Writer:
         self._reloaded: dict[fx.Node, fx.Node] = {}
         self._reloading: dict[str, Any] = {}
 
-    def lowered(self, *, divided: bool = False) -> Lowered:
-        """divided: backward in two halves."""
+    def lowered(self, held: Callable[[fx.Node], int] | None = None) -> Lowered:
+        """held: backward is to be in two halves; gives bytes of a value or a tape, sees forward's taped ops first."""
         forward, saved = self._write_forward()
         self._write_backward(saved)
-        halves = halves_of(self._back) if divided else [self._back]
+        halves = [self._back]
+        if held is not None:
+            for n in forward.find_nodes(op="call_function", target=ops.taped):
+                held(n)
+            halves = halves_of(self._back, held)
         for graph in halves:
             take_over_memory(graph)
             graph.lint()

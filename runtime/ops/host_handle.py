@@ -74,6 +74,7 @@ class HostHandle:
             return tensors[0]
         for place, x in zip(self._places, tensors, strict=True):
             place.tensor = x
+        self._tape.lent = [place for place, m in zip(self._places, self._moved, strict=True) if m is not None]
         return self._tape
 
 

@@ -92,7 +92,7 @@ class Own:
 class Tape:
     """One op's way back, as places in autograd's graph. begins: by result; ends: by operand that gets a gradient;
     zeros: what makes zeros like these operands; again: those that backward is given, which then stand in `operands`.
-    saved: what it holds, which autograd frees op by op.
+    saved: what it holds, which autograd frees op by op; lent: of that, what is a copy of what waits on the host.
     """
 
     begins: list[Any]
@@ -101,6 +101,7 @@ class Tape:
     again: tuple[int, ...]
     operands: dict[int, Tensor]
     saved: list[weakref.ref[Own]]
+    lent: Sequence[Own] = ()
 
     def own(self) -> list[Own]:
         """What it holds."""
@@ -199,20 +200,31 @@ def untaped(
     operands: Sequence[Tensor],
     *,
     zeros: bool = False,
+    only: Sequence[int] = (),
+    keep: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of what `taped` was told needs them; the tape is empty then. grads: of the results; before: what
     each of the operands has from other ops, to which the new gradients are added, or None; operands: `again`; zeros:
-    what gets no gradient gets zeros.
+    what gets no gradient gets zeros; only: of these alone, counted among those that need one (all others: None); keep:
+    the tape stays, for the others.
     """
-    begin = [(x, p) for x, p in zip(tape.ends, before, strict=True) if p is not None]
+    wanted = only or range(len(tape.ends))
+    ends = [tape.ends[k] for k in wanted]
+    begin = [(tape.ends[k], p) for k in wanted if (p := before[k]) is not None]
     begin += [(y, g) for y, g in zip(tape.begins, grads, strict=True) if y is not None and g is not None]
     tape.operands.update(zip(tape.again, operands, strict=True))
-    found: tuple[Tensor | None, ...] = (None,) * len(tape.ends)
+    found: list[Tensor | None] = [None] * len(tape.ends)
     if begin:
         starts, values = zip(*begin, strict=True)
-        found = torch.autograd.grad(starts, tape.ends, values, allow_unused=True)
-    if zeros:
-        found = tuple(make() if g is None else g for g, make in zip(found, tape.zeros, strict=True))
-    tape.begins, tape.ends, tape.zeros = [], [], []
+        gradients = torch.autograd.grad(starts, ends, values, retain_graph=keep, allow_unused=True)
+        for k, g in zip(wanted, gradients, strict=True):
+            found[k] = g
+    for k in wanted if zeros else ():
+        found[k] = tape.zeros[k]() if found[k] is None else found[k]
     tape.operands.clear()
-    return found
+    if not keep:
+        tape.begins, tape.ends, tape.zeros = [], [], []
+    for place in tape.lent:
+        place.tensor = None
+    tape.lent = ()
+    return tuple(found)

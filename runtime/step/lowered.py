@@ -62,9 +62,9 @@ class LoweredStage:
             *returned, kept = self._forward(*values)
         return tuple(returned), dict(zip(self._kept, kept, strict=True))
 
-    def begin(self, grads: Mapping[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
+    def begin(self, grads: Mapping[str, Tensor], loss: Tensor | None) -> dict[str, Tensor]:
         """What backward begins with, by the names of its text: see `backward`."""
-        return {f"{n}_grad": g for n, g in grads.items()} | {self._loss: loss}
+        return {f"{n}_grad": g for n, g in grads.items()} | ({} if loss is None else {self._loss: loss})
 
     @torch.no_grad()
     def backward(
@@ -72,12 +72,12 @@ class LoweredStage:
         kept: dict[str, Any],
         values: Mapping[str, Any],
         grads: Mapping[str, Tensor],
-        loss: Tensor,
+        loss: Tensor | None,
         launch: Callable[[], None],
     ) -> dict[str, Tensor | None]:
         """{received value: its gradient}. kept: of forward, which is used up, but for what the second half wants;
-        values: what the stage takes; grads: of what it made for others; loss: the gradient of the loss; launch: begins
-        the sums of buckets that are complete.
+        values: what the stage takes; grads: of what it made for others; loss: the gradient of the loss, if that is made
+        here; launch: begins the sums of buckets that are complete.
         """
         kept |= self.begin(grads, loss)
         if self.weights is None:

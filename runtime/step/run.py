@@ -286,11 +286,10 @@ class Run:
         grads = lowered.backward(kept, self.values[key[1]], begin, of_loss, self.hooks.launch)
         return {n: g if g is None else g.contiguous() for n, g in grads.items()}
 
-    def _begin_lowered(self, loss: Tensor | None, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor]:
+    def _begin_lowered(self, loss: Tensor | None, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
         """The gradients that a lowered backward begins with: of what the stage made for others, and of the loss."""
         assert self.hooks is not None
-        one = torch.ones_like(loss) if loss is not None else self.on.zero()
-        return self.grads.pop(key, {}), self.hooks.scaled(one)
+        return self.grads.pop(key, {}), None if loss is None else self.hooks.scaled(torch.ones_like(loss))
 
     def _pair(self, forward: Action, backward: Action) -> None:
         """Both as one text."""

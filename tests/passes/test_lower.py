@@ -11,14 +11,17 @@ import re
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shardc
+import shardc.nn
 from shardc.capture import capture
 from shardc.ir.program import Program
+from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.context import StepContext
 from shardc.runtime.zero.gather import Gathered
 from tests import zoo
@@ -225,6 +228,54 @@ def test_peak_memory_is_not_above_autograds() -> None:
     for spec in (TP, *zero, zero[3] | cheap, pipe, pipe | cheap):
         eager, lowered = (compiled("gpt", spec, **lower).cost().memory.peak for lower in ({}, {"lower": True}))
         assert lowered <= eager
+
+
+@pytest.mark.parametrize("how", ["kept", "host"])
+def test_one_line_of_backward_runs_in_both_halves_where_that_takes_less_memory(how: str, tmp_path: Path) -> None:
+    """Experts' weights are larger than what their backward takes: their gradients do not wait for the second half."""
+    pipe = {**PP, "pipeline": {"axis": "pp", "stages": 2, "schedule": "zb-h1"}, "batch": {"microbatches": 4}}
+    pipe |= (
+        {"checkpoint": [{"match": "layers.*", "save": ["linear", "matmul"], "offload": "cpu"}]} if how == "host" else {}
+    )
+    model, batch = Routeds(), {"x": torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(0))}
+    captured = capture(model, batch, prove=False)
+    eager, lowered = (
+        shardc.compile(model, batch, {"shardc": 1, **pipe, **more}, captured=captured) for more in ({}, {"lower": True})
+    )
+    first, second = (str(s.lowered.texts[half]) for s in lowered.stages[1:] for half in ("backward", "weights"))
+    assert "keep: True" in first
+    assert "only: " in first
+    assert "only: " in second
+    assert "keep: True" not in second
+    assert ("tape_host" in first) == (how == "host")
+    lowered.save(tmp_path / "out")
+    assert shardc.load(tmp_path / "out").lowered() == lowered.lowered()
+    with mock.patch.object(OffloadedTensors, "useful", staticmethod(lambda x: how == "host")):
+        equal_to_the_bit(*(shardc.verify.simulate(p, model, batch, steps=2) for p in (eager, lowered)))
+    peaks = [[r.memory.peak for r in p.cost("h100-80g").ranks] for p in (eager, lowered)]
+    assert all(y <= x for x, y in zip(*peaks, strict=True))
+
+
+class Routed(nn.Module):
+    """A layer of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.up, self.down = nn.Parameter(torch.randn(4, 64, 16) * 0.1), nn.Parameter(torch.randn(4, 16, 64) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(2, -1)
+        return x + shardc.nn.experts(x, index, weights, self.up, self.down)
+
+
+class Routeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Routed(), Routed())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
 
 
 def test_parts_that_come_from_the_host_for_a_gather_count() -> None:
