@@ -29,7 +29,17 @@ from shardc.capture.hidden_layers import Hidden, hidden
 from shardc.capture.layer_copies import EQUAL_LAYER, Copied, Copies
 from shardc.capture.side_effects import Changes, identity
 from shardc.ir.graph import placeholders
-from shardc.torch_private import FakeTensor, call_modes, fake_device, module_calls, pytree, traced_so_far
+from shardc.torch_private import (
+    FakeTensor,
+    call_modes,
+    fake_device,
+    module_calls,
+    pytree,
+    traced_call,
+    traced_node,
+    traced_so_far,
+    unseen,
+)
 
 #: Values that Python compares by what they are.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -201,16 +211,23 @@ class Folding:
             called = _attributes(caller) is _attributes(layer.module)
             original = functools.partial(function, caller if called else layer.module)
             again, layer.called = layer.called, True
+            modes = call_modes()
             leaves, structure = pytree.tree_flatten((args, kwargs))
-            plain = not again and all(isinstance(x, (FakeTensor, *_PLAIN)) for x in leaves) and self._plain(layer)
             operands = [x for x in leaves if isinstance(x, Tensor)]
             key: Any = None
-            if plain:
-                known = [("tensor", *_type(x)) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
-                key = (structure, known, _ties(operands), _places(operands, layer.tensors()), call_modes())
-                for first in self._firsts.get(layer.kind, ()):
-                    if first.key == key and _read_alike(first, layer):
-                        return self._copy(first, layer, operands)
+            with unseen():
+                plain = (
+                    not again
+                    and all(isinstance(x, (FakeTensor, *_PLAIN)) for x in leaves)
+                    and all(traced_node(x) is not None for x in operands)
+                    and self._plain(layer)
+                )
+                if plain:
+                    known = [("tensor", *_type(x)) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
+                    key = (structure, known, _ties(operands), _places(operands, layer.tensors()), modes)
+                    for first in self._firsts.get(layer.kind, ()):
+                        if first.key == key and _read_alike(first, layer):
+                            return self._copy(first, layer, operands)
             if layer.path in self.hidden.paths:
                 raise self.hidden.show(self._others(layer, key))
             if not plain:
@@ -279,7 +296,7 @@ class Folding:
     def _copy(self, first: _First, layer: _Layer, operands: list[Tensor]) -> Any:
         self.calls.append(Copied(first.layer.path, layer.path))
         others, first.copied = [] if first.copied else first.operands, True
-        each = iter(EQUAL_LAYER(len(self.calls) - 1, operands, others, first.made))
+        each = iter(traced_call(EQUAL_LAYER, (len(self.calls) - 1, operands, others, first.made), first.made))
         results = [
             (operands[i] if i >= 0 else next(each)) if isinstance(x, Tensor) else x
             for x, i in zip(first.results, first.at, strict=True)

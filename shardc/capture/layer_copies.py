@@ -23,17 +23,6 @@ from shardc.torch_private import HigherOrderOperator, OpOverload
 
 torch.library.define("shardc::equal_layer", "(int call, Tensor[] own, Tensor[] first, Tensor[] like) -> Tensor[]")
 
-
-def _results(call: int, own: Sequence[Tensor], first: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in like]
-
-
-def _no_backward(ctx: Any, *grads: Any) -> Any:
-    raise AssertionError("equal_layer is gone before anything runs")
-
-
-torch.library.impl("shardc::equal_layer", "CompositeExplicitAutograd", _results)
-torch.library.register_autograd("shardc::equal_layer", _no_backward)
 #: (number of the call, tensors that the layer takes, those that the first layer took, what that one gave). The third is
 #: empty but in the first call that stands for a copy of that layer.
 EQUAL_LAYER = torch.ops.shardc.equal_layer.default

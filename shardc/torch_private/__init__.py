@@ -65,6 +65,7 @@ from shardc.torch_private.traced_graphs import (
     is_transform,
     module_calls,
     silent,
+    traced_call,
     traced_constant,
     traced_functional,
     traced_node,
@@ -73,6 +74,7 @@ from shardc.torch_private.traced_graphs import (
     traced_with,
     tracing,
     transforming,
+    unseen,
 )
 
 __all__ = [
@@ -123,6 +125,7 @@ __all__ = [
     "silent",
     "stands_for_gpu",
     "step_hooks",
+    "traced_call",
     "traced_constant",
     "traced_functional",
     "traced_node",
@@ -131,5 +134,6 @@ __all__ = [
     "traced_with",
     "tracing",
     "transforming",
+    "unseen",
     "unintercepted",
 ]
