@@ -37,10 +37,12 @@ from shardc.passes.distinct_layers import run_on_distinct
 from shardc.runtime.state import quantized
 from shardc.spec import Spec
 from shardc.spec.names import Names
+from shardc.torch_private import quick_walks
 
 
 @checked("shardc.compile")
 @runner.uncollected()
+@quick_walks()
 def compile(
     model: nn.Module,
     batch: Any,
@@ -100,7 +102,7 @@ def compile(
     if forward:
         spec, notes = forward_only.spec_of(spec)
         # no record of what a checkpoint trained: it was captured with the loss, in training mode
-        program = replace(program, eval_mode=False, record=None, notes=(*program.notes, *notes))
+        program = replace(program, eval_mode=False, recorded=lambda: None, notes=(*program.notes, *notes))
 
     def through(stages: Sequence[Stage], program: Program) -> Program:
         for stage in stages:

@@ -23,6 +23,7 @@ import os
 import sys
 import tempfile
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -376,7 +377,7 @@ def _program(tables: Checked, files: FolderFiles) -> Program:
         eval_mode=manifest.eval_mode,
         still=tuple(manifest.still),
         baked=tuple((tuple(path), value) for path, value in manifest.baked),
-        record=ForwardRecord.read(manifest.record),
+        recorded=partial(ForwardRecord.read, manifest.record),
     )
 
 

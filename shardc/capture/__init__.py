@@ -64,8 +64,10 @@ from shardc.ir.graph import placeholders, source_of
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.runtime.step.user_changes import EVAL_MODE, Attributes, TensorRead
+from shardc.torch_private import quick_walks
 
 
+@quick_walks()
 def capture(
     model: nn.Module, batch: Any, *, loss: Loss | None = None, forward: Forward | None = None, prove: bool = True
 ) -> Program:
@@ -147,7 +149,7 @@ def capture(
     program.evaluates = "untried" if branches else "alike"
     if rows:
         program = expert_loops.with_experts(program)
-    program.record = ForwardRecord.of(program)
+    program.recorded = ForwardRecord.later(program)
     if loss is not None:
         unread = {name for name, n in placeholders(program.graph).items() if not n.users}
         keys = {i.path[0] for i in program.inputs if i.name in unread} & keys_of_loss(model, batch)

@@ -21,7 +21,11 @@ from shardc.ir.graph import add_node
 from shardc.ir.source import Source
 from shardc.torch_private import HigherOrderOperator, OpOverload
 
-torch.library.define("shardc::equal_layer", "(int call, Tensor[] own, Tensor[] first, Tensor[] like) -> Tensor[]")
+torch.library.define(
+    "shardc::equal_layer",
+    "(int call, Tensor[] own, Tensor[] first, Tensor[] like) -> Tensor[]",
+    tags=torch.Tag.flexible_layout,  # else the tracer keeps how every operand lies
+)
 
 #: (number of the call, tensors that the layer takes, those that the first layer took, what that one gave). The third is
 #: empty but in the first call that stands for a copy of that layer.

@@ -6,6 +6,7 @@ self.count += 1; y * self.count     every step would see the first value: undone
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -87,6 +88,8 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
             yield changes
     finally:
         for module, attributes, contents in before:
+            if _as_before(module.__dict__, attributes, contents):
+                continue
             path = names[identity(module)]
             for name in module.__dict__.keys() | attributes.keys():
                 inside = contents.get(name)
@@ -103,6 +106,15 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
             for name, inside in contents.items():
                 if not _same_items(attributes[name], inside):
                     _refill(attributes[name], inside)
+
+
+def _as_before(now: Mapping[str, Any], then: Mapping[str, Any], contents: Mapping[str, Any]) -> bool:
+    """Are a module's attributes the objects that they were, and hold the same? Most modules' are."""
+    return (
+        now.keys() == then.keys()
+        and all(map(operator.is_, now.values(), then.values()))
+        and all(_same_items(then[name], inside) for name, inside in contents.items())
+    )
 
 
 def _join(path: str, name: str) -> str:

@@ -9,9 +9,10 @@ are not compared. Nor are the ops of another version of torch or shardc, which m
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from typing import Any
@@ -46,8 +47,15 @@ class ForwardRecord:
     rough: str
 
     @classmethod
-    def of(cls, program: Program) -> ForwardRecord:
-        """program: as captured."""
+    def later(cls, program: Program) -> Callable[[], ForwardRecord]:
+        """The record of a program as it was captured, made when it is first asked for: the numbers of its constants are
+        those of now.
+        """
+        constants = [_constant(b) for b in program.buffers if not b.fqn]
+        return functools.cache(lambda: cls._of(program, constants))
+
+    @classmethod
+    def _of(cls, program: Program, constants: Sequence[str]) -> ForwardRecord:
         names = {p.name: p.fqn for p in program.params} | {b.name: b.fqn for b in program.buffers}
         names |= {x.name: _path(x.path) for x in program.inputs}
         called: dict[fx.Node, str] = {}
@@ -60,9 +68,8 @@ class ForwardRecord:
             exact.update(spelling.encode())
             rough.update(_rough(spelling).encode())
 
-        for b in program.buffers:
-            if not b.fqn:
-                note(_constant(b), "")
+        for spelling in constants:
+            note(spelling, "")
         for node in program.graph.nodes:
             if node.op == "placeholder":
                 called[node] = names.get(node.name, node.name)

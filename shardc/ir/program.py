@@ -144,12 +144,17 @@ class Program:
     #: returns notes by name on what forward may have read otherwise; not saved.
     check_attributes: Callable[..., dict[str, str]] | None = field(default=None, compare=False, repr=False)
 
-    #: What forward and loss are, in short, for checkpoints; None for a program of an earlier shardc.
-    record: ForwardRecord | None = field(default=None, compare=False, repr=False)
+    #: Makes `record`.
+    recorded: Callable[[], ForwardRecord | None] = field(default=lambda: None, compare=False, repr=False)
 
     #: Files of the user's, and names at their top level, that forward and loss come from; a saved program has digests
     #: of them instead (shardc.artifact.model_source).
     origins: tuple[tuple[Path, str], ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def record(self) -> ForwardRecord | None:
+        """What forward and loss are, in short, for checkpoints; None for a program of an earlier shardc."""
+        return self.recorded()
 
     @property
     def stored(self) -> tuple[Param | Buffer | Input, ...]:

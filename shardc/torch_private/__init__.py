@@ -9,6 +9,7 @@ traced_graphs    while a model is traced to a graph        autograd       inside
 replacements     functions of torch's, replaced meanwhile  inductor       the compiler
 fake_tensors     tensors without data                      processes      groups, their store, workers
 ops              overloads and decompositions              gpu            CUDA's allocator and streams
+module_walks     over the modules of a model
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from shardc.torch_private.ops import (
     overload_of,
     unintercepted,
 )
+from shardc.torch_private.module_walks import quick_walks
 from shardc.torch_private.processes import default_store, flight_record, let_workers_end, process_groups
 from shardc.torch_private.replacements import (
     plain_checkpoints,
@@ -115,6 +117,7 @@ __all__ = [
     "overload_of",
     "plain_checkpoints",
     "process_groups",
+    "quick_walks",
     "pytree",
     "replaced_engine",
     "replaced_flex_attention",
