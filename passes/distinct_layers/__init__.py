@@ -36,7 +36,7 @@ def run_on_distinct(program: Program, spec: Spec, run: Callable[[Program], Progr
     """`run(program)`, by way of a program with fewer layers where that gives the same. run: passes up to partition."""
     if (cut := shortened(program, spec)) is not None:
         try:
-            return restored(program, cut, run(cut.program))
+            return restored(program, cut, run(cut.program), run)
         except (UnlikeError, ShardcError):
             pass  # the whole program says what is wrong, of all its layers
     return run(program)

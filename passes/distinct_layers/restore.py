@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from shardc.ir.graph import placeholders
+from shardc.ir.deferred_graph import DeferredGraph
+from shardc.ir.graph import copy_graph, placeholders
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Input, Param
 from shardc.passes.distinct_layers.cut import UNITS, Cut, names_in, ops_of
@@ -27,8 +28,8 @@ _OF_BOTH = {"mesh", "inputs", "outputs", "microbatches", "notes"}
 _COUNTS = re.compile(r" more\b|\d×")
 
 
-def restored(program: Program, cut: Cut, result: Program) -> Program:
-    """program: as captured; result: what the passes up to partition made of `cut.program`.
+def restored(program: Program, cut: Cut, result: Program, run: Callable[[Program], Program]) -> Program:
+    """program: as captured; result: what the passes up to partition made of `cut.program`; run: these passes.
 
     Raises UnlikeError where the result says anything that more layers would change, or where units differ.
     """
@@ -42,10 +43,18 @@ def restored(program: Program, cut: Cut, result: Program) -> Program:
     buffers = _stored(program.buffers, cut.program.buffers, result.buffers, cut)
     held: list[Param | Buffer | Input] = [*params, *buffers, *result.inputs]
     order = ["mesh", "rng", *(x.name for x in held)]
+
+    def write(whole: fx.Graph) -> None:
+        try:
+            _graph(result.graph, cut, order, whole)
+        except UnlikeError:
+            fx.Graph.__init__(whole)
+            copy_graph(run(program).graph, into=whole)
+
     return replace(
         program,
-        graph=_graph(result.graph, cut, order),
-        stages=tuple(replace(s, graph=_graph(s.graph, cut, order)) for s in result.stages),
+        graph=DeferredGraph(write, result.graph),
+        stages=tuple(replace(s, graph=_graph(s.graph, cut, order, fx.Graph())) for s in result.stages),
         params=params,
         buffers=buffers,
         meta=result.meta,
@@ -75,8 +84,8 @@ def _stored(
     return tuple(replace(x, **changes[cut.stored.get(x.name, (x.name, 0))[0]]) for x in captured)
 
 
-def _graph(graph: fx.Graph, cut: Cut, order: Sequence[str]) -> fx.Graph:
-    """A graph of the result with all layers. order: names of the placeholders."""
+def _graph(graph: fx.Graph, cut: Cut, order: Sequence[str], into: fx.Graph) -> fx.Graph:
+    """A graph of the result with all layers. order: names of the placeholders; into: an empty graph."""
     ops = ops_of(graph, cut.names.list)
     if any(layer not in ops.starts for layer in cut.layers):
         raise UnlikeError("a layer has no ops left")
@@ -93,7 +102,7 @@ def _graph(graph: fx.Graph, cut: Cut, order: Sequence[str]) -> fx.Graph:
     numbering = Numbering(nodes)
     units = [list(names_in(ops.nodes[a:b])) for a, b in pairwise(bounds)]
     numbering.learn(units, names_in(ops.nodes[: bounds[0]]), names_in(ops.nodes[bounds[UNITS] :]))
-    whole = _Whole(cut, ops.nodes, bounds, nodes, moving, numbering)
+    whole = _Whole(cut, ops.nodes, bounds, nodes, moving, numbering, into)
     whole.store(order)
     whole.copy_units()
     whole.finish(graph.output_node())
@@ -113,7 +122,7 @@ class _Whole:
     nodes: dict[str, fx.Node]
     moving: dict[fx.Node, list[str]]
     numbering: Numbering
-    graph: fx.Graph = field(default_factory=fx.Graph)
+    graph: fx.Graph
     written: list[fx.Node] = field(default_factory=list)
     env: dict[fx.Node, fx.Node] = field(default_factory=dict)
 

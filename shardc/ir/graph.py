@@ -19,12 +19,14 @@ from shardc.ir.source import Source
 _NOWHERE = Source()
 
 
-def copy_graph(graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None) -> fx.Graph:
+def copy_graph(
+    graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None, into: fx.Graph | None = None
+) -> fx.Graph:
     """A copy with nodes of the same names; each has a dict of metadata of its own.
 
-    env: gets the new node for every old one; what is in it before is used in place of a copy.
+    env: gets the new node for every old one; what is in it before is used in place of a copy. into: an empty graph.
     """
-    new, env = fx.Graph(), {} if env is None else env
+    new, env = fx.Graph() if into is None else into, {} if env is None else env
     for n in graph.nodes:
         if n.op == "output":
             new.output(fx.map_arg(n.args[0], env.__getitem__))

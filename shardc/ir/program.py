@@ -31,6 +31,7 @@ from torch import fx
 from shardc.errors import ShardcError
 from shardc.ir.adapters import Adapter
 from shardc.ir.buckets import Bucket
+from shardc.ir.deferred_graph import output_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
 from shardc.ir.offload import OffloadPlaces
@@ -164,8 +165,8 @@ class Program:
     @property
     def forward_only(self) -> bool:
         """Does it give outputs alone? Nothing runs backward then: no value has a gradient, and there is no loss."""
-        found = self.graph.find_nodes(op="output")
-        return bool(found) and found[0].args[0][0] is None
+        output: Any = output_of(self.graph)
+        return output is not None and output.args[0][0] is None
 
     @property
     def scores(self) -> bool:
