@@ -35,7 +35,7 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.buckets import Bucket, Rounded
-from shardc.ir.graph import add_node, copy_graph, source_of
+from shardc.ir.graph import copy_graph, source_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PartialGrad, Shard
@@ -46,6 +46,7 @@ from shardc.passes.base import Pass
 from shardc.passes.precision import dtype_of
 from shardc.runtime import ops
 from shardc.runtime.zero.flat_partition import Flat
+from shardc.torch_private import add_node
 
 _CAST = torch.ops.aten._to_copy.default
 #: Ops that round weights that they read: places of these, and of their largest values, among the arguments.

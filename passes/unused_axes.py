@@ -18,9 +18,14 @@ class UnusedAxes(Pass):
     """
 
     def run(self, program: Program) -> Program:
-        used = {axis.partition("[")[0].partition(".")[0] for axis in _used(program)}
-        unused = [(axis, size) for axis, size in self.spec.mesh.axes if size > 1 and axis not in used]
-        return replace(program, notes=(*program.notes, *(_note(self.spec, axis, size) for axis, size in unused)))
+        unused = {axis: size for axis, size in self.spec.mesh.axes if size > 1}
+        for axis in _used(program):
+            unused.pop(axis.partition("[")[0].partition(".")[0], None)
+            if not unused:
+                return program
+        return replace(
+            program, notes=(*program.notes, *(_note(self.spec, axis, size) for axis, size in unused.items()))
+        )
 
 
 def _used(program: Program) -> Iterator[str]:

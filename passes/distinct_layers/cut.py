@@ -7,6 +7,7 @@ three stay at the front, and whatever comes after the last one: at least a layer
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
@@ -127,10 +128,11 @@ def _lists(graph: fx.Graph) -> list[str]:
     """The lists of enough layers, that of most ops first."""
     layers: dict[str, set[str]] = {}
     ops: dict[str, int] = {}
-    for n in graph.nodes:
-        if n.op == "call_function" and (layer := layer_of(source_of(n).module)) is not None:
+    modules = Counter(source_of(n).module for n in graph.nodes if n.op == "call_function")
+    for module, count in modules.items():
+        if (layer := layer_of(module)) is not None:
             layers.setdefault(layer[0], set()).add(layer[1])
-            ops[layer[0]] = ops.get(layer[0], 0) + 1
+            ops[layer[0]] = ops.get(layer[0], 0) + count
     least = UNITS + _LEFT_OUT + 2
     return sorted((name for name, each in layers.items() if len(each) >= least), key=lambda name: -ops[name])
 
@@ -258,13 +260,16 @@ def _left_out(program: Program, run: _Run, ops: set[fx.Node]) -> dict[str, tuple
     many units later they are.
     """
     nodes = placeholders(program.graph)
-    gone = [n for n in nodes.values() if n.users and all(u in ops for u in n.users)]
-    found: dict[str, tuple[str, int]] = {}
+    gone = {n: None for n in nodes.values() if n.users and all(u in ops for u in n.users)}
+    found: dict[fx.Node, tuple[str, int]] = {}
     for n in gone:
-        units, kept = 0, n
-        while kept.users and all(u in ops for u in kept.users):
-            if kept not in run.twins:
-                raise UnlikeError(f"{kept} is of one layer alone")
-            units, kept = units + 1, run.twins[kept]
-        found[n.name] = kept.name, units
-    return found
+        chain = [n]
+        while chain[-1] in gone and chain[-1] not in found:
+            if chain[-1] not in run.twins:
+                raise UnlikeError(f"{chain[-1]} is of one layer alone")
+            chain.append(run.twins[chain[-1]])
+        kept, units = found.get(chain[-1], (chain[-1].name, 0))
+        for x in reversed(chain[:-1]):
+            units += 1
+            found[x] = kept, units
+    return {n.name: found[n] for n in gone}

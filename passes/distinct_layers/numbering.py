@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shardc.passes.distinct_layers.twins import UnlikeError
 
@@ -30,6 +31,19 @@ class _Parsed:
     def own(self) -> tuple[str, int] | None:
         """The number that fx gave it: the last, at the end. Others are those of ops that it is named after."""
         return (self.keys[-1], self.numbers[-1]) if self.numbers and not self.texts[-1] else None
+
+
+class Name(NamedTuple):
+    """Of an op in a unit. numbers: between the texts, each with how much more it is in the next unit."""
+
+    head: str
+    texts: list[str]
+    numbers: list[tuple[int, int]]
+
+    def at(self, units: int, stored: Mapping[str, str]) -> str:
+        """That of the same op so many units later. stored: parameters of the unit here and there."""
+        head = stored.get(self.head, self.head) if self.head else ""
+        return _joined(head, self.texts, [n + units * step for n, step in self.numbers])
 
 
 @dataclass
@@ -80,11 +94,10 @@ class Numbering:
                 if left or step < 0 or self.steps.setdefault(key, step) != step:
                     raise UnlikeError(f"{first} and {other} are numbered unevenly")
 
-    def moved(self, name: str, units: int, stored: Mapping[str, str]) -> str:
-        """The name of the same op so many units later. stored: parameters of the unit here and there."""
+    def name(self, name: str) -> Name:
+        """The name of an op, by which those of the same one later go."""
         x = self._parsed(name)
-        numbers = [n + units * self.steps[k] for k, n in zip(x.keys, x.numbers, strict=True)]
-        return _joined(stored.get(x.head, x.head), x.texts, numbers)
+        return Name(x.head, x.texts, [(n, self.steps[k]) for k, n in zip(x.keys, x.numbers, strict=True)])
 
     def after(self, name: str, units: int) -> str:
         """The name of an op behind all units where there are so many more of them."""

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -132,14 +131,15 @@ class _Whole:
         self.here: dict[str, fx.Node] = {}
 
     def _said(self, n: fx.Node, unit: int) -> dict[str, Any]:
-        return {k: self.cut.names.moved(n.meta[k], unit) for k in self.moving[n]} if unit else {}
+        return {k: self.cut.names.moved(n.meta[k], unit) for k in self.moving[n]}
 
     def store(self, order: Sequence[str]) -> None:
         """The placeholders."""
         for name in order:
             kept, unit = self.cut.stored.get(name, (name, 0))
             old = self.nodes[kept]
-            self.here[name] = copied(self.graph, old, name, self.env.__getitem__, **self._said(old, unit))
+            said = self._said(old, unit) if unit else {}
+            self.here[name] = copied(self.graph, old, name, self.env.__getitem__, **said)
             if not unit:
                 self.env[old] = self.here[name]
 
@@ -149,18 +149,21 @@ class _Whole:
         for n in self.ops[:end]:
             self.env[n] = copied(self.graph, n, n.name, self.env.__getitem__)
             self.written.append(self.env[n])
+        forms = [(n, self.numbering.name(n.name), self._taken(n)) for n in self.ops[last:end]]
         for unit in range(1, self.cut.left_out + 1):
             later = self.cut.later(unit)
-            own = {self.nodes[kept]: self.here[name] for kept, name in later.items()}
-            ordinal = self.numbering.ordinal(unit)
-            for n in self.ops[last:end]:
-                name = self.numbering.moved(n.name, unit, later)
-                operand = partial(self._operand, unit, own)
-                self.written.append(copied(self.graph, n, name, operand, ordinal, **self._said(n, unit)))
+            own = self.env | {self.nodes[kept]: self.here[name] for kept, name in later.items()}
+            ordinal, shift = self.numbering.ordinal(unit), unit * self.length
+            for n, name, taken in forms:
+                operands = {x: self.written[i + shift] if i >= 0 else own[x] for x, i in taken}
+                self.written.append(
+                    copied(self.graph, n, name.at(unit, later), operands.__getitem__, ordinal, **self._said(n, unit))
+                )
 
-    def _operand(self, unit: int, own: Mapping[fx.Node, fx.Node], n: fx.Node) -> fx.Node:
-        i = self.index.get(n, -1)
-        return self.written[i + unit * self.length] if i >= self.bounds[0] else own.get(n) or self.env[n]
+    def _taken(self, n: fx.Node) -> list[tuple[fx.Node, int]]:
+        """The operands of an op of the last unit, with their place among all ops if that goes on from unit to unit."""
+        places = ((x, self.index.get(x, -1)) for x in n.all_input_nodes)
+        return [(x, i if i >= self.bounds[0] else -1) for x, i in places]
 
     def finish(self, output: fx.Node) -> None:
         """What comes behind the units."""

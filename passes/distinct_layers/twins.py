@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.graph import add_node
 from shardc.ir.source import Source
+from shardc.torch_private import add_node
 
 
 class UnlikeError(Exception):
@@ -26,6 +26,7 @@ class Names:
     list: str
     period: int
     _known: dict[tuple[str, int, range | None], str] = field(default_factory=dict)
+    _known_calls: dict[tuple[tuple[str, ...], int, range | None], tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         head = re.escape(f"{self.list}.") if self.list else ""
@@ -59,8 +60,7 @@ class Names:
         if isinstance(x, str):
             return self.text(x, units, of)
         if isinstance(x, Source):
-            calls = tuple(self.text(c, units, of) for c in x.calls)
-            return Source(self.text(x.module, units, of), x.line, x.code, calls)
+            return Source(self.text(x.module, units, of), x.line, x.code, self._calls(x.calls, units, of))
         if isinstance(x, tuple):
             return tuple(self.moved(each, units, of) for each in x)
         if isinstance(x, dict):
@@ -68,6 +68,13 @@ class Names:
         if is_dataclass(x) and not isinstance(x, type) and (texts := _texts(x)):
             return replace(x, **{k: self.text(v, units, of) for k, v in texts.items()})
         return x
+
+    def _calls(self, calls: tuple[str, ...], units: int, of: range | None) -> tuple[str, ...]:
+        """Those of a layer's ops are few."""
+        key = calls, units, of
+        if key not in self._known_calls:
+            self._known_calls[key] = tuple(self.text(c, units, of) for c in calls)
+        return self._known_calls[key]
 
     def alike(self, a: Any, b: Any) -> bool:
         """Is what an op says of itself what the one a unit before says, or that with the names of its own layer?"""
@@ -78,7 +85,7 @@ class Names:
     def _sources(self, a: Source, b: Source) -> bool:
         if a.module == b.module:
             return a.calls == b.calls
-        return self.text(a.module, 1) == b.module and self.moved(a.calls, 1) == b.calls
+        return self.text(a.module, 1) == b.module and self._calls(a.calls, 1, None) == b.calls
 
 
 def _texts(x: Any) -> dict[str, str]:
@@ -175,7 +182,7 @@ def copied(
     args: tuple[Any, ...] = fx.map_arg(node.args, operand)
     if later and (at := ordinal_at(node.args)) is not None:
         args = (*args[:at], args[at] + later, *args[at + 1 :])
-    kwargs = {k: name if k == "tag" else fx.map_arg(v, operand) for k, v in node.kwargs.items()}
+    kwargs = node.kwargs and {k: name if k == "tag" else fx.map_arg(v, operand) for k, v in node.kwargs.items()}
     target = node.target if node.op == "call_function" else name
     new = add_node(graph, node.op, target, args, kwargs, name=name, meta=node.meta | meta)
     if new.name != name:

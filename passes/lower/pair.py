@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.graph import add_node, copy_graph
+from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import Pair, prefix_of, shared
 from shardc.ir.program import Program
 from shardc.ir.stage import Lowered
@@ -34,6 +34,7 @@ from shardc.passes.lower.memory import Memory, Sizes
 from shardc.passes.lower.overlap import Clock, Line, Text, best_order, within
 from shardc.passes.lower.seconds import Seconds
 from shardc.runtime import ops
+from shardc.torch_private import add_node
 
 #: How far ahead of the other a half may get, in stretches between two collectives: each is tried.
 LEADS = (0.0, 1.0, 2.0, 4.0)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from shardc.artifact.emit import EFFECTS
-from shardc.ir.graph import add_node, is_call, producer_of, source_of
+from shardc.ir.graph import is_call, producer_of, source_of
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.offload import HostCopy
 from shardc.ir.program import Program
@@ -34,7 +34,7 @@ from shardc.runtime import ops
 from shardc.runtime.ops.overlap import factors
 from shardc.runtime.step.recompute import of_weights
 from shardc.runtime.zero.flat_partition import Flat
-from shardc.torch_private import OpOverload
+from shardc.torch_private import OpOverload, add_node
 
 aten = torch.ops.aten
 

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from shardc.capture import inplace_ops
 from shardc.capture.hidden_layers import Hidden, UnlikeError
 from shardc.capture.inline_regions import unchanged
 from shardc.capture.inner_autograd import GRADIENT
-from shardc.ir.graph import add_node
 from shardc.ir.source import Source
-from shardc.torch_private import HigherOrderOperator, OpOverload
+from shardc.torch_private import HigherOrderOperator, OpOverload, add_node
 
 torch.library.define(
     "shardc::equal_layer",

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import fx
 
 from shardc.ir.metadata import Value
 from shardc.ir.source import Source
+from shardc.torch_private import add_node
 
 _NOWHERE = Source()
 
 
-def copy_graph(
-    graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None, into: fx.Graph | None = None
-) -> fx.Graph:
+def copy_graph(graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None, into: fx.Graph | None = None) -> fx.Graph:
     """A copy with nodes of the same names; each has a dict of metadata of its own.
 
     env: gets the new node for every old one; what is in it before is used in place of a copy. into: an empty graph.
@@ -34,28 +33,6 @@ def copy_graph(
             args, kwargs = (fx.map_arg(a, env.__getitem__) for a in (n.args, n.kwargs))
             env[n] = add_node(new, n.op, n.target, args, kwargs, name=n.name, meta=n.meta)
     return new
-
-
-def add_node(
-    graph: fx.Graph,
-    op: str,
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    name: str,
-    meta: Mapping[str, Any] | None = None,
-) -> fx.Node:
-    """A node at the insertion point, in half the time that fx takes: given arguments, its create_node looks through
-    them for sizes that are symbols, and a node whose attributes are set is taken out of its graph's table of targets
-    and put in again, though the table has neither arguments nor metadata.
-    """
-    node = graph.create_node(op, target, name=name)
-    object.__setattr__(node, "args", args)
-    if kwargs:
-        object.__setattr__(node, "kwargs", kwargs)
-    node.meta.update(meta or {})
-    return node
 
 
 def placeholders(graph: fx.Graph) -> dict[str, fx.Node]:

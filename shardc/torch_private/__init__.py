@@ -9,7 +9,7 @@ traced_graphs    while a model is traced to a graph        autograd       inside
 replacements     functions of torch's, replaced meanwhile  inductor       the compiler
 fake_tensors     tensors without data                      processes      groups, their store, workers
 ops              overloads and decompositions              gpu            CUDA's allocator and streams
-module_walks     over the modules of a model
+module_walks     over the modules of a model               graph_nodes    of a graph that a pass writes
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ from shardc.torch_private.fake_tensors import (
     stands_for_gpu,
 )
 from shardc.torch_private.gpu import busy_gpu, memory_recorded
+from shardc.torch_private.graph_nodes import add_node
 from shardc.torch_private.inductor import inductor_compiled, kernels_of, no_compiler
+from shardc.torch_private.module_walks import quick_walks
 from shardc.torch_private.ops import (
     assert_on_device,
     backward_decompositions,
@@ -52,7 +54,6 @@ from shardc.torch_private.ops import (
     overload_of,
     unintercepted,
 )
-from shardc.torch_private.module_walks import quick_walks
 from shardc.torch_private.processes import default_store, flight_record, let_workers_end, process_groups
 from shardc.torch_private.replacements import (
     plain_checkpoints,
@@ -86,6 +87,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
+    "add_node",
     "after_backward",
     "assert_on_device",
     "backward_decompositions",
@@ -117,8 +119,8 @@ __all__ = [
     "overload_of",
     "plain_checkpoints",
     "process_groups",
-    "quick_walks",
     "pytree",
+    "quick_walks",
     "replaced_engine",
     "replaced_flex_attention",
     "replaced_packing",
@@ -137,6 +139,6 @@ __all__ = [
     "traced_with",
     "tracing",
     "transforming",
-    "unseen",
     "unintercepted",
+    "unseen",
 ]

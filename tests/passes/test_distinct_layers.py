@@ -151,8 +151,8 @@ def test_numbers_go_on_layer_by_layer() -> None:
     numbering = Numbering({"h_3_w"})
     units = [["linear_2", "add_1", "h_3_w_once", "add_1_sum"], ["linear_4", "add_2", "h_3_w_once", "add_2_sum"]]
     numbering.learn(units, ["linear_1", "add"], ["linear_6", "add_3"])
-    assert numbering.moved("linear_4", 3, {}) == "linear_10"
-    assert numbering.moved("h_3_w_once", 3, {"h_3_w": "h_6_w"}) == "h_6_w_once"
+    assert numbering.name("linear_4").at(3, {}) == "linear_10"
+    assert numbering.name("h_3_w_once").at(3, {"h_3_w": "h_6_w"}) == "h_6_w_once"
     assert [numbering.after(n, 2) for n in ("linear_6", "add_3_sum", "linear_1_sum", "other_1")] == [
         "linear_10",
         "add_5_sum",
