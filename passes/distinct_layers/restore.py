@@ -48,7 +48,9 @@ def restored(program: Program, cut: Cut, result: Program, run: Callable[[Program
             _graph(result.graph, cut, order, whole)
         except UnlikeError:
             fx.Graph.__init__(whole)
-            copy_graph(run(program).graph, into=whole)
+            made = run(program).graph
+            copy_graph(made, into=whole)
+            whole.output_node().meta = dict(made.output_node().meta)
 
     return replace(
         program,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
+from torch._C import _NodeBase  # what a node consists of, without checks
 from torch.fx.graph import _illegal_names  # names that fx changes
-from torch.fx.node import _NodeBase  # what a node consists of, without checks
 
 
 def add_node(
@@ -36,7 +36,7 @@ def add_node(
     names._used_names.add(name)
     node = fx.Node.__new__(fx.Node)
     _NodeBase.__init__(node, graph, name, op, target, None)
-    node._update_args_kwargs(args, kwargs or {})
+    node._update_args_kwargs(args, {**kwargs} if kwargs else {})
     names._obj_to_name[node] = name
     graph._insert(node)
     graph._find_nodes_lookup_table.insert(node)

@@ -6,7 +6,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -34,6 +34,8 @@ def traced_node(x: Tensor) -> fx.Node | None:
 
 class _Made(_SingleLevelFunction):
     """Tensors that want gradients, as results of an op have them: none of them is a leaf."""
+
+    apply: ClassVar[Callable[..., Any]]
 
     @staticmethod
     def forward(ctx: Any, made: list[Tensor], *operands: Tensor) -> tuple[Tensor, ...]:

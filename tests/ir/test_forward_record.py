@@ -83,3 +83,24 @@ def test_what_is_no_record_is_none() -> None:
     other = ForwardRecord.read({**good, "by": "shardc 0.1.0, torch 1.13", "exact": "", "ops": {}})
     assert other is not None
     assert list(other.differences(record())) == []  # another torch may spell the same model otherwise
+
+
+def test_it_is_made_when_it_is_asked_for_with_the_constants_of_the_capture() -> None:
+    scale = torch.tensor([2.0, 3.0])
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.w * scale).sum()  # type: ignore[no-any-return]
+
+    def captured() -> Any:
+        return capture(Scaled(), {"x": torch.ones(4, 2)}, prove=False)
+
+    program, then = captured(), captured().record
+    scale.fill_(1.0)
+    assert program.record == then
+    assert program.record is program.record
+    assert captured().record != then

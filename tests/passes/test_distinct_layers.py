@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.capture import capture
+from shardc.ir.deferred_graph import is_written
 from shardc.ir.program import Program
 from shardc.passes import distinct_layers
 from shardc.passes.distinct_layers.numbering import Numbering
@@ -175,3 +176,22 @@ def test_numbers_go_on_layer_by_layer() -> None:
 def test_numbers_that_do_not_go_on(units: list[list[str]], after: list[str], message: str) -> None:
     with pytest.raises(UnlikeError, match=message):
         Numbering(set()).learn(units, [], after)
+
+
+def test_the_placed_graph_of_one_device_is_written_when_it_is_looked_at() -> None:
+    program = shardc.compile(Stack(*[16] * 9), X, {"shardc": 1, **SPLIT}, prove=False)
+    assert not is_written(program.graph)
+    assert not program.forward_only
+    assert len(program.graph.nodes) > 9 * 8
+    assert is_written(program.graph)
+
+
+def test_a_placed_graph_that_cannot_be_written_out_is_made_of_all_layers() -> None:
+    model = Stack(*[16] * 9)
+    spec = {"shardc": 1, **SPLIT}
+    captured = capture(model, X, prove=False)
+    program = shardc.compile(model, X, spec, captured=captured, prove=False)
+    with mock.patch("shardc.passes.distinct_layers.restore._Whole.finish", side_effect=UnlikeError("in a test")):
+        assert len(program.graph.nodes) > 9 * 8
+    with mock.patch.object(distinct_layers, "shortened", return_value=None):
+        assert everything(program) == everything(shardc.compile(model, X, spec, captured=captured, prove=False))
