@@ -44,15 +44,16 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module), *vars(nn.Module())})
 class Reads:
     """training: the lines that read `.training`, or call a module of torch's that does, but for those whose ops are
     switched; own: one of them is of no library, or such a module's; reading: the names of the modules that those read
-    it of. values: by module's name the plain attributes that were read, as they were. touched: (identity of a module,
-    name of an attribute of its own, or "__dict__") of all that was read; again: reads an attribute once more.
+    it of. values: by module's name the plain attributes that were read, as they were. touched: of all that was read,
+    (identity of a module, name of an attribute of its own, or "__dict__"), or of an object that one holds: whose it is;
+    again: reads an attribute once more.
     """
 
     training: dict[str, Source] = field(default_factory=dict)
     own: bool = False
     reading: set[str] = field(default_factory=set)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    touched: set[tuple[int, str]] = field(default_factory=set)
+    touched: dict[tuple[int, str], Any] = field(default_factory=dict)
 
     def again(self, module: nn.Module, name: str) -> None:
         """Note a plain attribute as if forward had read it; no property runs."""
@@ -109,14 +110,14 @@ def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
     """
     reads = Reads()
     names = {identity(m): name for name, m in model.named_modules()}
-    held_objects = _HeldObjects(reads)
+    held_objects = _HeldObjects(reads, changes)
 
     def read(self: nn.Module, name: str) -> Any:
         value = super(nn.Module, self).__getattribute__(name)
         if name not in _OF_EVERY_MODULE or (
             name == "__dict__" and source.is_models(sys._getframe(1).f_code.co_filename)
         ):
-            reads.touched.add((identity(self), name))
+            reads.touched[identity(self), name] = self
         if type(value) in PLAIN and (path := names.get(identity(self))) is not None:
             if name == "training":
                 frame = sys._getframe(1)
@@ -142,9 +143,9 @@ def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
 class _HeldObjects:
     """Reads of plain attributes of the objects that modules hold. What forward sets on them does not count."""
 
-    def __init__(self, reads: Reads) -> None:
+    def __init__(self, reads: Reads, changes: Changes) -> None:
         self.patches = ExitStack()
-        self._reads = reads
+        self._reads, self._changes = reads, changes
         self._names: dict[int, tuple[str, str]] = {}  # of an object: module, attribute
         self._alive: list[Any] = []  # so that no two objects have one id
         self._classes: set[type] = set()
@@ -170,6 +171,7 @@ class _HeldObjects:
             known = self._names.get(id(this))
             if known is not None and type(value) in PLAIN and not name.startswith("__"):
                 path, held = known
+                self._reads.touched[id(this), name] = this
                 if (id(this), name) not in self._set:
                     self._reads.values.setdefault(path, {}).setdefault(f"{held}.{name}", value)
             return value
@@ -178,6 +180,7 @@ class _HeldObjects:
             known = self._names.get(id(this))
             if known is not None:
                 path, held = known
+                self._changes.assigned += 1
                 self._set.add((id(this), name))
                 self._reads.values.get(path, {}).pop(f"{held}.{name}", None)
             put(this, name, value)

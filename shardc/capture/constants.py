@@ -11,6 +11,15 @@ from torch import Tensor, fx
 from shardc.torch_modes import untraced
 from shardc.torch_private import FakeTensor, OpOverload, traced_constant, traced_node
 
+#: What a constant that forward makes, as by `torch.tensor(...)`, goes through first: it is no tensor of somebody's.
+FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
+
+def contents(x: Tensor) -> bytes:
+    """Equal for tensors that hold the same, to the bit."""
+    held = bytes(x.cpu().contiguous().clone().untyped_storage())
+    return f"{x.dtype} {tuple(x.shape)} {x.device} ".encode() + held
+
 
 def constant(x: Tensor) -> Tensor | None:
     """The value of a traced tensor that depends on no input, parameter or buffer; None for all others."""

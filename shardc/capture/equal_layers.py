@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from shardc.capture.attribute_reads import Reads
+from shardc.capture.constants import FRESH
 from shardc.capture.hidden_layers import Hidden, hidden
 from shardc.capture.layer_copies import EQUAL_LAYER, Copied, Copies
 from shardc.capture.side_effects import Changes, identity
@@ -170,14 +172,16 @@ def _same(a: Any, b: Any, twins: Mapping[int, nn.Module], deep: int) -> bool:
 @dataclass(eq=False)
 class _First:
     """A call of a layer that was traced as it is. key: what Python sees of its arguments; operands: the tensors among
-    them; touched: the attributes of its modules that Python read; results: what it returned, flat; at: for each the
-    number of the operand that it is, or -1. copied: a copy stands for another layer already.
+    them; touched: the attributes of its modules that Python read; outside: those of others, (whose, name, contents);
+    results: what it returned, flat; at: for each the number of the operand that it is, or -1. copied: a copy stands for
+    another layer already.
     """
 
     layer: _Layer
     key: Any
     operands: list[Tensor]
     touched: set[tuple[int, str]]
+    outside: list[tuple[Any, str, Any]]
     results: list[Any]
     structure: Any
     at: list[int]
@@ -226,7 +230,7 @@ class Folding:
                     known = [("tensor", *_type(x)) if isinstance(x, Tensor) else (type(x), x) for x in leaves]
                     key = (structure, known, _ties(operands), _places(operands, layer.tensors()), modes)
                     for first in self._firsts.get(layer.kind, ()):
-                        if first.key == key and _read_alike(first, layer):
+                        if first.key == key and _read_alike(first, layer) and _is_as_then(first):
                             return self._copy(first, layer, operands)
             if layer.path in self.hidden.paths:
                 raise self.hidden.show(self._others(layer, key))
@@ -259,7 +263,7 @@ class Folding:
 
     def _trace(self, layer: _Layer, run: Callable[[], Any], key: Any, operands: list[Tensor]) -> Any:
         """Run the layer. It may stand for others if it did nothing but give its results."""
-        outer, self._reads.touched = self._reads.touched, set()
+        outer, self._reads.touched = self._reads.touched, {}
         before, nodes = self._state(layer, operands), len(traced_so_far())
         try:
             result = run()
@@ -269,12 +273,11 @@ class Folding:
         results, structure = pytree.tree_flatten(result)
         tensors = [x for x in results if isinstance(x, Tensor)]
         at = _places(results, operands)
-        first = _First(layer, key, operands, _own(layer, touched), results, structure, at)
+        first = _First(layer, key, operands, _own(layer, touched), _elsewhere(layer, touched), results, structure, at)
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*operands, *layer.tensors()))
         added = traced_so_far()
-        constants = any(n.op == "get_attr" for n in added[: len(added) - nodes])  # each layer has its own
         if (
-            not constants
+            all(map(_is_made_here, added[: len(added) - nodes]))
             and self._state(layer, operands) == before
             and all(isinstance(x, (FakeTensor, *_PLAIN)) for x in results)
             and first.made
@@ -288,7 +291,7 @@ class Folding:
         """What must be the same after a layer as before: what it holds, the modes, what capture has noted."""
         held = [_contents(v) for m in layer.modules for k, v in _attributes(m).items() if k not in _OF_EVERY_MODULE]
         return (
-            *(held, call_modes(), len(self._changes.written)),
+            *(held, call_modes(), self._changes.assigned),
             [x.requires_grad for x in (*operands, *layer.tensors())],
             self._effects(layer.path),
         )
@@ -324,7 +327,28 @@ def _read_alike(first: _First, layer: _Layer) -> bool:
     )
 
 
-def _own(layer: _Layer, touched: set[tuple[int, str]]) -> set[tuple[int, str]]:
+def _is_as_then(first: _First) -> bool:
+    """What the layer read that is not its own: is it the same now? (Forward may set it between its layers.)"""
+    return all(_contents(_held(x).get(name)) == then for x, name, then in first.outside)
+
+
+def _held(x: Any) -> dict[str, Any]:
+    return _attributes(x) if isinstance(x, nn.Module) else vars(x)
+
+
+def _elsewhere(layer: _Layer, touched: Mapping[tuple[int, str], Any]) -> list[tuple[Any, str, Any]]:
+    """Attributes that were read of what is not in the layer: whose, name, and contents."""
+    inside = {identity(m) for m in layer.modules}
+    each = ((x, name, _held(x)) for (number, name), x in touched.items() if number not in inside)
+    return [(x, name, _contents(held[name])) for x, name, held in each if name in held]
+
+
+def _is_made_here(n: fx.Node) -> bool:
+    """Is it no tensor of somebody's? One that `torch.tensor(...)` makes is no one's: equal layers make equal ones."""
+    return n.op != "get_attr" or all(u.target in FRESH for u in n.users)
+
+
+def _own(layer: _Layer, touched: Mapping[tuple[int, str], Any]) -> set[tuple[int, str]]:
     """Attributes that were read, by the number of their module in the layer."""
     number = {identity(m): i for i, m in enumerate(layer.modules)}
     found = {(number[m], name) for m, name in touched if m in number}
@@ -426,4 +450,5 @@ def copies(model: nn.Module, exported: ExportedProgram, folding: Folding | None)
         if (one := by_tensor.setdefault(id(tensors[name]), node)) is not node:
             node.replace_all_uses_with(one)
     stored = {name: by_tensor[id(x)] for name, x in tensors.items() if id(x) in by_tensor}
-    return Copies(graph, folding.calls, stored, folding.hidden)
+    constants = {nodes[s.arg.name] for s in exported.graph_signature.input_specs if s.kind == InputKind.CONSTANT_TENSOR}
+    return Copies(graph, folding.calls, stored, folding.hidden, constants)

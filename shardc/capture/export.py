@@ -31,6 +31,7 @@ from shardc.capture import (
 )
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.batch_leaves import Leaves
+from shardc.capture.constants import FRESH
 from shardc.capture.data_dependent_values import ValueReads, known_values
 from shardc.capture.foreign_parameters import ForeignParameters
 from shardc.capture.forward_arguments import arguments, check_call
@@ -68,8 +69,8 @@ class Fold(NamedTuple):
 
 class Exported(NamedTuple):
     """updated: {FQN of a buffer: its new value}; beside: {name of what stands beside the loss: name of what it is
-    divided by, or ""}; caches: what a decoding step keeps, which are buffers of nobody; copies: of equal layers, that
-    are to be written yet.
+    divided by, or ""}; caches: what a decoding step keeps, which are buffers of nobody; fresh: the constants that
+    forward makes itself; copies: of equal layers, that are to be written yet.
     """
 
     program: ExportedProgram
@@ -77,6 +78,7 @@ class Exported(NamedTuple):
     beside: dict[str, str]
     notes: tuple[str, ...]
     caches: dict[str, Tensor]
+    fresh: frozenset[str]
     copies: Copies
 
 
@@ -134,6 +136,7 @@ def export(
                     *side_effects.line_that_changes(side_effects.random_state, lambda: wrapper(*inputs))
                 )
         gm = exported.graph_module
+        fresh = _fresh(exported)
         cut = inline_regions.inline_regions(gm)
         value_checks.drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
@@ -174,7 +177,14 @@ def export(
         *dict.fromkeys(map(_unseen, reads.sources)),
         *(foreign.notes() if forward is None else ()),
     )
-    return Exported(exported, updated, wrapper.beside.divisors, notes, caches(wrapper), copies)
+    return Exported(exported, updated, wrapper.beside.divisors, notes, caches(wrapper), fresh, copies)
+
+
+def _fresh(exported: ExportedProgram) -> frozenset[str]:
+    """The constants that forward makes itself, as by `torch.tensor(...)`: they are nobody's, who might change them."""
+    nodes = placeholders(exported.graph)
+    constants = [s for s in exported.graph_signature.input_specs if s.kind == InputKind.CONSTANT_TENSOR]
+    return frozenset(str(s.target) for s in constants if all(u.target in FRESH for u in nodes[s.arg.name].users))
 
 
 def _folded(

@@ -6,7 +6,7 @@ place go from layer to layer.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ class Copy:
 
 class Copies:
     """The copies to be made in a graph. stored: the placeholder of every parameter and buffer that it has, by its
-    names. hidden: the layers of which it has none.
+    names. hidden: the layers of which it has none. constants: their placeholders, which all copies of a layer share.
 
     Raises UnlikeError where a layer took or gave more than its arguments, weights and results.
     """
@@ -63,10 +63,12 @@ class Copies:
         calls: Sequence[Copied],
         stored: Mapping[str, fx.Node],
         hidden: Hidden | None = None,
+        constants: Collection[fx.Node] = (),
     ) -> None:
         if calls and any(n.target is GRADIENT for n in graph.nodes):
             raise UnlikeError("a gradient inside of forward looks at the graph while it is made")
         self._graph, self._calls, self._stored, self._hidden = graph, calls, stored, hidden
+        self.constants = {x: x for x in constants}
         self.segments: dict[str, list[fx.Node]] = {}  # the ops of a layer that was traced
         self._operands: dict[str, list[fx.Node]] = {}
         self._results: dict[str, list[fx.Node]] = {}
@@ -104,7 +106,7 @@ class Copies:
         for call in graph.find_nodes(op="call_function", target=EQUAL_LAYER):
             copy = self.of(call)
             renamed = _renamer(f"model.{copy.first}", f"model.{copy.layer}")
-            env = copy.operands | weights.of(copy.first, copy.layer)
+            env = copy.operands | weights.of(copy.first, copy.layer) | self.constants
             with graph.inserting_before(call):
                 for n in self.segments[copy.first]:
                     env[n] = graph.node_copy(n, env.__getitem__)
@@ -147,6 +149,7 @@ class Copies:
         taken = set(self._operands[first])
         if taken & weights:
             raise UnlikeError("a layer is given one of its own weights")
+        taken |= self.constants.keys()
         for n in inside:
             leaves = any(u not in inside and (u.target is not EQUAL_LAYER or n in u.args[1]) for u in n.users)  # type: ignore[operator]
             if n.op != "call_function" or isinstance(n.target, HigherOrderOperator) or (leaves and n not in given):
@@ -211,7 +214,7 @@ class Lifted:
     """
 
     def __init__(self, copies: Copies, stored: Mapping[str, fx.Node]) -> None:
-        self._copies, self._weights = copies.found, _Weights(stored)
+        self._copies, self._weights, self._constants = copies.found, _Weights(stored), copies.constants
         self._of: dict[fx.Node, list[str]] = {}  # the layers that an op is in
         for first, nodes in copies.segments.items():
             for n in nodes:
@@ -232,6 +235,7 @@ class Lifted:
         copy = self._copies[call]
         renamed = _renamer(copy.first, copy.layer)
         new = {env[x]: env[y] for x, y in copy.operands.items()} | self._weights.of(copy.first, copy.layer)
+        new |= {env[x]: env[x] for x in self._constants}
         for n, name in self._ops[copy.first]:
             args, kwargs = fx.map_arg((n.args, n.kwargs), new.__getitem__)
             place: Source = n.meta["source"]

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from shardc.capture.batch_leaves import Leaves
+from shardc.capture.constants import contents
 from shardc.capture.export import Exported
 from shardc.capture.layer_copies import Lifted
 from shardc.errors import ShardcError
@@ -85,15 +86,19 @@ def lift(
     env: dict[fx.Node, fx.Node] = {}
     exported_nodes = placeholders(exported.graph)
     specs = exported.graph_signature.input_specs
+    constants: dict[bytes | str, fx.Node] = {}
     for spec in specs:
         if spec.kind == InputKind.CONSTANT_TENSOR:
-            constant = exported.constants[str(spec.target)].detach()
-            node = place(str(spec.target).removeprefix("model."), values.of_tensor(constant))
-            node.meta["stored"] = True
-            buffers.append(
-                Buffer(node.name, "", tuple(constant.shape), constant.dtype, persistent=False, constant=constant)
-            )
-            env[exported_nodes[spec.arg.name]] = node
+            given, constant = exported_nodes[spec.arg.name], exported.constants[str(spec.target)].detach()
+            made_here = str(spec.target) in made.fresh
+            key = contents(constant) if made_here else str(spec.target)
+            if (node := constants.get(key)) is None:  # those that are equal are one, so that equal layers have the same
+                name = f"constant_{len(constants)}" if made_here else str(spec.target).removeprefix("model.")
+                node = constants[key] = place(name, values.of_tensor(constant))
+                node.meta["stored"] = True
+                shape, dtype = tuple(constant.shape), constant.dtype
+                buffers.append(Buffer(node.name, "", shape, dtype, persistent=False, constant=constant))
+            env[given] = node
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             env[exported_nodes[spec.arg.name]] = by_fqn[str(spec.target).removeprefix("model.")]
     each = iter(zip(leaves.paths, leaves.tensors, strict=True))

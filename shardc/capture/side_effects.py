@@ -32,12 +32,14 @@ _HELD = ("_parameters", "_buffers", "_modules")
 @dataclass
 class Changes:
     """Attributes that a forward set, by their full name, and where. created: parameters, buffers and modules that it
-    added. written: all that it assigned so far, also to what they were.
+    added. written: all that it assigned so far, also to what they were; assigned: how often, also to objects that
+    modules hold.
     """
 
     written: set[str] = field(default_factory=set)
     set: dict[str, Source] = field(default_factory=dict)
     created: dict[str, Source] = field(default_factory=dict)
+    assigned: int = 0
 
     def refuse_created(self) -> None:
         """Raise ShardcError for parameters, buffers and modules that exist only after the first forward."""
@@ -76,6 +78,7 @@ def unchanged(model: nn.Module) -> Iterator[Changes]:
         place = lines[identity(self), name] = source.of_call()
         held = any(name in self.__dict__.get(h, ()) for h in _HELD)
         if identity(self) in names:
+            changes.assigned += 1
             changes.written.add(_join(names[identity(self)], name))
         if (
             identity(self) in names and not held and self.__dict__.get(name, changes) is not value

@@ -190,12 +190,60 @@ def test_a_shared_weight_stays_shared() -> None:
     assert compared(model) == 2
 
 
-def test_a_constant_that_a_layer_makes_is_traced_in_each() -> None:
+def test_a_constant_that_each_layer_makes_is_one() -> None:
     class Makes(Block):
         def forward(self, x: Tensor, gain: float = 1.0) -> Tensor:
-            return x + self.fc(x) * torch.tensor([0.5])
+            return x + self.fc(x) * torch.tensor([0.5, self.scale]).sum() + torch.tensor([0.5, 1.0]).sum()
 
-    assert compared(Stack([Makes(i) for i in range(3)])) == 0
+    model = Stack([Makes(i) for i in range(6)])
+    assert compared(model) == 4
+    assert [b.name for b in capture(model, X).buffers] == ["constant_0"]
+    assert compared(Stack([Makes(i, 1.0 + (i > 2)) for i in range(6)])) == 1 + 2
+
+
+def test_a_tensor_of_somebodys_that_a_layer_reads_is_traced_in_each() -> None:
+    held = torch.tensor(0.5)
+
+    class Holds(Block):
+        def forward(self, x: Tensor, gain: float = 1.0) -> Tensor:
+            return x + self.fc(x) * held
+
+    assert compared(Stack([Holds(i) for i in range(6)])) == 0
+
+
+@pytest.mark.parametrize("where", ["model", "object", "list"])
+def test_what_forward_sets_between_its_layers_is_what_each_reads(where: str) -> None:
+    """Not on a layer: on the model, on an object that all layers hold, in a list of the model's."""
+
+    class Scale:
+        now = 1.0
+
+    class Reads(Block):
+        def forward(self, x: Tensor, gain: float = 1.0) -> Tensor:
+            found = {
+                "model": lambda: self.root[0].now,
+                "object": lambda: self.held.now,
+                "list": lambda: self.root[0].all[-1],
+            }
+            return x + self.fc(x) * found[where]()
+
+    class Sets(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for i, layer in enumerate(self.layers):
+                if where == "model":
+                    self.now = 1.0 + (i > 2)
+                elif where == "object":
+                    self.held.now = 1.0 + (i > 2)
+                else:
+                    self.all.append(1.0 + (i > 2))
+                x = layer(x)
+            return x.mean()
+
+    model = Sets([Reads(i) for i in range(6)])
+    model.held, model.all, model.now = Scale(), [], 1.0
+    for layer in model.layers:
+        layer.root, layer.held = (model,), model.held
+    assert compared(model) == (0 if where == "list" else 1 + 2)
 
 
 def test_a_later_change_of_a_layer_that_was_not_traced_is_noticed() -> None:
