@@ -92,13 +92,13 @@ def lift(
             given, constant = exported_nodes[spec.arg.name], exported.constants[str(spec.target)].detach()
             made_here = str(spec.target) in made.fresh
             key = contents(constant) if made_here else str(spec.target)
-            if (node := constants.get(key)) is None:  # those that are equal are one, so that equal layers have the same
+            if key not in constants:  # those that are equal are one, so that equal layers have the same
                 name = f"constant_{len(constants)}" if made_here else str(spec.target).removeprefix("model.")
                 node = constants[key] = place(name, values.of_tensor(constant))
                 node.meta["stored"] = True
                 shape, dtype = tuple(constant.shape), constant.dtype
                 buffers.append(Buffer(node.name, "", shape, dtype, persistent=False, constant=constant))
-            env[given] = node
+            env[given] = constants[key]
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             env[exported_nodes[spec.arg.name]] = by_fqn[str(spec.target).removeprefix("model.")]
     each = iter(zip(leaves.paths, leaves.tensors, strict=True))
