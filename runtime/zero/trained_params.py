@@ -8,25 +8,31 @@ from typing import Any
 from torch import fx
 
 from shardc.ir.program import Program
+from shardc.ir.stage import Stage
 from shardc.ir.types import requires_grad
 from shardc.runtime.ops.zero import gather_start, gather_wait, updated
 
 
 def trained_params(program: Program) -> frozenset[str]:
     """Names of the parameters that gradients reach in any of the stages: also those that only other ranks compute."""
-    crossing = {name for e in program.edges for name, _ in e.differentiable()}
-    reached: set[fx.Node] = set()
-    for stage in program.stages:
-        returned: Any = stage.graph.output_node().args[0]
-        loss: fx.Node | None = returned[0]
-        sent: tuple[fx.Node, ...] = returned[2] if len(returned) > 2 else ()
-        todo = [n for n in sent if n.name in crossing] + ([loss] if loss is not None else [])
-        while todo:
-            n = todo.pop()
-            if n not in reached and requires_grad(n):
-                reached.add(n)
-                todo += _gradients_of(n)
-    return frozenset(n.name for n in reached if n.op == "placeholder")
+    return frozenset(name for stage in program.stages for name in trained_by(program, stage))
+
+
+def trained_by(program: Program, stage: Stage) -> tuple[str, ...]:
+    """Names of the parameters that gradients reach in a stage: those of its last ops first, as backward does."""
+    crossing, params = {name for e in program.edges for name, _ in e.differentiable()}, {p.name for p in program.params}
+    returned: Any = stage.graph.output_node().args[0]
+    loss: fx.Node | None = returned[0]
+    sent: tuple[fx.Node, ...] = returned[2] if len(returned) > 2 else ()
+    reached: set[fx.Node] = {n for n in sent if n.name in crossing} | ({loss} if loss is not None else set())
+    reached = {n for n in reached if requires_grad(n)}
+    found: dict[str, None] = {}
+    for n in reversed(stage.graph.nodes):
+        if n in reached:
+            following = [x for x in _gradients_of(n) if requires_grad(x)]
+            reached.update(following)
+            found |= dict.fromkeys(x.name for x in following if x.name in params)
+    return tuple(found)
 
 
 def _gradients_of(node: fx.Node) -> list[fx.Node]:

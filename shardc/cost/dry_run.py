@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.cost import host_memory
+from shardc.cost import first_step, host_memory
 from shardc.cost.fake_mesh import FakeMesh, rank_of
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.ledger import Ledger, Part, Sent, Storage, Waited
@@ -87,6 +87,8 @@ def dry_run(
     """The second step of a rank: the optimizer has its state. cpu: the device is one. known: what other dry runs have
     found out about ops. options: of Engine.
     """
+    placement = schedules.of(program).placement
+    mine = [s for s, where in enumerate(placement) if where == coordinate]
     ledger = Ledger(known=known)
     with fake_mode(of_gpu=not cpu), ledger:
         names = _OpNames(ledger)
@@ -96,7 +98,7 @@ def dry_run(
         make = optimizer if cpu or optimizer is None else _as_on_gpu(program, optimizer)
         offloaded = OffloadedTensors if cpu else host_memory.offloaded_tensors(ledger.host, ledger)
         engine = _Engine(
-            _reporting(program, names),
+            _reporting(program, names, mine),
             _weights(program),
             make,
             mesh=mesh,
@@ -114,7 +116,9 @@ def dry_run(
         ledger.mark(engine.buffers.values(), "buffers")
         _mark_rest(ledger, "parameters")
         batch = _batch(program)
+        recorded.computes = first_step.leaves_more(program, [program.stages[s] for s in mine])
         *_, first = _step(engine, recorded, batch, 1)
+        recorded.computes = True
         ledger.mark([p.grad for p in engine.owned.values()], "gradients")
         _mark_rest(ledger, "optimizer")  # what is new after the first step, and stays
         resident = tuple(ledger.live())
@@ -126,7 +130,7 @@ def dry_run(
 
 def _affordable(program: Program, rank: int) -> int:
     """How many microbatches are run: all, unless they are many and large."""
-    placement = program.schedule.placement if program.schedule is not None else (0,)
+    placement = schedules.of(program).placement
     nodes = sum(
         len(s.graph.nodes) for s, coordinate in zip(program.stages, placement, strict=True) if coordinate == rank
     )
@@ -171,16 +175,20 @@ class _OpNames:
         return self.ops[i] if i >= 0 else ""
 
 
-def _reporting(program: Program, names: _OpNames) -> Program:
-    """The program with stages that write to `names` which op runs."""
+def _reporting(program: Program, names: _OpNames, mine: Sequence[int]) -> Program:
+    """The program with stages that write to `names` which op runs. mine: those of the rank; others stay as they are."""
 
     def reporting(s: Stage) -> Stage:
         texts = s.lowered.texts.values() if s.lowered is not None else ()
         lowered = s.lowered and Lowered(*(_with_reports(graph, names, program) for graph in texts))
         return replace(s, graph=_with_reports(s.graph, names, program), lowered=lowered)
 
-    pairs = tuple(replace(p, graph=_with_reports(p.graph, names, program)) for p in program.pairs)
-    return replace(program, stages=tuple(map(reporting, program.stages)), pairs=pairs)
+    stages = tuple(reporting(s) if i in mine else s for i, s in enumerate(program.stages))
+    pairs = tuple(
+        replace(p, graph=_with_reports(p.graph, names, program)) if p.first in mine and p.then in mine else p
+        for p in program.pairs
+    )
+    return replace(program, stages=stages, pairs=pairs)
 
 
 def _with_reports(graph: fx.Graph, names: _OpNames, program: Program) -> fx.Graph:
@@ -259,8 +267,15 @@ class _Recorded(Interpreter):
     buckets: Any
     rng: Rng
     microbatches: int
+    #: Whether a step runs its forwards and backwards, or gradients arrive without.
+    computes = True
 
     def step(self, values: Values, hooks: StepHooks) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        if not self.computes:
+            backwards = {a.stage: a for a in computed(self.actions) if a.kind in ("B", "W")}  # the last of each stage
+            _mark_rest(self.ledger, "activations")  # as after a forward
+            first_step.give_gradients(self.program, list(backwards.values()), self.buckets.given, hooks)
+            return self.zero(), {}, {}
         losses, news, outputs = self._recorded(values, hooks)
         return self._total(losses), self._spread(news), self._outputs(outputs)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from shardc.cost.collective_seconds import places
 from shardc.cost.device import Device
 from shardc.cost.ledger import KINDS, Op
 from shardc.errors import ShardcError
@@ -20,7 +21,7 @@ from shardc.ir.mesh import Mesh
 from shardc.plan.few_layers import UNITS, Subject
 from shardc.plan.records import Rank, Records, Weights
 from shardc.plan.space import Choice, Core, Layers, SpecTemplate, budget, spec
-from shardc.plan.stage_vectors import FLOPS, Meter, Stage, Vector, elsewhere, lines, part_of, stage
+from shardc.plan.stage_vectors import FLOPS, Meter, Stage, Vector, axes_of, elsewhere, lines, part_of, stage
 from shardc.runtime.schedule import SCHEDULES
 
 
@@ -100,6 +101,8 @@ class Library:
     number: int | None = None
     _cores: dict[Core, Stages | ShardcError] = field(default_factory=dict)
     _elsewhere: dict[tuple[Core, tuple[int, ...]], Stages] = field(default_factory=dict)
+    _moved: dict[object, Stage] = field(default_factory=dict)
+    _axes: dict[tuple[Core, str], tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     _pipelined: dict[str, Stages] = field(default_factory=dict)
     _priced: dict[int, tuple[Op, float, str]] = field(default_factory=dict, repr=False)
     _alone: dict[str, Stage] = field(default_factory=dict)
@@ -158,16 +161,21 @@ class Library:
         if key not in self._elsewhere:
             four: dict[str, int] = {} if self.layers is None else {"pp": 4}
             sizes = {**four, **{a: n for a, n in Choice(**other._asdict()).mesh.items() if n > 1}}
-            self._elsewhere[key] = self._moved(stages, sizes)
+            named = {name: self._on(core, name, rank, sizes) for name, rank in stages.ranks.items()}
+            self._elsewhere[key] = replace(stages, **named, ranks={})  # type: ignore[arg-type]
         return self._elsewhere[key]
 
-    def _moved(self, stages: Stages, sizes: Mapping[str, int]) -> Stages:
-        """On a mesh of other sizes."""
-        changed: dict[str, Any] = {}
-        for name, rank in stages.ranks.items():
-            there = Meter.of(self.device, ordered(rank.mesh, sizes), 0, rank.roles, self._priced)
-            changed[name] = elsewhere(getattr(stages, name), rank.run, there)
-        return replace(stages, **changed, ranks={})
+    def _on(self, core: Core, name: str, rank: Rank, sizes: Mapping[str, int]) -> Stage:
+        """A stage on a mesh of other sizes. Many of these have the same ranks in a node, for all axes that it uses."""
+        mesh = ordered(rank.mesh, sizes)
+        axes = self._axes.get((core, name))
+        if axes is None:
+            axes = self._axes[core, name] = axes_of(rank.run)
+        key = core, name, *(places(self.device, mesh.group(0, each)) for each in axes)
+        if key not in self._moved:
+            there = Meter.of(self.device, mesh, 0, rank.roles, self._priced)
+            self._moved[key] = elsewhere(getattr(self.core(Choice(**core._asdict())), name), rank.run, there)
+        return self._moved[key]
 
     def pipelined(self, spec: Mapping[str, Any], rows: int, axis: str = "pp") -> Stages:
         """A spec's stages, from a pipeline of four stages along `axis` in place of its own."""

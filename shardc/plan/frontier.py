@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 NEAR = 1.1
 #: Where nothing can fit, so many are run in search of the nearest.
 NEAREST = 4
+#: So many of those that were run are asked first: most splits are ruled out by the nearest ones.
+FIRST = 3
 #: (does its best choice not fit, seconds of that, or bytes where none fits)
 Bound = tuple[bool, float]
 
@@ -62,21 +64,34 @@ class Frontier:
             bound, core = heapq.heappop(self._queue)
             if self.pending.get(core) != bound:
                 continue
+            if self._leads_nowhere(core) and self._ruled_out(bound):
+                continue
             if relatives(core, self._known) != self._from[core]:  # more is known now
                 now = self._bound(core)
                 if now != bound and self._queue and now > self._queue[0][0]:
                     self._push(core, now)
                     continue
                 bound = now
-            short, amount = bound
-            if not short and amount > NEAR * self.best:
+            if self._ruled_out(bound):
                 continue
-            if short:
-                if self.best < math.inf or nearest == NEAREST:
+            if bound[0]:
+                if nearest == NEAREST:
                     continue
                 nearest += 1
             del self.pending[core]
             self.run(core)
+
+    def _ruled_out(self, bound: Bound) -> bool:
+        """Whether something that was run is better in any case."""
+        short, amount = bound
+        return self.best < math.inf if short else amount > NEAR * self.best
+
+    @staticmethod
+    def _leads_nowhere(core: Core) -> bool:
+        """Whether that something of a split does not fit gives no others a chance (`_following`) which are not ruled
+        out as it is: what is recomputed only takes longer.
+        """
+        return core.checkpoint != "none" or core.cp > 1
 
     def run(self, core: Core) -> None:
         """Run a split, if compile accepts it, and add those that follow from it."""
@@ -142,6 +157,13 @@ class Frontier:
         some = self._from[core] = relatives(core, self._known)
         if not some:
             return False, 0.0
+        if self._leads_nowhere(core) and len(some) > 2 * FIRST:
+            few = self._bound_from(core, sorted(some, key=lambda near: _distance(near, core))[:FIRST])
+            if self._ruled_out(few):
+                return few
+        return self._bound_from(core, some)
+
+    def _bound_from(self, core: Core, some: Sequence[Core]) -> Bound:
         library = self.search.library
         _, found = self._estimate(core, optimistic(core, {k: library.elsewhere(k, core) for k in some}, library.device))
         memory = NEAR * self.search.memory
@@ -166,6 +188,12 @@ class Frontier:
         if not number:
             return (), _Found(np.zeros(0), np.zeros(0))
         return columns.choices, _Found(*self.search.estimates.at_once(columns, stages, core.checkpoint))
+
+
+def _distance(near: Core, core: Core) -> float:
+    """How far apart two splits are: how many times each axis is doubled, and whether other things are recomputed."""
+    apart = sum(abs(math.log2(a / b)) for a, b in zip(near[:3], core[:3], strict=True))
+    return apart + (near.checkpoint != core.checkpoint)
 
 
 class _Found(NamedTuple):

@@ -196,6 +196,12 @@ def elsewhere(s: Stage, r: DryRun, there: Meter) -> Stage:
     return {**s, **moved}
 
 
+def axes_of(r: DryRun) -> tuple[tuple[str, ...], ...]:
+    """The axes along which a rank sends in a step."""
+    records = (w.record for _, part in _parts(r) for w in part.work if isinstance(w, Sent))
+    return tuple(dict.fromkeys(record.axes for record in records if record.axes != HOST_LINK))
+
+
 def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
     """a + n · (more - less)."""
     none = np.zeros(WIDTH)

@@ -1,0 +1,62 @@
+"""The first step of a dry run, which is made for what it leaves: the optimizer's state. That takes gradients, not what
+computes them.
+
+    all of it      forward, backward, update
+    less           gradients of the trained parameters arrive as in backward, update
+
+The second step then begins as after a whole first one: with state and gradients in buffers. What else a step may leave
+to the next one is not made so: where a rank has any of that, its first step is run whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.ir.program import Program
+from shardc.ir.stage import Stage
+from shardc.runtime.schedule import Action
+from shardc.runtime.step.run import StepHooks
+from shardc.runtime.zero.trained_params import trained_by
+
+
+def leaves_more(program: Program, mine: list[Stage]) -> bool:
+    """Whether a step leaves something beside state and gradients to the next one: new values of buffers; random
+    numbers that are kept for ops of the same sizes; the order in which ZeRO 3 gathers; room in the machine's memory.
+    mine: the stages of a rank.
+    """
+    returns_more = any(s.graph.output_node().args[0][1] for s in mine)  # type: ignore[index, union-attr]
+    random = any(n.name == "rng" and n.users for s in mine for n in s.graph.find_nodes(op="placeholder"))
+    gathered = any(b.zero == 3 for b in program.buckets)
+    on_host = program.offload.used or any(r.offload for r in program.regions)
+    return bool(returns_more or random or gathered or on_host or program.matrices is not None)
+
+
+def give_gradients(program: Program, backwards: list[Action], given: Any, hooks: StepHooks) -> None:
+    """Let the gradients of the parameters that these backwards reach arrive, with nothing in them. given: what graphs
+    get, by name: parameters, or what stands for one of a bucket.
+    """
+    for i, a in enumerate(backwards):
+        hooks.start((a.stage, a.microbatch), stage=a.stage, first=i == 0, last=True)
+        for name in trained_by(program, program.stages[a.stage]):
+            p = given[name]
+            p = p if isinstance(p, Tensor) else p.bucket.params[name]
+            torch.autograd.backward(_Reached.apply(p))  # type: ignore[no-untyped-call]
+        hooks.pause()
+    hooks.reduce()
+
+
+class _Reached(torch.autograd.Function):
+    """A number whose gradient for a parameter is of its sizes."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor) -> Tensor:
+        ctx.like = p.detach()
+        return p.new_empty(())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        return torch.empty_like(ctx.like)
