@@ -46,12 +46,15 @@ class Clock:
         for w in part.work:
             if isinstance(w, Op):
                 self._compute(w)
-            elif isinstance(w, Waited):
-                if w.key in self._under_way:
-                    self._until(self._under_way.pop(w.key))
             else:
-                self._send(w)
+                self._communicate(w)
         return self.now - begin
+
+    def _communicate(self, w: Sent | Waited) -> None:
+        if isinstance(w, Sent):
+            self._send(w)
+        elif w.key in self._under_way:
+            self._until(self._under_way.pop(w.key))
 
     # --- what a clock that keeps more than times sees
 

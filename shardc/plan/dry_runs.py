@@ -15,13 +15,13 @@ from typing import Any
 
 from shardc.cost.collective_seconds import places
 from shardc.cost.device import Device
-from shardc.cost.ledger import KINDS, Op
+from shardc.cost.ledger import KINDS
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.plan.few_layers import UNITS, Subject
 from shardc.plan.records import Rank, Records, Weights
 from shardc.plan.space import Choice, Core, Layers, SpecTemplate, budget, spec
-from shardc.plan.stage_vectors import FLOPS, Meter, Stage, Vector, axes_of, elsewhere, lines, part_of, stage
+from shardc.plan.stage_vectors import FLOPS, Meter, Prices, Stage, Vector, axes_of, elsewhere, lines, part_of, stage
 from shardc.runtime.schedule import SCHEDULES
 
 
@@ -104,7 +104,7 @@ class Library:
     _moved: dict[object, Stage] = field(default_factory=dict)
     _axes: dict[tuple[Core, str], tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     _pipelined: dict[str, Stages] = field(default_factory=dict)
-    _priced: dict[int, tuple[Op, float, str]] = field(default_factory=dict, repr=False)
+    _priced: Prices = field(default_factory=Prices, repr=False)
     _alone: dict[str, Stage] = field(default_factory=dict)
 
     @property

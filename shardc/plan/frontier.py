@@ -19,7 +19,7 @@ import numpy as np
 from shardc.plan.bounds import optimistic, relatives
 from shardc.plan.dry_runs import Stages
 from shardc.plan.estimate import Columns, Rough
-from shardc.plan.space import CHECKPOINTS, OFFLOADS, ON_HOST, Choice, Core, Keep
+from shardc.plan.space import CHECKPOINTS, OFFLOADS, ON_HOST, Choice, Core, Keep, budget
 from shardc.plan.stage_vectors import Vector
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ NEAREST = 4
 FIRST = 3
 #: (does its best choice not fit, seconds of that, or bytes where none fits)
 Bound = tuple[bool, float]
+NOTHING: Bound = (False, math.inf)
 
 
 @dataclass
@@ -107,12 +108,19 @@ class Frontier:
         ]
         memory = self.search.memory
         fitting = found.fitting(memory)
+        better = min(fitting, default=math.inf) < self.best
         self.best = min([self.best, *fitting])
         for other in self._following(accepted, found, memory):
             self.may(other)
         if accepted.checkpoint == "full" and (fitting or self.on_host):
-            for keep in self._keeps():
-                self.may(accepted._replace(checkpoint=keep))
+            keeps = [accepted._replace(checkpoint=keep) for keep in self._keeps()]
+            for other in keeps:
+                self.may(other)
+            # all shares follow from nothing and everything: what the best comes to is known early, and rules out more
+            for other in keeps if better else ():
+                if budget(other.checkpoint) is not None and not self._ruled_out(self.pending.get(other, NOTHING)):
+                    del self.pending[other]
+                    self.run(other)
 
     def may(self, core: Core) -> None:
         """A split may be among the best: it is run if its bound is."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from shardc.cost.clock import Clock
 from shardc.cost.device import Device
 from shardc.cost.dry_run import DryRun
-from shardc.cost.ledger import KINDS, Op, Part, Sent
+from shardc.cost.ledger import KINDS, Op, Part, Sent, Waited
 from shardc.ir.mesh import Mesh
 from shardc.ir.offload import HOST_LINK
 from shardc.runtime.mesh import CommRecord
@@ -53,15 +55,36 @@ def roles(spec: Spec) -> dict[str, str]:
     return {a: of.get(a, "tp") for a in spec.mesh.names}
 
 
+class _Stretch(NamedTuple):
+    """Ops between two collectives. spent: seconds by cause; total: of all; host: that the host takes to start them;
+    ahead: so many seconds before the device is free the host has to begin, if this is not to wait for it.
+    """
+
+    ops: list[Op]
+    spent: dict[str, float]
+    total: float
+    host: float
+    ahead: float
+
+
+@dataclass
+class Prices:
+    """What clocks of one device share. ops: seconds and cause of each op object; parts: the work of each part, ops
+    between collectives as one. (What a number is the address of is kept, so that nothing else gets that.)
+    """
+
+    ops: dict[int, tuple[Op, float, str]] = field(default_factory=dict)
+    parts: dict[int, tuple[Part, list[_Stretch | Sent | Waited]]] = field(default_factory=dict)
+
+
 @dataclass
 class Meter(Clock):
     """A clock that also sums time by cause. roles: of the mesh's axes. fixed: the part of `spent` that would be no more
     with more rows; sure: the part that is waited, however long the rank computes before.
-    priced: seconds and cause of each op object, which clocks of one device may share.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
-    priced: dict[int, tuple[Op, float, str]] = field(default_factory=dict)
+    priced: Prices = field(default_factory=Prices)
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
     fixed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
     sure: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
@@ -73,17 +96,65 @@ class Meter(Clock):
         mesh: Mesh,
         rank: int,
         roles: Mapping[str, str],
-        priced: dict[int, tuple[Op, float, str]] | None = None,
+        priced: Prices | None = None,
     ) -> Meter:
-        return cls(device, mesh, rank, roles=roles, priced={} if priced is None else priced)
+        return cls(device, mesh, rank, roles=roles, priced=Prices() if priced is None else priced)
+
+    def run(self, part: Part) -> float:
+        """As a clock does, but for rounding: what waits for no collective, and is slowed down by none, is added up
+        once.
+        """
+        if self.device.kind == "cpu":
+            return super().run(part)
+        found = self.priced.parts.get(id(part))
+        if found is None:
+            found = self.priced.parts[id(part)] = part, self._stretches(part)
+        begin = self.now
+        for w in found[1]:
+            if not isinstance(w, _Stretch):
+                self._communicate(w)
+            elif self.device.reaches.computing < 1.0 and self._flights.last(but=HOST_LINK) > self.now:
+                for op in w.ops:
+                    self._compute(op)
+            else:
+                self._add(w)
+        return self.now - begin
+
+    def _add(self, w: _Stretch) -> None:
+        if (late := w.ahead - (self.now - self._host)) > 0:
+            self.waited_for_host(late)
+            self.now += late
+        self.now += w.total
+        self._host += w.host
+        for what, seconds in w.spent.items():
+            self.spent[what] += seconds
+        self.fixed["launch"] += w.spent.get("launch", 0.0)
+
+    def _stretches(self, part: Part) -> list[_Stretch | Sent | Waited]:
+        made: list[_Stretch | Sent | Waited] = []
+        for is_op, some in groupby(part.work, lambda w: isinstance(w, Op)):
+            if not is_op:
+                made += some  # type: ignore[arg-type]
+                continue
+            ops: list[Op] = list(some)  # type: ignore[arg-type]
+            spent: dict[str, float] = {}
+            total = host = ahead = 0.0
+            for op in ops:
+                _, seconds, what = self._priced(op)
+                host += self.device.host
+                ahead = max(ahead, host - total)
+                total += seconds
+                spent[what] = spent.get(what, 0.0) + seconds
+            made.append(_Stretch(ops, spent, total, host, ahead))
+        return made
 
     def op_seconds(self, w: Op) -> float:
         return self._priced(w)[1]
 
     def _priced(self, w: Op) -> tuple[Op, float, str]:
-        found = self.priced.get(id(w))
+        found = self.priced.ops.get(id(w))
         if found is None:  # the op is kept, so that no other one gets its id
-            found = self.priced[id(w)] = w, self.device.op_seconds(w), self.device.cause(w)
+            found = self.priced.ops[id(w)] = w, self.device.op_seconds(w), self.device.cause(w)
         return found
 
     def ran(self, w: Op, begin: float) -> None:

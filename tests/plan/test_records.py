@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost import device
+from shardc.cost.clock import Clock
 from shardc.cost.dry_run import DryRun, dry_run
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.ledger import Op
@@ -121,6 +122,29 @@ def test_a_dry_run_from_a_file_has_the_same_price(name: str, spec: dict[str, Any
     assert all(np.array_equal(one[k], other[k]) for k in one)
     actions = schedules.of(program).actions[0]
     assert reserved(read, actions, 80e9) == reserved(run, actions, 80e9)
+
+
+@pytest.mark.parametrize("slow", [1.0, 1e3], ids=["work", "starting ops"])
+def test_ops_between_collectives_are_as_one(slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Priced one by one, they take as long: where the device is busy, and where it waits for the host. slow: how much
+    faster than an H100's the device's memory and products are.
+    """
+    on = H100.model_copy(update={"bandwidth": H100.bandwidth / 1e3 * slow, "launch": 0.0})
+    for name, spec in SPECS[1:3]:
+        program = compiled(name, **spec)
+        run = dry_run(program, 0, adamw)
+        assert program.spec is not None
+        of = program.spec
+
+        def priced(run: DryRun = run, program: Program = program, of: Any = of) -> Any:
+            return stage(run, Meter.of(on, program.mesh, run.rank, roles(of)))
+
+        stretches = priced()
+        with monkeypatch.context() as m:
+            m.setattr(Meter, "run", Clock.run)
+            each = priced()
+        assert stretches.keys() == each.keys()
+        assert all(np.allclose(stretches[k], each[k], rtol=1e-12, atol=1e-18) for k in each)
 
 
 def plan(model: nn.Module | None = None, **options: Any) -> shardc.plan.Plan:  # type: ignore[name-defined]
