@@ -30,6 +30,18 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardc" / "plans"
 
 
+def packed(answer: Any) -> bytes:
+    """Plain values as compressed JSON: in a third of the time, for a fourth more bytes, than as small as can be."""
+    return zlib.compress(json.dumps(answer, separators=(",", ":")).encode(), 1)
+
+
+def unpacked(data: bytes) -> Any:
+    """The values; None if they are no whole text, or a longer one than any answer."""
+    inflate = zlib.decompressobj()
+    text = inflate.decompress(data, LONGEST)
+    return json.loads(text) if inflate.eof else None
+
+
 @dataclass(frozen=True)
 class DiskCache:
     """path: of the folder, which need not be there. A disk that cannot be read or written is one that has nothing."""
@@ -39,6 +51,11 @@ class DiskCache:
 
     def get(self, question: Any) -> Any:
         """The answer to a question of plain values; None if there is none."""
+        data = self.packed(question)
+        return None if data is None else unpacked(data)
+
+    def packed(self, question: Any) -> bytes | None:
+        """The same, as it is kept; None if there is none, or a torn one."""
         file = self._file(question)
         try:
             data = disk_calls.read_file(file, LONGEST)
@@ -46,16 +63,15 @@ class DiskCache:
             return None
         if hashlib.sha256(data[32:]).digest() != data[:32]:
             return None
-        inflate = zlib.decompressobj()
-        text = inflate.decompress(data[32:], LONGEST)
-        if not inflate.eof:
-            return None
         with contextlib.suppress(OSError):
             os.utime(file)
-        return json.loads(text)
+        return data[32:]
 
     def put(self, question: Any, answer: Any) -> None:
-        data = zlib.compress(json.dumps(answer, separators=(",", ":")).encode(), 6)
+        self.keep(question, packed(answer))
+
+    def keep(self, question: Any, data: bytes) -> None:
+        """data: an answer, `packed`."""
         with contextlib.suppress(OSError):
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(dir=self.path)

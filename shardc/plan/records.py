@@ -8,7 +8,6 @@ number of them, another batch, less memory.
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +26,7 @@ from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.plan import traces
-from shardc.plan.disk_cache import DiskCache
+from shardc.plan.disk_cache import DiskCache, packed, unpacked
 from shardc.plan.few_layers import Subject
 from shardc.plan.fingerprint import Unknown, fingerprint
 from shardc.plan.stage_vectors import roles
@@ -85,18 +84,19 @@ class Records:
         """
         key = json.dumps(question)  # in its order: that of a mesh's axes counts
         named = {"model": self._model, "question": key}
-        if key in self._texts:
-            known = json.loads(zlib.decompress(self._texts[key]))
-        else:
-            known = self.disk.get(named) if self.disk is not None and self._model is not None else None
-            if known is None:
-                try:
-                    known = {"found": find()}
-                except ShardcError as e:
-                    known = {"errors": e.to_json() if e.errors == (e,) else [x.to_json()[0] for x in e.errors]}
-                if self.disk is not None and self._model is not None:
-                    self.disk.put(named, known)
-            self._texts[key] = zlib.compress(json.dumps(known).encode(), 1)
+        disk = self.disk if self._model is not None else None
+        data = self._texts.get(key) or (disk.packed(named) if disk is not None else None)
+        known = unpacked(data) if data is not None else None
+        if known is None:
+            try:
+                known = {"found": find()}
+            except ShardcError as e:
+                known = {"errors": e.to_json() if e.errors == (e,) else [x.to_json()[0] for x in e.errors]}
+            data = packed(known)
+            if disk is not None:
+                disk.keep(named, data)
+        assert data is not None
+        self._texts[key] = data
         if "errors" in known:
             errors = Errors()
             for each in known["errors"]:
