@@ -21,6 +21,7 @@ import numpy as np
 from shardc.cost.device import Device
 from shardc.cost.ledger import KINDS
 from shardc.plan.dry_runs import Stages
+from shardc.plan.exact_price import beside_layers
 from shardc.plan.records import Weights
 from shardc.plan.space import Core, casts_kept
 from shardc.plan.stage_vectors import CAUSES, FIXED, FLOPS, HIGH, NET, SENT, SURE, WHAT, Stage, Vector, lines, part_of
@@ -62,7 +63,8 @@ def optimistic(core: Core, others: Mapping[Core, Stages], device: Device) -> Sta
     one = highest_bound([b.one for b in bounds])
     layer = highest_bound([lines({}, b.two, b.one, 1) for b in bounds])
     ends = highest_bound([b.first for b in bounds]), highest_bound([b.last for b in bounds])
-    return replace(first, first=ends[0], one=one, two=lines(one, layer, {}, 1), last=ends[1])
+    beside = tuple(beside_layers(b) for b in bounds)
+    return replace(first, first=ends[0], one=one, two=lines(one, layer, {}, 1), last=ends[1], beside=beside)
 
 
 def highest_bound(some: Sequence[Stage]) -> Stage:

@@ -32,7 +32,8 @@ class Stages:
 
     period: layers of a unit; before: layers of the first stage besides its unit. weights: of the first, a middle and
     the last stage. ranks: those that were run, by the name of their stage. least: these are lower bounds of stages that
-    were not run (shardc.plan.bounds).
+    were not run (shardc.plan.bounds); beside: of each that they follow from, what the first stage and the last take for
+    what is no layer, in the time of a layer.
     """
 
     whole: Stage | None = None
@@ -45,6 +46,7 @@ class Stages:
     weights: tuple[Weights, Weights, Weights] = (Weights(), Weights(), Weights())
     ranks: Mapping[str, Rank] = field(default_factory=dict, repr=False)
     least: bool = False
+    beside: tuple[tuple[float, float], ...] = ()
 
     def at(self, index: int, count: int, layers: float) -> Stage:
         """Stage `index` of `count`, with so many layers (several stages)."""

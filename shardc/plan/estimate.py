@@ -405,13 +405,16 @@ _UNSURE = 1.5
 
 def _least_units(core: Stages, ranks: Sequence[Sequence[int]], layers: Layers) -> list[list[float]]:
     """Units of layers of each stage where the slowest rank is as fast as can be: how they are distributed hangs on what
-    is not known. And as they are where the first stage and the last take more or less than that.
+    is not known. And as they are where the first stage and the last take more or less than that, or than what this
+    follows from says: the highest bounds of two stages may be of two others.
     """
     count = sum(map(len, ranks))
-    first, last = beside_layers(core)
+    own = beside_layers(core)
+    several = [[x * unsure for x in each for unsure in (1 / _UNSURE, _UNSURE)] for each in zip(own, *core.beside, strict=True)]
+    ends = [(min(each), max(each)) for each in several]
     found = []
-    for a, b in ((1.0, 1.0), *itertools.product((1 / _UNSURE, _UNSURE), repeat=2)):
-        busy = [len(mine) + a * first * (0 in mine) + b * last * (count - 1 in mine) for mine in ranks]
+    for first, last in (own, *itertools.product(*ends)):
+        busy = [len(mine) + first * (0 in mine) + last * (count - 1 in mine) for mine in ranks]
         more = spread(busy, layers.number - count - core.before)
         units = [0.0] * count
         for mine, n in zip(ranks, more, strict=True):
