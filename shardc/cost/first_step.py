@@ -27,7 +27,7 @@ def leaves_more(program: Program, mine: list[Stage]) -> bool:
     numbers that are kept for ops of the same sizes; the order in which ZeRO 3 gathers; room in the machine's memory.
     mine: the stages of a rank.
     """
-    returns_more = any(s.graph.output_node().args[0][1] for s in mine)  # type: ignore[index, union-attr]
+    returns_more = any(s.graph.output_node().args[0][1] for s in mine)  # type: ignore[index]
     random = any(n.name == "rng" and n.users for s in mine for n in s.graph.find_nodes(op="placeholder"))
     gathered = any(b.zero == 3 for b in program.buckets)
     on_host = program.offload.used or any(r.offload for r in program.regions)

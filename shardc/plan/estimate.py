@@ -400,7 +400,7 @@ def _units(core: Stages, count: int, layers: Layers) -> list[float]:
 
 #: What the first and the last stage have beside layers takes so many times as long as a bound says, or as short, in the
 #: time of a layer.
-_UNSURE = 1.5
+_UNSURE = (1 / 1.5, 1.5)
 
 
 def _least_units(core: Stages, ranks: Sequence[Sequence[int]], layers: Layers) -> list[list[float]]:
@@ -410,8 +410,10 @@ def _least_units(core: Stages, ranks: Sequence[Sequence[int]], layers: Layers) -
     """
     count = sum(map(len, ranks))
     own = beside_layers(core)
-    several = [[x * unsure for x in each for unsure in (1 / _UNSURE, _UNSURE)] for each in zip(own, *core.beside, strict=True)]
-    ends = [(min(each), max(each)) for each in several]
+    ends = []
+    for each in zip(own, *core.beside, strict=True):
+        unsure = [x * share for x in each for share in _UNSURE]
+        ends.append((min(unsure), max(unsure)))
     found = []
     for first, last in (own, *itertools.product(*ends)):
         busy = [len(mine) + first * (0 in mine) + last * (count - 1 in mine) for mine in ranks]
