@@ -270,13 +270,11 @@ class Memory:
         b = self._buckets[step.fills]
         return (b.whole, b.part) if b.each else (0, b.whole)
 
-    def run(self, step: Step) -> tuple[int, int]:
-        """What is alive while a line runs; afterwards, what it used last is gone."""
-        most = self.would_be(step)
-        live = self.live + step.left
+    def _gradients(self, step: Step) -> int:
+        """The bytes more that a line which completes gradients leaves of their buffers."""
+        live = 0
         if step.fills or step.put:
-            buffer, gradients = self._filled(step)
-            live += buffer
+            live, gradients = self._filled(step)
             self.gradients += gradients
             if not step.sums:
                 self._begun.add(step.fills)
@@ -284,6 +282,14 @@ class Memory:
             b = self._buckets[step.sums]
             live -= self._summed
             self._summed = b.whole if b.each else 0
+        return live
+
+    def run(self, step: Step) -> tuple[int, int]:
+        """What is alive while a line runs; afterwards, what it used last is gone."""
+        most = self.would_be(step)
+        live = self.live + step.left
+        if step.fills or step.put or step.sums:
+            live += self._gradients(step)
         left, freed = self._left, self._freed
         for x in step.uses:
             left[x] -= 1

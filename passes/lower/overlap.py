@@ -20,6 +20,7 @@ import itertools
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torch import fx
@@ -132,6 +133,9 @@ class Line:
     before: list[int]
     after: list[int] = field(default_factory=list)
     leads: bool = False
+
+
+_PLACE, _SECONDS = attrgetter("place"), attrgetter("seconds")
 
 
 class Text:
@@ -256,6 +260,8 @@ class Scheduler:
         self._done = bytearray(len(text.nodes))
         self._missing = [len(line.before) for line in text.lines]
         self._ready = [at for at, missing in enumerate(self._missing) if not missing]  # a heap of lines that could run
+        self._put_off: list[Line] = []  # of lines that could run, too: in order, and their seconds
+        self._seconds_put_off = 0.0
         self._reached = 0  # the greatest place of a line that ran
 
     @property
@@ -294,7 +300,8 @@ class Scheduler:
         self.alive.append(self._memory.run(line.step))
         self._order.append(line.place)
         self._done[line.place] = True
-        self._reached = max(self._reached, line.place)
+        if line.place > self._reached:
+            self._reached = line.place
         missing = self._missing
         for user in line.after:
             missing[user] -= 1
@@ -304,6 +311,9 @@ class Scheduler:
     def _fill(self, wait: Line) -> None:
         """While the collective that a line waits for is under way, others run."""
         end = self._clock.ends[wait.waits]
+        if self._clock.now >= end:
+            return
+        self._take_back()
         limit = min(wait.place + WINDOW, self._end - 1)
         aside: list[int] = []
         while self._ready and self._clock.now < end:
@@ -330,26 +340,45 @@ class Scheduler:
 
     def _catch_up(self, ahead: float) -> None:
         """Run lines that others have overtaken, oldest first; of gradients of weights `ahead` seconds are put off."""
-        ready = self._ready
-        put_off: list[Line] = []
+        ready, lines, done = self._ready, self._lines, self._done
+        if not ahead:
+            self._take_back()
+        more: list[Line] = []
         aside: list[int] = []
         while ready and ready[0] < self._reached:
             at = heapq.heappop(ready)
-            if self._done[at]:
+            if done[at]:
                 continue
-            line = self._lines[at]
+            line = lines[at]
             if self._would_wait(line):
                 aside.append(at)
             elif ahead and line.seconds and not line.leads:
-                put_off.append(line)
+                more.append(line)
             else:
                 self._emit(line)
-        left = sum(line.seconds for line in put_off)
-        for line in put_off:
-            if left > ahead:
-                left -= line.seconds
-                self._emit(line)
-            else:
-                aside.append(line.place)
+        if more:
+            self._put_off = sorted((*self._put_off, *more), key=_PLACE)
+            self._seconds_put_off = sum(map(_SECONDS, self._put_off))
+        if self._seconds_put_off > ahead:
+            self._no_longer_put_off(ahead)
         for at in aside:
             heapq.heappush(ready, at)
+
+    def _no_longer_put_off(self, ahead: float) -> None:
+        """Of the lines that are put off the oldest run, until `ahead` seconds are left."""
+        lines, left = self._put_off, self._seconds_put_off
+        stay = len(lines)
+        for i, line in enumerate(lines):
+            if left <= ahead:
+                stay = i
+                break
+            left -= line.seconds
+            self._emit(line)
+        self._put_off = lines[stay:]
+        self._seconds_put_off = sum(map(_SECONDS, self._put_off))
+
+    def _take_back(self) -> None:
+        """Lines that were put off are among those that could run again."""
+        for line in self._put_off:
+            heapq.heappush(self._ready, line.place)
+        self._put_off, self._seconds_put_off = [], 0.0
