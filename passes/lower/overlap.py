@@ -33,7 +33,7 @@ from shardc.passes.lower.memory import GATHERS, STARTS, WAITS, Memory, Sizes, St
 from shardc.passes.lower.rule_transposed import CONVERSIONS, EXCHANGES
 from shardc.passes.lower.seconds import Seconds, Work
 from shardc.runtime import ops
-from shardc.torch_private import OpOverload
+from shardc.torch_private import OpOverload, add_node
 
 #: How many collectives' time may be kept in reserve.
 RESERVES = (0, 1, 2, 4)
@@ -103,8 +103,7 @@ def _split(graph: fx.Graph, seconds: Seconds) -> None:
         target: Any = ops.transpose_start if back else ops.start
         args = n.args if back else (op, *n.args)
         with graph.inserting_before(n):
-            begun = graph.create_node("call_function", target, args, dict(n.kwargs), name=f"{n.name}_start")
-        begun.meta = dict(n.meta)
+            begun = add_node(graph, "call_function", target, args, n.kwargs, name=f"{n.name}_start", meta=n.meta)
         n.target, n.args, n.kwargs = ops.wait, (begun,), {}
         n.meta = {k: v for k, v in n.meta.items() if k != "collective"}
 

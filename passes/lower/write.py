@@ -231,8 +231,7 @@ class Writer:
 
         for n in self._graph.nodes:
             if n.op == "placeholder":
-                found[Wanted(n)] = node = graph.placeholder(n.name)
-                node.meta.update(n.meta)
+                found[Wanted(n)] = add_node(graph, "placeholder", n.name, (), name=n.name, meta=n.meta)
             elif is_call(n):
                 meta = {k: v for k, v in n.meta.items() if k in ("source", "collective", "region", "kept", "again")}
                 if (c := meta.get("collective")) is not None:
@@ -314,9 +313,9 @@ class Writer:
             graph.erase_node(node)
 
     def _placeholder(self, name: str, meta: Mapping[str, Any]) -> fx.Node:
-        node = self._back.placeholder(name)
+        known = {k: meta[k] for k in ("value", "source") if k in meta}
+        node = add_node(self._back, "placeholder", name, (), name=name, meta=known)
         assert node.name == name, f"{name} is taken"
-        node.meta.update((k, meta[k]) for k in ("value", "source") if k in meta)
         self._placeholders[name] = node
         return node
 
