@@ -65,7 +65,10 @@ class Numbering:
         Raises UnlikeError where numbers do not go on evenly: then more layers would have others than these.
         """
         for twins in zip(*units, strict=True):
-            self._learn_one([self._parsed(n) for n in twins])
+            self._learn_one([self._parsed(n) for n in twins[:2]])
+            name = self.name(twins[0])
+            if name.head or any(n != name.at(i, {}) for i, n in enumerate(twins)):
+                self._learn_one([self._parsed(n) for n in twins])
         own, others = dict[str, list[int]](), dict[str, list[int]]()
         for x in map(self._parsed, units[0]):
             if x.own is not None:

@@ -115,7 +115,8 @@ class Twins:
         if a.meta.keys() != b.meta.keys():
             raise UnlikeError(f"{a} and {b} are of different kinds")
         for key, mine in a.meta.items():
-            if not self.names.alike(mine, b.meta[key]):
+            other = b.meta[key]
+            if mine is not other and not self.names.alike(mine, other):
                 raise UnlikeError(f"{a} and {b} differ in {key}")
 
     def moving(self, a: fx.Node, b: fx.Node) -> list[str]:
@@ -132,6 +133,8 @@ class Twins:
 
     def _kwargs(self, a: fx.Node, b: fx.Node) -> bool:
         mine, other = a.kwargs, b.kwargs
+        if not mine or not other:
+            return bool(mine) == bool(other)
         return mine.keys() == other.keys() and all(
             mine[k] == a.name and other[k] == b.name if k == "tag" else self._same(mine[k], other[k]) for k in mine
         )
@@ -139,11 +142,8 @@ class Twins:
     def _args(self, a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
         if len(a) != len(b):
             return False
-        at = ordinal_at(a)
-        return all(
-            type(x) is type(y) is int if i == at else self._same(x, y)
-            for i, (x, y) in enumerate(zip(a, b, strict=True))
-        )
+        unlike = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if not self._same(x, y)]
+        return not unlike or (unlike == [ordinal_at(a)] and type(b[unlike[0]]) is int)
 
     def _same(self, a: Any, b: Any) -> bool:
         if isinstance(a, fx.Node):
