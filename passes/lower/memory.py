@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -136,9 +135,10 @@ class Uses:
         for n in graph.nodes:
             self._own(n)
         self.of = {n: self._used(n) for n in graph.nodes}
-        self._counts: Counter[fx.Node] = Counter()
-        for n in graph.nodes:
-            self._counts.update(self.of[n])
+        self._counts: dict[fx.Node, int] = {}
+        for used in self.of.values():
+            for x in used:
+                self._counts[x] = self._counts.get(x, 0) + 1
         self._stays = {n for n in graph.nodes if n.op == "placeholder" and n.meta.get("named", n.name) in sizes.stays}
         #: Bytes of copies of parts that are sent: there from the beginning, and gone after a line. (`added` has them.)
         self._parts_at_first = 0
@@ -207,7 +207,7 @@ class Uses:
 
     def _step(self, n: fx.Node) -> Step:
         added = self._added[n]
-        unused = self.bytes[n] if self.owner[n] is n and not self._counts[n] else 0
+        unused = self.bytes[n] if self.owner[n] is n and n not in self._counts else 0
         uses = tuple(self._number[x] for x in self.of[n] if x in self._number)
         step = Step(added + self._work[n].inside, added - self._parts_gone.get(n, 0) - unused, uses)
         if isinstance(n.target, OpOverload):
