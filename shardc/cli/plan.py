@@ -73,7 +73,7 @@ def command(
     tokens: Annotated[float | None, typer.Option(help="also answer how long so many tokens take, e.g. 15e12")] = None,
     headroom: Annotated[
         float | None,
-        typer.Option(help="share of memory left to the allocator, NCCL and workspaces; a twentieth without it"),
+        typer.Option(help="share of a device's memory to leave (default: none), beside what libraries take"),
     ] = None,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="price all anew, and keep nothing on disk ($XDG_CACHE_HOME/shardc/plans)")
@@ -184,7 +184,7 @@ def _print(plan: Plan, *, given: bool) -> None:
         elif not answer["value"]:
             out.print(f"{name}: nothing fits")
         else:
-            line = f"{name}: {answer['value']} {answer['what']}, peak {size(answer['peak_bytes'])}"
-            if answer.get("next_peak_bytes"):
-                line += f"; {answer['next']} would need {size(answer['next_peak_bytes'])}"
+            line = f"{name}: {answer['value']} {answer['what']}, with {size(answer['needs_bytes'])}"
+            if answer.get("next_needs_bytes"):
+                line += f"; {answer['next']} would need {size(answer['next_needs_bytes'])}"
             out.print(line)

@@ -184,6 +184,10 @@ class Device(_Section):
             raise ValueError(f"a pod has several whole nodes of {self.node} devices, not {self.pod} devices")
         return self
 
+    def outside_bytes(self, communicators: int) -> float:
+        """Bytes that a process with so many communicators takes beside its tensors."""
+        return self.outside.context + self.outside.workspace + self.outside.communicator * communicators
+
     def check_room(self, ranks: int, where: str = "device") -> None:
         """Raises ShardcError where so many ranks are more than there are devices."""
         if self.nodes is None or ranks <= self.nodes * self.node:

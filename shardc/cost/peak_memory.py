@@ -5,7 +5,7 @@ torch's allocator reserves for it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardc.cost.caching_allocator import Block, CachingAllocator
@@ -129,9 +129,16 @@ def reserved(r: DryRun, actions: tuple[Action, ...], limit: float) -> int:
     """Bytes that torch's allocator has of a GPU at most, in the second of two steps: the first leaves it as it is from
     then on. limit: bytes that there are; a result above it does not fit.
     """
+    return reserve(r.resident, [(part, part is r.after) for _, part in parts(r, actions)], limit)
+
+
+def reserve(resident: Iterable[Storage], step: Sequence[tuple[Part, bool]], limit: float) -> int:
+    """The same of a step that is given: its parts, and before which of them all goes that the microbatches leave that
+    were not run.
+    """
     allocator = CachingAllocator(limit)
     blocks: defaultdict[Storage, list[Block]] = defaultdict(list)
-    resident = dict.fromkeys((s for s in r.resident if s.kind != HOST), 1)
+    stays = dict.fromkeys((s for s in resident if s.kind != HOST), 1)
 
     def leave(storages: Mapping[Storage, int], at_least: int = 0) -> None:
         for storage, some in blocks.items():
@@ -139,11 +146,11 @@ def reserved(r: DryRun, actions: tuple[Action, ...], limit: float) -> int:
                 allocator.free(some.pop())
 
     for _ in range(2):
-        for storage in resident:
+        for storage in stays:
             if not blocks[storage]:
                 blocks[storage].append(allocator.allocate(storage.nbytes))
-        for _, part in parts(r, actions):
-            if part is r.after:  # what the microbatches that were not run leave until here
+        for part, lets_go in step:
+            if lets_go:
                 leave({}, at_least=1)
             for sign, storage in part.changes:
                 if storage.kind == HOST:
@@ -152,7 +159,7 @@ def reserved(r: DryRun, actions: tuple[Action, ...], limit: float) -> int:
                     blocks[storage].append(allocator.allocate(storage.nbytes))
                 elif blocks[storage]:
                     allocator.free(blocks[storage].pop(0))
-        leave(resident)
+        leave(stays)
     return allocator.peak
 
 

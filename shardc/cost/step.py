@@ -130,9 +130,9 @@ class Cost:
         """Bytes that are no tensor's and not the allocator's: the device's context, and what its libraries of products
         and communication take.
         """
-        taken = self.device.outside
-        communicators = max(len({axes for (axes, _), n in r.comm.items() if n}) for r in self.ranks)
-        return int(taken.context + taken.workspace + taken.communicator * communicators)
+        return int(
+            self.device.outside_bytes(max(len({axes for (axes, _), n in r.comm.items() if n}) for r in self.ranks))
+        )
 
     @cached_property
     def reserved(self) -> int:

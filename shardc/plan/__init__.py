@@ -7,6 +7,7 @@ dry_runs        one microbatch on one stage, dry-run        stage_vectors   the 
 records         what is known of a model already            traces          dry runs as JSON
 fingerprint     whether a model is the same as before       disk_cache      files of answers
 estimate        a first price of every choice               exact_price     an exact price of one
+reserved_bytes  what the allocator takes for it
 headroom        how much of a device's memory it may take
 frontier        which splits are dry-run                bounds          the best that one could come to
 search          from estimates to exact prices              largest_that_fits    the largest batch or sequence that fits
@@ -70,7 +71,7 @@ def plan(
         the cheapest by `prices`, {device's name: of an hour of one}, or else of the fastest.
     global_batch: rows of a step; default: those of `batch`, or a multiple such that every device has a row.
     precision: bfloat16 or float16 (with master weights in float32), float32, pure-bfloat16, or model (as it is).
-    headroom: share of a device's memory left to the allocator, NCCL and kernels' workspaces.
+    headroom: share of a device's memory to leave, beside what the allocator and libraries take.
     given: price only this spec, or these, side by side. largest: also find out how many rows, how long a sequence, or
         how many layers the best spec (or the best given one) can take. fewest: also find out on how few devices
         anything fits.

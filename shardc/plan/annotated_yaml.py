@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardc.ir.units import seconds, size
 from shardc.plan.result import Candidate, Plan
-from shardc.plan.table import distinct, limit, microbatches, named, rate, recompute, schedule
+from shardc.plan.table import distinct, limit, microbatches, named, needed, rate, recompute, schedule
 
 
 def annotated(c: Candidate, plan: Plan) -> str:
@@ -15,7 +15,8 @@ def annotated(c: Candidate, plan: Plan) -> str:
         f"{a.model} on {c.devices} × {a.device.name}, planned by `shardc plan`: a prediction, not a measurement",
         f"global batch of {c.priced.batch} rows" + (f" of {a.sequence} tokens" if a.sequence else ""),
         f"step {seconds(c.step_seconds)}, {rate(c)}, MFU {c.mfu:.1%}, limited by {limit(c)}",
-        f"peak {size(c.peak)} of {size(a.usable)}: {', '.join(kinds)}",
+        needed(c),
+        f"{size(c.peak)} live at the peak: {', '.join(kinds)}",
         *a.assumed,
     ]
     why = {**reasons(c, plan), **c.why}
@@ -79,7 +80,7 @@ def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
         reasons["data"] = "nothing fits without the machine's memory; copies to and from it have no price here"
     if s.checkpoint:
         less = [x for x in others if recompute(x) == "none" and not x.fits]
-        tried = f"; without, {size(min(x.peak for x in less))} at least" if less else ""
+        tried = f"; without, {size(min(x.needs for x in less))} at least" if less else ""
         reasons["checkpoint"] = (
             f"recompute {recompute(c)}: activations are {size(c.memory.get('activations', 0))} at the peak{tried}"
         )

@@ -8,20 +8,20 @@ A model without a long list of layers is run as a whole, as one stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from shardc.cost.collective_seconds import places
 from shardc.cost.device import Device
-from shardc.cost.ledger import KINDS
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.plan.few_layers import UNITS, Subject
 from shardc.plan.records import Rank, Records, Weights
+from shardc.plan.reserved_bytes import Few
 from shardc.plan.space import Choice, Core, Layers, SpecTemplate, budget, spec
-from shardc.plan.stage_vectors import FLOPS, Meter, Prices, Stage, Vector, axes_of, elsewhere, lines, part_of, stage
+from shardc.plan.stage_vectors import FLOPS, Meter, Prices, Stage, axes_of, elsewhere, lines, part_of, stage, then
 from shardc.runtime.schedule import SCHEDULES
 
 
@@ -55,6 +55,13 @@ class Stages:
             return lines(self.first, self.two, self.one, (layers - self.before) / self.period - 1)
         return lines(self.last if index == count - 1 else self.one, self.two, self.one, layers / self.period - 1)
 
+    def few(self, counts: Sequence[int]) -> Few:
+        """The dry runs that stand for those of stages with so many layers each."""
+        first, one, two, last = (self.ranks[name].run for name in ("first", "one", "two", "last"))
+        base = [first, *[one] * (len(counts) - 2), last]
+        units = [(n - self.before * (i == 0)) / self.period - 1 for i, n in enumerate(counts)]
+        return Few(base, units, one, two)
+
     def alone(self, layers: int) -> Stage:
         """The whole model as one stage, from the first and the last stage run one after the other."""
         if self.whole is not None:
@@ -66,17 +73,8 @@ class Stages:
             if kind.startswith(("SEND", "RECV")):
                 continue
             a, b = part_of(front, kind, which), part_of(self.last, kind, which)
-            joined[key] = _then(b, a) if kind in ("B", "I", "W") else _then(a, b)
+            joined[key] = then(b, a) if kind in ("B", "I", "W") else then(a, b)
         return joined
-
-
-def _then(a: Vector, b: Vector) -> Vector:
-    """One part after another. Its highest moment is the first's, or the second's above what the first leaves."""
-    n = len(KINDS)
-    both = a + b
-    after = a[:n] + b[n : 2 * n]
-    both[n : 2 * n] = a[n : 2 * n] if a[n : 2 * n].sum() >= after.sum() else after
-    return both
 
 
 def _mixed(a: Stages, b: Stages, share: float) -> Stages:
@@ -107,7 +105,7 @@ class Library:
     _axes: dict[tuple[Core, str], tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     _pipelined: dict[str, Stages] = field(default_factory=dict)
     _priced: Prices = field(default_factory=Prices, repr=False)
-    _alone: dict[str, Stage] = field(default_factory=dict)
+    _alone: dict[str, tuple[Stage, Few]] = field(default_factory=dict)
 
     @property
     def subject(self) -> Subject:
@@ -208,15 +206,20 @@ class Library:
         pipeline = {"axis": axis, "balance": counts, "schedule": "zb-h1" if split else "1f1b"}
         return self.records.ranks({**spec, "mesh": mesh, "pipeline": pipeline}, rows, UNITS, self.sequence, at)
 
-    def alone(self, spec: Mapping[str, Any], rows: int) -> Stage:
-        """The whole model on one stage: from two units of its layers and three, or as it is."""
+    def alone(self, spec: Mapping[str, Any], rows: int) -> tuple[Stage, Few]:
+        """The whole model on one stage, and the dry runs that stand for it: from two units of its layers and three, or
+        as it is.
+        """
         layers = self.layers
         if layers is None:
-            return self._stage(self._only(spec, rows, None))
+            only = self._only(spec, rows, None)
+            return self._stage(only), Few([only.run], [0], only.run, only.run)
         key = repr((spec, rows))
         if key not in self._alone:
-            few, more = (self._stage(self._only(spec, rows, units)) for units in (2, 3))
-            self._alone[key] = lines(few, more, few, (layers.number - layers.first) / layers.period - 2)
+            two, three = (self._only(spec, rows, units) for units in (2, 3))
+            units = (layers.number - layers.first) / layers.period - 2
+            few, more = self._stage(two), self._stage(three)
+            self._alone[key] = lines(few, more, few, units), Few([three.run], [units - 1], two.run, three.run)
         return self._alone[key]
 
     def _only(self, spec: Mapping[str, Any], rows: int, units: int | None) -> Rank:

@@ -1,8 +1,8 @@
 """The exact price of a spec, from dry runs of its own: a schedule assembled from stages of layers, or the whole program
 where it is small.
 
-`Priced` is step time, what it is spent on, and peak memory by kind, on the spec's own mesh, with ZeRO's buckets and
-overlap as in the engine.
+`Priced` is step time, what it is spent on, peak memory by kind, and what a device has to have for it, on the spec's own
+mesh, with ZeRO's buckets and overlap as in the engine.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.pipeline.cuts import default_stages
 from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.records import spec_text
+from shardc.plan.reserved_bytes import Few, outside, reserved
 from shardc.plan.stage_vectors import (
     CAUSES,
     FLOPS,
@@ -51,6 +52,8 @@ class Priced:
     """One training step. batch: rows of the global batch. seconds: of a step.
 
     kinds: bytes at the peak, by kind, of the rank that has the highest; at: its coordinate on the pipeline's axis.
+    reserved: bytes that torch's allocator takes for these tensors, of the rank that has most; outside: bytes of a
+    device that are not the allocator's (as of shardc.cost.step.Cost).
     spent: seconds of the busiest rank, by cause (stage_vectors.WHAT), and "bubble"; flops: that it computes. counts:
     layers of each stage of a pipeline. exact: from a dry run of its own mesh, not estimated from a similar one.
     """
@@ -59,6 +62,8 @@ class Priced:
     seconds: float
     kinds: Mapping[str, float]
     spent: Mapping[str, float]
+    reserved: float = 0.0
+    outside: float = 0.0
     at: int = 0
     counts: tuple[int, ...] = ()
     exact: bool = True
@@ -68,6 +73,11 @@ class Priced:
     def peak(self) -> float:
         """Bytes."""
         return sum(self.kinds.values())
+
+    @property
+    def needs(self) -> float:
+        """Bytes that a device has to have: never less than the peak."""
+        return self.reserved + self.outside
 
     @property
     def limit(self) -> str:
@@ -101,7 +111,8 @@ def _price(library: Library, spec: Spec, batch: int) -> Priced:
     p = spec.pipeline
     if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)
-        return _composed(library, [library.alone(less, rows)], schedules.alone(each), spec.mesh, "", batch, ())
+        stage, few = library.alone(less, rows)
+        return _composed(library, [stage], few, schedules.alone(each), spec.mesh, "", batch, ())
     pairs = p.schedule in schedules.SCHEDULES and schedules.SCHEDULES[p.schedule].pairs and spec.lower is not None
     if layers is None or p.schedule not in schedules.SCHEDULES or pairs:  # a pair costs what its text takes
         return _whole(library, spec, batch)
@@ -109,7 +120,7 @@ def _price(library: Library, spec: Spec, batch: int) -> Priced:
     counts = counted(spec, stages, layers.number)
     schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=each)
     costs = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
-    return _composed(library, costs, schedule, spec.mesh, p.axis, batch, counts)
+    return _composed(library, costs, stages.few(counts), schedule, spec.mesh, p.axis, batch, counts)
 
 
 def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
@@ -165,6 +176,7 @@ def spread(busy: Sequence[float], layers: int) -> list[int]:
 def _composed(
     library: Library,
     stages: Sequence[Stage],
+    few: Few,
     schedule: Schedule,
     mesh: Mesh,
     axis: str,
@@ -204,7 +216,10 @@ def _composed(
     spent = dict(zip(WHAT, map(float, whole[slow]), strict=True))
     spent["bubble"] = max(step - sum(spent.values()), 0.0)
     kinds = {k: float(n) for k, n in zip(KINDS, peaks[fullest], strict=True) if n > 0}
-    return Priced(batch, step, kinds, spent, fullest, counts, flops=float(each[slow][FLOPS]))
+    beside = outside(library.device, few)
+    live = [float(v.sum()) for v in peaks]
+    taken = reserved(library.device, few, schedule, live, library.device.memory - beside)
+    return Priced(batch, step, kinds, spent, taken, beside, fullest, counts, flops=float(each[slow][FLOPS]))
 
 
 def _all(s: Stage, microbatches: int) -> Vector:
@@ -228,7 +243,9 @@ def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float]) ->
 
 
 def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, rank: int) -> Any:
-    """Bytes by kind at the highest moment of a rank's step."""
+    """Bytes by kind at the highest moment of a rank's step. What a part leaves may be above its highest moment, which
+    was another one in fewer layers.
+    """
     live: Vector = np.sum([s["resident", ""][NET] for s in mine], 0)
     best = live
     for s in mine:
@@ -238,15 +255,17 @@ def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, 
             continue
         which = "first" if a.microbatch == 0 else "last" if a.microbatch == schedule.microbatches - 1 else "middle"
         v = part_of(by[a.stage], a.kind, which if a.microbatch >= 0 else "")
-        if (high := live + v[HIGH]).sum() > best.sum():
-            best = high
+        best = max(best, live + v[HIGH], live + v[NET], key=_bytes)
         live = live + v[NET]
     for kind in ("after", "update"):
         for s in mine:
-            if (high := live + s[kind, ""][HIGH]).sum() > best.sum():
-                best = high
+            best = max(best, live + s[kind, ""][HIGH], live + s[kind, ""][NET], key=_bytes)
             live = live + s[kind, ""][NET]
     return np.maximum(best, 0)
+
+
+def _bytes(v: Vector) -> float:
+    return float(v.sum())
 
 
 def _whole(library: Library, spec: Spec, batch: int) -> Priced:
@@ -264,4 +283,5 @@ def _whole(library: Library, spec: Spec, batch: int) -> Priced:
     shown = {w: most[w] for w in WHAT} | {"bubble": max(cost.step_seconds - sum(most.values()), 0.0)}
     peak = max(cost.ranks, key=lambda r: r.memory.peak)
     flops = cost.ranks[spent.index(most)].flops
-    return Priced(batch, cost.step_seconds, dict(peak.memory.kinds), shown, peak.at, flops=float(flops))
+    kinds, taken = dict(peak.memory.kinds), (float(cost.reserved), float(cost.outside))
+    return Priced(batch, cost.step_seconds, kinds, shown, *taken, peak.at, flops=float(flops))

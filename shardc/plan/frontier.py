@@ -106,7 +106,7 @@ class Frontier:
             (replace(c, checkpoint=accepted.checkpoint, sequence_parallel=accepted.sequence_parallel), Rough(*numbers))
             for c, *numbers in zip(choices, found.seconds.tolist(), found.peaks.tolist(), strict=True)
         ]
-        memory = self.search.memory
+        memory = self.search.room
         fitting = found.fitting(memory)
         better = min(fitting, default=math.inf) < self.best
         self.best = min([self.best, *fitting])
@@ -174,7 +174,7 @@ class Frontier:
     def _bound_from(self, core: Core, some: Sequence[Core]) -> Bound:
         library = self.search.library
         _, found = self._estimate(core, optimistic(core, {k: library.elsewhere(k, core) for k in some}, library.device))
-        memory = NEAR * self.search.memory
+        memory = NEAR * self.search.room
         for other in self._following(core, found, memory):
             self.may(other)
         fitting = found.fitting(memory)

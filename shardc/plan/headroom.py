@@ -1,7 +1,6 @@
-"""How much of a device's memory a plan may take: all but a share that is left to what is no tensor.
+"""How much of a device's memory a plan may take: all of it, or all but a share that the user leaves.
 
-That is the allocator's gaps, NCCL's buffers and the workspaces of kernels. (`Cost.reserved` and `Cost.outside` count
-these, of a program.)
+What the allocator takes beside live bytes, and what libraries take, counts by itself: `Priced.reserved`, `.outside`.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from shardc.cost.device import Device
 from shardc.errors import ShardcError
 
 #: The share that is left, where nobody says another one.
-HEADROOM = 0.05
+HEADROOM = 0.0
 
 
 def usable(device: Device, headroom: float) -> float:
     """Bytes. Raises ShardcError for what is no share."""
     if not 0 <= headroom < 1:
         raise ShardcError(
-            f"headroom {headroom} is not a share", where="--headroom", fix=f"a number from 0 to 1, such as {HEADROOM}"
+            f"headroom {headroom} is not a share", where="--headroom", fix="a number from 0 to 1, such as 0.05"
         )
     return device.memory * (1 - headroom)

@@ -17,7 +17,7 @@ from shardc.report import page
 
 #: Colours of bars, which both themes show: of kinds of memory, and of causes of time.
 _COLOURS = ("#8db4e8", "#e8ca7c", "#b9a0d8", "#bdbdae", "#86cfd3", "#8fc99a", "#d9a37e", "#e08f86", "#a9b18f")
-_KINDS = dict(zip(KINDS, _COLOURS, strict=True))
+_KINDS = {**dict(zip(KINDS, _COLOURS, strict=True)), "gaps": "#d3c3b4", "outside": "#9a9a9a"}
 _CAUSES = dict(zip(table.CAUSES, _COLOURS, strict=True))
 _STYLE = """
 html, body { height: auto; }
@@ -46,7 +46,7 @@ def html(plan: Plan) -> str:
         parts += [_section("Time and memory", f"<figure>{svg(plan)}</figure>")]
         parts += [_section("Specs that were priced", _rows(plan), _keys(plan))]
         parts += [_section("Where a step of the first one goes", _waterfall(plan.candidates[0]))]
-        parts += [_section("Memory at its peak, of the rank that needs most", _memory(plan.candidates[0]))]
+        parts += [_section("Memory of a device, of the rank that needs most", _memory(plan.candidates[0]))]
     if plan.what_if:
         some = [(x["what"], seconds(x["step_seconds"]), f"{x['ratio']:.2f}×", _yes(x["fits"])) for x in plan.what_if]
         parts += [_section("What would help", _table(("", "step", "of today's", "fits"), some))]
@@ -79,20 +79,32 @@ def _facts(plan: Plan) -> list[str]:
 def _rows(plan: Plan) -> str:
     """Every spec, in the order and with the numbers of the plot."""
     a = plan.target
-    heads = ["", "mesh", "zero", "schedule", "recompute", "microbatches", "peak", f"of {size(a.usable)}", "fits"]
+    heads = [
+        "",
+        "mesh",
+        "zero",
+        "schedule",
+        "recompute",
+        "microbatches",
+        "live",
+        "needs",
+        f"of {size(a.usable)}",
+        "fits",
+    ]
     heads += ["step", "MFU", "tokens/s" if a.sequence else "samples/s", "time", "limited by"]
     rows = []
     for i, (c, _) in enumerate(table.distinct(plan.candidates), 1):
         mesh = " ".join(f"{axis}={n}" for axis, n in c.spec.mesh.axes) + (", sp" if c.spec.activations else "")
-        memory = _bar(c.memory, max(a.usable, c.peak), _KINDS)
-        says = (str(i), mesh, table.zero(c), table.schedule(c), table.recompute(c), table.microbatches(c), size(c.peak))
+        memory = _bar(table.parts(c), max(a.usable, c.needs), _KINDS)
+        how = (str(i), mesh, table.zero(c), table.schedule(c), table.recompute(c), table.microbatches(c))
+        says = (*how, size(c.peak), size(c.needs))
         speed = (seconds(c.step_seconds), f"{c.mfu:.1%}", count(c.tokens_per_second or c.rows_per_second))
         rows.append((*says, memory, _yes(c.fits), *speed, _bar(c.shares, 1.0, _CAUSES), table.limit(c)))
     return _table(heads, rows)
 
 
 def _keys(plan: Plan) -> str:
-    kinds = {k for c in plan.candidates for k, n in c.memory.items() if n > 0.005 * c.peak}
+    kinds = {k for c in plan.candidates for k, n in table.parts(c).items() if n > 0.005 * c.needs}
     spent = {k for c in plan.candidates for k, n in c.shares.items() if n > 0.005}
     keys = [(name, c) for name, c in _KINDS.items() if name in kinds]
     times = [(table.cause(name), c) for name, c in _CAUSES.items() if name in spent]
@@ -116,8 +128,9 @@ def _waterfall(c: Candidate) -> str:
 
 
 def _memory(c: Candidate) -> str:
-    kinds = sorted(((k, n) for k, n in c.memory.items() if n > 0), key=lambda x: -x[1])
-    return _table(("", "", ""), [(k, size(n), _bar({k: n}, c.peak, _KINDS)) for k, n in kinds])
+    kinds = sorted(((k, n) for k, n in table.parts(c).items() if n > 0), key=lambda x: -x[1])
+    said = f"<p>{escape(f'{size(c.peak)} live at the peak; {table.needed(c)}')}</p>"
+    return said + _table(("", "", ""), [(k, size(n), _bar({k: n}, c.needs, _KINDS)) for k, n in kinds])
 
 
 def _answers(plan: Plan) -> list[tuple[str, str]]:

@@ -53,7 +53,7 @@ class _Scale:
 
 
 def svg(plan: Plan) -> str:
-    """A complete SVG file. x: seconds of a step; y: peak of the rank that needs most; numbers: rows of the table.
+    """A complete SVG file. x: seconds of a step; y: what the rank needs that needs most; numbers: rows of the table.
 
     The line goes through what fits and is not beaten in both time and memory.
     """
@@ -65,14 +65,14 @@ def svg(plan: Plan) -> str:
     title = f"{a.model} on {a.devices} × {a.device.name}: {fits} of {len(rows)} priced choices fit"
     picture.text(12, 22, title, size=14, bold=True)
     longest = 1.08 * max((c.step_seconds for c in rows), default=1.0)
-    most = max((c.peak for c in rows), default=limit)
+    most = max((c.needs for c in rows), default=limit)
     beyond = most < _NEAR * limit  # the limit is: so that small needs can be told apart
     highest = 1.08 * (most if beyond else min(max(limit, most), _FAR * limit))
     time = _Scale.of([c.step_seconds for c in rows], longest)
-    memory = _Scale.of([*(c.peak for c in rows), *([] if beyond else [limit])], highest)
+    memory = _Scale.of([*(c.needs for c in rows), *([] if beyond else [limit])], highest)
 
     def at(c: Candidate) -> tuple[float, float]:
-        return _LEFT + _WIDE * time.at(c.step_seconds), _TOP + _HIGH * (1 - min(memory.at(c.peak), 0.99))
+        return _LEFT + _WIDE * time.at(c.step_seconds), _TOP + _HIGH * (1 - min(memory.at(c.needs), 0.99))
 
     _axes(picture, time, memory)
     y = _TOP + _HIGH * (1 - min(memory.at(limit), 1))
@@ -84,7 +84,7 @@ def svg(plan: Plan) -> str:
     for i, c in reversed(list(enumerate(rows, 1))):
         x, y = at(c)
         fill = _BEST if i == 1 and c.fits else _FITS if c.fits else _NOT
-        about = f"{named(c)}: step {seconds(c.step_seconds)}, peak {size(c.peak)}"
+        about = f"{named(c)}: step {seconds(c.step_seconds)}, {size(c.peak)} live, needs {size(c.needs)}"
         picture.rect(x - 9, y - 9, 18, 18, fill, stroke=SOFT, round_=9, title=about)
         picture.text(x, y + 4, str(i), size=10, anchor="middle", fill=WHITE if fill == _BEST else INK)
     _list(picture, rows)
@@ -104,7 +104,13 @@ def _axes(picture: Picture, time: _Scale, memory: _Scale) -> None:
         picture.line(x, bottom, x, bottom + 5)
         picture.text(x, bottom + 17, seconds(s) if s else "0", size=10, anchor="middle", kind="soft")
     picture.rect(_LEFT, _TOP, _WIDE, _HIGH, "none", stroke=LINE)
-    picture.text(_LEFT, _TOP - 10, f"peak memory of the rank that needs most{_how(memory)}", size=11, kind="soft")
+    picture.text(
+        _LEFT,
+        _TOP - 10,
+        f"memory that the fullest rank needs, reserved and outside{_how(memory)}",
+        size=11,
+        kind="soft",
+    )
     picture.text(_LEFT + _WIDE, bottom + 34, f"time of a step{_how(time)}", size=11, anchor="end", kind="soft")
 
 
@@ -115,8 +121,8 @@ def _how(scale: _Scale) -> str:
 def _front(rows: Sequence[Candidate]) -> list[Candidate]:
     """What fits and is beaten by no other in both time and memory, the fastest first."""
     front: list[Candidate] = []
-    for c in sorted((c for c in rows if c.fits), key=lambda c: (c.step_seconds, c.peak)):
-        if not front or c.peak < front[-1].peak:
+    for c in sorted((c for c in rows if c.fits), key=lambda c: (c.step_seconds, c.needs)):
+        if not front or c.needs < front[-1].needs:
             front.append(c)
     return front
 
@@ -128,6 +134,6 @@ def _list(picture: Picture, rows: Sequence[Candidate]) -> None:
         y = _TOP + 12 + 30 * (i - 1)
         picture.text(x, y, cut(f"{i}  {named(c)}", _WIDTH - x - 8, 11), size=11, title=named(c))
         fits = "" if c.fits else ", does not fit"
-        picture.text(x + 16, y + 13, f"{seconds(c.step_seconds)}, {size(c.peak)}{fits}", size=10, kind="soft")
+        picture.text(x + 16, y + 13, f"{seconds(c.step_seconds)}, {size(c.needs)}{fits}", size=10, kind="soft")
     if len(rows) > most:
         picture.text(x, _TOP + 12 + 30 * most, f"and {len(rows) - most} more", size=10, kind="soft")

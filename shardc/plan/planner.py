@@ -41,6 +41,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
+#: How often a search is made where less fits than was thought; each time with so much of the room, or less.
+ROUNDS, SMALLER = 4, 0.95
+
+
 @dataclass
 class Planner:
     """A model on one kind of device. See shardc.plan.plan."""
@@ -95,7 +99,8 @@ class Planner:
             else f"precision {self.precision}"
         )
         step = f"a step {gradients_norm(norm=False, clipped=False)} (`shardc run` takes it: `shardc cost`)"
-        reserve = f"{self.headroom:.0%} of memory left to the allocator, NCCL and workspaces (--headroom)"
+        left = "memory: what torch's allocator reserves, and what the process and its libraries take outside of it"
+        left += f"; {self.headroom:.0%} is left (--headroom)" if self.headroom else ""
         return Target(
             self.name,
             self.device,
@@ -105,7 +110,7 @@ class Planner:
             self.library.flops,
             self._dtype(),
             self.usable,
-            (*assumed, dtypes, step, reserve),
+            (*assumed, dtypes, step, left),
         )
 
     def _dtype(self) -> torch.dtype:
@@ -125,7 +130,7 @@ class Planner:
         target = self.target(devices, found["rows"], (found["note"],))
         choices = [Choice(**c) for c in found["choices"]]
         candidates = [self._candidate(c, self.finder.exact(c), target) for c in choices]
-        candidates.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.peak))
+        candidates.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
         return Plan(target, tuple(candidates), found["considered"], found["refused"])
 
     def _search(self, devices: int, batch: int | None) -> dict[str, Any]:
@@ -135,7 +140,7 @@ class Planner:
         finder = self.finder
         cores = finder.splits(devices)
         rows, note = self._batch(devices, batch, cores)
-        exact = finder.refine(finder.ranked(self.estimates(devices, rows, cores)))
+        exact = self._refined(devices, rows, cores)
         return {
             "rows": rows,
             "note": note,
@@ -145,6 +150,26 @@ class Planner:
             "microbatches": self.library.microbatches,
         }
 
+    def _refined(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
+        """Exact prices of the best. Splits were left out for being slower than what was thought to fit: where that
+        does not, as more is reserved than is live, the search is made again with as much less room for live bytes.
+        """
+        finder, exact = self.finder, dict[Choice, Priced]()
+        for _ in range(ROUNDS):
+            some = dict(self.estimates(devices, rows, cores))
+            exact |= finder.refine(finder.ranked(some.items()))
+            thought = min((r.seconds for r in some.values() if r.peak <= finder.room), default=math.inf)
+            best = min((p.seconds for p in exact.values() if p.needs <= self.usable), default=math.inf)
+            over = [
+                exact[c].needs / r.peak
+                for c, r in some.items()
+                if c in exact and r.peak <= finder.room and exact[c].needs > self.usable
+            ]
+            if not over or best <= NEAR * thought:
+                break
+            finder.room = min(self.usable / min(over), SMALLER * finder.room)
+        return exact
+
     def estimates(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
         """Of choices for so many devices, and for half of them as long as that may be faster: others are idle then.
         What is slow, or in the machine's memory, only where nothing fits without. cores: the splits for so many
@@ -153,7 +178,7 @@ class Planner:
         finder = self.finder
 
         def fitting(some: list[tuple[Choice, Rough]]) -> list[float]:
-            return [r.seconds for _, r in some if r.peak <= self.usable]
+            return [r.seconds for _, r in some if r.peak <= finder.room]
 
         found = finder.estimate(devices, rows, cores)
         if not fitting(found):
@@ -216,7 +241,7 @@ class Planner:
                 self.target(one.mesh.world, rows, (note,)), dtype=getattr(torch, name) if name else self._dtype()
             )
             found.append(Candidate(one, price(self.library, one, rows), target))
-        found.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.peak))
+        found.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
         return Plan(found[0].target, tuple(found), len(found))
 
     # --- how much, how few
@@ -231,11 +256,11 @@ class Planner:
         if what == "batch":
             data = best.spec.data_ranks * best.spec.batch.microbatches
 
-            def peak(n: int) -> float:
+            def needs(n: int) -> float:
                 self.on(f"a global batch of {n * data} rows", 0, 0)
-                return price(self.library, best.spec, n * data).peak
+                return price(self.library, best.spec, n * data).needs
 
-            solver = Largest(peak, self.usable)
+            solver = Largest(needs, self.usable)
             answer = _answer(solver, solver.solve(max(best.priced.batch // data, 1)), data, best.spec)
             answer["what"] = "rows of the global batch"
             return replace(plan, answers={**plan.answers, "largest batch": answer})
@@ -276,14 +301,14 @@ class Planner:
         zigzag = 2 * one.sequence_ranks if one.sequence else 1
         unit = math.lcm(128 if start >= 128 else 1, split, zigzag)
 
-        def peak(n: int) -> float:
+        def needs(n: int) -> float:
             self.on(f"a sequence of {n * unit} tokens", 0, 0)
             try:
-                return price(self.library.of_length(n * unit), one, rows).peak
+                return price(self.library.of_length(n * unit), one, rows).needs
             except ShardcError:
                 return math.inf  # too long for the model
 
-        solver = Largest(peak, self.usable)
+        solver = Largest(needs, self.usable)
         if above and solver.at(above // unit + 1) > self.usable:
             return {"value": 0, "priced": 1}
         return _answer(solver, solver.solve(max(start // unit, 1)), unit, one)
@@ -302,12 +327,12 @@ class Planner:
             document["pipeline"]["stages"] = len(balance)
         spec, stages = Spec.load(document), len(balance or [0])
 
-        def peak(n: int) -> float:
+        def needs(n: int) -> float:
             number = layers.first + n * layers.period
             self.on(f"{number} layers", 0, 0)
-            return price(self.library.of_layers(number), spec, rows).peak if number >= stages else 0.0
+            return price(self.library.of_layers(number), spec, rows).needs if number >= stages else 0.0
 
-        solver = Largest(peak, self.usable)
+        solver = Largest(needs, self.usable)
         n = solver.solve(max((layers.number - layers.first) // layers.period, 1))
         answer = _answer(solver, n, layers.period, spec)
         return answer | {
@@ -330,7 +355,7 @@ class Planner:
             answer |= {
                 "value": n,
                 "spec": fits.spec.to_dict(),
-                "peak_bytes": fits.peak,
+                "needs_bytes": fits.needs,
                 "step_seconds": fits.step_seconds,
             }
             if n == 1:
@@ -369,7 +394,7 @@ class Planner:
         estimates = sorted(finder.estimate(devices, batch, finder.splits(devices)), key=lambda x: x[1].peak)
         target = self.target(devices, batch)
         for c, p in estimates[:3]:
-            if p.peak > FAR * self.usable:
+            if p.peak > FAR * finder.room:
                 break
             one = self._candidate(c, finder.exact(c), target)
             if one.fits:
@@ -383,9 +408,9 @@ def _answer(solver: Largest, n: int, unit: int, one: Spec) -> dict[str, Any]:
     return {
         "value": n * unit,
         "step": unit,
-        "peak_bytes": solver.peaks.get(n),
+        "needs_bytes": solver.peaks.get(n),
         "next": (n + 1) * unit,
-        "next_peak_bytes": following if math.isfinite(following) else None,
+        "next_needs_bytes": following if math.isfinite(following) else None,
         "spec": one.to_dict(),
         "priced": len(solver.peaks),
     }

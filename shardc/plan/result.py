@@ -52,11 +52,12 @@ class Candidate:
         from shardc.plan.table import named
 
         fits = "fits" if self.fits else f"does not fit into {size(self.target.usable)}"
-        return f"<Candidate {named(self)}: step {seconds(self.step_seconds)}, peak {size(self.peak)}, {fits}>"
+        return f"<Candidate {named(self)}: step {seconds(self.step_seconds)}, needs {size(self.needs)}, {fits}>"
 
     @property
     def fits(self) -> bool:
-        return self.priced.peak <= self.target.usable
+        """Whether what is reserved, and what is outside of it, is not more than a step may use."""
+        return self.needs <= self.target.usable
 
     @property
     def step_seconds(self) -> float:
@@ -69,8 +70,23 @@ class Candidate:
 
     @property
     def peak(self) -> float:
-        """Bytes."""
+        """Live bytes."""
         return self.priced.peak
+
+    @property
+    def reserved(self) -> float:
+        """Bytes that torch's allocator takes for them."""
+        return self.priced.reserved
+
+    @property
+    def outside(self) -> float:
+        """Bytes of a device that are no tensor's and not the allocator's."""
+        return self.priced.outside
+
+    @property
+    def needs(self) -> float:
+        """Bytes that a device has to have: reserved and outside."""
+        return self.priced.needs
 
     @property
     def devices(self) -> int:
@@ -133,6 +149,8 @@ class Candidate:
             "tokens_per_second": self.tokens_per_second,
             "rows_per_second": self.rows_per_second,
             "peak_bytes": round(self.peak),
+            "reserved_bytes": round(self.reserved),
+            "outside_bytes": round(self.outside),
             "memory": {k: round(n) for k, n in self.memory.items()},
             "limit": self.limit,
             "shares": self.shares,
@@ -211,7 +229,7 @@ class Plan:
                 where=a.model,
                 fix="see --global-batch",
             )
-        near = min(self.candidates, key=lambda c: c.peak)
+        near = min(self.candidates, key=lambda c: c.needs)
         kind, most = max(near.memory.items(), key=lambda x: x[1])
         way = {
             "activations": "more devices, a shorter sequence, or a smaller global batch",
@@ -220,7 +238,7 @@ class Plan:
         }.get(kind, "more devices, or another --precision")
         what = (
             f"nothing fits into {size(a.usable)} of {a.device.name}: the nearest ({named(near)}) needs"
-            f" {size(near.peak)}, {size(near.peak - a.usable)} more than that; {kind} are {size(most)} of it"
+            f" {size(near.needs)}, {size(near.needs - a.usable)} more than that; {kind} are {size(most)} of it"
         )
         return ShardcError(what, where=a.model, fix=f"{way}; --fewest finds out how many devices it takes")
 

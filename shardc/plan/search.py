@@ -38,9 +38,11 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass
 class Search:
-    """One model on one kind of device. memory: bytes of a device that a step may use. cuts: how many stages a pipeline
-    may have. on: called with what is being priced: (subject, done, total). refused: why compile refused a split, by
-    name. considered, ruled_out: how many choices were estimated, and how many splits were not run.
+    """One model on one kind of device. memory: bytes of a device that a step may use. room: bytes that estimated live
+    tensors may have, or it is taken that a choice does not fit: those of the memory that are not libraries', as what is
+    reserved is never less than what is live; less where exact prices say that more is reserved. cuts: how many stages a
+    pipeline may have. on: called with what is being priced: (subject, done, total). refused: why compile refused a
+    split, by name. considered, ruled_out: how many choices were estimated, and how many splits were not run.
     """
 
     library: Library
@@ -51,10 +53,17 @@ class Search:
     refused: dict[str, ShardcError] = field(default_factory=dict)
     considered: int = 0
     ruled_out: int = 0
+    room: float = field(init=False)
     _exact: dict[Choice, Priced] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.estimates = Estimates(self.library)
+        self.room = max(self.memory - self._outside, 1.0)
+
+    @property
+    def _outside(self) -> float:
+        """Bytes that a process takes at least beside its tensors."""
+        return self.library.device.outside_bytes(0)
 
     def splits(self, devices: int, *, over_nodes: bool = False) -> list[Core]:
         """Those of so many devices, without recomputation, whatever compile says of them: tensor parallelism inside a
@@ -132,7 +141,7 @@ class Search:
     def ranked(self, estimates: Iterable[tuple[Choice, Rough]]) -> list[tuple[Choice, Rough]]:
         """The best first: those that seem to fit by time, then the others by memory."""
         return sorted(
-            estimates, key=lambda x: (x[1].peak > self.memory, x[1].seconds if x[1].peak <= self.memory else x[1].peak)
+            estimates, key=lambda x: (x[1].peak > self.room, x[1].seconds if x[1].peak <= self.room else x[1].peak)
         )
 
     def exact(self, c: Choice) -> Priced:
@@ -147,12 +156,12 @@ class Search:
         dry_runs: set[object] = set()
         families: Counter[object] = Counter()
         alike = ALIKE if self.library.subject.layers else ALIKE // 2  # each needs a dry run of its own
-        queue = Queue(ranked, self.memory)
+        queue = Queue(ranked, self.memory, self._outside)
         for c, rough in queue:
             if prices and rough.peak > FAR * self.memory:
                 break
             family, run = (c.core, c.pp, c.dp, c.rows), self._dry_run(c)
-            fits = any(p.peak <= self.memory for p in prices.values())
+            fits = any(p.needs <= self.memory for p in prices.values())
             if run not in dry_runs and len(dry_runs) >= (DRY_RUNS if fits else 2 * DRY_RUNS):
                 break
             if families[family] >= alike:
@@ -165,7 +174,7 @@ class Search:
             except ShardcError as e:
                 self.refused[str(c)] = e
             else:
-                queue.priced(c, prices[c].seconds / rough.seconds)
+                queue.priced(c, rough, prices[c])
             if families.total() >= PRICED:
                 break
         self._second(ranked, prices)
@@ -184,8 +193,8 @@ class Search:
         scale: dict[str, float] = {}
         for c, rough in ranked:
             if c in prices:
-                scale[c.schedule] = max(scale.get(c.schedule, 1.0), prices[c].peak / rough.peak)
-        fitting = {kind(c) for c, p in prices.items() if p.peak <= self.memory}
+                scale[c.schedule] = max(scale.get(c.schedule, 1.0), prices[c].needs / rough.peak)
+        fitting = {kind(c) for c, p in prices.items() if p.needs <= self.memory}
         rest = [c for c, rough in ranked if rough.peak * scale.get(c.schedule, 1.0) <= self.memory]
         tries = [c for c in rest if c not in prices and kind(c) not in fitting][:SECOND]
         for c in tries:
@@ -197,7 +206,7 @@ class Search:
             except ShardcError as e:
                 self.refused[str(c)] = e
                 continue
-            if prices[c].peak <= self.memory:
+            if prices[c].needs <= self.memory:
                 fitting.add(kind(c))
 
     def _dry_run(self, c: Choice) -> object:
@@ -214,38 +223,50 @@ class Search:
 
 class Queue:
     """Choices with their estimates, the best first: those that seem to fit by time, then the others by memory. What one
-    was priced at tells how far off the estimates of its kind are, and the rest is put in order anew.
+    was priced at tells how far off the estimates of its kind are, in time, and by how much what is reserved is more
+    than what is live; and the rest is put in order anew. ranked: each kind's in that order.
     """
 
-    def __init__(self, ranked: list[tuple[Choice, Rough]], memory: float) -> None:
-        self._memory = memory
-        by: dict[object, list[tuple[Choice, Rough]]] = {}
+    def __init__(self, ranked: list[tuple[Choice, Rough]], memory: float, outside: float) -> None:
+        self._memory, self._outside = memory, outside
+        self._rest: dict[object, list[tuple[Choice, Rough]]] = {}
         for c, rough in ranked:
-            by.setdefault(self._kind(c), []).append((c, rough))
-        self._off = dict.fromkeys(by, 1.0)
-        self._rest = {kind: iter(some) for kind, some in by.items()}
-        self._next = {kind: next(some) for kind, some in self._rest.items()}
+            self._rest.setdefault(self._kind(c), []).append((c, rough))
+        self._off = dict.fromkeys(self._rest, 1.0)
+        self._reserved: dict[object, float] = {}
+        self._next = {kind: self._first(kind) for kind in self._rest}
 
     @staticmethod
     def _kind(c: Choice) -> object:
-        """What hides communication in the same way: estimates of how much are off alike."""
+        """What hides communication in the same way, and makes gaps in memory alike."""
         return c.zero, c.kept, c.offload
 
-    def priced(self, c: Choice, off: float) -> None:
-        """An exact price of so many times the estimate."""
-        self._off[self._kind(c)] = off
+    def priced(self, c: Choice, rough: Rough, exact: Priced) -> None:
+        """The exact price of a choice that was estimated."""
+        self._off[self._kind(c)] = exact.seconds / rough.seconds
+        self._reserved[self._kind(c)] = exact.reserved / rough.peak
+        self._outside = max(self._outside, exact.outside)
+        self._next = {kind: self._first(kind) for kind, some in self._rest.items() if some}
 
     def __iter__(self) -> Iterator[tuple[Choice, Rough]]:
         while self._next:
             kind = min(self._next, key=self._key)
-            yield self._next[kind]
-            following = next(self._rest[kind], None)
-            if following is None:
-                del self._next[kind]
-            else:
-                self._next[kind] = following
+            found = self._next.pop(kind)
+            self._rest[kind].remove(found)
+            if self._rest[kind]:
+                self._next[kind] = self._first(kind)
+            yield found
+
+    def _first(self, kind: object) -> tuple[Choice, Rough]:
+        some, most = self._rest[kind], self._most(kind)
+        return next((x for x in some if x[1].peak <= most), None) or min(some, key=lambda x: x[1].peak)
+
+    def _most(self, kind: object) -> float:
+        """Live bytes with which one fits, as far as that is known."""
+        known = self._reserved.get(kind, min(self._reserved.values(), default=1.0))
+        return (self._memory - self._outside) / max(known, 1.0)
 
     def _key(self, kind: object) -> tuple[bool, float]:
         _, rough = self._next[kind]
-        over = rough.peak > self._memory
+        over = rough.peak > self._most(kind)
         return over, rough.peak if over else rough.seconds * self._off[kind]

@@ -38,8 +38,9 @@ SURE = slice(2 * N + 18, 2 * N + 26)
 WIDTH = 2 * N + 26
 #: What a rank does in a second: products, memory traffic, starting small ops, waiting for the collectives of an axis.
 WHAT = ("compute", "memory", "launch", "tp", "cp", "ep", "dp", "pp")
-GRADIENTS = KINDS.index("gradients")
-PARAMETERS = KINDS.index("parameters")
+#: What the first microbatch leaves for the others: gradients, weights that were cast, those that are kept gathered.
+SHARED = "gradients", "parameters", "gathered"
+_SHARED = [KINDS.index(k) for k in SHARED]
 
 #: Of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" of its
 #: microbatch).
@@ -223,7 +224,7 @@ def stage(r: DryRun, clock: Meter) -> Stage:
         if mine and (end := vectors.get(("W", which), vectors.get(("B", which)))) is not None:
             left = np.sum([v[NET] for v in mine], 0)
             if which == "first":
-                left[GRADIENTS] = left[PARAMETERS] = 0  # gradients, and weights that were cast, stay for the others
+                left[_SHARED] = 0
             end[NET] -= left
     return vectors
 
@@ -274,19 +275,40 @@ def axes_of(r: DryRun) -> tuple[tuple[str, ...], ...]:
 
 
 def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
-    """a + n · (more - less)."""
+    """a + n · (more - less). A first stage has nothing to fill with parts of backward, and runs it undivided."""
     none = np.zeros(WIDTH)
+    if ("B", "first") in a and ("I", "first") in more:
+        more, less = undivided(more), undivided(less)
     return {k: a.get(k, none) + n * (more.get(k, none) - less.get(k, none)) for k in {**a, **more, **less}}
 
 
+def then(a: Vector, b: Vector) -> Vector:
+    """One part after another. Its highest moment is the first's, or the second's above what the first leaves."""
+    both = a + b
+    after = a[NET] + b[HIGH]
+    both[HIGH] = a[HIGH] if a[HIGH].sum() >= after.sum() else after
+    return both
+
+
+def undivided(s: Stage) -> Stage:
+    """With backward as one part."""
+    found = {key: v for key, v in s.items() if key[0] not in ("I", "W")}
+    return found | {("B", w): then(s["I", w], part_of(s, "W", w)) for kind, w in s if kind == "I"}
+
+
 def part_of(s: Stage, kind: str, which: str) -> Vector:
-    """A part, or the same of the most similar microbatch."""
+    """A part, or the same of the most similar microbatch; of a backward that was divided, or was not, what is asked
+    for: all of an undivided one counts as its first part.
+    """
     for w in (which, "middle", "last", "first"):
         if (vector := s.get((kind, w))) is not None:
             return vector
-    return (
-        part_of(s, "B", which) if kind == "I" else np.zeros(WIDTH)
-    )  # a dry run with an undivided backward has W in it
+    there = {k for k, _ in s}
+    if kind == "I" and "B" in there:
+        return part_of(s, "B", which)
+    if kind == "B" and "I" in there:
+        return then(part_of(s, "I", which), part_of(s, "W", which))
+    return np.zeros(WIDTH)
 
 
 def typical(s: Stage, kind: str) -> Vector:

@@ -14,9 +14,8 @@ from shardc.cost.ledger import KINDS
 from shardc.ir.units import count, per_second, seconds, si, size
 from shardc.plan.result import Candidate, Plan
 
-COLORS = dict(
-    zip(KINDS, ("blue", "cyan", "magenta", "white", "white", "green", "yellow", "red", "bright_black"), strict=True)
-)
+_OF_KINDS = ("blue", "cyan", "magenta", "white", "white", "green", "yellow", "red", "bright_black")
+COLORS = {**dict(zip(KINDS, _OF_KINDS, strict=True)), "gaps": "bright_white", "outside": "bright_blue"}
 CAUSES = {
     "compute": "green",
     "memory": "yellow",
@@ -48,6 +47,8 @@ LETTERS = {
     "gathered": "W",
     "communication": "C",
     "temporaries": "T",
+    "gaps": "g",
+    "outside": "x",
     "compute": "c",
     "memory": "m",
     "launch": "s",
@@ -58,6 +59,18 @@ LETTERS = {
     "pp": "p",
     "bubble": "-",
 }
+
+
+def parts(c: Candidate) -> dict[str, float]:
+    """What a device has to have: live bytes by kind at the peak, what the allocator takes beside them, what is outside
+    of it.
+    """
+    return {**c.memory, "gaps": c.reserved - c.peak, "outside": c.outside}
+
+
+def needed(c: Candidate) -> str:
+    """The same in words."""
+    return f"{size(c.reserved)} reserved and {size(c.outside)} outside of it, of {size(c.target.usable)}"
 
 
 def rate(c: Candidate) -> str:
@@ -118,12 +131,12 @@ def microbatches(c: Candidate) -> str:
 
 
 def bar(
-    parts: Mapping[str, float], whole: float, colors: Mapping[str, str], *, plain: bool, width: int = WIDTH
+    shares: Mapping[str, float], whole: float, colors: Mapping[str, str], *, plain: bool, width: int = WIDTH
 ) -> Text:
     """Parts of a whole, as blocks of colour; plain: as letters."""
     text, done, drawn = Text(), 0.0, 0
     for name, color in colors.items():
-        done += parts.get(name, 0.0)
+        done += shares.get(name, 0.0)
         until = min(round(width * done / whole), width)
         text.append((LETTERS[name] if plain else "█") * (until - drawn), style="" if plain else color)
         drawn = max(until, drawn)
@@ -141,7 +154,8 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
         ("schedule", "left"),
         ("recompute", "left"),
         ("microbatches", "right"),
-        ("peak", "right"),
+        ("live", "right"),
+        ("needs", "right"),
         (f"of {size(a.usable)}", "left"),
         ("fits", "left"),
         ("step", "right"),
@@ -166,7 +180,8 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
             recompute(c),
             microbatches(c),
             size(c.peak),
-            bar(c.memory, max(a.usable, c.peak), COLORS, plain=plain),
+            size(c.needs),
+            bar(parts(c), max(a.usable, c.needs), COLORS, plain=plain),
             Text("yes", "green") if c.fits else Text("no", "red"),
             seconds(c.step_seconds),
             f"{c.mfu:.1%}",
@@ -174,8 +189,7 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
             bar(c.shares, 1.0, CAUSES, plain=plain),
             limit(c),
         )
-    parts: list[RenderableType] = [heading(plan), rows, alike(rows_shown[:most]), keys(plan, plain=plain)]
-    return Group(*parts)
+    return Group(heading(plan), rows, alike(rows_shown[:most]), keys(plan, plain=plain))
 
 
 def plain_table(plan: Plan, width: int = 200) -> str:
@@ -192,7 +206,7 @@ def distinct(candidates: Sequence[Candidate]) -> list[tuple[Candidate, list[Cand
     """
     groups: dict[object, list[Candidate]] = {}
     for c in candidates:
-        key = c.spec.mesh.axes, f"{c.step_seconds:.4g}", f"{c.peak:.4g}"
+        key = c.spec.mesh.axes, f"{c.step_seconds:.4g}", f"{c.peak:.4g}", f"{c.needs:.4g}"
         groups.setdefault(key, []).append(c)
     return [(group[0], group[1:]) for group in groups.values()]
 
@@ -218,7 +232,7 @@ def heading(plan: Plan) -> Text:
 def keys(plan: Plan, *, plain: bool) -> Text:
     """The meaning of the bars' colours, and the choices that were refused."""
     text = Text("\nmemory ")
-    used = {k for c in plan.candidates for k, n in c.memory.items() if n > 0.005 * c.peak}
+    used = {k for c in plan.candidates for k, n in parts(c).items() if n > 0.005 * c.needs}
     for name, color in COLORS.items():
         if name in used:
             text.append(f"{LETTERS[name] if plain else '█'} ", style=color).append(f"{name}  ")
@@ -240,14 +254,14 @@ def keys(plan: Plan, *, plain: bool) -> Text:
 def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
     """One candidate: memory by kind, time by cause."""
     rows = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("memory at the peak", "", "", "time of a step", "", ""):
+    for name in ("memory of a device", "", "", "time of a step", "", ""):
         rows.add_column(name, justify="left", no_wrap=True)
-    memory = [(k, n) for k, n in sorted(c.memory.items(), key=lambda x: -x[1]) if n > 0]
+    memory = [(k, n) for k, n in sorted(parts(c).items(), key=lambda x: -x[1]) if n > 0]
     time = [(k, n) for k, n in sorted(c.priced.spent.items(), key=lambda x: -x[1]) if n > 0]
     for i in range(max(len(memory), len(time))):
         row: list[RenderableType] = []
         for entries, whole, shown, colors in (
-            (memory, c.peak, size, COLORS),
+            (memory, c.needs, size, COLORS),
             (time, sum(c.priced.spent.values()), seconds, CAUSES),
         ):
             if i < len(entries):
@@ -257,7 +271,7 @@ def breakdown(c: Candidate, *, plain: bool = False) -> RenderableType:
                 row += ["", "", ""]
         rows.add_row(*row)
     fits = Text("fits", "green") if c.fits else Text("does not fit", "red")
-    line = Text(f"{named(c)}\npeak {size(c.peak)} of {size(c.target.usable)}: ").append(fits)
+    line = Text(f"{named(c)}\n{size(c.peak)} live at the peak; {needed(c)}: ").append(fits)
     line.append(f"; step {seconds(c.step_seconds)}, MFU {c.mfu:.1%}, {rate(c)}, limited by {limit(c)}")
     return Group(line, rows)
 

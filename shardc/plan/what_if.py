@@ -22,7 +22,7 @@ def what_if(library: Library, spec: Spec, batch: int, usable: float) -> list[dic
     share = usable / library.device.memory
 
     def answer(what: str, other: Device, priced: Priced) -> dict[str, Any]:
-        fits = priced.peak <= share * other.memory
+        fits = priced.needs <= share * other.memory
         return {"what": what, "step_seconds": priced.seconds, "ratio": priced.seconds / now.seconds, "fits": fits}
 
     found = [answer(what, other, price(library.on(other), spec, batch)) for what, other in _others(library.device)]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.cost import Device, device
+from shardc.cost.device import Outside
 from shardc.plan.few_layers import Subject
 from shardc.plan.planner import Planner
 from shardc.plan.records import Records
@@ -67,7 +68,7 @@ def machine(r: random.Random) -> Device:
         w: getattr(one, w).model_copy(update={"bandwidth": getattr(one, w).bandwidth * share})
         for w in ("within", "between")
     }
-    update: dict[str, Any] = {**links, "node": r.choice([2, 4, 8])}
+    update: dict[str, Any] = {**links, "node": r.choice([2, 4, 8]), "outside": Outside()}
     if r.random() < 0.5:
         update |= {"launch": 0.0, "host": 0.0}
     return one.model_copy(update=update)
