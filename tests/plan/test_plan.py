@@ -928,9 +928,10 @@ def test_from_a_file_to_a_verified_spec(folder: Path) -> None:
     assert found["devices"] == 2
     assert one["fits"] is True
     assert one["peak_bytes"] == pytest.approx(sum(one["memory"].values()), abs=10)
+    assert one["peak_bytes"] < one["reserved_bytes"] <= 80e9 - one["outside_bytes"]
     assert sum(one["shares"].values()) == pytest.approx(1)
     shown = call("plan", model, "--given", str(written), "--html", str(folder / "plan.html"))
-    assert "memory at the peak" in shown.stdout
+    assert "memory of a device" in shown.stdout
     assert (folder / "plan.html").read_text().startswith("<!doctype html>")
 
 
