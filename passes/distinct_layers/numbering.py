@@ -30,7 +30,13 @@ class _Parsed:
     @property
     def own(self) -> tuple[str, int] | None:
         """The number that fx gave it: the last, at the end. Others are those of ops that it is named after."""
-        return (self.keys[-1], self.numbers[-1]) if self.numbers and not self.texts[-1] else None
+        counted = self.numbers and not self.texts[-1] and self.keys[-1].endswith("_")  # the 16 of bf16 is no number
+        return (self.keys[-1], self.numbers[-1]) if counted else None
+
+    @property
+    def counted(self) -> tuple[str, int]:
+        """As `own`, also of the first one of its name, which has no number."""
+        return self.own or ("#".join((("." if self.head else "") + self.texts[0], *self.texts[1:])) + "_", 0)
 
 
 class Name(NamedTuple):
@@ -113,6 +119,37 @@ class Numbering:
             elif n >= first:
                 raise UnlikeError(f"{name} is named after an op inside of the layers")
         return _joined(x.head, x.texts, numbers)
+
+    def replaced(self, names: Sequence[str], bounds: Sequence[int], units: int, captured: Collection[str]) -> list[str]:
+        """Names of ops, as they are where there are so many more units. bounds: of the units; captured: names that ops
+        had before all passes. Where a pass has put another op in the place of each of one name, numbers go on behind
+        those that are gone, of all units.
+
+        Raises UnlikeError where numbers outside of the units may hang on what is gone otherwise.
+        """
+        parsed = list(map(self._parsed, names))
+        numbers: dict[str, list[int]] = {}
+        outside: dict[str, int] = {}  # the greatest: before the units; behind them too, of what they have none of
+        each: dict[str, int] = {}  # how many the first unit has
+        for i, x in enumerate(parsed):
+            key, n = x.counted
+            numbers.setdefault(key, []).append(n)
+            if bounds[0] <= i < bounds[-1]:
+                each[key] = each.get(key, 0) + (i < bounds[1])
+            elif names[i] not in captured and not x.head and (i < bounds[0] or key not in each):
+                outside[key] = max(n, outside.get(key, 0))  # what is named after a parameter is numbered by itself
+        later: dict[str, int] = {}
+        for key in (k for k, n in outside.items() if n >= len(numbers[k])):
+            count = len(numbers[key])
+            if numbers[key] != list(range(count, 2 * count)):
+                raise UnlikeError(f"{key!r} is not numbered from the front")
+            later[key] = units * each.get(key, 0)
+        if not later:
+            return list(names)
+        return [
+            _joined(x.head, x.texts, [n + later.get(k, 0) for k, n in zip(x.keys, x.numbers, strict=True)])
+            for x in parsed
+        ]
 
     def ordinal(self, units: int) -> int:
         """How much more an ordinal is so many units later."""

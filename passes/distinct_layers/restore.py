@@ -101,6 +101,10 @@ def _graph(graph: fx.Graph, cut: Cut, order: Sequence[str], into: fx.Graph) -> f
         n.meta = {k: cut.names.moved(x, -cut.left_out, behind) for k, x in n.meta.items()}
     moving = _moving(cut, ops.nodes, bounds, nodes)
     numbering = Numbering(nodes)
+    captured = {n.name for n in cut.program.graph.nodes}
+    names = numbering.replaced([n.name for n in ops.nodes], bounds, cut.left_out, captured)
+    for n, name in zip(ops.nodes, names, strict=True):
+        n.name = name
     units = [list(names_in(ops.nodes[a:b])) for a, b in pairwise(bounds)]
     numbering.learn(units, names_in(ops.nodes[: bounds[0]]), names_in(ops.nodes[bounds[UNITS] :]))
     whole = _Whole(cut, ops.nodes, bounds, nodes, moving, numbering, into)

@@ -178,6 +178,34 @@ def test_numbers_that_do_not_go_on(units: list[list[str]], after: list[str], mes
         Numbering(set()).learn(units, [], after)
 
 
+def test_numbers_of_what_was_put_in_the_place_of_others() -> None:
+    """Of 3 units and of 5: conv to conv_4, and conv to conv_6, are gone."""
+    numbering = Numbering(())
+    few = ["conv_5", "add", "conv_6", "add_1", "conv_7", "add_2", "conv_8", "add_3", "conv_9", "x_bf16"]
+    many = [f"conv_{int(n[5:]) + 2}" if "conv" in n else n for n in few]
+    assert numbering.replaced(few, [2, 4, 6, 8], 2, {"add"}) == many
+    with pytest.raises(UnlikeError, match="'slice_' is not numbered from the front"):
+        numbering.replaced([*few, "slice_5"], [2, 4, 6, 8], 2, {"add"})
+    assert numbering.replaced([*few, "slice_5"], [2, 4, 6, 8], 2, {"slice_5"}) == [*many, "slice_5"]
+
+
+def test_a_convolution_that_is_put_in_the_place_of_another_has_its_name() -> None:
+    """Of the first layer, too, which is none of the units: with a split sequence."""
+
+    class Mixes(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(8, 8, 3, padding=2, groups=8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.conv(x.mT)[..., :-2].mT)
+
+    model = Stack()
+    model.h = nn.ModuleList(Mixes() for _ in range(9))
+    spec = {**SPLIT, "sequence": {"axis": "tp"}}
+    assert compared(model, {"x": torch.linspace(-1, 1, 256).view(4, 8, 8)}, spec)
+
+
 def test_the_placed_graph_of_one_device_is_written_when_it_is_looked_at() -> None:
     program = shardc.compile(Stack(*[16] * 9), X, {"shardc": 1, **SPLIT}, prove=False)
     assert not is_written(program.graph)
