@@ -250,6 +250,12 @@ def test_one_line_of_backward_runs_in_both_halves_where_that_takes_less_memory(h
     assert ("tape_host" in first) == (how == "host")
     lowered.save(tmp_path / "out")
     assert shardc.load(tmp_path / "out").lowered() == lowered.lowered()
+    assert lowered.prove().ok
+    for half, right, other in (("backward", ", keep=True", ""), ("weights", "only=(2, 3)", "only=(1, 3)")):
+        assert right in (text := (file := tmp_path / "out" / f"stage1_{half}.py").read_text())
+        file.write_text(text.replace(right, other))
+        assert not shardc.load(tmp_path / "out", trust=True).prove().ok
+        file.write_text(text)
     with mock.patch.object(OffloadedTensors, "useful", staticmethod(lambda x: how == "host")):
         equal_to_the_bit(*(shardc.verify.simulate(p, model, batch, steps=2) for p in (eager, lowered)))
     peaks = [[r.memory.peak for r in p.cost("h100-80g").ranks] for p in (eager, lowered)]

@@ -126,6 +126,7 @@ class _Texts:
             self._read("weights", given)
         yield from self._received(grads)
         yield from self._parameters()
+        yield from self._tapes()
 
     def _read(self, text: str, given: dict[str, Term]) -> None:
         """The term of every line. given: what comes by name from another text; the rest is the stage's own."""
@@ -210,6 +211,22 @@ class _Texts:
             if puts[to] != 1:
                 yield Wrong("backward", None, f"{name} gets its gradient {puts[to]} times", "once")
         yield from self._begun(begun)
+
+    def _tapes(self) -> Iterator[Wrong]:
+        """A tape is empty behind the line that does not keep it."""
+        empty: set[tuple[str, str]] = set()
+        for text in ("backward", "weights"):
+            for n in self._texts[text].nodes if text in self._texts else ():
+                if n.target is not ops.untaped:
+                    continue
+                tape: Any = n.args[0]
+                while tape.target in (ops.reload_wait, ops.reload_start):
+                    tape = tape.args[0]
+                made = (text if tape.op == "call_function" else "", tape.name)
+                if made in empty or (("backward", tape.name) in empty and tape.op == "placeholder"):
+                    yield Wrong(text, n, f"{tape} is empty", "`keep=True` in the line before")
+                if not n.kwargs.get("keep"):
+                    empty.add(made)
 
     def _begun(self, begun: Counter[str]) -> Iterator[Wrong]:
         """The sums of buckets."""

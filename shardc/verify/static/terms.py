@@ -11,6 +11,7 @@ of a matrix; what is computed a second time.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from shardc.torch_private import OpOverload
 aten = torch.ops.aten
 
 #: Named arguments that change nothing of what is computed: names, and whose memory it is.
-_ASIDE = {"tag", "overlap", "own"}
+_ASIDE = {"tag", "overlap", "own", "keep"}
 #: A collective in two lines: what the first of them begins.
 _BEGIN = {ops.start: None, ops.transpose_start: ops.transpose}
 #: What reads a bucket again gets what forward got: within a step nobody writes to a parameter.
@@ -116,6 +117,8 @@ class Terms:
         if target is ops.wait:
             begun = self._known[args[0].number]
             return begun[1] if begun[0] == "begun" else self._kept(("wait of what was not begun", args[0].number))
+        if target is operator.getitem and self._known[args[0].number][0] is ops.untaped:
+            return self._gradient(args[0].number, int(args[1]))
         if target is aten.t.default:
             inside = self._known[args[0].number]
             if inside[0] is aten.t.default:
@@ -124,6 +127,15 @@ class Terms:
         target = _AGAIN.get(target, _RESHAPES.get(target, target))
         named = tuple(sorted((k, _key(v)) for k, v in kwargs.items() if k not in _ASIDE))
         return self._kept((target, tuple(map(_key, args)), named))
+
+    def _gradient(self, untaped: int, index: int) -> int:
+        """One of those that a taped op's backward gives: it may run once for all of them, or again for some."""
+        (tape, grads, before, operands), named = self._known[untaped][1:]
+        only = dict(named).get("only", ())
+        if only and _key(index) not in only:
+            return self._kept(("a gradient that is not asked for", untaped))
+        named = tuple((k, v) for k, v in named if k != "only")
+        return self._kept((ops.untaped, (tape, grads, before[index], operands), (*named, ("of", index))))
 
     def _copied(self, target: Any, x: int) -> int:
         """A step on the way to the host and back. One that follows another step than it should is no value's."""
