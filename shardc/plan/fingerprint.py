@@ -28,6 +28,9 @@ from shardc.artifact import model_source
 from shardc.ir.source import is_models, is_users
 from shardc.torch_private import pytree
 
+#: What an object was hashed to when it was made, as transformers' generation_config keeps it: another number in every
+#: process.
+_HASHES = ("_original_object_hash",)
 #: What holds a module's parts, which are described by themselves, and what torch keeps for hooks.
 _PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -137,8 +140,9 @@ class _Description:
         else:
             self._class(type(x))
             for name, each in sorted(vars(x).items()):
-                self.say(name)
-                self.value(each)
+                if name not in _HASHES:
+                    self.say(name)
+                    self.value(each)
 
     def function(self, f: Any) -> None:
         if isinstance(f, functools.partial):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 import shardc
 from shardc.cost import device
@@ -223,6 +224,17 @@ def test_many_may_write_the_same(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(200)))
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_hash_of_another_process_is_no_other_model() -> None:
+    """transformers' models have one in their generation_config: texts are hashed to other numbers in every process."""
+    made = []
+    for number in (1, 2):
+        model = Net()
+        model.generation_config = GenerationConfig(max_new_tokens=7)
+        model.generation_config._original_object_hash = number
+        made.append(fingerprint(model, {"x": torch.ones(4, 8)}, None))
+    assert made[0] == made[1]
 
 
 def test_what_decides_a_models_graph_decides_its_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
