@@ -22,7 +22,7 @@ from shardc.plan.stage_vectors import CAUSES, SURE, WHAT, WIDTH
 from tests.plan.test_monotone import MODELS, Stack, machine, numbers
 from tests.plan.test_plan import SparseStack
 
-#: How far above the price a bound may lie: less than what the search allows for. None of 200 devices has one.
+#: How far above the price a bound may lie: less than what the search allows for. Of 200 devices none lies further.
 FAR = {"seconds": 1.08, "bytes": 1.05}
 assert max(FAR.values()) < NEAR
 
