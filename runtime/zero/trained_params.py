@@ -26,7 +26,7 @@ def trained_by(program: Program, stage: Stage) -> tuple[str, ...]:
     sent: tuple[fx.Node, ...] = returned[2] if len(returned) > 2 else ()
     reached: set[fx.Node] = {n for n in sent if n.name in crossing} | ({loss} if loss is not None else set())
     reached = {n for n in reached if requires_grad(n)}
-    found: dict[str, None] = {}
+    found = {n.name: None for n in reached if n.name in params}  # what is handed on as it is
     for n in reversed(stage.graph.nodes):
         if n in reached:
             following = [x for x in _gradients_of(n) if requires_grad(x)]
