@@ -1,8 +1,9 @@
 """The largest number that fits: solved on the curve through the points that were priced, and confirmed by pricing it
 and the next one.
 
-A step's memory is a polynomial of low degree in rows and in sequence length (piecewise: the op at the peak may change),
-so two or three points give the answer or its neighbour.
+A step's live memory is a polynomial of low degree in rows and in sequence length (piecewise: the op at the peak may
+change), so two or three points lead near the answer. What is reserved for it goes up in steps, so close to the answer
+the curve says little: where a guess does not halve what is left, the next one does.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ class Largest:
         low, high = 0, self.most + 1  # low fits, high does not
         n = max(min(start, self.most), 1)
         while high - low > 1:
+            left = high - low
             if self.at(n) <= self.limit:
                 low = max(low, n)
             else:
                 high = min(high, n)
-            n = min(max(self._guess(low, high), low + 1), high - 1)
+            slow = 2 * (high - low) > left and low > 0 and high <= self.most
+            n = min(max((low + high) // 2 if slow else self._guess(low, high), low + 1), high - 1)
         return low
 
     def _guess(self, low: int, high: int) -> int:

@@ -179,8 +179,9 @@ _FAR = 3
 
 
 def _verdict(cost: Cost) -> str:
-    peak, capacity = size(cost.memory.peak), size(cost.device.memory)
-    return f"{peak} of {capacity}, fits" if cost.fits else f"{peak} does not fit into {capacity}"
+    """Live bytes, and whether a device has what it has to: see Cost.fits."""
+    needs, fits = size(cost.reserved + cost.outside), "fits" if cost.fits else "does not fit"
+    return f"{size(cost.memory.peak)}; with what is reserved and outside {needs} of {size(cost.device.memory)}, {fits}"
 
 
 def _top(cost: Cost) -> float:

@@ -757,6 +757,13 @@ def test_the_largest_number_is_solved(power: int) -> None:
     assert {1234, 1235} <= set(calls)
 
 
+def test_the_largest_number_is_solved_where_memory_goes_up_in_steps() -> None:
+    """As what an allocator reserves does: near the answer the curve says nothing."""
+    solver = Largest(lambda n: 1e6 + 100.0 * (n // 40) + (n * 7919) % 13, 1e6 + 100.0 * 30.5)
+    assert solver.solve(4) == 1239
+    assert len(solver.peaks) < 24
+
+
 def test_nothing_is_the_largest() -> None:
     assert Largest(lambda n: 10.0, 5.0).solve(8) == 0
     assert Largest(lambda n: 1.0, 5.0, most=64).solve() == 64

@@ -38,7 +38,7 @@ def test_the_table_adds_up() -> None:
 def test_what_does_not_fit_is_said() -> None:
     small = replace(found(), device=found().device.model_copy(update={"memory": 2.0**20}))
     assert ": does not fit" in cost_report.table(small)
-    assert " does not fit into 1.0 MiB" in cost_report.svg(small)
+    assert " of 1.0 MiB, does not fit" in cost_report.svg(small)
 
 
 def test_the_picture_has_every_rank_action_and_kind() -> None:
