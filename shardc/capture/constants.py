@@ -17,7 +17,7 @@ FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.defau
 
 def contents(x: Tensor) -> bytes:
     """Equal for tensors that hold the same, to the bit."""
-    held = x.cpu().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy().tobytes()
+    held = x.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{x.dtype} {tuple(x.shape)} {x.device} ".encode() + held
 
 
