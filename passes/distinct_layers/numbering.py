@@ -4,6 +4,8 @@ layer has three, the same one of the next layer is `linear_10`.
 
 from __future__ import annotations
 
+import builtins
+import keyword
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,7 +83,12 @@ class Numbering:
                 own.setdefault(x.own[0], []).append(x.own[1])
             for key, n in zip(x.keys, x.numbers, strict=True):
                 others.setdefault(key, []).append(n)
+        before, after = list(before), list(after)
+        names = {*before, *after, *(n for unit in units for n in unit)}
         for key, step in self.steps.items():
+            if key in own and step and _first(key) not in names | {key}:
+                # one pass has made as many for each layer, and a later one others in their place
+                raise UnlikeError(f"{key!r} is numbered behind names that are gone")
             numbers = own.get(key, others[key])
             if key in own and step and max(numbers) - min(numbers) >= step:
                 raise UnlikeError(f"{key!r} is not numbered layer by layer")
@@ -172,6 +179,16 @@ class Numbering:
                 return name[:end]
             end = name.rfind("_", 0, end)
         return ""
+
+
+def _first(key: str) -> str:
+    """The first name that fx gives of those that are numbered behind this text: "relu" of "relu_", and "pow_1" of
+    "pow_", as "pow" is Python's. Of others, such as those with several numbers, the text itself.
+    """
+    base = key.removesuffix("_")
+    if base == key or not base.isidentifier() or base.startswith("."):
+        return key
+    return f"{base}_1" if keyword.iskeyword(base) or hasattr(builtins, base) else base
 
 
 def _joined(head: str, texts: Sequence[str], numbers: Sequence[int]) -> str:

@@ -151,7 +151,7 @@ def test_what_is_refused_names_the_layers_of_the_model() -> None:
 def test_numbers_go_on_layer_by_layer() -> None:
     numbering = Numbering({"h_3_w"})
     units = [["linear_2", "add_1", "h_3_w_once", "add_1_sum"], ["linear_4", "add_2", "h_3_w_once", "add_2_sum"]]
-    numbering.learn(units, ["linear_1", "add"], ["linear_6", "add_3"])
+    numbering.learn(units, ["linear", "linear_1", "add"], ["linear_6", "add_3"])
     assert numbering.name("linear_4").at(3, {}) == "linear_10"
     assert numbering.name("h_3_w_once").at(3, {"h_3_w": "h_6_w"}) == "h_6_w_once"
     assert [numbering.after(n, 2) for n in ("linear_6", "add_3_sum", "linear_1_sum", "other_1")] == [
@@ -175,7 +175,15 @@ def test_numbers_go_on_layer_by_layer() -> None:
 )
 def test_numbers_that_do_not_go_on(units: list[list[str]], after: list[str], message: str) -> None:
     with pytest.raises(UnlikeError, match=message):
-        Numbering(set()).learn(units, [], after)
+        Numbering(set()).learn(units, ["mul", "add"], after)
+
+
+def test_numbers_behind_those_that_a_pass_made_for_each_layer_and_another_one_took_away() -> None:
+    units = [["mul_5"], ["mul_6"]]
+    Numbering(set()).learn(units, ["mul"], [])
+    Numbering(set()).learn([["pow_1"], ["pow_2"]], [], [])  # "pow" is Python's
+    with pytest.raises(UnlikeError, match="names that are gone"):
+        Numbering(set()).learn(units, ["mul_4"], [])
 
 
 def test_numbers_of_what_was_put_in_the_place_of_others() -> None:
