@@ -84,9 +84,9 @@ class Numbering:
             for key, n in zip(x.keys, x.numbers, strict=True):
                 others.setdefault(key, []).append(n)
         before, after = list(before), list(after)
-        names = {*before, *after, *(n for unit in units for n in unit)}
+        present = {*before, *after, *(n for unit in units for n in unit)}
         for key, step in self.steps.items():
-            if key in own and step and _first(key) not in names | {key}:
+            if key in own and step and (begins := _first(key)) != key and begins not in present:
                 # one pass has made as many for each layer, and a later one others in their place
                 raise UnlikeError(f"{key!r} is numbered behind names that are gone")
             numbers = own.get(key, others[key])
