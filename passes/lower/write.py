@@ -375,7 +375,7 @@ class Writer:
 
     def _complete(self, e: Complete | BucketComplete | GatheredComplete) -> None:
         """Gradients of parameters are complete: by the line before."""
-        before = next(reversed(self._back.nodes)).meta
+        before = next(iter(reversed(self._back.nodes))).meta  # before torch 2.12 it is no iterator itself
         meta = {"value": None, **{k: before[k] for k in ("of", "source") if k in before}}
         if isinstance(e, Complete):
             param = self._look(e.param)
