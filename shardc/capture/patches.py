@@ -5,6 +5,7 @@ Patches are context managers, undone when the capture ends, also when it fails.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -98,14 +99,14 @@ def export_patches(side: list[Tensor]) -> Iterator[None]:
     """While open: custom autograd Functions keep their backward (autograd_function.py), checkpoints run plainly, tensor
     hooks raise and name the user's line. side: gets terms of the loss of which only the gradient counts.
     """
-    original = torch.autograd.Function.apply
+    original: Any = inspect.getattr_static(torch.autograd.Function, "apply")  # a class method, of Python or of C
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             function, _preserve_rng_state, *operands = args
             return function(*operands)  # recomputation changes no result; its own Function would cut the gradients
         if cls.__module__.partition(".")[0] in ("torch", "shardc"):
-            return original.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
+            return original.__get__(None, cls)(*args, **kwargs)
         return autograd_function.kept(cls, args, side, untraced)
 
     def hook(self: Tensor, *args: Any, **kwargs: Any) -> Any:
