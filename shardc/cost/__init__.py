@@ -4,7 +4,7 @@ device        what a device does in a second; measure: this machine's numbers
 collective_seconds
               how long one collective takes on it
 dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory; which bytes
-              are parameters, gradients, optimizer state, activations
+              are parameters, gradients, optimizer state, activations; first_step: what it makes the state with
 ledger        counts the storages and ops of a dry run; known_ops: what it has seen of them already
 peak_memory   of the whole schedule, from a dry run; clock: its time, from the same; flights: collectives that are under
               way or queued, and share links
