@@ -157,6 +157,7 @@ for _op in (
     aten.full_like.default,
     aten.empty_like.default,
     aten.hardswish.default,
+    aten.leaky_relu.default,  # torch 2.11 does not tag it
     aten.log_sigmoid.default,
     aten.floor_divide.default,
     aten.clamp.default,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -180,15 +180,13 @@ def traced_with(stack_trace: Callable[[], str | None]) -> Iterator[None]:
     original = fx.proxy.TracerBase.create_node
 
     def create_node(self: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        self.record_stack_traces = False
         node = original(self, *args, **kwargs)
         if not node.stack_trace and (trace := stack_trace()):
             node.stack_trace = trace
         return node
 
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(fx.proxy.TracerBase, "create_node", create_node))
-        if hasattr(fx.config, "do_not_emit_stack_traces"):
-            stack.enter_context(mock.patch.object(fx.config, "do_not_emit_stack_traces", True))
+    with mock.patch.object(fx.proxy.TracerBase, "create_node", create_node):
         yield
 
 
