@@ -23,11 +23,11 @@ from shardc.runtime.zero.trained_params import trained_by
 
 
 def leaves_more(program: Program, mine: list[Stage]) -> bool:
-    """Whether a step leaves something beside state and gradients to the next one: new values of buffers; random
-    numbers that are kept for ops of the same sizes; the order in which ZeRO 3 gathers; room in the machine's memory.
-    mine: the stages of a rank.
+    """Whether a step gives or leaves something beside state and gradients: outputs, and new values of buffers, which
+    other stages may get; random numbers that are kept for ops of the same sizes; the order in which ZeRO 3 gathers;
+    room in the machine's memory. mine: the stages of a rank.
     """
-    returns_more = any(s.graph.output_node().args[0][1] for s in mine)  # type: ignore[index]
+    returns_more = any(s.graph.output_node().args[0][1] for s in program.stages)  # type: ignore[index]
     random = any(n.name == "rng" and n.users for s in mine for n in s.graph.find_nodes(op="placeholder"))
     gathered = any(b.zero == 3 for b in program.buckets)
     on_host = program.offload.used or any(r.offload for r in program.regions)
