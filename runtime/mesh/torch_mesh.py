@@ -32,7 +32,7 @@ from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.local_device import backend_of, local_device, share_no_gpu
 from shardc.runtime.mesh.presence import Presence
 from shardc.runtime.mesh.watch import NAMED
-from shardc.torch_private import default_store, let_workers_end, process_groups
+from shardc.torch_private import count_groups_from, default_store, let_workers_end, process_groups
 
 # torch 2.13 renamed these two; the old names warn there, and the new ones are missing in 2.11
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -183,11 +183,13 @@ class TorchMesh(RankMesh):
         world: Any = dist.group.WORLD
         if self.device.type == "cuda" and world.bound_device_id is not None and backend_of("cuda") == "nccl":
             group = self._split_world(groups, name)
-        elif self._same_on_all_ranks(process_groups()):
+        elif all(self._same_on_all_ranks(number) for number in process_groups()):
             # torch names the group after how many this process has: a rank that is in none makes one of itself
             own = mine or (self.rank,)
             group = dist.new_group(list(own), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
         else:
+            _, made = process_groups()
+            count_groups_from(int(self.sum_on_host([made])[0]))  # no less than any rank has made
             all_groups = [dist.new_group(list(ranks), timeout=self._timeout, group_desc=name) for ranks in groups]
             group = next((g for g, ranks in zip(all_groups, groups, strict=True) if ranks == mine), None)
         return group if mine else None

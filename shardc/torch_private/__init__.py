@@ -54,7 +54,13 @@ from shardc.torch_private.ops import (
     overload_of,
     unintercepted,
 )
-from shardc.torch_private.processes import default_store, flight_record, let_workers_end, process_groups
+from shardc.torch_private.processes import (
+    count_groups_from,
+    default_store,
+    flight_record,
+    let_workers_end,
+    process_groups,
+)
 from shardc.torch_private.replacements import (
     plain_checkpoints,
     replaced_engine,
@@ -93,6 +99,7 @@ __all__ = [
     "backward_decompositions",
     "busy_gpu",
     "call_modes",
+    "count_groups_from",
     "current_backward",
     "decompositions",
     "default_store",

@@ -13,11 +13,17 @@ from torch.distributed.distributed_c10d import (
 )
 
 
-def process_groups() -> int:
-    """How many process groups this process is in: torch makes the name of a group that only its own ranks make from
-    it, so that ranks which count differently would wait for each other under different names.
+def process_groups() -> tuple[int, int]:
+    """How many process groups this process is in, and how many were made: torch makes a group's name from these (of one
+    that only its own ranks make, from the first, and since torch 2.15 from the second), so that ranks which count
+    differently would wait for each other under different names.
     """
-    return len(_world.pg_names)
+    return len(_world.pg_names), _world.group_count
+
+
+def count_groups_from(number: int) -> None:
+    """The next groups are named after this number and those that follow: one that is the same on all ranks."""
+    _world.group_count = number
 
 
 def default_store() -> Any:
