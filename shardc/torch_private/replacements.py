@@ -39,7 +39,9 @@ def plain_checkpoints() -> AbstractContextManager[Any]:
     def nothing(*_: Any, **__: Any) -> Iterator[None]:
         yield
 
-    return mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", nothing)
+    name = "_checkpoint_without_reentrant_generator"
+    later = f"{name}_impl"  # since torch 2.15
+    return mock.patch.object(torch.utils.checkpoint, later if hasattr(torch.utils.checkpoint, later) else name, nothing)
 
 
 def replaced_packing(function: Callable[..., Any]) -> AbstractContextManager[Any]:

@@ -176,7 +176,7 @@ def test_writes_to_a_mask_need_no_condition() -> None:
             x[mask] = 1.0
         return x
 
-    assert aten.index_put.default in captured(function)
+    assert {aten.index_put.default, aten.masked_fill.Scalar} & {*captured(function)}  # torch 2.15: the second
 
     def other(x: Tensor) -> Tensor:
         mask = x > 0
