@@ -20,7 +20,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from shardc.runtime.ops.fp8_cast import powers
 from shardc.runtime.ops.fp8_recipe import ALIGNED, BLOCK, Recipe
-from shardc.torch_private import FakeTensor
+from shardc.torch_private import FakeTensor, multiplies_float8_on_cpu
 
 
 class Narrow(NamedTuple):
@@ -45,7 +45,7 @@ def has_kernel(x: Tensor, recipe: Recipe, *sizes: int) -> bool:
 @cache
 def _on(device: torch.device, blocks: bool) -> bool:
     if device.type == "cpu":
-        return not blocks  # torch has none for blocks there
+        return multiplies_float8_on_cpu() and not blocks  # torch has none for blocks there
     if device.type != "cuda":
         return False
     if torch.version.hip is not None:  # an MI300's float8 is another one; an MI355X has that of the OCP

@@ -67,3 +67,8 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def assert_on_device(condition: Tensor, message: str) -> None:
     """An assertion that the device checks in its own time: the host does not wait."""
     torch.ops.aten._assert_async.msg(condition, message)
+
+
+def multiplies_float8_on_cpu() -> bool:
+    """Whether torch has a kernel of `scaled_mm` for the CPU: 2.11 has none."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
