@@ -153,8 +153,10 @@ class Planner:
     def _refined(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
         """Exact prices of the best. Splits were left out for being slower than what was thought to fit: where that
         does not, as more is reserved than is live, the search is made again with as much less room for live bytes.
+        Other questions begin with all of it.
         """
         finder, exact = self.finder, dict[Choice, Priced]()
+        room = finder.room
         for _ in range(ROUNDS):
             some = dict(self.estimates(devices, rows, cores))
             exact |= finder.refine(finder.ranked(some.items()))
@@ -168,6 +170,7 @@ class Planner:
             if not over or best <= NEAR * thought:
                 break
             finder.room = min(self.usable / min(over), SMALLER * finder.room)
+        finder.room = room
         return exact
 
     def estimates(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
