@@ -1,10 +1,13 @@
-"""Reads a small text file of the user's: a spec, a schedule, a device. What is no file, or has no end, is refused."""
+"""Reads a small text file of the user's: a spec, a schedule, a device, a config. What is no file, or has no end, is
+refused.
+"""
 
 from __future__ import annotations
 
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from shardc.errors import ShardcError
 
@@ -36,3 +39,11 @@ def read(path: str | os.PathLike[str], kind: str, *, where: str = "", fix: str =
         before = data[: e.start]
         at = f"{os.fspath(path)}:{before.count(10) + 1}:{e.start - before.rfind(10)}"
         raise ShardcError(f"the {kind} is not UTF-8 text", where=at, fix="save it as UTF-8") from None
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads: a table, whose keys may not repeat (ValueError)."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in one table")
+    return found

@@ -29,7 +29,7 @@ from shardc.ir.patterns import did_you_mean, enclosing, match
 from shardc.rules import registry
 from shardc.rules.op_call import call_of
 from shardc.runtime import ops
-from shardc.runtime.schedule import SCHEDULES
+from shardc.runtime.schedule import default_stages
 from shardc.spec import Spec
 
 #: Bytes that an optimizer's step moves for every byte of a parameter: weight, gradient, two moments, read and written.
@@ -135,7 +135,7 @@ def positions(
         return _before(main, p.cut, spec)
     if p.balance is not None:
         return _counted(main, p.balance, spec)
-    n = p.stages or default_stages(spec)
+    n = p.stages or default_stages(p.schedule, spec.mesh.size(p.axis))
     most = sum(x.target not in JOINED for x in main)
     if n > most:
         what = f"{n} stages, and the model has only {most} ops that depend on its input and its weights"
@@ -148,14 +148,6 @@ def positions(
         if (found := _beside(whole, n, joined)) is not None:
             return [starts[start] for start in found]
     return [starts[start] for start in even(whole, n)]
-
-
-def default_stages(spec: Spec) -> int:
-    """So many on a rank as the schedule is made for; one for a file's."""
-    p = spec.pipeline
-    assert p is not None
-    per_rank = SCHEDULES[p.schedule].per_rank[0] if p.schedule in SCHEDULES else 1
-    return spec.mesh.size(p.axis) * per_rank
 
 
 # --- before modules, by counts ----------------------------------------------------------------------------------------

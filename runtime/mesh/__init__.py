@@ -15,7 +15,8 @@
 A program cannot tell which mesh it runs on. Collectives return new tensors and never change their argument.
 """
 
-from shardc.runtime.mesh.base import CommRecord, RankMesh, Work
+from shardc.ir.comm_record import CommRecord
+from shardc.runtime.mesh.base import RankMesh, Work
 from shardc.runtime.mesh.torch_mesh import TorchMesh, rank_here
 
 __all__ = ["CommRecord", "RankMesh", "TorchMesh", "Work", "rank_here"]

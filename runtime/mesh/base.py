@@ -8,36 +8,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.waits import Waits
 from shardc.runtime.step.context import StepContext
-
-
-@dataclass(frozen=True)
-class CommRecord:
-    """One collective that ran on this rank.
-
-    bytes: of the whole (reduced, gathered or exchanged) local tensor, as in shardc.ir.metadata.Collective.
-    direction: "forward", "recompute" (of forward, in backward), "backward" or "update". tag: the program's node or
-    bucket that it belongs to."""
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    direction: str
-    tag: str = ""
-
-    @property
-    def axis(self) -> str:
-        return "+".join(self.axes)
 
 
 class Work:

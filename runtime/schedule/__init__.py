@@ -54,6 +54,7 @@ __all__ = [
     "Timeline",
     "alone",
     "computed",
+    "default_stages",
     "fill",
     "forward_only",
     "live",
@@ -129,6 +130,11 @@ SCHEDULES = {
     "zb-v": Maker(zb_v, per_rank=(2,), only=True, kept=zb_v_kept, idle=zb_v_idle),
     "dualpipe-v": Maker(dualpipe_v, per_rank=(2,), only=True, kept=dualpipe_v_kept, idle=dualpipe_v_idle),
 }
+
+
+def default_stages(schedule: str, ranks: int) -> int:
+    """Of a pipeline whose spec says no number: so many on a rank as the schedule is made for; one for a file's."""
+    return ranks * (SCHEDULES[schedule].per_rank[0] if schedule in SCHEDULES else 1)
 
 
 def make(

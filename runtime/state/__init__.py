@@ -19,6 +19,7 @@ place in the global tensor, never by how a program shards, so that any mesh read
     torch_format          torch.distributed.checkpoint's format, in and out
     digest                of a slice, by which damage is found
     disk_calls            every call that reaches a disk
+    gathering             global tensors from every rank's parts
     parts                 this rank's part of each parameter and buffer
     export                folders and files for others
     sources               where weights come from: a model, a builder, a state_dict, files
@@ -34,26 +35,20 @@ place in the global tensor, never by how a program shards, so that any mesh read
     tape_slices           a slice of a recorded tensor, traced back to the tensors of files that it is made of
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from shardc.names_loaded_later import names_loaded_later
 
-import torch
-from torch import Tensor
-
-from shardc.ir.placement import Layout
-from shardc.ir.program import Program
-from shardc.ir.shard_chunks import trim, unchunk
-from shardc.ir.stored import Buffer, Param
-from shardc.runtime.state.adapters import weights_of
-from shardc.runtime.state.checkpoint_folder import DamagedError, SavingError
-from shardc.runtime.state.export import export_safetensors, skeleton
-from shardc.runtime.state.loading import load
-from shardc.runtime.state.parts import blank, constants, local_parameters, local_parts
-from shardc.runtime.state.quantized import plain
-from shardc.runtime.state.saving import Saves, save
-from shardc.runtime.state.sources import Weights, weights, weights_for
+if TYPE_CHECKING:
+    from shardc.runtime.state.adapters import weights_of
+    from shardc.runtime.state.checkpoint_folder import DamagedError, SavingError
+    from shardc.runtime.state.export import export_safetensors, skeleton
+    from shardc.runtime.state.gathering import full_state_dict, gather
+    from shardc.runtime.state.loading import load
+    from shardc.runtime.state.parts import blank, constants, local_parameters, local_parts
+    from shardc.runtime.state.quantized import plain
+    from shardc.runtime.state.saving import Saves, save
+    from shardc.runtime.state.sources import Weights, weights, weights_for
 
 __all__ = [
     "DamagedError",
@@ -76,69 +71,27 @@ __all__ = [
     "weights_of",
 ]
 
-
-def _all(program: Program) -> list[Param | Buffer]:
-    return [*program.params, *program.buffers]
-
-
-def gather(x: Tensor, layout: Layout, mesh: Any, tag: str = "") -> Tensor:
-    """The global tensor of this rank's part `x`, on every rank. Collective over the axes that shard it."""
-    x = x.detach()
-    for axis, shard in sorted(layout.shards(), key=lambda item: item[1].split):  # outer digits first, as Layout.join
-        x = unchunk(mesh.all_gather(x.contiguous(), axis, direction="state", tag=tag), shard)
-    for shard in layout.paddings():
-        x = trim(x, shard)
-    return x
-
-
-def _entries(
-    program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
-) -> Iterator[tuple[Param | Buffer, Tensor]]:
-    """Every parameter and persistent buffer with its global value on the CPU, one at a time."""
-    for x in _all(program):
-        if not x.fqn or (isinstance(x, Buffer) and not x.persistent):
-            continue
-        yield x, gathered_entry(program, mesh, x, params if isinstance(x, Param) else buffers)
-
-
-def gathered_entry(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[str, Tensor]) -> Tensor:
-    """The global value of a parameter or buffer on the CPU, on every rank. Collective."""
-    local = _everywhere(program, mesh, x, held)
-    return gather(local, x.layout, mesh, x.fqn).to(device="cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _everywhere(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[str, Tensor]) -> Tensor:
-    """This rank's part; where its pipeline stage has none, that of the first stage that has. Collective over the
-    pipeline's axis.
-    """
-    if not program.axis:
-        return held[x.name]
-    first, *_ = holders = program.holders(x)
-    at, others = mesh.coordinate(program.axis), [c for c in range(mesh.size(program.axis)) if c not in holders]
-    if at in others:
-        found = torch.empty(x.layout.local_shape(x.shape, program.mesh), dtype=x.dtype, device=mesh.device)
-        mesh.start_receive(found, program.axis, first, tag=x.fqn).wait()
-        return found
-    local = held[x.name]
-    if at == first:
-        for work in [mesh.start_send(local, program.axis, c, direction="state", tag=x.fqn) for c in others]:
-            work.wait()
-    return local
-
-
-def full_state_dict(
-    program: Program,
-    mesh: Any,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    *,
-    rank0_only: bool = False,
-) -> dict[str, Tensor]:
-    """{fqn: global tensor on the CPU}, as the unsharded `model.state_dict()` gives it: all names of tied tensors (one
-    tensor under several names), persistent buffers. rank0_only: the other ranks take part but keep nothing and return
-    {}. Collective."""
-    found: dict[str, Tensor] = {}
-    for x, whole in _entries(program, mesh, params, buffers):
-        if mesh.rank == 0 or not rank0_only:
-            found |= x.by_name(whole)
-    return found
+# Who keeps a file on disk (shardc.plan.disk_cache) needs the calls to it alone.
+__getattr__ = names_loaded_later(
+    __name__,
+    {
+        "weights_of": "shardc.runtime.state.adapters",
+        "DamagedError": "shardc.runtime.state.checkpoint_folder",
+        "SavingError": "shardc.runtime.state.checkpoint_folder",
+        "export_safetensors": "shardc.runtime.state.export",
+        "skeleton": "shardc.runtime.state.export",
+        "full_state_dict": "shardc.runtime.state.gathering",
+        "gather": "shardc.runtime.state.gathering",
+        "load": "shardc.runtime.state.loading",
+        "blank": "shardc.runtime.state.parts",
+        "constants": "shardc.runtime.state.parts",
+        "local_parameters": "shardc.runtime.state.parts",
+        "local_parts": "shardc.runtime.state.parts",
+        "plain": "shardc.runtime.state.quantized",
+        "Saves": "shardc.runtime.state.saving",
+        "save": "shardc.runtime.state.saving",
+        "Weights": "shardc.runtime.state.sources",
+        "weights": "shardc.runtime.state.sources",
+        "weights_for": "shardc.runtime.state.sources",
+    },
+)

@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardc import text_file
 from shardc.runtime.state import digest
 from shardc.runtime.state.boxes import Numbers
-from shardc.runtime.state.tensor_file import MAX_HEADER, unique, whole_numbers
+from shardc.runtime.state.tensor_file import MAX_HEADER, whole_numbers
 
 NAME = "index.json"
 FORMAT, VERSION = "shardc checkpoint", 3
@@ -137,7 +138,7 @@ def from_bytes(data: bytes) -> Index:
     """The index in a file. Raises ValueError that says what is wrong with it."""
     head, _, body = data.partition(b"\n")
     try:
-        found = json.loads(data.decode(), object_pairs_hook=unique)
+        found = json.loads(data.decode(), object_pairs_hook=text_file.unique)
         if not isinstance(found, dict):
             raise ValueError("it is not a table")
         if found.get("format") != FORMAT:

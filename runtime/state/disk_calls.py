@@ -17,11 +17,12 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PAGE = 4096  # bytes; where memory and a file's place have to begin for O_DIRECT
 #: Bytes that a stream collects before it writes them.
@@ -111,6 +112,8 @@ class Stream:
 
 def aligned(nbytes: int, place: int, *, pinned: bool = False) -> Tensor:
     """Memory u8[nbytes] for what a file has from `place` on, which a stream writes without copying it."""
+    import torch  # others read and write bytes
+
     memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pinned)
     start = (place - memory.data_ptr()) % PAGE
     return memory[start : start + nbytes]

@@ -35,6 +35,7 @@ from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.adapter_files import OfSpec
 from shardc.runtime.state.boxes import Runs, kept, model_parts
+from shardc.runtime.state.gathering import gathered_entry
 from shardc.runtime.state.init_recorder import Recorder
 from shardc.runtime.state.init_tape import Tape
 from shardc.runtime.state.pretrained import pretrained_modules
@@ -169,8 +170,6 @@ def export_safetensors(
                 yield list(zip(box.offset, box.shape, strict=True)), box.of(part.local.detach())
 
     def gathered(name: str) -> Tensor:
-        from shardc.runtime.state import gathered_entry
-
         x, _ = tensors[name]
         own = (wholes if wholes is not None else params) if isinstance(x, Param) else buffers
         return x.by_name(gathered_entry(program, mesh, x, own))[name]

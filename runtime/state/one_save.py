@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardc import text_file
 from shardc.runtime.state import checkpoint_index, disk_calls
 from shardc.runtime.state.checkpoint_folder import LOCK, WORK, Known, SavingError, aside, free_name, generations, prune
 from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, plain
 from shardc.runtime.state.digest import digest_of
 from shardc.runtime.state.save_plan import Draft, Plan
 from shardc.runtime.state.saving_optimizer import together
-from shardc.runtime.state.tensor_file import bytes_of, unique
+from shardc.runtime.state.tensor_file import bytes_of
 
 
 class Cancelled(Exception):
@@ -149,7 +150,7 @@ class Save:
 
     def _read(self, rank: int) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(
-            disk_calls.read_file(self._part(rank), checkpoint_index.MAX_BYTES), object_pairs_hook=unique
+            disk_calls.read_file(self._part(rank), checkpoint_index.MAX_BYTES), object_pairs_hook=text_file.unique
         )
         return found
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc import text_file
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
 
@@ -138,18 +139,10 @@ def _parse(descriptor: int, size: int) -> tuple[dict[str, Any], int]:
         raise ValueError(f"it would have {length} bytes, and the file has {size}")
     text = bytearray(length)
     disk_calls.read_into(descriptor, memoryview(text), 8)
-    found = json.loads(bytes(text).decode(), object_pairs_hook=unique)
+    found = json.loads(bytes(text).decode(), object_pairs_hook=text_file.unique)
     if not isinstance(found, dict):
         raise TypeError("it is not a table")
     return found, length
-
-
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json.loads: a table, whose keys may not repeat (ValueError)."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice in one table")
-    return found
 
 
 def _entry(name: str, x: Any, data: int) -> Entry:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc import text_file
 from shardc.errors import Errors, ShardcError
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.tensor_file import TensorFile, unique
+from shardc.runtime.state.tensor_file import TensorFile
 
 MANIFEST, LAYOUTS, SPEC, CONSTANTS, SCHEDULE = (
     "manifest.json",
@@ -124,7 +125,7 @@ class FolderFiles:
             raise ShardcError(what, where=self.path(name), fix=AGAIN)
         text = self.text(name)
         try:
-            found = json.loads(text, object_pairs_hook=unique)
+            found = json.loads(text, object_pairs_hook=text_file.unique)
             if "\\" in text:  # what was escaped
                 self._check_texts(name, found)
             return found

@@ -1,6 +1,6 @@
 """The command line, `shardc`: a file a command, each with a function `command`; `common` has what they share.
 
-model_file      reads the model.py that commands name
+model_file      reads the model.py that commands name; config_file: the config.json of a transformers model
 worker          is what each process of `shardc run` does; training_loop: its steps, saves and signals;
                 training_data: its batches; step_lines: what it prints and logs; step_metrics: FLOPs, MFU, bytes
 

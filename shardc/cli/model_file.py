@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
-import json
 import re
 import sys
 import traceback
@@ -28,14 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from shardc import text_file
 from shardc.artifact.model_source import WHOLE
-from shardc.cli import hidden_modules
+from shardc.cli import config_file, hidden_modules
 from shardc.cli.training_data import seed_everything
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.reading_calls import lazily
-from shardc.runtime.state.tensor_file import unique
 from shardc.runtime.state.weight_files import has_weights
 
 #: What a model file may have besides model() and batch(), with the arguments that each is called with. data() may take
@@ -49,8 +46,6 @@ OPTIONAL = {
     "scheduler": ("optimizer",),
 }
 PARTS = ("part", "parts")
-#: Of a transformers config.json: bytes (the longest has some 20 thousand), and values.
-MAX_CONFIG, MAX_NUMBER, MAX_LAYERS = 1 << 20, 1e15, 100_000
 #: What torch says where a model without weights, or a machine without that device, is moved.
 _OF_DEVICE = re.compile(r"CUDA|meta tensor|HIP|No NVIDIA|device", re.IGNORECASE)
 
@@ -311,15 +306,14 @@ def _function(
 
 
 def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
-    _, _, rest = ref.partition(":")
-    cls, _, file = rest.rpartition(":")
+    cls, file = config_file.named(ref)
     try:
         import transformers
     except ImportError:
         raise ShardcError("hf: models need transformers", where=ref, fix="pip install transformers") from None
-    path = _config_file(file, ref)
+    path = config_file.path_of(file, ref)
     folder = path.parent if path != Path(file) else None  # a folder was named, or a model of the hub
-    values = _config(path, file, ref)
+    values = config_file.read(path, file, ref)
     if not isinstance(values, dict) or "model_type" not in values:
         raise ShardcError("the config has no model_type", where=file, fix='add "model_type": "llama", for example')
     if cls and not hasattr(transformers, cls):
@@ -360,57 +354,3 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
     if folder is None and has_weights(path.parent):
         note = f"weights: random; those beside the config are not read (hf:{path.parent} reads them)"
     return ModelFile(full, build, {"input_ids": ids, "labels": ids.clone()}, weights=weights, note=note)
-
-
-def _config(path: Path, file: str, ref: str) -> Any:
-    """The values of a config.json, which may be anybody's. Raises ShardcError for what is none, for sizes that take
-    hours to build, and for code that it asks transformers to fetch.
-    """
-    fix = "name a transformers config.json"
-    text = text_file.read(path, "config", where=ref, fix=fix, limit=MAX_CONFIG)
-    try:
-        values = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as e:
-        raise ShardcError(f"not JSON: {e.msg}", where=f"{file}:{e.lineno}:{e.colno}", fix=fix) from None
-    except (ValueError, RecursionError) as e:  # a number of thousands of digits, a key that stands twice, a nest
-        what = "it is nested too deeply" if isinstance(e, RecursionError) else str(e)
-        raise ShardcError(f"the config cannot be read: {what}", where=file, fix=fix) from None
-    boxes: list[tuple[str, Any]] = [("", values)]
-    while boxes:
-        key, value = boxes.pop()
-        if isinstance(value, dict):
-            boxes += value.items()
-        elif isinstance(value, list):
-            boxes += ((key, x) for x in value)
-        elif isinstance(value, (int, float)) and abs(value) > (MAX_NUMBER if "layers" not in key else MAX_LAYERS):
-            raise ShardcError(f"{key}: {value:.3g} is larger than any model's", where=file, fix="correct it")
-        elif "attn_implementation" in key and isinstance(value, str) and "/" in value:
-            what = f"{key}: {value[:60]!r} would fetch code from the hub and run it"
-            raise ShardcError(what, where=file, fix="leave it out, or name one of transformers' own: sdpa, eager")
-    return values
-
-
-def _config_file(name: str, ref: str) -> Path:
-    """The config.json that an `hf:` reference names: a file, that of a folder, or of a model of the hub in this
-    machine's cache. Nothing is downloaded.
-    """
-    path = Path(name)
-    if path.is_file():
-        return path
-    if path.is_dir():
-        if (path / "config.json").is_file():
-            return path / "config.json"
-        fix = "name a transformers config.json, or a folder that has one"
-        raise ShardcError(f"there is no config.json in the folder {name}", where=ref, fix=fix)
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or path.suffix in (".json", ".yaml", ".py"):
-        raise ShardcError(f"there is no file {name}", where=ref, fix="name a transformers config.json")
-    from huggingface_hub import try_to_load_from_cache
-
-    if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
-        return Path(cached)
-    what = f"there is no file {name}, and no model of that name in this machine's cache of the hub"
-    fix = f"download its config once, `hf download {name} config.json --local-dir DIR`, and name hf:DIR/config.json"
-    folders = [str(p.parent) for p in Path(name).parent.glob("*/config.json")]
-    if near := difflib.get_close_matches(name, folders, 1):
-        fix = f"did you mean hf:{near[0]}? Or {fix}"
-    raise ShardcError(what, where=ref, fix=fix)

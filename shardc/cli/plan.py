@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,11 +25,12 @@ from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
     from shardc.plan import Plan
+    from shardc.plan.few_layers import Subject
 
 #: Columns of a table that goes to a file.
 WIDE = 200
 #: What happens before anything is priced.
-PREPARING = ("loading the model", "capturing")
+PREPARING = ("looking up what is known", "loading the model", "capturing")
 
 
 def command(
@@ -91,47 +93,46 @@ def command(
         if is_artifact(model):
             fix = "name a model file; `shardc inspect DIR --memory` prices a compiled one"
             raise ShardcError("a compiled DIR already has its spec", where=model, fix=fix)
-        with progress("loading the model", quiet=as_json) as told:
+        with progress(PREPARING[0], quiet=as_json) as told:
 
             def on(subject: str, done: int, total: int) -> None:
                 told(subject if subject in PREPARING else f"pricing {subject}", done, total)
 
-            from shardc.cli import model_file
-            from shardc.plan import plan
+            from shardc.cli import config_file
+            from shardc.plan import planned
+            from shardc.plan.headroom import HEADROOM
+            from shardc.plan.source import Source
 
-            file = model_file.load(model, batch=batch, seq=seq)
-            planned = plan(
-                file.on_meta(),
-                file.batch,
+            found = planned(
+                Source(lambda: _subject(model, batch, seq, on), config_file.made_from(model, batch, seq)),
+                model,
                 devices=devices,
                 device=device[0] if device is not None and len(device) == 1 else device or None,
                 prices=_prices(price or []),
                 global_batch=global_batch,
                 precision=precision,
-                **({} if headroom is None else {"headroom": headroom}),
+                headroom=HEADROOM if headroom is None else headroom,
                 given=given or None,
-                largest=largest,  # type: ignore[arg-type]  # plan refuses any other word
+                largest=largest,
                 fewest=fewest,
                 what_if=what_if,
                 tokens=tokens,
                 cache=not no_cache,
-                loss=file.loss,
-                name=model,
                 on=on,
             )
-        fits = bool(planned.candidates) and planned.candidates[0].fits
-        failure = planned.lacking() if not fits and not given else None
+        fits = bool(found.candidates) and found.candidates[0].fits
+        failure = found.lacking() if not fits and not given else None
         if output and fits:
-            planned.save(output)
+            found.save(output)
         if svg:
-            svg.write_text(planned.svg(), encoding="utf-8")
+            svg.write_text(found.svg(), encoding="utf-8")
         if html:
-            html.write_text(planned.html(), encoding="utf-8")
+            html.write_text(found.html(), encoding="utf-8")
         if as_json:
             errors = {"errors": failure.to_json()} if failure else {}
-            show(json.dumps({**planned.to_json(), "output": str(output) if output and fits else None, **errors}))
+            show(json.dumps({**found.to_json(), "output": str(output) if output and fits else None, **errors}))
         else:
-            _print(planned, given=len(given or ()) == 1)
+            _print(found, given=len(given or ()) == 1)
             if output and fits:
                 show(f"written to {output}")
             if svg:
@@ -142,6 +143,18 @@ def command(
             for text in failure.texts():
                 print_error(f"error {text}")
     raise typer.Exit(0 if fits else 1)
+
+
+def _subject(model: str, batch: int | None, seq: int | None, on: Callable[[str, int, int], None]) -> Subject:
+    """The model, without weights. on: as of `plan`."""
+    on("loading the model", 0, 0)
+    from shardc.cli import model_file
+    from shardc.plan.few_layers import Subject
+
+    file = model_file.load(model, batch=batch, seq=seq)
+    subject = Subject.of(file.on_meta(), file.batch, file.loss)
+    on("capturing", 0, 0)
+    return subject
 
 
 def _prices(said: list[str]) -> dict[str, float]:

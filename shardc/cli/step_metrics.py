@@ -57,7 +57,7 @@ def peak_flops(program: Program, where: torch.device) -> float | None:
     spec = program.spec
     compute = spec.precision.compute if spec is not None else None
     floating = [p.dtype for p in program.params if p.dtype.is_floating_point]
-    dtype = getattr(torch, compute) if compute else floating[0] if floating else torch.float32
+    dtype = compute or (str(floating[0]).removeprefix("torch.") if floating else "float32")
     return known.flops_per_second(dtype)
 
 

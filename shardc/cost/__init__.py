@@ -3,6 +3,7 @@
 device        what a device does in a second; measure: this machine's numbers
 collective_seconds
               how long one collective takes on it
+recorded      what a dry run found out: storages, ops, collectives, as plain values
 dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory; which bytes
               are parameters, gradients, optimizer state, activations; first_step: what it makes the state with
 ledger        counts the storages and ops of a dry run; known_ops: what it has seen of them already

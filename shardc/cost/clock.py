@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from shardc.cost.collective_seconds import collective_seconds, reach
 from shardc.cost.device import Device
 from shardc.cost.flights import Flight, Flights
-from shardc.cost.ledger import Op, Part, Sent, Waited
+from shardc.cost.recorded import Op, Part, Sent, Waited
+from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import Mesh
 from shardc.ir.offload import HOST_LINK
-from shardc.runtime.mesh import CommRecord
 
 
 @dataclass

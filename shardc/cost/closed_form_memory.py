@@ -31,9 +31,8 @@ from sympy import Expr, Integer, Symbol
 from torch import fx
 
 from shardc.cost.closed_form_work import bytes_by_collective, flops_by_layer
-from shardc.cost.dry_run import DryRun
 from shardc.cost.kept_activations import forwards, storages
-from shardc.cost.ledger import Storage
+from shardc.cost.recorded import DryRun, Storage
 from shardc.cost.size_symbols import LayerSums, Symbols
 from shardc.ir.graph import source_of, value_of
 from shardc.ir.layers import layer_of

@@ -14,15 +14,14 @@ import sympy  # type: ignore[import-untyped]
 from sympy import Expr, Integer
 from torch import fx
 
-from shardc.cost.dry_run import DryRun
-from shardc.cost.ledger import Op, Sent
+from shardc.cost.recorded import DryRun, Op, Sent
 from shardc.cost.size_symbols import LayerSums, Symbols
 from shardc.ir.buckets import Bucket
+from shardc.ir.comm_record import CommRecord
 from shardc.ir.graph import operands_of, source_of, values_of
 from shardc.ir.layers import layer_of
 from shardc.ir.offload import HOST_LINK
 from shardc.ir.program import Program
-from shardc.runtime.mesh import CommRecord
 
 
 def flops_by_layer(r: DryRun, symbols: Symbols, nodes: Mapping[str, fx.Node]) -> LayerSums:

@@ -16,12 +16,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shardc import text_file
-from shardc.cost.ledger import Op
+from shardc.cost.recorded import Op
 from shardc.errors import Errors, ShardcError
 from shardc.ir.patterns import nearest
 from shardc.ir.units import plural
@@ -33,12 +32,12 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 #: Dtypes of products of 8 bits, and what a device's `flops` call them: by their factors', or by their scales' where
 #: these are of blocks.
-NARROW = {torch.float8_e4m3fn: "float8", torch.float8_e5m2: "float8", torch.float8_e8m0fnu: "mxfp8"}
+NARROW = {"float8_e4m3fn": "float8", "float8_e5m2": "float8", "float8_e8m0fnu": "mxfp8"}
 
 
-def format_of(dtype: torch.dtype) -> str:
-    """What a device's `flops` call a dtype."""
-    return NARROW.get(dtype, str(dtype).removeprefix("torch."))
+def format_of(dtype: str) -> str:
+    """What a device's `flops` call a dtype: "float32"."""
+    return NARROW.get(dtype, dtype)
 
 
 #: The devices of this machine, whose files are made by measuring.
@@ -197,9 +196,9 @@ class Device(_Section):
         fix = f"make it at most {self.nodes * self.node:,} ranks, or write nodes: {-(-ranks // self.node)}"
         raise ShardcError(what, where=where, fix=fix)
 
-    def flops_per_second(self, dtype: torch.dtype) -> float:
-        """The peak of products in a dtype (shardc.cost.ledger.Op); of a dtype that is not listed, that of the slowest:
-        but of factors of 8 bits, that of 16, in which they are multiplied where there is no kernel.
+    def flops_per_second(self, dtype: str) -> float:
+        """The peak of products in a dtype, "bfloat16". Of one that is not listed, that of the slowest: but of factors
+        of 8 bits, that of 16, in which they are multiplied where there is no kernel.
         """
         slowest = min(self.flops.values())
         return self.flops.get(format_of(dtype), self.flops.get("bfloat16", slowest) if dtype in NARROW else slowest)
@@ -233,7 +232,7 @@ class Device(_Section):
         if self.products is not None and op.matrices:
             many, m, n = op.matrices
             # a ramp takes its seconds, in which 8 bits get further
-            faster = peak / self.flops_per_second(torch.bfloat16) if op.dtype in NARROW else 1.0
+            faster = peak / self.flops_per_second("bfloat16") if op.dtype in NARROW else 1.0
             share *= self.products.share(m, n, op.flops / (2 * many * m * n), many, faster)
         return op.flops / (peak * self.reaches.flops * share)
 

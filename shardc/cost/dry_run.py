@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,13 +21,13 @@ from torch import Tensor, fx
 from shardc.cost import first_step, host_memory
 from shardc.cost.fake_mesh import FakeMesh, rank_of
 from shardc.cost.known_ops import KnownOps
-from shardc.cost.ledger import Ledger, Part, Sent, Storage, Waited
+from shardc.cost.ledger import Ledger
+from shardc.cost.recorded import DryRun, Part, Sent, Waited
 from shardc.ir.graph import copy_graph, values_of
 from shardc.ir.pieces import moved, pieces_of
 from shardc.ir.program import Program
 from shardc.ir.stage import Lowered, Stage
 from shardc.ir.stored import Buffer, Input, Param
-from shardc.ir.units import plural
 from shardc.passes.lower.pieces import shares_memory
 from shardc.passes.runner import uncollected
 from shardc.runtime import schedule as schedules
@@ -44,34 +44,8 @@ from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
 from shardc.runtime.zero.optimizer_list import as_one, class_of
 from shardc.torch_private import fake_mode, sequence_number
 
-#: Kinds of what stays from step to step.
-RESIDENT = ("parameters", "optimizer", "buffers")
-
-
 #: Ops of a rank's forward, over all microbatches, that are run one by one.
 OPS = 4000
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """What one rank does in a step; of a forward-only program that is a forward. at: its coordinate on the pipeline's
-    axis. resident: what is stored before a step.
-
-    before: what comes before the first action (taking the batch). actions: those that were run, with what each does.
-    after: sums and norms. update: the optimizer's step. optimizer: the name of its class.
-    """
-
-    at: int
-    rank: int
-    resident: tuple[Storage, ...]
-    before: Part
-    actions: tuple[tuple[Action, Part], ...]
-    after: Part
-    update: Part
-    optimizer: str = ""
-
-    def __repr__(self) -> str:
-        return f"<DryRun of rank {self.rank}: {plural(len(self.actions), 'action')}>"
 
 
 @uncollected()

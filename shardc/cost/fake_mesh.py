@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.cost.ledger import Ledger, Sent, Waited
+from shardc.cost.ledger import Ledger
+from shardc.cost.recorded import Sent, Waited
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh import Work
 from shardc.runtime.mesh.shapes import ShapeMesh

@@ -27,11 +27,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from shardc.cost.collective_seconds import collective_seconds, reach
 from shardc.cost.device import Device, Link, OpRates, Products, format_of
-from shardc.cost.ledger import Op
+from shardc.cost.recorded import Op
 
 #: One of so many shapes is held back.
 HELD = 4
@@ -195,7 +194,7 @@ def _flops(d: Device, samples: Sequence[OpSample]) -> Device:
 
 def _of_dtypes(d: Device, samples: Sequence[OpSample]) -> tuple[float, Device]:
     """(how far the samples are off, the device): with the rates by dtype that fit best."""
-    by: defaultdict[torch.dtype, list[tuple[float, float]]] = defaultdict(list)
+    by: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for x in samples:
         by[x.op.dtype].append((d.product_seconds(x.op) / _work(d, x), x.seconds))
     faster = {dtype: _weighted_median(some) for dtype, some in by.items()}

@@ -13,7 +13,7 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from shardc.runtime.mesh import CommRecord
+from shardc.ir.comm_record import CommRecord
 
 
 @dataclass(eq=False)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.cost.ledger import Ledger, Sent, Waited
+from shardc.cost.ledger import Ledger
+from shardc.cost.recorded import Sent, Waited
+from shardc.ir.comm_record import CommRecord
 from shardc.ir.offload import HOST_LINK, OffloadPlaces
-from shardc.runtime.mesh import CommRecord
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Mover
 from shardc.runtime.offload.storage import Place, Slot

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from shardc.cost.dry_run import DryRun
-from shardc.cost.ledger import Part, Storage
+from shardc.cost.recorded import DryRun, Part, Storage
 from shardc.ir.graph import operands_of, source_of
 from shardc.ir.program import Program
 from shardc.ir.source import Source
@@ -80,7 +79,7 @@ def kept(program: Program, r: DryRun) -> list[Kept]:
     nodes = {n.name: (n, graph) for graph in graphs for n in graph.saved}
     found = []
     for x in made:
-        if x.op not in nodes:
+        if x.op not in nodes or x.dtype is None:
             continue
         node, graph = nodes[x.op]
         result = any(v.nbytes() == x.nbytes for v in saved.types(node))

@@ -12,34 +12,20 @@ shardc.cost.dry_run for parameters, gradients and the optimizer's state.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardc.cost.known_ops import KnownOps
+from shardc.cost.recorded import HOST, Op, Part, Storage
 from shardc.ir.flops import flops_of, is_attention, masked_share, matrices_of, traffic_of
-from shardc.runtime.mesh import CommRecord
 from shardc.torch_private import FakeTensor, TorchDispatchMode, current_backward, fake_device, pytree
 
 aten = torch.ops.aten
-#: Kinds in the order in which they are shown.
-KINDS = (
-    "parameters",
-    "optimizer",
-    "gradients",
-    "buffers",
-    "inputs",
-    "activations",
-    "gathered",
-    "communication",
-    "temporaries",
-)
-#: The kind of what is kept in the machine's memory or in files: not a part of the device's memory.
-HOST = "host"
 #: Ops that read a tensor's value: what they return for a tensor without data.
 _VALUE_READS: dict[Any, Callable[[Tensor], Any]] = {
     aten._local_scalar_dense.default: lambda x: (
@@ -70,69 +56,9 @@ _LARGEST: dict[Any, Callable[..., Any]] = {
 }
 
 
-class Storage:
-    """One storage. op: what made it; shape, dtype: of the first tensor in it."""
-
-    __slots__ = ("dtype", "kind", "nbytes", "op", "shape")
-
-    def __init__(
-        self, nbytes: int, kind: str, op: str = "", shape: tuple[int, ...] = (), dtype: torch.dtype = torch.uint8
-    ) -> None:
-        self.nbytes, self.kind, self.op, self.shape, self.dtype = nbytes, kind, op, shape, dtype
-
-
-class Op(NamedTuple):
-    """An op that ran. traffic: bytes of memory that it reads and writes. dtype: of its first floating operand; of
-    a product with scales for blocks, that of the scales. name: as torch calls it, "mm"; again: it is of forward, and
-    runs in backward.
-
-    of, shape: of an op with products, the program's op that it belongs to, and its result's shape. matrices: (how many,
-    rows, columns) of the products' results. attention: it is a kernel for it; masked: flops of its kind that a kernel
-    leaves out, as a mask empties them.
-    """
-
-    flops: int
-    traffic: int
-    dtype: torch.dtype
-    of: str = ""
-    shape: tuple[int, ...] = ()
-    matrices: tuple[int, int, int] | tuple[()] = ()
-    attention: bool = False
-    masked: int = 0
-    name: str = ""
-    again: bool = False
-
-
-class Sent(NamedTuple):
-    """A collective. key: names one that overlaps with what comes next, until `Waited` of that key; None: the next op
-    waits for it. after: the key of another one that it begins after.
-    """
-
-    record: CommRecord
-    key: int | None = None
-    after: int | None = None
-
-
-class Waited(NamedTuple):
-    """The rank waits for the collective of that key."""
-
-    key: int
-
-
-@dataclass
-class Part:
-    """A part of a step. changes: (+1 allocated or -1 freed, storage), in order. work: what takes time, in order. sent:
-    the collectives.
-    """
-
-    name: str
-    changes: list[tuple[int, Storage]] = field(default_factory=list)
-    work: list[Op | Sent | Waited] = field(default_factory=list)
-    sent: tuple[CommRecord, ...] = ()
-
-    @property
-    def flops(self) -> int:
-        return sum(w.flops for w in self.work if isinstance(w, Op))
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Ledger(TorchDispatchMode):
@@ -168,7 +94,7 @@ class Ledger(TorchDispatchMode):
         """
         ops, self._fusing = self._fusing or [], None
         if ops:
-            dtype = next((x.dtype for x in ops if x.dtype.is_floating_point), ops[0].dtype)
+            dtype = next((x.dtype for x in ops if "float" in x.dtype), ops[0].dtype)
             self.parts[-1].work.append(Op(sum(x.flops for x in ops), traffic, dtype, name="fused"))
 
     def live(self) -> list[Storage]:
@@ -262,13 +188,13 @@ def _op(func: Any, args: Any, kwargs: Any, result: Any) -> Op | None:
     results = _tensors(result)
     floating = [x.dtype for x in (*operands, *results) if x.dtype.is_floating_point]
     dtype, name = floating[0] if floating else results[0].dtype, func._schema.name.removeprefix("aten::")
-    op = Op(flops_of(func, args, kwargs, result), traffic, dtype, name=name)
+    op = Op(flops_of(func, args, kwargs, result), traffic, _name_of(dtype), name=name)
     if not op.flops:
         return op
     attention = is_attention(func)
     scales = [x for x in floating if x is torch.float8_e8m0fnu]  # of blocks
     return op._replace(
-        dtype=scales[0] if scales else dtype,
+        dtype=_name_of(scales[0] if scales else dtype),
         shape=tuple(map(int, results[0].shape)),
         matrices=matrices_of(func, args, result),
         attention=attention,

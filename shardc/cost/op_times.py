@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardc.cost.ledger import Ledger, Op
+from shardc.cost.ledger import Ledger
+from shardc.cost.recorded import Op
 from shardc.runtime.mesh.base import RankMesh
 from shardc.runtime.mesh.waits import Wait, event
 from shardc.torch_private import busy_gpu, current_backward, pytree
@@ -80,8 +81,7 @@ _HEAD = ("step", "rank", "mesh", "kind", "device", "made", "seconds")
 
 def _op_json(op: Op) -> dict[str, Any]:
     """Without what is empty."""
-    said = {**op._asdict(), "dtype": str(op.dtype).removeprefix("torch.")}
-    return {k: x for k, x in said.items() if x or k in ("flops", "traffic")}
+    return {k: x for k, x in op._asdict().items() if x or k in ("flops", "traffic")}
 
 
 def _op(value: dict[str, Any]) -> Op:
@@ -89,7 +89,7 @@ def _op(value: dict[str, Any]) -> Op:
     for name in ("shape", "matrices"):
         if name in said:
             said[name] = tuple(said[name])
-    return Op(**{**said, "dtype": getattr(torch, said["dtype"])})
+    return Op(**said)
 
 
 class OpTimes(Ledger):

@@ -9,11 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardc.cost.caching_allocator import Block, CachingAllocator
-from shardc.cost.dry_run import RESIDENT, DryRun
-from shardc.cost.ledger import HOST, KINDS, Part, Storage
+from shardc.cost.recorded import HOST, KINDS, RESIDENT, DryRun, Part, Storage, parts
 from shardc.ir.units import size
 from shardc.runtime.schedule import Action
-from shardc.runtime.schedule.actions import PAIRS
 
 #: Points that a curve is drawn with, at most.
 POINTS = 400
@@ -61,28 +59,6 @@ class Memory:
         if kind not in KINDS:
             raise KeyError(kind)
         return self.kinds.get(kind, 0)
-
-
-def parts(r: DryRun, actions: tuple[Action, ...]) -> Iterator[tuple[Action | None, Part]]:
-    """The parts of a whole step. An action that was not run does what the same action of another microbatch did."""
-    ran = dict(r.actions)
-    microbatches = sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
-    middle = microbatches[len(microbatches) // 2]  # neither the first one, which makes gradients, nor the last
-    alike: dict[tuple[str, int, int, int], Part] = {}
-    for a, part in r.actions:
-        of_pair = a.kind in PAIRS and microbatches[-1] not in (a.microbatch, a.other[1])
-        if _kind(a) not in alike or a.microbatch == middle or of_pair:
-            alike[_kind(a)] = part
-    yield None, r.before
-    for a in actions:
-        yield a, ran[a] if a in ran else alike[_kind(a)]
-    yield None, r.after
-    yield None, r.update
-
-
-def _kind(a: Action) -> tuple[str, int, int, int]:
-    """Equal for actions that differ in their microbatches alone."""
-    return a.kind, a.stage, a.peer, a.other[0]
 
 
 def memory(r: DryRun, actions: tuple[Action, ...]) -> Memory:

@@ -14,7 +14,7 @@ import sympy  # type: ignore[import-untyped]
 from sympy import Expr, Integer, Symbol
 from torch import fx
 
-from shardc.cost.ledger import Storage
+from shardc.cost.recorded import Storage
 from shardc.errors import ShardcError
 from shardc.ir.graph import operands_of, values_of
 from shardc.ir.metadata import Collective, Value

@@ -12,12 +12,12 @@ from shardc.cost.clock import Clock
 from shardc.cost.closed_form_memory import Symbolic, symbolic
 from shardc.cost.collective_seconds import collective_seconds
 from shardc.cost.device import Device
-from shardc.cost.dry_run import DryRun, dry_run
+from shardc.cost.dry_run import dry_run
 from shardc.cost.kept_activations import Kept, kept
 from shardc.cost.known_ops import KnownOps
-from shardc.cost.ledger import Part
-from shardc.cost.peak_memory import Memory, memory, parts, reserved
+from shardc.cost.peak_memory import Memory, memory, reserved
 from shardc.cost.premises import premises
+from shardc.cost.recorded import DryRun, Part, parts
 from shardc.cost.streams import Span, Streams
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program

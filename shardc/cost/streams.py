@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from shardc.cost.clock import Clock
 from shardc.cost.flights import Flight
-from shardc.cost.ledger import Op, Part
-from shardc.runtime.mesh import CommRecord
+from shardc.cost.recorded import Op, Part
+from shardc.ir.comm_record import CommRecord
 
 _ACTION = re.compile(r"\d+(F|B|I|W)\d*(\+\d+B)?")
 #: What runs in a pair of two microbatches.

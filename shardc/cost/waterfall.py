@@ -23,14 +23,13 @@ from dataclasses import dataclass, field
 
 from shardc.cost.clock import Clock
 from shardc.cost.device import Device
-from shardc.cost.ledger import Op, Part
 from shardc.cost.op_times import MeasuredStep
-from shardc.cost.peak_memory import parts
+from shardc.cost.recorded import Op, Part, parts
 from shardc.cost.run_log import RunLog
 from shardc.cost.step import Cost
 from shardc.errors import ShardcError
+from shardc.ir.comm_record import CommRecord
 from shardc.runtime import schedule as schedules
-from shardc.runtime.mesh import CommRecord
 
 PEAK, BELOW, MEMORY, SMALL = "products at the peak", "below the peak", "memory-bound ops", "small ops"
 AGAIN, UPDATE, HOST, STAGES, DATA = "recomputed", "update", "host", "other stages", "data"

@@ -2,10 +2,12 @@
 without a device or data.
 
 planner         the questions that a plan answers           result          Plan, Candidate
-few_layers      the model, with few of its layers           space           the choices: mesh, ZeRO, schedule, ...
+source          the model, made when it is needed           few_layers      the model, with few of its layers
+space           the choices: mesh, ZeRO, schedule, ...      facts           what they have to know of a model
 dry_runs        one microbatch on one stage, dry-run        stage_vectors   the parts of a stage's step as vectors
-records         what is known of a model already            traces          dry runs as JSON
-fingerprint     whether a model is the same as before       disk_cache      files of answers
+records         what is known of a model already            compiled_ranks  what has to be compiled to be known
+traces          dry runs as JSON                            disk_cache      files of answers
+fingerprint     whether a model is the same as before       installed       whether all around it is, too
 estimate        a first price of every choice               exact_price     an exact price of one
 reserved_bytes  what the allocator takes for it
 headroom        how much of a device's memory it may take
@@ -23,23 +25,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardc.call_arguments import checked
 from shardc.cost.device import Device, chosen
 from shardc.errors import ShardcError
 from shardc.plan import clusters
 from shardc.plan.disk_cache import DiskCache, folder
-from shardc.plan.few_layers import Subject
 from shardc.plan.headroom import HEADROOM, usable
 from shardc.plan.planner import Planner
 from shardc.plan.result import Candidate, Plan
+from shardc.plan.source import Source
 from shardc.spec import Spec
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
 __all__ = ["Candidate", "Plan", "plan"]
+
+Devices = str | Path | Device | Sequence[str | Path | Device] | None
+Given = str | Path | Mapping[str, Any] | Spec | Sequence[str | Path | Mapping[str, Any] | Spec] | None
 
 
 @checked("shardc.plan", elsewhere={})
@@ -48,11 +54,11 @@ def plan(
     batch: Any,
     *,
     devices: int | None = None,
-    device: str | Path | Device | Sequence[str | Path | Device] | None = None,
+    device: Devices = None,
     global_batch: int | None = None,
     precision: str = "bfloat16",
     headroom: float = HEADROOM,
-    given: str | Path | Mapping[str, Any] | Spec | Sequence[str | Path | Mapping[str, Any] | Spec] | None = None,
+    given: Given = None,
     largest: Literal["batch", "sequence", "model"] | None = None,
     fewest: bool = False,
     what_if: bool = False,
@@ -81,19 +87,54 @@ def plan(
     on: called with what is being priced: (subject, done, total).
     Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """
+    from shardc.plan.few_layers import Subject
+
+    return planned(
+        Source(lambda: Subject.of(model, batch, loss)),
+        name or type(model).__name__,
+        devices=devices,
+        device=device,
+        global_batch=global_batch,
+        precision=precision,
+        headroom=headroom,
+        given=given,
+        largest=largest,
+        fewest=fewest,
+        what_if=what_if,
+        tokens=tokens,
+        prices=prices,
+        cache=cache,
+        on=on,
+    )
+
+
+def planned(
+    source: Source,
+    name: str,
+    *,
+    devices: int | None,
+    device: Devices,
+    global_batch: int | None,
+    precision: str,
+    headroom: float,
+    given: Given,
+    largest: str | None,
+    fewest: bool,
+    what_if: bool,
+    tokens: float | None,
+    prices: Mapping[str, float] | None,
+    cache: bool,
+    on: Callable[[str, int, int], None],
+) -> Plan:
+    """As `plan`, of a model that is made when it is needed."""
     started = time.perf_counter()
     if isinstance(device, Sequence) and not isinstance(device, str):
         each = [chosen(one, None) for one in device]
         clusters.priced(prices or {}, [one.name for one in each])
-        same: dict[str, Any] = {
-            "devices": devices,
-            "global_batch": global_batch,
-            "precision": precision,
-            "given": given,
-        }
-        same |= {"headroom": headroom, "largest": largest, "fewest": fewest, "what_if": what_if, "tokens": tokens}
-        same |= {"cache": cache, "loss": loss, "name": name, "on": on}
-        found = clusters.best([plan(model, batch, device=one, **same) for one in each], prices or {})
+        same: dict[str, Any] = {"devices": devices, "global_batch": global_batch, "precision": precision}
+        same |= {"headroom": headroom, "given": given, "largest": largest, "fewest": fewest, "what_if": what_if}
+        same |= {"tokens": tokens, "prices": prices, "cache": cache, "on": on}
+        found = clusters.best([planned(source, name, device=one, **same) for one in each], prices or {})
         return replace(found, seconds=time.perf_counter() - started)
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     specs = [Spec.load(one, world=devices) for one in several if one is not None]
@@ -123,10 +164,9 @@ def plan(
         raise ShardcError(f"cannot search for the largest {largest!r}", where="--largest", fix=fix)
     if tokens is not None and not tokens > 0:
         raise ShardcError(f"{tokens} tokens are too few", where="--tokens", fix="name a number, such as 1e12")
-    on("capturing", 0, 0)
+    on("looking up what is known", 0, 0)
     disk = DiskCache(folder()) if cache else None
-    subject = Subject.of(model, batch, loss)
-    planner = Planner(subject, on_device, precision, headroom, name or type(model).__name__, on, disk)
+    planner = Planner(source, on_device, precision, headroom, name, on, disk)
     if specs:
         result = planner.given(specs, global_batch)
     else:

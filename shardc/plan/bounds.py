@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardc.cost.device import Device
-from shardc.cost.ledger import KINDS
+from shardc.cost.recorded import KINDS
 from shardc.plan.dry_runs import Stages
 from shardc.plan.exact_price import beside_layers
 from shardc.plan.records import Weights

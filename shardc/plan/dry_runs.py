@@ -17,7 +17,7 @@ from shardc.cost.collective_seconds import places
 from shardc.cost.device import Device
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.plan.few_layers import UNITS, Subject
+from shardc.plan.facts import UNITS, Facts
 from shardc.plan.records import Rank, Records, Weights
 from shardc.plan.reserved_bytes import Few
 from shardc.plan.space import Choice, Core, Layers, SpecTemplate, budget, spec
@@ -108,8 +108,8 @@ class Library:
     _alone: dict[str, tuple[Stage, Few]] = field(default_factory=dict)
 
     @property
-    def subject(self) -> Subject:
-        return self.records.subject
+    def facts(self) -> Facts:
+        return self.records.facts
 
     def on(self, device: Device) -> Library:
         """The same on another device of its kind, from the same dry runs."""
@@ -127,7 +127,7 @@ class Library:
     @property
     def layers(self) -> Layers | None:
         """The model's list of layers that repeats."""
-        layers = self.subject.layers
+        layers = self.facts.layers
         return layers if layers is None or self.number is None else replace(layers, number=self.number)
 
     def core(self, choice: Choice) -> Stages:

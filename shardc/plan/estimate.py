@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.cost.collective_seconds import collective_seconds
-from shardc.cost.ledger import KINDS
+from shardc.cost.recorded import KINDS
 from shardc.ir.mesh import Mesh
 from shardc.plan.bounds import GROW
 from shardc.plan.dry_runs import Library, Stages
@@ -359,7 +359,7 @@ class _Summed:
 
 def _loads(s: _Summed, c: Choice, library: Library, folds: bool) -> tuple[Load, ...]:
     """Of the ranks that may have most: of a pipeline the first, one in the middle, and the last."""
-    layers, core = library.subject.layers, s.core
+    layers, core = library.facts.layers, s.core
     if core.whole is not None or layers is None:
         return (Load.of([s.one / c.pp], Weights(*(x / c.pp for x in core.weights[0]))),)
     if c.pp == 1:

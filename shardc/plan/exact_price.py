@@ -16,12 +16,9 @@ from typing import Any
 import numpy as np
 
 from shardc.cost.collective_seconds import collective_seconds
-from shardc.cost.ledger import KINDS
-from shardc.cost.peak_memory import parts
-from shardc.cost.step import assemble
+from shardc.cost.recorded import KINDS, parts
 from shardc.ir.layers import layer_of
 from shardc.ir.mesh import Mesh
-from shardc.passes.pipeline.cuts import default_stages
 from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.records import spec_text
 from shardc.plan.reserved_bytes import Few, outside, reserved
@@ -106,7 +103,7 @@ def _price(library: Library, spec: Spec, batch: int) -> Priced:
     if batch % (each * spec.data_ranks):
         return _whole(library, spec, batch)  # compile raises the error
     side_by_side = spec.lower is not None and spec.lower.overlap != "none"  # a pair costs what its text takes
-    if side_by_side or not library.subject.treats_layers_alike(spec):
+    if side_by_side or not library.records.treats_layers_alike(spec):
         return _whole(library, spec, batch)
     p = spec.pipeline
     if p is None or spec.mesh.size(p.axis) == 1:
@@ -132,7 +129,7 @@ def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
     if p.cut is not None and all(layer_of(name) for name in p.cut):
         starts = [0, *(int(layer_of(name)[1]) for name in p.cut), layers]  # type: ignore[index]
         return tuple(b - a for a, b in pairwise(starts))
-    return balanced(stages, p.stages or default_stages(spec), layers)
+    return balanced(stages, p.stages or schedules.default_stages(p.schedule, spec.mesh.size(p.axis)), layers)
 
 
 def balanced(stages: Stages, count: int, layers: int) -> tuple[int, ...]:
@@ -270,7 +267,9 @@ def _bytes(v: Vector) -> float:
 
 def _whole(library: Library, spec: Spec, batch: int) -> Priced:
     """A spec whose program is compiled as it is, with a dry run of each of its ranks."""
-    program, each = library.records.whole(spec_text(spec), batch, library.sequence)
+    from shardc.cost.step import assemble  # needs the passes, as does what it prices
+
+    program, each = library.records.compiled.whole(spec_text(spec), batch, library.sequence)
     schedule = schedules.of(program)
     cost = assemble(program, schedule, each, library.device)
     spent: list[dict[str, float]] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +23,11 @@ from shardc.ir.patterns import match, of_every_layer
 from shardc.ir.program import Program
 from shardc.ir.types import op_name
 from shardc.passes.annotate import model_plan
+from shardc.plan.facts import UNITS, Facts
 from shardc.plan.space import Layers
 from shardc.runtime.step import inputs
-from shardc.spec import Spec
 from shardc.torch_private import pytree
 
-#: Units of layers, enough to see what each adds: stages of one (the first), one, two, and one (the last).
-UNITS = 5
 #: Attributes in which transformers' layers keep their own number.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index")
 Loss = Callable[[Any, Any], Tensor]
@@ -59,16 +57,9 @@ class Subject:
             subject._short = _shortened(model, name, first + UNITS * period)
         return subject
 
-    def treats_layers_alike(self, spec: Spec) -> bool:
-        """Whether a spec says the same of every layer: only then are few layers like many. Not so with `every: 2`, or
-        with a pattern that names single layers, nor where matrices have owners, which are balanced over all layers.
-        """
-        if self.layers is None:
-            return True
-        if spec.optimizer.matrices is not None or any(entry.every > 1 for entry in spec.checkpoint):
-            return False
-        patterns = {r.pattern for r in spec.shard} | {r.pattern for r in spec.activations}
-        patterns |= {e.match for e in spec.experts} | {e.match for e in spec.checkpoint}
+    def match_layers_alike(self, patterns: Set[str]) -> bool:
+        """Whether each pattern matches the same of every layer: not so if one names single layers."""
+        assert self.layers is not None
         names = [n for n, _ in (*self.model.named_modules(), *self.model.named_parameters())]
         matched: dict[tuple[int, str], set[frozenset[str]]] = {}  # by kind of layer and name in it
         for name in names:
@@ -93,11 +84,6 @@ class Subject:
         """
         lengths = {x.shape[1] for x in _leaves(self.batch) if x.dim() == (3 if x.is_floating_point() else 2)}
         return lengths.pop() if len(lengths) == 1 else None
-
-    @property
-    def carried(self) -> bool:
-        """Whether the model has a plan for tensor parallelism of its own."""
-        return bool(model_plan.read(self.model))
 
     def example(self, rows: int, sequence: int | None = None) -> Any:
         """A batch of other sizes, on the meta device."""
@@ -135,25 +121,24 @@ class Subject:
         return self._short if units is not None and self._short is not None else self.model
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What specs of a model have to know of its graph. regions, sequences, experts: patterns of modules; number: of
-    experts; cuts: stages that a pipeline may have; inputs: `batch: {dims: ...}`.
-    """
-
-    regions: Sequence[str]
-    sequences: Sequence[str]
-    experts: Sequence[str]
-    number: int
-    cuts: int
-    inputs: Mapping[str, int | None]
-
-
 def facts(subject: Subject) -> Facts:
     """From the captured model with few of its layers, for two rows. Raises ShardcError as capture does."""
     program = subject.captured(2, UNITS if subject.layers else None)
     modules, number = experts(program)
-    return Facts(regions(program), sequences(program), modules, number, cuts(program), whole_inputs(program, 2))
+    first = next((p for p in subject.model.parameters() if p.is_floating_point()), None)
+    return Facts(
+        rows=subject.rows,
+        sequence=subject.sequence,
+        layers=subject.layers,
+        dtype=str(first.dtype).removeprefix("torch.") if first is not None else "float32",
+        carried=bool(model_plan.read(subject.model)),
+        regions=regions(program),
+        sequences=sequences(program),
+        experts=modules,
+        number=number,
+        cuts=cuts(program),
+        inputs=whole_inputs(program, 2),
+    )
 
 
 def whole_inputs(program: Program, rows: int) -> dict[str, int | None]:

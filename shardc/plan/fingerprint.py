@@ -17,7 +17,6 @@ import functools
 import hashlib
 import sys
 import types
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from shardc.artifact import model_source
 from shardc.ir.source import is_models, is_users
+from shardc.plan.installed import shardc_source
 from shardc.torch_private import pytree
 
 #: What an object was hashed to when it was made, as transformers' generation_config keeps it: another number in every
@@ -45,6 +45,11 @@ class Unknown(Exception):
 
 def fingerprint(model: nn.Module, batch: Any, loss: Any) -> str:
     """Raises Unknown."""
+    return described(model, batch, loss)[0]
+
+
+def described(model: nn.Module, batch: Any, loss: Any) -> tuple[str, frozenset[str]]:
+    """The fingerprint, and the paths of the files that decided it. Raises Unknown."""
     found = _Description()
     found.module(model)
     found.function(loss)
@@ -57,21 +62,7 @@ def fingerprint(model: nn.Module, batch: Any, loss: Any) -> str:
             found.value(x)
     found.sources(model, loss)
     found.say(torch.__version__, sys.version_info[:2], torch.get_default_dtype(), shardc_source())
-    return found.digest.hexdigest()
-
-
-@functools.cache
-def shardc_source() -> str:
-    """A digest of the package's own files."""
-    digest = hashlib.sha256()
-    for package in ("shardc", "shardc.passes", "shardc.runtime"):
-        spec = find_spec(package)
-        assert spec is not None
-        assert spec.origin is not None
-        top = Path(spec.origin).parent
-        for path in sorted(top.rglob("*.py")):
-            digest.update(str(path.relative_to(top)).encode() + path.read_bytes())
-    return digest.hexdigest()
+    return found.digest.hexdigest(), frozenset(found.files)
 
 
 class _Description:
@@ -81,7 +72,7 @@ class _Description:
         self.digest = hashlib.sha256()
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no other object gets the address of one that was seen
-        self._files: set[str] = set()
+        self.files: set[str] = set()
 
     def say(self, *things: Any) -> None:
         self.digest.update(repr(things).encode() + b"\n")
@@ -208,9 +199,9 @@ class _Description:
 
     def _file(self, file: str) -> None:
         """All of a file that a class of the model's is in, and the plain values in it now."""
-        if file in self._files:
+        if file in self.files:
             return
-        self._files.add(file)
+        self.files.add(file)
         self.digest.update(Path(file).read_bytes())
         if is_users(file):
             for module in [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == file]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
-from shardc.cost.ledger import KINDS
+from shardc.cost.recorded import KINDS
 from shardc.ir.units import count, seconds, size
 from shardc.plan import table
 from shardc.plan.picture import svg

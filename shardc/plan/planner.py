@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from shardc.cost.device import Device
 from shardc.cost.premises import gradients_norm
 from shardc.errors import ShardcError
@@ -20,13 +18,14 @@ from shardc.plan.disk_cache import DiskCache
 from shardc.plan.dry_runs import Library
 from shardc.plan.estimate import Rough
 from shardc.plan.exact_price import Priced, price
-from shardc.plan.few_layers import Facts, Subject, facts
+from shardc.plan.facts import Facts
 from shardc.plan.frontier import NEAR
 from shardc.plan.headroom import usable
 from shardc.plan.largest_that_fits import Largest
 from shardc.plan.records import Records
 from shardc.plan.result import Candidate, Plan, Target
 from shardc.plan.search import FAR, Search
+from shardc.plan.source import Source
 from shardc.plan.space import Choice, Core, Keep, SpecTemplate, spec
 from shardc.plan.what_if import what_if
 from shardc.spec import Spec
@@ -49,7 +48,7 @@ ROUNDS, SMALLER = 4, 0.95
 class Planner:
     """A model on one kind of device. See shardc.plan.plan."""
 
-    subject: Subject
+    source: Source
     device: Device
     precision: str
     headroom: float
@@ -69,16 +68,16 @@ class Planner:
 
     @cached_property
     def records(self) -> Records:
-        return Records(self.subject, self.device.kind == "cpu", self.disk)
+        return Records(self.source, self.device.kind == "cpu", self.disk)
 
-    @cached_property
+    @property
     def facts(self) -> Facts:
-        return Facts(**self.records.answer({"facts": "of the graph"}, lambda: asdict(facts(self.subject))))
+        return self.records.facts
 
     @cached_property
     def template(self) -> SpecTemplate:
         f = self.facts
-        shard = {"use": "model" if self.subject.carried else "structure"}
+        shard = {"use": "model" if f.carried else "structure"}
         words = tuple(f.regions), tuple(f.sequences), tuple(f.experts)
         return SpecTemplate(shard, PRECISIONS[self.precision], *words, f.inputs)
 
@@ -88,7 +87,7 @@ class Planner:
 
     @cached_property
     def finder(self) -> Search:
-        layers = self.subject.layers
+        layers = self.facts.layers
         number = layers.number if layers else self.facts.cuts
         return Search(self.library, self.usable, cuts=number, experts=self.facts.number, on=self.on)
 
@@ -106,19 +105,17 @@ class Planner:
             self.device,
             devices,
             batch,
-            self.library.sequence or self.subject.sequence,
+            self.library.sequence or self.facts.sequence,
             self.library.flops,
             self._dtype(),
             self.usable,
             (*assumed, dtypes, step, left),
         )
 
-    def _dtype(self) -> torch.dtype:
+    def _dtype(self) -> str:
+        """Of products."""
         section = PRECISIONS[self.precision]
-        name = section.get("compute", section.get("params"))
-        if name:
-            return getattr(torch, name)  # type: ignore[no-any-return]
-        return next((p.dtype for p in self.subject.model.parameters() if p.is_floating_point()), torch.float32)
+        return str(section.get("compute", section.get("params", self.facts.dtype)))
 
     # --- which spec
 
@@ -203,7 +200,7 @@ class Planner:
 
     def _batch(self, devices: int, batch: int | None, cores: list[Core]) -> tuple[int, str]:
         """Rows of the global batch, and a note on their source. cores: the splits for so many devices."""
-        rows, finder = self.subject.rows, self.finder
+        rows, finder = self.facts.rows, self.finder
 
         def spreads(rows: int, cores: Iterable[Core] = cores) -> bool:
             some = (core for core in cores if any(True for _ in finder.choices([core], devices, rows)))
@@ -232,17 +229,15 @@ class Planner:
 
     def given(self, specs: Sequence[Spec], batch: int | None) -> Plan:
         """The prices of these specs, for the same global batch."""
-        rows = batch or self.subject.rows
+        rows = batch or self.facts.rows
         note = f"global batch of {rows} rows" + (
             "" if batch else ": what batch() gives (change it with --global-batch)"
         )
         found = []
         for one in specs:
             self.on("the given spec", 0, 0)
-            name = one.precision.compute or one.precision.params
-            target = replace(
-                self.target(one.mesh.world, rows, (note,)), dtype=getattr(torch, name) if name else self._dtype()
-            )
+            dtype = one.precision.compute or one.precision.params or self._dtype()
+            target = replace(self.target(one.mesh.world, rows, (note,)), dtype=dtype)
             found.append(Candidate(one, price(self.library, one, rows), target))
         found.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
         return Plan(found[0].target, tuple(found), len(found))
@@ -270,11 +265,11 @@ class Planner:
         if what == "model":
             answer = {**self._deepest(best.spec, best.priced.batch), "what": "layers"}
             return replace(plan, answers={**plan.answers, "largest model": answer})
-        if self.subject.sequence is None:
+        if self.facts.sequence is None:
             raise ShardcError(
                 "the inputs have no sequence dim in common", where="--largest sequence", fix="use --largest batch"
             )
-        answer = self._longest(best.spec, best.priced.batch, self.subject.sequence)
+        answer = self._longest(best.spec, best.priced.batch, self.facts.sequence)
         for one in () if given else self._for_long_rows(best, plan.target.devices):
             longer = self._longest(one, best.priced.batch, 2 * answer["value"], above=answer["value"])
             if longer["value"] > answer["value"]:
@@ -318,8 +313,8 @@ class Planner:
 
     def _deepest(self, one: Spec, rows: int) -> dict[str, Any]:
         """How many layers a spec takes: a pipeline has as many stages as before, with other numbers of layers."""
-        layers = self.subject.layers
-        if layers is None or not self.subject.treats_layers_alike(one):
+        layers = self.facts.layers
+        if layers is None or not self.records.treats_layers_alike(one):
             raise ShardcError(
                 "the model has no long list of equal layers, or the spec tells them apart",
                 where="--largest model",

@@ -11,28 +11,20 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import fx
-
-from shardc.compile import compile as compiled
-from shardc.cost.dry_run import DryRun, dry_run
-from shardc.cost.known_ops import KnownOps
+from shardc.cost.recorded import DryRun
 from shardc.errors import Errors, ShardcError
-from shardc.ir.graph import calls, operands_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import Shard
-from shardc.ir.program import Program
-from shardc.ir.stored import Param
 from shardc.plan import traces
 from shardc.plan.disk_cache import DiskCache, packed, unpacked
-from shardc.plan.few_layers import Subject
-from shardc.plan.fingerprint import Unknown, fingerprint
-from shardc.plan.stage_vectors import roles
-from shardc.runtime import ops
-from shardc.runtime.step.engine_optimizer import assumed
+from shardc.plan.facts import Facts
+from shardc.plan.source import Source
 from shardc.spec import Spec
+
+if TYPE_CHECKING:
+    from shardc.plan.compiled_ranks import CompiledRanks
+    from shardc.plan.few_layers import Subject
 
 
 class Weights(NamedTuple):
@@ -59,24 +51,46 @@ class Rank:
 
 @dataclass
 class Records:
-    """subject: the model. cpu: its device is one, which runs other kernels. disk: None keeps nothing there."""
+    """source: the model. cpu: its device is one, which runs other kernels. disk: None keeps nothing there."""
 
-    subject: Subject
+    source: Source
     cpu: bool = False
     disk: DiskCache | None = None
-    _known: KnownOps = field(default_factory=KnownOps)
     _texts: dict[str, bytes] = field(default_factory=dict)
-    _last: dict[tuple[str, int, int | None], tuple[Program, tuple[DryRun, ...]]] = field(default_factory=dict)
+
+    @property
+    def subject(self) -> Subject:
+        return self.source.subject
+
+    @cached_property
+    def compiled(self) -> CompiledRanks:
+        """Finds out what is not known yet."""
+        from shardc.plan.compiled_ranks import CompiledRanks
+
+        return CompiledRanks(self.subject, self.cpu)
+
+    @cached_property
+    def facts(self) -> Facts:
+        """Raises ShardcError as capture does."""
+        return Facts.read(self.answer({"facts": "of the graph"}, lambda: self.compiled.facts()))
+
+    def treats_layers_alike(self, spec: Spec) -> bool:
+        """Whether a spec says the same of every layer: only then are few layers like many. Not so with `every: 2`, or
+        with a pattern that names single layers, nor where matrices have owners, which are balanced over all layers.
+        """
+        if self.facts.layers is None:
+            return True
+        if spec.optimizer.matrices is not None or any(entry.every > 1 for entry in spec.checkpoint):
+            return False
+        patterns = {r.pattern for r in spec.shard} | {r.pattern for r in spec.activations}
+        patterns |= {e.match for e in spec.experts} | {e.match for e in spec.checkpoint}
+        question = {"match layers alike": sorted(patterns)}
+        return bool(self.answer(question, lambda: self.subject.match_layers_alike(patterns)))
 
     @cached_property
     def _model(self) -> str | None:
         """What files on disk are looked up by, of this model; None: nothing is."""
-        if self.disk is None:
-            return None
-        try:
-            return fingerprint(self.subject.model, self.subject.batch, self.subject.loss)
-        except (Unknown, OSError, RecursionError):
-            return None
+        return self.source.fingerprint(self.disk) if self.disk is not None else None
 
     def answer(self, question: Mapping[str, Any], find: Callable[[], Any]) -> Any:
         """The answer to a question of plain values: as it is known, else what `find` returns, plain values too. What
@@ -112,69 +126,11 @@ class Records:
         """
         question = {"ranks": spec, "rows": rows, "units": units, "sequence": sequence, "at": coordinates}
         question["cpu"] = self.cpu
-
-        def find() -> Any:
-            program = self.compiled(spec, rows, units, sequence)
-            runs = [self.dry_run(program, c) for c in coordinates]
-            return {
-                "mesh": program.mesh.axes,
-                "roles": roles(program.spec) if program.spec is not None else {},
-                "weights": [_weights(program, c) for c in coordinates],
-                "runs": [traces.encoded(r) for r in runs],
-            }
-
-        found = self.answer(question, find)
+        found = self.answer(question, lambda: self.compiled.ranks(spec, rows, units, sequence, coordinates))
         mesh = Mesh(tuple((a, n) for a, n in found["mesh"]))
         runs = [traces.decoded(r) for r in found["runs"]]
         each = zip(runs, found["weights"], strict=True)
         return [Rank(run, mesh, found["roles"], Weights(*weights)) for run, weights in each]
-
-    def compiled(
-        self, spec: Mapping[str, Any], rows: int, units: int | None = None, sequence: int | None = None
-    ) -> Program:
-        captured = self.subject.captured(rows, units, sequence)
-        example = self.subject.example(rows, sequence)
-        model = self.subject.model_of(units)
-        return compiled(model, example, spec, loss=self.subject.loss, captured=captured, prove=False)
-
-    def whole(self, spec: str, rows: int, sequence: int | None) -> tuple[Program, tuple[DryRun, ...]]:
-        """The program of a spec, as JSON, and the dry runs of its ranks. The last one is kept, for other devices."""
-        key = spec, rows, sequence
-        if key not in self._last:
-            program = self.compiled(json.loads(spec), rows, None, sequence)
-            ranks = program.schedule.ranks if program.schedule is not None else 1
-            self._last = {key: (program, tuple(self.dry_run(program, c) for c in range(ranks)))}
-        return self._last[key]
-
-    def dry_run(self, program: Program, coordinate: int) -> DryRun:
-        return dry_run(program, coordinate, assumed(program), cpu=self.cpu, known=self._known)
-
-
-def _held(program: Program, coordinate: int) -> list[Param]:
-    """A stage's parameters."""
-    return [p for p in program.params if coordinate in (p.stages or (0,))]
-
-
-def _casts(program: Program, coordinate: int) -> list[fx.Node]:
-    """The ops that cast a stage's weights for products."""
-    params = {p.name for p in program.params}
-    casts = (torch.ops.aten._to_copy.default, ops.cast_once)
-    some = [n for n in calls(program.stages[coordinate].graph) if n.target in casts]
-    return [n for n in some if operands_of(n)[0].name in params]
-
-
-def _weights(program: Program, coordinate: int) -> Weights:
-    mesh, held, casts = program.mesh, _held(program, coordinate), _casts(program, coordinate)
-    cast = {operands_of(n)[0].name for n in casts}
-    experts = program.spec.experts if program.spec is not None else ()
-    parts = {part for e in experts if e.axis in mesh.names for part in mesh.parts(e.axis)}
-    spread = [p for p in held if any(isinstance(p.layout[part], Shard) for part in parts)]
-    return Weights(
-        float(sum(n.meta["value"].nbytes(mesh) for n in casts)),
-        float(len(casts)),
-        float(sum(p.value.nbytes(mesh) for p in held if p.name not in cast)),
-        float(sum(p.value.nbytes(mesh) for p in spread)),
-    )
 
 
 def spec_text(spec: Spec) -> str:

@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 from shardc.cost.caching_allocator import CachingAllocator
 from shardc.cost.device import Device
-from shardc.cost.dry_run import DryRun
-from shardc.cost.ledger import HOST, Part, Storage
 from shardc.cost.peak_memory import reserve
+from shardc.cost.recorded import HOST, DryRun, Part, Storage
 from shardc.plan.stage_vectors import SHARED
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import SCHEDULES, Schedule

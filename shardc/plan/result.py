@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shardc.cost.device import Device
 from shardc.errors import ShardcError
 from shardc.ir.units import seconds, size
@@ -30,7 +28,7 @@ class Target:
     batch: int
     sequence: int | None
     flops: float
-    dtype: torch.dtype
+    dtype: str
     usable: float
     assumed: tuple[str, ...] = ()
 

@@ -135,7 +135,7 @@ class Search:
         """A split with the sequence cut too, whatever compile says of it. least: of parts, or as many as there may be:
         with fewer than ranks / rows, pipelines have more stages than microbatches.
         """
-        widths = sequence_widths(devices // (core.tp * core.ep), self.library.sequence or self.library.subject.sequence)
+        widths = sequence_widths(devices // (core.tp * core.ep), self.library.sequence or self.library.facts.sequence)
         return [core._replace(cp=cp) for cp in [cp for cp in widths if cp >= least] or widths[-1:]]
 
     def ranked(self, estimates: Iterable[tuple[Choice, Rough]]) -> list[tuple[Choice, Rough]]:
@@ -155,7 +155,7 @@ class Search:
         prices: dict[Choice, Priced] = {}
         dry_runs: set[object] = set()
         families: Counter[object] = Counter()
-        alike = ALIKE if self.library.subject.layers else ALIKE // 2  # each needs a dry run of its own
+        alike = ALIKE if self.library.facts.layers else ALIKE // 2  # each needs a dry run of its own
         queue = Queue(ranked, self.memory, self._outside)
         for c, rough in queue:
             if prices and rough.peak > FAR * self.memory:
@@ -215,7 +215,7 @@ class Search:
         """
         whole = (
             (c.pp, c.schedule, c.per_rank)
-            if self.library.subject.layers is None
+            if self.library.facts.layers is None
             else (SCHEDULES[c.schedule].splits_backward, c.pp == 1)
         )
         return c.core, c.dp, c.outer, c.over_experts, c.zero, c.kept, c.offload, c.rows, min(c.microbatches, 3), whole

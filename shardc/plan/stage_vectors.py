@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 from shardc.cost.clock import Clock
 from shardc.cost.device import Device
-from shardc.cost.dry_run import DryRun
-from shardc.cost.ledger import KINDS, Op, Part, Sent, Waited
+from shardc.cost.recorded import KINDS, DryRun, Op, Part, Sent, Waited
+from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import Mesh
 from shardc.ir.offload import HOST_LINK
-from shardc.runtime.mesh import CommRecord
 from shardc.runtime.schedule.actions import PAIRS
 from shardc.spec import Spec
 

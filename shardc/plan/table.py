@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardc.cost.ledger import KINDS
+from shardc.cost.recorded import KINDS
 from shardc.ir.units import count, per_second, seconds, si, size
 from shardc.plan.result import Candidate, Plan
 

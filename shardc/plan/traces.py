@@ -14,11 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from shardc.cost.dry_run import DryRun
-from shardc.cost.ledger import Op, Part, Sent, Storage, Waited
-from shardc.runtime.mesh import CommRecord
+from shardc.cost.recorded import DryRun, Op, Part, Sent, Storage, Waited
+from shardc.ir.comm_record import CommRecord
 from shardc.runtime.schedule import Action
 from shardc.runtime.schedule.actions import PAIRS
 
@@ -42,7 +39,7 @@ def decoded(value: Mapping[str, Any]) -> DryRun:
     """The dry run. Raises KeyError, IndexError, TypeError or ValueError for values that are none."""
     storages = [Storage(n, kind) for n, kind in value["storages"]]
     ops = [
-        Op(flops, traffic, _dtype(dtype), matrices=tuple(matrices), attention=attention, masked=masked)
+        Op(flops, traffic, dtype, matrices=tuple(matrices), attention=attention, masked=masked)
         for flops, traffic, dtype, matrices, attention, masked in value["ops"]
     ]
     records = [CommRecord(kind, tuple(axes), n, direction) for kind, axes, n, direction in value["records"]]
@@ -72,13 +69,6 @@ def _plain(a: Action) -> list[Any]:
     return [*a[:4], *([list(a.other)] if a.kind in PAIRS else [])]
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(name)
-    return found
-
-
 @dataclass
 class _Tables:
     """What equal values were written as: numbers, storages from 1 on (a minus says that one was freed)."""
@@ -104,8 +94,7 @@ class _Tables:
 
     def _work(self, w: Op | Sent | Waited) -> Any:
         if isinstance(w, Op):
-            name = str(w.dtype).removeprefix("torch.")
-            return _numbered(self.ops, (w.flops, w.traffic, name, w.matrices, w.attention, w.masked))
+            return _numbered(self.ops, (w.flops, w.traffic, w.dtype, w.matrices, w.attention, w.masked))
         return [w.key] if isinstance(w, Waited) else [self._record(w.record), w.key, w.after]
 
     def _record(self, r: CommRecord) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.cost.fake_mesh import rank_of as rank_of_coordinate
 from shardc.folded_messages import note_lines
+from shardc.ir.comm_record import CommRecord
 from shardc.ir.metadata import Value
 from shardc.ir.offload import HOST_LINK
 from shardc.ir.outputs import loss_axes, loss_value, sum_axes, summed
@@ -19,7 +20,6 @@ from shardc.ir.units import seconds, size
 from shardc.runtime import ops
 from shardc.runtime.matrices import assumed
 from shardc.runtime.matrices.routes import stage_axes
-from shardc.runtime.mesh import CommRecord
 from shardc.runtime.zero.flat_partition import Flat
 from shardc.runtime.zero.rounded_gather import scale_bytes
 

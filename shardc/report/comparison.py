@@ -70,7 +70,7 @@ def _op(x: Difference) -> list[str]:
     many, *shape = x.op.matrices or (1,)
     sizes = "×".join(map(str, ([many] if many > 1 else []) + shape))
     moved = f"[{sizes}]" if sizes else size(x.op.traffic)
-    name = f"{x.op.name} {moved} {str(x.op.dtype).removeprefix('torch.')}"
+    name = f"{x.op.name} {moved} {x.op.dtype}"
     return [name, x.part, f"{x.count:.0f}", seconds(x.predicted), seconds(x.measured)]
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardc.cost import Cost, Memory, RankCost
-from shardc.cost.ledger import KINDS
 from shardc.cost.peak_memory import Point
+from shardc.cost.recorded import KINDS
 from shardc.ir.type_text import DTYPES
 from shardc.ir.units import seconds, size
 from shardc.report.colours import (

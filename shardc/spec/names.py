@@ -10,14 +10,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-
-from torch import nn
-from torch.nn.parameter import is_lazy
+from typing import TYPE_CHECKING
 
 from shardc.errors import Errors
 from shardc.ir.patterns import SEE_NAMES, did_you_mean, enclosing, expand, match, names_weight, of_every_layer
 from shardc.spec.schema import Form
 from shardc.spec.yaml_reader import Path, Places
+
+if TYPE_CHECKING:
+    from torch import nn
 
 #: So many patterns get a like name looked for: that takes time, and more are not read.
 HELPED = 20
@@ -32,6 +33,8 @@ class Names:
 
     @classmethod
     def of(cls, model: nn.Module) -> Names:
+        from torch.nn.parameter import is_lazy  # a spec is read without torch
+
         # a lazy module's parameter has no shape yet: capture says so
         weights = {
             name: () if is_lazy(p) else tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)

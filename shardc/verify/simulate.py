@@ -10,11 +10,11 @@ from torch import Tensor
 
 from shardc.call_arguments import checked
 from shardc.errors import ShardcError
+from shardc.ir.comm_record import CommRecord
 from shardc.ir.metadata import Collective
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.ir.units import plural
-from shardc.runtime.mesh import CommRecord
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw

@@ -23,7 +23,7 @@ from shardc.cost import Cost, device
 from shardc.cost.device import measured_file
 from shardc.cost.dry_run import dry_run
 from shardc.cost.extrapolate import extrapolate, layer_lists, with_layers
-from shardc.cost.ledger import Op
+from shardc.cost.recorded import Op
 from shardc.ir.flops import traffic_of
 from shardc.ir.program import Program
 from tests import live_bytes, zoo

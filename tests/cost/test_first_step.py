@@ -10,8 +10,8 @@ import pytest
 
 import shardc
 from shardc.cost import first_step
-from shardc.cost.dry_run import DryRun, dry_run
-from shardc.cost.ledger import Op
+from shardc.cost.dry_run import dry_run
+from shardc.cost.recorded import DryRun, Op
 from shardc.ir.program import Program
 from shardc.runtime.step.engine_optimizer import adamw
 from tests import zoo

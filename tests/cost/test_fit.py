@@ -18,14 +18,14 @@ from shardc.cost import device, run_log, waterfall
 from shardc.cost.collective_seconds import collective_seconds
 from shardc.cost.device import Device, Link, OpRates, Products
 from shardc.cost.fit import LinkSample, OpSample, fit
-from shardc.cost.ledger import Op
 from shardc.cost.op_times import MeasuredStep, OpTime, OpTimes, file_of
+from shardc.cost.recorded import Op
 from shardc.cost.tour import _host, _pieces
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.waits import Wait
 
-F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+F32, F64, BF16 = "float32", "float64", "bfloat16"
 CPU = Device(
     name="cpu",
     kind="cpu",
@@ -61,10 +61,10 @@ GPU = device("h100-80g").model_copy(
 )
 
 
-def ops(scale: int, *dtypes: torch.dtype) -> Iterator[Op]:
+def ops(scale: int, *dtypes: str) -> Iterator[Op]:
     """Of a model of so many hidden features, and others."""
     for dtype in dtypes:
-        size = dtype.itemsize
+        size = getattr(torch, dtype).itemsize
         for m, n, k in ((1, 1, 1), (2, 1, 1), (1, 4, 1), (1, 1, 4), (3, 5, 2), (7, 1, 3), (8, 2, 2), (0.3, 1, 2)):
             m, n, k = (round(x * scale) for x in (m, n, k))
             moved = size * (m * k + k * n + m * n)
@@ -93,7 +93,7 @@ def links(d: Device, groups: tuple[tuple[int, ...], ...]) -> list[LinkSample]:
     ],
     ids=["cpu", "gpu"],
 )
-def test_a_known_device_is_found(true: Device, base: Device, some: tuple[int, torch.dtype]) -> None:
+def test_a_known_device_is_found(true: Device, base: Device, some: tuple[int, str]) -> None:
     samples = [OpSample(op, true.op_seconds(op)) for op in ops(*some)]
     found = fit(base, samples, links(true, ((0, 1), (0, 1, 2, 3))))
     for x in samples:

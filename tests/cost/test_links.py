@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from shardc.cost.collective_seconds import collective_seconds, reach
 from shardc.cost.device import Device, Link, device, names
 from shardc.cost.flights import Flight, Flights
-from shardc.cost.ledger import Op
-from shardc.runtime.mesh import CommRecord
+from shardc.cost.recorded import Op
+from shardc.ir.comm_record import CommRecord
 from tests.cost.link_simulator import Links, Machine, padded
 
 PODS = device("h100-80g").model_copy(
@@ -197,7 +196,7 @@ def test_published_all_reduces(name: str, n: int, gib: float, measured: float) -
 def test_published_products(name: str, shape: tuple[int, int, int], measured: float) -> None:
     """The same book, compute/accelerator/README.md: TFLOP/s of bfloat16 at the best shape that a search found."""
     m, n, k = shape
-    op = Op(2 * m * n * k, 0, torch.bfloat16, matrices=(1, m, n))
+    op = Op(2 * m * n * k, 0, "bfloat16", matrices=(1, m, n))
     assert op.flops / device(name).product_seconds(op) / 1e12 == pytest.approx(measured, rel=0.1)
 
 

@@ -12,11 +12,11 @@ import shardc
 from shardc.cost.clock import Clock
 from shardc.cost.device import Device, Reaches
 from shardc.cost.flights import Flight, Flights
-from shardc.cost.ledger import Op, Part, Sent, Waited
+from shardc.cost.recorded import Op, Part, Sent, Waited
 from shardc.cost.streams import Streams
+from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import Mesh
 from shardc.report import comm_table
-from shardc.runtime.mesh import CommRecord
 from tests.cost.link_simulator import Links, padded
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
@@ -35,7 +35,7 @@ UNIT = Device.model_validate(
 
 
 def product(seconds: int, of: str = "linear") -> Op:
-    return Op(seconds, 0, torch.float32, of)
+    return Op(seconds, 0, "float32", of)
 
 
 def gather(seconds: int, axis: str = "dp", key: int | None = None, after: int | None = None) -> Sent:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost import kept_activations
-from shardc.cost.ledger import Op
+from shardc.cost.recorded import Op
 from shardc.ir.metadata import Collective
 from shardc.ir.program import Program
 from shardc.report.comm import comm_rows
@@ -284,10 +284,10 @@ def test_a_device_prices_products_at_its_rate_for_8_bits_and_keeps_inputs_in_byt
         return {w.dtype: c.device.flops_per_second(w.dtype) / c.device.flops["bfloat16"] for w in work}
 
     plain, rowwise = cost(None, "h100-80g"), cost("fp8-rowwise", "h100-80g")
-    assert rates(rowwise) == {torch.float8_e4m3fn: pytest.approx(2, rel=1e-2), torch.bfloat16: 1}
-    assert rates(cost("fp8-rowwise", "a100-80g")) == {torch.float8_e4m3fn: 1, torch.bfloat16: 1}
-    assert rates(cost("mxfp8", "b200")) == {torch.float8_e8m0fnu: 2, torch.bfloat16: 1}
-    assert rates(cost("mxfp8", "h100-80g")) == {torch.float8_e8m0fnu: 1, torch.bfloat16: 1}
+    assert rates(rowwise) == {"float8_e4m3fn": pytest.approx(2, rel=1e-2), "bfloat16": 1}
+    assert rates(cost("fp8-rowwise", "a100-80g")) == {"float8_e4m3fn": 1, "bfloat16": 1}
+    assert rates(cost("mxfp8", "b200")) == {"float8_e8m0fnu": 2, "bfloat16": 1}
+    assert rates(cost("mxfp8", "h100-80g")) == {"float8_e8m0fnu": 1, "bfloat16": 1}
     assert plain.flops == rowwise.flops
 
     def inputs(c: Any) -> list[int]:

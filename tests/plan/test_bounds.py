@@ -17,6 +17,7 @@ from shardc.plan.few_layers import Subject
 from shardc.plan.frontier import NEAR
 from shardc.plan.planner import Planner
 from shardc.plan.records import Records
+from shardc.plan.source import Source
 from shardc.plan.space import Choice, Core
 from shardc.plan.stage_vectors import CAUSES, SURE, WHAT, WIDTH
 from tests.plan.test_monotone import MODELS, Stack, machine, numbers
@@ -35,7 +36,8 @@ def records(experts: bool) -> Records:
     """Of one model: its dry runs serve all devices."""
     with torch.device("meta"):
         made = SparseStack(6) if experts else Stack(*MODELS[1])
-    return Records(Subject.of(made, {"ids": torch.empty(16, 32 if experts else 64, dtype=torch.long)}))
+    batch = {"ids": torch.empty(16, 32 if experts else 64, dtype=torch.long)}
+    return Records(Source(lambda: Subject.of(made, batch)))
 
 
 @pytest.mark.parametrize("cores", [DENSE, EXPERTS], ids=["dense", "experts"])
@@ -44,7 +46,7 @@ def test_no_bound_is_far_above_its_price(cores: list[Core], pytestconfig: pytest
 
     for number in numbers(pytestconfig, 2):
         on = machine(random.Random(number))
-        plans = Planner(kept.subject, on, "bfloat16", 0.05, "it", lambda what, done, of: None)
+        plans = Planner(kept.source, on, "bfloat16", 0.05, "it", lambda what, done, of: None)
         plans.__dict__["records"] = kept
         finder, library = plans.finder, plans.library
         known = {core: library.core(Choice(**core._asdict())) for core in cores}

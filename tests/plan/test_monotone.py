@@ -18,6 +18,7 @@ from shardc.cost.device import Outside
 from shardc.plan.few_layers import Subject
 from shardc.plan.planner import Planner
 from shardc.plan.records import Records
+from shardc.plan.source import Source
 from shardc.plan.space import CHECKPOINTS, ON_HOST, Choice
 
 
@@ -51,11 +52,11 @@ def records(model: int) -> Records:
     """Of one model: its dry runs serve all cases."""
     with torch.device("meta"):
         made = Stack(*MODELS[model])
-    return Records(Subject.of(made, {"ids": torch.empty(16, 64, dtype=torch.long)}))
+    return Records(Source(lambda: Subject.of(made, {"ids": torch.empty(16, 64, dtype=torch.long)})))
 
 
 def planner(model: int, on: Device) -> Planner:
-    made = Planner(records(model).subject, on, "bfloat16", 0.05, "it", lambda what, done, of: None)
+    made = Planner(records(model).source, on, "bfloat16", 0.05, "it", lambda what, done, of: None)
     made.__dict__["records"] = records(model)
     return made
 

@@ -22,7 +22,7 @@ import shardc.nn
 from shardc.cli import app
 from shardc.cost import Device, device
 from shardc.cost.device import Link, Outside
-from shardc.cost.ledger import KINDS
+from shardc.cost.recorded import KINDS
 from shardc.plan import Candidate, Plan
 from shardc.plan.estimate import Estimates, Rough
 from shardc.plan.exact_price import Priced, price
@@ -30,6 +30,7 @@ from shardc.plan.few_layers import Subject
 from shardc.plan.largest_that_fits import Largest
 from shardc.plan.planner import Planner
 from shardc.plan.search import Queue
+from shardc.plan.source import Source
 from shardc.plan.space import Choice, Core, choices, sequence_widths, spec
 from shardc.plan.stage_vectors import NET, part_of
 from shardc.plan.table import distinct, named, recompute, zero
@@ -101,7 +102,8 @@ def stack(layers: int = 6) -> tuple[nn.Module, Any]:
 
 
 def planner(model: nn.Module, batch: Any, on: Device = H100, **more: Any) -> Planner:
-    return Planner(Subject.of(model, batch, more.get("loss")), on, "bfloat16", 0.05, "it", lambda what, done, of: None)
+    source = Source(lambda: Subject.of(model, batch, more.get("loss")))
+    return Planner(source, on, "bfloat16", 0.05, "it", lambda what, done, of: None)
 
 
 @functools.cache
@@ -134,12 +136,12 @@ def blocks() -> Plan:
 )
 def test_a_price_from_few_layers_is_that_of_the_whole_program(c: Choice) -> None:
     q = stacked()
-    assert q.subject.layers is not None
-    assert q.subject.layers.number == 6
+    assert q.source.subject.layers is not None
+    assert q.source.subject.layers.number == 6
     found = price(q.library, Spec.load(spec(c, q.template)), c.batch)
     asked = spec(c, q.template, found.counts if c.pp > 1 else ())
     model, _ = stack()
-    whole = shardc.compile(model, q.subject.example(c.batch), asked, prove=False).cost(H100)
+    whole = shardc.compile(model, q.source.subject.example(c.batch), asked, prove=False).cost(H100)
     near = 0.08 if c.kept else 0.05  # `keep` over replicas in a pipeline: 6 % too fast here, not explained yet
     assert found.seconds == pytest.approx(whole.step_seconds, rel=near)
     assert found.peak == pytest.approx(whole.memory.peak, rel=0.05)
@@ -169,7 +171,7 @@ def test_what_is_reserved_follows_from_few_layers(c: Choice) -> None:
     q = large()
     found = price(q.library, Spec.load(spec(c, q.template)), c.batch)
     asked = spec(c, q.template, found.counts if c.pp > 1 else ())
-    whole = shardc.compile(q.subject.model, q.subject.example(c.batch), asked, prove=False).cost(H100)
+    whole = shardc.compile(q.source.subject.model, q.source.subject.example(c.batch), asked, prove=False).cost(H100)
     assert found.reserved == pytest.approx(whole.reserved, rel=0.06)
     assert found.outside == whole.outside
     assert found.peak == pytest.approx(whole.memory.peak, rel=0.09)
@@ -178,7 +180,7 @@ def test_what_is_reserved_follows_from_few_layers(c: Choice) -> None:
 
 def test_what_is_reserved_decides_whether_a_spec_fits() -> None:
     """All of the device is live at the peak: nothing is left for what the allocator rounds up."""
-    model, batch = large().subject.model, large().subject.batch
+    model, batch = large().source.subject.model, large().source.subject.batch
     first = shardc.plan(model, batch, devices=2).best
     little = H100.model_copy(update={"memory": first.peak + first.outside})
     given = shardc.plan(model, batch, given=first.spec, device=little).candidates[0]
@@ -199,7 +201,7 @@ def test_a_pipeline_inside_of_nodes_sends_gradients_between_them() -> None:
         asked = spec(replace(c, inside=inside), q.template, found.counts)
         assert list(asked["mesh"]) == (["dp", "pp"] if inside else ["pp", "dp"])
         model, _ = stack()
-        whole = shardc.compile(model, q.subject.example(c.batch), asked, prove=False).cost(pairs)
+        whole = shardc.compile(model, q.source.subject.example(c.batch), asked, prove=False).cost(pairs)
         assert found.seconds == pytest.approx(whole.step_seconds, rel=0.05)
     slow = pairs.model_copy(update={"between": Link(bandwidth=1e7, latency=1e-5)})
     apart, inside = (
@@ -237,7 +239,7 @@ def test_time_is_told_by_what_axes_are_for_whatever_their_names() -> None:
 def test_model_flops_are_those_of_its_products() -> None:
     """6 a token and parameter of a product (Kaplan et al. 2020)."""
     q = stacked()
-    products = sum(m.weight.numel() for m in q.subject.model.modules() if isinstance(m, nn.Linear))
+    products = sum(m.weight.numel() for m in q.source.subject.model.modules() if isinstance(m, nn.Linear))
     assert q.library.flops == pytest.approx(6 * 32 * products, rel=0.01)
 
 
@@ -465,10 +467,10 @@ def test_a_spec_that_tells_layers_apart_is_priced_whole(entry: dict[str, Any]) -
     """Few layers are like many only if the spec says the same of all."""
     q = stacked()
     asked = {"shardc": 1, "mesh": {"dp": 2}, **entry}
-    assert not q.subject.treats_layers_alike(Spec.load(asked))
+    assert not q.records.treats_layers_alike(Spec.load(asked))
     found = price(q.library, Spec.load(asked), 8)
     model, _ = stack()
-    whole = shardc.compile(model, q.subject.example(8), asked, prove=False).cost(H100)
+    whole = shardc.compile(model, q.source.subject.example(8), asked, prove=False).cost(H100)
     assert found.peak == whole.memory.peak
     assert found.seconds == pytest.approx(whole.step_seconds, rel=1e-9)
 
@@ -627,8 +629,8 @@ def test_layers_of_another_kind_that_come_first_are_recomputed_too() -> None:
         for block in model.h[:2]:
             block.down = block.down[0]  # type: ignore[index, assignment]
         q = planner(model, {"ids": torch.empty(16, 32, dtype=torch.long)})
-    assert q.subject.layers is not None
-    assert q.subject.layers.first == 2
+    assert q.source.subject.layers is not None
+    assert q.source.subject.layers.first == 2
     c = Choice(pp=2, rows=4, microbatches=4, checkpoint="full")
     none, full = (q.library.core(replace(c, checkpoint=keep)) for keep in ("none", "full"))
     kept = KINDS.index("activations")
@@ -810,7 +812,7 @@ def test_the_longest_sequence_fits_and_the_next_does_not(longest: int, next_is_p
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}], ids=["dp", "pp"])
 def test_the_deepest_model_fits_and_one_more_layer_does_not(mesh: dict[str, int]) -> None:
-    model, batch = large().subject.model, large().subject.batch
+    model, batch = large().source.subject.model, large().source.subject.batch
     spec: dict[str, Any] = {"shardc": 1, "mesh": mesh}
     spec |= {"pipeline": {"axis": "pp"}, "batch": {"microbatches": 2}} if "pp" in mesh else {}
     little = H100.model_copy(update={"memory": 12e9})
@@ -966,7 +968,7 @@ def test_wrong_options(folder: Path, args: tuple[str, ...], what: str) -> None:
 
 def test_a_batch_that_cannot_be_spread() -> None:
     q = planner(Convolutions(), {"x": torch.zeros(8, 3, 8, 8)}, loss=lambda y, _: y.logsumexp(1).mean())
-    q.subject.loss = lambda y, _: y.logsumexp(1).mean()
+    q.source.subject.loss = lambda y, _: y.logsumexp(1).mean()
     with pytest.raises(shardc.ShardcError, match="a global batch of 1 rows cannot be spread over 7 devices"):
         q.search(7, 1)
 
@@ -1010,8 +1012,8 @@ def test_a_model_that_counts_its_layers_is_captured_whole() -> None:
 
     with torch.device("meta"):
         q = planner(Counting(8), {"ids": torch.empty(4, 8, dtype=torch.long)})
-    whole = q.subject.captured(2)
-    few = q.subject.captured(2, 5)
+    whole = q.source.subject.captured(2)
+    few = q.source.subject.captured(2, 5)
     assert len(few.params) == len(whole.params) - 3 * 6
 
 

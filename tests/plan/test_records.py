@@ -18,12 +18,12 @@ from transformers import GenerationConfig
 import shardc
 from shardc.cost import device
 from shardc.cost.clock import Clock
-from shardc.cost.dry_run import DryRun, dry_run
+from shardc.cost.dry_run import dry_run
 from shardc.cost.known_ops import KnownOps
-from shardc.cost.ledger import Op
 from shardc.cost.peak_memory import reserved
+from shardc.cost.recorded import DryRun, Op
 from shardc.ir.program import Program
-from shardc.plan import records, traces
+from shardc.plan import compiled_ranks, traces
 from shardc.plan.disk_cache import DiskCache, folder
 from shardc.plan.fingerprint import Unknown, fingerprint
 from shardc.plan.stage_vectors import Meter, roles, stage
@@ -166,7 +166,7 @@ def test_a_second_question_compiles_nothing(empty: Path, monkeypatch: pytest.Mon
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(records, "compiled", refuse)
+    monkeypatch.setattr(compiled_ranks, "compiled", refuse)
     again = plan()
     assert again.candidates[0].priced == first.candidates[0].priced
     with pytest.raises(AssertionError, match="compiled again"):

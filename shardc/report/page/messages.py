@@ -11,6 +11,7 @@ from torch import fx
 from shardc.artifact.emit import bucket_text, value_text
 from shardc.cost import Cost
 from shardc.ir.buckets import Bucket
+from shardc.ir.comm_record import CommRecord
 from shardc.ir.graph import source_of
 from shardc.ir.metadata import Collective
 from shardc.ir.offload import HOST_LINK
@@ -20,7 +21,6 @@ from shardc.report.drawn_ops import of_parameter, traced
 from shardc.report.page.equal_layers import EqualLayers, ranges
 from shardc.report.page.spec_lines import SpecLines
 from shardc.runtime import ops
-from shardc.runtime.mesh import CommRecord
 from shardc.runtime.zero.flat_partition import Flat
 
 

@@ -8,8 +8,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from shardc.cost import Cost
-from shardc.cost.ledger import KINDS
-from shardc.cost.peak_memory import parts
+from shardc.cost.recorded import KINDS, parts
 from shardc.cost.streams import Streams
 from shardc.report.cost import op_place, part_name, peak_place
 from shardc.report.page.messages import Messages

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardc.ir.comm_record import CommRecord
 from shardc.ir.conversions import CONVERSIONS, Conversion
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Partial, PartialGrad, Placement, Shard
 from shardc.ir.shard_chunks import chunks, trim, unchunk, widen
 from shardc.runtime import ops
-from shardc.runtime.mesh import CommRecord
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.ops import shard_parts
 from shardc.runtime.rng import Rng

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost import dry_run
-from shardc.cost.ledger import Ledger, Op, Part, Sent, Waited
+from shardc.cost.ledger import Ledger
+from shardc.cost.recorded import Op, Part, Sent, Waited
 from shardc.ir.program import Program
 
 

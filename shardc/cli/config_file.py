@@ -1,0 +1,86 @@
+"""The config.json of a transformers model, as `hf:` references name it: read and checked without transformers."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardc import text_file
+from shardc.errors import ShardcError
+
+#: Of a transformers config.json: bytes (the longest has some 20 thousand), and values.
+MAX_CONFIG, MAX_NUMBER, MAX_LAYERS = 1 << 20, 1e15, 100_000
+
+
+def made_from(ref: str, batch: int | None, seq: int | None) -> Mapping[str, Any] | None:
+    """What decides the model and the batch of an `hf:` reference, with what is installed; None of a model file, which
+    is code of the user's. Raises ShardcError for a config that is none.
+    """
+    if not ref.startswith("hf:"):
+        return None
+    cls, file = named(ref)
+    return {"config": read(path_of(file, ref), file, ref), "class": cls, "batch": batch, "seq": seq}
+
+
+def named(ref: str) -> tuple[str, str]:
+    """(class, file) of hf:ClassName:file; "" for the class of hf:file."""
+    cls, _, file = ref.removeprefix("hf:").rpartition(":")
+    return cls, file
+
+
+def read(path: Path, file: str, ref: str) -> Any:
+    """The values of a config.json, which may be anybody's. Raises ShardcError for what is none, for sizes that take
+    hours to build, and for code that it asks transformers to fetch.
+    """
+    fix = "name a transformers config.json"
+    text = text_file.read(path, "config", where=ref, fix=fix, limit=MAX_CONFIG)
+    try:
+        values = json.loads(text, object_pairs_hook=text_file.unique)
+    except json.JSONDecodeError as e:
+        raise ShardcError(f"not JSON: {e.msg}", where=f"{file}:{e.lineno}:{e.colno}", fix=fix) from None
+    except (ValueError, RecursionError) as e:  # a number of thousands of digits, a key that stands twice, a nest
+        what = "it is nested too deeply" if isinstance(e, RecursionError) else str(e)
+        raise ShardcError(f"the config cannot be read: {what}", where=file, fix=fix) from None
+    boxes: list[tuple[str, Any]] = [("", values)]
+    while boxes:
+        key, value = boxes.pop()
+        if isinstance(value, dict):
+            boxes += value.items()
+        elif isinstance(value, list):
+            boxes += ((key, x) for x in value)
+        elif isinstance(value, (int, float)) and abs(value) > (MAX_NUMBER if "layers" not in key else MAX_LAYERS):
+            raise ShardcError(f"{key}: {value:.3g} is larger than any model's", where=file, fix="correct it")
+        elif "attn_implementation" in key and isinstance(value, str) and "/" in value:
+            what = f"{key}: {value[:60]!r} would fetch code from the hub and run it"
+            raise ShardcError(what, where=file, fix="leave it out, or name one of transformers' own: sdpa, eager")
+    return values
+
+
+def path_of(name: str, ref: str) -> Path:
+    """The config.json that an `hf:` reference names: a file, that of a folder, or of a model of the hub in this
+    machine's cache. Nothing is downloaded.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path / "config.json"
+        fix = "name a transformers config.json, or a folder that has one"
+        raise ShardcError(f"there is no config.json in the folder {name}", where=ref, fix=fix)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or path.suffix in (".json", ".yaml", ".py"):
+        raise ShardcError(f"there is no file {name}", where=ref, fix="name a transformers config.json")
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+        return Path(cached)
+    what = f"there is no file {name}, and no model of that name in this machine's cache of the hub"
+    fix = f"download its config once, `hf download {name} config.json --local-dir DIR`, and name hf:DIR/config.json"
+    folders = [str(p.parent) for p in Path(name).parent.glob("*/config.json")]
+    if near := difflib.get_close_matches(name, folders, 1):
+        fix = f"did you mean hf:{near[0]}? Or {fix}"
+    raise ShardcError(what, where=ref, fix=fix)
