@@ -16,7 +16,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import fx
@@ -110,7 +110,9 @@ class Backward:
 
     def run(self, roots: Sequence[fx.Node]) -> dict[Made, Gradient]:
         """Fills `events`. Returns the gradients that backward begins with."""
-        begin = {producer_of(n): Gradient(self._type(producer_of(n))) for n in dict.fromkeys(roots)}
+        types = {made: self._type(made) for made in map(producer_of, dict.fromkeys(roots))}
+        # stages hand gradients over without gaps, whatever the strides of what they are of
+        begin = {m: Gradient(replace(Type.contiguous(t.shape, t.dtype), ragged=t.ragged)) for m, t in types.items()}
         self._overlapped = {n for n in self._nodes if self._overlaps(n)}
         self._reached = self._reach({made for made, _ in begin})
         self._gradients: dict[Made, Gradient | None] = dict(begin)

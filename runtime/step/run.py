@@ -390,9 +390,11 @@ class Run:
     # --- between stages
 
     def _deliver(self, edge: Edge, microbatch: int, values: dict[str, Tensor], way: Way) -> None:
-        """To a stage of this rank at once; for another one, when its turn to be sent comes."""
+        """To a stage of this rank at once, without gaps in memory, as it would be sent; for another one, when its turn
+        to be sent comes. So a lowered stage knows the strides, and where stages are changes no numbers.
+        """
         if (edge.target if way == "forward" else edge.source) in self.on.stages:
-            self._arrived(edge, microbatch, values, way)
+            self._arrived(edge, microbatch, {n: x.contiguous() for n, x in values.items()}, way)
         else:
             self.outbox[edge.source, edge.target, microbatch, way] = list(values.values())
 

@@ -1,10 +1,11 @@
 """Every model of the zoo, lowered and under autograd: equal to the bit? And the predicted peaks of memory of both, of
 every model and setting of docs/measured/memory.md. `make lowered` runs it and prints two tables.
 
-    python tests/bench/lowered.py [--only 'gpt*'] [--setting 'dp=2*'] [--seconds 120] [--equal | --peaks]
+    python tests/bench/lowered.py [--only 'gpt*'] [--setting 'dp=2*'] [--each 4] [--seconds 120] [--equal | --peaks]
 
---seconds: for one model and setting; what takes longer is listed. Exit status 1 if something differs by more than
-rounding (1e-14 relative), fails, or has a lowered peak above autograd's.
+--seconds: of the CPU, for one model and setting; what takes longer is listed. --each: so many settings of every model,
+in turns. Exit status 1 if something differs by more than rounding (1e-14 relative), fails, stays under autograd, or has
+a lowered peak above autograd's.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,10 @@ sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
 from shardc.capture import capture  # noqa: E402
+from shardc.ir.graph import is_call  # noqa: E402
+from shardc.ir.stage import Stage  # noqa: E402
 from shardc.passes.annotate import model_plan  # noqa: E402
+from shardc.runtime import ops  # noqa: E402
 from shardc.runtime.step.activation_offload import OffloadedTensors  # noqa: E402
 from shardc.verify.simulate import Simulation  # noqa: E402
 from tests import zoo  # noqa: E402
@@ -41,10 +46,11 @@ ROUNDING = 1e-14
 HEAD = """\
 Two steps with momentum on the loopback mesh, with `lower: true` and without. *Refused*: specs that the model does not take (nothing
 to split, batch statistics over microbatches). *Equal*: loss, gradients, parameters and
-buffers after the second step, to the bit; *rounding*: within 1e-14, relative.
+buffers after the second step, to the bit; *rounding*: within 1e-14, relative. *Stages*: of the programs that compiled; *under autograd*:
+those of them without a backward of their own.
 
-| setting | models | refused | compiled | equal | rounding |
-|---|---:|---:|---:|---:|---:|
+| setting | models | refused | compiled | equal | rounding | stages | under autograd |
+|---|---:|---:|---:|---:|---:|---:|---:|
 """
 MICRO = {"batch": {"microbatches": 2}, "uneven": "pad"}
 PIPE: dict[str, Any] = {"mesh": {"pp": 2}, **MICRO}
@@ -92,13 +98,13 @@ def limited(seconds: int) -> Iterator[None]:
     def end(*_: Any) -> None:
         raise TooLongError
 
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def momentum(params: Any) -> torch.optim.Optimizer:
@@ -124,12 +130,35 @@ def differing(want: Simulation, have: Simulation) -> dict[str, float]:
     return {n: d for n, (a, b) in pairs.items() if (d := off(a, b)) != 0}
 
 
-def equal(model: Any, batch: Any, captured: Any, spec: Check) -> str:
+@dataclass
+class Texts:
+    """What the lowered programs of a setting consist of. calls: of forward's texts; taped: of these, calls whose
+    backward is one op, by op.
+    """
+
+    stages: int = 0
+    under_autograd: int = 0
+    calls: int = 0
+    taped: Counter[str] = field(default_factory=Counter)
+
+    def add(self, stages: Iterable[Stage]) -> None:
+        for s in stages:
+            self.stages += 1
+            if s.lowered is None:
+                self.under_autograd += 1
+                continue
+            calls = [n for n in s.graph.nodes if is_call(n)]
+            self.calls += len(calls)
+            self.taped.update(str(n.args[0]) for n in s.lowered.forward.nodes if n.target is ops.taped)
+
+
+def equal(model: Any, batch: Any, captured: Any, spec: Check, texts: Texts) -> str:
     """ "equal", "refused: ...", "rounding: ...", "differs: ..."."""
     try:
         lowered = shardc.compile(model, batch, {"shardc": 1, **spec, "lower": True}, captured=captured, prove=False)
     except shardc.ShardcError as e:
         return f"refused: {e.errors[0].what}"
+    texts.add(lowered.stages)
     eager = shardc.compile(model, batch, {"shardc": 1, **spec}, captured=captured, prove=False)
     with mock.patch.object(OffloadedTensors, "useful", staticmethod(lambda x: True)):  # copies are made, on a CPU too
         want, have = (shardc.verify.simulate(p, model, batch, steps=2, optimizer=momentum) for p in (eager, lowered))
@@ -139,15 +168,15 @@ def equal(model: Any, batch: Any, captured: Any, spec: Check) -> str:
     return "equal"
 
 
-def all_equal(only: str, setting: str, seconds: int) -> tuple[str, bool]:
-    """(the table, whether all is equal)."""
+def all_equal(only: str, setting: str, seconds: int, each: int) -> tuple[str, bool]:
+    """(the table, whether all is equal). each: so many settings of a model, the next ones of the next model; 0: all."""
     found: dict[str, Counter[str]] = {}
+    texts: dict[str, Texts] = {}
+    turn = 0
     others: list[str] = []
-    count = 0
     for name, make in builders().items():
         if not fnmatch(name, only):
             continue
-        count += 1
         with zoo.Wide(), limited(seconds):
             try:
                 model, batch = make()
@@ -156,13 +185,15 @@ def all_equal(only: str, setting: str, seconds: int) -> tuple[str, bool]:
                 others.append(f"{name}: capture takes longer")
                 print(others[-1], flush=True)
                 continue
-        for label, spec in settings(model).items():
-            if not fnmatch(label, setting):
-                continue
+        wanted = [(label, spec) for label, spec in settings(model).items() if fnmatch(label, setting)]
+        if each:
+            wanted = [wanted[(turn + k) % len(wanted)] for k in range(min(each, len(wanted)))]
+            turn += each
+        for label, spec in wanted:
             began = time.process_time()
             with zoo.Wide(), limited(seconds):
                 try:
-                    result = equal(model, batch, captured, spec)
+                    result = equal(model, batch, captured, spec, texts.setdefault(label, Texts()))
                 except TooLongError:
                     result = f"takes longer than {seconds} s"
                 except Exception as e:
@@ -175,11 +206,24 @@ def all_equal(only: str, setting: str, seconds: int) -> tuple[str, bool]:
     lines = []
     for label, kinds in found.items():
         compiled = kinds.total() - kinds["refused"] - kinds["takes longer"]
-        cells = label, count, kinds["refused"], compiled, kinds["equal"], kinds["rounding"]
+        of = texts[label]
+        cells = (
+            label,
+            kinds.total(),
+            kinds["refused"],
+            compiled,
+            kinds["equal"],
+            kinds["rounding"],
+            of.stages,
+            of.under_autograd,
+        )
         lines.append(f"| {' | '.join(map(str, cells))} |\n")
     notes = "\n" + "".join(f"- {line}\n" for line in others) if others else ""
+    taped = sum((t.taped for t in texts.values()), Counter())
+    whole = f"\nOf {sum(t.calls for t in texts.values())} calls of forward {taped.total()} have a backward that is one op, `ops.untaped`: "
+    whole += ", ".join(f"{op} {n}" for op, n in taped.most_common()) + "\n"
     ok = not any(kind.startswith(("differs", "fails")) for kinds in found.values() for kind in kinds)
-    return HEAD + "".join(lines) + notes, ok
+    return HEAD + "".join(lines) + notes + whole, ok and not any(t.under_autograd for t in texts.values())
 
 
 def peaks(only: str, setting: str) -> tuple[str, bool]:
@@ -220,7 +264,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="*", help="models whose names match")
     parser.add_argument("--setting", default="*", help="settings whose names match")
-    parser.add_argument("--seconds", type=int, default=120, help="for one model and setting")
+    parser.add_argument("--seconds", type=int, default=120, help="of the CPU, for one model and setting")
+    parser.add_argument("--each", type=int, default=0, help="so many settings of every model, in turns")
     parser.add_argument("--equal", action="store_true", help="no peaks")
     parser.add_argument("--peaks", action="store_true", help="peaks alone")
     options = parser.parse_args()
@@ -229,7 +274,7 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     text, ok = "", True
     if not options.peaks:
-        text, ok = all_equal(options.only, options.setting, options.seconds)
+        text, ok = all_equal(options.only, options.setting, options.seconds, options.each)
     if not options.equal:
         more, none_above = peaks(options.only, options.setting)
         text, ok = text + more, ok and none_above
