@@ -118,7 +118,10 @@ class GradientBuckets(Pass):
             if not p.reduce and not zero:
                 continue
             dtype = reduce if reduce is not None and p.dtype.is_floating_point else p.dtype
-            size = max(replace(p.value, dtype=dtype).nbytes(mesh), p.value.nbytes(mesh))
+            value = p.value
+            size = value.nbytes(mesh)
+            if dtype != p.dtype:
+                size = max(replace(value, dtype=dtype).nbytes(mesh), size)
             compute = uses.dtype(p) if zero else None
             rounded = uses.rounded(p.name) if zero == 3 else None
             # parameters of one dtype together; where they are gathered, not with those that are needed at other times

@@ -42,16 +42,16 @@ class _Parsed:
 
 
 class Name(NamedTuple):
-    """Of an op in a unit. numbers: between the texts, each with how much more it is in the next unit."""
+    """Of an op in a unit. form: with %d for each number; numbers: each with how much more it is in the next unit."""
 
     head: str
-    texts: list[str]
+    form: str
     numbers: list[tuple[int, int]]
 
     def at(self, units: int, stored: Mapping[str, str]) -> str:
         """That of the same op so many units later. stored: parameters of the unit here and there."""
         head = stored.get(self.head, self.head) if self.head else ""
-        return _joined(head, self.texts, [n + units * step for n, step in self.numbers])
+        return head + self.form % tuple([n + units * step for n, step in self.numbers])
 
 
 @dataclass
@@ -113,7 +113,8 @@ class Numbering:
     def name(self, name: str) -> Name:
         """The name of an op, by which those of the same one later go."""
         x = self._parsed(name)
-        return Name(x.head, x.texts, [(n, self.steps[k]) for k, n in zip(x.keys, x.numbers, strict=True)])
+        numbers = [(n, self.steps[k]) for k, n in zip(x.keys, x.numbers, strict=True)]
+        return Name(x.head, "%d".join(x.texts), numbers)
 
     def after(self, name: str, units: int) -> str:
         """The name of an op behind all units where there are so many more of them."""

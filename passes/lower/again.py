@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import fx
 
@@ -24,13 +24,12 @@ from shardc.passes.lower.template import Made
 from shardc.runtime.step.recompute import BY_RANK
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A result ("y") of a call of forward, or what one of the lines in its place makes ("t")."""
 
     node: fx.Node
     kind: Literal["y", "t"] = "y"
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # no tuple of it is searched
 
 
 @dataclass(eq=False)

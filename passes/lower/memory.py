@@ -111,7 +111,8 @@ def _part(program: Program, b: Bucket) -> Part:
 class Step:
     """What one line does to the bytes that are alive, in any order. most: more than before it, while it runs; left:
     afterwards, without what it uses last; uses: numbers of the values that it uses; fills, sums: the bucket that
-    gets gradients, or whose sum begins; put: bytes of a gradient that stays by itself; own: it is alive already.
+    gets gradients, or whose sum begins; put: bytes of a gradient that stays by itself; own: it is alive already;
+    gradients: is any of that so?
     """
 
     most: int
@@ -121,6 +122,7 @@ class Step:
     sums: str = ""
     put: int = 0
     own: bool = False
+    gradients: bool = False
 
 
 class Uses:
@@ -128,6 +130,7 @@ class Uses:
 
     def __init__(self, graph: fx.Graph, sizes: Sizes, work: Mapping[fx.Node, Work]) -> None:
         self.sizes, self._work = sizes, work
+        self.taken = {n: n.all_input_nodes for n in graph.nodes}
         self.owner: dict[fx.Node, fx.Node] = {}
         self.bytes = {n: sizes.bytes_of(n) + work[n].tape for n in graph.nodes}
         #: Bytes that a line makes.
@@ -181,7 +184,7 @@ class Uses:
         """The owners of the memory that a line uses. What a collective sends is there until it is waited for; a sum
         over ranks is made in a copy of it.
         """
-        used = n.all_input_nodes
+        used = self.taken[n]
         if not isinstance(n.target, OpOverload) and n.target in WAITS and not _copies(used[0]):
             used = used + used[0].all_input_nodes
         return {self.owner[x] for x in used}
@@ -190,7 +193,7 @@ class Uses:
         """A part is there until its gather is waited for. One that comes from the host is read when the gather before
         begins: that of a backward's first gather, when forward's last one does (it is the same bucket, in most).
         """
-        starts = [n for n in graph.nodes if n.target in GATHERS]
+        starts = [n for n in graph.nodes if not isinstance(n.target, OpOverload) and n.target in GATHERS]
         for before, n in zip((None, *starts), starts, strict=False):
             part = self.sizes.parts[n.args[1]]
             made_by = before if part.ahead else n
@@ -219,6 +222,7 @@ class Uses:
             step.fills = step.sums = str(n.args[2])
         elif n.target is ops.launch:
             step.sums = str(n.args[1])
+        step.gradients = bool(step.fills or step.put or step.sums)
         return step
 
     def alive(self, order: Iterable[fx.Node]) -> list[tuple[int, int]]:
@@ -257,7 +261,7 @@ class Memory:
     def would_be(self, step: Step) -> tuple[int, int]:
         """What is alive while a line runs: see `Uses.alive`."""
         later = self.live + step.most
-        if not (step.fills or step.put):
+        if not step.gradients:
             return later + self.gradients, later
         buffer, gradients = self._filled(step)
         later += buffer
@@ -286,10 +290,14 @@ class Memory:
 
     def run(self, step: Step) -> tuple[int, int]:
         """What is alive while a line runs; afterwards, what it used last is gone."""
-        most = self.would_be(step)
-        live = self.live + step.left
-        if step.fills or step.put or step.sums:
-            live += self._gradients(step)
+        live = self.live
+        if step.gradients:
+            most = self.would_be(step)
+            live += step.left + self._gradients(step)
+        else:
+            later = live + step.most
+            most = later + self.gradients, later
+            live += step.left
         left, freed = self._left, self._freed
         for x in step.uses:
             left[x] -= 1

@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import fx
 
@@ -80,8 +80,7 @@ class GatheredComplete:
 Event = RuleRuns | Complete | BucketComplete | GatheredComplete
 
 
-@dataclass(frozen=True)
-class _Task:
+class _Task(NamedTuple):
     node: fx.Node
     part: Part
 

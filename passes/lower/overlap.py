@@ -66,15 +66,17 @@ def best_order(text: Text, most: tuple[int, int]) -> list[fx.Node]:
     best = text.nodes
     least = text.simulate(best)
     for reserve in RESERVES if text.may_put_off else RESERVES[:1]:
-        order, took = fitting(text, reserve, most)
-        if took < least:
+        order, clock = fitting(text, reserve, most)
+        if (took := clock.end()) < least:
             best, least = order, took
+        if clock.hangs_on_sums():
+            break
     return best
 
 
-def fitting(text: Text, reserve: int, most: tuple[int, int]) -> tuple[list[fx.Node], float]:
-    """(an order that takes no more memory, its seconds). Where one does, it meets the text's own order: at a line that
-    has too much beside it, all lines before it in the text come before it.
+def fitting(text: Text, reserve: int, most: tuple[int, int]) -> tuple[list[fx.Node], Clock]:
+    """(an order that takes no more memory, what it takes). Where one does, it meets the text's own order: at a line
+    that has too much beside it, all lines before it in the text come before it.
     """
     meets: set[fx.Node] = set()
     for _ in range(ROUNDS):
@@ -82,9 +84,9 @@ def fitting(text: Text, reserve: int, most: tuple[int, int]) -> tuple[list[fx.No
         order = [text.nodes[at] for at in made.order()]
         over = {n for n, alive in zip(order, made.alive, strict=True) if not within(alive, most)}
         if not over:
-            return order, made.seconds
+            return order, made.clock
         meets |= over
-    return text.nodes, text.simulate(text.nodes)
+    return text.nodes, text.timed(text.nodes)
 
 
 def within(bytes_: tuple[int, int], most: tuple[int, int]) -> bool:
@@ -161,7 +163,7 @@ class Text:
         self.may_put_off = any(line.seconds and not line.leads for line in self.lines)
 
     def _line(self, n: fx.Node, work: Work, seconds: Seconds) -> Line:
-        at, before = self.place[n], [self.place[x] for x in n.all_input_nodes if x in self.place]
+        at, before = self.place[n], [self.place[x] for x in self.uses.taken[n] if x in self.place]
         copy, c = n.meta.get("copy"), n.meta.get("collective")
         if isinstance(n.target, OpOverload):
             return Line(at, work.seconds, 0.0, None, self.uses.steps[n], -1, False, False, before)
@@ -212,10 +214,14 @@ class Text:
         """Seconds of the text on the assumed machine: computing, one stream for each group of axes, and one for copies
         to the host and back.
         """
+        return self.timed(order).end()
+
+    def timed(self, order: Sequence[fx.Node]) -> Clock:
+        """The clock behind the last line."""
         clock = Clock()
         for n in order:
             clock.run(self.lines[self.place[n]])
-        return clock.end()
+        return clock
 
 
 class Clock:
@@ -225,18 +231,33 @@ class Clock:
         self.now = 0.0
         self.ends: dict[int, float] = {}  # of collectives
         self._streams: dict[Any, float] = {}
+        self._waited = False
+        self._full: dict[Any, bool] = {}  # by stream: see `hangs_on_sums`
 
     def run(self, line: Line) -> None:
         if line.waits >= 0 and (end := self.ends[line.waits]) > self.now:
-            self.now = end
+            self.now, self._waited = end, True
         self.now += line.seconds
         if line.sends:
-            end = max(self._streams.get(line.stream, 0.0), self.now) + line.sends
-            self._streams[line.stream] = self.ends[line.place] = end
+            free = self._streams.get(line.stream)
+            if free is None:
+                self._full[line.stream] = not (line.begins or line.stops or self._waited)
+                free = self.now
+            elif free < self.now:
+                self._full[line.stream] = False
+                free = self.now
+            self._streams[line.stream] = self.ends[line.place] = end = free + line.sends
             if line.stops:
-                self.now = end
+                self.now, self._waited = end, True
         elif line.begins:
             self.ends[line.place] = self.now
+
+    def hangs_on_sums(self) -> bool:
+        """Does a stream end last that first had a sum of a bucket, before anything was waited for, and has sent ever
+        since? To put gradients off would only have it begin later.
+        """
+        last = max(self._streams, key=self._streams.__getitem__, default=None)
+        return last is not None and self._streams[last] >= self.now and self._full[last]
 
     def end(self) -> float:
         """When all is done, sums of buckets too."""
@@ -253,7 +274,7 @@ class Scheduler:
         places = {p for n in meets for p in (text.place[n], text.place[n] + 1)}
         self._parts = list(itertools.pairwise(sorted({0, *places, len(text.nodes)})))
         self._end = 0  # of the part of the text that is being ordered
-        self._clock, self._memory = Clock(), Memory(text.uses)
+        self.clock, self._memory = Clock(), Memory(text.uses)
         self._order: list[int] = []
         self.alive: list[tuple[int, int]] = []
         self._done = bytearray(len(text.nodes))
@@ -262,11 +283,6 @@ class Scheduler:
         self._put_off: list[Line] = []  # of lines that could run, too: in order, and their seconds
         self._seconds_put_off = 0.0
         self._reached = 0  # the greatest place of a line that ran
-
-    @property
-    def seconds(self) -> float:
-        """Of the order so far."""
-        return self._clock.end()
 
     def order(self) -> list[int]:
         """Once: places of the lines."""
@@ -295,7 +311,7 @@ class Scheduler:
             self._catch_up(ahead)
 
     def _emit(self, line: Line) -> None:
-        self._clock.run(line)
+        self.clock.run(line)
         self.alive.append(self._memory.run(line.step))
         self._order.append(line.place)
         self._done[line.place] = True
@@ -309,13 +325,13 @@ class Scheduler:
 
     def _fill(self, wait: Line) -> None:
         """While the collective that a line waits for is under way, others run."""
-        end = self._clock.ends[wait.waits]
-        if self._clock.now >= end:
+        end = self.clock.ends[wait.waits]
+        if self.clock.now >= end:
             return
         self._take_back()
         limit = min(wait.place + WINDOW, self._end - 1)
         aside: list[int] = []
-        while self._ready and self._clock.now < end:
+        while self._ready and self.clock.now < end:
             at = heapq.heappop(self._ready)
             if self._done[at]:
                 continue
@@ -335,7 +351,7 @@ class Scheduler:
 
     def _would_wait(self, line: Line) -> bool:
         """Does the rank stand still for it? It may begin any collective: all ranks run the same text."""
-        return self._clock.ends[line.waits] > self._clock.now if line.waits >= 0 else line.stops
+        return self.clock.ends[line.waits] > self.clock.now if line.waits >= 0 else line.stops
 
     def _catch_up(self, ahead: float) -> None:
         """Run lines that others have overtaken, oldest first; of gradients of weights `ahead` seconds are put off."""

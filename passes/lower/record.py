@@ -119,11 +119,9 @@ class Line:
 
 def map_refs(a: Any, function: Callable[[Ref], Any]) -> Any:
     """The arguments with something else in the place of each Ref."""
-    if isinstance(a, Ref):
-        return function(a)
     if isinstance(a, (tuple, list)):
-        return type(a)([map_refs(x, function) for x in a])
-    return a
+        return type(a)([function(x) if type(x) is Ref else map_refs(x, function) for x in a])
+    return function(a) if type(a) is Ref else a
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

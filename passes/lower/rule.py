@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from shardc.passes.lower.record import Line, Ref, Type
 
@@ -14,8 +14,7 @@ from shardc.passes.lower.record import Line, Ref, Type
 Kind = Literal["traced", "transposed", "taped", "begun", "waited", "product"]
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """What a rule is for. operands, tangents, before: types, of what the operands already have; wanted: which operands
     a gradient is asked for.
     """

@@ -57,7 +57,7 @@ def transposed(rank: Rank, call: Template, ask: Ask) -> Rule:
 
 def begun(rank: Rank, call: Template, ask: Ask) -> Rule:
     """Of a conversion whose backward is a sum over ranks: the sum is begun."""
-    w = Lines(rank, call, replace(ask, before=(None,)))
+    w = Lines(rank, call, ask._replace(before=(None,)))
     options = {k: v for k, v in call.kwargs.items() if k not in ("overlap", "fp8")}
     op = CONVERSIONS[call.target]
     started = w.call(ops.transpose_start, op, Ref("g"), *call.args[1:], type_=ask.operands[0], **options)

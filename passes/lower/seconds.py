@@ -112,8 +112,8 @@ class Seconds:
             return Work(tape=self._of_tape(n).moved)
         if n.op == "placeholder" and _name(n) in self._tapes:
             return self._found[self._tapes[_name(n)]]
-        if not is_call(n) or n.target in _NOTHING:
-            return Work()
+        if not is_call(n) or (not isinstance(n.target, OpOverload) and n.target in _NOTHING):
+            return _NO_WORK
         if n.target is ops.untaped:
             tape: Any = n.args[0]
             return self._back[self._tapes[tape.meta.get("tape", _name(tape))]]
@@ -219,6 +219,7 @@ class Seconds:
         return map_value(empty, x.meta["value"])
 
 
+_NO_WORK = Work()
 #: They start, wait, hand on: what they take time for is a collective, or not theirs.
 _NOTHING = {
     *(ops.gather_start, ops.gather_wait, ops.regather_start, ops.regather_wait, ops.updated),

@@ -12,9 +12,8 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -26,8 +25,7 @@ from shardc.torch_private import OpOverload
 Made = tuple[fx.Node, int]
 
 
-@dataclass(frozen=True, eq=False)
-class Template:
+class Template(NamedTuple):
     """target(*args, **kwargs), with Refs in the place of nodes and names. kwargs: by name, in alphabetical order.
 
     operands: what Ref("x", i) stands for in this call: its distinct tensors; names: what Ref("n", i) stands for. key:
@@ -60,7 +58,7 @@ class Template:
             return Ref("x", len(places) - 1)
 
         args = map_refs(self.args, put)
-        return replace(self, args=args, kwargs={k: map_refs(a, put) for k, a in self.kwargs.items()}), places
+        return self._replace(args=args, kwargs={k: map_refs(a, put) for k, a in self.kwargs.items()}), places
 
 
 def template(node: fx.Node, numbers: dict[Hashable, int]) -> Template:
@@ -111,6 +109,6 @@ def _items(kwargs: dict[str, Any]) -> Iterator[Hashable]:
 
 def _key(a: Any) -> Hashable:
     """Equal for equal arguments alone: 1, 1.0 and True are not, nor are 0.0 and -0.0."""
-    if isinstance(a, (tuple, list)):
-        return (type(a), *map(_key, a))
-    return a if isinstance(a, (Ref, str)) else (type(a), repr(a))
+    if isinstance(a, (Ref, str)):
+        return a
+    return (type(a), *map(_key, a)) if isinstance(a, (tuple, list)) else (type(a), repr(a))

@@ -184,14 +184,15 @@ class Attributes:
         tensors: Sequence[TensorRead] = (),
     ) -> None:
         self._names, self._tensors = tuple(names), tuple(tensors)
-        self._hooks = {path: n for path, m in model.named_modules() if (n := hooks_of(m))}
+        modules = dict(model.named_modules())
+        self._hooks = {path: n for path, m in modules.items() if (n := hooks_of(m))}
         self._values: dict[str, list[tuple[str, tuple[str, ...], Any]]] = {}
-        for path, module in model.named_modules():
-            read = [(f"{path}.{n}" if path else n, tuple(n.split(".")), v) for n, v in values.get(path, {}).items()]
+        for path, module in ((path, m) for path, m in modules.items() if path in values):
+            read = [(f"{path}.{n}" if path else n, tuple(n.split(".")), v) for n, v in values[path].items()]
             # what capture itself had set to another value while it ran is not the user's
             if kept := [each for each in read if not _differs(_attribute(module, each[1], _NOTHING), each[2])]:
                 self._values[path] = kept
-        self._modules = [(weakref.ref(m), path) for path, m in model.named_modules() if path in self._values]
+        self._modules = [(weakref.ref(modules[path]), path) for path in self._values]
 
     def check(self, modules: Iterable[tuple[str, nn.Module]] | None = None) -> Notes:
         """Raises ShardcError for attributes of modules that are others now; what to tell of objects and names. modules:

@@ -38,6 +38,8 @@ _SWITCHED = (
 _ALIKE = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder, nn.TransformerDecoderLayer)
 _WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE: its attributes can be replaced
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module), *vars(nn.Module())})
+#: What every walk over modules and every call of one reads: nobody asks who.
+_OF_TORCH = _OF_EVERY_MODULE - {"training", "__dict__"}
 
 
 @dataclass
@@ -114,6 +116,8 @@ def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
 
     def read(self: nn.Module, name: str) -> Any:
         value = super(nn.Module, self).__getattribute__(name)
+        if name in _OF_TORCH:
+            return value
         if name not in _OF_EVERY_MODULE or (
             name == "__dict__" and source.is_models(sys._getframe(1).f_code.co_filename)
         ):

@@ -14,6 +14,7 @@ expected to be copies are hidden from the tracer (hidden_layers).
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -48,6 +49,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 #: Of every module: its tensors and modules are compared one by one, hooks have to be none.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs")))
+_hooks_of = operator.itemgetter(*_HOOKS)
 #: How far values in lists, dicts and functions are followed.
 _DEEP = 6
 #: Where there are fewer layers alike, hiding them saves nothing.
@@ -258,7 +260,7 @@ class Folding:
 
     def _plain(self, layer: _Layer) -> bool:
         """Nobody looks into the layer from outside, and forward has set nothing in it."""
-        hooked = any(_attributes(m)[h] for m in layer.modules[1:] for h in _HOOKS)
+        hooked = any(any(_hooks_of(_attributes(m))) for m in layer.modules[1:])
         return not hooked and not any(n.startswith(f"{layer.path}.") for n in self._changes.written)
 
     def _trace(self, layer: _Layer, run: Callable[[], Any], key: Any, operands: list[Tensor]) -> Any:

@@ -54,6 +54,7 @@ from shardc.torch_private import (
     is_transform,
     silent,
     traced_with,
+    without_code,
 )
 
 
@@ -112,6 +113,7 @@ def export(
         patches.faked(wrapper) as mode,
         inner_autograd.recorded(),
         traced_with(source.trace_of_call),
+        without_code(),
         silent(),
         _folded(layers, fold, partial(_noted, wrapper, reads)) as folding,
     ):

@@ -46,7 +46,7 @@ def lift(
 
     def place(base: str, value: Value) -> fx.Node:
         """A placeholder; fx makes its name unique and legal."""
-        node = graph.placeholder("".join(c if c.isalnum() else "_" for c in base).strip("_") or "input")
+        node = graph.placeholder(_ILLEGAL.sub("_", base).strip("_") or "input")
         node.target = node.name
         node.meta["value"], node.meta["source"] = value, Source()
         return node
@@ -168,6 +168,8 @@ def _persistent(path: str, module: nn.Module) -> list[str]:
     return [f"{path}.{n}" if path else n for n in module._buffers if n not in lost]
 
 
+#: In a placeholder's name.
+_ILLEGAL = re.compile(r"\W")
 #: Of a node's name. Nodes are numbered anew, so that names tell nothing of how the graph was made.
 _NUMBER = re.compile(r"_\d+$")
 #: Ops that read or write the memory of their first operand by strides.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from shardc.ir.source import Source
 from shardc.torch_private import FakeTensor
 
 _HELD = ("_parameters", "_buffers", "_modules")
+_EMPTY: dict[type, Any] = {kind: kind() for kind in (list, dict, OrderedDict, set)}
 
 
 # --- attributes of modules --------------------------------------------------------------------------------------------
@@ -60,8 +62,9 @@ def identity(module: nn.Module) -> int:
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[Changes]:
     """While open, records what forward sets on the model's modules; afterwards everything is as before."""
-    names = {identity(m): name for name, m in model.named_modules()}
-    before = [(m, dict(m.__dict__), _contents(m)) for m in model.modules()]
+    modules = list(model.named_modules())
+    names = {identity(m): name for name, m in modules}
+    before = [(m, dict(m.__dict__), _contents(m.__dict__)) for _, m in modules]
     lines: dict[tuple[int, str], Source] = {}
     original = nn.Module.__setattr__
     changes = Changes()
@@ -116,7 +119,7 @@ def _as_before(now: Mapping[str, Any], then: Mapping[str, Any], contents: Mappin
     return (
         now.keys() == then.keys()
         and all(map(operator.is_, now.values(), then.values()))
-        and all(_same_items(then[name], inside) for name, inside in contents.items())
+        and all(_same_items(then[name], inside) for name, inside in contents.items() if inside or then[name])
     )
 
 
@@ -124,13 +127,14 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _contents(module: nn.Module) -> dict[str, Any]:
-    """Shallow copies of the lists, dicts and sets among a module's attributes."""
-    return {name: x.copy() for name, x in module.__dict__.items() if isinstance(x, (list, dict, set))}
+def _contents(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Shallow copies of the lists, dicts and sets among a module's attributes, to read. Most are empty."""
+    held = ((name, x) for name, x in attributes.items() if isinstance(x, (list, dict, set)))
+    return {name: x.copy() if x or type(x) not in _EMPTY else _EMPTY[type(x)] for name, x in held}
 
 
 def _same_items(now: Any, then: Any) -> bool:
-    if not now and not then:  # most: a module has a dozen dicts of hooks
+    if not now and not then:
         return True
     if isinstance(now, set):
         return {id(x) for x in now} == {id(x) for x in then}

@@ -85,6 +85,7 @@ from shardc.torch_private.traced_graphs import (
     tracing,
     transforming,
     unseen,
+    without_code,
 )
 
 __all__ = [
@@ -150,4 +151,5 @@ __all__ = [
     "transforming",
     "unintercepted",
     "unseen",
+    "without_code",
 ]

@@ -9,6 +9,9 @@ from unittest import mock
 
 from torch import nn
 
+#: Of a module, past what capture looks at reads with (shardc.capture.attribute_reads).
+_attributes = object.__getattribute__
+
 
 @contextmanager
 def quick_walks() -> Iterator[None]:
@@ -36,13 +39,18 @@ def _named_modules(
             if module is None:
                 continue
             full = f"{path}.{name}" if path else name
-            if getattr(module.named_modules, "__func__", None) is not _named_modules:  # a class has its own
+            held = _attributes(module, "__dict__")
+            if type(module).named_modules is not _named_modules or "named_modules" in held:  # it has its own
                 yield from module.named_modules(memo, full, remove_duplicate)
             elif module not in memo:
                 if remove_duplicate:
                     memo.add(module)
                 yield full, module
-                under.append((full, iter(module._modules.items())))
-                break
+                inside = held.get("_modules")
+                if inside is None:  # of what torch.jit has traced it is a property
+                    inside = module._modules
+                if inside:
+                    under.append((full, iter(inside.items())))
+                    break
         else:
             under.pop()

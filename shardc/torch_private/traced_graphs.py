@@ -18,6 +18,7 @@ from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.autograd import forward_ad  # whose level is private
 from torch.autograd.function import _SingleLevelFunction  # what capture replaces is not its `apply`
 from torch.export import ExportedProgram
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 
 from shardc.torch_private.fake_tensors import fake_device, fake_result
@@ -187,6 +188,16 @@ def traced_with(stack_trace: Callable[[], str | None]) -> Iterator[None]:
         return node
 
     with mock.patch.object(fx.proxy.TracerBase, "create_node", create_node):
+        yield
+
+
+@contextmanager
+def without_code() -> Iterator[None]:
+    """While open, graphs that torch traces and exports become Python code when somebody runs them or reads it. Export
+    makes it of the same graph six times, and runs none.
+    """
+    maker = "torch.export.exported_program._create_graph_module_for_export"
+    with _use_lazy_graph_module(True), mock.patch(maker, _LazyGraphModule, create=True):
         yield
 
 

@@ -76,8 +76,8 @@ def test_an_order_keeps_the_lines_and_takes_no_more_memory(program: Any) -> None
         text = overlap.Text(graph, seconds, sizes)
         most = text.uses.peak(text.nodes)
         for reserve in overlap.RESERVES:
-            order, took = overlap.fitting(text, reserve, most)
-            assert took == text.simulate(order)
+            order, clock = overlap.fitting(text, reserve, most)
+            assert clock.end() == text.simulate(order)
             assert all(overlap.within(alive, most) for alive in text.uses.alive(order))
             assert sorted(order, key=text.place.__getitem__) == text.nodes
             seen: set[Any] = set()
@@ -85,6 +85,21 @@ def test_an_order_keeps_the_lines_and_takes_no_more_memory(program: Any) -> None
                 assert seen >= {text.nodes[at] for at in text.lines[text.place[n]].before}
                 seen.add(n)
             assert text.simulate(order) <= 1.03 * text.simulate(text.nodes)
+
+
+def test_where_all_hangs_on_sums_of_buckets_no_gradient_is_put_off() -> None:
+    """They are the text's last and longest: whatever is put off has them begin later."""
+    spec = {"shardc": 1, "mesh": {"dp": 8, "tp": 2}, "shard": {"use": "structure"}, "lower": True}
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
+    with torch.device("meta"):
+        model, x = nn.Sequential(*layers).to("meta"), torch.empty(16, WIDTH)
+    program = shardc.compile(model, x, spec, loss=lambda y, _: y.square().mean(), prove=False)
+    text = overlap.Text(program.stages[0].lowered.backward, Seconds(program, Rank(program)), Sizes(program))
+    most = text.uses.peak(text.nodes)
+    first, *others = (overlap.fitting(text, reserve, most)[1] for reserve in overlap.RESERVES)
+    assert text.may_put_off
+    assert first.hangs_on_sums()
+    assert all(other.end() >= first.end() for other in others)
 
 
 def test_every_start_has_its_wait(program: Any) -> None:

@@ -1,0 +1,84 @@
+"""Equal layers are folded in capture and in the passes up to partition: the program, lowered and not, is that of a
+compile which folds nothing, to the letter, and so are the numbers of a step, to the bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from shardc.capture import equal_layers
+from shardc.ir.program import Program
+from shardc.passes import distinct_layers
+from tests import zoo
+from tests.zoo import hf, hf_more
+
+#: The fewest of which the passes see fewer.
+LAYERS = 7
+SPLIT: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}
+PIPED: dict[str, Any] = {**SPLIT, "mesh": {"pp": 2, "tp": 2}, "batch": {"microbatches": 2}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sequence": {**SPLIT, "sequence": {"axis": "tp"}},
+    "1f1b": {**PIPED, "pipeline": {"axis": "pp", "schedule": "1f1b"}},
+    "zero 3": {**SPLIT, "data": {"zero": 3, "bucket_mb": 0.01}},
+    "zero bubble": {**PIPED, "pipeline": {"axis": "pp", "schedule": "zb-h1"}},
+    "recomputed": {**SPLIT, "checkpoint": "every layer"},
+}
+FAMILIES = [
+    *("mistral", "qwen2", "qwen3", "gemma", "olmo2", "granite", "stablelm", "cohere", "starcoder2", "gpt_neox"),
+    *("opt", "bloom", "roberta", "electra", "vit"),
+]
+NAMES = list(SETTINGS)
+#: Neighbours have other settings: a share has some of all.
+CASES = [(family, NAMES[(i + k) % len(NAMES)]) for k in range(len(NAMES)) for i, family in enumerate(FAMILIES)]
+
+
+def built(family: str) -> tuple[nn.Module, Any]:
+    with mock.patch.object(hf, "SIZES", {**hf.SIZES, "num_hidden_layers": LAYERS}):
+        return hf.build((hf.FAMILIES | hf_more.FAMILIES)[family])
+
+
+def compiled(model: nn.Module, batch: Any, spec: dict[str, Any], *, fold: bool) -> Program:
+    with ExitStack() as unfolded:
+        if not fold:
+            unfolded.enter_context(mock.patch.object(equal_layers, "_layers", return_value=()))
+            unfolded.enter_context(mock.patch.object(distinct_layers, "shortened", return_value=None))
+        return shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
+
+
+def spec_of(setting: str, model: nn.Module) -> dict[str, Any]:
+    spec = dict(SETTINGS[setting])
+    if "checkpoint" in spec:
+        layers = next(name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == LAYERS)
+        spec["checkpoint"] = [{"match": f"{layers}.*", "recompute": "cheap"}]
+    return spec
+
+
+def step(program: Program, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    made = shardc.simulate(program, model, batch)
+    return {"loss": made.loss, **made.grads}
+
+
+@pytest.mark.parametrize(("family", "setting"), CASES)
+@pytest.mark.filterwarnings("ignore")  # the model's own
+def test_a_program_is_that_of_a_compile_that_folds_nothing(family: str, setting: str) -> None:
+    with zoo.Wide(), warnings.catch_warnings():
+        model, batch = built(family)
+        for lower in (False, True):
+            spec = {**spec_of(setting, model), "lower": lower}
+            with mock.patch.object(distinct_layers, "restored", wraps=distinct_layers.restored) as restored:
+                folded = compiled(model, batch, spec, fold=True)
+            assert restored.called
+            whole = compiled(model, batch, spec, fold=False)
+            assert folded.text(full=True) == whole.text(full=True)
+            assert not lower or folded.lowered() == whole.lowered()
+            one, other = (step(p, model, batch) for p in (folded, whole))
+            assert one.keys() == other.keys()
+            assert [n for n, x in one.items() if not torch.equal(x, other[n])] == []
