@@ -26,6 +26,7 @@ from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step import inputs
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.interpreter import Interpreter
+from shardc.runtime.step.tensor_parts import plain
 
 
 class Live(TorchDispatchMode):
@@ -74,7 +75,8 @@ class Live(TorchDispatchMode):
         return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with plain():  # this call is no user's
+            result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, Tensor):
                 self.see(x)

@@ -21,6 +21,10 @@ def command(
     measure: Annotated[
         bool, typer.Option("--measure", help="measure this machine's cpu or cuda (default: cuda if it is there)")
     ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=2, help="with --measure: of a CPU, so many processes at once, each a device (default: 2)"),
+    ] = None,
     fit: Annotated[
         list[Path] | None,
         typer.Option(
@@ -47,7 +51,7 @@ def command(
         if measure:
             check_outputs(folders={"--output": output.parent if output else None})
             with progress("measuring", quiet=as_json) as told:
-                name = _measure(which, output, lambda what: told(f"measuring {what}", 0, 0))
+                name = _measure(which, output, processes, lambda what: told(f"measuring {what}", 0, 0))
             console.print(f"written to {name}")
         elif fit:
             check_outputs(folders={"--output": output.parent if output else None})
@@ -66,7 +70,7 @@ def command(
             show(device_table(known_devices()))
 
 
-def _measure(which: str | None, output: Path | None, on: Callable[[str], None]) -> Path:
+def _measure(which: str | None, output: Path | None, processes: int | None, on: Callable[[str], None]) -> Path:
     """Measure this machine's cpu or cuda. Returns the file that says what it can do."""
     import torch
 
@@ -79,7 +83,7 @@ def _measure(which: str | None, output: Path | None, on: Callable[[str], None]) 
         )
     if which == "cuda" and not torch.cuda.is_available():
         raise ShardcError("torch finds no GPU here", where="--measure", fix="shardc device cpu --measure")
-    device = measure(cast(Kind | None, which), on)
+    device = measure(cast(Kind | None, which), on, processes)
     path = output or measured_file(device.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(device.to_yaml())

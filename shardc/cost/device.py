@@ -124,6 +124,16 @@ class OpRates(_Section):
     flops: Positive | None = None
 
 
+class Reference(_Section):
+    """Seconds of a few pieces of work while a device's other numbers were measured, by which is found out later how
+    fast it is then (shardc.cost.machine_speed): a product, sums of vectors, an op that takes next to nothing.
+    """
+
+    product: Positive
+    memory: Positive
+    small: Positive
+
+
 class Outside(_Section):
     """Bytes of a device's memory that torch's allocator does not give: the context of a process, with the kernels that
     it loads; workspaces of the library of products; buffers of each communicator of NCCL.
@@ -146,6 +156,7 @@ class Device(_Section):
     skew: seconds by which ranks that have computed come to a collective one after the other: who waits for it waits so
     much longer than the collective itself takes.
     reaches: shares of these peaks; products: what one of them reaches, by its shape; ops: by torch's name of the op.
+    reference: how fast the machine was when it was measured.
 
     host_link: bytes per second between the device's memory and the host's, in either direction; None: copies take no
     time.
@@ -167,6 +178,7 @@ class Device(_Section):
     reaches: Reaches = Reaches()
     products: Products | None = None
     ops: Mapping[str, OpRates] = {}
+    reference: Reference | None = None
     host_link: Positive | None = None
     node: Annotated[int, Field(ge=1)] = 1
     nodes: Annotated[int, Field(ge=1)] | None = None
@@ -241,6 +253,36 @@ class Device(_Section):
         own = self.ops[op.name].bandwidth if op.name in self.ops else None
         return op.traffic / (own or self.bandwidth * self.reaches.bandwidth)
 
+    def slower(self, products: float = 1.0, memory: float = 1.0, small: float = 1.0, links: float = 1.0) -> Device:
+        """The device whose products take so many times as long, its bytes, the beginning of each op, its messages."""
+
+        def op(x: OpRates) -> OpRates:
+            launch = None if x.launch is None else x.launch * small
+            bandwidth = None if x.bandwidth is None else x.bandwidth / memory
+            return x.model_copy(update={"launch": launch, "bandwidth": bandwidth})
+
+        def link(x: Link | None) -> Link | None:
+            if x is None:
+                return None
+            update = {"latency": x.latency * links, "start": x.start * links, "bandwidth": x.bandwidth / links}
+            return x.model_copy(update=update | {"peer": None if x.peer is None else x.peer / links})
+
+        update: dict[str, Any] = {name: link(getattr(self, name)) for name in ("within", "between", "beyond")}
+        update |= {"flops": {name: x / products for name, x in self.flops.items()}}
+        update |= {"bandwidth": self.bandwidth / memory, "ops": {name: op(x) for name, x in self.ops.items()}}
+        update |= {"launch": self.launch * small, "host": self.host * small, "skew": self.skew * links}
+        return self.model_copy(update=update)
+
+    def as_fast(self, now: Reference) -> Device:
+        """The device as it is while its reference takes so long. Links go with what computes: on a CPU it is cores that
+        send.
+        """
+        if (then := self.reference) is None:
+            return self
+        small = now.small / then.small
+        found = self.slower(now.product / then.product, now.memory / then.memory, small, small)
+        return found.model_copy(update={"reference": now})
+
     def copy_seconds(self, nbytes: int) -> float:
         """Of a copy between the device's memory and the host's."""
         return 0.0 if self.host_link is None else self.launch + nbytes / (self.host_link * self.reaches.link)
@@ -266,6 +308,7 @@ _UNITS = {
     "reaches": "shares of these peaks that large ops reach",
     "products": "tiles: rows, columns, share",
     "ops": "seconds; bytes per second; share of flops",
+    "reference": "seconds of a few pieces of work while this was measured: how fast the machine was",
     "host_link": "bytes per second to the host's memory, or from it",
     "node": "devices in a node",
     "nodes": "how many there are",
@@ -371,7 +414,7 @@ def chosen(named: str | Path | Device | None, spec: Spec | None) -> Device:
 def _keys(place: tuple[int | str, ...]) -> list[str]:
     """The keys that the part of a device file has in which this one is."""
     sections: dict[str, type[_Section]] = {"within": Link, "between": Link, "beyond": Link, "ops": OpRates}
-    sections |= {"reaches": Reaches, "products": Products, "outside": Outside}
+    sections |= {"reference": Reference, "reaches": Reaches, "products": Products, "outside": Outside}
     return list(sections.get(str(place[0]), Device).model_fields if len(place) > 1 else Device.model_fields)
 
 

@@ -33,15 +33,17 @@ from typing import Any, Literal
 import torch
 from torch import distributed as dist
 
+from shardc.cost import whole_steps
 from shardc.cost.device import Device, Link, Products
 from shardc.cost.fit import LinkSample, fit
-from shardc.cost.tour import tour
+from shardc.cost.machine_speed import busy
+from shardc.cost.tour import SIZES, Tour, tour
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.mesh.base import Work
 
 #: Seconds that ops are measured for, about.
-SECONDS = 25.0
+SECONDS = 12.0
 #: Kinds of collectives, and bytes of the tensors that they are measured with; calls of a small one, and rounds.
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MESSAGES = (2**8, 2**12, 2**15, 2**17, 2**20, 3 * 2**20, 2**23, 2**25)
@@ -55,12 +57,29 @@ _BEGIN: dict[str, Any] = {"flops": {"float32": 1e11}, "bandwidth": 1e10, "launch
 Kind = Literal["cpu", "cuda"]
 
 
-def measure(kind: Kind | None = None, on: Callable[[str], None] = lambda subject: None) -> Device:
-    """This machine as a device. kind: default: a GPU where there is one. on: called with what is measured next."""
+def measure(
+    kind: Kind | None = None, on: Callable[[str], None] = lambda subject: None, processes: int | None = None
+) -> Device:
+    """This machine as a device. kind: default: a GPU where there is one. on: called with what is measured next.
+    processes: of a CPU, how many compute at once, each of which is a device then (default: as many as have cores, 2 at
+    least and at most).
+    """
     device = torch.device(kind or ("cuda" if torch.cuda.is_available() else "cpu"))
-    ops = tour(device, SECONDS, on)
-    on("links between processes")
-    links, how = _links(device)
+    count = processes or 2
+    began, cores, own = time.perf_counter(), busy(), time.process_time()
+    each: list[Measured] = []
+    if device.type == "cpu":
+        on(f"{count} processes at once")
+        each = _in_processes("gloo", torch.get_num_threads(), count)
+        ops, links, how = each[0].ops, each[0].links, f"gloo between {count} processes of this machine"
+        assert ops is not None
+        ours = time.process_time() - own + sum(x.computed for x in each)
+        others = max(busy() - cores - ours, 0.0) / ((time.perf_counter() - began) * _cores())
+        how += f", while other work took {others:.0%} of its cores"
+    else:
+        ops = tour(device, SECONDS, on)
+        on("links between processes")
+        links, how = _links(device)
     link = Link(bandwidth=1e9, latency=1e-5)
     begin = Device(
         name=device.type,
@@ -68,7 +87,7 @@ def measure(kind: Kind | None = None, on: Callable[[str], None] = lambda subject
         memory=_memory(device),
         products=_products(device),
         host=ops.host,
-        node=max(_devices(device), 2),  # the two processes that were measured
+        node=max(_devices(device), count),  # the processes that were measured
         within=link,
         between=link,
         **_BEGIN,
@@ -76,8 +95,15 @@ def measure(kind: Kind | None = None, on: Callable[[str], None] = lambda subject
     found = fit(begin, ops.samples, links.samples)
     source = f"{_name(device)}, measured {date.today()}, torch {torch.__version__}; link: {how}; {found}"
     reaches = found.device.reaches.model_copy(update={"computing": links.computing})
-    update = {"source": source, "node": _devices(device), "reaches": reaches, "skew": links.skew}
-    return found.device.model_copy(update=update)
+    node = processes or _devices(device)
+    update = {"source": source, "node": node, "reaches": reaches, "skew": links.skew}
+    measured = found.device.model_copy(update=update)
+    steps = [x.steps for x in each if x.steps is not None]
+    if not steps:
+        return measured
+    on("steps against their prices")
+    prices = [whole_steps.price(program, measured) for program, _, _ in whole_steps.cases(count, whole_steps.SIZES)]
+    return whole_steps.fitted(measured, steps, prices)
 
 
 def _products(device: torch.device) -> Products | None:
@@ -100,12 +126,20 @@ class Links:
     skew: float = 0.0
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What one of several processes found, all of which did the same at once. computed: seconds of its cores."""
+
+    links: Links
+    ops: Tour | None = None
+    steps: whole_steps.Steps | None = None
+    computed: float = 0.0
+
+
 def _links(device: torch.device) -> tuple[Links, str]:
-    """What was measured, and what it went through."""
-    if device.type == "cpu":
-        return _between_processes("gloo", torch.get_num_threads()), "gloo between two processes of this machine"
+    """Of GPUs: what was measured, and what it went through."""
     if torch.cuda.device_count() > 1:
-        return _between_processes("nccl", 1), "NCCL between two GPUs of this machine"
+        return _in_processes("nccl", 1, 2)[0].links, "NCCL between two GPUs of this machine"
     there = torch.zeros(MESSAGES[-1], dtype=torch.uint8, pin_memory=True)
     here = torch.zeros_like(there, device=device)
     copies = [LinkSample("send_recv", n, (0, 1), _copy_seconds(here[:n], there[:n])) for n in MESSAGES]
@@ -123,44 +157,58 @@ def _copy_seconds(here: torch.Tensor, there: torch.Tensor) -> float:
     return best
 
 
-def _between_processes(backend: str, threads: int) -> Links:
-    """Between two processes with so many threads each, which are started here and end here."""
+@dataclass(frozen=True)
+class _Sizes:
+    """What is measured in processes, which do not see what a test has changed here."""
+
+    messages: tuple[int, ...]
+    calls: int
+    rounds: int
+    beside: int
+    seconds: float
+    pieces: tuple[tuple[int, int], ...]
+    decoders: tuple[tuple[int, int], ...]
+    steps: int
+
+
+def _in_processes(backend: str, threads: int, count: int) -> list[Measured]:
+    """So many processes with so many threads each, which are started here and end here."""
+    sizes = _Sizes(MESSAGES, CALLS, ROUNDS, BESIDE, SECONDS, SIZES["cpu"], whole_steps.SIZES, whole_steps.STEPS)
     with (
         tempfile.TemporaryDirectory(prefix="shardc-links-") as folder,
-        ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool,
+        ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool,
     ):
-        sizes = MESSAGES, CALLS, ROUNDS, BESIDE
-        process = partial(_link_process, backend=backend, threads=threads, folder=folder, sizes=sizes)
-        first, _ = pool.map(process, range(2))
-        return first
+        process = partial(_process, count=count, backend=backend, threads=threads, folder=folder, sizes=sizes)
+        return list(pool.map(process, range(count)))
 
 
-def _link_process(
-    rank: int, backend: str, threads: int, folder: str, sizes: tuple[tuple[int, ...], int, int, int]
-) -> Links:
-    """One of the two: each collective as TorchMesh makes it."""
+def _process(rank: int, count: int, backend: str, threads: int, folder: str, sizes: _Sizes) -> Measured:
+    """One of them: ops, each collective as TorchMesh makes it, and steps; of GPUs, collectives alone."""
     torch.set_num_threads(threads)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    mesh = TorchMesh(Mesh((("ranks", 2),)), device=device, watch=0)
-    messages, calls, rounds, beside = sizes
-    found = []
-    for nbytes in messages:
-        x = torch.zeros(2, nbytes // 8, device=device)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=count)
+    cpu = device.type == "cpu"
+    ops = tour(device, sizes.seconds, sizes=sizes.pieces) if cpu else None
+    dist.barrier()
+    mesh = TorchMesh(Mesh((("ranks", count),)), device=device, watch=0)
+    found, calls, rounds = [], sizes.calls, sizes.rounds
+    for nbytes in sizes.messages:
+        x = torch.zeros(count, nbytes // (4 * count), device=device)
         ways: dict[str, Callable[[], Any]] = {
             "all_reduce": partial(mesh.all_reduce, x, ("ranks",)),
             "all_gather": partial(mesh.all_gather, x[0], "ranks"),
             "reduce_scatter": partial(mesh.reduce_scatter, x, "ranks"),
             "all_to_all": partial(mesh.all_to_all, x, "ranks"),
         }
-        often = max(min(calls, 2**24 // nbytes), 1)
-        found += [LinkSample(kind, nbytes, (0, 1), _call_seconds(ways[kind], device, often, rounds)) for kind in KINDS]
-    computing, skew = _computing_beside(mesh, device, beside, rounds), _skew(mesh, device, calls, rounds)
+        often, ranks = max(min(calls, 2**24 // nbytes), 1), tuple(range(count))
+        found += [LinkSample(kind, nbytes, ranks, _call_seconds(ways[kind], device, often, rounds)) for kind in KINDS]
+    computing, skew = _computing_beside(mesh, device, sizes.beside, rounds), _skew(mesh, device, calls, rounds)
+    steps = whole_steps.run(count, sizes.decoders, sizes.steps) if cpu else None
     dist.destroy_process_group()
-    return Links(found, computing, skew)
+    return Measured(Links(found, computing, skew), ops, steps, time.process_time())
 
 
 def _skew(mesh: TorchMesh, device: torch.device, calls: int, rounds: int) -> float:
@@ -190,9 +238,9 @@ def _computing_beside(mesh: TorchMesh, device: torch.device, nbytes: int, rounds
     """The share of its rate at which computing goes on beside collectives. Where some collectives take a seconds alone,
     some ops b, and both together c, then a + b - c seconds' worth of ops were computed in the a seconds of collectives.
     """
-    n = PRODUCT[device.type]
-    weight, x, flat = (torch.ones(n, k, device=device) for k in (n, n, max(nbytes // 4 // n, 2) // 2 * 2))
-    whole, part = flat.view(-1), torch.ones(flat.numel() // 2, device=device)
+    n, ranks = PRODUCT[device.type], mesh.layout.world
+    weight, x, flat = (torch.ones(n, k, device=device) for k in (n, n, max(nbytes // 4 // n // ranks, 1) * ranks))
+    whole, part = flat.view(-1), torch.ones(flat.numel() // ranks, device=device)
     collectives: dict[str, Callable[[], Work]] = {
         "all_reduce": lambda: mesh.start_all_reduce(whole, ("ranks",)),
         "all_gather": lambda: mesh.start_all_gather(part, whole, "ranks"),
@@ -249,8 +297,12 @@ def _devices(device: torch.device) -> int:
     """How many devices this machine has."""
     if device.type == "cuda":
         return torch.cuda.device_count()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(cores // torch.get_num_threads(), 1)
+    return max(_cores() // torch.get_num_threads(), 1)
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _name(device: torch.device) -> str:

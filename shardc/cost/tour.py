@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,11 +38,16 @@ class Tour:
     host: float
 
 
-def tour(device: torch.device, seconds: float, on: Callable[[str], None] = lambda what: None) -> Tour:
-    """Rounds for about so many seconds, and no less than one."""
+def tour(
+    device: torch.device,
+    seconds: float,
+    on: Callable[[str], None] = lambda what: None,
+    sizes: Sequence[tuple[int, int]] | None = None,
+) -> Tour:
+    """Rounds for about so many seconds, and no less than one. sizes: default: SIZES."""
     if device.type == "cpu":
         keep_freed()  # as in a run
-    pieces = [piece for tokens, hidden in SIZES[device.type] for piece in _pieces(tokens, hidden, device)]
+    pieces = [piece for tokens, hidden in sizes or SIZES[device.type] for piece in _pieces(tokens, hidden, device)]
     found: list[OpSample] = []
     begin, rounds = time.perf_counter(), 0
     while not rounds or time.perf_counter() - begin < seconds:

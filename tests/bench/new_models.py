@@ -266,6 +266,19 @@ def _family(model: str, **config: Any) -> Callable[[int], Built]:
 
 
 DECODER = {"layers": "model.layers.*", "cut": "model.layers.*", "sequence": True}
+SPARSE = {"layers": "model.layers.*", "cut": "model.layers.*", "experts": "*.experts"}
+
+
+def _sparse(model: str, experts: str, chosen: str = "num_experts_per_tok", **config: Any) -> New:
+    """A decoder with 4 experts, of which each token takes 2. experts, chosen: what its config calls these numbers."""
+    config |= {"num_key_value_heads": 4, experts: 4, chosen: 2, "experts_implementation": "grouped_mm"}
+    return New(_family(model, **config), **SPARSE)
+
+
+#: One group of experts, of which all tokens take all; the first layer is dense.
+GROUP = {"n_group": 1, "topk_group": 1}
+DENSE = {"first_k_dense_replace": 1}
+SCANS = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
 MODELS: dict[str, New] = {
     "gMLP": New(
         lambda w: (GatedMlp(64 * w).train(), {"ids": _ids(200, 16, 24), "labels": _ids(10, 16, seed=3)}),
@@ -340,4 +353,22 @@ MODELS: dict[str, New] = {
         "model.layers.*",
         experts="*.mlp.experts",
     ),
+    "afmoe": _sparse("AfmoeForCausalLM", "num_experts", moe_intermediate_size=64, num_dense_layers=1, head_dim=8),
+    "bitnet": New(_family("BitNetForCausalLM", num_key_value_heads=4), **DECODER),
+    "cwm": New(_family("CwmForCausalLM", num_key_value_heads=4, head_dim=8), **DECODER),
+    "dots1": _sparse(
+        "Dots1ForCausalLM", "n_routed_experts", n_shared_experts=1, moe_intermediate_size=64, **GROUP, **DENSE
+    ),
+    "falcon_h1": New(
+        _family("FalconH1ForCausalLM", num_key_value_heads=4, head_dim=8, **SCANS), "model.layers.*", "model.layers.*"
+    ),
+    "glm4_moe": _sparse("Glm4MoeForCausalLM", "n_routed_experts", moe_intermediate_size=64, **GROUP, **DENSE),
+    "granite_swa": New(_family("GraniteSWAForCausalLM", num_key_value_heads=4), **DECODER),
+    "granitemoe": _sparse("GraniteMoeForCausalLM", "num_local_experts"),
+    "hunyuan_v1_moe": _sparse("HunYuanMoEV1ForCausalLM", "num_experts", "moe_topk", head_dim=8),
+    "mellum": _sparse("MellumForCausalLM", "num_experts", moe_intermediate_size=64, head_dim=8),
+    "minimax_m2": _sparse("MiniMaxM2ForCausalLM", "num_local_experts", head_dim=8),
+    "phimoe": _sparse("PhimoeForCausalLM", "num_local_experts"),
+    "solar_open": _sparse("SolarOpenForCausalLM", "n_routed_experts", moe_intermediate_size=64, head_dim=8, **GROUP),
+    "youtu": New(_family("YoutuForCausalLM", kv_lora_rank=32, q_lora_rank=32), **DECODER),
 }

@@ -1,21 +1,31 @@
 """Write docs/measured/predicted.md: of models that no test has, what was predicted, and what a real step took.
 
-Memory: the peak of live bytes on the loopback mesh (tests/live_bytes.py), which no other load changes. Time, with
-`--time`: of each model this machine is measured, then a step on 1, 2 and 4 processes over gloo with one thread and one
-core each; it says something on a quiet machine only. `--quick`: few settings and few steps. `--only gMLP`: that model,
-printed and not written. Exit status 1 where memory is off by more than 2 %.
+    predicted.py                           memory of every model: the peak of live bytes on the loopback mesh
+                                           (tests/live_bytes.py), which no other load changes
+    predicted.py --time 2 --device cpu     times: steps on 2 processes over gloo with one thread each, against the file
+                                           of `shardc device cpu --measure --processes 2` (--device names another one)
+
+Both add to the results that are kept in --kept FILE, and write the tables of all that are kept there; a model and a
+setting that is kept already is not run again. --only, --setting: patterns of models and settings; --quick: few of them.
+Times want all other work stopped, which may be for a part of them: --seconds 50 ends after the case that is under way
+then. The machine's own speed is measured beside each step (shardc.cost.machine_speed), and a prediction is of the
+machine as it was then. Exit status 1 where memory is off by more than 2 %.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
 from datetime import date
+from fnmatch import fnmatch
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,21 +38,68 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
-from shardc.cost import Device  # noqa: E402
-from shardc.cost.measure import measure  # noqa: E402
+from shardc.cost import Device, device  # noqa: E402
+from shardc.cost.device import Reference  # noqa: E402
+from shardc.cost.machine_speed import busy, timer, usual  # noqa: E402
+from shardc.cost.step import assemble  # noqa: E402
 from shardc.errors import ShardcError  # noqa: E402
+from shardc.ir.program import Program  # noqa: E402
+from shardc.runtime import schedule as schedules  # noqa: E402
 from tests import live_bytes  # noqa: E402
 from tests.bench.new_models import MODELS, New  # noqa: E402
 
 OUT = ROOT / "docs" / "measured" / "predicted.md"
 LIMIT = 0.02
 WIDE = {"gMLP": 6, "parallel decoder": 6, "character CNN": 8, "DenseNet": 3, "cross network": 6, "Conformer": 8}
-STEPS, QUICK = 15, 9
+STEPS, WARM = 9, 3
+#: Steps do not count while other work takes more of the machine's cores. (What it takes while ranks wait for each other
+#: is in it.)
+QUIET = 0.3
 #: Settings whose steps are timed.
 TIMED = {
     1: ("one device", "checkpoint", "bfloat16", "lower"),
     2: ("zero 0", "zero 2", "zero 3", "tp", "ep", "cp", "pp", "checkpoint", "bfloat16", "lower"),
 }
+#: Models that were looked at while shardc.cost was written; all others were not.
+SEEN = tuple(MODELS)[:13]
+QUICK = ("one device", "zero 3", "tp", "ep", "checkpoint", "lower")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes, of the rank whose prediction is worst. refused: why there are none."""
+
+    model: str
+    setting: str
+    predicted: int = 0
+    measured: int = 0
+    refused: str = ""
+    day: str = field(default_factory=lambda: str(date.today()))
+
+    @property
+    def off(self) -> float:
+        return self.predicted / self.measured - 1 if self.measured else 0.0
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of a step: as predicted of the machine when it was measured, and of the machine as fast as it was during
+    the steps; and as they were. others: the share of the cores that other work took.
+    """
+
+    model: str
+    setting: str
+    processes: int
+    foretold: float
+    predicted: float
+    measured: float
+    others: float
+    machine: str
+    day: str
+
+    @property
+    def off(self) -> float:
+        return self.predicted / self.measured - 1
 
 
 def settings(model: New, world: int = 2) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -67,67 +124,105 @@ def settings(model: New, world: int = 2) -> Iterator[tuple[str, dict[str, Any]]]
     yield "lower, checkpoint", dp | {"lower": True, "checkpoint": [{"match": model.layers}]}
 
 
-def memory(name: str, quick: bool) -> Iterator[tuple[float, list[str]]]:
-    """(how far off, the cells) of each setting; of a pipeline its worst rank."""
+def memory(name: str, label: str) -> Peak:
     model, batch = MODELS[name].make(1)
-    for label, spec in settings(MODELS[name]):
-        if quick and label not in ("one device", "zero 3", "tp", "ep", "checkpoint", "lower"):
-            continue
-        try:
-            program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
-        except ShardcError as e:
-            yield 0.0, [name, label, "", "", f"refused: {e.errors[0].what.splitlines()[0]}"]
-            continue
-        cost, real = program.cost("h100-80g"), live_bytes.watched(program, model, batch)
-        found = []
-        for r in cost.ranks:
-            here = [x for i, x in enumerate(real) if not program.axis or program.mesh.coords(i)[program.axis] == r.at]
-            found.append((r.memory.peak, max(x.peak for x in here)))
-        ours, theirs = max(found, key=lambda x: abs(x[0] / x[1] - 1))
-        yield abs(ours / theirs - 1), [name, label, f"{ours:,}", f"{theirs:,}", f"{100 * (ours / theirs - 1):+.2f} %"]
+    spec = dict(settings(MODELS[name]))[label]
+    try:
+        program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
+    except ShardcError as e:
+        return Peak(name, label, refused=e.errors[0].what.splitlines()[0])
+    cost, real = program.cost("h100-80g"), live_bytes.watched(program, model, batch)
+    found = []
+    for r in cost.ranks:
+        here = [x for i, x in enumerate(real) if not program.axis or program.mesh.coords(i)[program.axis] == r.at]
+        found.append(Peak(name, label, r.memory.peak, max(x.peak for x in here)))
+    return max(found, key=lambda x: abs(x.off))
 
 
-def _steps(rank: int, name: str, spec: dict[str, Any], world: int, folder: str, steps: int) -> list[float]:
-    """Seconds of each step, on one rank."""
+@dataclass(frozen=True)
+class Took:
+    """Seconds of each step on one rank, and the machine's speed before each. others: the share of the machine's cores
+    that other work took meanwhile.
+    """
+
+    seconds: list[float]
+    speeds: list[Reference]
+    others: float
+
+
+def _steps(rank: int, cases: Sequence[tuple[str, str]], world: int, folder: str, until: float) -> list[Took | None]:
+    """Of each (model, setting) that is begun before this second, on one rank; None of what is refused."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    speed, found = timer(), []
+    for name, label in cases:
+        late = torch.tensor(float(time.perf_counter() > until))
+        torch.distributed.all_reduce(late)
+        if late:
+            break
+        program, model, batch = compiled(name, label, world)
+        if program is None:
+            found.append(None)
+            continue
+        engine, seconds, speeds = program.engine(model), [], []
+        for i in range(STEPS + WARM):
+            if i == WARM:
+                torch.distributed.barrier()
+                began, cores, own = time.perf_counter(), busy(), time.process_time()
+            now = speed()
+            torch.distributed.barrier()
+            begin = time.perf_counter()
+            engine.step(batch)
+            if i >= WARM:
+                seconds.append(time.perf_counter() - begin)
+                speeds.append(now)
+        ours = torch.tensor(time.process_time() - own, dtype=torch.float64)
+        torch.distributed.all_reduce(ours)
+        whole = (time.perf_counter() - began) * len(os.sched_getaffinity(0))
+        engine.close()
+        found.append(Took(seconds, speeds, max(busy() - cores - float(ours), 0.0) / whole))
+    torch.distributed.barrier()
+    return found
+
+
+def compiled(name: str, label: str, world: int) -> tuple[Program | None, Any, Any]:
+    """(a program, its model, a batch); no program of what is refused."""
     torch.manual_seed(0)
     model, batch = MODELS[name].make(WIDE.get(name, 4))
-    engine = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False).engine(model)
-    found = []
-    for _ in range(steps):
-        begin = time.perf_counter()
-        engine.step(batch)
-        found.append(time.perf_counter() - begin)
-    engine.close()
-    return found[2:]
+    spec = dict(settings(MODELS[name], world))[label]
+    try:
+        return shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False), model, batch
+    except ShardcError:
+        return None, model, batch
 
 
-def times(name: str, cpu: Device, quick: bool) -> Iterator[list[str]]:
-    steps = QUICK if quick else STEPS
-    for world in (1, 2, 4):
-        if world > len(os.sched_getaffinity(0)):  # a device is a core here
+def timed_cases(names: Sequence[str], world: int) -> list[tuple[str, str]]:
+    """(model, setting) of what so many processes run."""
+    return [
+        (name, label)
+        for name in names
+        for label, spec in settings(MODELS[name], world)
+        if math.prod(spec["mesh"].values()) == world and label in TIMED[min(world, 2)]
+    ]
+
+
+def times(cases: Sequence[tuple[str, str]], cpu: Device, world: int, until: float) -> Iterator[Timed]:
+    """Real steps, and what was predicted of them on the machine as it was then."""
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world, mp_context=get_context("spawn")) as pool:
+        work = partial(_steps, cases=cases, world=world, folder=folder, until=until)
+        ranks = list(pool.map(work, range(world)))
+    for (name, label), each in zip(cases, zip(*ranks, strict=True), strict=False):
+        program, _, _ = compiled(name, label, world)
+        if program is None or None in each:
             continue
-        for label, spec in settings(MODELS[name], world):
-            size = 1
-            for n in spec["mesh"].values():
-                size *= n
-            if size != world or label not in TIMED[min(world, 2)]:
-                continue
-            torch.manual_seed(0)
-            model, batch = MODELS[name].make(WIDE.get(name, 4))
-            try:
-                predicted = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False).cost(cpu).step_seconds
-            except ShardcError:
-                continue
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                ProcessPoolExecutor(world, mp_context=get_context("spawn")) as pool,
-            ):
-                work = partial(_steps, name=name, spec=spec, world=world, folder=folder, steps=steps)
-                took = max(median(x) for x in pool.map(work, range(world)))
-            off = f"{100 * (predicted / took - 1):+.0f} %"
-            yield [name, label, str(world), f"{1e3 * predicted:.1f}", f"{1e3 * took:.1f}", off]
+        if (others := max(x.others for x in each)) > QUIET:
+            print(f"{name}, {label}: other work took {others:.0%} of the machine; not kept")
+            continue
+        cost = program.cost(cpu)
+        now = cpu.as_fast(usual(x for took in each for x in took.speeds))
+        priced = assemble(program, schedules.of(program), cost.dry_runs, now).step_seconds
+        took = median(max(together) for together in zip(*(x.seconds for x in each), strict=True))
+        yield Timed(name, label, world, cost.step_seconds, priced, took, others, cpu.source, str(date.today()))
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -136,50 +231,140 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="one of the models")
-    parser.add_argument("--quick", action="store_true", help="few settings, few steps; nothing is written")
-    parser.add_argument("--time", action="store_true", help="step times too")
+    parser.add_argument("--only", action="append", help="a pattern of models")
+    parser.add_argument("--setting", action="append", help="a pattern of settings")
+    parser.add_argument("--quick", action="store_true", help="few settings")
+    parser.add_argument("--time", type=int, metavar="N", help="step times on so many processes, not memory")
+    parser.add_argument("--device", default="cpu", help="a file of `shardc device cpu --measure -o FILE`")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so many")
+    parser.add_argument("--kept", type=Path, default=Path("predicted.jsonl"), help="where results are kept")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    names = [options.only] if options.only else list(MODELS)
-    rows, timed, worst = [], [], 0.0
-    for name in names:
-        for off, row in memory(name, options.quick):
-            worst = max(worst, off)
-            rows.append(row)
-            print(" | ".join(row), flush=True)
+    kept = [json.loads(x) for x in options.kept.read_text().splitlines()] if options.kept.is_file() else []
+    peaks = [Peak(**x) for x in kept if "refused" in x]
+    timed = [Timed(**x) for x in kept if "foretold" in x]
+
+    def wanted(name: str, label: str) -> bool:
+        asked = all(
+            not patterns or any(fnmatch(x, p) for p in patterns)
+            for x, patterns in ((name, options.only), (label, options.setting))
+        )
+        return asked and not (options.quick and label not in QUICK)
+
+    def keep(found: Peak | Timed) -> None:
+        with options.kept.open("a") as file:
+            file.write(json.dumps(asdict(found)) + "\n")
+        print(" | ".join(map(str, asdict(found).values())), f"| {100 * found.off:+.2f} %", flush=True)
+
+    begin = time.perf_counter()
     if options.time:
-        for name in names:  # measured again for each: the speed of a virtual machine changes within minutes
-            cpu = measure("cpu", lambda what: print(f"measuring {what}", file=sys.stderr))
-            print(cpu.source)
-            for row in times(name, cpu, options.quick):
-                timed.append(row)
-                print(" | ".join(row), flush=True)
-    refused = sum(not row[2] for row in rows)
-    print(f"{len(rows) - refused} peaks, {refused} refused: the worst is off by {100 * worst:.2f} %")
-    if options.only is None and not options.quick:
-        write(rows, timed, worst, refused, cpu.source if options.time else "")
-    return int(worst > LIMIT)
+        there = {(x.model, x.setting) for x in timed if x.processes == options.time}
+        cases = [x for x in timed_cases(list(MODELS), options.time) if wanted(*x) and x not in there]
+        for found in times(cases, device(options.device), options.time, begin + options.seconds):
+            timed.append(found)
+            keep(found)
+    else:
+        there = {(x.model, x.setting) for x in peaks}
+        for name, model in MODELS.items():
+            for label, _ in settings(model):
+                if wanted(name, label) and (name, label) not in there and time.perf_counter() - begin < options.seconds:
+                    peaks.append(memory(name, label))
+                    keep(peaks[-1])
+    write(peaks, timed)
+    return int(any(abs(x.off) > LIMIT for x in peaks))
 
 
-def write(rows: list[list[str]], timed: list[list[str]], worst: float, refused: int, machine: str) -> None:
+def write(peaks: list[Peak], timed: list[Timed]) -> None:
+    if not peaks:
+        return
+    labels = list(dict.fromkeys(x.setting for x in peaks))
+    by = {(x.model, x.setting): x for x in peaks}
+    measured = [x for x in peaks if not x.refused]
+    off = sorted(abs(x.off) for x in measured)
+    days = sorted({x.day for x in (*peaks, *timed)})
     text = f"""# Predicted and measured
 
-{len(MODELS)} models that no test of this repository has (tests/bench/new_models.py), {date.today()}, torch {torch.__version__}. Made by
+{len(MODELS)} models that no test of this repository has (tests/bench/new_models.py), {", ".join(days)}, torch {torch.__version__}. Made by
 `.venv/bin/python tests/bench/predicted.py`, with `--time` for times.
 
 ## Memory
 
-The peak of live tensor bytes of a step, as in [memory.md](memory.md): of {len(rows) - refused} predictions the worst is off by {100 * worst:.2f} %. {refused} specs
-are refused by compile. Of a pipeline: the rank whose prediction is worst.
+The peak of live tensor bytes of a step, as in [memory.md](memory.md), as it was measured on two ranks (four with dp × tp), and how far the
+prediction is off: of {len(off)} the worst by {100 * off[-1]:.2f} %, nine in ten by at most {100 * off[int(0.9 * (len(off) - 1))]:.2f} %. Of a pipeline: the rank whose prediction is worst; "-": the model has no such
+setting, it was not run, or compile refuses it (then it is listed below). With `ep` a rank holds the more the more its router sends it, and is
+foretold as if all got the same.
 
 """
-    text += table(["model", "spec", "predicted, bytes", "measured, bytes", "difference"], rows)
+    rows = []
+    for name in dict.fromkeys(x.model for x in peaks):
+        cells = [by.get((name, label)) for label in labels]
+        rows.append(
+            [name, *("-" if x is None or x.refused else f"{x.measured / 1e6:.2f} {100 * x.off:+.2f} %" for x in cells)]
+        )
+    text += table(["MB, and % off", *labels], rows)
+    refused = "".join(f"- {x.model}, {x.setting}: {x.refused}\n" for x in peaks if x.refused)
+    text += f"\nRefused:\n\n{refused}" if refused else ""
     if timed:
-        text += f"\n## Time\n\nProcesses over gloo, one thread each; of {STEPS} steps the median. {machine}.\n\n"
-        text += table(["model", "spec", "processes", "predicted, ms", "measured, ms", "difference"], timed)
+        text += _times(timed)
     OUT.write_text(text)
-    print(f"{OUT.relative_to(ROOT)}: {len(rows)} rows of memory, {len(timed)} of time")
+    print(f"{OUT.relative_to(ROOT)}: {len(peaks)} peaks, {len(timed)} times")
+
+
+def _times(timed: list[Timed]) -> str:
+    counts = sorted({x.processes for x in timed})
+    text = f"""
+## Time
+
+Steps of processes over gloo, one thread each: the median of {STEPS} steps, of the rank that took longest. The machine's
+speed is measured beside each step, as it changes within minutes, and so is the prediction: it is of the machine as fast
+as it was then; "as measured" is that of the machine as `--measure` found it. No model had a part in measuring it; the
+first {len(SEEN)} of `new_models.py` were looked at while `shardc.cost` was written, the others were not. Other work was
+stopped, but for {100 * median(x.others for x in timed):.0f} % of the cores' time as a median (which is also what it takes while ranks wait), and {100 * max(x.others for x in timed):.0f} % at most.
+Each cell: ms as predicted / measured, and how far that is off.
+
+"""
+    rows = []
+    for n in counts:
+        for what, some in (
+            ("looked at", [x for x in timed if x.processes == n and x.model in SEEN]),
+            ("not looked at", [x for x in timed if x.processes == n and x.model not in SEEN]),
+        ):
+            if some:
+                rows.append([f"{n}, {what}", *_summary(some)])
+    text += table(["processes, models", "steps", "median", "half within", "within 10 %", "worst", "as measured"], rows)
+    for n in counts:
+        some = [x for x in timed if x.processes == n]
+        labels = list(dict.fromkeys(x.setting for x in some))
+        by = {(x.model, x.setting): x for x in some}
+        machines = ", ".join(dict.fromkeys(f"{x.machine.split(';')[0]}" for x in some))
+        text += f"\n{n} {'processes' if n > 1 else 'process'} ({machines}):\n\n"
+        rows = []
+        for name in dict.fromkeys(x.model for x in some):
+            cells = [by.get((name, label)) for label in labels]
+            rows.append([name, *("-" if x is None else _cell(x) for x in cells)])
+        text += table(["model", *labels], rows)
+    return text
+
+
+def _cell(x: Timed) -> str:
+    return f"{1e3 * x.predicted:.0f} / {1e3 * x.measured:.0f}, {100 * x.off:+.0f} %"
+
+
+def _summary(some: list[Timed]) -> list[str]:
+    """Median error, half within, share within 10 %, the worst, and half within without the machine's speed."""
+    off = [x.off for x in some]
+    away = sorted(map(abs, off))
+    plain = median(abs(x.foretold / x.measured - 1) for x in some)
+    within = sum(x <= 0.1 for x in away)
+    worst = max(off, key=abs)
+    return [
+        str(len(some)),
+        f"{100 * median(off):+.0f} %",
+        f"{100 * median(away):.0f} %",
+        f"{within} of {len(some)}",
+        f"{100 * worst:+.0f} %",
+        f"half within {100 * plain:.0f} %",
+    ]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,180 @@
+"""Whole steps of small models on several processes: what a step takes beside its ops and collectives one by one.
+
+An op that is timed by itself takes a little longer, or less, than among others; between ops Python and autograd work;
+ranks that wait for each other come late. Four numbers say all that, found so that steps of the engine itself, which
+nothing slowed down by looking, take as long as `cost` says:
+
+    rates       of all ops, together
+    host        seconds beside each op: models have several sizes
+    skew        ranks meet at every layer, or seldom
+    reaches.computing
+                gradients are summed, and weights gathered, beside the ops
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn import functional
+
+from shardc.cost.device import Device, Reference
+from shardc.cost.machine_speed import timer, usual
+from shardc.ir.program import Program
+
+#: (hidden size, layers) of the models; rows and tokens of the batch.
+SIZES, ROWS, TOKENS = ((64, 3), (192, 3), (448, 3)), 8, 32
+#: Steps that are timed, and those before them.
+STEPS, WARM = 9, 3
+HEADS, CLASSES = 4, 500
+#: How much the numbers are drawn to those measured apart; turns of finding them; the difference that shows a slope.
+DRAWN, TURNS, SMALL = 0.003, 15, 0.02
+
+
+#: Seconds of a program's step on a device.
+Price = Callable[[Device], float]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Seconds of a step of each of `cases`, on one rank, and of the reference beside them."""
+
+    seconds: list[float]
+    reference: Reference
+
+
+class _Layer(nn.Module):
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.qkv, self.out = nn.LayerNorm(hidden), nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.after, self.up, self.down = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 4 * hidden),
+            nn.Linear(4 * hidden, hidden),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, hidden = x.shape
+        q, k, v = (t.view(rows, tokens, self.heads, -1).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
+        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(a.transpose(1, 2).reshape(rows, tokens, hidden))
+        found: Tensor = x + self.down(functional.gelu(self.up(self.after(x))))
+        return found
+
+
+class _Decoder(nn.Module):
+    def __init__(self, hidden: int, layers: int, heads: int, classes: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(classes, hidden), nn.Linear(hidden, classes, bias=False)
+        self.layers = nn.ModuleList(_Layer(hidden, heads) for _ in range(layers))
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def cases(ranks: int, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[Program, nn.Module, Any]]:
+    """(a program, its model, its batch)."""
+    import shardc
+
+    specs = (
+        {"mesh": {"dp": ranks}, "data": {"zero": 0, "bucket_mb": 0.25}},
+        {"mesh": {"dp": ranks}, "data": {"zero": 3, "bucket_mb": 0.25}},
+        {"mesh": {"tp": ranks}, "shard": {"use": "structure"}},
+    )
+    heads, rows, classes = (_up(n, ranks) for n in (HEADS, ROWS, CLASSES))
+    for hidden, layers in sizes:
+        for spec in specs:
+            torch.manual_seed(0)
+            model = _Decoder(_up(hidden, 2 * heads), layers, heads, classes)
+            ids = torch.randint(0, classes, (rows, TOKENS))
+            batch = {"ids": ids, "targets": ids.roll(-1, 1)}
+            yield shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False), model, batch
+
+
+def _up(n: int, ranks: int) -> int:
+    """The next number that ranks can split equally."""
+    return -(-n // ranks) * ranks
+
+
+def run(ranks: int, sizes: Sequence[tuple[int, int]], steps: int) -> Steps:
+    """On one of the ranks, which all do this."""
+    once, seconds, references = timer(), [], []
+    for program, model, batch in cases(ranks, sizes):
+        engine = program.engine(model)
+        took = []
+        for i in range(WARM + steps):
+            references.append(once())
+            dist.barrier()
+            begin = time.perf_counter()
+            engine.step(batch)
+            if i >= WARM:
+                took.append(time.perf_counter() - begin)
+        engine.close()
+        seconds.append(statistics.median(took))
+    return Steps(seconds, usual(references))
+
+
+def fitted(device: Device, found: Sequence[Steps], prices: Sequence[Price]) -> Device:
+    """The device by whose numbers these steps take as long as they took. found: of each rank; prices: of each case."""
+    took = [max(each) for each in zip(*(x.seconds for x in found), strict=True)]
+    steps = list(zip(prices, took, strict=True))
+    start = device.model_copy(update={"skew": device.skew or device.within.latency})
+    each, beside = (
+        start.host or start.launch,
+        min(start.reaches.computing, 0.7),
+    )  # at 1, nothing says what less would do
+
+    def with_factors(at: np.ndarray) -> Device:
+        slower, host, skew, computing = map(float, np.exp(at))
+        reaches = start.reaches.model_copy(update={"computing": min(computing * beside, 1.0)})
+        update = {"host": host * each, "skew": skew * start.skew, "reaches": reaches}
+        return start.slower(slower, slower, slower).model_copy(update=update)
+
+    def off(at: np.ndarray) -> np.ndarray:
+        device = with_factors(at)
+        priced = [math.log(seconds(device) / measured) for seconds, measured in steps]
+        return np.array([*priced, *(DRAWN * at)])
+
+    device = with_factors(_least_squares(off, np.zeros(4)))
+    return device.model_copy(update={"reference": usual(x.reference for x in found)})
+
+
+def _least_squares(off: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> np.ndarray:
+    """Where the sum of squares of what `off` returns is least, by steps of Levenberg and Marquardt from here on."""
+    now, damping = off(at), 0.1
+    for _ in range(TURNS):
+        slopes = np.stack([(off(at + d) - now) / SMALL for d in SMALL * np.eye(len(at))], axis=1)
+        square = slopes.T @ slopes
+        while damping < 1e4:
+            step = np.linalg.solve(square + damping * np.diag(np.diag(square)), -slopes.T @ now)
+            then = off(at + step)
+            if then @ then < now @ now:
+                at, now, damping = at + step, then, damping / 5
+                break
+            damping *= 4
+    return at
+
+
+def price(program: Program, device: Device) -> Price:
+    """By one dry run on a device of this kind."""
+    return partial(_seconds, program, program.cost(device).dry_runs)
+
+
+def _seconds(program: Program, dry_runs: Any, device: Device) -> float:
+    from shardc.cost.step import assemble
+    from shardc.runtime import schedule
+
+    return assemble(program, schedule.of(program), dry_runs, device).step_seconds
