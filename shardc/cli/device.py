@@ -74,6 +74,7 @@ def _measure(which: str | None, output: Path | None, processes: int | None, on: 
     """Measure this machine's cpu or cuda. Returns the file that says what it can do."""
     import torch
 
+    from shardc.compile import compile as compiled
     from shardc.cost.device import MEASURED, measured_file
     from shardc.cost.measure import Kind, measure
 
@@ -83,7 +84,7 @@ def _measure(which: str | None, output: Path | None, processes: int | None, on: 
         )
     if which == "cuda" and not torch.cuda.is_available():
         raise ShardcError("torch finds no GPU here", where="--measure", fix="shardc device cpu --measure")
-    device = measure(cast(Kind | None, which), on, processes)
+    device = measure(cast(Kind | None, which), on, processes, compiled)
     path = output or measured_file(device.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(device.to_yaml())

@@ -38,6 +38,7 @@ from shardc.cost.device import Device, Link, Products
 from shardc.cost.fit import LinkSample, fit
 from shardc.cost.machine_speed import busy
 from shardc.cost.tour import SIZES, Tour, tour
+from shardc.cost.whole_steps import Compile
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.mesh.base import Work
@@ -58,11 +59,14 @@ Kind = Literal["cpu", "cuda"]
 
 
 def measure(
-    kind: Kind | None = None, on: Callable[[str], None] = lambda subject: None, processes: int | None = None
+    kind: Kind | None = None,
+    on: Callable[[str], None] = lambda subject: None,
+    processes: int | None = None,
+    compiled: Compile | None = None,
 ) -> Device:
     """This machine as a device. kind: default: a GPU where there is one. on: called with what is measured next.
     processes: of a CPU, how many compute at once, each of which is a device then (default: as many as have cores, 2 at
-    least and at most).
+    least and at most). compiled: shardc.compile, by which a CPU's whole steps are made; None: they are left out.
     """
     device = torch.device(kind or ("cuda" if torch.cuda.is_available() else "cpu"))
     count = processes or 2
@@ -70,7 +74,7 @@ def measure(
     each: list[Measured] = []
     if device.type == "cpu":
         on(f"{count} processes at once")
-        each = _in_processes("gloo", torch.get_num_threads(), count)
+        each = _in_processes("gloo", torch.get_num_threads(), count, compiled)
         ops, links, how = each[0].ops, each[0].links, f"gloo between {count} processes of this machine"
         assert ops is not None
         ours = time.process_time() - own + sum(x.computed for x in each)
@@ -99,10 +103,12 @@ def measure(
     update = {"source": source, "node": node, "reaches": reaches, "skew": links.skew}
     measured = found.device.model_copy(update=update)
     steps = [x.steps for x in each if x.steps is not None]
-    if not steps:
+    if not steps or compiled is None:
         return measured
     on("steps against their prices")
-    prices = [whole_steps.price(program, measured) for program, _, _ in whole_steps.cases(count, whole_steps.SIZES)]
+    prices = [
+        whole_steps.price(program, measured) for program, _, _ in whole_steps.cases(compiled, count, whole_steps.SIZES)
+    ]
     return whole_steps.fitted(measured, steps, prices)
 
 
@@ -171,18 +177,22 @@ class _Sizes:
     steps: int
 
 
-def _in_processes(backend: str, threads: int, count: int) -> list[Measured]:
+def _in_processes(backend: str, threads: int, count: int, compiled: Compile | None = None) -> list[Measured]:
     """So many processes with so many threads each, which are started here and end here."""
     sizes = _Sizes(MESSAGES, CALLS, ROUNDS, BESIDE, SECONDS, SIZES["cpu"], whole_steps.SIZES, whole_steps.STEPS)
     with (
         tempfile.TemporaryDirectory(prefix="shardc-links-") as folder,
         ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool,
     ):
-        process = partial(_process, count=count, backend=backend, threads=threads, folder=folder, sizes=sizes)
+        process = partial(
+            _process, count=count, backend=backend, threads=threads, folder=folder, sizes=sizes, compiled=compiled
+        )
         return list(pool.map(process, range(count)))
 
 
-def _process(rank: int, count: int, backend: str, threads: int, folder: str, sizes: _Sizes) -> Measured:
+def _process(
+    rank: int, count: int, backend: str, threads: int, folder: str, sizes: _Sizes, compiled: Compile | None
+) -> Measured:
     """One of them: ops, each collective as TorchMesh makes it, and steps; of GPUs, collectives alone."""
     torch.set_num_threads(threads)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
@@ -206,7 +216,7 @@ def _process(rank: int, count: int, backend: str, threads: int, folder: str, siz
         often, ranks = max(min(calls, 2**24 // nbytes), 1), tuple(range(count))
         found += [LinkSample(kind, nbytes, ranks, _call_seconds(ways[kind], device, often, rounds)) for kind in KINDS]
     computing, skew = _computing_beside(mesh, device, sizes.beside, rounds), _skew(mesh, device, calls, rounds)
-    steps = whole_steps.run(count, sizes.decoders, sizes.steps) if cpu else None
+    steps = whole_steps.run(compiled, count, sizes.decoders, sizes.steps) if cpu and compiled is not None else None
     dist.destroy_process_group()
     return Measured(Links(found, computing, skew), ops, steps, time.process_time())
 

@@ -318,7 +318,9 @@ def test_whole_steps_say_what_is_lost_between_ops() -> None:
     none = Reference(product=1e-4, memory=1e-4, small=1e-6)
     update = {"host": 4e-5, "skew": 4e-4, "reaches": Reaches(attention=0.3, computing=0.5)}
     true = CPU.slower(1.3, 1.3, 1.3).model_copy(update=update)
-    prices = [whole_steps.price(program, CPU) for program, _, _ in whole_steps.cases(2, ((32, 1), (128, 1)))]
+    prices = [
+        whole_steps.price(program, CPU) for program, _, _ in whole_steps.cases(shardc.compile, 2, ((32, 1), (128, 1)))
+    ]
     seconds = [price(true) for price in prices]
     steps = [whole_steps.Steps(seconds, none), whole_steps.Steps([0.9 * x for x in seconds], none)]  # a quicker rank
     found = whole_steps.fitted(CPU, steps, prices)
