@@ -319,7 +319,7 @@ def test_whole_steps_say_what_is_lost_between_ops() -> None:
     update = {"host": 4e-5, "skew": 4e-4, "reaches": Reaches(attention=0.3, computing=0.5)}
     true = CPU.slower(1.3, 1.3, 1.3).model_copy(update=update)
     prices = [
-        whole_steps.price(program, CPU) for program, _, _ in whole_steps.cases(shardc.compile, 2, ((32, 1), (128, 1)))
+        whole_steps.price(program, CPU) for program, _, _ in whole_steps.cases(shardc.compile, 2, ((128, 1), (256, 2)))
     ]
     seconds = [price(true) for price in prices]
     steps = [whole_steps.Steps(seconds, none), whole_steps.Steps([0.9 * x for x in seconds], none)]  # a quicker rank
