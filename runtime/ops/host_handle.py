@@ -18,6 +18,7 @@ A tape (shardc.runtime.ops.taped) goes as what its op has saved for itself.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,9 @@ class HostHandle:
             return tensors[0]
         for place, x in zip(self._places, tensors, strict=True):
             place.tensor = x
-        self._tape.lent = [place for place, m in zip(self._places, self._moved, strict=True) if m is not None]
+        self._tape.lent = [
+            weakref.ref(place) for place, m in zip(self._places, self._moved, strict=True) if m is not None
+        ]
         return self._tape
 
 

@@ -13,7 +13,7 @@ the op made for its backward alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardc.errors import ShardcError
-from shardc.torch_private import OpOverload
+from shardc.torch_private import OpOverload, set_sequence_number
 
 
 def op_of(name: str) -> Callable[..., Any]:
@@ -68,24 +68,44 @@ def _replaced(a: Any, those: Iterator[Tensor]) -> Any:
 
 
 class _Opened(Function):
-    """The place of an operand in autograd's graph, which does not hold the operand, as a leaf would."""
+    """The place of an operand in autograd's graph, which does not hold the operand, as a leaf would. The way back ends
+    before it, or in it: then `take`, an attribute of this node, gets the operand's gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        raise AssertionError("the way back ends before this")
+    def backward(ctx: Any, g: Tensor | None) -> Any:
+        if g is not None:
+            ctx.take(g)
+        return None, None
+
+
+class _Closed(Function):
+    """The place of a result: backward begins with its gradient, which is in `box`, and lets go of it there."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.box = []
+        return y.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return ctx.box.pop()
 
 
 class Own:
-    """The place of a tensor that an op has saved for itself. None: it is elsewhere (shardc.runtime.ops.host_handle)."""
+    """The place of a tensor that an op has saved: one of its own, or an operand, which is lent to it. None: it is
+    elsewhere (shardc.runtime.ops.host_handle). Autograd holds the place as long as it may want the tensor.
+    """
 
     __slots__ = ("__weakref__", "tensor")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.tensor = tensor
 
 
 @dataclass
@@ -99,16 +119,19 @@ class Tape:
     ends: list[Any]
     zeros: list[Callable[[], Tensor]]
     again: tuple[int, ...]
-    operands: dict[int, Tensor]
+    operands: weakref.WeakValueDictionary[int, Own]
     saved: list[weakref.ref[Own]]
-    lent: Sequence[Own] = ()
+    lent: Sequence[weakref.ref[Own]] = ()
 
     def own(self) -> list[Own]:
         """What it holds."""
         return [own for ref in self.saved if (own := ref()) is not None]
 
 
-_Seen = tuple[int, torch.Size, tuple[int, ...], int]
+#: Number of a node that runs before others that are ready.
+_FIRST = 2**64 - 1
+
+_Seen = tuple[Own, tuple[int, ...], torch.Size, tuple[int, ...], int]
 
 
 def storage_of(x: Tensor) -> tuple[StorageWeakRef, bool, bool]:
@@ -119,22 +142,33 @@ def storage_of(x: Tensor) -> tuple[StorageWeakRef, bool, bool]:
 def taped(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """(the op's result or results, a tape). needs: the tensors among its arguments that get gradients; again: those
     that `untaped` is given again."""
+    return record(op, needs, again, args, kwargs)
+
+
+def record(
+    op: str, needs: Sequence[int], again: Sequence[int], args: Any, kwargs: Any, *, lets_go: bool = False
+) -> tuple[Any, ...]:
+    """`taped`. lets_go: backward is `back`, with `takes`, and need not hold gradients of results while it runs."""
     given = list(tensors_in((args, kwargs)))
-    anchor = torch.empty(0, device=given[0].device, requires_grad=True)
     with torch.enable_grad():
-        opened = [_Opened.apply(anchor, x) if i in needs else x for i, x in enumerate(given)]  # type: ignore[no-untyped-call]
+        itself = {i for i in needs if lets_go and _parameter(i, given)}
+        opened = [_opened(x) if i in needs and i not in itself else x for i, x in enumerate(given)]
     places: dict[Any, list[int]] = {}
     for i in again:
         if given[i].layout is torch.strided:
             places.setdefault(storage_of(given[i]), []).append(i)
     given_strides = {i: given[i].stride() for i in again if given[i].layout is torch.strided}
-    operands: dict[int, Tensor] = {}
+    operands: weakref.WeakValueDictionary[int, Own] = weakref.WeakValueDictionary()
     saved: list[weakref.ref[Own]] = []
 
     def pack(x: Tensor) -> Own | _Seen:
         at = _within(x, places.get(storage_of(x), ()), given) if x.layout is torch.strided and x.numel() else None
         if at is not None:
-            return at, x.size(), x.stride(), int(x.storage_offset()) - int(given[at].storage_offset())
+            place = operands.get(at)
+            if place is None:
+                place = operands[at] = Own(None)
+            offset = int(x.storage_offset()) - int(given[at].storage_offset())
+            return place, given_strides[at], x.size(), x.stride(), offset
         own = Own(x.detach() if x.grad_fn is not None else x)
         saved.append(weakref.ref(own))
         return own
@@ -143,15 +177,20 @@ def taped(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kwa
         if isinstance(kept, Own):
             assert kept.tensor is not None, "what the tape holds is not on the device"
             return kept.tensor
-        at, size, stride, offset = kept
-        return _seen(operands[at], given_strides[at], size, stride, offset)
+        place, strides, size, stride, offset = kept
+        assert place.tensor is not None, "backward was not given this operand"
+        return _seen(place.tensor, strides, size, stride, offset)
 
     those = iter(opened)
     args, kwargs = _replaced(args, those), _replaced(kwargs, those)
     with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
         made = op_of(op)(*args, **kwargs)
     results = tuple(made) if isinstance(made, (tuple, list)) else (made,)
-    begins = [get_gradient_edge(y) if isinstance(y, Tensor) and y.requires_grad else None for y in results]
+    begins: list[Any] = [None] * len(results)
+    for i, y in reversed(list(enumerate(results))):  # so that the first one's is the last, which backward runs first
+        if isinstance(y, Tensor) and y.requires_grad:
+            with torch.enable_grad():
+                begins[i] = get_gradient_edge(_Closed.apply(y) if lets_go else y)  # type: ignore[no-untyped-call]
     like: list[Callable[[], Tensor]] = [
         partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in (given[i] for i in needs)
     ]
@@ -159,6 +198,19 @@ def taped(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kwa
     tape = Tape(begins, ends, like, tuple(again), operands, saved)
     given.clear()  # autograd holds `pack`, which would hold what it was given
     return (*(y.detach() if isinstance(y, Tensor) else y for y in results), tape)
+
+
+def _parameter(i: int, given: Sequence[Tensor]) -> bool:
+    """Is an operand a parameter itself, which stands nowhere else? Then autograd gives it its gradient, as it does
+    without tapes.
+    """
+    x = given[i]
+    return x.requires_grad and x.is_leaf and sum(y is x for y in given) == 1
+
+
+def _opened(x: Tensor) -> Tensor:
+    anchor = torch.empty(0, device=x.device, requires_grad=True)
+    return _Opened.apply(anchor, x)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _within(x: Tensor, places: Sequence[int], given: Sequence[Tensor]) -> int | None:
@@ -208,23 +260,86 @@ def untaped(
     what gets no gradient gets zeros; only: of these alone, counted among those that need one (all others: None); keep:
     the tape stays, for the others.
     """
+    return back(tape, list(grads), before, list(operands), {}, zeros=zeros, only=only, keep=keep)
+
+
+def back(
+    tape: Tape,
+    grads: list[Tensor | None],
+    before: Sequence[Tensor | None],
+    operands: list[Tensor],
+    takes: Mapping[int, Callable[[Tensor], None]],
+    *,
+    zeros: bool = False,
+    only: Sequence[int] = (),
+    keep: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """`untaped`, of what `record` made. takes: of gradients that are not returned, what gets them as soon as they are
+    there; where the operand is a parameter itself, autograd gives it its gradient. The lists are empty then; operands,
+    and gradients of results where `record` was told so, are let go of when autograd does not want them any more.
+    """
     wanted = only or range(len(tape.ends))
-    ends = [tape.ends[k] for k in wanted]
+    _lend(tape, operands)
     begin = [(tape.ends[k], p) for k in wanted if (p := before[k]) is not None]
-    begin += [(y, g) for y, g in zip(tape.begins, grads, strict=True) if y is not None and g is not None]
-    tape.operands.update(zip(tape.again, operands, strict=True))
+    begin += [(y, _handed(y, g)) for y, g in zip(tape.begins, grads, strict=True) if y is not None and g is not None]
+    grads.clear()
     found: list[Tensor | None] = [None] * len(tape.ends)
     if begin:
         starts, values = zip(*begin, strict=True)
-        gradients = torch.autograd.grad(starts, ends, values, retain_graph=keep, allow_unused=True)
-        for k, g in zip(wanted, gradients, strict=True):
-            found[k] = g
+        del begin
+        ends = [tape.ends[k] for k in wanted]
+        if takes and all(k in takes for k, end in zip(wanted, ends, strict=True) if _leaf_of(end) is not None):
+            inputs = [
+                _place(end, takes.get(k, partial(found.__setitem__, k))) for k, end in zip(wanted, ends, strict=True)
+            ]
+            torch.autograd.backward(starts, values, retain_graph=keep, inputs=inputs)
+        else:
+            gradients = torch.autograd.grad(starts, ends, values, retain_graph=keep, allow_unused=True)
+            for k, g in zip(wanted, gradients, strict=True):
+                if k in takes:
+                    takes[k](g)
+                else:
+                    found[k] = g
     for k in wanted if zeros else ():
         found[k] = tape.zeros[k]() if found[k] is None else found[k]
-    tape.operands.clear()
+    for place in tape.operands.values():
+        place.tensor = None
     if not keep:
         tape.begins, tape.ends, tape.zeros = [], [], []
-    for place in tape.lent:
-        place.tensor = None
+    for ref in tape.lent:
+        if (own := ref()) is not None:
+            own.tensor = None
     tape.lent = ()
     return tuple(found)
+
+
+def _lend(tape: Tape, operands: list[Tensor]) -> None:
+    """Give a tape the operands that it wants again; the list is empty then."""
+    for at in reversed(tape.again):
+        x = operands.pop()
+        if (place := tape.operands.get(at)) is not None:
+            place.tensor = x
+
+
+def _handed(begin: Any, g: Tensor) -> Tensor:
+    """What backward begins with at the place of a result."""
+    if not hasattr(begin.node, "box"):
+        return g
+    begin.node.box.append(g)
+    return g.new_empty(0)
+
+
+def _leaf_of(end: Any) -> Tensor | None:
+    """The parameter that an operand is, if it is one: `end` is its place then."""
+    return getattr(end.node, "variable", None)
+
+
+def _place(end: Any, take: Callable[[Tensor], None]) -> Tensor:
+    """Where autograd is to go for the gradient of an operand: the operand, or what is behind its node, which hands the
+    gradient over as soon as it is there, as a leaf does.
+    """
+    if (leaf := _leaf_of(end)) is not None:
+        return leaf
+    end.node.take = take
+    set_sequence_number(end.node, _FIRST)
+    return end.node.next_functions[0][0].variable  # type: ignore[no-any-return]

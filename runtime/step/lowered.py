@@ -22,6 +22,7 @@ from shardc.runtime.step import op_errors
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.bindings import bind
 from shardc.runtime.step.context import MicrobatchContext
+from shardc.runtime.step.early_puts import EarlyPuts
 from shardc.runtime.step.profiler_ranges import with_ranges
 
 
@@ -47,11 +48,14 @@ class LoweredStage:
         self._forward_graph = forward
         kept: Any = forward.output_node().args[0]
         self._kept = [n.name for n in kept[3]]
-        self._forward = fx.GraphModule(nn.Module(), bind(copy_graph(with_pieces(forward, compiler))))
+        puts = EarlyPuts(*texts.values())
+        whole = copy_graph(with_pieces(forward, compiler))
+        puts.insert(whole)
+        self._forward = fx.GraphModule(nn.Module(), bind(whole))
         if ranges:
             self._forward = with_ranges(self._forward, forward)
-        self._backward = _Half(backward, compiler, ranges=ranges)
-        self.weights = _Half(texts["weights"], compiler, ranges=ranges) if "weights" in texts else None
+        self._backward = _Half(backward, puts, compiler, ranges=ranges)
+        self.weights = _Half(texts["weights"], puts, compiler, ranges=ranges) if "weights" in texts else None
         given: Any = backward.output_node().args[0]
         self._handed_on = [n.name for n in given[1]] if self.weights is not None else []
 
@@ -114,7 +118,7 @@ class LoweredPair:
         halves = returned[:1] if kind == "FB" else returned
         #: Of each forward, the names of what it keeps.
         self._kept = [[n.name.removeprefix(self._prefix) for n in half[3]] for half in halves]
-        self._graph, self._text = graph, _Half(graph, compiler, ranges=ranges)
+        self._graph, self._text = graph, _Half(graph, EarlyPuts(graph), compiler, ranges=ranges)
 
     @torch.no_grad()
     def run(
@@ -185,9 +189,9 @@ class LoweredPair:
 class _Half:
     """A text of backward, as a function of a dict from which it takes what it needs. takes: names."""
 
-    def __init__(self, graph: fx.Graph, compiler: Compiler | None, *, ranges: bool) -> None:
+    def __init__(self, graph: fx.Graph, puts: EarlyPuts, compiler: Compiler | None, *, ranges: bool) -> None:
         self._graph, self.takes = graph, {n.name for n in graph.find_nodes(op="placeholder")}
-        module = _taking(with_pieces(graph, compiler))
+        module = _taking(with_pieces(graph, compiler), puts)
         self._run = with_ranges(module, graph) if ranges else module
 
     @torch.no_grad()
@@ -205,7 +209,7 @@ class _Half:
             return self._run(values)
 
 
-def _taking(graph: fx.Graph) -> fx.GraphModule:
+def _taking(graph: fx.Graph, puts: EarlyPuts) -> fx.GraphModule:
     """A graph as a function of one dict, which takes values out of it."""
     copy = fx.Graph()
     values = copy.placeholder("values")
@@ -215,4 +219,5 @@ def _taking(graph: fx.Graph) -> fx.GraphModule:
             env[n] = copy.create_node("call_method", "pop", (values, n.name), name=n.name)
         else:
             env[n] = copy.node_copy(n, env.__getitem__)
+    puts.insert(copy)
     return fx.GraphModule(nn.Module(), bind(copy))
