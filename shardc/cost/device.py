@@ -248,6 +248,16 @@ class Device(_Section):
             share *= self.products.share(m, n, op.flops / (2 * many * m * n), many, faster)
         return op.flops / (peak * self.reaches.flops * share)
 
+    def least_product_seconds(self, op: Op) -> float:
+        """Of its flops in products of any other shape: with more rows they reach more. Of attention at least half, as
+        the rest may be masked.
+        """
+        if op.attention:
+            return self.product_seconds(op._replace(masked=max(op.masked, op.flops // 2)))
+        best = self.product_seconds(op._replace(matrices=()))
+        tiles = self.products.tiles if self.products is not None and op.matrices else ()
+        return best / max((share for _, _, share in tiles), default=1.0)
+
     def traffic_seconds(self, op: Op) -> float:
         """Of the bytes that it reads and writes."""
         own = self.ops[op.name].bandwidth if op.name in self.ops else None

@@ -3,6 +3,7 @@
     twice as many ranks split a row's work       at best half the time and half the activations
     an axis has more ranks                       what is sent along it takes at best as long as over as many links
     other things are computed again              at best the time of nothing, and the memory of everything
+    experts are on more ranks                    what moves of their weights becomes less, nothing else
 
 Latencies and the start of small ops become no less by splitting. Many others may be known: each gives a bound, and of
 each number the highest counts. Bounds are as good as estimates are: how layers are distributed over stages, and what
@@ -12,8 +13,9 @@ starts while others are waited for, differs from split to split, so what is near
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,26 +23,44 @@ import numpy as np
 from shardc.cost.device import Device
 from shardc.cost.recorded import KINDS
 from shardc.plan.dry_runs import Stages
-from shardc.plan.exact_price import beside_layers
+from shardc.plan.exact_price import beside_layers, computing
 from shardc.plan.records import Weights
-from shardc.plan.space import Core, casts_kept
-from shardc.plan.stage_vectors import CAUSES, FIXED, FLOPS, HIGH, NET, SENT, SURE, WHAT, Stage, Vector, lines, part_of
+from shardc.plan.space import Core, budget, casts_kept
+from shardc.plan.stage_vectors import (
+    CAUSES,
+    FIXED,
+    HIGH,
+    MOVED,
+    NET,
+    PRODUCTS,
+    SENT,
+    SURE,
+    WHAT,
+    Stage,
+    Vector,
+    lines,
+    part_of,
+    typical,
+)
 
 #: Kinds that grow with the rows of a microbatch, and are split with them.
 GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in KINDS])
 
-_COMPUTE, _MEMORY, _LAUNCH = (WHAT.index(w) for w in ("compute", "memory", "launch"))
-#: Of WHAT: computing.
+_MEMORY, _LAUNCH = (WHAT.index(w) for w in ("memory", "launch"))
+#: Of WHAT: computing. Actions that compute.
 _HERE = slice(0, 2)
+_COMPUTING = ("F", "B", "I", "W")
 #: Bytes read and written to cast a weight, for each byte of the copy: it is half as wide.
 _CAST = 3
 
 
 def relatives(core: Core, known: Mapping[Core, Stages]) -> tuple[Core, ...]:
     """What bounds of a core follow from: of those that are known, all that do no more, with the same recomputation,
-    with none, or with everything recomputed. One says most of products, another one of what is sent.
+    with none, or with everything recomputed; of a share of what is kept with these two alone, as it follows from them.
+    One says most of products, another one of what is sent.
     """
-    return tuple(k for k in known if k.checkpoint in (core.checkpoint, "none", "full") and _comparable(k, core))
+    alike = {core.checkpoint} if budget(core.checkpoint) is None else set[str]()
+    return tuple(k for k in known if k.checkpoint in {*alike, "none", "full"} and _comparable(k, core))
 
 
 def _comparable(near: Core, core: Core) -> bool:
@@ -51,11 +71,14 @@ def _comparable(near: Core, core: Core) -> bool:
     return alike and (near.ep > 1) == (core.ep > 1) and (core.sequence_parallel or not near.sequence_parallel)
 
 
-def optimistic(core: Core, others: Mapping[Core, Stages], device: Device) -> Stages:
-    """A lower bound of every number of a core's stages. others: those that were run, with collectives priced between as
-    many ranks as this one's. Of each number the highest bound counts.
+def optimistic(core: Core, others: Mapping[Core, Stages], known: Mapping[Core, Stages], device: Device) -> Stages:
+    """A lower bound of every number of a core's stages. others: of those that were run (known), with collectives priced
+    between as many ranks as this one's. Of each number the highest bound counts.
     """
-    bounds = [_bound(core, near, replace(stages, least=True), device) for near, stages in others.items()]
+    bounds = [
+        _bound(core, near, replace(stages, least=True), Moved.of(near, known), device)
+        for near, stages in others.items()
+    ]
     a, b, c = (Weights(*map(max, zip(*some, strict=True))) for some in zip(*(x.weights for x in bounds), strict=True))
     first = replace(bounds[0], weights=(a, b, c))
     if first.whole is not None:
@@ -77,7 +100,8 @@ def highest_bound(some: Sequence[Stage]) -> Stage:
     mixed = {key: _mixed(vectors) for key, vectors in each.items()}
 
     def seconds(s: Stage) -> float:
-        return float(sum(v[CAUSES].sum() for v in s.values()))
+        """Of a microbatch like most: the last one sums gradients, too, once a step."""
+        return float(sum(typical(s, kind)[CAUSES].sum() for kind in computing(s)))
 
     timed = max((*some, mixed), key=seconds)
     for key, v in highest.items():
@@ -100,20 +124,63 @@ def _mixed(some: Sequence[Vector]) -> Vector:
     return found
 
 
-def _bound(core: Core, near: Core, stages: Stages, device: Device) -> Stages:
+class Moved(NamedTuple):
+    """How many seconds a split waits for memory at most for what becomes less where experts are on more ranks: their
+    weights, casts and gradients of these. From two splits that were run, which recompute nothing:
+
+        ep=2   5.0 ms                      a rank has half as many experts at ep=4: they took 2 ms at most there, and
+        ep=4   3.0 ms                      take 1 ms at most at ep=8
+
+    What one op moves grows with a rank's experts, in a line that begins above nothing, and no op takes less time than
+    its start: so between more ranks less of it is saved by each doubling. few, more: the two; near: who has at least as
+    many ranks for experts as `more`, and as many for the rest of a layer.
+    """
+
+    near: Core
+    few: tuple[Core, Stages]
+    more: tuple[Core, Stages]
+
+    @staticmethod
+    def of(near: Core, known: Mapping[Core, Stages]) -> Moved | None:
+        some = [(k, s) for k, s in known.items() if k.checkpoint == "none" and 1 < k.ep <= near.ep and k.tp <= near.tp]
+        alike: dict[Core, list[tuple[Core, Stages]]] = {}
+        for k, s in some:
+            alike.setdefault(k._replace(ep=1), []).append((k, s))
+        pairs = [sorted(each, key=lambda x: x[0].ep)[-2:] for each in alike.values() if len(each) > 1]
+        best = max(pairs, key=lambda p: (p[1][0].tp, p[1][0].ep, p[0][0].ep), default=None)
+        return Moved(near, *best) if best is not None else None
+
+    def seconds(self, where: str, kind: str, which: str) -> float:
+        """Of a part of a stage. What computes again does so once more than forward."""
+        again = self._slope(where, "F", "first") if kind != "F" and self.near.checkpoint != "none" else 0.0
+        # the first forward makes the casts, which one that recomputes makes in each
+        return (again + self._slope(where, kind, "first" if kind == "F" else which)) / self.near.ep
+
+    def _slope(self, where: str, kind: str, which: str) -> float:
+        few, more = (_moved(s, where, kind, which) for _, s in (self.few, self.more))
+        return max(few - more, 0.0) / (1 / self.few[0].ep - 1 / self.more[0].ep)
+
+
+def _moved(stages: Stages, where: str, kind: str, which: str) -> float:
+    if where == "layer":
+        return _moved(stages, "two", kind, which) - _moved(stages, "one", kind, which)
+    return float(part_of(getattr(stages, where), kind, which)[MOVED])
+
+
+def _bound(core: Core, near: Core, stages: Stages, moved: Moved | None, device: Device) -> Stages:
     """What follows from one that was run. A layer, the difference of two stages, is no stage, but as linear."""
-    fastest = 2 * max(device.flops.values())  # half of attention's may be masked
     bandwidth = device.bandwidth * device.reaches.bandwidth
     shares = _Shares.of(*(min(a / b, 1.0) for a, b in zip(near[:3], core[:3], strict=True)))
     # what keeps copies of weights makes them once a step
     once = max(casts_kept(core.checkpoint) - casts_kept(near.checkpoint), 0.0)
 
-    def f(s: Stage, i: int) -> Stage:
+    def f(where: str, i: int) -> Stage:
+        s: Stage = lines({}, stages.two, stages.one, 1) if where == "layer" else getattr(stages, where)
         if core.checkpoint != near.checkpoint:
             casts, copies, *_ = stages.weights[i]
             seconds = _Casts(once * _CAST * casts / bandwidth, once * copies * (device.launch + device.host))
             s = _least(s, near.checkpoint, seconds)
-        return _scaled(s, shares, fastest)
+        return _scaled(s, shares, partial(moved.seconds, where) if moved is not None else None)
 
     def left(w: Weights) -> Weights:
         casts = w.casts * min(shares.work, shares.weights)
@@ -122,10 +189,10 @@ def _bound(core: Core, near: Core, stages: Stages, device: Device) -> Stages:
     a, b, c = stages.weights
     known = replace(stages, weights=(left(a), left(b), left(c)))
     if stages.whole is not None:
-        return replace(known, whole=f(stages.whole, 0))
-    one = f(stages.one, 1)
-    two = lines(one, f(lines({}, stages.two, stages.one, 1), 1), {}, 1)
-    return replace(known, first=f(stages.first, 0), one=one, two=two, last=f(stages.last, 2))
+        return replace(known, whole=f("whole", 0))
+    one = f("one", 1)
+    two = lines(one, f("layer", 1), {}, 1)
+    return replace(known, first=f("first", 0), one=one, two=two, last=f("last", 2))
 
 
 class _Casts(NamedTuple):
@@ -154,20 +221,25 @@ class _Shares(NamedTuple):
         return _Shares(work, weights, work * ep, np.array([of.get(w, work) for w in WHAT]))
 
 
-def _scaled(s: Stage, shares: _Shares, fastest: float) -> Stage:
+def _scaled(s: Stage, shares: _Shares, of_experts: Callable[[str, str], float] | None) -> Stage:
+    """of_experts: seconds in which a part moves experts' weights at most; None: it may be all."""
     share = np.where(GROW, shares.work, shares.weights)
     scaled: Stage = {}
     for key, v in s.items():
         x = v.copy()
         x[NET] *= share
         x[HIGH] *= np.minimum(share, shares.highest)  # gradients of experts' weights are temporaries, too
-        x[FLOPS] *= shares.work
         x[SENT] *= shares.work
         ends = key[0] in ("before", "after", "update")
         causes = np.minimum(shares.causes, shares.weights) if ends else shares.causes
         x[CAUSES] = v[FIXED] + (v[CAUSES] - v[FIXED]) * causes
         x[SURE] *= causes
-        x[CAUSES][_COMPUTE] = max(x[CAUSES][_COMPUTE], x[FLOPS] / fastest)
+        if key[0] in _COMPUTING:
+            of_weights = v[MOVED] if of_experts is None else min(of_experts(*key), v[MOVED])
+            moved = v[MOVED] * shares.work + of_weights * min(shares.weights - shares.work, 0.0)
+            here = v[PRODUCTS] * shares.work, moved
+            if sum(here) > x[CAUSES][_HERE].sum():
+                x[CAUSES][_HERE] = here
         scaled[key] = x
     return scaled
 
@@ -181,18 +253,20 @@ def _least(s: Stage, keep: str, casts: _Casts) -> Stage:
 
 def _lower(s: Stage, key: tuple[str, str], v: Vector, keep: str, casts: _Casts) -> Vector:
     kind, which = key
-    if kind not in ("F", "B", "I", "W"):
+    if kind not in _COMPUTING:
         return v
     x = v.copy()
     x[NET] = np.where(GROW & (keep != "full"), 0, v[NET])
     x[HIGH] = np.where(GROW & ((keep == "full") == (kind != "F")), 0, v[HIGH])
     if kind == "F":
         x[CAUSES][_MEMORY] = max(v[CAUSES][_MEMORY] - casts.memory, 0.0)
+        x[MOVED] = max(v[MOVED] - casts.memory, 0.0)
         for columns in (CAUSES, FIXED):
             x[columns][_LAUNCH] = max(v[columns][_LAUNCH] - casts.launch, 0.0)
     elif keep != "none":
         again = part_of(s, "F", which)
         for columns in (CAUSES, FIXED, SURE):
             x[columns] = np.maximum(v[columns] - again[columns], 0)
-        x[FLOPS] = max(v[FLOPS] - again[FLOPS], 0.0)
+        for column in (PRODUCTS, MOVED):
+            x[column] = max(v[column] - again[column], 0.0)
     return x

@@ -77,8 +77,9 @@ class Stages:
         return joined
 
 
-def _mixed(a: Stages, b: Stages, share: float) -> Stages:
+def mixed(a: Stages, b: Stages, share: float) -> Stages:
     """a + share · (b - a)."""
+    b = replace(b, beside=a.beside + b.beside)
     if a.whole is not None and b.whole is not None:
         return replace(b, whole=lines(a.whole, b.whole, a.whole, share))
     pairs = (a.first, b.first), (a.one, b.one), (a.two, b.two), (a.last, b.last)
@@ -156,7 +157,7 @@ class Library:
             return stages
         if (share := budget(core.checkpoint)) is not None:
             full, none = (self.elsewhere(core._replace(checkpoint=keep), other) for keep in ("full", "none"))
-            return _mixed(full, none, share)
+            return mixed(full, none, share)
         key = core, other[:3]
         if key not in self._elsewhere:
             four: dict[str, int] = {} if self.layers is None else {"pp": 4}
@@ -228,7 +229,7 @@ class Library:
     def _core(self, choice: Choice) -> Stages:
         if (share := budget(choice.checkpoint)) is not None:  # chosen by cost: not worse than a mixture
             full, none = (self.core(replace(choice, checkpoint=keep)) for keep in ("full", "none"))
-            return _mixed(full, none, share)
+            return mixed(full, none, share)
         entries = spec(choice, self.template)
         if self.layers is not None:
             return self.pipelined(entries, choice.batch)

@@ -103,8 +103,9 @@ def summed(s: Stage) -> Vector:
     backward = [k for k in computing(s) if k != "F"]
     b = np.sum([typical(s, k) for k in backward], 0)
     ends = np.sum([part_of(s, k, "")[CAUSES] for k in ("before", "after", "update")], 0)
-    # sums of gradients over the axes of a core, once a step; those over the data axes, experts' too, are estimated
-    sums = np.maximum(np.sum([part_of(s, k, "last")[CAUSES] for k in backward], 0) - b[CAUSES], 0)
+    # once a step, what the last microbatch takes more, such as sums of gradients over the axes of a core, or less, as
+    # where it waits for the host no more; sums over the data axes, experts' too, are estimated
+    sums = np.sum([part_of(s, k, "last")[CAUSES] for k in backward], 0) - b[CAUSES]
     ends += np.where(_SUMMED, sums, 0)
     highs = [part_of(s, k, "last")[HIGH] for k in ("F", "B")]
     sent = [part_of(s, "SEND_F", "last")[SENT]]

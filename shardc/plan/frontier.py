@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardc.plan.bounds import optimistic, relatives
-from shardc.plan.dry_runs import Stages
+from shardc.plan.dry_runs import Stages, mixed
 from shardc.plan.estimate import Columns, Rough
 from shardc.plan.space import CHECKPOINTS, OFFLOADS, ON_HOST, Choice, Core, Keep, budget
 from shardc.plan.stage_vectors import Vector
@@ -25,9 +25,9 @@ from shardc.plan.stage_vectors import Vector
 if TYPE_CHECKING:
     from shardc.plan.search import Search
 
-#: A split is run if its bound is below so many times the best estimate, and not above so many times the memory that
-#: there is: estimates are off by as much.
-NEAR = 1.1
+#: A split is run if its bound is below so many times the best estimate, and its bound of bytes not above so many times
+#: the memory that there is: a bound lies above what a run says by less.
+NEAR, NEAR_BYTES = 1.085, 1.06
 #: Where nothing can fit, so many are run in search of the nearest.
 NEAREST = 4
 #: So many of those that were run are asked first: most splits are ruled out by the nearest ones.
@@ -66,6 +66,7 @@ class Frontier:
             if self.pending.get(core) != bound:
                 continue
             if self._leads_nowhere(core) and self._ruled_out(bound):
+                self._instead_of(core, bound)
                 continue
             if relatives(core, self._known) != self._from[core]:  # more is known now
                 now = self._bound(core)
@@ -74,6 +75,7 @@ class Frontier:
                     continue
                 bound = now
             if self._ruled_out(bound):
+                self._instead_of(core, bound)
                 continue
             if bound[0]:
                 if nearest == NEAREST:
@@ -86,6 +88,18 @@ class Frontier:
         """Whether something that was run is better in any case."""
         short, amount = bound
         return self.best < math.inf if short else amount > NEAR * self.best
+
+    def _instead_of(self, core: Core, bound: Bound) -> None:
+        """What recomputes less than a split that recomputes everything and is ruled out for its time: it gets a chance
+        if the time of nothing, with the memory of everything, is not ruled out as well.
+        """
+        if core.checkpoint != "full" or bound[0]:
+            return
+        quickest = core._replace(checkpoint="cheap")
+        some = [k for k in relatives(quickest, self._known) if k.checkpoint != "cheap"]
+        if some and not self._ruled_out(self._bound_from(quickest, some)):
+            for keep in self._keeps():
+                self.may(core._replace(checkpoint=keep))
 
     @staticmethod
     def _leads_nowhere(core: Core) -> bool:
@@ -172,13 +186,21 @@ class Frontier:
         return self._bound_from(core, some)
 
     def _bound_from(self, core: Core, some: Sequence[Core]) -> Bound:
-        library = self.search.library
-        _, found = self._estimate(core, optimistic(core, {k: library.elsewhere(k, core) for k in some}, library.device))
-        memory = NEAR * self.search.room
+        _, found = self._estimate(core, self._optimistic(core, some))
+        memory = NEAR_BYTES * self.search.room
         for other in self._following(core, found, memory):
             self.may(other)
         fitting = found.fitting(memory)
         return (False, min(fitting)) if fitting else (True, min(found.peaks, default=math.inf))
+
+    def _optimistic(self, core: Core, some: Sequence[Core]) -> Stages:
+        """A share of what is kept follows from all and nothing, and so do its bounds."""
+        library = self.search.library
+        if (share := budget(core.checkpoint)) is not None:
+            ends = (core._replace(checkpoint=keep) for keep in ("full", "none"))
+            full, none = (self._optimistic(end, some) for end in ends)
+            return mixed(full, none, share)
+        return optimistic(core, {k: library.elsewhere(k, core) for k in some}, self._known, library.device)
 
     def _estimate(self, core: Core, stages: Stages) -> tuple[Sequence[Choice], _Found]:
         """Choices of a core, but for what they recompute; and their estimates."""

@@ -78,8 +78,7 @@ def svg(plan: Plan) -> str:
     y = _TOP + _HIGH * (1 - min(memory.at(limit), 1))
     picture.line(_LEFT, y, _LEFT + _WIDE, y, stroke=ALARM, dashed=True)
     usable = f"{size(limit)} usable of {a.device.name}" + (", far above" if beyond else "")
-    crossed = any(0 < y - (_TOP + _HIGH * (1 - memory.at(n))) < 17 for n in memory.ticks(6, binary=True))
-    picture.text(_LEFT + 6, y + (13 if beyond or crossed else -5), usable, size=11, fill=ALARM)
+    picture.text(_LEFT + 6, y + (13 if beyond else -5), usable, size=11, fill=ALARM, over=True)
     if front := [at(c) for c in _front(rows)]:
         picture.path("M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in front), stroke=_BEST, width=1.5)
     for i, c in reversed(list(enumerate(rows, 1))):

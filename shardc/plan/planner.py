@@ -19,7 +19,6 @@ from shardc.plan.dry_runs import Library
 from shardc.plan.estimate import Rough
 from shardc.plan.exact_price import Priced, price
 from shardc.plan.facts import Facts
-from shardc.plan.frontier import NEAR
 from shardc.plan.headroom import usable
 from shardc.plan.largest_that_fits import Largest
 from shardc.plan.records import Records
@@ -42,6 +41,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 #: How often a search is made where less fits than was thought; each time with so much of the room, or less.
 ROUNDS, SMALLER = 4, 0.95
+#: An estimate is off by so many times at most.
+OFF = 1.1
 
 
 @dataclass
@@ -164,7 +165,7 @@ class Planner:
                 for c, r in some.items()
                 if c in exact and r.peak <= finder.room and exact[c].needs > self.usable
             ]
-            if not over or best <= NEAR * thought:
+            if not over or best <= OFF * thought:
                 break
             finder.room = min(self.usable / min(over), SMALLER * finder.room)
         finder.room = room
@@ -191,7 +192,7 @@ class Planner:
             seconds = min(fitting(fewer), default=math.inf)
             if seconds < best:
                 found += fewer
-            elif seconds > NEAR * best:  # still fewer are slower still
+            elif seconds > OFF * best:  # still fewer are slower still
                 break
         return found
 

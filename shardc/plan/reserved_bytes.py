@@ -4,7 +4,7 @@ rules run over the rank's own actions, on stages of few units of layers, and on 
     reserved = live bytes at the peak + gaps        what a unit of layers adds to the gaps is the same for each
 
 Gaps depend on how much is free above the live bytes: where CUDA has no more, segments that are free are given back. So
-few layers get as much room as is left above all of them.
+few layers get as much room as the blocks of all others leave.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def reserved(device: Device, few: Few, schedule: Schedule, live: Sequence[float]
     middle = max(range(schedule.ranks), key=lambda r: (r not in ends, live[r]))
     short = _shortened(schedule)
     likely = [r for r in {*ends, middle} if live[r] > _LIKELY * max(live)]
-    return max(max(_reserved(few, short, r, room - live[r]), live[r]) for r in likely)
+    return max(max(_reserved(few, short, r, room), live[r]) for r in likely)
 
 
 #: What has less than this share of the highest live bytes reserves less.
@@ -59,18 +59,18 @@ _LIKELY = 0.8
 
 
 def _reserved(few: Few, schedule: Schedule, rank: int, room: float) -> float:
-    """Bytes, of a rank. room: bytes beside the live ones."""
+    """Bytes, of a rank. room: bytes that there are for tensors."""
     mine = schedule.stages_of(rank)
     base = {s: few.base[s] for s in mine}
     high, _ = _levels(_own(base), schedule, rank)
-    found = float(_of_allocator(base, schedule, rank, high + room))
+    others = 0.0
     if more := sum(few.units[s] for s in mine):
         one, two = (_own(dict.fromkeys(mine, run)) for run in (few.one, few.two))
         each = [_levels(runs, schedule, rank)[1] for runs in (one, two)]
         steepest = max(range(len(each[0])), key=lambda i: each[1][i] - each[0][i])
         held = [Counter(_held(runs, schedule, rank, steepest)) for runs in (one, two)]
-        found += more * _in_blocks(list((held[1] - held[0]).elements())) / len(mine)
-    return found
+        others = more * _in_blocks(list((held[1] - held[0]).elements())) / len(mine)
+    return _of_allocator(base, schedule, rank, max(room - others, high)) + others
 
 
 def _shortened(schedule: Schedule) -> Schedule:

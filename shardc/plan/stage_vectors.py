@@ -3,7 +3,7 @@
     F of two layers - F of one layer = the part of one layer in F, in bytes by kind and in seconds by cause
 
 A vector's columns are linear in layers: bytes by kind that a part leaves, and the most that it adds at any moment;
-flops; seconds by cause.
+flops; seconds by cause, and those from which bounds follow.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ NET, HIGH, FLOPS, SENT, CAUSES = slice(0, N), slice(N, 2 * N), 2 * N, 2 * N + 1,
 FIXED = slice(2 * N + 10, 2 * N + 18)
 #: And how much of the seconds nothing can hide: what comes next needs the collective.
 SURE = slice(2 * N + 18, 2 * N + 26)
-WIDTH = 2 * N + 26
+#: Seconds of products at least, whatever their shapes, and of ops without products; but of those alone that take longer
+#: than to be run at all.
+PRODUCTS, MOVED = 2 * N + 26, 2 * N + 27
+WIDTH = 2 * N + 28
 #: What a rank does in a second: products, memory traffic, starting small ops, waiting for the collectives of an axis.
 WHAT = ("compute", "memory", "launch", "tp", "cp", "ep", "dp", "pp")
 #: What the first microbatch leaves for the others: gradients, weights that were cast, those that are kept gathered.
@@ -157,6 +160,18 @@ class Meter(Clock):
             found = self.priced.ops[id(w)] = w, self.device.op_seconds(w), self.device.cause(w)
         return found
 
+    def least(self, part: Part) -> tuple[float, float]:
+        """(PRODUCTS, MOVED) of a part."""
+        products = moved = 0.0
+        for w in part.work:
+            if isinstance(w, Op):
+                _, seconds, what = self._priced(w)
+                if w.flops and what != "launch":
+                    products += self.device.least_product_seconds(w)
+                elif what == "memory":
+                    moved += seconds
+        return products, moved
+
     def ran(self, w: Op, begin: float) -> None:
         what = self._priced(w)[2]
         self.spent[what] += self.now - begin
@@ -213,6 +228,7 @@ def stage(r: DryRun, clock: Meter) -> Stage:
         if key not in vectors:
             vectors[key] = memory(part)
             vectors[key][_SECONDS] = seconds
+            vectors[key][[PRODUCTS, MOVED]] = clock.least(part)
     resident = np.zeros(WIDTH)
     for storage in r.resident:
         if storage.kind in KINDS:

@@ -11,5 +11,6 @@ PALE = ("#d6e4f7", "#d9efdd", "#f7e6c8", "#e9dff5", "#f6dcd6")
 #: A style sheet for readers who prefer a dark page.
 DARK = (
     "@media(prefers-color-scheme:dark){.back{fill:#191a17}.ink{fill:#e4e3db}.soft{fill:#98998f}.line{stroke:#4a4b45}"
+    ".over{stroke:#191a17}"
     ".box{fill:#26272300;stroke:#98998f}}"
 )

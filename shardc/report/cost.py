@@ -274,7 +274,7 @@ class _Panel:
             self.picture.line(self.x, y, self.x + self.wide, y, stroke=ALARM, dashed=True)
             if names:
                 words = f"{cost.device.name} has {size(capacity)}"
-                self.picture.text(self.x + self.wide - 4, y - 4, words, size=11, anchor="end", fill=ALARM)
+                self.picture.text(self.x + self.wide - 8, y - 5, words, size=11, anchor="end", fill=ALARM, over=True)
 
     def _peak(self, cost: Cost, name: str, m: Memory, names: bool) -> None:
         """A mark at the peak, and what runs there."""

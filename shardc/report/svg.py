@@ -56,15 +56,17 @@ class Picture:
         kind: str = "ink",
         fill: str = "",
         bold: bool = False,
+        over: bool = False,
         title: str = "",
     ) -> None:
-        """kind: `ink` or `soft`; fill: another colour, for both modes."""
+        """kind: `ink` or `soft`; fill: another colour, for both modes; over: lines below end beside the letters."""
         colour = f'fill="{fill}"' if fill else f'fill="{INK if kind == "ink" else SOFT}" class="{kind}"'
         weight = ' font-weight="600"' if bold else ""
-        self._parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" text-anchor="{anchor}" {colour}{weight}>'
-            f"{_title(title)}{escape(text)}</text>"
-        )
+        head = f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" text-anchor="{anchor}"'
+        if over:
+            edge = f'fill="none" stroke="{BACK}" stroke-width="4" stroke-linejoin="round" class="over"'
+            self._parts.append(f'{head} {edge}{weight} aria-hidden="true">{escape(text)}</text>')
+        self._parts.append(f"{head} {colour}{weight}>{_title(title)}{escape(text)}</text>")
 
     def path(
         self,

@@ -24,7 +24,7 @@ from shardc.cost import Device, device
 from shardc.cost.device import Link, Outside
 from shardc.cost.recorded import KINDS
 from shardc.plan import Candidate, Plan
-from shardc.plan.estimate import Estimates, Rough
+from shardc.plan.estimate import Estimates, Rough, summed
 from shardc.plan.exact_price import Priced, price
 from shardc.plan.few_layers import Subject
 from shardc.plan.largest_that_fits import Largest
@@ -189,6 +189,30 @@ def test_what_is_reserved_decides_whether_a_spec_fits() -> None:
     best = shardc.plan(model, batch, devices=2, device=little).best
     assert best.spec != first.spec
     assert shardc.compile(model, batch, best.spec, prove=False).cost(little).fits
+
+
+def test_where_more_is_reserved_than_thought_the_search_is_made_again_with_less_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What seems the best by live bytes, of two devices of 2.9 GiB, does not fit by what is reserved. With as much less
+    room for live bytes, splits are run that were left out as slower.
+    """
+    little = H100.model_copy(update={"memory": 2950 * 2.0**20})
+    q = Planner(large().subject, little, "bfloat16", 0.0, "it", lambda what, done, of: None)
+    q.__dict__["records"] = large().records
+    rooms, estimates, all_of_it = [], q.estimates, q.finder.room
+
+    def noted(devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
+        rooms.append(q.finder.room)
+        return estimates(devices, rows, cores)
+
+    monkeypatch.setattr(q, "estimates", noted)
+    found = q._refined(2, 16, [Core()])
+    assert any(p.needs <= q.usable for p in found.values())
+    assert rooms[0] == all_of_it
+    assert len(rooms) > 1
+    assert rooms == sorted(set(rooms), reverse=True)
+    assert q.finder.room == all_of_it  # other questions begin with that again
 
 
 def test_a_pipeline_inside_of_nodes_sends_gradients_between_them() -> None:
@@ -473,6 +497,16 @@ def test_a_spec_that_tells_layers_apart_is_priced_whole(entry: dict[str, Any]) -
     whole = shardc.compile(model, q.source.subject.example(8), asked, prove=False).cost(H100)
     assert found.peak == whole.memory.peak
     assert found.seconds == pytest.approx(whole.step_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("core", [Core(cp=2), Core(tp=2, sequence_parallel=True)], ids=["cp=2", "tp=2"])
+def test_estimates_of_many_layers_are_linear_in_them(core: Core) -> None:
+    """Also where the last microbatch waits less for the host than others do, as at cp=2."""
+    q = large()
+    stages = q.library.core(Choice(**core._asdict()))
+    one, two = summed(stages.one), summed(stages.two)
+    for layers in (2, 9, 40):
+        assert summed(stages.at(1, 3, layers)) == pytest.approx(one + (layers - 1) * (two - one), rel=1e-9, abs=1e-12)
 
 
 def test_estimates_lie_near_exact_prices() -> None:

@@ -1,0 +1,99 @@
+"""What a plan recommends: nothing in its own space that fits is faster, and more memory makes it no slower. What it
+rests on: longer rows take no less memory, a higher ZeRO no more. Models and devices are drawn at random, by the
+numbers from 0 on: everybody tries the same ones. `--fuzz N` tries N of them, `--fuzz-from M` begins with the number M.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from shardc.cost import Device
+from shardc.errors import ShardcError
+from shardc.plan.exact_price import Priced, price
+from shardc.plan.planner import Planner
+from shardc.plan.space import CHECKPOINTS, ON_HOST, Choice, Core, spec
+from shardc.spec import Spec
+from tests.plan.test_monotone import MODELS, machine, numbers, planner
+
+KEEPS = [keep for keep in CHECKPOINTS if keep not in ON_HOST]
+
+
+def drawn(number: int) -> tuple[random.Random, int, Device, int, int]:
+    """(the rest of what is drawn, model, device, how many of these, batch)"""
+    r = random.Random(number)
+    model, on = r.randrange(len(MODELS)), machine(r)
+    memory = r.choice([2e7, 1e8, on.memory])
+    return r, model, on.model_copy(update={"memory": memory}), r.choice([1, 2, 4, 8]), r.choice([8, 32])
+
+
+def some(plans: Planner, r: random.Random, devices: int, batch: int) -> Iterator[Choice]:
+    """Choices of a plan's space."""
+    splits = plans.finder.splits(devices)
+    while True:
+        core: Core = r.choice(splits)._replace(checkpoint=r.choice(KEEPS))
+        if found := list(plans.finder.choices([core], devices, batch)):
+            yield r.choice(found)
+
+
+def exact(plans: Planner, c: Choice, sequence: int | None = None) -> Priced | None:
+    """None: compile refuses it."""
+    try:
+        library = plans.library if sequence is None else plans.library.of_length(sequence)
+        return price(library, Spec.load(spec(c, plans.template)), c.batch)
+    except ShardcError:
+        return None
+
+
+def fastest(plans: Planner, devices: int, batch: int) -> float:
+    """Seconds of what is recommended; inf where nothing fits."""
+    best = plans.search(devices, batch).candidates[0]
+    return best.step_seconds if best.fits else float("inf")
+
+
+def test_nothing_given_that_fits_is_faster(pytestconfig: pytest.Config) -> None:
+    for number in numbers(pytestconfig, 2):
+        r, model, on, devices, batch = drawn(number)
+        plans = planner(model, on)
+        best = fastest(plans, devices, batch)
+        for _, c in zip(range(8), some(plans, r, devices, batch), strict=False):
+            given = exact(plans, c)
+            if given is not None and given.needs <= plans.usable:
+                assert best <= given.seconds * (1 + 1e-9), (number, str(c), given.seconds / best)
+
+
+def test_more_memory_is_no_slower(pytestconfig: pytest.Config) -> None:
+    for number in numbers(pytestconfig, 2):
+        _, model, on, devices, batch = drawn(number)
+        more = on.model_copy(update={"memory": 2 * on.memory})
+        less, found = (fastest(planner(model, x), devices, batch) for x in (on, more))
+        assert found <= less * (1 + 1e-9), (number, less, found)
+
+
+def test_longer_rows_take_no_less_memory(pytestconfig: pytest.Config) -> None:
+    for number in numbers(pytestconfig, 3):
+        r, model, on, devices, batch = drawn(number)
+        plans = planner(model, on)
+        c = next(some(plans, r, devices, batch))
+        short, long = (exact(plans, c, n) for n in (64, 128))
+        if short is not None and long is not None:
+            assert short.peak <= long.peak, (number, str(c))
+            assert short.needs <= long.needs, (number, str(c))
+
+
+def test_a_higher_zero_takes_no_more_memory(pytestconfig: pytest.Config) -> None:
+    for number in numbers(pytestconfig, 3):
+        r, model, on, devices, batch = drawn(number)
+        plans = planner(model, on)
+        c = next(c for c in some(plans, r, max(devices, 2), batch) if not c.kept and not c.over_experts)
+        if c.dp == 1:
+            continue
+        prices = [p for zero in range(4) if (p := exact(plans, replace(c, zero=zero, outer=1))) is not None]
+        # each of these models is one bucket, which a rank has whole for a moment beside its shares
+        bucket = sum(prices[0].kinds[kind] for kind in ("gradients", "parameters")) if prices else 0.0
+        for lower, higher in itertools.pairwise(prices):
+            assert higher.peak <= lower.peak + bucket, (number, str(c), higher.kinds, lower.kinds)
