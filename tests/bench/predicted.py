@@ -284,7 +284,7 @@ def write(peaks: list[Peak], timed: list[Timed]) -> None:
     days = sorted({x.day for x in (*peaks, *timed)})
     text = f"""# Predicted and measured
 
-{len(MODELS)} models that no test of this repository has (tests/bench/new_models.py), {", ".join(days)}, torch {torch.__version__}. Made by
+{len({x.model for x in peaks})} models that no test of this repository has (tests/bench/new_models.py), {", ".join(days)}, torch {torch.__version__}. Made by
 `.venv/bin/python tests/bench/predicted.py`, with `--time` for times.
 
 ## Memory
