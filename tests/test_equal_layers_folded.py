@@ -5,7 +5,6 @@ compile which folds nothing, to the letter, and so are the numbers of a step, to
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc.capture import equal_layers
+from shardc.capture import capture, equal_layers
 from shardc.ir.program import Program
 from shardc.passes import distinct_layers
 from tests import zoo
@@ -45,14 +44,6 @@ def built(family: str) -> tuple[nn.Module, Any]:
         return hf.build((hf.FAMILIES | hf_more.FAMILIES)[family])
 
 
-def compiled(model: nn.Module, batch: Any, spec: dict[str, Any], *, fold: bool) -> Program:
-    with ExitStack() as unfolded:
-        if not fold:
-            unfolded.enter_context(mock.patch.object(equal_layers, "_layers", return_value=()))
-            unfolded.enter_context(mock.patch.object(distinct_layers, "shortened", return_value=None))
-        return shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
-
-
 def spec_of(setting: str, model: nn.Module) -> dict[str, Any]:
     spec = dict(SETTINGS[setting])
     if "checkpoint" in spec:
@@ -71,12 +62,16 @@ def step(program: Program, model: nn.Module, batch: Any) -> dict[str, Tensor]:
 def test_a_program_is_that_of_a_compile_that_folds_nothing(family: str, setting: str) -> None:
     with zoo.Wide(), warnings.catch_warnings():
         model, batch = built(family)
+        once = capture(model, batch, prove=False)
+        with mock.patch.object(equal_layers, "_layers", return_value=()):
+            each = capture(model, batch, prove=False)
         for lower in (False, True):
-            spec = {**spec_of(setting, model), "lower": lower}
+            spec = {"shardc": 1, **spec_of(setting, model), "lower": lower}
             with mock.patch.object(distinct_layers, "restored", wraps=distinct_layers.restored) as restored:
-                folded = compiled(model, batch, spec, fold=True)
+                folded = shardc.compile(model, batch, spec, captured=once, prove=False)
             assert restored.called
-            whole = compiled(model, batch, spec, fold=False)
+            with mock.patch.object(distinct_layers, "shortened", return_value=None):
+                whole = shardc.compile(model, batch, spec, captured=each, prove=False)
             assert folded.text(full=True) == whole.text(full=True)
             assert not lower or folded.lowered() == whole.lowered()
             one, other = (step(p, model, batch) for p in (folded, whole))
