@@ -18,7 +18,6 @@ import numpy as np
 from shardc.cost.collective_seconds import collective_seconds
 from shardc.cost.recorded import KINDS, parts
 from shardc.ir.layers import layer_of
-from shardc.ir.mesh import Mesh
 from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.records import spec_text
 from shardc.plan.reserved_bytes import Few, outside, reserved
@@ -109,7 +108,7 @@ def _price(library: Library, spec: Spec, batch: int) -> Priced:
     if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)
         stage, few = library.alone(less, rows)
-        return _composed(library, [stage], few, schedules.alone(each), spec.mesh, "", batch, ())
+        return _composed(library, spec, batch, [stage], few, schedules.alone(each), ())
     pairs = p.schedule in schedules.SCHEDULES and schedules.SCHEDULES[p.schedule].pairs and spec.lower is not None
     if layers is None or p.schedule not in schedules.SCHEDULES or pairs:  # a pair costs what its text takes
         return _whole(library, spec, batch)
@@ -117,7 +116,7 @@ def _price(library: Library, spec: Spec, batch: int) -> Priced:
     counts = counted(spec, stages, layers.number)
     schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=each)
     costs = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
-    return _composed(library, costs, stages.few(counts), schedule, spec.mesh, p.axis, batch, counts)
+    return _composed(library, spec, batch, costs, stages.few(counts), schedule, counts)
 
 
 def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
@@ -172,12 +171,11 @@ def spread(busy: Sequence[float], layers: int) -> list[int]:
 
 def _composed(
     library: Library,
+    spec: Spec,
+    batch: int,
     stages: Sequence[Stage],
     few: Few,
     schedule: Schedule,
-    mesh: Mesh,
-    axis: str,
-    batch: int,
     counts: tuple[int, ...],
 ) -> Priced:
     """A step, assembled from the parts of its stages."""
@@ -196,7 +194,8 @@ def _composed(
     if schedule.ranks == 1:
         step = float(whole[0].sum())
     else:
-        transfer = {}
+        transfer, mesh = {}, spec.mesh
+        axis = spec.pipeline.axis if spec.pipeline is not None else ""
         for s in range(schedule.stages - 1):
             pair = [mesh.rank({**dict.fromkeys(mesh.names, 0), axis: schedule.placement[i]}) for i in (s, s + 1)]
             transfer[s, s + 1] = collective_seconds(
@@ -215,8 +214,12 @@ def _composed(
     kinds = {k: float(n) for k, n in zip(KINDS, peaks[fullest], strict=True) if n > 0}
     beside = outside(library.device, few)
     live = [float(v.sum()) for v in peaks]
-    taken = reserved(library.device, few, schedule, live, library.device.memory - beside)
-    return Priced(batch, step, kinds, spent, taken, beside, fullest, counts, flops=float(each[slow][FLOPS]))
+    room = library.device.memory - beside
+    known = library.records.reserved  # however fast a device is
+    key = spec_text(spec), batch, library.sequence, library.number, counts, library.device.kind, room, *live
+    if key not in known:
+        known[key] = reserved(library.device, few, schedule, live, room)
+    return Priced(batch, step, kinds, spent, known[key], beside, fullest, counts, flops=float(each[slow][FLOPS]))
 
 
 def _all(s: Stage, microbatches: int) -> Vector:

@@ -51,11 +51,14 @@ class Rank:
 
 @dataclass
 class Records:
-    """source: the model. cpu: its device is one, which runs other kernels. disk: None keeps nothing there."""
+    """source: the model. cpu: its device is one, which runs other kernels. disk: None keeps nothing there. reserved:
+    what an allocator takes (shardc.plan.reserved_bytes), by the step and the room for it.
+    """
 
     source: Source
     cpu: bool = False
     disk: DiskCache | None = None
+    reserved: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
     _texts: dict[str, bytes] = field(default_factory=dict)
 
     @property
