@@ -71,8 +71,8 @@ def check_range(index: Tensor, size: int, name: str, ignore: int | None = None) 
 def fill_padding(
     x: Tensor, mesh: Mesh, dim: int, digits: Digits, size: int, padding: int, blocks: int = 1, fill: float = 0.0
 ) -> Tensor:
-    """x with `fill` where its dim is padding (shardc.ir.placement.Shard); the gradient there is zero. x itself on ranks
-    without any.
+    """x with `fill` where its dim is padding (shardc.ir.placement.Shard); the gradient there is zero. Contiguous,
+    also on ranks without any: what follows is written for all of them.
 
     digits: (axis, split) of each shard of the dim, split negative where it is mirrored; the dim's global size is `size`
     without padding.
@@ -81,7 +81,7 @@ def fill_padding(
     cuts = tuple((split, mesh.size(axis), mesh.coordinate(axis)) for axis, split in inner_first)
     make = _real.__wrapped__ if isinstance(x, FakeTensor) else _real  # what is made in a dry run has no data
     real = make(size, cuts, padding, blocks, x.device)
-    return x if real is None else x.masked_fill(~real.view(-1, *[1] * (x.dim() - 1 - dim)), fill)
+    return x.contiguous() if real is None else x.masked_fill(~real.view(-1, *[1] * (x.dim() - 1 - dim)), fill)
 
 
 @lru_cache(maxsize=1024)

@@ -463,6 +463,28 @@ def test_a_stage_knows_how_what_comes_from_others_lies_in_memory(schedule: str, 
     assert max(off.values()) < 1e-12 * max(float(g.norm()) for g in lowered.grads.values())
 
 
+def test_a_gradient_lies_alike_on_ranks_with_padding_and_without() -> None:
+    """That of a mean has no memory of its own for each number; view_as_complex, the gradient's view, wants it."""
+
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = torch.view_as_complex(self.a(x).unflatten(-1, (8, 2)))
+            return torch.view_as_real(z.conj() * z).mean()
+
+    model, batch = Squares().double(), {"x": torch.randn(8, 4, 16, dtype=torch.float64)}
+    eager, lowered = (
+        shardc.simulate(
+            shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 3}, "uneven": "pad", **more}), model, batch
+        )
+        for more in ({}, {"lower": True, "strict": True})
+    )
+    equal_to_the_bit(eager, lowered)
+
+
 @pytest.mark.parametrize("file", ["stage0.py", "stage0_forward.py"])
 @pytest.mark.parametrize("name", ["load_library.__func__.__globals__.get", "aten.copy_.default", "ops.put", "1 + 1"])
 def test_an_artifact_calls_no_op_by_a_text_that_a_program_may_not(file: str, name: str, tmp_path: Path) -> None:
