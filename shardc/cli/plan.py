@@ -103,8 +103,12 @@ def command(
             from shardc.plan.headroom import HEADROOM
             from shardc.plan.source import Source
 
+            made_from = config_file.made_from(model, batch, seq)
+            source = Source(lambda: _subject(model, batch, seq, on), made_from)
+            if made_from is None:
+                _ = source.subject  # it is always made: what is wrong with a model file is said first
             found = planned(
-                Source(lambda: _subject(model, batch, seq, on), config_file.made_from(model, batch, seq)),
+                source,
                 model,
                 devices=devices,
                 device=device[0] if device is not None and len(device) == 1 else device or None,

@@ -38,6 +38,8 @@ STEPS, WARM = 9, 3
 HEADS, CLASSES = 4, 500
 #: How much the numbers are drawn to those measured apart; turns of finding them; the difference that shows a slope.
 DRAWN, TURNS, SMALL = 0.001, 15, 0.02
+#: Of its rate, a rank computes so much beside a collective: where it seems to be less, other work had the cores.
+LEAST = 0.05
 
 
 #: `shardc.compile`.
@@ -132,14 +134,12 @@ def fitted(device: Device, found: Sequence[Steps], prices: Sequence[Price]) -> D
     took = [max(each) for each in zip(*(x.seconds for x in found), strict=True)]
     steps = list(zip(prices, took, strict=True))
     start = device.model_copy(update={"skew": device.skew or device.within.latency})
-    each, beside = (
-        start.host or start.launch,
-        min(start.reaches.computing, 0.7),
-    )  # at 1, nothing says what less would do
+    each = start.host or start.launch
+    beside = min(start.reaches.computing, 0.7)  # at 1, nothing says what less would do
 
     def with_factors(at: np.ndarray) -> Device:
         slower, host, skew, computing = map(float, np.exp(at))
-        reaches = start.reaches.model_copy(update={"computing": min(computing * beside, 1.0)})
+        reaches = start.reaches.model_copy(update={"computing": min(max(computing * beside, LEAST), 1.0)})
         update = {"host": host * each, "skew": skew * start.skew, "reaches": reaches}
         return start.slower(slower, slower, slower).model_copy(update=update)
 

@@ -198,7 +198,7 @@ def test_where_more_is_reserved_than_thought_the_search_is_made_again_with_less_
     room for live bytes, splits are run that were left out as slower.
     """
     little = H100.model_copy(update={"memory": 2950 * 2.0**20})
-    q = Planner(large().subject, little, "bfloat16", 0.0, "it", lambda what, done, of: None)
+    q = Planner(large().source, little, "bfloat16", 0.0, "it", lambda what, done, of: None)
     q.__dict__["records"] = large().records
     rooms, estimates, all_of_it = [], q.estimates, q.finder.room
 
