@@ -56,7 +56,7 @@ def fastest(plans: Planner, devices: int, batch: int) -> float:
 
 
 def test_nothing_given_that_fits_is_faster(pytestconfig: pytest.Config) -> None:
-    for number in numbers(pytestconfig, 2):
+    for number in numbers(pytestconfig, 1):
         r, model, on, devices, batch = drawn(number)
         plans = planner(model, on)
         best = fastest(plans, devices, batch)
