@@ -31,7 +31,7 @@ def collective_seconds(device: Device, kind: str, nbytes: float, ranks: tuple[in
     """Of one collective among ranks (numbers in the world; neighbours share a node).
 
     nbytes: of the whole tensor that is gathered or reduced, or of what a rank exchanges, its own part included, as in
-    shardc.runtime.mesh.CommRecord.
+    shardc.ir.comm_record.CommRecord.
     """
     n = len(ranks)
     if n <= 1:

@@ -43,13 +43,8 @@ class Unknown(Exception):
     """Something whose meaning for the model cannot be told."""
 
 
-def fingerprint(model: nn.Module, batch: Any, loss: Any) -> str:
-    """Raises Unknown."""
-    return described(model, batch, loss)[0]
-
-
-def described(model: nn.Module, batch: Any, loss: Any) -> tuple[str, frozenset[str]]:
-    """The fingerprint, and the paths of the files that decided it. Raises Unknown."""
+def fingerprint(model: nn.Module, batch: Any, loss: Any) -> tuple[str, frozenset[str]]:
+    """The digest, and the paths of the files that decided it. Raises Unknown."""
     found = _Description()
     found.module(model)
     found.function(loss)

@@ -37,11 +37,11 @@ class Source:
         known = disk.get(question) if self.made_from is not None else None
         if known is not None and known["files"] == _digests(known["files"]):
             return str(known["fingerprint"])
-        from shardc.plan.fingerprint import Unknown, described
+        from shardc.plan.fingerprint import Unknown, fingerprint
 
         subject = self.subject
         try:
-            found, files = described(subject.model, subject.batch, subject.loss)
+            found, files = fingerprint(subject.model, subject.batch, subject.loss)
             if self.made_from is not None:
                 disk.put(question, {"fingerprint": found, "files": _digests(files)})
         except (Unknown, OSError, RecursionError):
