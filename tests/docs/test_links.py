@@ -61,4 +61,3 @@ def test_readme_is_short() -> None:
 def test_decisions_have_one_number_each() -> None:
     numbers = [int(n) for n in re.findall(r"^\*\*(\d+)\. ", (ROOT / "docs/decisions.md").read_text(), re.MULTILINE)]
     assert sorted(numbers) == list(range(1, len(numbers) + 1))
-    assert f"| {len(numbers)} choices" in (ROOT / "docs/index.md").read_text()
