@@ -37,12 +37,14 @@ HELD = 4
 #: Tiles and ramps that are tried for a device whose file has none: (rows, columns).
 TILES = ((1, 1), (4, 16), (8, 32), (16, 64), (32, 64), (64, 64), (64, 128), (128, 128), (128, 256))
 RAMPS = (0, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-#: Bytes and flops of an op that takes as long as any small one.
-SMALL = 2**16
+#: Bytes of an op that takes as long as any small one, and flops: neither says what a device does in a second.
+SMALL, SMALL_PRODUCT = 2**16, 2**18
 #: An op has numbers of its own where the others are off by more than this.
 OWN = 0.1
 #: A collective is large that takes so many times as long as an empty one.
 LARGE = 3.0
+#: Bytes of a message that tells nothing about a link's rate, but its delay.
+MESSAGE = 2**14
 #: How much an op's own numbers are drawn to the device's: with one size only, both could be anything.
 DRAWN = 0.003
 
@@ -150,14 +152,14 @@ def _with_ops(base: Device, samples: Sequence[OpSample]) -> Device:
     by: defaultdict[str, list[OpSample]] = defaultdict(list)
     for x in samples:
         by[x.op.name].append(x)
-    own = {name: _own(d, some) for name, some in sorted(by.items())}
+    own = {name: _own(d, some, base.ops.get(name, OpRates())) for name, some in sorted(by.items())}
     unseen = {name: rates for name, rates in base.ops.items() if name not in by}
     return d.model_copy(update={"ops": {**unseen, **{name: rates for name, rates in own.items() if rates is not None}}})
 
 
 def _launch(d: Device, samples: Sequence[OpSample]) -> Device:
     """Of small ops, the smallest tenth of all or a few: half take longer, half take less."""
-    small = [x for x in samples if x.op.traffic <= SMALL and x.op.flops <= SMALL]
+    small = [x for x in samples if _small(x.op)]
     small = sorted(small, key=lambda x: x.op.traffic + x.op.flops)[: max(len(samples) // 10, 5)]
     work = [max(d.product_seconds(x.op), d.traffic_seconds(x.op)) for x in small]
     quick = [x.seconds for x, w in zip(small, work, strict=True) if w < 0.5 * x.seconds]
@@ -166,7 +168,8 @@ def _launch(d: Device, samples: Sequence[OpSample]) -> Device:
 
 def _bandwidth(d: Device, plain: Sequence[OpSample]) -> Device:
     """Of large ops: those that take several times as long as to be launched."""
-    rates = [(x.op.traffic / _work(d, x), x.seconds) for x in plain if x.op.traffic and x.seconds > 3 * d.launch]
+    large = [x for x in plain if not _small(x.op) and x.seconds > 3 * d.launch]
+    rates = [(x.op.traffic / _work(d, x), x.seconds) for x in large]
     if not rates:
         return d
     rate = _weighted_median(rates)
@@ -179,7 +182,8 @@ def _bandwidth(d: Device, plain: Sequence[OpSample]) -> Device:
 def _flops(d: Device, samples: Sequence[OpSample]) -> Device:
     """The tile and the ramp with which products of all shapes come to the same rate, and that rate, by dtype."""
     least = [max(d.launch_seconds(x.op), d.traffic_seconds(x.op)) for x in samples]
-    bound = [x for x, other in zip(samples, least, strict=True) if x.op.matrices and x.seconds > 2 * other]
+    large = [(x, other) for x, other in zip(samples, least, strict=True) if x.op.matrices and not _small(x.op)]
+    bound = [x for x, other in large if x.seconds > 2 * other]
     if not bound:
         return d
     tried: list[Products | None] = [d.products]
@@ -212,7 +216,7 @@ def _attention(d: Device, samples: Sequence[OpSample]) -> Device:
     rates = [
         ((x.op.flops - x.op.masked) / (d.flops_per_second(x.op.dtype) * _work(d, x)), x.seconds)
         for x in samples
-        if x.op.attention and x.seconds > 2 * d.launch
+        if x.op.attention and not _small(x.op) and x.seconds > 2 * d.launch
     ]
     if not rates:
         return d
@@ -220,10 +224,14 @@ def _attention(d: Device, samples: Sequence[OpSample]) -> Device:
     return d.model_copy(update={"reaches": d.reaches.model_copy(update={"attention": share})})
 
 
-def _own(d: Device, some: Sequence[OpSample]) -> OpRates | None:
-    """Of one op: seconds to start it, and what its work takes times over; None where the device's numbers do."""
+def _own(d: Device, some: Sequence[OpSample], before: OpRates) -> OpRates | None:
+    """Of one op: seconds to start it, and what its work takes times over; None where the device's numbers do. Where all
+    are small, only the first can be found, and the others stay as they were `before`.
+    """
     if np.median([abs(d.op_seconds(x.op) / x.seconds - 1) for x in some]) < OWN:
         return None
+    if all(_small(x.op) for x in some):
+        return before.model_copy(update={"launch": float(np.median([_starting(d, x) for x in some]))})
     work = np.array([max(d.product_seconds(x.op), d.traffic_seconds(x.op)) for x in some])
     took = np.array([x.seconds for x in some])
 
@@ -238,6 +246,16 @@ def _own(d: Device, some: Sequence[OpSample]) -> OpRates | None:
     if len(products) > len(some) // 2:
         return OpRates(launch=seconds, flops=1 / times)
     return OpRates(launch=seconds, bandwidth=d.bandwidth * d.reaches.bandwidth / times)
+
+
+def _small(op: Op) -> bool:
+    return op.traffic <= SMALL and op.flops <= SMALL_PRODUCT
+
+
+def _starting(d: Device, x: OpSample) -> float:
+    """Of its seconds, those of starting it."""
+    work = max(d.product_seconds(x.op), d.traffic_seconds(x.op))
+    return max(x.seconds - work, 0.1 * x.seconds) if d.kind == "cpu" else x.seconds
 
 
 def _work(d: Device, x: OpSample) -> float:
@@ -282,9 +300,9 @@ def _with_links(base: Device, samples: Sequence[LinkSample]) -> Device:
 
 def _with_link(d: Device, name: str, link: Link, samples: Sequence[LinkSample]) -> Device:
     """The delay and the rate, each times a factor, that leave the least error; then what large ones of each kind reach
-    of the rate of the fastest.
+    of the rate of the fastest. Small messages alone say what the delay is, and leave the rest as it was.
     """
-    link = link.model_copy(update={"kinds": {}})
+    unseen = {kind: share for kind, share in link.kinds.items() if kind not in {x.kind for x in samples}}
 
     def with_factors(delay: float, rate: float, kinds: Mapping[str, float]) -> Device:
         update: dict[str, Any] = {"latency": link.latency * delay, "start": link.start * delay, "kinds": kinds}
@@ -298,8 +316,11 @@ def _with_link(d: Device, name: str, link: Link, samples: Sequence[LinkSample]) 
         other = with_factors(delay, rate, kinds)
         return float(np.mean([abs(math.log(_seconds(other, x) / x.seconds)) for x in samples]))
 
-    delay, rate = _descended(partial(off, kinds={}))
-    found = with_factors(delay, rate, {})
+    if all(x.bytes < MESSAGE for x in samples):
+        delay, _ = _descended(lambda delay, _: off(delay, 1.0, link.kinds))
+        return with_factors(delay, 1.0, link.kinds)
+    delay, rate = _descended(partial(off, kinds=unseen))
+    found = with_factors(delay, rate, unseen)
     by: defaultdict[str, list[float]] = defaultdict(list)
     for x in samples:
         took = _seconds(found, x)
@@ -310,6 +331,7 @@ def _with_link(d: Device, name: str, link: Link, samples: Sequence[LinkSample]) 
     kinds = {kind: share / most for kind, share in sorted(reached.items()) if share < (1 - OWN) * most}
     if not kinds:
         return found
+    kinds |= unseen
     return with_factors(*_descended(partial(off, kinds=kinds)), kinds)
 
 

@@ -19,8 +19,10 @@ from shardc.ir.mesh import Mesh
 
 #: First steps of a run, or of its part after a resume, that are slower: memory is taken, pieces are compiled.
 WARM = 2
-#: So many waits say by how much ranks come late.
+#: So many waits say by how much ranks come late; of one collective, how long it takes where none is late.
 WAITS = 8
+#: A wait is long that lasts so many times as long as ranks are late: it says how long its collective takes.
+LONG = 4.0
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,13 @@ class RunLog:
         each = (OpSample(x.op, x.seconds / x.count, x.count) for step in self.timed for x in step.ops)
         return merged(each, median)
 
-    def links(self) -> list[LinkSample]:
-        """Of each collective that was waited for from its begin on, the quickest: all others were there already."""
-        return [LinkSample(*key, min(seconds)) for key, seconds in self._whole_waits().items()]
+    def links(self, skew: float = 0.0) -> list[LinkSample]:
+        """Of each collective that was waited for from its begin on, the quickest: all others were there already. One
+        that was waited for a few times only, and not for long, tells more about ranks that come late. skew: seconds by
+        which they do.
+        """
+        waits = {key: (min(seconds), len(seconds)) for key, seconds in self._whole_waits().items()}
+        return [LinkSample(*key, least) for key, (least, n) in waits.items() if n >= WAITS or least >= LONG * skew]
 
     @property
     def skew(self) -> float | None:
@@ -130,7 +136,8 @@ def fitted_to(base: Device, logs: Sequence[RunLog]) -> Fitted:
             if (step.kind == "cpu") != (base.kind == "cpu"):
                 what = f"the run was on {step.device}, and {base.name} is no {step.kind} device"
                 raise ShardcError(what, where=str(log.folder), fix="name the device that it was on")
-    found = fit(base, merged((x for log in logs for x in log.ops()), median), [x for log in logs for x in log.links()])
+    ops = merged((x for log in logs for x in log.ops()), median)
+    found = fit(base, ops, [x for log in logs for x in log.links(base.skew if log.skew is None else log.skew)])
     source = f"{base.source}; fitted to {', '.join(str(log.folder) for log in logs)} ({date.today()}): {found}"
     host = min((seconds for log in logs if (seconds := log.host) is not None), default=found.device.host)
     skew = min((x for log in logs if (x := log.skew) is not None), default=found.device.skew)

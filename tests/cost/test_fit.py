@@ -139,6 +139,42 @@ def test_what_was_not_measured_stays() -> None:
     assert str(only) == "too few shapes to hold any back"
 
 
+def test_small_work_says_nothing_of_rates() -> None:
+    """However noisy: what takes long among small messages and small ops has waited, and moved next to nothing."""
+    noise = torch.rand(400, generator=torch.Generator().manual_seed(0)).tolist()
+    known = {"gelu": OpRates(launch=2e-5, bandwidth=3e9), "mm": OpRates(launch=5e-6, flops=0.5)}
+    link = CPU.within.model_copy(update={"kinds": {"all_gather": 0.5, "all_reduce": 0.8}})
+    base = CPU.model_copy(update={"ops": known, "within": link, "between": link})
+    small = [Op(0, 4 << (i % 14), F32, name=("gelu", "add")[i % 2]) for i in range(200)]
+    small += [Op(2**14, 2**10, F32, matrices=(1, 16, 16), name="mm")] * 100
+    samples = [OpSample(op, 1e-5 * 1000**r) for op, r in zip(small, noise, strict=False)]
+    waits = [LinkSample("all_reduce", 4 << (i % 8), (0, 1), 2e-4 * 50**r) for i, r in enumerate(noise[:30])]
+    found = fit(base, samples, waits).device
+    assert (found.flops, found.bandwidth, found.reaches, found.products) == (
+        base.flops,
+        base.bandwidth,
+        base.reaches,
+        base.products,
+    )
+    assert {(name, x.bandwidth, x.flops) for name, x in found.ops.items()} == {
+        ("gelu", 3e9, None),
+        ("mm", None, 0.5),
+        ("add", None, None),
+    }
+    assert found.within == link.model_copy(update={"latency": found.within.latency})
+    assert found.within.latency > 5 * link.latency
+    assert found.launch > CPU.launch
+
+
+def test_kinds_that_were_not_measured_keep_their_share() -> None:
+    link = CPU.within.model_copy(update={"kinds": {"all_gather": 0.5}})
+    base = CPU.model_copy(update={"within": link, "between": link})
+    faster = base.model_copy(update={"within": link.model_copy(update={"bandwidth": 3 * link.bandwidth})})
+    found = fit(base, [], [x for x in links(faster, ((0, 1),)) if x.kind != "all_gather"]).device
+    assert found.within.kinds == {"all_gather": 0.5}
+    assert found.within.bandwidth == pytest.approx(faster.within.bandwidth, rel=0.03)
+
+
 # --- logs
 
 
@@ -245,6 +281,17 @@ def test_waits_say_how_late_ranks_come(program: shardc.Program, tmp_path: Path) 
     learned = run_log.fitted_to(CPU, [more]).device
     assert learned.skew == pytest.approx(1e-3)
     assert learned.within.latency == pytest.approx(CPU.within.latency, rel=0.05)
+
+
+def test_a_few_short_waits_are_not_the_links(program: shardc.Program, tmp_path: Path) -> None:
+    """Where ranks are known to be late by a millisecond, one wait of two says so again; a long one is the link's."""
+    base = CPU.model_copy(update={"skew": 1e-3})
+    log = run_log.read(write_log(tmp_path / "log", program, CPU))
+    (step,) = log.timed
+    late = replace(log, timed=[replace(step, waits=[replace(x, seconds=x.seconds + 2e-3) for x in step.waits])])
+    assert run_log.fitted_to(base, [late]).device.within == CPU.within
+    long = replace(log, timed=[replace(step, waits=[replace(x, seconds=x.seconds + 0.1) for x in step.waits])])
+    assert run_log.fitted_to(base, [long]).device.within != CPU.within
 
 
 @pytest.mark.parametrize(
