@@ -19,15 +19,17 @@ docs/lowering.md shows both texts of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from threading import RLock
 
 from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import is_call, producer_of
 from shardc.ir.program import Program
-from shardc.ir.stage import Lowered, Stage
+from shardc.ir.stage import DeferredLowered, Lowered, Stage
 from shardc.passes.base import Pass
 from shardc.passes.lower.memory import Sizes
 from shardc.passes.lower.offload import arrange_copies
@@ -41,8 +43,10 @@ from shardc.passes.lower.seconds import Seconds
 from shardc.passes.lower.template import Made
 from shardc.passes.lower.write import Writer
 from shardc.passes.recompute.autograd_saves import SavedOf
+from shardc.passes.runner import uncollected
 from shardc.runtime import ops
 from shardc.spec.step_sections import Lower as How
+from shardc.torch_modes import untraced
 
 
 @dataclass(frozen=True)
@@ -70,17 +74,25 @@ class Lower(Pass):
 
 
 def lower(program: Program, how: How) -> Program:
-    """The program with its stages lowered. how: the spec's section."""
-    rules = Rules(program)
-    seconds, sizes = Seconds(program, rules.rank), Sizes(program)
-    stages = [replace(s, lowered=_stage(program, s, rules, seconds, sizes)) for s in program.stages]
-    _order([s.lowered for s in stages if s.lowered is not None], seconds, sizes, how)
-    made = replace(program, stages=tuple(stages))
-    pairs = pairs_of(made, seconds, sizes, _wanted_pairs(made, how))
+    """The program with its stages lowered. how: the spec's section. Texts are written when somebody looks at them."""
+    texts, lock = Texts(program, how), RLock()
+    lowered = (DeferredLowered(partial(_now, texts.of, i), lock) for i in range(len(program.stages)))
+    made = replace(program, stages=tuple(replace(s, lowered=x) for s, x in zip(program.stages, lowered, strict=True)))
+    pairs = pairs_of(made, texts.seconds, texts.sizes, _wanted_pairs(made, how))
     for p in pairs:
         if how.compile == "layers":
-            mark_pieces(p.graph, sizes)
+            mark_pieces(p.graph, texts.sizes)
     return replace(made, pairs=pairs)
+
+
+def _now(write: Callable[[int], Lowered], stage: int) -> Lowered:
+    """As in `shardc.compile`, whatever modes of torch are on where somebody looks at a text."""
+
+    def quickly() -> Lowered:
+        with uncollected():
+            return write(stage)
+
+    return untraced(quickly)
 
 
 #: Without a pipeline, by the spec's word.
@@ -94,41 +106,63 @@ def _wanted_pairs(program: Program, how: How) -> tuple[tuple[str, int, int], ...
     return ((_PAIR[how.overlap], 0, 0),) if how.overlap in _PAIR and program.microbatches > 1 else ()
 
 
-def _stage(program: Program, stage: Stage, rules: Rules, seconds: Seconds, sizes: Sizes) -> Lowered:
-    """Its texts, in the order in which they are written."""
-    types, facts = types_of(program, stage.graph, rules)
-    returned: tuple[fx.Node | None, ...] = stage.graph.output_node().args[0]  # type: ignore[assignment]
-    loss, _, *sent = returned
-    crossing = {name for e in program.edges for name, _ in e.differentiable()}
-    roots = [n for n in (sent[0] if sent else ()) if n.name in crossing]  # type: ignore[union-attr]
-    roots += [loss] if loss is not None else []
-    backward = Backward(stage.graph, program, rules, types)
-    begin = backward.run([n for n in roots if (t := types[producer_of(n)]) is not None and t.grad])
-    actions = [a for each in program.schedule.actions for a in each] if program.schedule is not None else []
-    divided = any(a.kind == "I" and program.stages[a.stage] is stage for a in actions)
-    writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left)
-    lowered = writer.lowered((lambda n: sizes.bytes_of(n) + seconds.held(n)) if divided else None)
-    for text in lowered.texts.values():
-        arrange_copies(text, seconds, sizes)
-    return lowered
+class Texts:
+    """The texts of a program's stages, each written once. how: the spec's section."""
 
+    def __init__(self, program: Program, how: How) -> None:
+        self._program, self._how, self._rules = program, how, Rules(program)
+        self.seconds, self.sizes = Seconds(program, self._rules.rank), Sizes(program)
+        self._written: dict[int, tuple[Lowered, int]] = {}
+        self._done: dict[int, Lowered] = {}
 
-def _order(stages: Sequence[Lowered], seconds: Seconds, sizes: Sizes, how: How) -> None:
-    """Move the lines of all texts, and mark their pieces. A forward holds what leaves for the host until it has left:
-    for that it may take what the least of the backwards takes, as one runs while as many microbatches are alive.
-    """
-    leaving = any(n.target is ops.offload_start for s in stages for n in s.forward.nodes)
-    for s in stages:  # what tapes take is known from forward's lines
-        for n in s.forward.nodes:
-            seconds.of(n)
-    peaks = [
-        overlap_collectives(text, seconds, sizes) for s in stages for name, text in s.texts.items() if name != "forward"
-    ]
-    room = min(peaks, default=0) if leaving else 0
-    for s in stages:
-        overlap_collectives(s.forward, seconds, sizes, room)
-        for text in s.texts.values() if how.compile == "layers" else ():
-            mark_pieces(text, sizes)
+    def of(self, stage: int) -> Lowered:
+        """Of one stage, finished."""
+        if stage not in self._done:
+            lowered, _ = self._with_backward(stage)
+            overlap_collectives(lowered.forward, self.seconds, self.sizes, self._room())
+            for text in lowered.texts.values() if self._how.compile == "layers" else ():
+                mark_pieces(text, self.sizes)
+            self._done[stage] = lowered
+        return self._done[stage]
+
+    def _room(self) -> int:
+        """The bytes that may be alive in a forward in any case. It holds what leaves for the host until it has left:
+        for that it may take what the least of the backwards takes, as one runs while as many microbatches are alive.
+        """
+        if not any(r.offload for r in self._program.regions):
+            return 0
+        every = [self._with_backward(i) for i in range(len(self._program.stages))]
+        leaving = any(n.target is ops.offload_start for lowered, _ in every for n in lowered.forward.nodes)
+        return min(peak for _, peak in every) if leaving else 0
+
+    def _with_backward(self, stage: int) -> tuple[Lowered, int]:
+        """Of one stage, with all lines moved but those of forward; and the least peak of its backward's texts."""
+        if stage not in self._written:
+            lowered = self._in_order_of_writing(self._program.stages[stage])
+            for n in lowered.forward.nodes:  # what tapes take is known from forward's lines
+                self.seconds.of(n)
+            backward = [text for name, text in lowered.texts.items() if name != "forward"]
+            peaks = [overlap_collectives(text, self.seconds, self.sizes) for text in backward]
+            self._written[stage] = lowered, min(peaks)
+        return self._written[stage]
+
+    def _in_order_of_writing(self, stage: Stage) -> Lowered:
+        program, rules, seconds, sizes = self._program, self._rules, self.seconds, self.sizes
+        types, facts = types_of(program, stage.graph, rules)
+        returned: tuple[fx.Node | None, ...] = stage.graph.output_node().args[0]  # type: ignore[assignment]
+        loss, _, *sent = returned
+        crossing = {name for e in program.edges for name, _ in e.differentiable()}
+        roots = [n for n in (sent[0] if sent else ()) if n.name in crossing]  # type: ignore[union-attr]
+        roots += [loss] if loss is not None else []
+        backward = Backward(stage.graph, program, rules, types)
+        begin = backward.run([n for n in roots if (t := types[producer_of(n)]) is not None and t.grad])
+        actions = [a for each in program.schedule.actions for a in each] if program.schedule is not None else []
+        divided = any(a.kind == "I" and program.stages[a.stage] is stage for a in actions)
+        writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left)
+        lowered = writer.lowered((lambda n: sizes.bytes_of(n) + seconds.held(n)) if divided else None)
+        for text in lowered.texts.values():
+            arrange_copies(text, seconds, sizes)
+        return lowered
 
 
 def types_of(program: Program, graph: fx.Graph, rules: Rules) -> tuple[dict[Made, Type | None], dict[fx.Node, Facts]]:

@@ -48,6 +48,7 @@ ROOM = 64
 #: Bytes of a fact's text that ranks exchange for an error, 7 to a number.
 TEXT = 42
 SAME_OPTIMIZER = "construct the optimizer and its scheduler alike on all ranks, and load one checkpoint into all"
+SAME_PROGRAM = "compile the same model and spec, with the same version of shardc and torch, on all ranks"
 SAME_CALLS = (
     "let all ranks make the same calls in the same order: steps, updates, evaluating, norms, saving, exporting and"
     " full_state_dict are what all do together, so call them outside of `if rank == 0:`; where data ends on one, end it"
@@ -285,17 +286,26 @@ def program_facts(program: Program, *, seed: int, **options: object) -> list[Fac
     """What an engine is made of: the program's graphs, layouts, buckets and schedule, and its options, by name."""
     stored = [(x.name, x.shape, str(x.dtype), str(x.layout)) for x in program.stored]
     graphs = [str(stage.graph) for stage in program.stages]
-    graphs += [str(graph) for s in program.stages if s.lowered is not None for graph in s.lowered.texts.values()]
     order = str(program.schedule) if program.schedule is not None else ""
     size = f"{len(stored)} weights, {sum(len(stage.graph.nodes) for stage in program.stages)} ops"
-    same = "compile the same model and spec, with the same version of shardc and torch, on all ranks"
     value = hashed(stored, graphs, program.buckets, program.microbatches, order)
     return [
         stated("the version of torch", str(torch.__version__), fix="install one version on all machines"),
-        Fact("the program", value, fix=same, shown=size),
+        Fact("the program", value, fix=SAME_PROGRAM, shown=size),
         stated("the seed", seed, fix="give all ranks one seed"),
         *(stated(name, value, fix=f"give all ranks one {name}") for name, value in options.items()),
     ]
+
+
+def lowered_facts(program: Program, mesh: Any) -> list[Fact]:
+    """The texts that this rank runs in a training step in the place of its stages' graphs, of a program on which all
+    ranks agree otherwise. It need not write those of other ranks' stages for that.
+    """
+    at = mesh.coordinate(program.axis) if program.axis else 0
+    mine = [s for i, s in enumerate(program.stages) if program.schedule is None or program.schedule.placement[i] == at]
+    texts = [str(graph) for s in mine if s.lowered is not None for graph in s.lowered.texts.values()]
+    axes = (program.axis,) if program.axis else ()
+    return [Fact("the lowered program", hashed(texts), axes, fix=SAME_PROGRAM)]
 
 
 def optimizer_facts(program: Program, optimizer: torch.optim.Optimizer | None) -> list[Fact]:

@@ -12,7 +12,9 @@ Conventions of the graphs, of stages and of the whole model: shardc.ir.program.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -54,13 +56,35 @@ class Lowered:
 
     forward: fx.Graph
     backward: fx.Graph
-    weights: fx.Graph | None = None
+    weights: fx.Graph | None = field(default_factory=lambda: None)  # it would hide that of a DeferredLowered if it were
+    # an attribute of the class
 
     @property
     def texts(self) -> dict[str, fx.Graph]:
         """All of them, by name."""
         second = {} if self.weights is None else {"weights": self.weights}
         return {"forward": self.forward, "backward": self.backward, **second}
+
+
+class DeferredLowered(Lowered):
+    """Texts that are written when they are first looked at: of a pipeline's stages a rank runs a few, and what does not
+    train runs none.
+
+    write: gives them; lock: is held meanwhile, as ranks may be threads. Once they are written it is a `Lowered` as any
+    other.
+    """
+
+    def __init__(self, write: Callable[[], Lowered], lock: AbstractContextManager[object]) -> None:
+        self.__dict__.update(_write=write, _lock=lock)  # its fields are missing until they are made
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in Lowered.__dataclass_fields__:
+            raise AttributeError(name)
+        with self.__dict__["_lock"]:
+            if type(self) is DeferredLowered:
+                self.__dict__.update(vars(self.__dict__["_write"]()), _write=None)
+                self.__class__ = Lowered  # type: ignore[assignment]
+        return self.__dict__[name]
 
 
 @dataclass
