@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,22 +84,25 @@ class GradientBuckets(Pass):
         if zero and not any(self._shards(a, mesh) for a in axes):
             notes = (*notes, f"zero: {zero} shards nothing: the mesh {mesh} has no data axis of more than one rank")
 
-        def reduced(p: Param) -> Param:
-            axes = (
-                tuple(a for a, placement in p.layout.items if isinstance(placement, PartialGrad))
-                if p.requires_grad
-                else ()
-            )
-            shared = program.replica_axis(p) if p.requires_grad else ""
-            return replace(p, reduce=mesh.merge(axes) + ((shared,) if shared else ()), order=order[p.name])
+        merged: dict[int, tuple[str, ...]] = {}  # by the identity of a layout, which equal layers share
 
-        params = tuple(reduced(p) for p in program.params)
-        buckets = self._buckets(sorted(params, key=lambda p: p.order), uses, axes, mesh)
+        def reduced(p: Param) -> tuple[str, ...]:
+            if not p.requires_grad:
+                return ()
+            if id(p.layout) not in merged:
+                summed = tuple(a for a, placement in p.layout.items if isinstance(placement, PartialGrad))
+                merged[id(p.layout)] = mesh.merge(summed)
+            shared = program.replica_axis(p)
+            return merged[id(p.layout)] + ((shared,) if shared else ())
+
+        reduce = {p.name: reduced(p) for p in program.params}
+        buckets = self._buckets(finish, reduce, uses, axes, mesh)
         # the engine starts buckets in one order on all ranks: the one in which their last gradients finish
-        number = {p.name: p.order for p in params}
-        buckets.sort(key=lambda b: (b.late, max(number[n] for n in b.params)))
+        buckets.sort(key=lambda b: (b.late, max(order[n] for n in b.params)))
         index = {name: i for i, b in enumerate(buckets) for name in b.params}
-        params = tuple(replace(p, bucket=index.get(p.name, -1)) for p in params)
+        params = tuple(
+            replace(p, reduce=reduce[p.name], order=order[p.name], bucket=index.get(p.name, -1)) for p in program.params
+        )
         return self._with_gathers(replace(program, params=params, buckets=tuple(buckets), notes=notes), uses)
 
     def _with_gathers(self, program: Program, uses: _Uses) -> Program:
@@ -108,26 +111,37 @@ class GradientBuckets(Pass):
             program = replace(program, stages=stages)
         return program
 
-    def _buckets(self, params: list[Param], uses: _Uses, axes: tuple[str, ...], mesh: Mesh) -> list[Bucket]:
-        section, reduce = self.spec.data, dtype_of(self.spec.precision.reduce)
+    def _buckets(
+        self,
+        params: list[Param],
+        reduce: Mapping[str, tuple[str, ...]],
+        uses: _Uses,
+        axes: tuple[str, ...],
+        mesh: Mesh,
+    ) -> list[Bucket]:
+        """params: in the order in which their gradients finish; reduce: over which axes each is summed."""
+        section, summed_in = self.spec.data, dtype_of(self.spec.precision.reduce)
         buckets: list[Bucket] = []
+        filling: list[tuple[list[str], list[Rounded]]] = []  # of each bucket: its parameters, how they are rounded
         open_at: dict[Hashable, tuple[int, int]] = {}
+        sizes: dict[tuple[Any, ...], int] = {}  # by layouts' identity, too
         for p in params:
-            axis = self._cut(p, axes, mesh)
+            over = reduce[p.name]
+            axis = self._cut(p, over, axes, mesh)
             zero = self._zero(p, uses) if axis else 0
-            if not p.reduce and not zero:
+            if not over and not zero:
                 continue
-            dtype = reduce if reduce is not None and p.dtype.is_floating_point else p.dtype
-            value = p.value
-            size = value.nbytes(mesh)
-            if dtype != p.dtype:
-                size = max(replace(value, dtype=dtype).nbytes(mesh), size)
+            dtype = summed_in if summed_in is not None and p.dtype.is_floating_point else p.dtype
+            if (of := (p.shape, p.dtype, id(p.layout))) not in sizes:
+                value = p.value
+                sizes[of] = max(replace(value, dtype=dtype).nbytes(mesh), value.nbytes(mesh))
+            size = sizes[of]
             compute = uses.dtype(p) if zero else None
             rounded = uses.rounded(p.name) if zero == 3 else None
             # parameters of one dtype together; where they are gathered, not with those that are needed at other times
             # or not at all
             key = (
-                p.reduce,
+                over,
                 p.dtype,
                 zero,
                 axis,
@@ -137,14 +151,14 @@ class GradientBuckets(Pass):
                 zero == 3 and (p.requires_grad, p.name in uses.first, uses.far(p.name)),
             )
             last, filled = open_at.get(key, (-1, 0))
-            ranks = math.prod(mesh.size(a) for a in {*p.reduce, *((axis,) if zero else ())})
+            ranks = math.prod(mesh.size(a) for a in {*over, *((axis,) if zero else ())})
             if last < 0 or filled + size > section.bucket_bytes(ranks):
                 last, filled = len(buckets), 0
-                late = any("[" in a for a in p.reduce)
+                late = any("[" in a for a in over)
                 keep = zero == 3 and section.keep
                 buckets.append(
                     Bucket(
-                        p.reduce,
+                        over,
                         dtype,
                         (),
                         axis if zero else "",
@@ -156,12 +170,16 @@ class GradientBuckets(Pass):
                         keep,
                     )
                 )
-            each = (*buckets[last].rounded, *([rounded] if rounded is not None else []))
-            buckets[last] = replace(buckets[last], params=(*buckets[last].params, p.name), rounded=each)
+                filling.append(([], []))
+            filling[last][0].append(p.name)
+            filling[last][1].extend([] if rounded is None else [rounded])
             open_at[key] = (last, filled + size)
-        return buckets
+        return [
+            replace(b, params=tuple(names), rounded=tuple(rounded))
+            for b, (names, rounded) in zip(buckets, filling, strict=True)
+        ]
 
-    def _cut(self, p: Param, axes: tuple[str, ...], mesh: Mesh) -> str:
+    def _cut(self, p: Param, reduce: tuple[str, ...], axes: tuple[str, ...], mesh: Mesh) -> str:
         """The axis over which a parameter is cut, the first of these; "" if there is none: one that is split over an
         axis, or a digit of it, is not cut there again.
         """
@@ -169,7 +187,7 @@ class GradientBuckets(Pass):
         def whole(axis: str) -> bool:
             parts = mesh.parts(axis)
             split = any(isinstance(p.layout[part], Shard) for part in parts)
-            return not split and (axis in p.reduce or not set(p.reduce) & set(parts))
+            return not split and (axis in reduce or not set(reduce) & set(parts))
 
         axis = next((a for a in axes if whole(a)), "")
         return axis if axis and self._shards(axis, mesh) else ""
@@ -306,6 +324,12 @@ def _format(reader: fx.Node, x: fx.Node | None, amax: fx.Node) -> str:
     return "e4m3" if any(reader.args[scales] is amax for _, scales in pairs) else ""
 
 
+def _cast_to(user: fx.Node) -> torch.dtype | None:
+    """The dtype of a cast; None of anything else."""
+    dtype = user.kwargs.get("dtype") if user.target is _CAST and len(user.kwargs) == 1 else None
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
 class _Uses:
     """Where parameters are used in the stages' graphs, one after the other. first: position of a parameter's first
     user; end: after all.
@@ -320,20 +344,17 @@ class _Uses:
         names = {p.name for p in program.params}
         nodes: dict[str, list[fx.Node]] = {p: [] for p in names}
         for i, stage in enumerate(program.stages):
-            for node in stage.graph.nodes:
-                if node.op == "placeholder" and node.name in names:
-                    nodes[node.name].append(node)
-                for used in (x for x in node.all_input_nodes if x.name in names):
-                    self.first.setdefault(used.name, self.end)
-                    self._last[used.name] = self.end
-                    self._first_user.setdefault((i, used.name), node.name)
-                    cast = (
-                        node.kwargs.get("dtype")
-                        if node.target is torch.ops.aten._to_copy.default and len(node.kwargs) == 1
-                        else None
-                    )
-                    self._casts.setdefault(used.name, set()).add(cast if isinstance(cast, torch.dtype) else None)
-                self.end += 1
+            position = {n: at for at, n in enumerate(stage.graph.nodes, start=self.end)}
+            self.end += len(position)
+            for node in stage.graph.find_nodes(op="placeholder"):
+                if node.name not in names:
+                    continue
+                nodes[node.name].append(node)
+                if users := sorted(node.users, key=position.__getitem__):
+                    self.first.setdefault(node.name, position[users[0]])
+                    self._last[node.name] = position[users[-1]]
+                    self._first_user[i, node.name] = users[0].name
+                    self._casts.setdefault(node.name, set()).update(map(_cast_to, users))
         self._rounded = {p: how for p in self.first if (how := _rounding(nodes[p])) is not None}
 
     def first_users(self, stage: int, params: tuple[str, ...]) -> list[str]:

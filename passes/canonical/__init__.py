@@ -59,7 +59,7 @@ from shardc.passes.canonical.cleanup import cast_integers, join_slices
 from shardc.passes.canonical.decompose import decompose, needed
 from shardc.passes.canonical.rewrite import KNOWN_LIMIT, TABLE, Args, Emit, Result
 from shardc.runtime import ops
-from shardc.torch_private import OpOverload
+from shardc.torch_private import OpOverload, add_node
 
 aten = torch.ops.aten
 #: Arguments about a tensor's device and memory: no part of the computation.
@@ -112,8 +112,7 @@ def rewritten(
     emit: Emit | None = None
     for node in captured.nodes:
         if node.op == "placeholder":
-            env[node] = copy = graph.placeholder(node.name)
-            copy.meta = dict(node.meta)
+            env[node] = copy = add_node(graph, "placeholder", node.name, (), name=node.name, meta=node.meta)
             assert copy.name == node.name
             if node.name == "rng":
                 emit = Emit(graph, copy, chunks)
@@ -198,8 +197,8 @@ def _canonical_call(
 def _copied(
     emit: Emit, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, name: str | None
 ) -> fx.Node:
-    copy = emit.graph.create_node("call_function", target, args, kwargs, name=name)
-    copy.meta = {"source": emit.source, "value": _regraded(value, copy)}
+    copy = add_node(emit.graph, "call_function", target, args, kwargs, name=name, meta={"source": emit.source})
+    copy.meta["value"] = _regraded(value, copy)
     return copy
 
 

@@ -20,7 +20,7 @@ from shardc.ir.metadata import Value
 from shardc.ir.source import Source
 from shardc.ir.type_text import DTYPES
 from shardc.runtime import ops
-from shardc.torch_private import OpOverload
+from shardc.torch_private import OpOverload, add_node
 
 aten = torch.ops.aten
 #: Results of a rewrite: the node that replaces the op's result, or one node per result.
@@ -108,9 +108,9 @@ class Emit:
 
     def typed(self, result: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call with a result of this type."""
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta["value"], node.meta["source"] = result, self.source
-        return node
+        return add_node(
+            self.graph, "call_function", target, args, kwargs, meta={"value": result, "source": self.source}
+        )
 
     # the few ops that many rewrites use
 

@@ -25,6 +25,7 @@ from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
 from shardc.runtime.ops.fp8 import message_bytes
+from shardc.torch_private import add_node
 
 
 @dataclass
@@ -95,10 +96,9 @@ class LocalProgram:
 
     def placeholder(self, node: fx.Node, layout: Layout) -> None:
         """A parameter, buffer or input as it is stored; `mesh` and `rng` have no layout."""
-        new = self.graph.placeholder(node.name)
-        new.meta = {"source": source_of(node), "value": node.meta.get("value")}
-        if node.meta.get("value") is not None:
-            new.meta["value"] = replace(node.meta["value"], layout=layout)
+        value = node.meta.get("value")
+        meta = {"source": source_of(node), "value": value and replace(value, layout=layout)}
+        new = add_node(self.graph, "placeholder", node.name, (), name=node.name, meta=meta)
         self.forms[node, 0] = {layout: new}
         if node.name == "mesh":
             self.mesh_node = new
@@ -201,7 +201,7 @@ class LocalProgram:
         collective: Collective | None,
         name: str = "",
     ) -> fx.Node:
-        new = self.graph.create_node("call_function", target, args, kwargs, name=name or cause.name)
+        new = add_node(self.graph, "call_function", target, args, kwargs, name=name or cause.name)
         if collective is not None or "tag" in kwargs:
             new.kwargs = {**kwargs, "tag": new.name}
         if collective is not None:
@@ -261,7 +261,7 @@ class LocalProgram:
             and not repeats(node)
         ):
             (node,) = operands_of(node)
-        return node.name in {p.name for p in self.program.params}
+        return node.name in self.program.placed_params
 
     # --- conversions
 

@@ -27,6 +27,7 @@ from shardc.ir.outputs import Output
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.stored import Buffer, Input, Param
+from shardc.torch_private import add_node
 
 
 def lift(
@@ -211,7 +212,7 @@ def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node], equal: Lift
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             name = _NUMBER.sub("", node.name)
-            copy = new.create_node("call_function", node.target, args, kwargs, name)
+            copy = add_node(new, "call_function", node.target, args, kwargs, name=name)
             if copy.target is torch.ops.aten.view.default:
                 # real and fake attention differ in strides: a view may need a copy
                 copy.target = torch.ops.aten.reshape.default

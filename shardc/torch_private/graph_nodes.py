@@ -17,7 +17,7 @@ def add_node(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    name: str,
+    name: str | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> fx.Node:
     """A node at the insertion point, as `create_node(op, target, args, kwargs, name)` makes it, in less than half its
@@ -25,6 +25,8 @@ def add_node(
     module that owns the graph is told.
     """
     names = graph._graph_namespace
+    if name is None:
+        name = graph._target_to_str(target)
     base, _, number = name.rpartition("_")
     numbered = bool(base) and number.isdecimal()
     if name in names._used_names or not name.isidentifier() or not name.isascii() or name in _illegal_names:
