@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,7 +20,7 @@ from torch import fx
 from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.rules import attention, registry
-from shardc.rules.choices import choices_of
+from shardc.rules.choices import Choices, choices_of
 
 aten = torch.ops.aten
 
@@ -40,8 +41,9 @@ class Shared:
 def shared(graph: fx.Graph) -> dict[fx.Node, Shared]:
     """The placeholders that are the weights (and biases) of key-value heads."""
     by_param: dict[fx.Node, Shared] = {}
+    known: dict[Any, Choices] = {}
     for node, heads in _sites(graph):
-        for parameter, fused in _weights(node):
+        for parameter, fused in _weights(node, known):
             by_param.setdefault(parameter, replace(heads, fused=fused))
     return by_param
 
@@ -115,12 +117,12 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 def made_by(heads: fx.Node) -> list[fx.Node]:
     """The parameters (and inputs) of the products that a value with heads comes from."""
-    return [x for x, _ in _weights(heads)]
+    return [x for x, _ in _weights(heads, {})]
 
 
-def _weights(heads: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
+def _weights(heads: fx.Node, known: dict[Any, Choices]) -> Iterator[tuple[fx.Node, bool]]:
     """The operands of the matrix products that a value comes from, with nothing but views, parts and pointwise ops in
-    between; and whether the product makes more than it."""
+    between; and whether the product makes more than it. known: see `choices_of`."""
     todo, seen = [(heads, False)], {heads}
     while todo:
         node, part = todo.pop()
@@ -128,7 +130,7 @@ def _weights(heads: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
         if op.op != "call_function":
             continue
         rule = registry.find(op.target)
-        if rule is not None and rule.flops is not None and _by_channel(op):
+        if rule is not None and rule.flops is not None and _by_channel(op, known):
             yield from ((x, True) for x in _operands(op))  # its weights lie as its input does
         elif rule is not None and rule.flops is not None:
             if part or _numel(node) == _numel(heads):  # a fused weight that makes other heads too, or just these
@@ -140,9 +142,9 @@ def _weights(heads: fx.Node) -> Iterator[tuple[fx.Node, bool]]:
                 todo.append((source, part or _numel(node) < _numel(source)))
 
 
-def _by_channel(product: fx.Node) -> bool:
+def _by_channel(product: fx.Node, known: dict[Any, Choices]) -> bool:
     """Whether each channel is by itself: a depthwise convolution, which mixes no heads."""
-    sig = choices_of(product, {}).signature
+    sig = choices_of(product, known).signature
     return math.prod(sig.sizes[f] for f in sig.summed) == 1
 
 

@@ -20,7 +20,7 @@ where the mesh has an axis `ep` that the spec uses for nothing:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -172,7 +172,8 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
             where=f"{where} use: model",
             fix="write `use: structure`, or name the weights by patterns",
         )
-    errors, follower, wrapped = Errors(), Follower(program), _wrapped(carried, program)
+    errors, follower, entries = Errors(), Follower(program), _Entries(carried)
+    wrapped = _wrapped(entries, program)
     planned: dict[fx.Node, tuple[Shard, str]] = {}
     notes: list[str] = []
     unknown: set[str] = set()
@@ -180,7 +181,7 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
         if p.name in named:
             continue
         beside = wrapped.get(p.name, {})
-        for key in beside or _keys(carried, p):
+        for key in beside or _keys(entries, p):
             if carried[key] in WORDS:
                 split = _literal(WORDS[carried[key]], p, beside.get(key))
                 if split is not None:
@@ -207,18 +208,36 @@ def resolve(carried: Mapping[str, str], program: Program, axis: str, named: set[
     return Plan(axis, {n.name: s for n, s in splits.items()}, tuple(notes))
 
 
-def _keys(carried: Mapping[str, str], p: Param) -> list[str]:
+class _Entries:
+    """The names of a plan, by how many parts they have."""
+
+    def __init__(self, carried: Iterable[str]) -> None:
+        self._of: dict[int, list[tuple[str, list[str]]]] = {}
+        for key in carried:
+            parts = key.split(".")
+            self._of.setdefault(len(parts), []).append((key, parts))
+
+    def of(self, parts: Sequence[str]) -> str | None:
+        """The first one that means a name, of these parts: `*` is one part, as in `layers.*.mlp`."""
+        for key, keys in self._of.get(len(parts), ()):
+            if all(k in ("*", part) for k, part in zip(keys, parts, strict=True)):
+                return key
+        return None
+
+
+def _keys(entries: _Entries, p: Param) -> list[str]:
     """The plan's entries for a parameter: by its name, or else by its module's."""
     keys: list[str] = []
     for name in (p.fqn, *p.names):
-        for wanted in (name, name.rpartition(".")[0]):
-            if hit := next((k for k in carried if _matches(k, wanted)), None):
+        parts = name.split(".")
+        for wanted in (parts, parts[:-1] or [""]):
+            if hit := entries.of(wanted):
                 keys.append(hit)
                 break
     return keys
 
 
-def _wrapped(carried: Mapping[str, str], program: Program) -> dict[str, dict[str, Param]]:
+def _wrapped(entries: _Entries, program: Program) -> dict[str, dict[str, Param]]:
     """{parameter: {entry: the layer's own weight}} where the module that a plan names has become a wrapper around the
     one that it means.
 
@@ -229,9 +248,8 @@ def _wrapped(carried: Mapping[str, str], program: Program) -> dict[str, dict[str
     for p in program.params:
         parts = p.fqn.split(".")
         for n in range(1, len(parts)):
-            name = ".".join(parts[:n])
-            if hit := next((k for k in carried if _matches(k, name)), None):
-                within.setdefault((hit, name), []).append(p)
+            if hit := entries.of(parts[:n]):
+                within.setdefault((hit, ".".join(parts[:n])), []).append(p)
     by_param: dict[str, dict[str, Param]] = {}
     for (key, module), params in within.items():
         own = max(params, key=lambda p: (len(p.shape) > 1, math.prod(p.shape)))
@@ -239,12 +257,6 @@ def _wrapped(carried: Mapping[str, str], program: Program) -> dict[str, dict[str
             for p in params:
                 by_param.setdefault(p.name, {})[key] = own
     return by_param
-
-
-def _matches(key: str, name: str) -> bool:
-    """`*` is one part of a name, as in `layers.*.mlp`."""
-    keys, parts = key.split("."), name.split(".")
-    return len(keys) == len(parts) and all(k in ("*", part) for k, part in zip(keys, parts, strict=True))
 
 
 def _literal(word: Word, p: Param, own: Param | None = None) -> Shard | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -19,6 +20,7 @@ from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.passes.annotate.weight_roles import ROLES, dim_by_roles, role_of, roles_of
+from shardc.rules.choices import Choices
 from shardc.spec import DimShard, ShardRule, Style
 
 
@@ -70,17 +72,11 @@ def _units(
             continue
         words: list[Style] = ["vocab", "column", "row"]
         fits = (w for w in words if all(says(w, splits.get(p.name), nodes[p.name], module) for p in own))
-        style = next((w for w in fits if _named(w, split, splits, nodes)), None)
+        style = next((w for w in fits if any(says.usually(w, nodes[p.name], splits[p.name].dim) for p in split)), None)
         if style and module:
             yield _Entry(module, style, None, tuple(own))
         else:
             yield from (_Entry(p.fqn, None, splits[p.name], (p,)) for p in split)
-
-
-def _named(style: Style, split: list[Param], splits: Mapping[str, Shard], nodes: Mapping[str, fx.Node]) -> bool:
-    """Whether a word is the usual one: `vocab` is for tables that are looked up."""
-    roles = {role_of(nodes[p.name], splits[p.name].dim) for p in split}
-    return bool(roles & set(ROLES[style][:1]))
 
 
 class _Says:
@@ -90,12 +86,19 @@ class _Says:
 
     def __init__(self) -> None:
         self._roles: dict[tuple[fx.Node, str], list[str]] = {}
+        self._known: dict[Any, Choices] = {}
 
     def __call__(self, style: Style, wanted: Shard | None, node: fx.Node, module: str) -> bool:
         if (node, module) not in self._roles:
-            self._roles[node, module] = roles_of(node, module)
+            self._roles[node, module] = roles_of(node, module, self._known)
         dim = dim_by_roles(node, style, self._roles[node, module])
         return dim == -1 if wanted is None else wanted == Shard(wanted.dim) and dim == wanted.dim
+
+    def usually(self, style: Style, node: fx.Node, dim: int) -> bool:
+        """Whether the word's first meaning is a parameter's split of this dim: `vocab` is for tables that are looked
+        up.
+        """
+        return role_of(node, dim, known=self._known) in ROLES[style][:1]
 
 
 def _means(

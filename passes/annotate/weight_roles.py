@@ -5,6 +5,8 @@ No module class plays a part: the out-features of a linear layer are the dim tha
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -12,7 +14,7 @@ from shardc.ir.graph import operands_of, producer_of, source_of, stored_alone
 from shardc.ir.placement import Shard
 from shardc.passes.annotate.propagate_split import uses
 from shardc.rules import registry
-from shardc.rules.choices import Choices
+from shardc.rules.choices import Choices, choices_of
 from shardc.rules.experts import DOWN
 from shardc.rules.op_call import call_of
 from shardc.runtime import ops
@@ -28,21 +30,23 @@ ROLES: dict[Style, tuple[str, ...]] = {
 }
 
 
-def role_of(node: fx.Node, dim: int, module: str = "") -> str:
+def role_of(node: fx.Node, dim: int, module: str = "", known: dict[Any, Choices] | None = None) -> str:
     """The role of a parameter's dim in the first op that uses it together with an activation.
 
     "in" (summed), "out" (only the weight and the result have it), "bias" (a dim of an added operand), "rows" (looked
-    up), or "". module: for a tied weight, the module whose op counts if there is one.
+    up), or "". module: for a tied weight, the module whose op counts if there is one. known: of calls so far (see
+    `choices_of`), where many are asked for.
     """
+    known = {} if known is None else known
     for user, i in sorted(uses((node, 0)), key=lambda use: not module or source_of(use[0]).module != module):
         if user.op != "call_function" or registry.find(user.target) is None:
             continue
         rule = registry.find(user.target)
         assert rule is not None
-        call = call_of(user)
         if user.target is aten.embedding.default and i == 0:
             return ("rows", "out")[dim]
-        signature = rule.signature(call)
+        choices = choices_of(user, known)
+        call, signature = choices.call, choices.signature
         if user.target is ops.experts:  # a column-parallel product and a row-parallel one, of each expert
             role = "bias" if len(signature.inputs[i]) == 2 else "in" if i == DOWN else "out"
             return (
@@ -50,14 +54,13 @@ def role_of(node: fx.Node, dim: int, module: str = "") -> str:
                 if {"i", "o"} & set(signature.inputs[i][dim]) and (i != DOWN or "i" in signature.inputs[i][dim])
                 else ""
             )
-        choices = Choices(rule, call, signature)
         s = choices.from_operand(i, Shard(dim), 1)
         if s is None:
             continue
         beside = [x for j, x in enumerate(operands_of(user)) if j != i]
         if len(call.results) == 1 and isinstance(out := s.outputs[0], Shard):
             if rule.flops is None and all(map(stored_alone, beside)):  # the weight is made of it
-                later = role_of(user, out.dim, module)
+                later = role_of(user, out.dim, module, known)
                 if later:
                     return later
                 continue
@@ -113,9 +116,10 @@ def dim_for_style(node: fx.Node, style: Style, module: str = "") -> int | None:
     return -1 if style == "replicate" else dim_by_roles(node, style, roles_of(node, module))
 
 
-def roles_of(node: fx.Node, module: str = "") -> list[str]:
+def roles_of(node: fx.Node, module: str = "", known: dict[Any, Choices] | None = None) -> list[str]:
     """`role_of` every dim of a parameter."""
-    return [role_of(node, d, module) for d in range(len(node.meta["value"].shape))]
+    known = {} if known is None else known
+    return [role_of(node, d, module, known) for d in range(len(node.meta["value"].shape))]
 
 
 def dim_by_roles(node: fx.Node, style: Style, roles: list[str]) -> int | None:

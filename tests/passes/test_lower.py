@@ -9,6 +9,7 @@ import collections
 import functools
 import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,8 +22,11 @@ import shardc
 import shardc.nn
 from shardc.capture import capture
 from shardc.ir.program import Program
+from shardc.ir.stage import DeferredLowered, Lowered
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.context import StepContext
+from shardc.runtime.step.interpreter import Interpreter
 from shardc.runtime.zero.gather import Gathered
 from tests import zoo
 from tests.zoo import hf, hf_more, plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)
@@ -215,10 +219,29 @@ def test_equal_layers_are_differentiated_once(spec: dict[str, Any], monkeypatch:
     monkeypatch.setattr(lower, "Rules", lambda program: made.append(lower.rules.Rules(program)) or made[-1])
     for layers in (3, 6):
         model, batch = zoo.gpt(layers=layers, dropout=0.1)
-        shardc.compile(model, batch, {"shardc": 1, **spec, "lower": True}, prove=False)
+        assert shardc.compile(model, batch, {"shardc": 1, **spec, "lower": True}, prove=False).lowered()
     few, many = made
     assert len(few._rules) == len(many._rules) > 20
     assert len(few._facts) == len(many._facts)
+
+
+def test_a_rank_of_a_pipeline_writes_the_texts_of_its_own_stages() -> None:
+    """Not under whatever modes are on where it looks at them; and ranks may be threads."""
+    spec = {**PP, "pipeline": {"axis": "pp", "stages": 4}, "lower": True}
+    model, batch, _ = built("gpt")
+    program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
+    assert [type(s.lowered) for s in program.stages] == [DeferredLowered] * 4
+
+    def first_rank(mesh: LoopbackMesh) -> None:
+        if mesh.rank == 0:
+            with torch.autocast("cpu"):
+                Interpreter(program, mesh)
+
+    loopback(program.mesh, first_rank)
+    assert [type(s.lowered) is Lowered for s in program.stages] == [c == 0 for c in program.schedule.placement]
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda _: program.lowered(), range(4)))
+    assert texts == [shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False).lowered()] * 4
 
 
 def test_peak_memory_is_not_above_autograds() -> None:
