@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from torch import fx
 
+from shardc.ir.deferred_graph import FewerLayers, fewer_layers
 from shardc.ir.graph import placeholders, source_of
 from shardc.ir.layers import layer_of
 from shardc.ir.program import Program
@@ -27,9 +28,9 @@ from shardc.spec import Spec
 #: Units at the front whose results are compared: two steps from one to the next.
 UNITS = 3
 #: So many are to be left out at least: cutting and restoring costs about what a layer does.
-_LEFT_OUT = 2
+LEFT_OUT = 2
 #: Layers of a unit, at most.
-_PERIOD = 8
+PERIOD = 8
 #: A number in a pattern of the spec: it may name one layer.
 _NAMES_A_NUMBER = re.compile(r"(?:^|[.{,])\d+(?:[.},]|$)")
 
@@ -94,6 +95,8 @@ def shortened(program: Program, spec: Spec) -> Cut | None:
     """The program without layers that are equal to others; None where that saves nothing, or would not do."""
     if spec.adapters or spec.optimizer.matrices is not None or _names_layers(spec):
         return None
+    if (fewer := fewer_layers(program.graph)) is not None:
+        return _known(program, fewer)
     for name in _lists(program.graph):
         try:
             if (found := _longest(program, name)) is not None:
@@ -101,6 +104,15 @@ def shortened(program: Program, spec: Spec) -> Cut | None:
         except UnlikeError:
             continue
     return None
+
+
+def _known(program: Program, fewer: FewerLayers) -> Cut:
+    """As capture has found."""
+    stored, names = fewer.stored, Names(fewer.list, fewer.period)
+    params = tuple(p for p in program.params if p.name not in stored)
+    buffers = tuple(b for b in program.buffers if b.name not in stored)
+    short = replace(program, graph=fewer.graph, params=params, buffers=buffers)
+    return Cut(short, names, fewer.layers, fewer.left_out, stored, fewer.before)
 
 
 def _names_layers(spec: Spec) -> bool:
@@ -133,7 +145,7 @@ def _lists(graph: fx.Graph) -> list[str]:
         if (layer := layer_of(module)) is not None:
             layers.setdefault(layer[0], set()).add(layer[1])
             ops[layer[0]] = ops.get(layer[0], 0) + count
-    least = UNITS + _LEFT_OUT + 2
+    least = UNITS + LEFT_OUT + 2
     return sorted((name for name, each in layers.items() if len(each) >= least), key=lambda name: -ops[name])
 
 
@@ -167,11 +179,11 @@ def _longest(program: Program, name: str) -> tuple[_Run, Numbering] | None:
         return None
     index = {n: i for i, n in enumerate(ops.nodes)}
     best: _Run | None = None
-    for period in range(1, min(_PERIOD, (count - 1) // (UNITS + _LEFT_OUT)) + 1):
+    for period in range(1, min(PERIOD, (count - 1) // (UNITS + LEFT_OUT)) + 1):
         if best is not None and best.layers_left_out >= count - 1 - period * (UNITS + 1):
             break  # with longer units fewer layers would go
         run = _equal_units(program, ops, index, Names(name, period))
-        if run.units >= UNITS + _LEFT_OUT and (best is None or run.layers_left_out > best.layers_left_out):
+        if run.units >= UNITS + LEFT_OUT and (best is None or run.layers_left_out > best.layers_left_out):
             best = run
     if best is None:
         return None

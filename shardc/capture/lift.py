@@ -5,8 +5,8 @@ batch, typed nodes that know their module and line.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from shardc.capture.batch_leaves import Leaves
 from shardc.capture.constants import contents
 from shardc.capture.export import Exported
 from shardc.capture.layer_copies import Lifted
+from shardc.capture.run_of_layers import Run, longest_run
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
+from shardc.ir.deferred_graph import DeferredGraph
 from shardc.ir.graph import placeholders, source_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
@@ -40,7 +42,7 @@ def lift(
     """Put an exported graph into the form that program.py describes. with_loss: its first result is the loss; else it
     has none.
     """
-    exported, beside = made.program, made.beside
+    exported = made.program
     graph = fx.Graph()
     for name in ("mesh", "rng"):
         graph.placeholder(name).meta["value"] = None
@@ -111,26 +113,30 @@ def lift(
             inputs.append(Input(node.name, path, tuple(x.shape), x.dtype))
             env[exported_nodes[spec.arg.name]] = node
 
-    results = _copy(exported.graph, graph, env, Lifted(made.copies, by_fqn))
-    loss, *values_beside = results[-1 - len(beside) :] if with_loss else (None, *results[len(results) - len(beside) :])
-    owners = {n: b for b in buffers if b.updated for n in (b.fqn, *b.aliases)}
-    news = {owners[fqn].name: env.get(node, node) for fqn, node in fresh.items()}
-    with_news = tuple(_detached(graph, news[b.name]) for b in buffers if b.updated)
+    stored: dict[str, Param | Buffer] = {n: x for x in (*params, *buffers) for n in x.names}
+    run = longest_run(exported.graph, made.copies, made.updated.values())
+    fewer = run and run.fewer(fx.Graph(), stored, made.copies)
+    if fewer is not None and any(old.users for old, node in env.items() if node.name in fewer.stored):
+        fewer = None  # something else uses them, too
+    writer = _Writer(made, graph, env, by_fqn, tuple(b for b in buffers if b.updated), with_loss)
+    if run is None or fewer is None:
+        loss, kept = writer.write(graph)
+        whole = graph
+    else:
+        loss, kept = writer.write(fewer.graph, run, fewer.stored)
+        whole = DeferredGraph(writer.write_whole, fewer.graph, fewer)
     if loss is not None and not values.requires_grad(loss) and any(p.requires_grad for p in params):
         what = "the loss depends on no trainable parameter"
         fix = "check that nothing between the parameters and the loss is detached, or computed under no_grad"
         raise ShardcError(what, where=source.where(source_of(loss)), fix=fix)
-    kept = tuple(_detached(graph, n) for n in values_beside if n is not None)
     outputs = tuple(
         Output(name, v.shape, v.dtype, divisor=divisor)
-        for (name, divisor), v in zip(beside.items(), (n.meta["value"] for n in kept), strict=True)
+        for (name, divisor), v in zip(made.beside.items(), (n.meta["value"] for n in kept), strict=True)
     )
-    graph.output((loss, (*with_news, *kept)))
-    graph.lint()
     meta, shared = {"model": type(model).__name__}, _shared_modules(model)
     return Program(
         Mesh(()),
-        graph,
+        whole,
         tuple(params),
         tuple(buffers),
         tuple(inputs),
@@ -138,6 +144,52 @@ def lift(
         meta=meta,
         shared_modules=shared,
     )
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Writes the graph of a program. given: a graph of its placeholders; env: those in the exported one, with theirs;
+    by_fqn: of parameters and buffers; updated: the buffers that get a new value.
+    """
+
+    made: Exported
+    given: fx.Graph
+    env: Mapping[fx.Node, fx.Node]
+    by_fqn: Mapping[str, fx.Node]
+    updated: tuple[Buffer, ...]
+    with_loss: bool
+
+    def write_whole(self, graph: fx.Graph) -> None:
+        self.write(graph)
+
+    def write(
+        self, graph: fx.Graph, run: Run | None = None, left_out: Collection[str] = ()
+    ) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
+        """The loss and what stands beside it. graph: an empty one, or `given`; run: equal layers most of which are left
+        out, with the parameters and buffers of these names.
+        """
+        nodes = {
+            n: n if graph is self.given else add_node(graph, "placeholder", n.target, (), name=n.name, meta=n.meta)
+            for n in self.given.find_nodes(op="placeholder")
+            if n.name not in left_out
+        }
+        env = {old: nodes[n] for old, n in self.env.items() if n in nodes}
+        by_fqn = {fqn: nodes[n] for fqn, n in self.by_fqn.items() if n in nodes}
+        gone, stand_for = ((), None) if run is None else (run.gone, run.stand_for)
+        beside = self.made.beside
+        copies = Lifted(self.made.copies, by_fqn, gone, stand_for)
+        results = _copy(self.made.program.graph, graph, env, copies)
+        loss, *values_beside = (
+            results[-1 - len(beside) :] if self.with_loss else (None, *results[len(results) - len(beside) :])
+        )
+        fresh = {fqn.removeprefix("model."): node for fqn, node in self.made.updated.items()}
+        owners = {n: b for b in self.updated for n in (b.fqn, *b.aliases)}
+        news = {owners[fqn].name: env.get(node, node) for fqn, node in fresh.items()}
+        with_news = tuple(_detached(graph, news[b.name]) for b in self.updated)
+        kept = tuple(_detached(graph, n) for n in values_beside if n is not None)
+        graph.output((loss, (*with_news, *kept)))
+        graph.lint()
+        return loss, kept
 
 
 def _shared_modules(model: nn.Module) -> tuple[tuple[str, ...], ...]:
