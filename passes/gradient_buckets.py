@@ -101,7 +101,8 @@ class GradientBuckets(Pass):
         buckets.sort(key=lambda b: (b.late, max(order[n] for n in b.params)))
         index = {name: i for i, b in enumerate(buckets) for name in b.params}
         params = tuple(
-            replace(p, reduce=reduce[p.name], order=order[p.name], bucket=index.get(p.name, -1)) for p in program.params
+            p.changed({"reduce": reduce[p.name], "order": order[p.name], "bucket": index.get(p.name, -1)})
+            for p in program.params
         )
         return self._with_gathers(replace(program, params=params, buckets=tuple(buckets), notes=notes), uses)
 

@@ -141,7 +141,6 @@ def rewritten(
     cast_integers(graph)
     _erase_dead(graph)
     number_random(graph)
-    graph.lint()
     return Rewritten(graph, refused, emit.replaced if emit is not None else [])
 
 

@@ -82,7 +82,7 @@ def _stored(
     for kept, _ in cut.stored.values():
         if kept in changes and changes[kept] != changes[cut.before[kept]]:
             raise UnlikeError(f"{kept} is not stored as {cut.before[kept]} is")
-    return tuple(replace(x, **changes[cut.stored.get(x.name, (x.name, 0))[0]]) for x in captured)
+    return tuple(x.changed(changes[cut.stored.get(x.name, (x.name, 0))[0]]) for x in captured)
 
 
 def _graph(graph: fx.Graph, cut: Cut, order: Sequence[str], into: fx.Graph) -> fx.Graph:

