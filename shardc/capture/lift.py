@@ -113,9 +113,9 @@ def lift(
             inputs.append(Input(node.name, path, tuple(x.shape), x.dtype))
             env[exported_nodes[spec.arg.name]] = node
 
-    stored: dict[str, Param | Buffer] = {n: x for x in (*params, *buffers) for n in x.names}
+    held: list[Param | Buffer] = [*params, *buffers]
     run = longest_run(exported.graph, made.copies, made.updated.values())
-    fewer = run and run.fewer(fx.Graph(), stored, made.copies)
+    fewer = None if run is None else run.fewer(fx.Graph(), {n: x for x in held for n in x.names}, made.copies)
     if fewer is not None and any(old.users for old, node in env.items() if node.name in fewer.stored):
         fewer = None  # something else uses them, too
     writer = _Writer(made, graph, env, by_fqn, tuple(b for b in buffers if b.updated), with_loss)
@@ -160,6 +160,7 @@ class _Writer:
     with_loss: bool
 
     def write_whole(self, graph: fx.Graph) -> None:
+        """All layers."""
         self.write(graph)
 
     def write(

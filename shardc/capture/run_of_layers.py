@@ -131,7 +131,8 @@ class _Find:
         """Does a layer take what the one a unit before takes: what is outside of both, or what layers as far before
         each give?
         """
-        if (twin := self._calls.get(number - period)) is None:
+        twin = self._calls.get(number - period)
+        if twin is None or number - 1 not in self._calls:
             return False
         one, other = self._found[twin], self._found[self._calls[number]]
         return one.first == other.first and all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc.capture import capture
-from shardc.ir.deferred_graph import is_written
+from shardc.capture import capture, run_of_layers
+from shardc.ir.deferred_graph import fewer_layers, is_written
 from shardc.ir.program import Program
 from shardc.passes import distinct_layers
+from shardc.passes.distinct_layers import cut
 from shardc.passes.distinct_layers.numbering import Numbering
 from shardc.passes.distinct_layers.twins import UnlikeError
 from shardc.passes.place import Place
@@ -111,8 +113,48 @@ def test_every_other_layer_is_another() -> None:
         assert compared(*hf.build(hf.FAMILIES["gemma2"]), SPLIT)
 
 
-def test_layers_of_other_widths_before_and_behind() -> None:
-    assert compared(Stack(*[24] * 2, *[16] * 9, *[32] * 2), X, SPLIT)
+@pytest.mark.parametrize("known", [True, False])
+def test_layers_of_other_widths_before_and_behind(known: bool) -> None:
+    """Capture knows which layers are equal, or they are compared op by op."""
+    with nullcontext() if known else mock.patch.object(cut, "fewer_layers", return_value=None):
+        assert compared(Stack(*[24] * 2, *[16] * 9, *[32] * 2), X, SPLIT)
+
+
+class Between(Stack):
+    """Something stands between the layers, or looks at what an inner one gives."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(*[16] * 9)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.h):
+            y = block(x)
+            x = y.sin() if self.how == "sin" else y
+            first = y if i == 4 else first if i > 4 else y  # noqa: F821
+        return self.head(x + first if self.how == "skip" else x).square().mean()
+
+
+@pytest.mark.parametrize(("how", "fewer"), [("", True), ("sin", False), ("skip", False)])
+def test_capture_leaves_layers_out_of_which_the_next_alone_takes_what_they_give(how: str, fewer: bool) -> None:
+    captured = capture(Between(how), X, prove=False)
+    assert (fewer_layers(captured.graph) is not None) == fewer == (not is_written(captured.graph))
+    assert compared(Between(how), X, SPLIT) == (how != "skip")
+
+
+def test_a_captured_graph_of_equal_layers_is_written_when_it_is_looked_at() -> None:
+    model = Stack(*[16] * 9)
+    captured = capture(model, X, prove=False)
+    shardc.compile(model, X, {"shardc": 1, **SPLIT}, captured=captured, prove=False)
+    assert not is_written(captured.graph)
+    fewer = fewer_layers(captured.graph)
+    assert fewer is not None
+    assert (fewer.list, fewer.period, fewer.layers, fewer.left_out) == ("h", 1, (2, 3, 4, 8), 3)
+    assert fewer.stored["h_7_up_weight"] == ("h_4_up_weight", 3)
+    with mock.patch.object(run_of_layers, "LEFT_OUT", 100):
+        whole = capture(model, X, prove=False)
+    assert str(captured.graph) == str(whole.graph)
+    assert is_written(whole.graph)
 
 
 def test_results_are_those_of_one_device() -> None:
@@ -140,8 +182,8 @@ def test_what_is_refused_names_the_layers_of_the_model() -> None:
     captured = capture(model, X, prove=False)
     spec = {"shardc": 1, "mesh": {"tp": 3}, "shard": {"h.*.up": "column"}}
     texts = []
-    for cut in (distinct_layers.shortened, lambda *_: None):
-        with mock.patch.object(distinct_layers, "shortened", cut), pytest.raises(shardc.ShardcError) as e:
+    for shorter in (distinct_layers.shortened, lambda *_: None):
+        with mock.patch.object(distinct_layers, "shortened", shorter), pytest.raises(shardc.ShardcError) as e:
             shardc.compile(model, X, spec, captured=captured, prove=False)
         texts.append(str(e.value))
     assert texts[0] == texts[1]
