@@ -213,11 +213,10 @@ def _taking(graph: fx.Graph, puts: EarlyPuts) -> fx.GraphModule:
     """A graph as a function of one dict, which takes values out of it."""
     copy = fx.Graph()
     values = copy.placeholder("values")
-    env: dict[fx.Node, fx.Node] = {}
-    for n in graph.nodes:
-        if n.op == "placeholder":
-            env[n] = copy.create_node("call_method", "pop", (values, n.name), name=n.name)
-        else:
-            env[n] = copy.node_copy(n, env.__getitem__)
+    env = {
+        n: copy.create_node("call_method", "pop", (values, n.name), name=n.name)
+        for n in graph.find_nodes(op="placeholder")
+    }
+    copy_graph(graph, env, into=copy)
     puts.insert(copy)
     return fx.GraphModule(nn.Module(), bind(copy))

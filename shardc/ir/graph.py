@@ -23,7 +23,8 @@ _NOWHERE = Source()
 def copy_graph(graph: fx.Graph, env: dict[fx.Node, fx.Node] | None = None, into: fx.Graph | None = None) -> fx.Graph:
     """A copy with nodes of the same names; each has a dict of metadata of its own.
 
-    env: gets the new node for every old one; what is in it before is used in place of a copy. into: an empty graph.
+    env: gets the new node for every old one; what is in it before is used in place of a copy. into: the graph at whose
+    end it is written; default: a new one.
     """
     new, env = fx.Graph() if into is None else into, {} if env is None else env
     for n in graph.nodes:
