@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.constants import contents
 from shardc.capture.export import Exported
-from shardc.capture.layer_copies import Lifted
+from shardc.capture.layer_copies import Copies, Lifted
 from shardc.capture.run_of_layers import Run, longest_run
 from shardc.errors import ShardcError
 from shardc.ir import source
@@ -118,7 +118,8 @@ def lift(
     fewer = None if run is None else run.fewer(fx.Graph(), {n: x for x in held for n in x.names}, made.copies)
     if fewer is not None and any(old.users for old, node in env.items() if node.name in fewer.stored):
         fewer = None  # something else uses them, too
-    writer = _Writer(made, graph, env, by_fqn, tuple(b for b in buffers if b.updated), with_loss)
+    updated = tuple(b for b in buffers if b.updated)
+    writer = _Writer(exported.graph, made.copies, graph, env, by_fqn, updated, fresh, len(made.beside), with_loss)
     if run is None or fewer is None:
         loss, kept = writer.write(graph)
         whole = graph
@@ -149,14 +150,18 @@ def lift(
 @dataclass(frozen=True)
 class _Writer:
     """Writes the graph of a program. given: a graph of its placeholders; env: those in the exported one, with theirs;
-    by_fqn: of parameters and buffers; updated: the buffers that get a new value.
+    by_fqn: of parameters and buffers. updated: the buffers that get a new value; news: that, by the model's names;
+    beside: how many values stand beside the loss.
     """
 
-    made: Exported
+    exported: fx.Graph
+    copies: Copies
     given: fx.Graph
     env: Mapping[fx.Node, fx.Node]
     by_fqn: Mapping[str, fx.Node]
     updated: tuple[Buffer, ...]
+    news: Mapping[str, fx.Node]
+    beside: int
     with_loss: bool
 
     def write_whole(self, graph: fx.Graph) -> None:
@@ -177,15 +182,11 @@ class _Writer:
         env = {old: nodes[n] for old, n in self.env.items() if n in nodes}
         by_fqn = {fqn: nodes[n] for fqn, n in self.by_fqn.items() if n in nodes}
         gone, stand_for = ((), None) if run is None else (run.gone, run.stand_for)
-        beside = self.made.beside
-        copies = Lifted(self.made.copies, by_fqn, gone, stand_for)
-        results = _copy(self.made.program.graph, graph, env, copies)
-        loss, *values_beside = (
-            results[-1 - len(beside) :] if self.with_loss else (None, *results[len(results) - len(beside) :])
-        )
-        fresh = {fqn.removeprefix("model."): node for fqn, node in self.made.updated.items()}
+        results = _copy(self.exported, graph, env, Lifted(self.copies, by_fqn, gone, stand_for))
+        first = len(results) - self.beside
+        loss, values_beside = results[first - 1] if self.with_loss else None, results[first:]
         owners = {n: b for b in self.updated for n in (b.fqn, *b.aliases)}
-        news = {owners[fqn].name: env.get(node, node) for fqn, node in fresh.items()}
+        news = {owners[fqn].name: env.get(node, node) for fqn, node in self.news.items()}
         with_news = tuple(_detached(graph, news[b.name]) for b in self.updated)
         kept = tuple(_detached(graph, n) for n in values_beside if n is not None)
         graph.output((loss, (*with_news, *kept)))
