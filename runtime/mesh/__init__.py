@@ -5,7 +5,7 @@
     loopback      LoopbackMesh: all ranks of a mesh as threads of one process, sums in the order of ranks
     shapes        ShapeMesh: one rank alone, on tensors without data
     agreement     what all ranks have to share, compared; replicas: copies of weights, compared
-    local_device  which device of its machine a rank uses
+    local_device  which device of its machine a rank uses; own_cores: on a CPU, which of its cores
     presence      this process as one of a world, from its start on: where ranks meet, who is there
     activity      what a rank is doing, noted; watch: who keeps the others waiting; failed_rank: an error reaches all
     waits         how long a rank waits for its collectives

@@ -265,11 +265,14 @@ def main(file: str) -> None:
     """
     from shardc.cli import generating, scoring
     from shardc.runtime.launch import GAVE_UP
+    from shardc.runtime.mesh import own_cores
     from shardc.runtime.mesh.failed_rank import RankFailedError
     from shardc.runtime.mesh.replicas import ReplicasDifferError
 
     lasting_output.install()
     job = Job(**json.loads(Path(file).read_text()))
+    if not job.joined and not torch.cuda.is_available():
+        own_cores.use(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     # where DataLoaders make their files: in the folder of the run, which goes with it, also if this process is killed
     multiprocessing.current_process()._config["tempdir"] = str(Path(file).parent)  # type: ignore[attr-defined]
     try:

@@ -78,15 +78,19 @@ class Clock:
     # --- computing
 
     def _compute(self, w: Op) -> None:
-        if self.device.kind == "cpu":  # which is its own host
-            self._host = self.now
-        self._host += self.device.host
-        if self._host > self.now:
-            self.waited_for_host(self._host - self.now)
-            self.now = self._host
+        self._after_host(self.device.host)
         begin = self.now
         self.now += self._beside_collectives(self.op_seconds(w))
         self.ran(w, begin)
+
+    def _after_host(self, seconds: float) -> None:
+        """What comes next does not begin before the host has taken so long for it."""
+        if self.device.kind == "cpu":  # which is its own host
+            self._host = self.now
+        self._host += seconds
+        if self._host > self.now:
+            self.waited_for_host(self._host - self.now)
+            self.now = self._host
 
     def op_seconds(self, w: Op) -> float:
         """Seconds of an op alone."""
@@ -103,6 +107,9 @@ class Clock:
     # --- sending
 
     def _send(self, w: Sent) -> None:
+        at_once = w.key is None and self.device.kind == "cpu"  # then what the host does is in the collective's seconds
+        if w.record.axes != HOST_LINK and not at_once:
+            self._after_host(self.device.host_collective)
         seconds, link = self.alone(w.record)
         flight = Flight(w.record, link, seconds, self.now, None if w.after is None else self._under_way.get(w.after))
         others = self._flights.start(flight, self.now)

@@ -151,8 +151,8 @@ class Device(_Section):
     flops: per second of a matrix product, by dtype; float8: of factors of 8 bits with one scale for each row, or one
     for all; mxfp8: with one for each 32 of a row. Those of 8 bits that are not listed run in 16. bandwidth: bytes of
     memory read or written per second. launch: the least seconds that an op takes. host: seconds in which the host
-    starts one, at least; it may be ahead of the device. On a CPU, which is its own host, an op takes launch and host
-    beside its work.
+    starts one, at least; it may be ahead of the device; host_collective: and in which it starts a collective and, later,
+    hands on what came. On a CPU, which is its own host, an op takes launch and host beside its work.
     skew: seconds by which ranks that have computed come to a collective one after the other: who waits for it waits so
     much longer than the collective itself takes.
     reaches: shares of these peaks; products: what one of them reaches, by its shape; ops: by torch's name of the op.
@@ -174,6 +174,7 @@ class Device(_Section):
     bandwidth: Positive
     launch: Annotated[float, Field(ge=0)] = 0.0
     host: Annotated[float, Field(ge=0)] = 0.0
+    host_collective: Annotated[float, Field(ge=0)] = 0.0
     skew: Annotated[float, Field(ge=0)] = 0.0
     reaches: Reaches = Reaches()
     products: Products | None = None
@@ -280,7 +281,8 @@ class Device(_Section):
         update: dict[str, Any] = {name: link(getattr(self, name)) for name in ("within", "between", "beyond")}
         update |= {"flops": {name: x / products for name, x in self.flops.items()}}
         update |= {"bandwidth": self.bandwidth / memory, "ops": {name: op(x) for name, x in self.ops.items()}}
-        update |= {"launch": self.launch * small, "host": self.host * small, "skew": self.skew * links}
+        update |= {name: getattr(self, name) * small for name in ("launch", "host", "host_collective")}
+        update |= {"skew": self.skew * links}
         return self.model_copy(update=update)
 
     def as_fast(self, now: Reference) -> Device:
@@ -314,6 +316,7 @@ _UNITS = {
     "bandwidth": "bytes of memory per second, read and written",
     "launch": "the least seconds of an op",
     "host": "seconds: the host starts no more ops than one in so many",
+    "host_collective": "seconds: nor collectives",
     "skew": "seconds by which ranks come to a collective one after the other",
     "reaches": "shares of these peaks that large ops reach",
     "products": "tiles: rows, columns, share",

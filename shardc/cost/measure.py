@@ -1,6 +1,6 @@
 """Measure this machine: what `shardc device --measure` writes.
 
-A device is one process: with the threads that torch has here on a CPU, or with one GPU. Times are medians of several
+A device is one process: on a CPU with the threads and the cores that `shardc run` gives it, or with one GPU. Times are medians of several
 rounds, as a step's are: the best of them foretold steps of a CPU a quarter too short. Other work on the machine counts.
 
     flops, bandwidth, launch, products, ops
@@ -40,7 +40,7 @@ from shardc.cost.machine_speed import busy
 from shardc.cost.tour import SIZES, Tour, tour
 from shardc.cost.whole_steps import Compile
 from shardc.ir.mesh import Mesh
-from shardc.runtime.mesh import TorchMesh
+from shardc.runtime.mesh import TorchMesh, own_cores
 from shardc.runtime.mesh.base import Work
 
 #: Seconds that ops are measured for, about.
@@ -70,11 +70,12 @@ def measure(
     """
     device = torch.device(kind or ("cuda" if torch.cuda.is_available() else "cpu"))
     count = processes or 2
+    threads = _threads(count)
     began, cores, own = time.perf_counter(), busy(), time.process_time()
     each: list[Measured] = []
     if device.type == "cpu":
         on(f"{count} processes at once")
-        each = _in_processes("gloo", torch.get_num_threads(), count, compiled)
+        each = _in_processes("gloo", threads, count, compiled)
         ops, links, how = each[0].ops, each[0].links, f"gloo between {count} processes of this machine"
         assert ops is not None
         ours = time.process_time() - own + sum(x.computed for x in each)
@@ -88,18 +89,18 @@ def measure(
     begin = Device(
         name=device.type,
         kind="gpu" if device.type == "cuda" else "cpu",
-        memory=_memory(device),
+        memory=_memory(device, threads),
         products=_products(device),
         host=ops.host,
-        node=max(_devices(device), count),  # the processes that were measured
+        node=max(_devices(device, threads), count),  # the processes that were measured
         within=link,
         between=link,
         **_BEGIN,
     )
     found = fit(begin, ops.samples, links.samples)
-    source = f"{_name(device)}, measured {date.today()}, torch {torch.__version__}; link: {how}; {found}"
+    source = f"{_name(device, threads)}, measured {date.today()}, torch {torch.__version__}; link: {how}; {found}"
     reaches = found.device.reaches.model_copy(update={"computing": links.computing})
-    node = processes or _devices(device)
+    node = processes or _devices(device, threads)
     update = {"source": source, "node": node, "reaches": reaches, "skew": links.skew}
     measured = found.device.model_copy(update=update)
     steps = [x.steps for x in each if x.steps is not None]
@@ -195,6 +196,8 @@ def _process(
 ) -> Measured:
     """One of them: ops, each collective as TorchMesh makes it, and steps; of GPUs, collectives alone."""
     torch.set_num_threads(threads)
+    if backend == "gloo":
+        own_cores.use(rank, count)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}
     if device.type == "cuda":
@@ -292,7 +295,7 @@ def _call_seconds(call: Callable[[], Any], device: torch.device, calls: int, rou
     return statistics.median(means)
 
 
-def _memory(device: torch.device) -> float:
+def _memory(device: torch.device, threads: int) -> float:
     """Bytes of a GPU, or one CPU device's part of the machine's memory that this process may have."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
@@ -300,14 +303,19 @@ def _memory(device: torch.device) -> float:
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
         total = min(total, int(text))
-    return total / _devices(device)
+    return total / _devices(device, threads)
 
 
-def _devices(device: torch.device) -> int:
+def _devices(device: torch.device, threads: int) -> int:
     """How many devices this machine has."""
     if device.type == "cuda":
         return torch.cuda.device_count()
-    return max(_cores() // torch.get_num_threads(), 1)
+    return max(_cores() // threads, 1)
+
+
+def _threads(processes: int) -> int:
+    """Of one of so many processes, as `shardc run` starts it."""
+    return int(os.environ.get("OMP_NUM_THREADS") or max(_cores() // processes, 1))
 
 
 def _cores() -> int:
@@ -315,7 +323,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _name(device: torch.device) -> str:
+def _name(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     info = Path("/proc/cpuinfo")
@@ -324,5 +332,4 @@ def _name(device: torch.device) -> str:
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
         platform.processor() or platform.machine(),
     )
-    threads = torch.get_num_threads()
     return f"{model}, {threads} thread{'s' if threads > 1 else ''} a process"

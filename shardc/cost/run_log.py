@@ -60,16 +60,17 @@ class RunLog:
         names = {"memory": "memory_mb", "reserved": "reserved_mb"}
         return {k: max(float(x[n]) for x in self.lines) * 2**20 for k, n in names.items() if n in self.lines[-1]}
 
-    @property
-    def host(self) -> float | None:
+    def host(self, collective: float = 0.0) -> float | None:
         """Seconds that the host takes for an op. On a CPU, what is left of a step beside its ops and waits; on a GPU,
-        where the host is what a step waits for, all of a step; else None: it may take anything less.
+        where the host is what a step waits for, all of a step; else None: it may take anything less. collective:
+        seconds that it takes for a collective.
         """
-        each = [(sum(x.seconds for x in s.ops), sum(x.count for x in s.ops)) for s in self.timed if s.rank == 0]
-        if not each or not all(count for _, count in each):
+        first = [s for s in self.timed if s.rank == 0]
+        each = [(sum(x.seconds for x in s.ops), sum(x.count for x in s.ops), len(s.waits)) for s in first]
+        if not each or not all(count for _, count, _ in each):
             return None
-        busy, count = median(busy for busy, _ in each), median(count for _, count in each)
-        left = self.seconds - busy - sum(self.waited.values())
+        busy, count, waits = (median(x) for x in zip(*each, strict=True))
+        left = self.seconds - busy - sum(self.waited.values()) - collective * waits
         if self.timed[0].kind == "cpu":
             return max(left, 0.0) / count
         return self.seconds / count if left > 0.1 * self.seconds else None
@@ -139,6 +140,7 @@ def fitted_to(base: Device, logs: Sequence[RunLog]) -> Fitted:
     ops = merged((x for log in logs for x in log.ops()), median)
     found = fit(base, ops, [x for log in logs for x in log.links(base.skew if log.skew is None else log.skew)])
     source = f"{base.source}; fitted to {', '.join(str(log.folder) for log in logs)} ({date.today()}): {found}"
-    host = min((seconds for log in logs if (seconds := log.host) is not None), default=found.device.host)
+    each = [seconds for log in logs if (seconds := log.host(base.host_collective)) is not None]
+    host = min(each, default=found.device.host)
     skew = min((x for log in logs if (x := log.skew) is not None), default=found.device.skew)
     return replace(found, device=found.device.model_copy(update={"source": source, "host": host, "skew": skew}))

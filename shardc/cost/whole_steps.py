@@ -1,11 +1,13 @@
 """Whole steps of small models on several processes: what a step takes beside its ops and collectives one by one.
 
 An op that is timed by itself takes a little longer, or less, than among others; between ops Python and autograd work;
-ranks that wait for each other come late. Four numbers say all that, found so that steps of the engine itself, which
+ranks that wait for each other come late. Five numbers say all that, found so that steps of the engine itself, which
 nothing slowed down by looking, take as long as `cost` says:
 
     rates       of all ops, together
     host        seconds beside each op: models have several sizes
+    host_collective
+                seconds beside each collective: weights are gathered by many and by few
     skew        ranks meet at every layer, or seldom
     reaches.computing
                 gradients are summed, and weights gathered, beside the ops
@@ -36,6 +38,8 @@ SIZES, ROWS, TOKENS = ((64, 3), (192, 3), (448, 3)), 8, 32
 #: Steps that are timed, and those before them.
 STEPS, WARM = 9, 3
 HEADS, CLASSES = 4, 500
+#: Seconds of the host for a collective, where the search begins.
+COLLECTIVE = 5e-5
 #: How much the numbers are drawn to those measured apart; turns of finding them; the difference that shows a slope.
 DRAWN, TURNS, SMALL = 0.001, 15, 0.02
 #: Of its rate, a rank computes so much beside a collective: where it seems to be less, other work had the cores.
@@ -50,10 +54,12 @@ Price = Callable[[Device], float]
 
 @dataclass(frozen=True)
 class Steps:
-    """Seconds of a step of each of `cases`, on one rank, and of the reference beside them."""
+    """Seconds of a step of each of `cases`, on one rank, and of the reference beside them, which is not the same within
+    a minute.
+    """
 
     seconds: list[float]
-    reference: Reference
+    references: list[Reference]
 
 
 class _Layer(nn.Module):
@@ -93,7 +99,8 @@ def cases(compiled: Compile, ranks: int, sizes: Sequence[tuple[int, int]]) -> It
     """(a program, its model, its batch). compiled: shardc.compile, which stands above this."""
     specs = (
         {"mesh": {"dp": ranks}, "data": {"zero": 0, "bucket_mb": 0.25}},
-        {"mesh": {"dp": ranks}, "data": {"zero": 3, "bucket_mb": 0.25}},
+        {"mesh": {"dp": ranks}, "data": {"zero": 3, "bucket_mb": 2.0}},
+        {"mesh": {"dp": ranks}, "data": {"zero": 3, "bucket_mb": 0.03}},
         {"mesh": {"tp": ranks}, "shard": {"use": "structure"}},
     )
     heads, rows, classes = (_up(n, ranks) for n in (HEADS, ROWS, CLASSES))
@@ -116,40 +123,43 @@ def run(compiled: Compile, ranks: int, sizes: Sequence[tuple[int, int]], steps: 
     once, seconds, references = timer(), [], []
     for program, model, batch in cases(compiled, ranks, sizes):
         engine = program.engine(model)
-        took = []
+        took, beside = [], []
         for i in range(WARM + steps):
-            references.append(once())
+            now = once()
             dist.barrier()
             begin = time.perf_counter()
             engine.step(batch)
             if i >= WARM:
                 took.append(time.perf_counter() - begin)
+                beside.append(now)
         engine.close()
         seconds.append(statistics.median(took))
-    return Steps(seconds, usual(references))
+        references.append(usual(beside))
+    return Steps(seconds, references)
 
 
 def fitted(device: Device, found: Sequence[Steps], prices: Sequence[Price]) -> Device:
     """The device by whose numbers these steps take as long as they took. found: of each rank; prices: of each case."""
     took = [max(each) for each in zip(*(x.seconds for x in found), strict=True)]
-    steps = list(zip(prices, took, strict=True))
-    start = device.model_copy(update={"skew": device.skew or device.within.latency})
+    references = [usual(each) for each in zip(*(x.references for x in found), strict=True)]
+    steps = list(zip(prices, took, references, strict=True))
+    usually = usual(references)
+    start = device.model_copy(update={"skew": device.skew or device.within.latency, "reference": usually})
     each = start.host or start.launch
     beside = min(start.reaches.computing, 0.7)  # at 1, nothing says what less would do
 
     def with_factors(at: np.ndarray) -> Device:
-        slower, host, skew, computing = map(float, np.exp(at))
+        slower, host, collective, skew, computing = map(float, np.exp(at))
         reaches = start.reaches.model_copy(update={"computing": min(max(computing * beside, LEAST), 1.0)})
-        update = {"host": host * each, "skew": skew * start.skew, "reaches": reaches}
-        return start.slower(slower, slower, slower).model_copy(update=update)
+        update = {"host": host * each, "host_collective": collective * COLLECTIVE, "skew": skew * start.skew}
+        return start.slower(slower, slower, slower).model_copy(update=update | {"reaches": reaches})
 
     def off(at: np.ndarray) -> np.ndarray:
         device = with_factors(at)
-        priced = [math.log(seconds(device) / measured) for seconds, measured in steps]
+        priced = [math.log(seconds(device.as_fast(then)) / measured) for seconds, measured, then in steps]
         return np.array([*priced, *(DRAWN * at)])
 
-    device = with_factors(_least_squares(off, np.zeros(4)))
-    return device.model_copy(update={"reference": usual(x.reference for x in found)})
+    return with_factors(_least_squares(off, np.zeros(5)))
 
 
 def _least_squares(off: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> np.ndarray:

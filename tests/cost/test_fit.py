@@ -359,20 +359,24 @@ def test_a_machine_is_measured_by_pieces_that_run() -> None:
 
 
 def test_whole_steps_say_what_is_lost_between_ops() -> None:
-    """Steps as they would take on a machine whose ops are 1.3 times as long, with 40 us beside each, whose ranks come
-    0.4 ms late, and compute at half the rate beside collectives: its numbers are found again.
+    """Steps as they would take on a machine whose ops are 1.3 times as long, with 40 us beside each and 150 us beside
+    each collective, whose ranks come 0.4 ms late, and compute at half the rate beside collectives: its numbers are found
+    again.
     """
     none = Reference(product=1e-4, memory=1e-4, small=1e-6)
-    update = {"host": 4e-5, "skew": 4e-4, "reaches": Reaches(attention=0.3, computing=0.5)}
-    true = CPU.slower(1.3, 1.3, 1.3).model_copy(update=update)
+    update = {"host": 4e-5, "host_collective": 1.5e-4, "skew": 4e-4}
+    beside = Reaches(attention=0.3, computing=0.5)
+    true = CPU.slower(1.3, 1.3, 1.3).model_copy(update=update | {"reaches": beside})
     prices = [
         whole_steps.price(program, CPU) for program, _, _ in whole_steps.cases(shardc.compile, 2, ((128, 1), (256, 2)))
     ]
     seconds = [price(true) for price in prices]
-    steps = [whole_steps.Steps(seconds, none), whole_steps.Steps([0.9 * x for x in seconds], none)]  # a quicker rank
+    quicker = whole_steps.Steps([0.9 * x for x in seconds], [none] * len(seconds))
+    steps = [whole_steps.Steps(seconds, [none] * len(seconds)), quicker]
     found = whole_steps.fitted(CPU, steps, prices)
     assert found.flops["float32"] == pytest.approx(CPU.flops["float32"] / 1.3, rel=0.05)
     assert found.host == pytest.approx(4e-5, rel=0.1)
+    assert found.host_collective == pytest.approx(1.5e-4, rel=0.1)
     assert found.skew == pytest.approx(4e-4, rel=0.1)
     assert found.reaches.computing == pytest.approx(0.5, rel=0.1)
     assert found.reference == none
@@ -381,7 +385,7 @@ def test_whole_steps_say_what_is_lost_between_ops() -> None:
 def test_a_slower_moment() -> None:
     """All of a device's numbers change with the machine's: what computes, what moves bytes, what is small, messages."""
     then, now = (Reference(product=1e-4, memory=2e-4, small=1e-6), Reference(product=2e-4, memory=6e-4, small=4e-6))
-    measured = CPU.model_copy(update={"reference": then, "host": 1e-5, "skew": 1e-3})
+    measured = CPU.model_copy(update={"reference": then, "host": 1e-5, "host_collective": 2e-5, "skew": 1e-3})
     slow = measured.as_fast(now)
     product = Op(2 * 512**3, 0, F32, shape=(512, 512), matrices=(1, 512, 512), name="mm")
     moved, gelu = Op(0, 10**7, F32, name="mul"), Op(0, 10**7, F32, name="gelu")
@@ -389,7 +393,7 @@ def test_a_slower_moment() -> None:
     for op in (moved, gelu):
         assert slow.traffic_seconds(op) == pytest.approx(3 * measured.traffic_seconds(op))
         assert slow.launch_seconds(op) == pytest.approx(4 * measured.launch_seconds(op))
-    assert (slow.host, slow.skew) == pytest.approx((4e-5, 4e-3))
+    assert (slow.host, slow.host_collective, slow.skew) == pytest.approx((4e-5, 8e-5, 4e-3))
     for kind in ("all_reduce", "all_to_all"):
         for nbytes in (8, 10**8):
             alone = [collective_seconds(d, kind, nbytes, (0, 1, 2)) for d in (measured, slow)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ import shardc
 from shardc.capture import default_loss
 from shardc.errors import ShardcError
 from shardc.runtime import launch, state
+from shardc.runtime.mesh.torch_mesh import ONE_SHOT
 from shardc.runtime.step.communicators import runtime_mesh
 from tests import warm, zoo
 from tests.test_equal import reference, spec_of
@@ -139,19 +141,28 @@ def test_a_rank_that_fails_beside_another_engine_ends_the_wait_of_the_others(tmp
 
 
 def writes_while_gathering(rank: int, port: int, folder: str) -> None:
-    """Rank 1 begins to send late, so that rank 0 writes to its place while the gather waits for it."""
+    """Rank 1 begins to send late, so that rank 0 writes to its place while the gather waits for it: of few bytes, and
+    of more than go in one exchange.
+    """
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     program = shardc.load(Path(folder) / "program")
     mesh = runtime_mesh(program)
-    whole = torch.full((6,), -1.0)
-    whole[3 * rank : 3 * rank + 3] = float(rank)
-    mesh.barrier()
-    time.sleep(0.3 * rank)
-    gather = mesh.start_all_gather(whole[3 * rank : 3 * rank + 3], whole, "dp")
-    whole[3 * rank : 3 * rank + 3] = 7.0 + rank
-    gather.wait()
-    torch.save(whole, Path(folder) / f"whole-{rank}.pt")
+    found = []
+    for each in (3, ONE_SHOT // 4):
+        whole = torch.full((2 * each,), -1.0)
+        mine = whole[each * rank : each * (rank + 1)].fill_(float(rank))
+        mesh.barrier()
+        time.sleep(0.3 * rank)
+        gather = mesh.start_all_gather(mine, whole, "dp")
+        mine.fill_(7.0 + rank)
+        gather.wait()
+        found.append(whole[::each].tolist())
+    torch.save(found, Path(folder) / f"whole-{rank}.pt")
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int64):
+        for shape in ((), (0,), (3, 5), (2**18,)):
+            parts = [torch.arange(math.prod(shape)).add(r).remainder(2).view(shape).to(dtype) for r in range(2)]
+            assert torch.equal(mesh.all_gather(parts[rank], "dp"), torch.stack(parts))
     mesh.close()
 
 
@@ -159,10 +170,11 @@ def test_what_is_written_while_a_gather_is_under_way_stays(tmp_path: Path) -> No
     model, batch = zoo.mlp()
     shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}).save(tmp_path / "program")
     warm.ranks(writes_while_gathering, launch.free_port(), str(tmp_path), world=2)
-    zero, one = (torch.load(tmp_path / f"whole-{rank}.pt") for rank in range(2))
-    assert zero[:3].tolist() == [7.0] * 3
-    assert one[3:].tolist() == [8.0] * 3
-    assert zero[3:].tolist() in ([1.0] * 3, [8.0] * 3)
+    for zero, one in zip(*(torch.load(tmp_path / f"whole-{rank}.pt") for rank in range(2)), strict=True):
+        assert zero[0] == 7.0
+        assert one[1] == 8.0
+        assert zero[1] in (1.0, 8.0)
+        assert one[0] in (0.0, 7.0)
 
 
 def clamps(rank: int, port: int, folder: str) -> None:
