@@ -40,8 +40,8 @@ _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or di
 
 #: Up to so many bytes that a rank sends in all, each sends its value to every other one and adds up what comes: one
 #: message's latency, where gloo's all_reduce goes around the ranks twice (1.5 KiB: 2 ranks 0.50 ms against 0.87, 4
-#: ranks on 2 cores 2.7 against 7.0; 64 KiB: 0.68 against 0.88, 2.6 against 5.7). So for a gather (2 ranks, 4 to 128 KiB:
-#: 0.2 to 0.3 ms against 0.3 to 0.4). NCCL chooses by itself.
+#: ranks on 2 cores 2.7 against 7.0; 64 KiB: 0.68 against 0.88, 2.6 against 5.7). So for a gather (2 ranks, 4 to 128
+#: KiB: 0.2 to 0.3 ms against 0.3 to 0.4). NCCL chooses by itself.
 ONE_SHOT = 1 << 18
 
 #: How long ranks wait for each other when they meet again after an error.

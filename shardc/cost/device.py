@@ -151,8 +151,8 @@ class Device(_Section):
     flops: per second of a matrix product, by dtype; float8: of factors of 8 bits with one scale for each row, or one
     for all; mxfp8: with one for each 32 of a row. Those of 8 bits that are not listed run in 16. bandwidth: bytes of
     memory read or written per second. launch: the least seconds that an op takes. host: seconds in which the host
-    starts one, at least; it may be ahead of the device; host_collective: and in which it starts a collective and, later,
-    hands on what came. On a CPU, which is its own host, an op takes launch and host beside its work.
+    starts one, at least; it may be ahead of the device; host_collective: and in which it starts a collective and,
+    later, hands on what came. On a CPU, which is its own host, an op takes launch and host beside its work.
     skew: seconds by which ranks that have computed come to a collective one after the other: who waits for it waits so
     much longer than the collective itself takes.
     reaches: shares of these peaks; products: what one of them reaches, by its shape; ops: by torch's name of the op.

@@ -360,8 +360,8 @@ def test_a_machine_is_measured_by_pieces_that_run() -> None:
 
 def test_whole_steps_say_what_is_lost_between_ops() -> None:
     """Steps as they would take on a machine whose ops are 1.3 times as long, with 40 us beside each and 150 us beside
-    each collective, whose ranks come 0.4 ms late, and compute at half the rate beside collectives: its numbers are found
-    again.
+    each collective, whose ranks come 0.4 ms late, and compute at half the rate beside collectives: its numbers are
+    found again.
     """
     none = Reference(product=1e-4, memory=1e-4, small=1e-6)
     update = {"host": 4e-5, "host_collective": 1.5e-4, "skew": 4e-4}
