@@ -70,7 +70,7 @@ class RunLog:
         if not each or not all(count for _, count, _ in each):
             return None
         busy, count, waits = (median(x) for x in zip(*each, strict=True))
-        left = self.seconds - busy - sum(self.waited.values()) - collective * waits
+        left: float = self.seconds - busy - sum(self.waited.values()) - collective * waits
         if self.timed[0].kind == "cpu":
             return max(left, 0.0) / count
         return self.seconds / count if left > 0.1 * self.seconds else None

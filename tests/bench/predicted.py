@@ -45,6 +45,7 @@ from shardc.cost.step import assemble  # noqa: E402
 from shardc.errors import ShardcError  # noqa: E402
 from shardc.ir.program import Program  # noqa: E402
 from shardc.runtime import schedule as schedules  # noqa: E402
+from shardc.runtime.mesh import own_cores  # noqa: E402
 from tests import live_bytes  # noqa: E402
 from tests.bench.new_models import MODELS, New  # noqa: E402
 
@@ -153,6 +154,7 @@ class Took:
 def _steps(rank: int, cases: Sequence[tuple[str, str]], world: int, folder: str, until: float) -> list[Took | None]:
     """Of each (model, setting) that is begun before this second, on one rank; None of what is refused."""
     torch.set_num_threads(1)
+    own_cores.use(rank, world)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     speed, found = timer(), []
     for name, label in cases:
@@ -315,7 +317,7 @@ def _times(timed: list[Timed]) -> str:
     text = f"""
 ## Time
 
-Steps of processes over gloo, one thread each: the median of {STEPS} steps, of the rank that took longest. The machine's
+Steps of processes over gloo, one thread each, on their own cores where there are enough: the median of {STEPS} steps, of the rank that took longest. The machine's
 speed is measured beside each step, as it changes within minutes, and so is the prediction: it is of the machine as fast
 as it was then; "as measured" is that of the machine as `--measure` found it. No model had a part in measuring it; the
 first {len(SEEN)} of `new_models.py` were looked at while `shardc.cost` was written, the others were not. Other work was
