@@ -66,11 +66,11 @@ class RunLog:
         seconds that it takes for a collective.
         """
         first = [s for s in self.timed if s.rank == 0]
-        each = [(sum(x.seconds for x in s.ops), sum(x.count for x in s.ops), len(s.waits)) for s in first]
-        if not each or not all(count for _, count, _ in each):
+        each = [(sum(x.seconds for x in s.ops) + collective * len(s.waits), sum(x.count for x in s.ops)) for s in first]
+        if not each or not all(count for _, count in each):
             return None
-        busy, count, waits = (median(x) for x in zip(*each, strict=True))
-        left: float = self.seconds - busy - sum(self.waited.values()) - collective * waits
+        busy, count = median(busy for busy, _ in each), median(count for _, count in each)
+        left = self.seconds - busy - sum(self.waited.values())
         if self.timed[0].kind == "cpu":
             return max(left, 0.0) / count
         return self.seconds / count if left > 0.1 * self.seconds else None
