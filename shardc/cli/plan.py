@@ -102,6 +102,7 @@ def command(
             from shardc.plan import planned
             from shardc.plan.headroom import HEADROOM
             from shardc.plan.source import Source
+            from shardc.plan.workers import cores
 
             made_from = config_file.made_from(model, batch, seq)
             source = Source(lambda: _subject(model, batch, seq, on), made_from)
@@ -122,6 +123,7 @@ def command(
                 what_if=what_if,
                 tokens=tokens,
                 cache=not no_cache,
+                processes=cores(),
                 on=on,
             )
         fits = bool(found.candidates) and found.candidates[0].fits

@@ -6,6 +6,7 @@ source          the model, made when it is needed           few_layers      the 
 space           the choices: mesh, ZeRO, schedule, ...      facts           what they have to know of a model
 dry_runs        one microbatch on one stage, dry-run        stage_vectors   the parts of a stage's step as vectors
 records         what is known of a model already            compiled_ranks  what has to be compiled to be known
+workers         processes that make dry runs ahead
 traces          dry runs as JSON                            disk_cache      files of answers
 fingerprint     whether a model is the same as before       installed       whether all around it is, too
 estimate        a first price of every choice               exact_price     an exact price of one
@@ -65,6 +66,7 @@ def plan(
     tokens: float | None = None,
     prices: Mapping[str, float] | None = None,
     cache: bool = True,
+    processes: int = 1,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     name: str = "",
     on: Callable[[str, int, int], None] = lambda subject, done, total: None,
@@ -84,6 +86,7 @@ def plan(
     what_if: also price the best spec (or the given one) on devices that are better in one respect, and on others.
     tokens: also say how long so many take, of a model whose rows are sequences.
     cache: keep dry runs and prices on disk (`$XDG_CACHE_HOME/shardc/plans`), and look there first.
+    processes: in so many dry runs are made, as in forks of this process (shardc.plan.workers); the answer is the same.
     on: called with what is being priced: (subject, done, total).
     Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """
@@ -104,6 +107,7 @@ def plan(
         tokens=tokens,
         prices=prices,
         cache=cache,
+        processes=processes,
         on=on,
     )
 
@@ -124,6 +128,7 @@ def planned(
     tokens: float | None,
     prices: Mapping[str, float] | None,
     cache: bool,
+    processes: int,
     on: Callable[[str, int, int], None],
 ) -> Plan:
     """As `plan`, of a model that is made when it is needed."""
@@ -133,7 +138,7 @@ def planned(
         clusters.priced(prices or {}, [one.name for one in each])
         same: dict[str, Any] = {"devices": devices, "global_batch": global_batch, "precision": precision}
         same |= {"headroom": headroom, "given": given, "largest": largest, "fewest": fewest, "what_if": what_if}
-        same |= {"tokens": tokens, "prices": prices, "cache": cache, "on": on}
+        same |= {"tokens": tokens, "prices": prices, "cache": cache, "processes": processes, "on": on}
         found = clusters.best([planned(source, name, device=one, **same) for one in each], prices or {})
         return replace(found, seconds=time.perf_counter() - started)
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
@@ -166,18 +171,21 @@ def planned(
         raise ShardcError(f"{tokens} tokens are too few", where="--tokens", fix="name a number, such as 1e12")
     on("looking up what is known", 0, 0)
     disk = DiskCache(folder()) if cache else None
-    planner = Planner(source, on_device, precision, headroom, name, on, disk)
-    if specs:
-        result = planner.given(specs, global_batch)
-    else:
-        assert devices is not None
-        result = planner.search(devices, global_batch)
-    if largest is not None:
-        result = planner.largest(result, largest, given=bool(specs))
-    if fewest:
-        result = planner.fewest(result)
-    if what_if:
-        result = planner.what_if(result)
-    if tokens is not None:
-        result = planner.duration(result, tokens)
+    planner = Planner(source, on_device, precision, headroom, name, on, disk, processes)
+    try:
+        if specs:
+            result = planner.given(specs, global_batch)
+        else:
+            assert devices is not None
+            result = planner.search(devices, global_batch)
+        if largest is not None:
+            result = planner.largest(result, largest, given=bool(specs))
+        if fewest:
+            result = planner.fewest(result)
+        if what_if:
+            result = planner.what_if(result)
+        if tokens is not None:
+            result = planner.duration(result, tokens)
+    finally:
+        planner.records.close()
     return replace(result, seconds=time.perf_counter() - started)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from shardc.cost.collective_seconds import places
@@ -146,6 +146,16 @@ class Library:
             raise core
         return core
 
+    def ask(self, core: Core) -> None:
+        """Ask for the dry runs of a core, and leave it at that. Raises ShardcError if compile refuses it."""
+        for keep in (core.checkpoint,) if budget(core.checkpoint) is None else ("full", "none"):
+            choice = Choice(**core._replace(checkpoint=keep)._asdict(), microbatches=self.microbatches)
+            entries = spec(choice, self.template)
+            if self.layers is None:
+                self._only(entries, choice.batch, None)
+            else:
+                self._four(entries, choice.batch, (0, 1, 2, 3))
+
     def knows(self, core: Core) -> bool:
         """Whether it has been run already, and compile has accepted it."""
         return isinstance(self._cores.get(core), Stages)
@@ -217,7 +227,9 @@ class Library:
             return self._stage(only), Few([only.run], [0], only.run, only.run)
         key = repr((spec, rows))
         if key not in self._alone:
-            two, three = (self._only(spec, rows, units) for units in (2, 3))
+            asks = [partial(self._only, spec, rows, units) for units in (2, 3)]
+            self.records.begin(asks[0], asks[1:])
+            two, three = (ask() for ask in asks)
             units = (layers.number - layers.first) / layers.period - 2
             few, more = self._stage(two), self._stage(three)
             self._alone[key] = lines(few, more, few, units), Few([three.run], [units - 1], two.run, three.run)

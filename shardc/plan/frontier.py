@@ -32,6 +32,8 @@ NEAR, NEAR_BYTES = 1.085, 1.06
 NEAREST = 4
 #: So many of those that were run are asked first: most splits are ruled out by the nearest ones.
 FIRST = 3
+#: So many of the most promising splits may be begun with beside the one that is run.
+LIKELY = 6
 #: (does its best choice not fit, seconds of that, or bytes where none fits)
 Bound = tuple[bool, float]
 NOTHING: Bound = (False, math.inf)
@@ -110,6 +112,7 @@ class Frontier:
 
     def run(self, core: Core) -> None:
         """Run a split, if compile accepts it, and add those that follow from it."""
+        self.search.begin(core, self._next())
         accepted = self.search.accepted(core)
         if accepted is None:
             self._refused.add(core)
@@ -135,6 +138,12 @@ class Frontier:
                 if budget(other.checkpoint) is not None and not self._ruled_out(self.pending.get(other, NOTHING)):
                     del self.pending[other]
                     self.run(other)
+
+    def _next(self) -> Iterator[Core]:
+        """Splits that are likely to be run next."""
+        for bound, core in heapq.nsmallest(LIKELY, self._queue):
+            if self.pending.get(core) == bound and not self._ruled_out(bound):
+                yield core
 
     def may(self, core: Core) -> None:
         """A split may be among the best: it is run if its bound is."""

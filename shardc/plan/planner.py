@@ -56,6 +56,7 @@ class Planner:
     name: str
     on: Callable[[str, int, int], None]
     disk: DiskCache | None = None
+    processes: int = 1
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -69,7 +70,7 @@ class Planner:
 
     @cached_property
     def records(self) -> Records:
-        return Records(self.source, self.device.kind == "cpu", self.disk)
+        return Records(self.source, self.device.kind == "cpu", self.disk, self.processes)
 
     @property
     def facts(self) -> Facts:

@@ -8,7 +8,7 @@ number of them, another batch, less memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +20,7 @@ from shardc.plan import traces
 from shardc.plan.disk_cache import DiskCache, packed, unpacked
 from shardc.plan.facts import Facts
 from shardc.plan.source import Source
+from shardc.plan.workers import Workers
 from shardc.spec import Spec
 
 if TYPE_CHECKING:
@@ -31,12 +32,19 @@ class Weights(NamedTuple):
     """What an estimate needs to know of a stage's weights. casts: bytes of them in the dtype of products, which are
     kept for backward once a step, and copies: how many ops make them; plain: bytes of those that are used as they are
     stored, as an embedding's table; experts: of the parameters that are experts', spread over an axis of theirs.
+    buckets, experts_buckets: into how many buckets of the smallest size they go, of what is not experts', and of what
+    is; what fills a part of one counts as that. together: bytes of those that one op uses with others, each in buckets
+    of its own, as experts' are; together_buckets: how many these are.
     """
 
     casts: float = 0.0
     copies: float = 0.0
     plain: float = 0.0
     experts: float = 0.0
+    buckets: float = 0.0
+    experts_buckets: float = 0.0
+    together: float = 0.0
+    together_buckets: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,23 +59,35 @@ class Rank:
 
 @dataclass
 class Records:
-    """source: the model. cpu: its device is one, which runs other kernels. disk: None keeps nothing there. reserved:
-    what an allocator takes (shardc.plan.reserved_bytes), by the step and the room for it.
+    """source: the model. cpu: its device is one, which runs other kernels. disk: None keeps nothing there. processes:
+    in so many dry runs are made. reserved: what an allocator takes (shardc.plan.reserved_bytes), by the step and the
+    room for it.
     """
 
     source: Source
     cpu: bool = False
     disk: DiskCache | None = None
+    processes: int = 1
     reserved: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
     _texts: dict[str, bytes] = field(default_factory=dict)
+    _looking: bool = False
+
+    def __post_init__(self) -> None:
+        self._workers = Workers(self._answered, self.processes)
 
     @property
     def subject(self) -> Subject:
         return self.source.subject
 
-    @cached_property
+    @property
     def compiled(self) -> CompiledRanks:
         """Finds out what is not known yet."""
+        if self._looking:
+            raise _Unknown("", {})
+        return self._compiled
+
+    @cached_property
+    def _compiled(self) -> CompiledRanks:
         from shardc.plan.compiled_ranks import CompiledRanks
 
         return CompiledRanks(self.subject, self.cpu)
@@ -105,11 +125,11 @@ class Records:
         data = self._texts.get(key) or (disk.packed(named) if disk is not None else None)
         known = unpacked(data) if data is not None else None
         if known is None:
-            try:
-                known = {"found": find()}
-            except ShardcError as e:
-                known = {"errors": e.to_json() if e.errors == (e,) else [x.to_json()[0] for x in e.errors]}
-            data = packed(known)
+            if self._looking and "ranks" in question:
+                raise _Unknown(key, question)
+            data = self._workers.take(key)
+            known = unpacked(data) if data is not None else _outcome(find)
+            data = data or packed(known)
             if disk is not None:
                 disk.keep(named, data)
         assert data is not None
@@ -129,11 +149,60 @@ class Records:
         """
         question = {"ranks": spec, "rows": rows, "units": units, "sequence": sequence, "at": coordinates}
         question["cpu"] = self.cpu
-        found = self.answer(question, lambda: self.compiled.ranks(spec, rows, units, sequence, coordinates))
+        found = self.answer(question, lambda: self._ranks(question))
         mesh = Mesh(tuple((a, n) for a, n in found["mesh"]))
         runs = [traces.decoded(r) for r in found["runs"]]
         each = zip(runs, found["weights"], strict=True)
         return [Rank(run, mesh, found["roles"], Weights(*weights)) for run, weights in each]
+
+    def _ranks(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        return self.compiled.ranks(*(question[k] for k in ("ranks", "rows", "units", "sequence", "at")))
+
+    # --- in other processes, before they are asked
+
+    def begin(self, now: Callable[[], object], likely: Iterable[Callable[[], object]]) -> None:
+        """Begin with dry runs that are likely to be asked for, in other processes that have nothing to do, if what is
+        asked for now takes a dry run, too. likely: what asks for them, the most likely first; of each the first dry run
+        that is not known is made.
+        """
+        if self.processes > 1 and (here := self._first(now)) is not None:
+            there = (unknown for ask in likely if (unknown := self._first(ask)) is not None)
+            self._workers.begin((u.name, u.question) for u in there if u.name and u.name != here.name)
+
+    def _first(self, ask: Callable[[], object]) -> _Unknown | None:
+        self._looking = True
+        try:
+            ask()
+        except _Unknown as e:
+            return e
+        except ShardcError:
+            return None
+        finally:
+            self._looking = False
+        return None
+
+    def _answered(self, question: Mapping[str, Any]) -> bytes:
+        """In a worker."""
+        return packed(_outcome(lambda: self._ranks(question)))
+
+    def close(self) -> None:
+        """End other processes. They begin again where they are of use."""
+        self._workers.close()
+
+
+class _Unknown(Exception):
+    """question: what would have to be found out, and its name; "": more than a dry run."""
+
+    def __init__(self, name: str, question: Mapping[str, Any]) -> None:
+        self.name, self.question = name, question
+
+
+def _outcome(find: Callable[[], Any]) -> dict[str, Any]:
+    """What a question comes to, as plain values: what is found, or why compile refuses it."""
+    try:
+        return {"found": find()}
+    except ShardcError as e:
+        return {"errors": e.to_json() if e.errors == (e,) else [x.to_json()[0] for x in e.errors]}
 
 
 def spec_text(spec: Spec) -> str:

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shardc.errors import ShardcError
 from shardc.plan.dry_runs import Library
@@ -103,6 +104,11 @@ class Search:
                 return choice.core
         return None
 
+    def begin(self, core: Core, likely: Iterable[Core]) -> None:
+        """Other processes begin with splits that are likely to be run after this one."""
+        asks = (partial(self.library.ask, k) for k in (core, *likely))
+        self.library.records.begin(next(asks), asks)
+
     def choices(self, cores: Iterable[Core], devices: int, batch: int) -> Iterator[Choice]:
         """All choices of these cores."""
         most = batch if self.library.microbatches > 1 else 1
@@ -169,6 +175,9 @@ class Search:
             self.on(str(c), len(dry_runs), DRY_RUNS)
             families[family] += 1
             dry_runs.add(run)
+            likely = (x for x, _ in queue.likely() if self._dry_run(x) not in dry_runs)
+            asks = (partial(self.exact, x) for x in (c, *likely))
+            self.library.records.begin(next(asks), asks)
             try:
                 prices[c] = self.exact(c)
             except ShardcError as e:
@@ -238,8 +247,8 @@ class Queue:
 
     @staticmethod
     def _kind(c: Choice) -> object:
-        """What hides communication in the same way, and makes gaps in memory alike."""
-        return c.zero, c.kept, c.offload
+        """What hides communication in the same way, divides backward or not, and makes gaps in memory alike."""
+        return c.zero, c.kept, c.offload, SCHEDULES[c.schedule].splits_backward
 
     def priced(self, c: Choice, rough: Rough, exact: Priced) -> None:
         """The exact price of a choice that was estimated."""
@@ -256,6 +265,10 @@ class Queue:
             if self._rest[kind]:
                 self._next[kind] = self._first(kind)
             yield found
+
+    def likely(self) -> list[tuple[Choice, Rough]]:
+        """What may come next: the best of each kind, the best first."""
+        return [self._next[kind] for kind in sorted(self._next, key=self._key)]
 
     def _first(self, kind: object) -> tuple[Choice, Rough]:
         some, most = self._rest[kind], self._most(kind)
