@@ -37,7 +37,7 @@ from shardc.runtime.schedule.proof import Proof, prove
 from shardc.runtime.schedule.sends import fill
 from shardc.runtime.schedule.text import parse
 from shardc.runtime.schedule.timeline import Costs, Slot, Timeline, timeline
-from shardc.runtime.schedule.zb_h1 import zb_h1, zb_h1_idle
+from shardc.runtime.schedule.zb_h1 import zb_h1, zb_h1_idle, zb_h1_kept
 from shardc.runtime.schedule.zb_v import zb_v, zb_v_idle, zb_v_kept
 
 __all__ = [
@@ -80,16 +80,17 @@ class Maker:
     kept, idle: estimates for plans, by default those of 1F1B: of `ranks` ranks that have `per_rank` equal stages each,
     and at least as many microbatches as ranks.
     kept: (ranks, per_rank, microbatches, first) -> of how many microbatches a rank keeps activations at once, all its
-    stages counted as one. first: of the first rank; else of the last.
-    idle: (ranks, per_rank, microbatches, forward, backward) -> seconds that a rank waits for others in a step. forward,
-    backward: seconds of one microbatch on all stages of a rank.
+    stages counted as one. first: of the first rank; else of the last. Those between lie on a line.
+    idle: (ranks, per_rank, microbatches, forward, backward, weights) -> seconds that a rank waits for others in a step.
+    forward, backward: seconds of one microbatch on all stages of a rank; weights: of backward, those of gradients of
+    weights.
     """
 
     order: Callable[[int, int, int], list[list[Action]]]
     per_rank: tuple[int, ...] = (1,)
     only: bool = False
     kept: Callable[[int, int, int, bool], float] = one_f_one_b_kept
-    idle: Callable[[int, int, int, float, float], float] = one_f_one_b_idle
+    idle: Callable[[int, int, int, float, float, float], float] = one_f_one_b_idle
 
     @cached_property
     def _small(self) -> list[list[Action]]:
@@ -126,7 +127,7 @@ SCHEDULES = {
     "gpipe": Maker(gpipe, kept=gpipe_kept),
     "1f1b": Maker(one_f_one_b),
     "interleaved": Maker(one_f_one_b, per_rank=(2, 3, 4)),
-    "zb-h1": Maker(zb_h1, idle=zb_h1_idle),
+    "zb-h1": Maker(zb_h1, kept=zb_h1_kept, idle=zb_h1_idle),
     "zb-v": Maker(zb_v, per_rank=(2,), only=True, kept=zb_v_kept, idle=zb_v_idle),
     "dualpipe-v": Maker(dualpipe_v, per_rank=(2,), only=True, kept=dualpipe_v_kept, idle=dualpipe_v_idle),
 }

@@ -56,11 +56,13 @@ def dualpipe_v_kept(ranks: int, per_rank: int, microbatches: int, first: bool) -
     return min(2 * ranks + 1, 2 * microbatches) / 2
 
 
-def dualpipe_v_idle(ranks: int, per_rank: int, microbatches: int, forward: float, backward: float) -> float:
-    """See Maker.idle. (p-1) (F + 2B - 3W) of stages half as large, with W half of B."""
+def dualpipe_v_idle(
+    ranks: int, per_rank: int, microbatches: int, forward: float, backward: float, weights: float
+) -> float:
+    """See Maker.idle. (p-1) (F + 2B - 3W) of stages half as large."""
     short = max(2 * ranks - microbatches, 0) / (2 * ranks)
-    whole = one_f_one_b_idle(ranks, per_rank, microbatches, forward, backward)
-    return short * whole + (1 - short) * (ranks - 1) * (forward / 2 + backward / 4)
+    whole = one_f_one_b_idle(ranks, per_rank, microbatches, forward, backward, weights)
+    return short * whole + (1 - short) * (ranks - 1) * max(forward + 2 * backward - 3 * weights, 0.0) / 2
 
 
 def _rank(rank: int, ranks: int, microbatches: int) -> list[Action]:

@@ -40,11 +40,13 @@ def one_f_one_b_kept(ranks: int, per_rank: int, microbatches: int, first: bool) 
     """See Maker.kept."""
     p, v, m = ranks, per_rank, microbatches
     if not first:
-        return float(min(1 if v == 1 else (v - 1) * p / v + 1, m))
+        return float(min(((v - 1) * p + 1) / v, m))
     return float(min(p, m)) if v == 1 else min((v - 1) * p + 2 * (p - 1) + 1, m * v) / v
 
 
-def one_f_one_b_idle(ranks: int, per_rank: int, microbatches: int, forward: float, backward: float) -> float:
+def one_f_one_b_idle(
+    ranks: int, per_rank: int, microbatches: int, forward: float, backward: float, weights: float
+) -> float:
     """See Maker.idle. A rank waits while its first microbatch is on its way, and while its last one is."""
     return (ranks - 1) * (forward + backward) / per_rank
 

@@ -13,16 +13,21 @@ from __future__ import annotations
 from collections import deque
 
 from shardc.runtime.schedule.actions import Action
-from shardc.runtime.schedule.one_f_one_b import one_f_one_b
+from shardc.runtime.schedule.one_f_one_b import one_f_one_b, one_f_one_b_kept
 
 
 def zb_h1(stages: int, ranks: int, microbatches: int) -> list[list[Action]]:
     return [_split(order, rank) for rank, order in enumerate(one_f_one_b(stages, ranks, microbatches))]
 
 
-def zb_h1_idle(ranks: int, per_rank: int, microbatches: int, forward: float, backward: float) -> float:
-    """See Maker.idle. F + I - W a rank, where I and W are halves of a backward: the Ws fill as much as the Is leave."""
-    return (ranks - 1) * forward
+def zb_h1_kept(ranks: int, per_rank: int, microbatches: int, first: bool) -> float:
+    """See Maker.kept."""
+    return one_f_one_b_kept(ranks, per_rank, microbatches, first=True)
+
+
+def zb_h1_idle(ranks: int, per_rank: int, microbatches: int, forward: float, backward: float, weights: float) -> float:
+    """See Maker.idle. F + I - W a rank: the Ws fill as much as they can."""
+    return (ranks - 1) * max(forward + backward - 2 * weights, 0.0)
 
 
 def _split(order: list[Action], behind: int) -> list[Action]:

@@ -43,11 +43,13 @@ def zb_v_kept(ranks: int, per_rank: int, microbatches: int, first: bool) -> floa
     return min(2 * ranks, 2 * microbatches) / 2
 
 
-def zb_v_idle(ranks: int, per_rank: int, microbatches: int, forward: float, backward: float) -> float:
-    """See Maker.idle. None with 2p-1 microbatches and a backward twice as long as forward."""
+def zb_v_idle(ranks: int, per_rank: int, microbatches: int, forward: float, backward: float, weights: float) -> float:
+    """See Maker.idle. (p-1) (F + I - W) of stages half as large: before a rank's first action and behind its last one,
+    where F, I and W are alike.
+    """
     short = max(2 * ranks - 1 - microbatches, 0) / (2 * ranks - 1)
-    whole = one_f_one_b_idle(ranks, per_rank, microbatches, forward, backward)
-    return short * whole + (ranks - 1) * abs(backward - 2 * forward) / 4
+    whole = one_f_one_b_idle(ranks, per_rank, microbatches, forward, backward, weights)
+    return short * whole + (1 - short) * (ranks - 1) * max(forward + backward - 2 * weights, 0.0) / 2
 
 
 def _rank(rank: int, ranks: int, microbatches: int) -> list[Action]:

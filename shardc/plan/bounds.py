@@ -184,7 +184,8 @@ def _bound(core: Core, near: Core, stages: Stages, moved: Moved | None, device: 
 
     def left(w: Weights) -> Weights:
         casts = w.casts * min(shares.work, shares.weights)
-        return Weights(casts, w.copies, w.plain * shares.weights, w.experts * shares.weights)
+        rest = (x * shares.weights for x in (w.plain, *w[3:]))
+        return Weights(casts, w.copies, *rest)
 
     a, b, c = stages.weights
     known = replace(stages, weights=(left(a), left(b), left(c)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from shardc.plan.records import Weights
 from shardc.plan.stage_vectors import roles
 from shardc.runtime import ops
 from shardc.runtime.step.engine_optimizer import assumed
+from shardc.spec.data_section import Data
 
 
 @dataclass
@@ -86,15 +87,39 @@ def _casts(program: Program, coordinate: int) -> list[fx.Node]:
     return [n for n in some if operands_of(n)[0].name in params]
 
 
+def _together(program: Program, coordinate: int, large: Set[str]) -> set[str]:
+    """The large parameters that one op uses with others: backward finishes their gradients at the same time."""
+
+    def parameter(n: fx.Node) -> str:
+        """Of which a value is made, as by a cast."""
+        while n.op == "call_function" and len(of := operands_of(n)) == 1:
+            (n,) = of
+        return n.name
+
+    found = set[str]()
+    for n in calls(program.stages[coordinate].graph):
+        names = {name for x in operands_of(n) if (name := parameter(x)) in large}
+        found |= names if len(names) > 1 else set()
+    return found
+
+
 def _weights(program: Program, coordinate: int) -> Weights:
     mesh, held, casts = program.mesh, _held(program, coordinate), _casts(program, coordinate)
     cast = {operands_of(n)[0].name for n in casts}
     experts = program.spec.experts if program.spec is not None else ()
     parts = {part for e in experts if e.axis in mesh.names for part in mesh.parts(e.axis)}
     spread = [p for p in held if any(isinstance(p.layout[part], Shard) for part in parts)]
+    smallest = Data().bucket_bytes()
+    shares = {p.name: min(p.value.nbytes(mesh) / smallest, 1.0) for p in held if p.requires_grad}
+    of_experts = sum(shares.get(p.name, 0.0) for p in spread)
+    together = [p for p in held if p.name in _together(program, coordinate, {n for n, s in shares.items() if s == 1.0})]
     return Weights(
         float(sum(n.meta["value"].nbytes(mesh) for n in casts)),
         float(len(casts)),
         float(sum(p.value.nbytes(mesh) for p in held if p.name not in cast)),
         float(sum(p.value.nbytes(mesh) for p in spread)),
+        sum(shares.values()) - of_experts,
+        of_experts,
+        float(sum(p.value.nbytes(mesh) for p in together)),
+        float(len(together)),
     )

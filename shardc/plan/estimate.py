@@ -27,6 +27,7 @@ from shardc.plan.records import Weights
 from shardc.plan.space import Choice, Keep, Layers, casts_kept
 from shardc.plan.stage_vectors import CAUSES, FIXED, HIGH, NET, SENT, WHAT, WIDTH, Stage, Vector, part_of, typical
 from shardc.runtime.schedule import SCHEDULES
+from shardc.spec.data_section import Data
 
 KIND = {k: i for i, k in enumerate(KINDS)}
 #: What data axes and neighbours in a pipeline exchange.
@@ -39,7 +40,9 @@ class Load:
     """The load of one rank, for a microbatch of one row. kept: bytes, of which `end` are those that only a model's last
     stage keeps. cast: bytes of weights in the dtype of products; plain: of those that are used as they are stored;
     experts: share of the parameters that are experts', spread over an axis of theirs. forward, backward: seconds by
-    cause, in two rows: what each row of a microbatch adds, and what it takes however many these are.
+    cause, in two rows: what each row of a microbatch adds, and what it takes however many these are. buckets,
+    experts_buckets: see Weights; together, together_buckets: likewise, as shares of all. place: of the rank in the
+    pipeline, from 0.0, the first, to 1.0.
     """
 
     resident: Vector
@@ -53,9 +56,14 @@ class Load:
     ends: Vector
     sent: float
     experts: float
+    buckets: float
+    experts_buckets: float
+    together: float
+    together_buckets: float
+    place: float
 
     @staticmethod
-    def of(sums: Sequence[Vector], weights: Weights, end: Vector | None = None) -> Load:
+    def of(sums: Sequence[Vector], weights: Weights, end: Vector | None = None, place: float = 0.0) -> Load:
         """sums: of each stage of the rank, see `summed`."""
         total = np.sum(sums, 0)
         f, b = total[_F], total[_B]
@@ -74,6 +82,11 @@ class Load:
             total[_ENDS],
             float(sums[-1][-1]),
             min(weights.experts / float(total[_RESIDENT][KIND["parameters"]] or 1.0), 1.0),
+            weights.buckets,
+            weights.experts_buckets,
+            min(weights.together / float(total[_RESIDENT][KIND["parameters"]] or 1.0), 1.0),
+            min(weights.together_buckets / max(weights.buckets + weights.experts_buckets, 1.0), 1.0),
+            place,
         )
 
     def lasting(self, other: Load) -> Load:
@@ -94,6 +107,12 @@ _HIGH_F, _HIGH_B, _ENDS, _RESIDENT = (
     )
 )
 
+
+#: Of ZeRO's collectives, the share that nothing hides in any case: the first gather, or the last sum.
+_SEEN = 0.05
+
+#: What specs of a plan say of buckets: nothing.
+_DATA = Data()
 
 _SUMMED = np.array([w not in ("dp", "ep") for w in WHAT])
 
@@ -146,12 +165,12 @@ class Estimates:
         sums = _Summed.of(core)
         loads = [_loads(sums, t.choices[i], self.library, SCHEDULES[t.choices[i].schedule].folds) for i in t.firsts]
         each = [
-            self._rank(t, _Each.of([some[min(at, len(some) - 1)] for some in loads], t.group), keep, first=at == 0)
+            self._rank(t, _Each.of([some[min(at, len(some) - 1)] for some in loads], t.group), keep)
             for at in range(max(map(len, loads)))
         ]
         return np.max([s for s, _ in each], 0), np.max([p for _, p in each], 0)
 
-    def _rank(self, t: Columns, x: _Each, keep: Keep, first: bool) -> tuple[Vector, Vector]:
+    def _rank(self, t: Columns, x: _Each, keep: Keep) -> tuple[Vector, Vector]:
         """(seconds, bytes at the peak) of a rank with this load, of each choice."""
         m, rows = t.microbatches, t.rows
         p, o, g = (KIND[k] for k in ("parameters", "optimizer", "gradients"))
@@ -177,49 +196,68 @@ class Estimates:
         state[:, p] += np.where(t.zero == 0, casts, 0)
         height = np.where(GROW, x.height * rows[:, None], 0)
         ends = np.where(GROW, x.end * (rows * np.where(t.collects, m, 1))[:, None], 0)
-        alive = t.alive[0 if first else 1]
+        alive = t.alive[0] + (t.alive[1] - t.alive[0]) * x.place
         kinds = state + alive[:, None] * kept + ends + np.maximum(height, -kept - ends)
         # time
         f, b = (v[:, 0].sum(1) * rows + v[:, 1].sum(1) for v in (x.forward, x.backward))
-        spent = m * (f + b) + x.ends.sum(1)
-        spent += self._sums(t, x.resident[:, g], whole, np.where(cast > 0, cast, whole), x.experts, f, b)
-        spent += t.bubbles(f, b)
-        spent += 2 * (t.stages - 1) * t.taken("send_recv", x.sent * rows)
+        # gradients of weights take as long as forward; where they come later, the others are worked out again for them
+        w = b
+        b = b + np.where(t.splits, np.maximum(b - f, 0), 0)
+        of_step, of_forward, of_backward = self._sums(t, x, whole, np.where(cast > 0, cast, whole), f, b)
+        spent = m * (f + of_forward + b + of_backward) + x.ends.sum(1) + of_step
+        spent += t.bubbles(f + of_forward, b + of_backward, w + of_backward)
+        spent += 2 * (t.stages - 1) * t.taken("send_recv", x.sent * rows, np.ones(len(rows)))
         return spent, np.maximum(kinds, 0).sum(1)
 
-    def _sums(
-        self, t: Columns, grads: Vector, weights: Vector, again: Vector, experts: Vector, f: Vector, b: Vector
-    ) -> Vector:
+    def _sums(self, t: Columns, x: _Each, weights: Vector, again: Vector, f: Vector, b: Vector) -> tuple[Vector, ...]:
         """Seconds of collectives over the data axes that do not overlap, or of ZeRO's over the sequence's axis: what is
-        not sharded there is summed in the dry run. grads, weights, again: bytes of a rank's gradients, and of weights
-        as forward and backward gather them; experts: their share of them. f, b: seconds of a microbatch's forward and
-        backward.
+        not sharded there is summed in the dry run. Of a step, of each microbatch's forward, and of its backward.
+        weights, again: bytes of weights as forward and backward gather them. f, b: seconds of a microbatch's forward
+        and backward.
         """
+        grads, experts = x.resident[:, KIND["gradients"]], x.experts
         dense = 1 - experts
         sharded = np.where(t.over_experts, dense, 1.0)
+        # each bucket is a collective of its own, which takes a while to begin
+        some = t.buckets(x.buckets, grads * dense), t.buckets(x.experts_buckets, grads * experts)
+        at_once = np.where(t.over_experts, some[0], some[0] + some[1])
 
         def taken(kind: str, nbytes: Vector) -> Vector:
             """Over the axis that ZeRO shards over, and over that of experts, where it is another one: layer by layer,
             one after the other.
             """
-            return t.taken(kind, nbytes * sharded) + t.taken(_OF_EXPERTS[kind], nbytes * experts)
+            return t.taken(kind, nbytes * sharded, at_once) + t.taken(_OF_EXPERTS[kind], nbytes * experts, some[1])
 
         gather, regather = taken("all_gather", weights), taken("all_gather", again)
         scatter = taken("reduce_scatter", grads)
         # once a step what is left on a rank is summed over replicas; all of it leaves over the same links, those of dp
         left = np.where(t.zero == 0, 1.0, 1 / t.sharded)
-        of_experts = t.taken("sum of experts", grads * experts * left) + t.taken("scatter of experts", grads * experts)
-        summed = t.taken("sum of dense", grads * dense * left) + of_experts
+        of_experts = t.taken("sum of experts", grads * experts * left, some[1])
+        of_experts += t.taken("scatter of experts", grads * experts, some[1])
+        summed = t.taken("sum of dense", grads * dense * left, some[0]) + of_experts
 
-        def beside(communicating: Vector, computing: Vector) -> Vector:
-            return np.maximum(communicating - computing, 0.05 * communicating)  # the first or the last is seen
+        slower = 1 - self.library.device.reaches.computing  # what computes beside a collective
 
-        first = beside(gather, f)
-        last = np.maximum(np.maximum(t.taken("reduce_scatter", grads * sharded), summed) - b, 0)
-        once = first + last + np.where(t.zero == 2, t.microbatches - 1, 0) * np.maximum(scatter - b, 0)
-        both = regather + scatter
-        each = t.microbatches * first + (t.microbatches - 1) * beside(both, b) + beside(np.maximum(both, summed), b)
-        return np.where(t.zero == 0, np.maximum(summed - b, 0), np.where((t.zero == 3) & ~t.kept, each, once))
+        def beside(communicating: Vector, computing: Vector, seen: float = _SEEN) -> Vector:
+            return np.maximum(communicating - computing, (seen + slower * (1 - seen)) * communicating)
+
+        def in_turn(communicating: Vector, computing: Vector, seen: float = _SEEN) -> Vector:
+            """One bucket at a time. Of those that are used together each hides behind no more than is computed from one
+            bucket to the next; others take as long as the products with them, in proportion.
+            """
+            together = communicating * x.together
+            apart = communicating - together
+            return beside(apart, computing, seen) + beside(together, computing * x.together_buckets, seen)
+
+        each = (t.zero == 3) & ~t.kept
+        scattered = in_turn(scatter, b, seen=0)
+        forward = np.where(each, in_turn(gather, f), 0)
+        backward = np.where(each, in_turn(regather + scatter, b), np.where(t.zero == 2, scattered, 0))
+        all_sums = np.where(each, regather + summed, summed)
+        last = np.where(t.zero == 0, 0, np.where(each, backward, scattered))
+        last = np.maximum(beside(all_sums, b, seen=0), last) - backward
+        once = np.where((t.zero > 0) & ~each, beside(gather, f), 0)
+        return once + last, forward, backward
 
     def columns(self, choices: Sequence[Choice]) -> Columns:
         """Choices with one core, or with cores that differ in what they recompute, as they are estimated at once."""
@@ -280,18 +318,20 @@ class Columns:
         self.experts_sharded = np.array([c.dp if c.over_experts else c.sharded for c in choices], float)
         self.outer = np.array([c.outer for c in choices])
         self.over_experts = np.array([c.over_experts for c in choices])
+        self.bucket_bytes = np.array([_DATA.bucket_bytes(c.dp * c.cp * c.ep) for c in choices])
         self.kept = np.array([c.kept for c in choices])
+        self.splits = np.array([SCHEDULES[c.schedule].splits_backward and c.pp > 1 for c in choices])
         self.collects = np.array([SCHEDULES[c.schedule].collects and c.pp > 1 for c in choices])
         self.offloads_optimizer = np.array([bool(c.offload) for c in choices])
         self.offloads_all = np.array([c.offload == "all" for c in choices])
         self.alive = [np.array([_alive(c, first) for c in choices]) for first in (True, False)]
         self.firsts, self.group = _alike([(c.pp, c.per_rank, SCHEDULES[c.schedule].folds) for c in choices])
-        timed = [(c.pp, c.per_rank, c.schedule, c.microbatches, c.rows) for c in choices]
+        timed = [(c.pp, c.per_rank, c.schedule, c.microbatches, c.rows, _each_microbatch(c)) for c in choices]
         self._timed, self._as_timed = _alike(timed)
 
-    def bubbles(self, f: Vector, b: Vector) -> Vector:
-        """See bubble; equal for choices that differ in what they do with state alone."""
-        some = [bubble(self.choices[i], float(f[i]), float(b[i])) for i in self._timed]
+    def bubbles(self, f: Vector, b: Vector, w: Vector) -> Vector:
+        """See bubble; equal for choices that differ in what they do with state once a step."""
+        some = [bubble(self.choices[i], float(f[i]), float(b[i]), float(w[i])) for i in self._timed]
         return np.array(some)[self._as_timed]
 
     def part(self, experts: Vector) -> Vector:
@@ -300,10 +340,17 @@ class Columns:
         """
         return 1 / self.sharded + experts * (1 / self.experts_sharded - 1 / self.sharded)
 
-    def taken(self, collective: str, nbytes: Vector) -> Vector:
-        """Seconds, of each choice."""
+    def buckets(self, smallest: Vector, nbytes: Vector) -> Vector:
+        """How many buckets so many bytes of gradients are, of each choice: with more ranks they are larger, unless one
+        parameter fills one. smallest: how many there would be of the smallest size.
+        """
+        number: Vector = np.ceil(np.minimum(smallest, nbytes / self.bucket_bytes))
+        return number
+
+    def taken(self, collective: str, nbytes: Vector, times: Vector) -> Vector:
+        """Seconds of so many collectives with so many bytes together, of each choice."""
         line = self.lines[collective]
-        return line[:, 0] + line[:, 1] * nbytes
+        return line[:, 0] * times + line[:, 1] * nbytes
 
 
 def _alike(keys: Sequence[object]) -> tuple[list[int], NDArray[np.intp]]:
@@ -327,6 +374,11 @@ class _Each(NamedTuple):
     ends: Vector
     sent: Vector
     experts: Vector
+    buckets: Vector
+    experts_buckets: Vector
+    together: Vector
+    together_buckets: Vector
+    place: Vector
 
     @staticmethod
     def of(loads: Sequence[Load], group: NDArray[np.intp]) -> _Each:
@@ -375,7 +427,7 @@ def _loads(s: _Summed, c: Choice, library: Library, folds: bool) -> tuple[Load, 
     def load(mine: Sequence[int], units: Sequence[float]) -> Load:
         weights = _weights(core, number(mine, units), first=0 in mine, last=c.stages - 1 in mine)
         end = (s.last - s.one)[_F][NET] if c.stages - 1 in mine else None
-        return Load.of([s.at(i, c.stages, units[i]) for i in mine], weights, end)
+        return Load.of([s.at(i, c.stages, units[i]) for i in mine], weights, end, place=mine[0] / (c.pp - 1))
 
     middle = [max(ranks[1:-1], key=lambda mine: number(mine, spreads[0]))] if c.pp > 2 else []
     loads = []
@@ -432,12 +484,18 @@ def _alive(c: Choice, first: bool) -> float:
     return 1.0 if c.pp == 1 else SCHEDULES[c.schedule].kept(c.pp, c.per_rank, c.microbatches, first)
 
 
-def bubble(c: Choice, forward: float, backward: float) -> float:
+def _each_microbatch(c: Choice) -> tuple[object, ...]:
+    """What decides of what every microbatch gathers or sums; () where that is nothing."""
+    each = c.zero == 2 or (c.zero == 3 and not c.kept)
+    return (c.zero, c.dp, c.outer, c.over_experts, c.inside) if each else ()
+
+
+def bubble(c: Choice, forward: float, backward: float, weights: float) -> float:
     """Seconds in which a rank waits for others, where all stages are equal; forward, backward: of a microbatch on all
-    stages of a rank.
+    stages of a rank; weights: of backward, those of gradients of weights.
     """
     if c.pp == 1:
         return 0.0
     if c.microbatches < c.pp:  # too few to fill the pipeline: nothing helps
         return (c.pp - 1) * (forward + backward)
-    return SCHEDULES[c.schedule].idle(c.pp, c.per_rank, c.microbatches, forward, backward)
+    return SCHEDULES[c.schedule].idle(c.pp, c.per_rank, c.microbatches, forward, backward, weights)

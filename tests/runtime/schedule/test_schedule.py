@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 from shardc.errors import ShardcError
 from shardc.plan.space import Core, choices
 from shardc.runtime import schedule
-from shardc.runtime.schedule import SCHEDULES, Action, Link, Maker, Schedule, make, parse, prove
+from shardc.runtime.schedule import SCHEDULES, Action, Costs, Link, Maker, Schedule, make, parse, prove
 from shardc.spec import Spec
 from tests.passes.pipeline.test_pipeline import check, spec
 
@@ -91,15 +91,23 @@ def test_wrong_pairs_are_refused(rows: list[str], said: str) -> None:
         prove(parse(text))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_dualpipe_v_waits_and_keeps_as_the_planner_says(ranks: int) -> None:
-    maker, m = SCHEDULES["dualpipe-v"], 4 * ranks
-    made = make("dualpipe-v", stages=2 * ranks, ranks=ranks, microbatches=m)
-    line = schedule.timeline(made)
-    assert {line.end - line.busy(r) for r in range(ranks)} == {maker.idle(ranks, 2, m, 2.0, 4.0)}
-    assert {n / 2 for n in prove(made).live} == {maker.kept(ranks, 2, m, True)}
-    assert maker.pairs
-    assert not SCHEDULES["zb-v"].pairs
+@pytest.mark.parametrize(
+    ("name", "v"), [(name, v) for name, maker in SCHEDULES.items() for v in maker.per_rank], ids=lambda x: str(x)
+)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_schedule_waits_and_keeps_as_the_planner_says(ranks: int, name: str, v: int) -> None:
+    maker, m = SCHEDULES[name], 4 * ranks
+    made = make(name, stages=v * ranks, ranks=ranks, microbatches=m)
+    kept = [n / v for n in prove(made).live]
+    first, last = (maker.kept(ranks, v, m, end) for end in (True, False))
+    assert kept == pytest.approx([first + (last - first) * r / (ranks - 1) for r in range(ranks)])
+    for weights in (1.0, 0.5):  # of a backward of 2
+        line = schedule.timeline(made, Costs.even(v * ranks, 1 / v, (2 - weights) / v, weights / v))
+        idle = line.end - 3 * m
+        # a pair's halves fill some of what is left where backward's halves differ
+        near = 0.3 if maker.pairs and weights < 1.0 else 1e-9
+        assert maker.idle(ranks, v, m, 1.0, 2.0, weights) == pytest.approx(idle, rel=near)
+    assert maker.pairs == (name == "dualpipe-v")
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
