@@ -41,8 +41,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 #: How often a search is made where less fits than was thought; each time with so much of the room, or less.
 ROUNDS, SMALLER = 4, 0.95
-#: An estimate is off by so many times at most.
+#: Exact prices this much above what was thought are a reason to search again.
 OFF = 1.1
+#: What is estimated at so many times the best price may be faster all the same.
+UNSURE = 1.15
 
 
 @dataclass
@@ -150,9 +152,28 @@ class Planner:
         }
 
     def _refined(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
-        """Exact prices of the best. Splits were left out for being slower than what was thought to fit: where that
-        does not, as more is reserved than is live, the search is made again with as much less room for live bytes.
-        Other questions begin with all of it.
+        """Exact prices of the best for so many devices, and for half of them as long as an estimate says that these may
+        be faster: others are idle then. What is found for fewer is what a search for so many finds, so more devices
+        make nothing slower.
+        """
+        finder, exact = self.finder, self._refined_on(devices, rows, cores)
+
+        def best() -> float:
+            return min((p.seconds for p in exact.values() if p.needs <= self.usable), default=math.inf)
+
+        while best() < math.inf and devices % 2 == 0:
+            devices //= 2
+            cores, limit = finder.splits(devices), UNSURE * best()
+            some = finder.estimate(devices, rows, cores, below=limit)
+            if all(r.seconds > limit for _, r in some if r.peak <= finder.room):  # still fewer are slower still
+                break
+            exact |= self._refined_on(devices, rows, cores)
+        return exact
+
+    def _refined_on(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
+        """Exact prices of the best for so many devices. Splits were left out for being slower than what was thought to
+        fit: where that does not, as more is reserved than is live, the search is made again with as much less room for
+        live bytes. Other questions begin with all of it.
         """
         finder, exact = self.finder, dict[Choice, Priced]()
         room = finder.room
@@ -173,28 +194,19 @@ class Planner:
         return exact
 
     def estimates(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
-        """Of choices for so many devices, and for half of them as long as that may be faster: others are idle then.
-        What is slow, or in the machine's memory, only where nothing fits without. cores: the splits for so many
-        devices.
+        """Of choices for so many devices: what is slow, or in the machine's memory, only where nothing fits without.
+        cores: the splits for so many devices.
         """
         finder = self.finder
 
-        def fitting(some: list[tuple[Choice, Rough]]) -> list[float]:
-            return [r.seconds for _, r in some if r.peak <= finder.room]
+        def fits(some: list[tuple[Choice, Rough]]) -> bool:
+            return any(r.peak <= finder.room for _, r in some)
 
         found = finder.estimate(devices, rows, cores)
-        if not fitting(found):
+        if not fits(found):
             found += finder.estimate(devices, rows, finder.splits(devices, over_nodes=True))
-        if not fitting(found):
+        if not fits(found):
             found += finder.estimate(devices, rows, cores, on_host=True)
-        while (best := min(fitting(found), default=0.0)) and devices % 2 == 0:
-            devices //= 2
-            fewer = finder.estimate(devices, rows, finder.splits(devices), below=best)
-            seconds = min(fitting(fewer), default=math.inf)
-            if seconds < best:
-                found += fewer
-            elif seconds > OFF * best:  # still fewer are slower still
-                break
         return found
 
     def _candidate(self, c: Choice, p: Priced, target: Target) -> Candidate:
