@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-import shardc
+from shardc.cost import device
 from shardc.errors import ShardcError
 from shardc.plan import workers
 from shardc.plan.few_layers import Subject
+from shardc.plan.planner import Planner
 from shardc.plan.records import Records
 from shardc.plan.source import Source
+from shardc.plan.space import Core
 from shardc.plan.workers import Workers
 from tests.plan.test_monotone import MODELS, Stack
 
@@ -42,9 +44,9 @@ def source() -> Source:
     return Source(lambda: Subject.of(model, batch))
 
 
-def test_a_plan_of_two_processes_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = source().subject
-    before, taken, take = children(), list[bool](), Workers.take
+def test_dry_runs_of_two_processes_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte by byte, and by as many processes as were asked for."""
+    taken, take = list[bool](), Workers.take
 
     def noted(self: Workers, name: str) -> bytes | None:
         found = take(self, name)
@@ -52,10 +54,15 @@ def test_a_plan_of_two_processes_is_that_of_one(monkeypatch: pytest.MonkeyPatch)
         return found
 
     monkeypatch.setattr(Workers, "take", noted)
-    said = []
+    before, said = children(), []
     for processes in (1, 2):
-        found = shardc.plan(subject.model, subject.batch, devices=1, cache=False, processes=processes).to_json()
-        said.append({k: v for k, v in found.items() if k != "seconds"})
+        q = Planner(source(), device("h100-80g"), "bfloat16", 0.0, "it", lambda what, done, of: None, None, processes)
+        splits = Core(), Core(tp=2, sequence_parallel=True)
+        q.finder.begin(splits[0], splits[1:])
+        for core in splits:
+            q.library.ask(core)
+        said.append(q.records._texts)
+        q.records.close()
         assert any(taken) == (processes > 1)
     assert said[0] == said[1]
     assert children() == before
