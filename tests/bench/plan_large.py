@@ -7,11 +7,13 @@ Kimi K2 on 2,048. Nothing is asserted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,38 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+class Peak(threading.Thread):
+    """The most bytes that this process and those that it has forked hold together: what they share counts once."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes, self._done = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(1.0):
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            self.bytes = max(self.bytes, sum(map(self._of, (os.getpid(), *children))))
+
+    def _of(self, process: object) -> int:
+        """Its pages, each divided by how many processes have it."""
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+            return next((int(x.split()[1]) * 2**10 for x in lines if x.startswith("Pss:")), 0)
+        return 0
+
+    def close(self) -> int:
+        self._done.set()
+        self.join()
+        return self.bytes
+
+
+def computed() -> float:
+    """Seconds on the CPU, of this process and of those that it has forked, once they have ended."""
+    return sum(
+        x.ru_utime + x.ru_stime for x in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
+
+
 def main() -> None:
     config, options = MODELS[sys.argv[1]]
     more = sys.argv[2:]
@@ -86,13 +120,13 @@ def main() -> None:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
         for question in ("first", "second") if "--no-cache" not in more else ("first",):
-            started = time.perf_counter(), time.process_time()
+            started, peak = (time.perf_counter(), computed()), Peak()
+            peak.start()
             from shardc.cli import app
 
             app(["plan", f"hf:{path}", *options.split(), *more], standalone_mode=False)
-            clock, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-            text = f"{question} question: {clock:.1f} s, of which {cpu:.1f} s on the CPU; {peak:.2f} GiB at most"
+            clock, cpu, most = time.perf_counter() - started[0], computed() - started[1], peak.close() / 2**30
+            text = f"{question} question: {clock:.1f} s, {cpu:.1f} s of them on CPUs; {most:.2f} GiB at most"
             print(text, file=sys.stderr)
 
 
