@@ -259,8 +259,8 @@ class TorchMesh(RankMesh):
     def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
         group = self._group((axis,))
         within = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        if self._in_one_exchange(whole):
-            return self._under_way(self._start_exchange(part, whole, axis, within=within))
+        if self._in_one_exchange(whole) and not within:
+            return self._under_way(self._start_exchange(part, whole, axis))
         if self._gloo:
             part, whole = part.view(torch.uint8), whole.view(torch.uint8)
         if within and self.device.type != "cuda":
@@ -274,20 +274,11 @@ class TorchMesh(RankMesh):
     def _in_one_exchange(self, whole: Tensor) -> bool:
         return self._gloo and 0 < whole.nbytes <= ONE_SHOT
 
-    def _start_exchange(self, part: Tensor, whole: Tensor, axis: str, *, within: bool) -> Work:
-        """Every part to every other rank. within: it is this rank's place in `whole`, which is not written then."""
-        ranks, here = self.size(axis), self.coordinate(axis)
+    def _start_exchange(self, part: Tensor, whole: Tensor, axis: str) -> Work:
+        """Every part to every other rank."""
         part, whole = part.view(-1).view(torch.uint8), whole.view(-1).view(torch.uint8)  # gloo takes few dtypes
-        got = torch.empty_like(whole) if within else whole
-        sent = part.expand(ranks, -1).contiguous().view(-1)
-
-        def put() -> None:
-            for rank, (place, came) in enumerate(zip(whole.chunk(ranks), got.chunk(ranks), strict=True)):
-                if rank != here:
-                    place.copy_(came)
-
-        handle = dist.all_to_all_single(got, sent, group=self._group((axis,)), async_op=True)
-        return Work(handle, put if within else None)
+        sent = part.expand(self.size(axis), -1).contiguous().view(-1)
+        return Work(dist.all_to_all_single(whole, sent, group=self._group((axis,)), async_op=True))
 
     def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
         group = self._group((axis,))
@@ -306,7 +297,7 @@ class TorchMesh(RankMesh):
     def _all_gather(self, x: Tensor, axis: str, tag: str) -> Tensor:
         out = x.new_empty((self.size(axis), *x.shape))
         if self._in_one_exchange(out):
-            self._start_exchange(x, out, axis, within=False).wait()
+            self._start_exchange(x, out, axis).wait()
         elif out.nbytes:
             sent, got = x.view(-1), out.view(-1)
             if self._gloo:

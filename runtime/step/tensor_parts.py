@@ -204,11 +204,19 @@ def _call(func: Any, args: Any, kwargs: Mapping[str, Any], caller: _Caller) -> A
     if does.decides and name.startswith("_amp"):
         _refuse_scaler()
     with plain():
-        if first.split_dims == frozenset() or getattr(func, "__module__", "") in ("torch.nn.init", "torch.autograd"):
+        if first.split_dims == frozenset() or _calls_others(func, name):
             return func(*args, **kwargs)  # (autograd.grad: shardc.runtime.step.whole_backward looks at it)
         if any(isinstance(x, SumOfParts) for x in _parts_in((args, kwargs))):
             return _of_sums(func, does, args, kwargs, caller)
         return _of_parts(func, does, args, kwargs, caller)
+
+
+def _calls_others(func: Any, name: str) -> bool:
+    """A function of Python's that calls torch's own, which are looked at then. transformers puts its own in the place of
+    torch.nn.init's, for a while, or for good where two threads do so at a time.
+    """
+    module = getattr(func, "__module__", "")
+    return module in ("torch.nn.init", "torch.autograd") or getattr(torch.nn.init, name, None) is func
 
 
 def _foremost(args: Any, kwargs: Mapping[str, Any]) -> TensorPart:

@@ -199,7 +199,13 @@ def test_an_engine_has_parameters_by_the_models_names() -> None:
     loopback(program.mesh, work)
 
 
-def test_what_is_no_draw_and_what_is_whole_is_written_as_ever() -> None:
+@pytest.mark.parametrize("guarded", [False, True], ids=["torch's", "transformers'"])
+def test_what_is_no_draw_and_what_is_whole_is_written_as_ever(guarded: bool, request: pytest.FixtureRequest) -> None:
+    """Also where transformers has put its own functions in the place of torch.nn.init's."""
+    if guarded:
+        guard = pytest.importorskip("transformers.initialization").guard_torch_init_functions()
+        guard.__enter__()
+        request.addfinalizer(lambda: guard.__exit__(None, None, None))
     program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **TP})
 
     def work(mesh: LoopbackMesh) -> None:
