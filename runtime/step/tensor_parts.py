@@ -212,8 +212,8 @@ def _call(func: Any, args: Any, kwargs: Mapping[str, Any], caller: _Caller) -> A
 
 
 def _calls_others(func: Any, name: str) -> bool:
-    """A function of Python's that calls torch's own, which are looked at then. transformers puts its own in the place of
-    torch.nn.init's, for a while, or for good where two threads do so at a time.
+    """A function of Python's that calls torch's own, which are looked at then. transformers puts its own in the place
+    of torch.nn.init's, for a while, or for good where two threads do so at a time.
     """
     module = getattr(func, "__module__", "")
     return module in ("torch.nn.init", "torch.autograd") or getattr(torch.nn.init, name, None) is func
