@@ -125,7 +125,7 @@ def lift(
         whole = graph
     else:
         loss, kept = writer.write(fewer.graph, run, fewer.stored)
-        whole = DeferredGraph(writer.write_whole, fewer.graph, fewer)
+        whole = DeferredGraph(writer.write, fewer.graph, fewer)
     if loss is not None and not values.requires_grad(loss) and any(p.requires_grad for p in params):
         what = "the loss depends on no trainable parameter"
         fix = "check that nothing between the parameters and the loss is detached, or computed under no_grad"
@@ -163,10 +163,6 @@ class _Writer:
     news: Mapping[str, fx.Node]
     beside: int
     with_loss: bool
-
-    def write_whole(self, graph: fx.Graph) -> None:
-        """All layers."""
-        self.write(graph)
 
     def write(
         self, graph: fx.Graph, run: Run | None = None, left_out: Collection[str] = ()

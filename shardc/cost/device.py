@@ -316,7 +316,7 @@ _UNITS = {
     "bandwidth": "bytes of memory per second, read and written",
     "launch": "the least seconds of an op",
     "host": "seconds: the host starts no more ops than one in so many",
-    "host_collective": "seconds: nor collectives",
+    "host_collective": "seconds that the host takes to begin a collective and to hand on what came",
     "skew": "seconds by which ranks come to a collective one after the other",
     "reaches": "shares of these peaks that large ops reach",
     "products": "tiles: rows, columns, share",

@@ -37,7 +37,7 @@ class DeferredGraph(fx.Graph):
     Once it is written it is an `fx.Graph` as any other.
     """
 
-    def __init__(self, write: Callable[[fx.Graph], None], like: fx.Graph, fewer: FewerLayers | None = None) -> None:
+    def __init__(self, write: Callable[[fx.Graph], object], like: fx.Graph, fewer: FewerLayers | None = None) -> None:
         # a graph's own attributes are missing until they are made
         self.__dict__.update(_write=write, _like=like, _fewer=fewer)
 

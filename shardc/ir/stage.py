@@ -56,8 +56,8 @@ class Lowered:
 
     forward: fx.Graph
     backward: fx.Graph
-    weights: fx.Graph | None = field(default_factory=lambda: None)  # it would hide that of a DeferredLowered if it were
-    # an attribute of the class
+    # no default of the class: it would stand where a DeferredLowered has none yet
+    weights: fx.Graph | None = field(default_factory=lambda: None)
 
     @property
     def texts(self) -> dict[str, fx.Graph]:
