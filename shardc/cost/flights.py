@@ -56,10 +56,12 @@ class Flights:
     now: float = 0.0
     queues: dict[tuple[str, ...], deque[Flight]] = field(default_factory=dict)
     _ends: dict[tuple[str, ...], Flight] = field(default_factory=dict)
+    _last: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     def start(self, new: Flight, now: float) -> list[Flight]:
         """A collective starts. Returns the others whose times change by that."""
         self._move(now)
+        self._last.clear()
         queue = self.queues.setdefault(new.record.axes, deque())
         first = self._ends.get(new.record.axes)
         queue.append(new)
@@ -73,7 +75,9 @@ class Flights:
 
     def last(self, but: tuple[str, ...]) -> float:
         """When the last one ends, of all groups but one."""
-        return max((flight.end for axes, flight in self._ends.items() if axes != but), default=0.0)
+        if but not in self._last:  # each op asks, and only a start changes it
+            self._last[but] = max((flight.end for axes, flight in self._ends.items() if axes != but), default=0.0)
+        return self._last[but]
 
     def _foresee(self, new: Flight) -> list[Flight]:
         """Find out when each begins and ends if no other one starts."""

@@ -10,9 +10,10 @@ The estimates only decide which choices are then priced exactly (shardc.plan.exa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,63 +36,33 @@ _OF_EXPERTS = {"all_gather": "gather of experts", "reduce_scatter": "scatter of 
 _COLLECTIVES = ("all_gather", "reduce_scatter", *_OF_EXPERTS.values(), "sum of dense", "sum of experts", "send_recv")
 
 
-@dataclass(frozen=True)
-class Load:
-    """The load of one rank, for a microbatch of one row. kept: bytes, of which `end` are those that only a model's last
-    stage keeps. cast: bytes of weights in the dtype of products; plain: of those that are used as they are stored;
-    experts: share of the parameters that are experts', spread over an axis of theirs. forward, backward: seconds by
-    cause, in two rows: what each row of a microbatch adds, and what it takes however many these are. buckets,
-    experts_buckets: see Weights; together, together_buckets: likewise, as shares of all. place: of the rank in the
-    pipeline, from 0.0, the first, to 1.0.
+class Load(NamedTuple):
+    """The load of one rank, for a microbatch of one row. total: of all its stages, see `summed`; height: bytes at the
+    highest moment of a microbatch above what it found; end: of the bytes that forward keeps, those that only a model's
+    last stage does; sent: bytes to the next rank. place: of the rank in the pipeline, from 0.0, the first, to 1.0.
     """
 
-    resident: Vector
-    kept: Vector
-    end: Vector
-    cast: float
-    plain: float
-    forward: Vector
-    backward: Vector
+    total: Vector
     height: Vector
-    ends: Vector
+    end: Vector
     sent: float
-    experts: float
-    buckets: float
-    experts_buckets: float
-    together: float
-    together_buckets: float
+    weights: Weights
     place: float
 
     @staticmethod
     def of(sums: Sequence[Vector], weights: Weights, end: Vector | None = None, place: float = 0.0) -> Load:
         """sums: of each stage of the rank, see `summed`."""
-        total = np.sum(sums, 0)
-        f, b = total[_F], total[_B]
-        forward, backward = (max((x[high] for x in sums), key=lambda v: float(v.sum())) for high in (_HIGH_F, _HIGH_B))
-        high = forward - f[NET] if forward.sum() > f[NET].sum() + backward.sum() else backward
-        end = np.zeros(len(KINDS)) if end is None else end
-        return Load(
-            total[_RESIDENT],
-            f[NET] - end,
-            end,
-            weights.casts,
-            weights.plain,
-            _by_rows(f),
-            _by_rows(b),
-            high,
-            total[_ENDS],
-            float(sums[-1][-1]),
-            min(weights.experts / float(total[_RESIDENT][KIND["parameters"]] or 1.0), 1.0),
-            weights.buckets,
-            weights.experts_buckets,
-            min(weights.together / float(total[_RESIDENT][KIND["parameters"]] or 1.0), 1.0),
-            min(weights.together_buckets / max(weights.buckets + weights.experts_buckets, 1.0), 1.0),
-            place,
-        )
+        total = sums[0]
+        for x in sums[1:]:
+            total = total + x
+        f = total[_F][NET]
+        forward, backward = (max((x[high] for x in sums), key=np.sum) for high in (_HIGH_F, _HIGH_B))
+        high = forward - f if forward.sum() > f.sum() + backward.sum() else backward
+        return Load(total, high, _NO_BYTES if end is None else end, float(sums[-1][-1]), weights, place)
 
     def lasting(self, other: Load) -> Load:
         """As many bytes as this one, for as long as another one."""
-        return replace(self, forward=other.forward, backward=other.backward, ends=other.ends, sent=other.sent)
+        return self._replace(total=np.where(_TIMES, other.total, self.total), sent=other.sent)
 
 
 #: Of a stage, in one vector: forward and backward of a microbatch, the highest moments of both, what comes before and
@@ -107,6 +78,13 @@ _HIGH_F, _HIGH_B, _ENDS, _RESIDENT = (
     )
 )
 
+
+#: What of these are seconds.
+_TIMES = np.zeros(_RESIDENT.stop + 1, bool)
+for _part in (_F, _B):
+    _TIMES[_part][CAUSES] = _TIMES[_part][FIXED] = True
+_TIMES[_ENDS] = True
+_NO_BYTES = np.zeros(len(KINDS))
 
 #: Of ZeRO's collectives, the share that nothing hides in any case: the first gather, or the last sum.
 _SEEN = 0.05
@@ -129,10 +107,6 @@ def summed(s: Stage) -> Vector:
     highs = [part_of(s, k, "last")[HIGH] for k in ("F", "B")]
     sent = [part_of(s, "SEND_F", "last")[SENT]]
     return np.concatenate([typical(s, "F"), b, *highs, ends, s["resident", ""][NET], sent])
-
-
-def _by_rows(v: Vector) -> Vector:
-    return np.stack([v[CAUSES] - v[FIXED], v[FIXED]])
 
 
 class Rough(NamedTuple):
@@ -261,22 +235,21 @@ class Estimates:
 
     def columns(self, choices: Sequence[Choice]) -> Columns:
         """Choices with one core, or with cores that differ in what they recompute, as they are estimated at once."""
-        lines: dict[str, list[tuple[float, float]]] = {k: [] for k in _COLLECTIVES}
-        none = dict.fromkeys(_COLLECTIVES, (0.0, 0.0))
-        for c in choices:
-            mine = dict(none)
-            over, dense, experts = _summed_over(c)
-            if c.zero:
-                mine |= {kind: self._line(kind, c, over) for kind in _OF_EXPERTS}
-                if c.over_experts and c.dp > 1:
-                    mine |= {name: self._line(kind, c, ("dp",)) for kind, name in _OF_EXPERTS.items()}
-            mine |= {"sum of dense": self._line("all_reduce", c, dense)} if dense else {}
-            mine |= {"sum of experts": self._line("all_reduce", c, experts)} if experts else {}
-            if c.pp > 1:
-                mine["send_recv"] = self._line("send_recv", c, ("pp",))
-            for kind, line in mine.items():
-                lines[kind].append(line)
-        return Columns(choices, {k: np.array(each) for k, each in lines.items()})
+        return Columns(choices, self._lines_of)
+
+    def _lines_of(self, c: Choice) -> list[tuple[float, float]]:
+        """Of each collective, zeros for those that a choice does not need: see _line."""
+        mine = dict.fromkeys(_COLLECTIVES, (0.0, 0.0))
+        over, dense, experts = _summed_over(c)
+        if c.zero:
+            mine |= {kind: self._line(kind, c, over) for kind in _OF_EXPERTS}
+            if c.over_experts and c.dp > 1:
+                mine |= {name: self._line(kind, c, ("dp",)) for kind, name in _OF_EXPERTS.items()}
+        mine |= {"sum of dense": self._line("all_reduce", c, dense)} if dense else {}
+        mine |= {"sum of experts": self._line("all_reduce", c, experts)} if experts else {}
+        if c.pp > 1:
+            mine["send_recv"] = self._line("send_recv", c, ("pp",))
+        return list(mine.values())
 
     def _line(self, kind: str, c: Choice, axes: tuple[str, ...]) -> tuple[float, float]:
         """Of a collective over these axes, or from one stage to the next, which is linear in bytes: seconds of none,
@@ -302,32 +275,48 @@ def _summed_over(c: Choice) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str
     return shards if c.zero else (), (*outer, *ep), outer if c.ep > 1 and not c.over_experts else ()
 
 
+#: What decides of a choice's collectives and shares of state; and how a pipeline runs.
+_PLACED = attrgetter("pp", "dp", "cp", "ep", "tp", "inside", "zero", "outer", "kept", "over_experts", "offload")
+_SCHEDULED = attrgetter("pp", "schedule", "per_rank", "rows", "microbatches")
+
+
 class Columns:
-    """Choices as columns of numbers. lines: of collectives, seconds of none and of each byte, zeros for those that a
-    choice does not need. group: choices with one number are stages of the same layers; firsts: the first of each.
+    """Choices as columns of numbers. lines: of the collectives of one choice, seconds of none and of each byte. group:
+    choices with one number are stages of the same layers; firsts: the first of each.
     """
 
-    def __init__(self, choices: Sequence[Choice], lines: Mapping[str, Vector]) -> None:
+    def __init__(self, choices: Sequence[Choice], lines: Callable[[Choice], list[tuple[float, float]]]) -> None:
         self.choices = choices
-        self.lines = lines
-        self.stages = np.array([c.pp for c in choices], float)
-        self.rows = np.array([c.rows for c in choices], float)
-        self.microbatches = np.array([c.microbatches for c in choices], float)
-        self.zero = np.array([c.zero for c in choices])
-        self.sharded = np.array([c.sharded for c in choices], float)
-        self.experts_sharded = np.array([c.dp if c.over_experts else c.sharded for c in choices], float)
-        self.outer = np.array([c.outer for c in choices])
-        self.over_experts = np.array([c.over_experts for c in choices])
-        self.bucket_bytes = np.array([_DATA.bucket_bytes(c.dp * c.cp * c.ep) for c in choices])
-        self.kept = np.array([c.kept for c in choices])
-        self.splits = np.array([SCHEDULES[c.schedule].splits_backward and c.pp > 1 for c in choices])
-        self.collects = np.array([SCHEDULES[c.schedule].collects and c.pp > 1 for c in choices])
-        self.offloads_optimizer = np.array([bool(c.offload) for c in choices])
-        self.offloads_all = np.array([c.offload == "all" for c in choices])
-        self.alive = [np.array([_alive(c, first) for c in choices]) for first in (True, False)]
-        self.firsts, self.group = _alike([(c.pp, c.per_rank, SCHEDULES[c.schedule].folds) for c in choices])
-        timed = [(c.pp, c.per_rank, c.schedule, c.microbatches, c.rows, _each_microbatch(c)) for c in choices]
-        self._timed, self._as_timed = _alike(timed)
+        firsts, placed = _alike([_PLACED(c) for c in choices])
+        some = [choices[i] for i in firsts]
+
+        def column(of: Callable[[Choice], Any], dtype: type = bool) -> NDArray[Any]:
+            return np.array([of(c) for c in some], dtype)[placed]
+
+        self.zero = column(lambda c: c.zero, int)
+        self.sharded = column(lambda c: c.sharded, float)
+        self.experts_sharded = column(lambda c: c.dp if c.over_experts else c.sharded, float)
+        self.over_experts = column(lambda c: c.over_experts)
+        self.bucket_bytes = column(lambda c: _DATA.bucket_bytes(c.dp * c.cp * c.ep), float)
+        self.kept = column(lambda c: c.kept)
+        self.offloads_optimizer = column(lambda c: bool(c.offload))
+        self.offloads_all = column(lambda c: c.offload == "all")
+        each = np.array([lines(c) for c in some]).reshape(-1, len(_COLLECTIVES), 2)[placed]
+        self.lines = {kind: each[:, i] for i, kind in enumerate(_COLLECTIVES)}
+        each_waits = [_each_microbatch(c) for c in some]
+        waits = [each_waits[i] for i in placed]
+
+        firsts, placed = _alike([_SCHEDULED(c) for c in choices])
+        some = [choices[i] for i in firsts]
+        self.stages = column(lambda c: c.pp, float)
+        self.rows = column(lambda c: c.rows, float)
+        self.microbatches = column(lambda c: c.microbatches, float)
+        self.splits = column(lambda c: SCHEDULES[c.schedule].splits_backward and c.pp > 1)
+        self.collects = column(lambda c: SCHEDULES[c.schedule].collects and c.pp > 1)
+        self.alive = column(lambda c: _alive(c, first=True), float), column(lambda c: _alive(c, first=False), float)
+        of_layers, group = _alike([(c.pp, c.per_rank, SCHEDULES[c.schedule].folds) for c in some])
+        self.firsts, self.group = [firsts[i] for i in of_layers], group[placed]
+        self._timed, self._as_timed = _alike(list(zip(placed.tolist(), waits, strict=True)))
 
     def bubbles(self, f: Vector, b: Vector, w: Vector) -> Vector:
         """See bubble; equal for choices that differ in what they do with state once a step."""
@@ -356,12 +345,18 @@ class Columns:
 def _alike(keys: Sequence[object]) -> tuple[list[int], NDArray[np.intp]]:
     """(the first place of each key, the number of its key for each place)."""
     numbers: dict[object, int] = {}
-    places = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.intp)
-    return [int(i) for i in np.unique(places, return_index=True)[1]], places
+    places = [numbers.setdefault(key, len(numbers)) for key in keys]
+    firsts = {number: i for i, number in reversed(list(enumerate(places)))}
+    return [firsts[i] for i in range(len(numbers))], np.array(places, np.intp)
 
 
 class _Each(NamedTuple):
-    """The loads of a rank, one for each choice: as Load."""
+    """The loads of a rank, one for each choice. kept: bytes, of which `end` are those that only a model's last stage
+    keeps. cast: bytes of weights in the dtype of products; plain: of those that are used as they are stored; experts:
+    share of the parameters that are experts', spread over an axis of theirs. forward, backward: seconds by cause, in
+    two rows: what each row of a microbatch adds, and what it takes however many these are. buckets, experts_buckets:
+    see Weights; together, together_buckets: likewise, as shares of all. Others: see Load.
+    """
 
     resident: Vector
     kept: Vector
@@ -383,7 +378,34 @@ class _Each(NamedTuple):
     @staticmethod
     def of(loads: Sequence[Load], group: NDArray[np.intp]) -> _Each:
         """loads: of each group of choices."""
-        return _Each(*(np.array([getattr(x, name) for x in loads])[group] for name in _Each._fields))
+        totals, heights, ends, sent, weights, places = (np.array(x) for x in zip(*loads, strict=True))
+        resident, f, b = totals[:, _RESIDENT], totals[:, _F], totals[:, _B]
+        casts, _, plain, experts, buckets, experts_buckets, together, together_buckets = weights.T
+        parameters = resident[:, KIND["parameters"]]
+        parameters = np.where(parameters == 0, 1.0, parameters)
+        each = _Each(
+            resident,
+            f[:, NET] - ends,
+            ends,
+            casts,
+            plain,
+            _by_rows(f),
+            _by_rows(b),
+            heights,
+            totals[:, _ENDS],
+            sent,
+            np.minimum(experts / parameters, 1.0),
+            buckets,
+            experts_buckets,
+            np.minimum(together / parameters, 1.0),
+            np.minimum(together_buckets / np.maximum(buckets + experts_buckets, 1.0), 1.0),
+            places,
+        )
+        return _Each(*(x[group] for x in each))
+
+
+def _by_rows(v: Vector) -> Vector:
+    return np.stack([v[:, CAUSES] - v[:, FIXED], v[:, FIXED]], 1)
 
 
 @dataclass

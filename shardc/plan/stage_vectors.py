@@ -73,11 +73,13 @@ class _Stretch(NamedTuple):
 @dataclass
 class Prices:
     """What clocks of one device share. ops: seconds and cause of each op object; parts: the work of each part, ops
-    between collectives as one. (What a number is the address of is kept, so that nothing else gets that.)
+    between collectives as one; sent: what collectives take alone, of each mesh and rank. (What a number is the address
+    of is kept, so that nothing else gets that.)
     """
 
     ops: dict[int, tuple[Op, float, str]] = field(default_factory=dict)
     parts: dict[int, tuple[Part, list[_Stretch | Sent | Waited]]] = field(default_factory=dict)
+    sent: dict[object, dict[tuple[str, tuple[str, ...], int], tuple[float, int]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -91,6 +93,7 @@ class Meter(Clock):
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
     fixed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
     sure: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
+    _causes: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -101,7 +104,9 @@ class Meter(Clock):
         roles: Mapping[str, str],
         priced: Prices | None = None,
     ) -> Meter:
-        return cls(device, mesh, rank, roles=roles, priced=Prices() if priced is None else priced)
+        priced = Prices() if priced is None else priced
+        known = priced.sent.setdefault((mesh, rank), {})
+        return cls(device, mesh, rank, roles=roles, priced=priced, _known=known)
 
     def run(self, part: Part) -> float:
         """As a clock does, but for rounding: what waits for no collective, and is slowed down by none, is added up
@@ -197,8 +202,10 @@ class Meter(Clock):
         """What waiting for a collective counts as."""
         if record.axes == HOST_LINK:  # activations that wait on the host
             return "memory"
-        roles = {self.roles[a.partition("[")[0].partition(".")[0]] for a in record.axes}
-        return next(a for a in ("pp", "dp", "ep", "cp", "tp") if a in roles)
+        if record.axes not in self._causes:
+            roles = {self.roles[a.partition("[")[0].partition(".")[0]] for a in record.axes}
+            self._causes[record.axes] = next(a for a in ("pp", "dp", "ep", "cp", "tp") if a in roles)
+        return self._causes[record.axes]
 
 
 def memory(part: Part) -> Vector:
