@@ -27,7 +27,7 @@ from shardc.rules.registry import Rule, find
 from shardc.rules.samples import RNG, Sample, Tensors
 from shardc.rules.strategy import Strategy
 from shardc.runtime.rng import Rng
-from shardc.verify.rules.compare import RTOL, continuous, differs, dual, gradients, on_ranks, run_nodes, spread
+from shardc.verify.rules.compare import RTOL, Memo, continuous, differs, dual, gradients, on_ranks, run_nodes
 
 aten = torch.ops.aten
 
@@ -138,6 +138,7 @@ class Case:
     rtol: float | None
     forward_only: str = ""
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
+    memo: Memo = field(default_factory=Memo)
 
     @property
     def name(self) -> str:
@@ -218,9 +219,9 @@ class Case:
                 if what := layout.fits(x.shape, mesh):
                     return f"{side} {i} cannot be laid out: {what}"
         self.node.meta["strategies"] = strategies
-        held = [spread(x, layout, mesh, self.generator) for x, layout in zip(self.tensors, ins, strict=True)]
+        held = [self.memo.spread(x, layout, mesh, self.generator) for x, layout in zip(self.tensors, ins, strict=True)]
         weights = [
-            w if w is None else spread(w, dual(o), mesh, self.generator, filled=False)
+            w if w is None else self.memo.spread(w, dual(o), mesh, self.generator, filled=False)
             for w, o in zip(self.weights, outs, strict=True)
         ]
 
@@ -237,12 +238,13 @@ class Case:
         except MISFIT as e:
             return message_of(e)
         for i, (want, layout) in enumerate(zip(self.outputs, outs, strict=True)):
-            if what := differs([outputs[i] for outputs, _ in ranks], layout, mesh, want, self.rtol):
+            if what := differs([outputs[i] for outputs, _ in ranks], layout, mesh, want, self.rtol, memo=self.memo):
                 return f"result {i}: {what}"
         for i, (grad, layout) in enumerate(zip(self.grads, ins, strict=True)):
-            if grad is not None and (
-                what := differs([grads[i] for _, grads in ranks], dual(layout), mesh, grad, self.rtol, gradient=True)
-            ):
+            if grad is None:
+                continue
+            parts, laid = [grads[i] for _, grads in ranks], dual(layout)
+            if what := differs(parts, laid, mesh, grad, self.rtol, gradient=True, memo=self.memo):
                 return f"gradient of operand {i}: {what}"
         return ""
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial
-from shardc.runtime.mesh.loopback import loopback
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 
 #: Relative error allowed by the coarsest floating dtype of a call: ranks add up in another order than the whole op, and
 #: round in between. A few roundings of a dozen summands: 2**-52, 2**-23, 2**-10, 2**-7 each.
@@ -70,23 +70,34 @@ def spread(x: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator, *,
 
 
 def differs(
-    parts: Sequence[Tensor], layout: Layout, mesh: Mesh, expected: Tensor, rtol: float | None, *, gradient: bool = False
+    parts: Sequence[Tensor],
+    layout: Layout,
+    mesh: Mesh,
+    expected: Tensor,
+    rtol: float | None,
+    *,
+    gradient: bool = False,
+    memo: Memo | None = None,
 ) -> str:
     """What is wrong with parts that should make up `expected`; "" if nothing. rtol None:
-    only shapes and dtypes count.
+    only shapes and dtypes count. memo: of what was cut before.
     """
-    axes, padded = partial_axes(layout), not gradient and bool(layout.paddings())
+    memo = memo or Memo()
+    wants = memo.parts(expected, layout, mesh)
+    padded = not gradient and bool(layout.paddings())
+    axes = partial_axes(layout)
     for rank in range(mesh.world):
-        value, *more = (parts[r] for r in mesh.group(rank, axes)) if axes else (parts[rank],)
+        group = mesh.group(rank, axes) if axes else (rank,)
+        value, *more = (parts[r] for r in group)
         if any(term.shape != value.shape for term in more):
             return f"rank {rank} and its group have parts of different shapes"
+        if rank != group[0]:  # the sum of its group was compared
+            continue
         for term in more:
             value = value + term
-        want = layout.local(expected, mesh, mesh.coords(rank)) if layout.items else expected
+        want = wants[rank]
         if padded:  # a result's padding may be anything, a gradient's is zero
-            value = value.masked_fill(
-                layout.local(torch.ones_like(expected, dtype=torch.bool), mesh, mesh.coords(rank)).logical_not(), 0
-            )
+            value = value.masked_fill(memo.padding(expected, layout, mesh)[rank], 0)
         if value.shape != want.shape or value.dtype != want.dtype:
             return f"rank {rank} has {value.dtype}{list(value.shape)}, not {want.dtype}{list(want.shape)}"
         if rtol is None or value.numel() == 0 or torch.equal(value, want):
@@ -100,6 +111,43 @@ def differs(
                 f" {float((value - want if continuous(want) else value.double() - want.double()).abs().max()):.1e}"
             )
     return ""
+
+
+class Memo:
+    """Ranks' parts of the tensors of a call. Each is cut once: among pairs of strategies there are few layouts."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], tuple[Tensor, list[Tensor]]] = {}  # the tensor, so that its id stays its own
+
+    def parts(self, x: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
+        """Views; of what is to be summed, the sum."""
+        return self._once(
+            ("parts", layout, mesh),
+            x,
+            lambda: [layout.local(x, mesh, mesh.coords(rank)) if layout.items else x for rank in range(mesh.world)],
+        )
+
+    def padding(self, x: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
+        """Which elements of the parts are padding."""
+        return self._once(
+            ("padding", layout, mesh),
+            x,
+            lambda: [p.logical_not() for p in self.parts(torch.ones_like(x, dtype=torch.bool), layout, mesh)],
+        )
+
+    def spread(
+        self, x: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator, *, filled: bool = True
+    ) -> list[Tensor]:
+        """As `spread`, with the same summands each time."""
+        return self._once(
+            ("spread", layout, mesh, filled), x, lambda: spread(x, layout, mesh, generator, filled=filled)
+        )
+
+    def _once(self, what: tuple[Any, ...], x: Tensor, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        key = (*what, id(x))
+        if key not in self._made:
+            self._made[key] = x, make()
+        return self._made[key][1]
 
 
 def gradients(
@@ -133,8 +181,25 @@ def run_nodes(graph: fx.Graph, arguments: Iterable[Any]) -> tuple[Tensor, ...]:
     return fx.node.map_arg(node.args[0], known.__getitem__)
 
 
+class NeedsOthersError(Exception):
+    """A rank by itself came to a collective."""
+
+
+class _ByItself(LoopbackMesh):
+    """A rank that knows its place and meets no other."""
+
+    def __init__(self, layout: Mesh, rank: int) -> None:
+        super().__init__(layout, rank, self)  # type: ignore[arg-type]
+
+    def exchange(self, *_: Any) -> Any:
+        raise NeedsOthersError
+
+    send = post = receive = exchange
+
+
 def on_ranks(mesh: Mesh, graph: fx.Graph, one_rank: Callable[[int, Any], Any]) -> list[Any]:
-    """one_rank(rank, runtime mesh) on every rank; without threads where the graph never asks the mesh."""
-    if not next(iter(graph.nodes)).users:
-        return [one_rank(rank, None) for rank in range(mesh.world)]
-    return loopback(mesh, lambda runtime: one_rank(runtime.rank, runtime))
+    """one_rank(rank, runtime mesh) on every rank: one after the other, or, where they need each other, in threads."""
+    try:
+        return [one_rank(rank, _ByItself(mesh, rank)) for rank in range(mesh.world)]
+    except NeedsOthersError:
+        return loopback(mesh, lambda runtime: one_rank(runtime.rank, runtime))

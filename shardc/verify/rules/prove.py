@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -100,17 +100,26 @@ def prove_pairs(
     deep: bool = True,
     rule: Rule | None = None,
 ) -> list[Finding]:
-    """Two strategies at once, on two axes: what a rule's `local` and the digits of shared dims have to get right."""
+    """Two strategies at once, on two axes: what a rule's `local` and the digits of shared dims have to get right.
+
+    Of strategies of different factors, of which nothing is shared, one inner digit stands for all, and on axes of one
+    size one order for both.
+    """
     case = Case.of(op, sample, seed, rule)
     mesh = Mesh((("a", sizes[0]), ("b", sizes[1])))
     findings = []
-    firsts, seconds = (dict.fromkeys(strategies(case.choices, n, deep=deep)) for n in sizes)
-    for first in firsts:
-        for second in seconds:
+    firsts, seconds = (list(dict.fromkeys(strategies(case.choices, n, deep=deep))) for n in sizes)
+    inner = {s for each in (firsts, seconds) for s in later_digits(each)}
+    for i, first in enumerate(firsts):
+        for j, second in enumerate(seconds):
             trivial = "replicate" in (first.kind, second.kind) or (first.kind, second.kind) == (
                 "partial_grad",
                 "partial_grad",
             )
+            if (first.kind, first.base) != (second.kind, second.base) and (
+                first in inner or second in inner or (firsts == seconds and j < i)
+            ):
+                continue
             if (
                 not trivial
                 and fits(case.choices, mesh, first, second)
@@ -120,6 +129,13 @@ def prove_pairs(
                     Finding(case.name, f"{first} with {second}", mesh.world, what, call_text(case.choices.call))
                 )
     return findings
+
+
+def later_digits(each: Sequence[Strategy]) -> list[Strategy]:
+    """The splits of factors at plain inner digits, but for the first of each factor."""
+    plain = [s for s in each if "/" in s.factor and " " not in s.factor]
+    firsts = {s.base: s for s in reversed(plain)}
+    return [s for s in plain if s is not firsts[s.base]]
 
 
 def fits(choices: Choices, mesh: Mesh, first: Strategy, second: Strategy) -> bool:
