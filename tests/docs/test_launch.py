@@ -1,4 +1,4 @@
-"""The launchers' lines of training.md, on real processes: torchrun runs `shardc run`, and a program of one's own."""
+"""The launchers' lines of training.md: torchrun runs `shardc run`, and, in new processes, a program of one's own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from docs import generate
+from tests import warm
 from tests.docs.pages import ROOT, Page
 
 TRAINING = Page(ROOT / "docs" / "training.md")
@@ -39,10 +40,14 @@ def lines() -> list[list[str]]:
 
 
 def test_torchrun_runs_the_command(example: Path) -> None:
-    """The first line that is complete on one machine, with fewer steps."""
+    """The first line that is complete on one machine, with fewer steps; in processes that have torch imported."""
     words = next(w for w in lines() if "--nnodes" not in w and "--save" in w)
     words[words.index("--steps") + 1] = "2"
-    assert "loss 0.2766" in launched(*words)
+    words[(at := words.index("shardc")) : at + 1] = [sys.executable, "-m", "shardc.cli"]
+    log = example / "log"
+    log.touch()
+    assert warm.start("-m", "torch.distributed.run", *words, log=log).wait(150) == 0, log.read_text()
+    assert "loss 0.2766" in log.read_text()
     assert (example / "runs" / "a" / "model.safetensors").is_file()
 
 

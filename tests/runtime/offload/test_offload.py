@@ -330,15 +330,11 @@ def mapped(x: Tensor, folder: Path) -> bool:
     return any(x.data_ptr() in r for r in stretches(folder))
 
 
-def held(folder: Path, since: set[int]) -> int:
-    """Bytes of all tensors that have come since, and are in no file of the folder."""
+def held(folder: Path) -> int:
+    """Bytes of all tensors that have come since `gc.freeze()`, and are in no file of the folder."""
     gc.collect()
     away = stretches(folder)
-    storages = {
-        x.untyped_storage().data_ptr(): x
-        for x in gc.get_objects()
-        if type(x) in (Tensor, nn.Parameter) and id(x) not in since
-    }
+    storages = {x.untyped_storage().data_ptr(): x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)}
     return sum(
         x.untyped_storage().nbytes()
         for x in storages.values()
@@ -356,11 +352,12 @@ def test_what_is_moved_is_not_held(tmp_path: Path) -> None:
     for name, offload in bench.ways(folder).items():
         spec = {"shardc": 1, "mesh": {"dp": 1}, "data": {"zero": 3, "bucket_mb": 0.02, "offload": offload}}
         p = shardc.compile(bench.Deep(wide["width"], wide["layers"]), x, spec, prove=False)
-        since = {id(t) for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)}
+        gc.collect()
+        gc.freeze()
         engine = p.engine(lambda: bench.Deep(wide["width"], wide["layers"]), adamw)
         for _ in range(2):
             engine.step(x)
-        found[name] = round(held(tmp_path, since) / nbytes, 1)
+        found[name] = round(held(tmp_path) / nbytes, 1)
         engine.close()
         del engine
     assert found == {
