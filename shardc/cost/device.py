@@ -40,6 +40,11 @@ def format_of(dtype: str) -> str:
     return NARROW.get(dtype, dtype)
 
 
+def own_rates(op: Op) -> str:
+    """Under which name a device's `ops` have what an op reaches in its dtype."""
+    return op.name if op.dtype in ("", "float32") else f"{op.name} {op.dtype}"
+
+
 #: The devices of this machine, whose files are made by measuring.
 MEASURED = ("cpu", "cuda")
 
@@ -155,7 +160,8 @@ class Device(_Section):
     later, hands on what came. On a CPU, which is its own host, an op takes launch and host beside its work.
     skew: seconds by which ranks that have computed come to a collective one after the other: who waits for it waits so
     much longer than the collective itself takes.
-    reaches: shares of these peaks; products: what one of them reaches, by its shape; ops: by torch's name of the op.
+    reaches: shares of these peaks; products: what one of them reaches, by its shape; ops: by torch's name of the op,
+    "mul", and of what is otherwise in another dtype than float32, "mul bfloat16".
     reference: how fast the machine was when it was measured.
 
     host_link: bytes per second between the device's memory and the host's, in either direction; None: copies take no
@@ -231,15 +237,22 @@ class Device(_Section):
 
     def launch_seconds(self, op: Op) -> float:
         """That it takes at least."""
-        own = self.ops[op.name].launch if op.name in self.ops else None
+        own = self._own(op, "launch")
         return self.launch if own is None else own
+
+    def _own(self, op: Op, what: Literal["launch", "bandwidth", "flops"]) -> float | None:
+        """What `ops` says of an op in its dtype, or else of the op."""
+        for key in dict.fromkeys((own_rates(op), op.name)) if self.ops else ():
+            if key in self.ops and (found := getattr(self.ops[key], what)) is not None:
+                return float(found)
+        return None
 
     def product_seconds(self, op: Op) -> float:
         """Of its flops, without those that its kernel leaves out."""
         if not op.flops:
             return 0.0
         peak = self.flops_per_second(op.dtype)
-        share = (self.ops[op.name].flops if op.name in self.ops else None) or 1.0
+        share = self._own(op, "flops") or 1.0
         if op.attention:
             return (op.flops - op.masked) / (peak * (self.reaches.attention or self.reaches.flops) * share)
         if self.products is not None and op.matrices:
@@ -261,8 +274,7 @@ class Device(_Section):
 
     def traffic_seconds(self, op: Op) -> float:
         """Of the bytes that it reads and writes."""
-        own = self.ops[op.name].bandwidth if op.name in self.ops else None
-        return op.traffic / (own or self.bandwidth * self.reaches.bandwidth)
+        return op.traffic / (self._own(op, "bandwidth") or self.bandwidth * self.reaches.bandwidth)
 
     def slower(self, products: float = 1.0, memory: float = 1.0, small: float = 1.0, links: float = 1.0) -> Device:
         """The device whose products take so many times as long, its bytes, the beginning of each op, its messages."""

@@ -7,7 +7,8 @@ measured. One after the other:
     bandwidth   of ops that multiply nothing, large ones
     products    the share that a product's shape reaches: the tile and ramp, of a few, that leave the least spread
     flops       by dtype: what is then left
-    ops         an op that all of this describes badly has numbers of its own: seconds, and bytes per second or a share
+    ops         an op that all of this describes badly has numbers of its own: seconds, and bytes per second or a share;
+                and again in each dtype that these describe badly
     links       latency and rate, for collectives that were waited for from begin to end; a kind that is far from the
                 fastest has a share of its rate
 
@@ -29,7 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardc.cost.collective_seconds import collective_seconds, reach
-from shardc.cost.device import Device, Link, OpRates, Products, format_of
+from shardc.cost.device import Device, Link, OpRates, Products, format_of, own_rates
 from shardc.cost.recorded import Op
 
 #: One of so many shapes is held back.
@@ -145,16 +146,20 @@ def _error(seconds: Callable[[Any], float], held: Sequence[Any], of: int, key: C
 def _with_ops(base: Device, samples: Sequence[OpSample]) -> Device:
     if not samples:
         return base
-    plain = [x for x in samples if not x.op.flops]
+    usual = [x for x in samples if own_rates(x.op) == x.op.name] or samples
+    plain = [x for x in usual if not x.op.flops]
     d = base.model_copy(update={"ops": {}})
-    d = _bandwidth(_launch(d, samples), plain)
+    d = _bandwidth(_launch(d, usual), plain)
     d = _attention(_flops(d, [x for x in samples if x.op.flops and not x.op.attention]), samples)
     by: defaultdict[str, list[OpSample]] = defaultdict(list)
     for x in samples:
-        by[x.op.name].append(x)
-    own = {name: _own(d, some, base.ops.get(name, OpRates())) for name, some in sorted(by.items())}
-    unseen = {name: rates for name, rates in base.ops.items() if name not in by}
-    return d.model_copy(update={"ops": {**unseen, **{name: rates for name, rates in own.items() if rates is not None}}})
+        by[own_rates(x.op)].append(x)
+    found = {name: rates for name, rates in base.ops.items() if name not in by}
+    for name, some in sorted(by.items()):  # "mul" before "mul bfloat16"
+        known = d.model_copy(update={"ops": found})
+        if (own := _own(d, known, some, base.ops.get(name, OpRates()))) is not None:
+            found = {**found, name: own}
+    return d.model_copy(update={"ops": found})
 
 
 def _launch(d: Device, samples: Sequence[OpSample]) -> Device:
@@ -224,11 +229,11 @@ def _attention(d: Device, samples: Sequence[OpSample]) -> Device:
     return d.model_copy(update={"reaches": d.reaches.model_copy(update={"attention": share})})
 
 
-def _own(d: Device, some: Sequence[OpSample], before: OpRates) -> OpRates | None:
-    """Of one op: seconds to start it, and what its work takes times over; None where the device's numbers do. Where all
-    are small, only the first can be found, and the others stay as they were `before`.
+def _own(d: Device, known: Device, some: Sequence[OpSample], before: OpRates) -> OpRates | None:
+    """Of one op: seconds to start it, and what its work takes times over; None where the numbers do that are `known`.
+    Where all are small, only the first can be found, and the others stay as they were `before`. d: no op's own numbers.
     """
-    if np.median([abs(d.op_seconds(x.op) / x.seconds - 1) for x in some]) < OWN:
+    if np.median([abs(known.op_seconds(x.op) / x.seconds - 1) for x in some]) < OWN:
         return None
     if all(_small(x.op) for x in some):
         return before.model_copy(update={"launch": float(np.median([_starting(d, x) for x in some]))})

@@ -45,7 +45,7 @@ from shardc.runtime.mesh import TorchMesh, own_cores
 from shardc.runtime.mesh.base import Work
 
 #: Seconds that ops are measured for, about.
-SECONDS = 12.0
+SECONDS = 16.0
 #: Kinds of collectives, and bytes of the tensors that they are measured with; calls of a small one, and rounds.
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MESSAGES = (2**8, 2**12, 2**15, 2**17, 2**20, 3 * 2**20, 2**23, 2**25)

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,10 @@ def tour(
     """Rounds for about so many seconds, and no less than one. sizes: default: SIZES."""
     if device.type == "cpu":
         keep_freed()  # as in a run
-    pieces = [piece for tokens, hidden in sizes or SIZES[device.type] for piece in _pieces(tokens, hidden, device)]
+    each = sizes or SIZES[device.type]
+    pieces = [piece for tokens, hidden in each for piece in _pieces(tokens, hidden, device, torch.float32)]
+    pieces += [piece for tokens, hidden in each[::2] for piece in _pieces(tokens, hidden, device, torch.bfloat16)]
+    pieces += [piece for tokens, hidden in each for piece in _in_one_dtype(tokens, hidden, device)]
     found: list[OpSample] = []
     begin, rounds = time.perf_counter(), 0
     while not rounds or time.perf_counter() - begin < seconds:
@@ -95,17 +99,14 @@ def _host(device: torch.device) -> float:
     return max(least - spent, 0.0) / count if device.type == "cpu" else least / count
 
 
-def _pieces(tokens: int, hidden: int, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Functions that each run one piece, forward and backward."""
-
-    def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(*shape, dtype=dtype, device=device)
-
+def _pieces(tokens: int, hidden: int, device: torch.device, dtype: torch.dtype) -> Iterator[Callable[[], None]]:
+    """Functions that each run one piece, forward and backward. dtype: of all numbers in it."""
+    random = partial(torch.randn, dtype=dtype, device=device)
     x = random(tokens, hidden).requires_grad_()
     wide = random(tokens, 4 * hidden).requires_grad_()
-    yield from _products(x, wide, hidden, device)
-    yield from _attention(tokens, hidden, device)
-    norm, scale = nn.LayerNorm(hidden, device=device), random(hidden).requires_grad_()
+    yield from _products(x, wide, hidden, device, dtype)
+    yield from _attention(tokens, hidden, device, dtype)
+    norm, scale = nn.LayerNorm(hidden, device=device, dtype=dtype), random(hidden).requires_grad_()
 
     def root_mean_square() -> None:
         _backward(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * scale)
@@ -124,6 +125,11 @@ def _pieces(tokens: int, hidden: int, device: torch.device) -> Iterator[Callable
     table, logits = random(VOCABULARY, hidden).requires_grad_(), random(tokens, VOCABULARY).requires_grad_()
     yield lambda: _backward(functional.embedding(ids, table))
     yield lambda: _backward(functional.cross_entropy(logits, ids))
+
+
+def _in_one_dtype(tokens: int, hidden: int, device: torch.device) -> Iterator[Callable[[], None]]:
+    """Pieces that a step has in one dtype, whatever it computes in."""
+    x = torch.randn(tokens, hidden, device=device).requires_grad_()
     numbers = torch.arange(tokens * hidden, dtype=torch.int32, device=device)
 
     def hashed() -> None:  # as a mask of dropout is made
@@ -131,9 +137,11 @@ def _pieces(tokens: int, hidden: int, device: torch.device) -> Iterator[Callable
         (keys ^ (keys >> 7)).lt(1 << 20)
 
     yield hashed
+    double, weight = (torch.randn(n, hidden, dtype=torch.float64, device=device) for n in (tokens, 4 * hidden))
+    yield lambda: _backward(functional.linear(double.requires_grad_(), weight.requires_grad_()))
     yield lambda: _backward(x.to(torch.bfloat16).to(torch.float32))
     for fused in (False, True):
-        weights = [nn.Parameter(random(hidden, hidden)), nn.Parameter(random(hidden))]
+        weights = [nn.Parameter(torch.randn(shape, device=device)) for shape in ((hidden, hidden), (hidden,))]
         optimizer = torch.optim.AdamW(weights, lr=1e-4, fused=fused, foreach=None if fused else False)
 
         def update(optimizer: torch.optim.Optimizer = optimizer, weights: list[nn.Parameter] = weights) -> None:
@@ -144,28 +152,27 @@ def _pieces(tokens: int, hidden: int, device: torch.device) -> Iterator[Callable
         yield update
 
 
-def _products(x: Tensor, wide: Tensor, hidden: int, device: torch.device) -> Iterator[Callable[[], None]]:
-    up, down = nn.Linear(hidden, 4 * hidden, device=device), nn.Linear(4 * hidden, hidden, bias=False, device=device)
-    head = nn.Linear(hidden, VOCABULARY, bias=False, device=device)
+def _products(
+    x: Tensor, wide: Tensor, hidden: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[Callable[[], None]]:
+    linear = partial(nn.Linear, device=device, dtype=dtype)
+    up, down, head = (
+        linear(hidden, 4 * hidden),
+        linear(4 * hidden, hidden, bias=False),
+        linear(hidden, VOCABULARY, bias=False),
+    )
     yield lambda: _backward(up(x))
     yield lambda: _backward(down(wide))
     yield lambda: _backward(head(x))
-    low = x.detach().to(torch.bfloat16).requires_grad_()
-    weight = up.weight.detach().to(torch.bfloat16).requires_grad_()
-    yield lambda: _backward(functional.linear(low, weight))
-    double = x.detach().double().requires_grad_()
-    yield lambda: _backward(functional.linear(double, up.weight.double()))
     channels = max(hidden // 16, 4)
-    image, convolution = (
-        torch.randn(4, channels, 16, 16, device=device),
-        nn.Conv2d(channels, 2 * channels, 3, padding=1),
-    )
-    yield lambda: _backward(convolution.to(device)(image))
+    image = torch.randn(4, channels, 16, 16, device=device, dtype=dtype)
+    convolution = nn.Conv2d(channels, 2 * channels, 3, padding=1, device=device, dtype=dtype)
+    yield lambda: _backward(convolution(image))
 
 
-def _attention(tokens: int, hidden: int, device: torch.device) -> Iterator[Callable[[], None]]:
+def _attention(tokens: int, hidden: int, device: torch.device, dtype: torch.dtype) -> Iterator[Callable[[], None]]:
     heads, length = max(hidden // HEAD, 1), min(tokens, 256)
-    q = torch.randn(tokens // length, heads, length, HEAD, device=device).requires_grad_()
+    q = torch.randn(tokens // length, heads, length, HEAD, device=device, dtype=dtype).requires_grad_()
     for causal in (False, True):
         yield lambda causal=causal: _backward(  # type: ignore[misc]
             functional.scaled_dot_product_attention(q, q, q, is_causal=causal)

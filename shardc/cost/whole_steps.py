@@ -16,7 +16,6 @@ nothing slowed down by looking, take as long as `cost` says:
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,13 +34,16 @@ from shardc.ir.program import Program
 
 #: (hidden size, layers) of the models; rows and tokens of the batch.
 SIZES, ROWS, TOKENS = ((64, 3), (192, 3), (448, 3)), 8, 32
-#: Steps that are timed, and those before them.
-STEPS, WARM = 9, 3
+#: Steps that are timed in each of so many turns, of which the quickest counts; and steps before the first one.
+STEPS, TURNS, WARM = 3, 5, 3
 HEADS, CLASSES = 4, 500
 #: Seconds of the host for a collective, where the search begins.
 COLLECTIVE = 5e-5
-#: How much the numbers are drawn to those measured apart; turns of finding them; the difference that shows a slope.
-DRAWN, TURNS, SMALL = 0.001, 15, 0.02
+#: How much the numbers are drawn to those measured apart; the most rounds of finding them; the difference that shows a
+#: slope.
+DRAWN, ROUNDS, SMALL = 0.001, 15, 0.02
+#: A step is far off by more than this, as a logarithm of a ratio.
+LARGE = 0.1
 #: Of its rate, a rank computes so much beside a collective: where it seems to be less, other work had the cores.
 LEAST = 0.05
 
@@ -98,7 +100,9 @@ class _Decoder(nn.Module):
 def cases(compiled: Compile, ranks: int, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[Program, nn.Module, Any]]:
     """(a program, its model, its batch). compiled: shardc.compile, which stands above this."""
     specs = (
-        {"mesh": {"dp": ranks}, "data": {"zero": 0, "bucket_mb": 0.25}},
+        {"mesh": {"dp": ranks}, "data": {"zero": 0, "bucket_mb": 25.0}},
+        {"mesh": {"dp": ranks}, "data": {"zero": 0, "bucket_mb": 0.03}},
+        {"mesh": {"dp": ranks}, "data": {"zero": 2, "bucket_mb": 0.03}},
         {"mesh": {"dp": ranks}, "data": {"zero": 3, "bucket_mb": 2.0}},
         {"mesh": {"dp": ranks}, "data": {"zero": 3, "bucket_mb": 0.03}},
         {"mesh": {"tp": ranks}, "shard": {"use": "structure"}},
@@ -120,22 +124,42 @@ def _up(n: int, ranks: int) -> int:
 
 def run(compiled: Compile, ranks: int, sizes: Sequence[tuple[int, int]], steps: int) -> Steps:
     """On one of the ranks, which all do this."""
-    once, seconds, references = timer(), [], []
-    for program, model, batch in cases(compiled, ranks, sizes):
-        engine = program.engine(model)
-        took, beside = [], []
-        for i in range(WARM + steps):
-            now = once()
-            dist.barrier()
-            begin = time.perf_counter()
-            engine.step(batch)
-            if i >= WARM:
-                took.append(time.perf_counter() - begin)
-                beside.append(now)
+    engines = [(program.engine(model), batch) for program, model, batch in cases(compiled, ranks, sizes)]
+    turns = in_turns([partial(engine.step, batch) for engine, batch in engines], steps)
+    for engine, _ in engines:
         engine.close()
-        seconds.append(statistics.median(took))
-        references.append(usual(beside))
-    return Steps(seconds, references)
+    quiet = [min(each, key=lambda turn: turn.seconds) for each in turns]
+    return Steps([turn.seconds for turn in quiet], [turn.reference for turn in quiet])
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The median of a few steps, on the rank that took longest; and the machine's speed before them."""
+
+    seconds: float
+    reference: Reference
+
+
+def in_turns(each: Sequence[Callable[[], object]], steps: int) -> list[list[Turn]]:
+    """So many steps of each of several programs, which ranks begin together. They take turns: what slows the machine
+    down for a few seconds meets a turn of each, not all of one.
+    """
+    once = timer()
+    found: list[list[Turn]] = [[] for _ in each]
+    for turn in range(TURNS):
+        for step, turns in zip(each, found, strict=True):
+            warm = WARM if turn == 0 else 1
+            took, beside = [], []
+            for _ in range(warm + steps):
+                beside.append(once())
+                dist.barrier()
+                begin = time.perf_counter()
+                step()
+                took.append(time.perf_counter() - begin)
+            slowest = torch.tensor(took[warm:], dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            turns.append(Turn(float(slowest.median()), usual(beside[warm:])))
+    return found
 
 
 def fitted(device: Device, found: Sequence[Steps], prices: Sequence[Price]) -> Device:
@@ -157,15 +181,22 @@ def fitted(device: Device, found: Sequence[Steps], prices: Sequence[Price]) -> D
     def off(at: np.ndarray) -> np.ndarray:
         device = with_factors(at)
         priced = [math.log(seconds(device.as_fast(then)) / measured) for seconds, measured, then in steps]
-        return np.array([*priced, *(DRAWN * at)])
+        return np.array([*map(_softened, priced), *(DRAWN * at)])
 
     return with_factors(_least_squares(off, np.zeros(5)))
+
+
+def _softened(off: float) -> float:
+    """Where it is large, its square grows as its logarithm (Cauchy's loss): a step that something slowed down decides
+    nothing.
+    """
+    return math.copysign(LARGE * math.sqrt(math.log1p((off / LARGE) ** 2)), off)
 
 
 def _least_squares(off: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> np.ndarray:
     """Where the sum of squares of what `off` returns is least, by steps of Levenberg and Marquardt from here on."""
     now, damping = off(at), 0.1
-    for _ in range(TURNS):
+    for _ in range(ROUNDS):
         slopes = np.stack([(off(at + d) - now) / SMALL for d in SMALL * np.eye(len(at))], axis=1)
         square = slopes.T @ slopes
         while damping < 1e4:

@@ -39,9 +39,9 @@ sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
 from shardc.cost import Device, device  # noqa: E402
-from shardc.cost.device import Reference  # noqa: E402
-from shardc.cost.machine_speed import busy, timer, usual  # noqa: E402
+from shardc.cost.machine_speed import busy, usual  # noqa: E402
 from shardc.cost.step import assemble  # noqa: E402
+from shardc.cost.whole_steps import STEPS, TURNS, Turn, in_turns  # noqa: E402
 from shardc.errors import ShardcError  # noqa: E402
 from shardc.ir.program import Program  # noqa: E402
 from shardc.runtime import schedule as schedules  # noqa: E402
@@ -52,7 +52,8 @@ from tests.bench.new_models import MODELS, New  # noqa: E402
 OUT = ROOT / "docs" / "measured" / "predicted.md"
 LIMIT = 0.02
 WIDE = {"gMLP": 6, "parallel decoder": 6, "character CNN": 8, "DenseNet": 3, "cross network": 6, "Conformer": 8}
-STEPS, WARM = 9, 3
+#: So many cases take turns.
+TOGETHER = 12
 #: Steps do not count while other work takes more of the machine's cores. (What it takes while ranks wait for each other
 #: is in it.)
 QUIET = 0.3
@@ -85,7 +86,8 @@ class Peak:
 @dataclass(frozen=True)
 class Timed:
     """Seconds of a step: as predicted of the machine when it was measured, and of the machine as fast as it was during
-    the steps; and as they were. others: the share of the cores that other work took.
+    the steps; and as they were. others: the share of the cores that other work took; spread: by how much the medians of
+    its turns differ, as a share of their median.
     """
 
     model: str
@@ -97,6 +99,7 @@ class Timed:
     others: float
     machine: str
     day: str
+    spread: float = 0.0
 
     @property
     def off(self) -> float:
@@ -142,47 +145,38 @@ def memory(name: str, label: str) -> Peak:
 
 @dataclass(frozen=True)
 class Took:
-    """Seconds of each step on one rank, and the machine's speed before each. others: the share of the machine's cores
-    that other work took meanwhile.
-    """
+    """Steps in turns. others: the share of the machine's cores that other work took meanwhile."""
 
-    seconds: list[float]
-    speeds: list[Reference]
+    turns: list[Turn]
     others: float
 
 
 def _steps(rank: int, cases: Sequence[tuple[str, str]], world: int, folder: str, until: float) -> list[Took | None]:
-    """Of each (model, setting) that is begun before this second, on one rank; None of what is refused."""
+    """Of each (model, setting) that is begun before this second, on one rank; None of what is refused. Some at a time
+    take turns.
+    """
     torch.set_num_threads(1)
     own_cores.use(rank, world)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    speed, found = timer(), []
-    for name, label in cases:
+    found: list[Took | None] = []
+    for begin in range(0, len(cases), TOGETHER):
         late = torch.tensor(float(time.perf_counter() > until))
         torch.distributed.all_reduce(late)
         if late:
             break
-        program, model, batch = compiled(name, label, world)
-        if program is None:
-            found.append(None)
-            continue
-        engine, seconds, speeds = program.engine(model), [], []
-        for i in range(STEPS + WARM):
-            if i == WARM:
-                torch.distributed.barrier()
-                began, cores, own = time.perf_counter(), busy(), time.process_time()
-            now = speed()
-            torch.distributed.barrier()
-            begin = time.perf_counter()
-            engine.step(batch)
-            if i >= WARM:
-                seconds.append(time.perf_counter() - begin)
-                speeds.append(now)
+        programs = [compiled(name, label, world) for name, label in cases[begin : begin + TOGETHER]]
+        engines = [(p.engine(model), batch) for p, model, batch in programs if p is not None]
+        torch.distributed.barrier()
+        began, cores, own = time.perf_counter(), busy(), time.process_time()
+        turns = in_turns([partial(engine.step, batch) for engine, batch in engines], STEPS)
         ours = torch.tensor(time.process_time() - own, dtype=torch.float64)
         torch.distributed.all_reduce(ours)
         whole = (time.perf_counter() - began) * len(os.sched_getaffinity(0))
-        engine.close()
-        found.append(Took(seconds, speeds, max(busy() - cores - float(ours), 0.0) / whole))
+        others = max(busy() - cores - float(ours), 0.0) / whole
+        for engine, _ in engines:
+            engine.close()
+        each = iter([Took(x, others) for x in turns])
+        found += [None if p is None else next(each) for p, _, _ in programs]
     torch.distributed.barrier()
     return found
 
@@ -221,10 +215,13 @@ def times(cases: Sequence[tuple[str, str]], cpu: Device, world: int, until: floa
             print(f"{name}, {label}: other work took {others:.0%} of the machine; not kept")
             continue
         cost = program.cost(cpu)
-        now = cpu.as_fast(usual(x for took in each for x in took.speeds))
+        turns = [x.seconds for x in each[0].turns]  # of the rank that took longest
+        quiet = turns.index(min(turns))
+        now = cpu.as_fast(usual(x.turns[quiet].reference for x in each))
         priced = assemble(program, schedules.of(program), cost.dry_runs, now).step_seconds
-        took = median(max(together) for together in zip(*(x.seconds for x in each), strict=True))
-        yield Timed(name, label, world, cost.step_seconds, priced, took, others, cpu.source, str(date.today()))
+        spread = (max(turns) - min(turns)) / median(turns)
+        day = str(date.today())
+        yield Timed(name, label, world, cost.step_seconds, priced, min(turns), others, cpu.source, day, spread)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -313,16 +310,17 @@ foretold as if all got the same.
 
 
 def _times(timed: list[Timed]) -> str:
-    counts = sorted({x.processes for x in timed})
+    counts, repeated = sorted({x.processes for x in timed}), [x.spread for x in timed if x.spread] or [0.0]
     text = f"""
 ## Time
 
-Steps of processes over gloo, one thread each, on their own cores where there are enough: the median of {STEPS} steps, of the rank that took longest. The machine's
+Steps of processes over gloo, one thread each, on their own cores where there are enough: the median of {STEPS} steps, of the rank that took longest, in the quickest of {TURNS} turns. The machine's
 speed is measured beside each step, as it changes within minutes, and so is the prediction: it is of the machine as fast
 as it was then; "as measured" is that of the machine as `--measure` found it. No model had a part in measuring it; the
 first {len(SEEN)} of `new_models.py` were looked at while `shardc.cost` was written, the others were not. Other work was
 stopped, but for {100 * median(x.others for x in timed):.0f} % of the cores' time as a median (which is also what it takes while ranks wait), and {100 * max(x.others for x in timed):.0f} % at most.
-Each cell: ms as predicted / measured, and how far that is off.
+The turns of a case, a few seconds apart, differ by {100 * median(repeated):.0f} % as a median, by up to {100 * sorted(repeated)[int(0.9 * (len(repeated) - 1))]:.0f} % in nine of ten cases: so
+much is the machine's own. Each cell: ms as predicted / measured, and how far that is off.
 
 """
     rows = []

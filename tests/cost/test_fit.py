@@ -20,7 +20,8 @@ from shardc.cost.device import Device, Link, OpRates, Products, Reaches, Referen
 from shardc.cost.fit import LinkSample, OpSample, fit
 from shardc.cost.op_times import MeasuredStep, OpTime, OpTimes, file_of
 from shardc.cost.recorded import Op
-from shardc.cost.tour import _host, _pieces
+from shardc.cost.tour import _host, _in_one_dtype, _pieces
+from shardc.cost.whole_steps import _softened
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.waits import Wait
@@ -118,6 +119,23 @@ def test_a_known_device_is_found(true: Device, base: Device, some: tuple[int, st
         assert (found.device.flops, found.device.bandwidth) == (base.flops, base.bandwidth)
         assert found.device.reaches.flops == pytest.approx(0.6, rel=0.02)
         assert not found.device.ops
+
+
+def test_an_op_has_other_numbers_in_another_dtype() -> None:
+    """As on a CPU, which computes in float32 what has 16 bits. A run in one of the two says nothing of the other."""
+    own = {"mul bfloat16": OpRates(launch=9e-6, bandwidth=2.5e9), "mm bfloat16": OpRates(launch=8e-5, flops=0.8)}
+    true = CPU.model_copy(update={"ops": {**CPU.ops, **own}, "flops": {**CPU.flops, BF16: 2e11}})
+    samples = [OpSample(op, true.op_seconds(op)) for op in ops(256, F32, BF16)]
+    found = fit(UNKNOWN, samples).device
+    assert set(found.ops) == {"gelu", *own}
+    for x in samples:
+        assert found.op_seconds(x.op) == pytest.approx(x.seconds, rel=0.05), x
+    low, double = Op(0, 10**7, BF16, name="mul"), Op(0, 10**7, F64, name="mul")
+    assert found.op_seconds(double) < 0.5 * found.op_seconds(low)
+    slower = [OpSample(x.op, 2 * x.seconds) for x in samples if x.op.dtype == BF16 and x.op.name == "mul"]
+    learned = fit(found, slower).device
+    assert learned.op_seconds(low) == pytest.approx(2 * found.op_seconds(low), rel=0.05)
+    assert learned.ops["gelu"] == found.ops["gelu"]
 
 
 def test_it_says_how_far_off_it_is() -> None:
@@ -353,7 +371,12 @@ def test_ops_of_a_step_are_timed_as_the_ledger_counts_them() -> None:
 
 
 def test_a_machine_is_measured_by_pieces_that_run() -> None:
-    for piece in _pieces(16, 32, torch.device("cpu")):
+    cpu = torch.device("cpu")
+    for piece in (
+        *_pieces(16, 32, cpu, torch.float32),
+        *_pieces(16, 32, cpu, torch.bfloat16),
+        *_in_one_dtype(16, 32, cpu),
+    ):
         piece()
     assert 0 <= _host(torch.device("cpu")) < 0.1
 
@@ -368,7 +391,7 @@ def test_whole_steps_say_what_is_lost_between_ops() -> None:
     beside = Reaches(attention=0.3, computing=0.5)
     true = CPU.slower(1.3, 1.3, 1.3).model_copy(update=update | {"reaches": beside})
     prices = [
-        whole_steps.price(program, CPU) for program, _, _ in whole_steps.cases(shardc.compile, 2, ((128, 1), (256, 2)))
+        whole_steps.price(program, CPU) for program, _, _ in whole_steps.cases(shardc.compile, 2, ((128, 1), (256, 1)))
     ]
     seconds = [price(true) for price in prices]
     quicker = whole_steps.Steps([0.9 * x for x in seconds], [none] * len(seconds))
@@ -380,6 +403,14 @@ def test_whole_steps_say_what_is_lost_between_ops() -> None:
     assert found.skew == pytest.approx(4e-4, rel=0.1)
     assert found.reaches.computing == pytest.approx(0.5, rel=0.1)
     assert found.reference == none
+
+
+def test_a_step_that_something_slowed_down_decides_little() -> None:
+    """Numbers are found by least squares: of what is far off, the square goes on growing, but slowly."""
+    small, large, larger = (_softened(x) ** 2 for x in (0.01, 0.5, 1.0))
+    assert small == pytest.approx(0.01**2, rel=0.01)
+    assert large < larger < 1.5 * large
+    assert _softened(-0.5) == -_softened(0.5)
 
 
 def test_a_slower_moment() -> None:
