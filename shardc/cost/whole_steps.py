@@ -134,7 +134,7 @@ def run(compiled: Compile, ranks: int, sizes: Sequence[tuple[int, int]], steps: 
 
 @dataclass(frozen=True)
 class Turn:
-    """The median of a few steps, on the rank that took longest; and the machine's speed before them."""
+    """The median of a few steps, on the rank that took longest; and how fast the machine was in that turn."""
 
     seconds: float
     reference: Reference
@@ -147,18 +147,20 @@ def in_turns(each: Sequence[Callable[[], object]], steps: int) -> list[list[Turn
     once = timer()
     found: list[list[Turn]] = [[] for _ in each]
     for turn in range(TURNS):
-        for step, turns in zip(each, found, strict=True):
-            warm = WARM if turn == 0 else 1
-            took, beside = [], []
+        warm, medians, beside = WARM if turn == 0 else 1, [], []
+        for step in each:
+            took = []
             for _ in range(warm + steps):
-                beside.append(once())
+                beside.append(once())  # of one step it would say little
                 dist.barrier()
                 begin = time.perf_counter()
                 step()
                 took.append(time.perf_counter() - begin)
             slowest = torch.tensor(took[warm:], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            turns.append(Turn(float(slowest.median()), usual(beside[warm:])))
+            medians.append(float(slowest.median()))
+        for turns, seconds in zip(found, medians, strict=True):
+            turns.append(Turn(seconds, usual(beside)))
     return found
 
 
