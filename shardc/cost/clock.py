@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardc.cost.collective_seconds import collective_seconds, reach
 from shardc.cost.device import Device
@@ -111,7 +111,8 @@ class Clock:
         if w.record.axes != HOST_LINK and not at_once:
             self._after_host(self.device.host_collective)
         seconds, link = self.alone(w.record)
-        flight = Flight(w.record, link, seconds, self.now, None if w.after is None else self._under_way.get(w.after))
+        after = None if w.after is None else self._under_way.get(w.after)
+        flight = Flight(w.record, link, seconds, self.now, after, self._delay(w.record))
         others = self._flights.start(flight, self.now)
         self.started(flight)
         for other in others:
@@ -126,6 +127,12 @@ class Clock:
             skew = 0.0 if flight.record.axes == HOST_LINK else self.device.skew
             self.waited_for(flight.record, flight.end + skew - self.now)
             self.now = flight.end + skew
+
+    def _delay(self, record: CommRecord) -> float:
+        """What passes of a collective while the one before it is sent: gloo has several threads, NCCL one stream."""
+        if self.device.kind != "cpu" or record.axes == HOST_LINK:
+            return 0.0
+        return self.alone(replace(record, bytes=0))[0]
 
     def alone(self, record: CommRecord) -> tuple[float, int]:
         """(seconds that a collective takes alone, the kind of link that it uses)."""

@@ -20,7 +20,8 @@ from shardc.ir.comm_record import CommRecord
 class Flight:
     """A collective that was started. link: which kind of link it uses (collective_seconds.reach), -1: one of its own.
     alone: seconds that it takes when nothing else uses that; ready: the earliest second at which it may begin; after:
-    one whose end it waits for. begin, end: seconds, as far as is known now.
+    one whose end it waits for; delay: of `alone`, the seconds that may pass while the one before it is sent. begin,
+    end: seconds, as far as is known now.
 
     left: of `alone`, to be sent yet; begun, ended: whether it has, by the second up to which Flights has come.
     """
@@ -30,6 +31,7 @@ class Flight:
     alone: float
     ready: float
     after: Flight | None = None
+    delay: float = 0.0
     begin: float = 0.0
     end: float = 0.0
     left: float = field(init=False)
@@ -64,6 +66,8 @@ class Flights:
         self._last.clear()
         queue = self.queues.setdefault(new.record.axes, deque())
         first = self._ends.get(new.record.axes)
+        if new.delay and first is not None:
+            new.alone = new.left = new.alone - min(new.delay, max(first.end - max(new.ready, now), 0.0))
         queue.append(new)
         self._ends[new.record.axes] = new
         if new.link >= 0 and any(f.link == new.link for q in self.queues.values() if q is not queue for f in q):

@@ -69,6 +69,16 @@ def test_a_communicator_takes_one_at_a_time_and_two_run_side_by_side() -> None:
     assert [(s.begin, s.end, s.exposed) for s in apart.spans] == [(0, 4, 0), (0, 4, 0)]
 
 
+def test_a_cpus_messages_are_on_their_way_while_the_one_before_is_sent() -> None:
+    """gloo's threads wait for several at once; NCCL's stream for one after the other."""
+    late = UNIT.model_copy(update={"within": UNIT.within.model_copy(update={"latency": 1.0})})
+    work = [gather(4, key=1), gather(4, key=2), product(9), gather(4, key=3), Waited(1), Waited(2), Waited(3)]
+    times = [(s.begin, s.end) for s in streams(*work, device=late).spans]
+    assert times == [(0, 5), (5, 10), (10, 15)]
+    own = streams(*work, device=late.model_copy(update={"kind": "cpu"}))
+    assert [(s.begin, s.end) for s in own.spans] == [(0, 5), (5, 9), (9, 14)]  # behind the third one nothing is sent
+
+
 def test_two_communicators_share_the_links_that_both_use() -> None:
     """Each has half of them while both run; the one that is left has all of them again."""
     alike = streams(gather(4, key=1), gather(4, "tp", key=2), product(9), Waited(1), Waited(2))
