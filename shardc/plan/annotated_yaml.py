@@ -48,7 +48,7 @@ def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
     if sizes.get("dp", 1) > 1:
         mesh.append(f"dp={sizes['dp']}: {c.shares.get('dp', 0):.0%} of a step waits for gradients and weights")
     if c.devices < a.devices:
-        mesh.append(f"{a.devices - c.devices} of {a.devices} devices are idle: with them it is slower")
+        mesh.append(f"{c.devices} of {a.devices} devices: with more it is slower, so the others are idle")
     reasons["mesh"] = "; ".join(mesh) or "one device"
     twins = next((group for first, group in distinct(plan.candidates) if first is c), [])
     if fitting := [x for x in others if x.fits and x not in twins]:

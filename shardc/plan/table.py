@@ -241,8 +241,9 @@ def keys(plan: Plan, *, plain: bool) -> Text:
     for name, color in CAUSES.items():
         if name in spent:
             text.append(f"{LETTERS[name] if plain else '█'} ", style=color).append(f"{cause(name)}  ")
-    if idle := sum(plan.target.devices - c.devices for c in plan.candidates[:1]):
-        text.append(f"\nthe best leaves {idle} devices idle: with them it is slower")
+    for c in plan.candidates[:1]:
+        if c.devices < plan.target.devices:
+            text.append(f"\nthe best uses {c.devices} of {plan.target.devices} devices: with more it is slower")
     if any(zero(c).endswith("host") for c in plan.candidates):
         text.append("\ncopies to and from the host have no price: steps with `on host` take longer than shown")
     text.append(f"\n{plan.considered} choices considered, {len(plan.candidates)} priced, in {plan.seconds:.1f} s")

@@ -106,6 +106,13 @@ def planner(model: nn.Module, batch: Any, on: Device = H100, **more: Any) -> Pla
     return Planner(source, on, "bfloat16", 0.05, "it", lambda what, done, of: None)
 
 
+def elsewhere(q: Planner, on: Device, headroom: float = 0.0) -> Planner:
+    """The same model on another device, from the same dry runs."""
+    other = Planner(q.source, on, "bfloat16", headroom, "it", lambda what, done, of: None)
+    other.__dict__["records"] = q.records
+    return other
+
+
 @functools.cache
 def stacked() -> Planner:
     return planner(*stack())
@@ -113,9 +120,9 @@ def stacked() -> Planner:
 
 @functools.cache
 def blocks() -> Plan:
-    """Of few ops: a plan on four devices."""
+    """Of few ops: a plan on two devices."""
     model, batch = stack(2)
-    return shardc.plan(model, batch, devices=4, largest="batch", fewest=True)
+    return shardc.plan(model, batch, devices=2, largest="batch", fewest=True)
 
 
 # --- prices
@@ -180,14 +187,15 @@ def test_what_is_reserved_follows_from_few_layers(c: Choice) -> None:
 
 def test_what_is_reserved_decides_whether_a_spec_fits() -> None:
     """All of the device is live at the peak: nothing is left for what the allocator rounds up."""
-    model, batch = large().source.subject.model, large().source.subject.batch
-    first = shardc.plan(model, batch, devices=2).best
+    first = elsewhere(large(), H100).search(2, None).best
     little = H100.model_copy(update={"memory": first.peak + first.outside})
-    given = shardc.plan(model, batch, given=first.spec, device=little).candidates[0]
+    q = elsewhere(large(), little)
+    given = q.given([first.spec], None).candidates[0]
     assert given.peak <= given.target.usable - given.outside
     assert not given.fits
-    best = shardc.plan(model, batch, devices=2, device=little).best
+    best = q.search(2, None).best
     assert best.spec != first.spec
+    model, batch = large().source.subject.model, large().source.subject.batch
     assert shardc.compile(model, batch, best.spec, prove=False).cost(little).fits
 
 
@@ -198,8 +206,7 @@ def test_where_more_is_reserved_than_thought_the_search_is_made_again_with_less_
     room for live bytes, splits are run that were left out as slower.
     """
     little = H100.model_copy(update={"memory": 2400 * 2.0**20})
-    q = Planner(large().source, little, "bfloat16", 0.0, "it", lambda what, done, of: None)
-    q.__dict__["records"] = large().records
+    q = elsewhere(large(), little)
     rooms, estimates, all_of_it = [], q.estimates, q.finder.room
 
     def noted(devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
@@ -236,20 +243,20 @@ def test_a_pipeline_inside_of_nodes_sends_gradients_between_them() -> None:
 
 
 def test_the_best_candidate_costs_what_its_spec_does() -> None:
-    """And so does the best of all four devices. A step of so few small ops is none the faster for them, so the best
-    leaves three idle, and says so.
+    """And so does the best of both devices. A step of so few small ops is none the faster for two, so the best leaves
+    one idle, and says so.
     """
     best, model, batch = blocks().best, *stack(2)
-    of_four = next(c for c in blocks().candidates if c.devices == 4)
-    for c in (best, of_four):
+    of_both = next(c for c in blocks().candidates if c.devices == 2)
+    for c in (best, of_both):
         whole = shardc.compile(model, batch, c.spec, prove=False).cost(H100)
         assert c.step_seconds == pytest.approx(whole.step_seconds, rel=0.03)
         assert c.peak == pytest.approx(whole.memory.peak, rel=0.03)
         assert c.fits
     assert best.devices == 1
-    assert best.step_seconds < of_four.step_seconds
-    assert "the best leaves 3 devices idle: with them it is slower" in str(blocks())
-    assert "3 of 4 devices are idle: with them it is slower" in blocks().spec()
+    assert best.step_seconds < of_both.step_seconds
+    assert "the best uses 1 of 2 devices: with more it is slower" in str(blocks())
+    assert "1 of 2 devices: with more it is slower, so the others are idle" in blocks().spec()
 
 
 def test_time_is_told_by_what_axes_are_for_whatever_their_names() -> None:
@@ -278,7 +285,7 @@ def test_candidates_are_ranked() -> None:
     found = blocks()
     assert all(c.fits for c in found.candidates)
     assert [c.step_seconds for c in found.candidates] == sorted(c.step_seconds for c in found.candidates)
-    assert found.considered > 50
+    assert found.considered > 30
     assert found.best.tokens_per_second == pytest.approx(16 * 32 / found.best.step_seconds)
     assert 0 < found.best.mfu < 1
 
@@ -747,16 +754,15 @@ def test_a_given_spec_with_pairs_is_priced_as_they_run(overlap: str) -> None:
 
 def test_no_given_spec_with_experts_over_several_nodes_is_better_than_the_best() -> None:
     """On nodes of two devices whose memory is just enough for it."""
-    pairs, first = H100.model_copy(update={"node": 2}), sparse_stacked()
+    pairs = H100.model_copy(update={"node": 2})
     four = Choice(dp=2, ep=4, rows=1, microbatches=2, zero=1, over_experts=True)
-    given = price(first.library.on(pairs), Spec.load(spec(four, first.template)), 16)
-    with torch.device("meta"):
-        model, batch = SparseStack(6), {"ids": torch.empty(16, 32, dtype=torch.long)}
-    q = planner(model, batch, on=pairs.model_copy(update={"memory": given.needs / 0.95}))
-    assert {(c.tp, c.ep) for c in q.finder.splits(8) if c.ep == 4} == {(1, 4), (2, 4)}
-    best = q.search(8, 16).candidates[0]
-    assert best.needs <= given.needs
-    assert best.step_seconds <= given.seconds
+    q = elsewhere(sparse_stacked(), pairs)
+    given = price(q.library, Spec.load(spec(four, q.template)), 16)
+    q = elsewhere(q, pairs.model_copy(update={"memory": given.needs}))
+    splits = [c for c in q.finder.splits(8) if c.ep == 4]
+    assert {(c.tp, c.ep) for c in splits} == {(1, 4), (2, 4)}
+    found = [p for p in q._refined_on(8, 16, splits).values() if p.needs <= given.needs]
+    assert min(p.seconds for p in found) <= given.seconds
 
 
 class Convolutions(nn.Module):

@@ -39,7 +39,7 @@ def test_the_same_question_in_another_process_loads_no_torch(tmp_path: Path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
-    asked = ["plan", f"hf:{config}", "--batch", "4", "--seq", "16", "--devices", "2", "--json"]
+    asked = ["plan", f"hf:{config}", "--batch", "4", "--seq", "16", "--devices", "1", "--json"]
     first = CliRunner().invoke(app, asked)
     assert first.exit_code == 0, first.output
     second = subprocess.run([sys.executable, "-c", AGAIN, *asked], capture_output=True, text=True, check=True)
