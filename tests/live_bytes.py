@@ -1,15 +1,16 @@
-"""What a real step holds: every rank of a loopback mesh is a thread, and counts the bytes of all storages that its
-tensors lie in.
+"""What a real step holds: every rank, a thread of a loopback mesh or a process of torch's world, counts the bytes of
+all storages that its tensors lie in.
 
-A storage is counted once, from the op that first returns a tensor in it until it is freed. What the loopback mesh
-itself makes while ranks meet is not counted: a real mesh has NCCL do it; its results are.
+A storage is counted once, from the op that first returns a tensor in it until it is freed. What the mesh itself makes
+while ranks meet is not counted: on GPUs NCCL does it; its results are.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,9 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from shardc.cost import host_memory
 from shardc.ir.program import Program
-from shardc.runtime.mesh import Work
+from shardc.runtime.mesh import TorchMesh
+from shardc.runtime.mesh.base import RankMesh, Work
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step import inputs
+from shardc.runtime.step.communicators import runtime_mesh
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.interpreter import Interpreter
 from shardc.runtime.step.tensor_parts import plain
@@ -83,55 +86,82 @@ class Live(TorchDispatchMode):
         return result
 
 
-class Measured(LoopbackMesh):
+class _Measured(RankMesh):
+    """What the mesh itself makes while messages are under way is not counted; results are."""
+
     live: Live
 
-    def _exchange(self, *args: Any) -> Any:
-        self.live.paused = True
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        before, self.live.paused = self.live.paused, True
         try:
-            found = super()._exchange(*args)
+            yield
         finally:
-            self.live.paused = False
-        return found
+            self.live.paused = before
 
     def _all_reduce(self, x: Tensor, *args: Any) -> Tensor:
-        return self._made(super()._all_reduce, x, *args)
+        return self._result(super()._all_reduce, x, *args)
 
     def _all_gather(self, x: Tensor, *args: Any) -> Tensor:
-        return self._made(super()._all_gather, x, *args)
+        return self._result(super()._all_gather, x, *args)
 
     def _reduce_scatter(self, x: Tensor, *args: Any) -> Tensor:
-        return self._made(super()._reduce_scatter, x, *args)
+        return self._result(super()._reduce_scatter, x, *args)
 
     def _all_to_all(self, x: Tensor, *args: Any) -> Tensor:
-        return self._made(super()._all_to_all, x, *args)
+        return self._result(super()._all_to_all, x, *args)
 
-    def _made(self, make: Callable[..., Tensor], *args: Any) -> Tensor:
-        found = make(*args)
+    def _all_to_all_rows(self, x: Tensor, *args: Any) -> Tensor:
+        return self._result(super()._all_to_all_rows, x, *args)
+
+    def _result(self, make: Callable[..., Tensor], *args: Any) -> Tensor:
+        with self._unseen():
+            found = make(*args)
         self.live.see(found)
         return found
 
-    # in place: what lies between is the loopback's own
+    # in place: nothing comes of it
 
-    def _start_all_reduce(self, *args: Any) -> Any:
-        return self._unseen(super()._start_all_reduce, *args)
+    def _start_all_reduce(self, *args: Any) -> Work:
+        return self._started(super()._start_all_reduce, *args)
 
-    def _start_all_gather(self, *args: Any) -> Any:
-        return self._unseen(super()._start_all_gather, *args)
+    def _start_all_gather(self, *args: Any) -> Work:
+        return self._started(super()._start_all_gather, *args)
 
-    def _start_reduce_scatter(self, *args: Any) -> Any:
-        return self._unseen(super()._start_reduce_scatter, *args)
+    def _start_reduce_scatter(self, *args: Any) -> Work:
+        return self._started(super()._start_reduce_scatter, *args)
+
+    def _start_all_to_all_rows(self, *args: Any) -> Work:
+        return self._started(super()._start_all_to_all_rows, *args)
 
     def _start_send(self, x: Tensor, *args: Any) -> Work:
-        self._unseen(super()._start_send, x, *args)
-        return Work(kept=x)  # as a real one, until it has gone
+        work = self._started(super()._start_send, x, *args)
+        work._kept = x  # as a real one, until it has gone
+        return work
 
-    def _unseen(self, start: Callable[..., Any], *args: Any) -> Any:
-        see, self.live.see = self.live.see, lambda x: None  # type: ignore[method-assign]
-        try:
-            return start(*args)
-        finally:
-            self.live.see = see  # type: ignore[method-assign]
+    def _started(self, start: Callable[..., Work], *args: Any) -> Work:
+        with self._unseen():
+            work = start(*args)
+        if (then := work._then) is not None:
+
+            def unseen() -> None:
+                with self._unseen():
+                    then()
+
+            work._then = unseen
+        return work
+
+
+class Measured(_Measured, LoopbackMesh):
+    """A thread among others."""
+
+    def _exchange(self, *args: Any) -> Any:
+        with self._unseen():
+            return super()._exchange(*args)
+
+
+class MeasuredProcess(_Measured, TorchMesh):
+    """A process among others."""
 
 
 def measured(program: Program, model: Any, batch: Any, *, steps: int = 2, **options: Any) -> list[int]:
@@ -143,38 +173,51 @@ def watched(program: Program, model: Any, batch: Any, *, steps: int = 2, **optio
     """What every rank held in the last of some steps with AdamW, as it steps on a GPU; of a forward-only program, in a
     forward. Offloaded tensors lie outside. options: of Engine.
     """
-    theirs = [*model.parameters(), *model.buffers(), *(x for _, x in inputs.leaves(batch) if isinstance(x, Tensor))]
-    take = inputs.take
-
-    def copied(*args: Any, **kwargs: Any) -> list[Tensor]:
-        """A rank's part of the batch, as it comes to a GPU."""
-        return [x.clone() for x in take(*args, **kwargs)]
 
     def work(mesh: LoopbackMesh) -> Live:
         torch.set_num_threads(1)
         mesh.__class__ = Measured
         assert isinstance(mesh, Measured)
-        mesh.live = live = Live(theirs)
-        with live:
-            engine = Engine(
-                program,
-                model,
-                partial(adamw, fused=not program.offload.used),
-                mesh=mesh,
-                interpreter=partial(Interpreter, offloaded=host_memory.offloaded_tensors(live.host)),
-                offload=host_memory.offload(live.host),
-                **options,
-            )
-            for x in (*engine.params.values(), *engine.buffers.values()):
-                live.see(x)
-            for _ in range(steps):
-                live.peak, live.outside_peak = live.now, live.outside
-                engine.evaluate(batch) if program.forward_only else engine.step(batch)
-        return live
+        return _stepped(program, model, batch, mesh, steps, options)
 
     gc.collect()
-    with mock.patch.object(inputs, "take", copied):
+    with mock.patch.object(inputs, "take", _copied(inputs.take)):
         return loopback(program.mesh, work)
+
+
+def watched_here(program: Program, model: Any, batch: Any, *, steps: int = 2) -> Live:
+    """As `watched`, of the one rank that this process is."""
+    mesh = runtime_mesh(program)
+    mesh.__class__ = MeasuredProcess
+    assert isinstance(mesh, MeasuredProcess)
+    with mock.patch.object(inputs, "take", _copied(inputs.take)):
+        return _stepped(program, model, batch, mesh, steps, {})
+
+
+def _copied(take: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """A rank's part of the batch, as it comes to a GPU."""
+    return lambda *args, **kwargs: [x.clone() for x in take(*args, **kwargs)]
+
+
+def _stepped(program: Program, model: Any, batch: Any, mesh: _Measured, steps: int, options: dict[str, Any]) -> Live:
+    theirs = [*model.parameters(), *model.buffers(), *(x for _, x in inputs.leaves(batch) if isinstance(x, Tensor))]
+    mesh.live = live = Live(theirs)
+    with live:
+        engine = Engine(
+            program,
+            model,
+            partial(adamw, fused=not program.offload.used),
+            mesh=mesh,
+            interpreter=partial(Interpreter, offloaded=host_memory.offloaded_tensors(live.host)),
+            offload=host_memory.offload(live.host),
+            **options,
+        )
+        for x in (*engine.params.values(), *engine.buffers.values()):
+            live.see(x)
+        for _ in range(steps):
+            live.peak, live.outside_peak = live.now, live.outside
+            engine.evaluate(batch) if program.forward_only else engine.step(batch)
+    return live
 
 
 def adamw(params: Any, *, fused: bool = True) -> torch.optim.Optimizer:

@@ -2,6 +2,7 @@
 
     predicted.py                           memory of every model: the peak of live bytes on the loopback mesh
                                            (tests/live_bytes.py), which no other load changes
+    predicted.py --processes 4             the same, of so many processes over gloo
     predicted.py --time 2 --device cpu     times: steps on 2 processes over gloo with one thread each, against the file
                                            of `shardc device cpu --measure --processes 2` (--device names another one)
 
@@ -76,6 +77,7 @@ class Peak:
     predicted: int = 0
     measured: int = 0
     refused: str = ""
+    processes: int = 0  # 0: threads
     day: str = field(default_factory=lambda: str(date.today()))
 
     @property
@@ -129,18 +131,53 @@ def settings(model: New, world: int = 2) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def memory(name: str, label: str) -> Peak:
-    model, batch = MODELS[name].make(1)
-    spec = dict(settings(MODELS[name]))[label]
     try:
-        program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
+        program, model, batch = small(name, label, 2)
     except ShardcError as e:
         return Peak(name, label, refused=e.errors[0].what.splitlines()[0])
-    cost, real = program.cost("h100-80g"), live_bytes.watched(program, model, batch)
+    return worst(name, label, program, live_bytes.measured(program, model, batch))
+
+
+def small(name: str, label: str, world: int) -> tuple[Program, Any, Any]:
+    """(a program, its model, a batch), for memory."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name].make(1)
+    spec = dict(settings(MODELS[name], world))[label]
+    return shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False), model, batch
+
+
+def worst(name: str, label: str, program: Program, peaks: Sequence[int], processes: int = 0) -> Peak:
+    """Of what every rank held, against its stage's prediction."""
     found = []
-    for r in cost.ranks:
-        here = [x for i, x in enumerate(real) if not program.axis or program.mesh.coords(i)[program.axis] == r.at]
-        found.append(Peak(name, label, r.memory.peak, max(x.peak for x in here)))
+    for r in program.cost("h100-80g").ranks:
+        here = [x for i, x in enumerate(peaks) if not program.axis or program.mesh.coords(i)[program.axis] == r.at]
+        found.append(Peak(name, label, r.memory.peak, max(here), processes=processes))
     return max(found, key=lambda x: abs(x.off))
+
+
+def memory_of_processes(cases: Sequence[tuple[str, str]], world: int) -> Iterator[Peak]:
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(world, mp_context=get_context("spawn")) as pool:
+        ranks = list(pool.map(partial(_peaks, cases=cases, world=world, folder=folder), range(world)))
+    for (name, label), peaks in zip(cases, zip(*ranks, strict=True), strict=True):
+        if None not in peaks:
+            program, _, _ = small(name, label, world)
+            yield worst(name, label, program, peaks, world)
+
+
+def _peaks(rank: int, cases: Sequence[tuple[str, str]], world: int, folder: str) -> list[int | None]:
+    """Of each (model, setting), what one rank holds at most; None of what is refused."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    found: list[int | None] = []
+    for name, label in cases:
+        try:
+            program, model, batch = small(name, label, world)
+        except ShardcError:
+            found.append(None)
+            continue
+        found.append(live_bytes.watched_here(program, model, batch).peak)
+    torch.distributed.barrier()
+    return found
 
 
 @dataclass(frozen=True)
@@ -192,11 +229,11 @@ def compiled(name: str, label: str, world: int) -> tuple[Program | None, Any, An
         return None, model, batch
 
 
-def timed_cases(names: Sequence[str], world: int) -> list[tuple[str, str]]:
+def cases_of(world: int) -> list[tuple[str, str]]:
     """(model, setting) of what so many processes run."""
     return [
         (name, label)
-        for name in names
+        for name in MODELS
         for label, spec in settings(MODELS[name], world)
         if math.prod(spec["mesh"].values()) == world and label in TIMED[min(world, 2)]
     ]
@@ -233,6 +270,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="a pattern of models")
     parser.add_argument("--setting", action="append", help="a pattern of settings")
     parser.add_argument("--quick", action="store_true", help="few settings")
+    parser.add_argument("--processes", type=int, metavar="N", help="memory of so many processes")
     parser.add_argument("--time", type=int, metavar="N", help="step times on so many processes, not memory")
     parser.add_argument("--device", default="cpu", help="a file of `shardc device cpu --measure -o FILE`")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so many")
@@ -258,12 +296,19 @@ def main() -> int:
     begin = time.perf_counter()
     if options.time:
         there = {(x.model, x.setting) for x in timed if x.processes == options.time}
-        cases = [x for x in timed_cases(list(MODELS), options.time) if wanted(*x) and x not in there]
+        cases = [x for x in cases_of(options.time) if wanted(*x) and x not in there]
         for found in times(cases, device(options.device), options.time, begin + options.seconds):
             timed.append(found)
             keep(found)
+    elif options.processes:
+        there = {(x.model, x.setting) for x in peaks if x.processes == options.processes}
+        for found in memory_of_processes(
+            [x for x in cases_of(options.processes) if wanted(*x) and x not in there], options.processes
+        ):
+            peaks.append(found)
+            keep(found)
     else:
-        there = {(x.model, x.setting) for x in peaks}
+        there = {(x.model, x.setting) for x in peaks if not x.processes}
         for name, model in MODELS.items():
             for label, _ in settings(model):
                 if wanted(name, label) and (name, label) not in there and time.perf_counter() - begin < options.seconds:
@@ -273,14 +318,12 @@ def main() -> int:
     return int(any(abs(x.off) > LIMIT for x in peaks))
 
 
-def write(peaks: list[Peak], timed: list[Timed]) -> None:
+def write(every: list[Peak], timed: list[Timed]) -> None:
+    peaks = [x for x in every if not x.processes]
     if not peaks:
         return
-    labels = list(dict.fromkeys(x.setting for x in peaks))
-    by = {(x.model, x.setting): x for x in peaks}
-    measured = [x for x in peaks if not x.refused]
-    off = sorted(abs(x.off) for x in measured)
-    days = sorted({x.day for x in (*peaks, *timed)})
+    off = sorted(abs(x.off) for x in peaks if not x.refused)
+    days = sorted({x.day for x in (*every, *timed)})
     text = f"""# Predicted and measured
 
 {len({x.model for x in peaks})} models that no test of this repository has (tests/bench/new_models.py), {", ".join(days)}, torch {torch.__version__}. Made by
@@ -294,19 +337,28 @@ setting, it was not run, or compile refuses it (then it is listed below). With `
 foretold as if all got the same.
 
 """
-    rows = []
-    for name in dict.fromkeys(x.model for x in peaks):
-        cells = [by.get((name, label)) for label in labels]
-        rows.append(
-            [name, *("-" if x is None or x.refused else f"{x.measured / 1e6:.2f} {100 * x.off:+.2f} %" for x in cells)]
-        )
-    text += table(["MB, and % off", *labels], rows)
+    text += _memory(peaks)
+    for count in sorted({x.processes for x in every} - {0}):
+        some = [x for x in every if x.processes == count]
+        text += f"\nThe same of {count} processes over gloo, without what gloo itself takes for messages; worst {100 * max((x.off for x in some), key=abs):+.2f} %:\n\n{_memory(some)}"
     refused = "".join(f"- {x.model}, {x.setting}: {x.refused}\n" for x in peaks if x.refused)
     text += f"\nRefused:\n\n{refused}" if refused else ""
     if timed:
         text += _times(timed)
     OUT.write_text(text)
     print(f"{OUT.relative_to(ROOT)}: {len(peaks)} peaks, {len(timed)} times")
+
+
+def _memory(peaks: list[Peak]) -> str:
+    labels = list(dict.fromkeys(x.setting for x in peaks))
+    by = {(x.model, x.setting): x for x in peaks}
+    rows = []
+    for name in dict.fromkeys(x.model for x in peaks):
+        cells = [by.get((name, label)) for label in labels]
+        rows.append(
+            [name, *("-" if x is None or x.refused else f"{x.measured / 1e6:.2f} {100 * x.off:+.2f} %" for x in cells)]
+        )
+    return table(["MB, and % off", *labels], rows)
 
 
 def _times(timed: list[Timed]) -> str:
