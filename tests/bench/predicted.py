@@ -340,7 +340,11 @@ foretold as if all got the same.
     text += _memory(peaks)
     for count in sorted({x.processes for x in every} - {0}):
         some = [x for x in every if x.processes == count]
-        text += f"\nThe same of {count} processes over gloo, without what gloo itself takes for messages; worst {100 * max((x.off for x in some), key=abs):+.2f} %:\n\n{_memory(some)}"
+        off = max((x.off for x in some), key=abs)
+        text += f"""
+The same of {count} processes over gloo, without what gloo itself takes for messages; the worst {100 * off:+.2f} %:
+
+{_memory(some)}"""
     refused = "".join(f"- {x.model}, {x.setting}: {x.refused}\n" for x in peaks if x.refused)
     text += f"\nRefused:\n\n{refused}" if refused else ""
     if timed:
