@@ -104,8 +104,7 @@ def spec_of(one: equality.Reference, mesh: str, first: dict[str, dict[int, str]]
     return spec | ({"activations": first} if mesh.endswith("sp") else {})
 
 
-@pytest.mark.every_case  # half of the families already
-@pytest.mark.parametrize(("name", "mesh"), CASES)
+@pytest.mark.every_case  # a part of them already
 def test_equals_one_device(name: str, mesh: str, record_property: equality.Property) -> None:
     one, megatron = reference(name), LISTED[name]
     program = one.compile(spec_of(one, mesh, megatron.first))
@@ -132,10 +131,14 @@ def test_equals_one_device(name: str, mesh: str, record_property: equality.Prope
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Of the many others every second one: `--all-families`, as in `make table`, tries all."""
+    """Of the many others every second one; of the listed what splits weights, with which the batch is split, too:
+    `--all-families`, as in `make table`, tries all.
+    """
+    every = metafunc.config.getoption("--all-families")
     if "other" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--all-families")
         metafunc.parametrize("other", list(hf_more.FAMILIES)[:: 1 if every else 2])
+    if "mesh" in metafunc.fixturenames:
+        metafunc.parametrize(("name", "mesh"), [c for c in CASES if every or MESHES[c[1]]["tp"] > 1])
 
 
 def test_data_parallel_of_many_others(other: str, record_property: equality.Property) -> None:
