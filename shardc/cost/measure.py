@@ -1,8 +1,8 @@
 """Measure this machine: what `shardc device --measure` writes.
 
-A device is one process: on a CPU with the threads and the cores that `shardc run` gives it, or with one GPU. Times are
-medians of several rounds, as a step's are: the best of them foretold steps of a CPU a quarter too short. Other work on
-the machine counts.
+A device is one process: on a CPU with the threads and the cores that `shardc run` gives it, or with one GPU. Times of
+ops and collectives are medians of several rounds: the best of them foretold steps of a CPU a quarter too short. Other
+work on the machine counts.
 
     flops, bandwidth, launch, products, ops
                 ops of small pieces of models, forward and backward (shardc.cost.tour), and what fits them
