@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import PARTIAL, Layout, Placement
+from shardc.ir.placement import PARTIAL, Layout, Placement, Shard
 from shardc.rules.choices import Choices
 from shardc.rules.registry import Rule
 from shardc.rules.samples import Sample
@@ -102,8 +102,8 @@ def prove_pairs(
 ) -> list[Finding]:
     """Two strategies at once, on two axes: what a rule's `local` and the digits of shared dims have to get right.
 
-    Of strategies of different factors, of which nothing is shared, one inner digit stands for all, and on axes of one
-    size one order for both.
+    Of strategies of different factors that share no dim, one inner digit stands for all, and on axes of one size one
+    order for both.
     """
     case = Case.of(op, sample, seed, rule)
     mesh = Mesh((("a", sizes[0]), ("b", sizes[1])))
@@ -116,9 +116,8 @@ def prove_pairs(
                 "partial_grad",
                 "partial_grad",
             )
-            if (first.kind, first.base) != (second.kind, second.base) and (
-                first in inner or second in inner or (firsts == seconds and j < i)
-            ):
+            again = first in inner or second in inner or (firsts == seconds and j < i)
+            if again and (first.kind, first.base) != (second.kind, second.base) and not share_a_dim(first, second):
                 continue
             if (
                 not trivial
@@ -136,6 +135,12 @@ def later_digits(each: Sequence[Strategy]) -> list[Strategy]:
     plain = [s for s in each if "/" in s.factor and " " not in s.factor]
     firsts = {s.base: s for s in reversed(plain)}
     return [s for s in plain if s is not firsts[s.base]]
+
+
+def share_a_dim(first: Strategy, second: Strategy) -> bool:
+    """Whether both split one dim of an operand or of a result, as of rows and columns that were made one dim."""
+    pairs = zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=True)
+    return any(isinstance(p, Shard) and isinstance(q, Shard) and p.dim == q.dim for p, q in pairs)
 
 
 def fits(choices: Choices, mesh: Mesh, first: Strategy, second: Strategy) -> bool:
