@@ -152,9 +152,9 @@ class Planner:
         }
 
     def _refined(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
-        """Exact prices of the best for so many devices, and for half of them as long as an estimate says that these may
-        be faster: others are idle then. What is found for fewer is what a search for so many finds, so more devices
-        make nothing slower.
+        """Exact prices of the best for all devices, and for half, a quarter, ... of them where an estimate says that
+        these may be faster: others are idle then. What is found for fewer is what a search for so many finds, so more
+        devices make nothing slower, as far as estimates hold.
         """
         finder, exact = self.finder, self._refined_on(devices, rows, cores)
 
@@ -165,9 +165,10 @@ class Planner:
             devices //= 2
             cores, limit = finder.splits(devices), UNSURE * best()
             some = finder.estimate(devices, rows, cores, below=limit)
-            if all(r.seconds > limit for _, r in some if r.peak <= finder.room):  # still fewer are slower still
+            if not some:  # however fast the rest were: still fewer compute for longer still
                 break
-            exact |= self._refined_on(devices, rows, cores)
+            if any(r.seconds <= limit for _, r in some if r.peak <= finder.room):
+                exact |= self._refined_on(devices, rows, cores)
         return exact
 
     def _refined_on(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
