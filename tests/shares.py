@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 SECONDS = Path(__file__).parent / "seconds.json"
-LIMIT = 2.5
+LIMIT = 1.5
 
 
 def take_shares(config: pytest.Config, items: list[pytest.Item]) -> None:
