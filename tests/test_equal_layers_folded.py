@@ -20,7 +20,7 @@ from tests import zoo
 from tests.zoo import hf, hf_more
 
 #: The fewest of which the passes see fewer.
-LAYERS = 7
+LAYERS = 5
 SPLIT: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}
 PIPED: dict[str, Any] = {**SPLIT, "mesh": {"pp": 2, "tp": 2}, "batch": {"microbatches": 2}}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -71,7 +71,7 @@ def test_a_program_is_that_of_a_compile_that_folds_nothing(family: str, setting:
             with mock.patch.object(distinct_layers, "restored", wraps=distinct_layers.restored) as restored:
                 folded = shardc.compile(model, batch, spec, captured=once, prove=False)
             assert restored.called
-            with mock.patch.object(distinct_layers, "shortened", return_value=None):
+            with mock.patch.object(distinct_layers, "cuts", return_value=()):
                 whole = shardc.compile(model, batch, spec, captured=each, prove=False)
             assert folded.text(full=True) == whole.text(full=True)
             assert not lower or folded.lowered() == whole.lowered()

@@ -1,7 +1,8 @@
 """Which layers repeat in a captured program, and the program without most of them.
 
 A *unit* is what repeats: a layer, or several where every other one attends to a window. Of the units that are equal,
-three stay at the front, and whatever comes after the last one: at least a layer.
+two stay, and what comes before and after all of them. Passes may make something else of the last layer, for what is
+behind it; then three stay, and the last one besides.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from shardc.passes.distinct_layers.numbering import ORDINAL, Numbering
 from shardc.passes.distinct_layers.twins import Names, Twins, UnlikeError, copied, ordinal_at
 from shardc.spec import Spec
 
-#: Units at the front whose results are compared: two steps from one to the next.
-UNITS = 3
+#: Units that stay, whose results are compared.
+UNITS = 2
+#: With the last unit besides, so many: two steps from one to the next.
+MORE_UNITS = 3
 #: So many are to be left out at least: cutting and restoring costs about what a layer does.
 LEFT_OUT = 2
 #: Layers of a unit, at most.
@@ -37,7 +40,7 @@ _NAMES_A_NUMBER = re.compile(r"(?:^|[.{,])\d+(?:[.},]|$)")
 
 @dataclass(frozen=True)
 class Cut:
-    """program: without the units. layers: the first one of each unit that stays, and the first after the last unit.
+    """program: without the units. layers: the first one of each unit that stays, and of the first one after all units.
 
     left_out: how many units. stored: of the parameters and buffers left out: the name of that in the last unit that
     stays, and how many units later they are; before: of those that stay, that of the unit before.
@@ -50,6 +53,11 @@ class Cut:
     stored: Mapping[str, tuple[str, int]]
     before: Mapping[str, str]
 
+    @property
+    def units(self) -> int:
+        """How many stay."""
+        return len(self.layers) - 1
+
     def later(self, units: int) -> dict[str, str]:
         """What is stored of the last unit that stays: names, and those of so many units later."""
         return {kept: name for name, (kept, n) in self.stored.items() if n == units}
@@ -57,17 +65,31 @@ class Cut:
 
 @dataclass
 class Ops:
-    """The ops of a graph, and where the layers of one list begin. starts: index of the first op of each layer."""
+    """The ops of a graph, and where the layers of one list begin. starts: index of the first op of each layer; last:
+    index of the last op that is in one.
+    """
 
     nodes: list[fx.Node]
     starts: dict[int, int]
+    last: int
+
+    def start(self, layer: int, of_last: tuple[int, int]) -> int:
+        """Index of the first op of a layer; of one that is not there, behind the last one. of_last: where the last unit
+        begins, and how many ops the one before has.
+
+        Raises UnlikeError where it is not.
+        """
+        end = sum(of_last)
+        if layer not in self.starts and not self.last < end <= len(self.nodes):
+            raise UnlikeError("the last layer has another number of ops")
+        return self.starts.get(layer, end)
 
 
 def ops_of(graph: fx.Graph, name: str) -> Ops:
     """Raises UnlikeError where layers do not come one after the other."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     starts: dict[int, int] = {}
-    now = -1
+    now = last = -1
     of_module: dict[str, int | None] = {}
     for i, n in enumerate(nodes):
         module = source_of(n).module
@@ -75,12 +97,14 @@ def ops_of(graph: fx.Graph, name: str) -> Ops:
             layer = layer_of(module)
             of_module[module] = int(layer[1]) if layer is not None and layer[0] == name else None
         number = of_module[module]
+        if number is not None:
+            last = i
         if number is not None and number != now:
             if number in starts or number < now:
                 raise UnlikeError(f"layer {number} of {name} runs twice, or late")
             starts[number] = i
             now = number
-    return Ops(nodes, starts)
+    return Ops(nodes, starts, last)
 
 
 def names_in(nodes: Sequence[fx.Node]) -> Iterator[str]:
@@ -91,19 +115,26 @@ def names_in(nodes: Sequence[fx.Node]) -> Iterator[str]:
             yield f"{ORDINAL}{n.args[at]}"
 
 
-def shortened(program: Program, spec: Spec) -> Cut | None:
-    """The program without layers that are equal to others; None where that saves nothing, or would not do."""
+def cuts(program: Program, spec: Spec) -> Iterator[Cut]:
+    """The program without layers that are equal to others: of the fewest layers, then of more. Nothing where that saves
+    nothing, or would not do.
+    """
     if spec.adapters or spec.optimizer.matrices is not None or _names_layers(spec):
-        return None
+        return
     if (fewer := fewer_layers(program.graph)) is not None:
-        return _known(program, fewer)
+        yield _known(program, fewer)
+        if fewer.more is not None:
+            yield _known(program, fewer.more())
+        return
     for name in _lists(program.graph):
         try:
-            if (found := _longest(program, name)) is not None:
-                return _cut(program, *found)
+            if (run := _longest(program, name)) is not None:
+                yield _cut(program, run)
+                if (more := run.with_more()) is not None:
+                    yield _cut(program, more)
+                return
         except UnlikeError:
             continue
-    return None
 
 
 def _known(program: Program, fewer: FewerLayers) -> Cut:
@@ -145,7 +176,7 @@ def _lists(graph: fx.Graph) -> list[str]:
         if (layer := layer_of(module)) is not None:
             layers.setdefault(layer[0], set()).add(layer[1])
             ops[layer[0]] = ops.get(layer[0], 0) + count
-    least = UNITS + LEFT_OUT + 2
+    least = UNITS + LEFT_OUT + 1
     return sorted((name for name, each in layers.items() if len(each) >= least), key=lambda name: -ops[name])
 
 
@@ -154,25 +185,36 @@ def _lists(graph: fx.Graph) -> list[str]:
 
 @dataclass
 class _Run:
-    """Units that are equal. first: number of the first layer; twins: parameters, by those a unit later."""
+    """Units that are equal. first: number of the first layer; twins: parameters, by those a unit later; stay: how many
+    units do.
+    """
 
     ops: Ops
     names: Names
     first: int
     units: int
     twins: dict[fx.Node, fx.Node]
+    stay: int = UNITS
 
     @property
-    def layers_left_out(self) -> int:
-        return (self.units - UNITS) * self.names.period
+    def left_out(self) -> int:
+        """Units."""
+        return self.units - self.stay
+
+    def with_more(self) -> _Run | None:
+        """More units stay, and another one comes last; None where that saves nothing."""
+        more = replace(self, units=self.units - 1, stay=MORE_UNITS)
+        return more if more.left_out >= LEFT_OUT else None
 
     def bound(self, unit: int) -> int:
         """Index of its first op."""
-        return self.ops.starts[self.first + unit * self.names.period]
+        starts, layers = self.ops.starts, [self.first + i * self.names.period for i in range(self.units)]
+        of_last = starts[layers[-1]], starts[layers[1]] - starts[layers[0]]
+        return self.ops.start(self.first + unit * self.names.period, of_last)
 
 
-def _longest(program: Program, name: str) -> tuple[_Run, Numbering] | None:
-    """The units of a list that are equal, if they are enough, and how the names of their ops go on."""
+def _longest(program: Program, name: str) -> _Run | None:
+    """The units of a list that are equal, if they are enough."""
     ops = ops_of(program.graph, name)
     count = len(ops.starts)
     if list(ops.starts) != list(range(count)):
@@ -180,18 +222,13 @@ def _longest(program: Program, name: str) -> tuple[_Run, Numbering] | None:
     index = {n: i for i, n in enumerate(ops.nodes)}
     best: _Run | None = None
     for period in range(1, min(PERIOD, (count - 1) // (UNITS + LEFT_OUT)) + 1):
-        if best is not None and best.layers_left_out >= count - 1 - period * (UNITS + 1):
+        gone = 0 if best is None else best.left_out * best.names.period
+        if gone >= count - period * (UNITS + 1):
             break  # with longer units fewer layers would go
         run = _equal_units(program, ops, index, Names(name, period))
-        if run.units >= UNITS + LEFT_OUT and (best is None or run.layers_left_out > best.layers_left_out):
+        if run.left_out >= LEFT_OUT and run.left_out * period > gone:
             best = run
-    if best is None:
-        return None
-    bounds = [best.bound(i) for i in range(best.units + 1)]
-    units = [list(names_in(ops.nodes[a:b])) for a, b in pairwise(bounds)]
-    numbering = Numbering({x.name for x in program.stored})
-    numbering.learn(units, names_in(ops.nodes[: bounds[0]]), names_in(ops.nodes[bounds[-1] :]))
-    return best, numbering
+    return best
 
 
 def _equal_units(program: Program, ops: Ops, index: Mapping[fx.Node, int], names: Names) -> _Run:
@@ -199,13 +236,15 @@ def _equal_units(program: Program, ops: Ops, index: Mapping[fx.Node, int], names
     stored, period = _stored_a_unit_before(program, names), names.period
     first, last, begin = period, period, period
     starts = ops.starts
-    for layer in range(2 * period, len(starts) - 1):
+    for layer in range(2 * period, len(starts)):
         try:
             length = starts[layer] - starts[layer - period]
-            if starts[layer + 1] - starts[layer] != starts[layer - period + 1] - starts[layer - period]:
+            of_twin = starts[layer - period + 1] - starts[layer - period]
+            end = ops.start(layer + 1, (starts[layer], of_twin))
+            if end - starts[layer] != of_twin:
                 raise UnlikeError(f"layers {layer - period} and {layer} have other numbers of ops")
             twins = Twins(names, index, starts[layer - period], length, stored)
-            for i in range(starts[layer], starts[layer + 1]):
+            for i in range(starts[layer], end):
                 twins.check(ops.nodes[i - length], ops.nodes[i])
         except UnlikeError:
             begin = layer - period + 1
@@ -233,11 +272,21 @@ def _stored_a_unit_before(program: Program, names: Names) -> dict[fx.Node, fx.No
 # --- without most of them
 
 
-def _cut(program: Program, run: _Run, numbering: Numbering) -> Cut:
+def _numbering(program: Program, run: _Run) -> Numbering:
+    """How the names of the units' ops go on."""
+    ops, bounds = run.ops.nodes, [run.bound(i) for i in range(run.units + 1)]
+    units = [list(names_in(ops[a:b])) for a, b in pairwise(bounds)]
+    numbering = Numbering({x.name for x in program.stored})
+    numbering.learn(units, names_in(ops[: bounds[0]]), names_in(ops[bounds[-1] :]))
+    return numbering
+
+
+def _cut(program: Program, run: _Run) -> Cut:
     """Raises UnlikeError where anything but the next unit uses what a unit makes."""
-    ops, names, left_out = run.ops.nodes, run.names, run.units - UNITS
-    entry, begin, end = run.bound(0), run.bound(UNITS), run.bound(run.units)
-    length = (begin - entry) // UNITS
+    numbering = _numbering(program, run)
+    ops, names, left_out = run.ops.nodes, run.names, run.left_out
+    entry, begin, end = run.bound(0), run.bound(run.stay), run.bound(run.units)
+    length = (begin - entry) // run.stay
     index = {n: i for i, n in enumerate(ops)}
     stored = _left_out(program, run, set(ops[begin:end]))
     new, env = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -262,7 +311,7 @@ def _cut(program: Program, run: _Run, numbering: Numbering) -> Cut:
     params = tuple(p for p in program.params if p.name not in stored)
     buffers = tuple(b for b in program.buffers if b.name not in stored)
     short = replace(program, graph=new, params=params, buffers=buffers)
-    layers = tuple(run.first + i * names.period for i in (*range(UNITS), run.units))
+    layers = tuple(run.first + i * names.period for i in (*range(run.stay), run.units))
     before = {x.name: y.name for x, y in run.twins.items() if not {x.name, y.name} & stored.keys()}
     return Cut(short, names, layers, left_out, stored, before)
 

@@ -15,7 +15,7 @@ from shardc.ir.deferred_graph import DeferredGraph
 from shardc.ir.graph import copy_graph, placeholders
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Input, Param
-from shardc.passes.distinct_layers.cut import UNITS, Cut, names_in, ops_of
+from shardc.passes.distinct_layers.cut import Cut, names_in, ops_of
 from shardc.passes.distinct_layers.numbering import Numbering
 from shardc.passes.distinct_layers.twins import Twins, UnlikeError, copied
 
@@ -88,16 +88,18 @@ def _stored(
 def _graph(graph: fx.Graph, cut: Cut, order: Sequence[str], into: fx.Graph) -> fx.Graph:
     """A graph of the result with all layers. order: names of the placeholders; into: an empty graph."""
     ops = ops_of(graph, cut.names.list)
-    if any(layer not in ops.starts for layer in cut.layers):
+    units = cut.units
+    if any(layer not in ops.starts for layer in cut.layers[:units]):
         raise UnlikeError("a layer has no ops left")
-    bounds = [ops.starts[layer] for layer in cut.layers]
+    bounds = [ops.starts[layer] for layer in cut.layers[:units]]
+    bounds.append(ops.start(cut.layers[units], (bounds[-1], bounds[1] - bounds[0])))
     if len({b - a for a, b in pairwise(bounds)}) > 1:
         raise UnlikeError("layers have other numbers of ops")
     nodes = placeholders(graph)
     behind = range(
-        cut.layers[UNITS], sys.maxsize
+        cut.layers[units], sys.maxsize
     )  # the last unit may name these, which are others in the whole program
-    for n in ops.nodes[bounds[UNITS - 1] : bounds[UNITS]]:
+    for n in ops.nodes[bounds[-2] : bounds[-1]]:
         n.meta = {k: cut.names.moved(x, -cut.left_out, behind) for k, x in n.meta.items()}
     moving = _moving(cut, ops.nodes, bounds, nodes)
     numbering = Numbering(nodes)
@@ -105,8 +107,8 @@ def _graph(graph: fx.Graph, cut: Cut, order: Sequence[str], into: fx.Graph) -> f
     names = numbering.replaced([n.name for n in ops.nodes], bounds, cut.left_out, captured)
     for n, name in zip(ops.nodes, names, strict=True):
         n.name = name
-    units = [list(names_in(ops.nodes[a:b])) for a, b in pairwise(bounds)]
-    numbering.learn(units, names_in(ops.nodes[: bounds[0]]), names_in(ops.nodes[bounds[UNITS] :]))
+    in_units = [list(names_in(ops.nodes[a:b])) for a, b in pairwise(bounds)]
+    numbering.learn(in_units, names_in(ops.nodes[: bounds[0]]), names_in(ops.nodes[bounds[-1] :]))
     whole = _Whole(cut, ops.nodes, bounds, nodes, moving, numbering, into)
     whole.store(order)
     whole.copy_units()
@@ -151,7 +153,7 @@ class _Whole:
 
     def copy_units(self) -> None:
         """What comes before the last unit that stays, that one, and its copies."""
-        last, end = self.bounds[UNITS - 1], self.bounds[UNITS]
+        last, end = self.bounds[-2:]
         for n in self.ops[:end]:
             self.env[n] = copied(self.graph, n, n.name, self.env.__getitem__)
             self.written.append(self.env[n])
@@ -174,9 +176,9 @@ class _Whole:
     def finish(self, output: fx.Node) -> None:
         """What comes behind the units."""
         names, layers, more = self.cut.names, self.cut.layers, self.cut.left_out
-        inner = range(layers[0], layers[UNITS - 1])
-        of_last = range(layers[UNITS - 1], layers[UNITS - 1] + names.period)
-        for n in self.ops[self.bounds[UNITS] :]:
+        last = layers[self.cut.units - 1]
+        inner, of_last = range(layers[0], last), range(last, last + names.period)
+        for n in self.ops[self.bounds[-1] :]:
             if any(x != names.moved(x, 1, inner) for x in n.meta.values()):
                 raise UnlikeError(f"{n} names an inner layer")
             said = {k: names.moved(x, more, of_last) for k, x in n.meta.items()}
@@ -188,9 +190,9 @@ class _Whole:
     def _behind(self, n: fx.Node) -> fx.Node:
         """An operand of what comes behind the units."""
         i = self.index.get(n, -1)
-        if self.bounds[0] <= i < self.bounds[UNITS - 1]:
+        if self.bounds[0] <= i < self.bounds[-2]:
             raise UnlikeError(f"{n} is used behind the layers that it is in")
-        inside = self.bounds[UNITS - 1] <= i < self.bounds[UNITS]
+        inside = self.bounds[-2] <= i < self.bounds[-1]
         return self.written[i + self.cut.left_out * self.length] if inside else self.env[n]
 
 
@@ -208,7 +210,9 @@ def _moving(
         twins.check(ops[i - length], ops[i])
     of_last = {nodes[kept] for kept, _ in cut.stored.values()}
     for n in of_last:
-        twins.check_meta(stored[stored[n]], stored[n])
-        twins.check_meta(stored[n], n)
-    pairs = [(ops[i - length], ops[i]) for i in range(bounds[UNITS - 1], bounds[UNITS])]
+        later = n
+        for _ in range(cut.units - 1):
+            twins.check_meta(stored[later], later)
+            later = stored[later]
+    pairs = [(ops[i - length], ops[i]) for i in range(bounds[-2], bounds[-1])]
     return {b: twins.moving(a, b) for a, b in (*pairs, *((stored[n], n) for n in of_last))}

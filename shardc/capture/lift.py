@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from shardc.capture.run_of_layers import Run, longest_run
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
-from shardc.ir.deferred_graph import DeferredGraph
+from shardc.ir.deferred_graph import DeferredGraph, FewerLayers
 from shardc.ir.graph import placeholders, source_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
@@ -114,8 +115,9 @@ def lift(
             env[exported_nodes[spec.arg.name]] = node
 
     held: list[Param | Buffer] = [*params, *buffers]
+    by_name = {n: x for x in held for n in x.names}
     run = longest_run(exported.graph, made.copies, made.updated.values())
-    fewer = None if run is None else run.fewer(fx.Graph(), {n: x for x in held for n in x.names}, made.copies)
+    fewer = None if run is None else run.fewer(fx.Graph(), by_name, made.copies)
     if fewer is not None and any(old.users for old, node in env.items() if node.name in fewer.stored):
         fewer = None  # something else uses them, too
     updated = tuple(b for b in buffers if b.updated)
@@ -125,6 +127,8 @@ def lift(
         whole = graph
     else:
         loss, kept = writer.write(fewer.graph, run, fewer.stored)
+        if (longer := run.with_more()) is not None:
+            fewer = replace(fewer, more=partial(_with_more, writer, longer, by_name))
         whole = DeferredGraph(writer.write, fewer.graph, fewer)
     if loss is not None and not values.requires_grad(loss) and any(p.requires_grad for p in params):
         what = "the loss depends on no trainable parameter"
@@ -188,6 +192,14 @@ class _Writer:
         graph.output((loss, (*with_news, *kept)))
         graph.lint()
         return loss, kept
+
+
+def _with_more(writer: _Writer, run: Run, by_name: Mapping[str, Param | Buffer]) -> FewerLayers:
+    """The graph of another run of the same layers, of which more stay."""
+    fewer = run.fewer(fx.Graph(), by_name, writer.copies)
+    assert fewer is not None, "of the layers that are left out with a shorter run"
+    writer.write(fewer.graph, run, fewer.stored)
+    return fewer
 
 
 def _shared_modules(model: nn.Module) -> tuple[tuple[str, ...], ...]:

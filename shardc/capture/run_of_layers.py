@@ -2,13 +2,13 @@
 (shardc.passes.distinct_layers).
 
     h.0  h.1  h.2  h.3  h.4 ... h.30  h.31     h.1 to h.31 are copies of h.0, each of what the one before gives
-    h.0  h.1  h.2  h.3                h.31     what h.30 gives is what h.3 gives
+    h.0  h.1  h.2                              what h.31 gives is what h.2 gives
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch import fx
@@ -17,19 +17,21 @@ from shardc.capture.layer_copies import Copies, Copy
 from shardc.ir.deferred_graph import FewerLayers
 from shardc.ir.layers import layer_of
 from shardc.ir.stored import Buffer, Param
-from shardc.passes.distinct_layers.cut import LEFT_OUT, PERIOD, UNITS
+from shardc.passes.distinct_layers.cut import LEFT_OUT, MORE_UNITS, PERIOD, UNITS
 
 
 @dataclass(frozen=True)
 class Run:
     """Copies that follow each other. list: the name of the list that they are in; first: number of the first layer;
-    calls: one of each layer, of whole units; period: layers of a unit, which is what repeats.
+    calls: one of each layer, of whole units; period: layers of a unit, which is what repeats; stay: how many units are
+    written.
     """
 
     list: str
     first: int
     calls: Sequence[fx.Node]
     period: int
+    stay: int = UNITS
 
     @property
     def units(self) -> int:
@@ -38,13 +40,18 @@ class Run:
     @property
     def gone(self) -> Sequence[fx.Node]:
         """The calls of layers that are left out."""
-        return self.calls[UNITS * self.period :]
+        return self.calls[self.stay * self.period :]
 
     @property
     def stand_for(self) -> Mapping[fx.Node, fx.Node]:
         """The calls of the last unit that stays: those whose results theirs are."""
-        kept, period = UNITS * self.period, self.period
+        kept, period = self.stay * self.period, self.period
         return dict(zip(self.calls[kept - period : kept], self.gone[-period:], strict=True))
+
+    def with_more(self) -> Run | None:
+        """More units stay, and another one comes last; None where that saves nothing."""
+        more = replace(self, calls=self.calls[: -self.period], stay=MORE_UNITS)
+        return more if more.units >= MORE_UNITS + LEFT_OUT else None
 
     def fewer(self, graph: fx.Graph, stored: Mapping[str, Param | Buffer], copies: Copies) -> FewerLayers | None:
         """The graph without them. stored: by the model's names. None where what they store is used by others too."""
@@ -60,13 +67,13 @@ class Run:
                 x = stored[copy.layer + name]
                 if any(not n.startswith(f"{copy.layer}.") for n in x.names) or (isinstance(x, Buffer) and x.updated):
                     return None
-                if 0 < at < UNITS:
+                if 0 < at < self.stay:
                     before[x.name] = stored[self._layer(i - self.period) + name].name
-                elif at >= UNITS:
-                    kept = self._layer((UNITS - 1) * self.period + i % self.period)
-                    gone[x.name] = stored[kept + name].name, at - UNITS + 1
-        layers = tuple(self.first + at * self.period for at in (*range(UNITS), self.units))
-        return FewerLayers(graph, self.list, self.period, layers, self.units - UNITS, gone, before)
+                elif at >= self.stay:
+                    kept = self._layer((self.stay - 1) * self.period + i % self.period)
+                    gone[x.name] = stored[kept + name].name, at - self.stay + 1
+        layers = tuple(self.first + at * self.period for at in (*range(self.stay), self.units))
+        return FewerLayers(graph, self.list, self.period, layers, self.units - self.stay, gone, before)
 
     def _layer(self, i: int) -> str:
         return _named(self.list, self.first + i)
@@ -116,9 +123,9 @@ class _Find:
             self._made |= {u: (number, int(u.args[1])) for u in call.users}  # type: ignore[arg-type]
 
     def longest(self, period: int) -> Run | None:
-        """At least a layer stays behind it, and a unit before."""
+        """A unit stays before it."""
         begin, best = 0, range(0)
-        for number in sorted(self._calls)[:-1]:
+        for number in sorted(self._calls):
             if number < 2 * period or not self._alike(number, period):
                 begin = max(number - period + 1, period)
             elif number + 1 - begin > len(best):

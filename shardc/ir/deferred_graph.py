@@ -16,9 +16,9 @@ class FewerLayers:
     """A captured graph without most of its equal layers, and what they would be (shardc.passes.distinct_layers).
 
     list: the name of the list of layers; period: layers of a unit, which is what repeats. layers: the first one of each
-    unit that stays, and the first after the last unit. left_out: how many units are. stored: of the parameters and
+    unit that stays, and of the first one after all units. left_out: how many units are. stored: of the parameters and
     buffers of these: the name of that in the last unit that stays, and how many units later they are; before: of those
-    in the units that stay, that of the unit before.
+    in the units that stay, that of the unit before. more: makes the same with more layers, another one last.
     """
 
     graph: fx.Graph
@@ -28,6 +28,7 @@ class FewerLayers:
     left_out: int
     stored: Mapping[str, tuple[str, int]]
     before: Mapping[str, str]
+    more: Callable[[], FewerLayers] | None = None
 
 
 class DeferredGraph(fx.Graph):

@@ -60,7 +60,7 @@ def measured(layers: int, reps: int) -> tuple[float, ...]:
         began = time.process_time()
         captured = capture(subject, batch, prove=False)
         least(0, began)
-        with mock.patch.object(distinct_layers, "shortened", return_value=None):
+        with mock.patch.object(distinct_layers, "cuts", return_value=()):
             began = time.process_time()
             shardc.compile(subject, batch, SPEC, captured=captured, prove=False)
             least(1, began)

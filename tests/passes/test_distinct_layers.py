@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import shardc
 from shardc.capture import capture, run_of_layers
 from shardc.ir.deferred_graph import fewer_layers, is_written
+from shardc.ir.layers import layer_of
 from shardc.ir.program import Program
 from shardc.passes import distinct_layers
-from shardc.passes.distinct_layers import cut
+from shardc.passes.distinct_layers import cut, restore
 from shardc.passes.distinct_layers.numbering import Numbering
 from shardc.passes.distinct_layers.twins import UnlikeError
 from shardc.passes.place import Place
@@ -69,7 +70,7 @@ def compared(model: nn.Module, batch: Any, spec: dict[str, Any]) -> bool:
         with mock.patch.object(Place, "run", autospec=True, side_effect=Place.run) as place:
             program = shardc.compile(model, batch, spec, captured=captured, prove=False)
             results = [len(call.args[1].graph.nodes) for call in place.call_args_list]
-    with mock.patch.object(distinct_layers, "shortened", return_value=None):
+    with mock.patch.object(distinct_layers, "cuts", return_value=()):
         whole = shardc.compile(model, batch, spec, captured=captured, prove=False)
     assert everything(program) == everything(whole)
     once = restored.called and len(results) == 1
@@ -120,6 +121,28 @@ def test_layers_of_other_widths_before_and_behind(known: bool) -> None:
         assert compared(Stack(*[24] * 2, *[16] * 9, *[32] * 2), X, SPLIT)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_the_last_layer_may_be_another(known: bool) -> None:
+    """Then passes run once more, with more layers, of which the last one is not compared."""
+    model, spec = Stack(*[16] * 9), {"shardc": 1, **SPLIT}
+    captured, stayed = capture(model, X, prove=False), []
+
+    def restored(program: Program, shorter: cut.Cut, *args: Any) -> Program:
+        stayed.append(len({layer_of(x.fqn) for x in shorter.program.params if x.fqn.startswith("h.")}))
+        if len(stayed) == 1:
+            raise UnlikeError("in a test")
+        return restore.restored(program, shorter, *args)
+
+    with (
+        nullcontext() if known else mock.patch.object(cut, "fewer_layers", return_value=None),
+        mock.patch.object(distinct_layers, "restored", restored),
+    ):
+        program = shardc.compile(model, X, spec, captured=captured, prove=False)
+    assert stayed == ([4, 6] if known else [3, 5])
+    with mock.patch.object(distinct_layers, "cuts", return_value=()):
+        assert everything(program) == everything(shardc.compile(model, X, spec, captured=captured, prove=False))
+
+
 class Between(Stack):
     """Something stands between the layers, or looks at what an inner one gives."""
 
@@ -149,8 +172,10 @@ def test_a_captured_graph_of_equal_layers_is_written_when_it_is_looked_at() -> N
     assert not is_written(captured.graph)
     fewer = fewer_layers(captured.graph)
     assert fewer is not None
-    assert (fewer.list, fewer.period, fewer.layers, fewer.left_out) == ("h", 1, (2, 3, 4, 8), 3)
-    assert fewer.stored["h_7_up_weight"] == ("h_4_up_weight", 3)
+    assert (fewer.list, fewer.period, fewer.layers, fewer.left_out) == ("h", 1, (2, 3, 9), 5)
+    assert fewer.stored["h_7_up_weight"] == ("h_3_up_weight", 4)
+    assert fewer.more is not None
+    assert fewer.more().layers == (2, 3, 4, 8)
     with mock.patch.object(run_of_layers, "LEFT_OUT", 100):
         whole = capture(model, X, prove=False)
     assert str(captured.graph) == str(whole.graph)
@@ -169,7 +194,7 @@ def test_results_are_those_of_one_device() -> None:
 def test_where_layers_are_not_alike_passes_run_on_all(name: str) -> None:
     spec = {"mesh": {"tp": 2}, "shard": {"h.3.up": "column", "h.3.down": "row"}} if name == "named" else SPLIT
     model = {
-        "few": Stack(*[16] * 5),
+        "few": Stack(*[16] * 4),
         "widths": Stack(*[16, 24] * 4, 16),
         "summed": Stack(*[16] * 9, summed=True),
         "named": Stack(*[16] * 9),
@@ -182,8 +207,8 @@ def test_what_is_refused_names_the_layers_of_the_model() -> None:
     captured = capture(model, X, prove=False)
     spec = {"shardc": 1, "mesh": {"tp": 3}, "shard": {"h.*.up": "column"}}
     texts = []
-    for shorter in (distinct_layers.shortened, lambda *_: None):
-        with mock.patch.object(distinct_layers, "shortened", shorter), pytest.raises(shardc.ShardcError) as e:
+    for shorter in (distinct_layers.cuts, lambda *_: ()):
+        with mock.patch.object(distinct_layers, "cuts", shorter), pytest.raises(shardc.ShardcError) as e:
             shardc.compile(model, X, spec, captured=captured, prove=False)
         texts.append(str(e.value))
     assert texts[0] == texts[1]
@@ -271,5 +296,5 @@ def test_a_placed_graph_that_cannot_be_written_out_is_made_of_all_layers() -> No
     program = shardc.compile(model, X, spec, captured=captured, prove=False)
     with mock.patch("shardc.passes.distinct_layers.restore._Whole.finish", side_effect=UnlikeError("in a test")):
         assert len(program.graph.nodes) > 9 * 8
-    with mock.patch.object(distinct_layers, "shortened", return_value=None):
+    with mock.patch.object(distinct_layers, "cuts", return_value=()):
         assert everything(program) == everything(shardc.compile(model, X, spec, captured=captured, prove=False))
