@@ -176,10 +176,12 @@ class Text:
 
     def _pinned(self) -> list[tuple[fx.Node, fx.Node]]:
         """(line, one that has to come before it): a bucket is gathered, and a value comes back from the host, no
-        earlier than the pass has decided, as it takes memory, and what has effects keeps its order."""
+        earlier than the pass has decided, as it takes memory, and what has effects keeps its order, as what takes one
+        tape does."""
         pairs = [(n, x) for x, n in itertools.pairwise(self.nodes) if n.target is ops.reload_start]
         there: dict[bool, fx.Node] = {}  # by half of an overlapped pair
         under_way: dict[Any, fx.Node] = {}  # by bucket that forward gathers: the last line that waited for it
+        tapes: dict[Any, fx.Node] = {}
         effect: fx.Node | None = None
         for n in self.nodes:
             if isinstance(n.target, OpOverload):
@@ -193,6 +195,10 @@ class Text:
                 pairs.append((n, there[half]))
             elif n.target in GATHERS.values():
                 there[half] = n
+            elif n.target is ops.untaped:
+                if (tape := n.args[0]) in tapes:
+                    pairs.append((n, tapes[tape]))
+                tapes[tape] = n
             elif n.target in EFFECTS:
                 if effect is not None:
                     pairs.append((n, effect))

@@ -21,6 +21,7 @@ both at once, each as far along as the other in simulated time. Memory never exc
 from __future__ import annotations
 
 import math
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,8 @@ def pairs_of(
         forward, other = program.stages[f].lowered, program.stages[t].lowered
         if forward is not None and other is not None:
             prefix = prefix_of(kind, forward.forward)
-            graph = _joined(program, forward.forward, _whole(other) if kind == "FB" else other.forward, prefix)
+            second = _whole(other, seconds, sizes) if kind == "FB" else other.forward
+            graph = _joined(program, forward.forward, second, prefix)
             _overlap(graph, seconds, sizes)
             found.append(Pair(kind, f, t, graph))
     return tuple(found)
@@ -93,24 +95,53 @@ def _named(node: fx.Node, name: str) -> fx.Node:
     return node
 
 
-def _whole(lowered: Lowered) -> fx.Graph:
-    """Backward, of which a schedule with zero bubbles has two halves."""
+def _whole(lowered: Lowered, seconds: Seconds, sizes: Sizes) -> fx.Graph:
+    """Backward, of which a schedule with zero bubbles has two halves: one behind the other, unless what the second one
+    takes is too much to be held for it.
+    """
     if lowered.weights is None:
         return lowered.backward
+    as_autograd, apart = (_of_halves(lowered, lowered.weights, early=early) for early in (True, False))
+    texts = [Text(graph, seconds, sizes) for graph in (as_autograd, apart)]
+    least, held = (text.uses.peak(text.nodes) for text in texts)
+    return apart if within(held, least) else as_autograd
+
+
+def _of_halves(lowered: Lowered, weights: fx.Graph, *, early: bool) -> fx.Graph:
+    """Both halves of backward. early: lines of the second one come as soon as what they take is there, as they do under
+    autograd; else behind the first one.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     by_name: dict[str, fx.Node] = {}
-    halves = lowered.backward, lowered.weights
+    halves = lowered.backward, weights
     for half in halves:
         for n in half.find_nodes(op="placeholder"):
-            if n.name not in by_name and not (half is lowered.weights and n.name in _handed_on(lowered)):
+            if n.name not in by_name and not (half is weights and n.name in _handed_on(lowered)):
                 by_name[n.name] = graph.node_copy(n)
-    for half in halves:
-        for n in half.nodes:
-            if n.op == "call_function":
-                by_name[n.name] = env[n] = graph.node_copy(n, env.__getitem__)
-            elif n.op == "placeholder":
-                env[n] = by_name[n.name]
+    rest = deque(n for n in weights.nodes if n.op == "call_function")
+    of_first = [n for n in lowered.backward.nodes if n.op == "call_function"]
+    wanted = Counter(n.args[0].name for n in of_first if n.target is ops.untaped)
+
+    def ready(n: fx.Node) -> bool:
+        """A tape is empty after the last line that takes it."""
+        shared_tape = n.target is ops.untaped and wanted[n.args[0].name] > 0  # type: ignore[union-attr]
+        return not shared_tape and all(x in env or x.name in by_name for x in n.all_input_nodes)
+
+    def add(n: fx.Node) -> None:
+        for x in n.all_input_nodes:
+            env.setdefault(x, by_name[x.name])
+        by_name[n.name] = env[n] = graph.node_copy(n, env.__getitem__)
+
+    for n in of_first:
+        add(n)
+        if n.target is ops.untaped:
+            wanted[n.args[0].name] -= 1
+        while early and rest and ready(rest[0]):
+            add(rest.popleft())
+    for n in rest:
+        add(n)
+    env |= {n: by_name[n.name] for n in lowered.backward.find_nodes(op="placeholder")}
     received: Any = lowered.backward.output_node().args[0]
     graph.output(fx.map_arg(received[0], env.__getitem__))
     return graph

@@ -135,11 +135,35 @@ def test_a_pair_has_the_lines_of_both_texts_and_takes_no_more_memory(case: str) 
             overlap.Text(text, seconds, sizes)
         for text in other.texts.values():
             overlap.Text(text, seconds, sizes)
-        whole = pair._whole(other) if p.kind == "FB" else other.forward
+        whole = pair._whole(other, seconds, sizes) if p.kind == "FB" else other.forward
         one_by_one = overlap.Text(pair._joined(program, forward.forward, whole, prefix), seconds, sizes)
         both = overlap.Text(p.graph, seconds, sizes)
         assert overlap.within(both.uses.peak(both.nodes), one_by_one.uses.peak(one_by_one.nodes))
         assert both.simulate(both.nodes) <= one_by_one.simulate(one_by_one.nodes)
+
+
+def test_a_backward_in_two_halves_is_whole_in_a_pair() -> None:
+    """The gradient of a linear layer's result is held until the second half, for that of the weight, where that takes
+    no more memory than not to hold it.
+    """
+    program = compiled("gpt", DUAL, lower=True)
+    lowered = program.stages[1].lowered
+    assert lowered is not None
+    assert lowered.weights is not None
+    first, second = ([n.name for n in g.nodes if n.op == "call_function"] for g in (lowered.backward, lowered.weights))
+    seconds, sizes = Seconds(program, Rank(program)), Sizes(program)
+    for n in lowered.forward.nodes:  # what its tapes take is known from forward's lines
+        seconds.of(n)
+    peaks = []
+    for early in (True, False):
+        text = overlap.Text(pair._of_halves(lowered, lowered.weights, early=early), seconds, sizes)
+        names = [n.name for n in text.nodes]
+        assert [n for n in names if n in first] == first
+        assert [n for n in names if n in second] == second
+        assert (names == [*first, *second]) != early
+        peaks.append(text.uses.peak(text.nodes))
+    text = overlap.Text(pair._whole(lowered, seconds, sizes), seconds, sizes)
+    assert text.uses.peak(text.nodes) == peaks[1 if overlap.within(peaks[1], peaks[0]) else 0]
 
 
 def test_names_of_the_two_halves_do_not_meet() -> None:
