@@ -119,14 +119,20 @@ class Products(_Section):
         return many * m * n * k / (least * self.units)
 
 
+#: Keys that a CPU's kernel of attention takes at once (torch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
+CPU_KEYS = 512
+
+
 class OpRates(_Section):
     """What one op of torch reaches where that is not the device's own. launch: seconds that it takes at least;
-    bandwidth: bytes per second that it reads and writes; flops: share of what products of its shape reach.
+    bandwidth: bytes per second that it reads and writes; flops: share of what products of its shape reach. each: of a
+    CPU, seconds beside all that for each of the products, or heads of a row, of which it computes several.
     """
 
     launch: Annotated[float, Field(ge=0)] | None = None
     bandwidth: Positive | None = None
     flops: Positive | None = None
+    each: Annotated[float, Field(ge=0)] | None = None
 
 
 class Reference(_Section):
@@ -157,7 +163,8 @@ class Device(_Section):
     for all; mxfp8: with one for each 32 of a row. Those of 8 bits that are not listed run in 16. bandwidth: bytes of
     memory read or written per second. launch: the least seconds that an op takes. host: seconds in which the host
     starts one, at least; it may be ahead of the device; host_collective: and in which it starts a collective and,
-    later, hands on what came. On a CPU, which is its own host, an op takes launch and host beside its work.
+    later, hands on what came. On a CPU, which is its own host, an op takes launch and host beside its work, and that
+    of its products beside that of its bytes.
     skew: seconds by which ranks that have computed come to a collective one after the other: who waits for it waits so
     much longer than the collective itself takes.
     reaches: shares of these peaks; products: what one of them reaches, by its shape; ops: by torch's name of the op,
@@ -223,10 +230,13 @@ class Device(_Section):
         return self.flops.get(format_of(dtype), self.flops.get("bfloat16", slowest) if dtype in NARROW else slowest)
 
     def op_seconds(self, op: Op) -> float:
-        """Its flops or its memory traffic in bytes, whichever takes longer."""
-        launch = self.launch_seconds(op)
-        work = max(self.product_seconds(op), self.traffic_seconds(op))
-        return launch + work if self.kind == "cpu" else max(launch, work)
+        """Its flops or its memory traffic in bytes, whichever takes longer; on a CPU one after the other, as its
+        libraries copy a product's operands into another order first.
+        """
+        launch, products, traffic = self.launch_seconds(op), self.product_seconds(op), self.traffic_seconds(op)
+        if self.kind == "cpu":
+            return launch + products + traffic + self.each_seconds(op)
+        return max(launch, products, traffic)
 
     def cause(self, op: Op) -> Literal["compute", "memory", "launch"]:
         """What most of an op's time goes to: its products, its traffic, or to be run at all."""
@@ -240,7 +250,11 @@ class Device(_Section):
         own = self._own(op, "launch")
         return self.launch if own is None else own
 
-    def _own(self, op: Op, what: Literal["launch", "bandwidth", "flops"]) -> float | None:
+    def each_seconds(self, op: Op) -> float:
+        """That a CPU takes for each of an op's products beside their work."""
+        return ((self._own(op, "each") or 0.0) * op.matrices[0]) if op.matrices else 0.0
+
+    def _own(self, op: Op, what: Literal["launch", "bandwidth", "flops", "each"]) -> float | None:
         """What `ops` says of an op in its dtype, or else of the op."""
         for key in dict.fromkeys((own_rates(op), op.name)) if self.ops else ():
             if key in self.ops and (found := getattr(self.ops[key], what)) is not None:
@@ -254,13 +268,18 @@ class Device(_Section):
         peak = self.flops_per_second(op.dtype)
         share = self._own(op, "flops") or 1.0
         if op.attention:
-            return (op.flops - op.masked) / (peak * (self.reaches.attention or self.reaches.flops) * share)
+            peak *= self.reaches.attention or self.reaches.flops
+            return (op.flops - op.masked * self._left_out(op)) / (peak * share)
         if self.products is not None and op.matrices:
             many, m, n = op.matrices
             # a ramp takes its seconds, in which 8 bits get further
             faster = peak / self.flops_per_second("bfloat16") if op.dtype in NARROW else 1.0
             share *= self.products.share(m, n, op.flops / (2 * many * m * n), many, faster)
         return op.flops / (peak * self.reaches.flops * share)
+
+    def _left_out(self, op: Op) -> float:
+        """Of the flops that a causal mask empties, the share that a kernel leaves out: a CPU's has large blocks."""
+        return max(1 - CPU_KEYS / op.matrices[2], 0.0) if self.kind == "cpu" and op.matrices else 1.0
 
     def least_product_seconds(self, op: Op) -> float:
         """Of its flops in products of any other shape: with more rows they reach more. Of attention at least half, as

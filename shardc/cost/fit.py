@@ -19,6 +19,7 @@ medians are taken, as a machine with other work has outliers, always above.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections import defaultdict
@@ -48,6 +49,8 @@ LARGE = 3.0
 MESSAGE = 2**14
 #: How much an op's own numbers are drawn to the device's: with one size only, both could be anything.
 DRAWN = 0.003
+#: Seconds for each of an op's products, where the search for them begins.
+EACH = 1e-6
 
 T = TypeVar("T")
 
@@ -197,23 +200,23 @@ def _flops(d: Device, samples: Sequence[OpSample]) -> Device:
     else:
         units = d.products.units if d.products is not None else 1
         tried += [Products(tiles=((*tile, 1.0),), units=units, ramp=float(r)) for tile in TILES for r in RAMPS]
-    best = min((_of_dtypes(d.model_copy(update={"products": p}), bound) for p in tried), key=lambda x: x[0])
-    return best[1]
+    shaped = [x for x in samples if x.op.matrices]
+    found = [_of_dtypes(d.model_copy(update={"products": p}), bound) for p in tried]
+    return min(found, key=lambda d: sum(x.seconds**0.5 * abs(math.log(d.op_seconds(x.op) / x.seconds)) for x in shaped))
 
 
-def _of_dtypes(d: Device, samples: Sequence[OpSample]) -> tuple[float, Device]:
-    """(how far the samples are off, the device): with the rates by dtype that fit best."""
+def _of_dtypes(d: Device, samples: Sequence[OpSample]) -> Device:
+    """With the rates by dtype that fit best."""
     by: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for x in samples:
         by[x.op.dtype].append((d.product_seconds(x.op) / _work(d, x), x.seconds))
     faster = {dtype: _weighted_median(some) for dtype, some in by.items()}
-    off = [w**0.5 * abs(math.log(r / faster[dtype])) for dtype, some in by.items() for r, w in some]
     if d.reaches.flops < 1:
         factor = float(np.median(list(faster.values())))
         share = min(d.reaches.flops * factor, 1.0)
-        return sum(off), d.model_copy(update={"reaches": d.reaches.model_copy(update={"flops": share})})
+        return d.model_copy(update={"reaches": d.reaches.model_copy(update={"flops": share})})
     flops = {**d.flops, **{format_of(dtype): d.flops_per_second(dtype) * f for dtype, f in faster.items()}}
-    return sum(off), d.model_copy(update={"flops": flops})
+    return d.model_copy(update={"flops": flops})
 
 
 def _attention(d: Device, samples: Sequence[OpSample]) -> Device:
@@ -237,20 +240,25 @@ def _own(d: Device, known: Device, some: Sequence[OpSample], before: OpRates) ->
         return None
     if all(_small(x.op) for x in some):
         return before.model_copy(update={"launch": float(np.median([_starting(d, x) for x in some]))})
-    work = np.array([max(d.product_seconds(x.op), d.traffic_seconds(x.op)) for x in some])
-    took = np.array([x.seconds for x in some])
+    parts = {"launch": [d.launch for _ in some], "bandwidth": [d.traffic_seconds(x.op) for x in some]}
+    if any(x.op.flops for x in some):
+        parts["flops"] = [d.product_seconds(x.op) for x in some]
+    if d.kind == "cpu" and any(x.op.matrices and x.op.matrices[0] > 1 for x in some):
+        parts["each"] = [EACH * (x.op.matrices or (1,))[0] for x in some]
+    took, seconds = np.array([x.seconds for x in some]), np.array(list(parts.values()))
 
-    def off(launch: float, times: float) -> float:
-        a, b = launch * d.launch, times * work
-        drawn = DRAWN * (abs(math.log(launch)) + abs(math.log(times)))
-        return float(np.abs(np.log((a + b if d.kind == "cpu" else np.maximum(a, b)) / took)).mean()) + drawn
+    def off(*times: float) -> float:
+        each = np.array(times)[:, None] * seconds
+        drawn = DRAWN * sum(abs(math.log(x)) for x in times)
+        return float(np.abs(np.log((each.sum(0) if d.kind == "cpu" else each.max(0)) / took)).mean()) + drawn
 
-    launch, times = _descended(off)
-    products = [x.op for x in some if d.product_seconds(x.op) > d.traffic_seconds(x.op)]
-    seconds = launch * d.launch
-    if len(products) > len(some) // 2:
-        return OpRates(launch=seconds, flops=1 / times)
-    return OpRates(launch=seconds, bandwidth=d.bandwidth * d.reaches.bandwidth / times)
+    times = dict(zip(parts, _descended(off, len(parts)), strict=True))
+    return OpRates(
+        launch=times["launch"] * d.launch,
+        bandwidth=d.bandwidth * d.reaches.bandwidth / times["bandwidth"],
+        flops=1 / times["flops"] if "flops" in times else None,
+        each=times["each"] * EACH if "each" in times else None,
+    )
 
 
 def _small(op: Op) -> bool:
@@ -264,8 +272,10 @@ def _starting(d: Device, x: OpSample) -> float:
 
 
 def _work(d: Device, x: OpSample) -> float:
-    """Of its seconds, those that are not of starting it."""
-    return max(x.seconds - d.launch, 0.1 * x.seconds) if d.kind == "cpu" else x.seconds
+    """Of its seconds, those of its products, or of its bytes where it has none."""
+    if d.kind == "gpu":
+        return x.seconds
+    return max(x.seconds - d.launch - (d.traffic_seconds(x.op) if x.op.flops else 0.0), 0.1 * x.seconds)
 
 
 def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
@@ -322,7 +332,7 @@ def _with_link(d: Device, name: str, link: Link, samples: Sequence[LinkSample]) 
         return float(np.mean([abs(math.log(_seconds(other, x) / x.seconds)) for x in samples]))
 
     if all(x.bytes < MESSAGE for x in samples):
-        delay, _ = _descended(lambda delay, _: off(delay, 1.0, link.kinds))
+        (delay,) = _descended(lambda delay: off(delay, 1.0, link.kinds), 1)
         return with_factors(delay, 1.0, link.kinds)
     delay, rate = _descended(partial(off, kinds=unseen))
     found = with_factors(delay, rate, unseen)
@@ -340,15 +350,15 @@ def _with_link(d: Device, name: str, link: Link, samples: Sequence[LinkSample]) 
     return with_factors(*_descended(partial(off, kinds=kinds)), kinds)
 
 
-def _descended(off: Callable[[float, float], float]) -> tuple[float, float]:
-    """Two factors with the least error, from 1 and 1 on: times 4 or a fourth of it, either or both; where none of that
+def _descended(off: Callable[..., float], count: int = 2) -> tuple[float, ...]:
+    """So many factors with the least error, from 1 on: times 4 or a fourth of it, any of them; where none of that
     helps, by smaller steps.
     """
-    at, step = (1.0, 1.0), 4.0
+    at, step = (1.0,) * count, 4.0
     least = off(*at)
     while step > 1.005:
-        a, b = at
-        near = [(a * x, b * y) for x in (1 / step, 1.0, step) for y in (1 / step, 1.0, step)]
+        ways = itertools.product((1 / step, 1.0, step), repeat=count)
+        near = [tuple(a * x for a, x in zip(at, way, strict=True)) for way in ways]
         found = min((off(*x), x) for x in near)
         if found[0] < least * (1 - 1e-9):
             least, at = found

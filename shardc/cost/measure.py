@@ -1,8 +1,8 @@
 """Measure this machine: what `shardc device --measure` writes.
 
 A device is one process: on a CPU with the threads and the cores that `shardc run` gives it, or with one GPU. Times of
-ops and collectives are medians of several rounds: the best of them foretold steps of a CPU a quarter too short. Other
-work on the machine counts.
+ops are medians of several rounds; of collectives and whole steps the quickest of several turns counts. Other work on
+the machine counts.
 
     flops, bandwidth, launch, products, ops
                 ops of small pieces of models, forward and backward (shardc.cost.tour), and what fits them
@@ -22,7 +22,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
@@ -208,7 +208,8 @@ def _process(
     ops = tour(device, sizes.seconds, sizes=sizes.pieces) if cpu else None
     dist.barrier()
     mesh = TorchMesh(Mesh((("ranks", count),)), device=device, watch=0)
-    found, calls, rounds = [], sizes.calls, sizes.rounds
+    calls, rounds = sizes.calls, sizes.rounds
+    each: list[tuple[str, int, Callable[[], Any], int]] = []
     for nbytes in sizes.messages:
         x = torch.zeros(count, nbytes // (4 * count), device=device)
         ways: dict[str, Callable[[], Any]] = {
@@ -217,12 +218,23 @@ def _process(
             "reduce_scatter": partial(mesh.reduce_scatter, x, "ranks"),
             "all_to_all": partial(mesh.all_to_all, x, "ranks"),
         }
-        often, ranks = max(min(calls, 2**24 // nbytes), 1), tuple(range(count))
-        found += [LinkSample(kind, nbytes, ranks, _call_seconds(ways[kind], device, often, rounds)) for kind in KINDS]
+        often = max(min(calls, 2**24 // nbytes), 1)
+        each += [(kind, nbytes, ways[kind], often) for kind in KINDS]
+    found = _links_in_turns(each, device, rounds, tuple(range(count)))
     computing, skew = _computing_beside(mesh, device, sizes.beside, rounds), _skew(mesh, device, calls, rounds)
     steps = whole_steps.run(compiled, count, sizes.decoders, sizes.steps) if cpu and compiled is not None else None
     dist.destroy_process_group()
     return Measured(Links(found, computing, skew), ops, steps, time.process_time())
+
+
+def _links_in_turns(
+    each: Sequence[tuple[str, int, Callable[[], Any], int]], device: torch.device, rounds: int, ranks: tuple[int, ...]
+) -> list[LinkSample]:
+    """Of (kind, bytes, call, how many times) each the quickest of its rounds, in which all take turns: what slows the
+    machine down for a second does so to a round of some, not to all of one.
+    """
+    took = [[_call_seconds(call, device, often, 1) for _, _, call, often in each] for _ in range(rounds)]
+    return [LinkSample(x[0], x[1], ranks, min(some)) for x, some in zip(each, zip(*took, strict=True), strict=True)]
 
 
 def _skew(mesh: TorchMesh, device: torch.device, calls: int, rounds: int) -> float:

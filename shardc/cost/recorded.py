@@ -53,7 +53,7 @@ class Op(NamedTuple):
     again: it is of forward, and runs in backward.
 
     of, shape: of an op with products, the program's op that it belongs to, and its result's shape. matrices: (how many,
-    rows, columns) of the products' results. attention: it is a kernel for it; masked: flops of its kind that a kernel
+    rows, columns) of the products' results, of attention the scores. attention: it is a kernel for it; masked: flops of its kind that a kernel
     leaves out, as a mask empties them.
     """
 

@@ -27,6 +27,8 @@ SIZES = {
     "cuda": ((256, 256), (1024, 1024), (2048, 2048), (4096, 1536), (4096, 4096), (8192, 3072), (16384, 2048)),
 }
 VOCABULARY, HEAD = 1000, 32
+#: Products of fewer rows: tokens divided by these. Tokens of the rows of attention, at most.
+FEW, LENGTHS = (8, 32), (16, 256)
 #: Of the small model by which the host's time is found; and how often it runs.
 LAYERS, ROUNDS = 8, 5
 
@@ -161,9 +163,11 @@ def _products(
         linear(4 * hidden, hidden, bias=False),
         linear(hidden, VOCABULARY, bias=False),
     )
-    yield lambda: _backward(up(x))
-    yield lambda: _backward(down(wide))
     yield lambda: _backward(head(x))
+    for rows in dict.fromkeys((len(x), *(max(len(x) // n, 1) for n in FEW))):
+        some, those = (t.detach()[:rows].requires_grad_() for t in (x, wide))
+        yield lambda some=some: _backward(up(some))  # type: ignore[misc]
+        yield lambda those=those: _backward(down(those))  # type: ignore[misc]
     channels = max(hidden // 16, 4)
     image = torch.randn(4, channels, 16, 16, device=device, dtype=dtype)
     convolution = nn.Conv2d(channels, 2 * channels, 3, padding=1, device=device, dtype=dtype)
@@ -171,13 +175,14 @@ def _products(
 
 
 def _attention(tokens: int, hidden: int, device: torch.device, dtype: torch.dtype) -> Iterator[Callable[[], None]]:
-    heads, length = max(hidden // HEAD, 1), min(tokens, 256)
-    q = torch.randn(tokens // length, heads, length, HEAD, device=device, dtype=dtype).requires_grad_()
-    for causal in (False, True):
-        yield lambda causal=causal: _backward(  # type: ignore[misc]
-            functional.scaled_dot_product_attention(q, q, q, is_causal=causal)
-        )
-    yield lambda: _backward((q @ q.transpose(-1, -2)).softmax(-1) @ q)
+    heads = max(hidden // HEAD, 1)
+    for length in dict.fromkeys(min(tokens, n) for n in LENGTHS):
+        q = torch.randn(tokens // length, heads, length, HEAD, device=device, dtype=dtype).requires_grad_()
+        for causal in (False, True):
+            yield lambda q=q, causal=causal: _backward(  # type: ignore[misc]
+                functional.scaled_dot_product_attention(q, q, q, is_causal=causal)
+            )
+        yield lambda q=q: _backward((q @ q.transpose(-1, -2)).softmax(-1) @ q)  # type: ignore[misc]
 
 
 def _backward(result: Tensor) -> None:

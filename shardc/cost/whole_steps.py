@@ -4,8 +4,8 @@ An op that is timed by itself takes a little longer, or less, than among others;
 ranks that wait for each other come late. Five numbers say all that, found so that steps of the engine itself, which
 nothing slowed down by looking, take as long as `cost` says:
 
-    rates       of all ops, together
-    host        seconds beside each op: models have several sizes
+    rates       of all ops, together: some steps are of one rank alone, and send nothing
+    host        seconds beside each op: models have several sizes, batches have one part or several
     host_collective
                 seconds beside each collective: weights are gathered by many and by few
     skew        ranks meet at every layer, or seldom
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,12 +31,16 @@ from torch.nn import functional
 from shardc.cost.device import Device, Reference
 from shardc.cost.machine_speed import timer, usual
 from shardc.ir.program import Program
+from shardc.runtime.mesh.loopback import loopback
+
+if TYPE_CHECKING:
+    from shardc.runtime.step.engine import Engine
 
 #: (hidden size, layers) of the models; rows and tokens of the batch.
 SIZES, ROWS, TOKENS = ((64, 3), (192, 3), (448, 3)), 8, 32
 #: Steps that are timed in each of so many turns, of which the quickest counts; and steps before the first one.
 STEPS, TURNS, WARM = 3, 5, 3
-HEADS, CLASSES = 4, 500
+HEADS, CLASSES, MICROBATCHES = 4, 500, 4
 #: Seconds of the host for a collective, where the search begins.
 COLLECTIVE = 5e-5
 #: How much the numbers are drawn to those measured apart; the most rounds of finding them; the difference that shows a
@@ -100,6 +104,8 @@ class _Decoder(nn.Module):
 def cases(compiled: Compile, ranks: int, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[Program, nn.Module, Any]]:
     """(a program, its model, its batch). compiled: shardc.compile, which stands above this."""
     specs = (
+        {"mesh": {"dp": 1}},
+        {"mesh": {"dp": 1}, "batch": {"microbatches": MICROBATCHES}},
         {"mesh": {"dp": ranks}, "data": {"zero": 0, "bucket_mb": 25.0}},
         {"mesh": {"dp": ranks}, "data": {"zero": 0, "bucket_mb": 0.03}},
         {"mesh": {"dp": ranks}, "data": {"zero": 2, "bucket_mb": 0.03}},
@@ -107,7 +113,7 @@ def cases(compiled: Compile, ranks: int, sizes: Sequence[tuple[int, int]]) -> It
         {"mesh": {"dp": ranks}, "data": {"zero": 3, "bucket_mb": 0.03}},
         {"mesh": {"tp": ranks}, "shard": {"use": "structure"}},
     )
-    heads, rows, classes = (_up(n, ranks) for n in (HEADS, ROWS, CLASSES))
+    heads, rows, classes = _up(HEADS, ranks), _up(ROWS, math.lcm(ranks, MICROBATCHES)), _up(CLASSES, ranks)
     for hidden, layers in sizes:
         for spec in specs:
             torch.manual_seed(0)
@@ -124,12 +130,20 @@ def _up(n: int, ranks: int) -> int:
 
 def run(compiled: Compile, ranks: int, sizes: Sequence[tuple[int, int]], steps: int) -> Steps:
     """On one of the ranks, which all do this."""
-    engines = [(program.engine(model), batch) for program, model, batch in cases(compiled, ranks, sizes)]
+    engines = [(_engine(program, model), batch) for program, model, batch in cases(compiled, ranks, sizes)]
     turns = in_turns([partial(engine.step, batch) for engine, batch in engines], steps)
     for engine, _ in engines:
         engine.close()
     quiet = [min(each, key=lambda turn: turn.seconds) for each in turns]
     return Steps([turn.seconds for turn in quiet], [turn.reference for turn in quiet])
+
+
+def _engine(program: Program, model: nn.Module) -> Engine:
+    """Of a program for one rank, every process has one of its own, which waits for nobody."""
+    if program.mesh.world > 1:
+        return program.engine(model)
+    (found,) = loopback(program.mesh, lambda mesh: program.engine(model, mesh=mesh))
+    return found
 
 
 @dataclass(frozen=True)
@@ -175,17 +189,17 @@ def fitted(device: Device, found: Sequence[Steps], prices: Sequence[Price]) -> D
     beside = min(start.reaches.computing, 0.7)  # at 1, nothing says what less would do
 
     def with_factors(at: np.ndarray) -> Device:
-        slower, host, collective, skew, computing = map(float, np.exp(at))
+        slower, host, collective, links, skew, computing = map(float, np.exp(at))
         reaches = start.reaches.model_copy(update={"computing": min(max(computing * beside, LEAST), 1.0)})
         update = {"host": host * each, "host_collective": collective * COLLECTIVE, "skew": skew * start.skew}
-        return start.slower(slower, slower, slower).model_copy(update=update | {"reaches": reaches})
+        return start.slower(slower, slower, slower, links).model_copy(update=update | {"reaches": reaches})
 
     def off(at: np.ndarray) -> np.ndarray:
         device = with_factors(at)
         priced = [math.log(seconds(device.as_fast(then)) / measured) for seconds, measured, then in steps]
         return np.array([*map(_softened, priced), *(DRAWN * at)])
 
-    return with_factors(_least_squares(off, np.zeros(5)))
+    return with_factors(_least_squares(off, np.zeros(6)))
 
 
 def _softened(off: float) -> float:

@@ -60,8 +60,12 @@ def masked_share(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> flo
 
 def matrices_of(op: Any, args: Sequence[Any], result: Any) -> tuple[int, int, int] | tuple[()]:
     """(how many, rows, columns) of the results of products of matrices; a convolution is one product, for all of its
-    places; of grouped products all groups count as equal. () for other ops.
+    places; of grouped products all groups count as equal; of attention the scores, of each head of each row. () for
+    other ops.
     """
+    if op in _ATTENTION:
+        q, k, _ = args[_ATTENTION[op][0] : _ATTENTION[op][0] + 3]
+        return math.prod(q.shape[:-2]), int(q.shape[-2]), int(k.shape[-2])
     x = result[0] if isinstance(result, (tuple, list)) else result
     if op.overloadpacket in _GROUPED and x.dim() == 2:
         many = int(args[1].shape[0])

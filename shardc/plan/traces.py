@@ -39,8 +39,8 @@ def decoded(value: Mapping[str, Any]) -> DryRun:
     """The dry run. Raises KeyError, IndexError, TypeError or ValueError for values that are none."""
     storages = [Storage(n, kind) for n, kind in value["storages"]]
     ops = [
-        Op(flops, traffic, dtype, matrices=tuple(matrices), attention=attention, masked=masked)
-        for flops, traffic, dtype, matrices, attention, masked in value["ops"]
+        Op(flops, traffic, dtype, matrices=tuple(matrices), attention=attention, masked=masked, name=name)
+        for flops, traffic, dtype, matrices, attention, masked, name in value["ops"]
     ]
     records = [CommRecord(kind, tuple(axes), n, direction) for kind, axes, n, direction in value["records"]]
 
@@ -94,7 +94,7 @@ class _Tables:
 
     def _work(self, w: Op | Sent | Waited) -> Any:
         if isinstance(w, Op):
-            return _numbered(self.ops, (w.flops, w.traffic, w.dtype, w.matrices, w.attention, w.masked))
+            return _numbered(self.ops, (w.flops, w.traffic, w.dtype, w.matrices, w.attention, w.masked, w.name))
         return [w.key] if isinstance(w, Waited) else [self._record(w.record), w.key, w.after]
 
     def _record(self, r: CommRecord) -> int:
