@@ -189,9 +189,9 @@ def _bandwidth(d: Device, plain: Sequence[OpSample]) -> Device:
 
 def _flops(d: Device, samples: Sequence[OpSample]) -> Device:
     """The tile and the ramp with which products of all shapes come to the same rate, and that rate, by dtype."""
-    least = [max(d.launch_seconds(x.op), d.traffic_seconds(x.op)) for x in samples]
-    large = [(x, other) for x, other in zip(samples, least, strict=True) if x.op.matrices and not _small(x.op)]
-    bound = [x for x, other in large if x.seconds > 2 * other]
+    shaped = [x for x in samples if x.op.matrices]
+    least = [max(d.launch_seconds(x.op), d.traffic_seconds(x.op)) for x in shaped]
+    bound = [x for x, other in zip(shaped, least, strict=True) if not _small(x.op) and x.seconds > 2 * other]
     if not bound:
         return d
     tried: list[Products | None] = [d.products]
@@ -200,9 +200,10 @@ def _flops(d: Device, samples: Sequence[OpSample]) -> Device:
     else:
         units = d.products.units if d.products is not None else 1
         tried += [Products(tiles=((*tile, 1.0),), units=units, ramp=float(r)) for tile in TILES for r in RAMPS]
-    shaped = [x for x in samples if x.op.matrices]
+    # of several products at once, each may take a time of its own
+    alone = [x for x in shaped if x.op.matrices[:1] == (1,)] or shaped
     found = [_of_dtypes(d.model_copy(update={"products": p}), bound) for p in tried]
-    return min(found, key=lambda d: sum(x.seconds**0.5 * abs(math.log(d.op_seconds(x.op) / x.seconds)) for x in shaped))
+    return min(found, key=lambda d: sum(x.seconds**0.5 * abs(math.log(d.op_seconds(x.op) / x.seconds)) for x in alone))
 
 
 def _of_dtypes(d: Device, samples: Sequence[OpSample]) -> Device:
@@ -347,7 +348,8 @@ def _with_link(d: Device, name: str, link: Link, samples: Sequence[LinkSample]) 
     if not kinds:
         return found
     kinds |= unseen
-    return with_factors(*_descended(partial(off, kinds=kinds)), kinds)
+    delay, rate = _descended(partial(off, kinds=kinds))
+    return with_factors(delay, rate, kinds)
 
 
 def _descended(off: Callable[..., float], count: int = 2) -> tuple[float, ...]:

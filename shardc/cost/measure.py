@@ -103,6 +103,8 @@ def measure(
     reaches = found.device.reaches.model_copy(update={"computing": links.computing})
     node = processes or _devices(device, threads)
     update = {"source": source, "node": node, "reaches": reaches, "skew": links.skew}
+    if device.type == "cpu":
+        update["reference"] = ops.reference
     measured = found.device.model_copy(update=update)
     steps = [x.steps for x in each if x.steps is not None]
     if not steps or compiled is None:
@@ -214,7 +216,7 @@ def _process(
         x = torch.zeros(count, nbytes // (4 * count), device=device)
         ways: dict[str, Callable[[], Any]] = {
             "all_reduce": partial(mesh.all_reduce, x, ("ranks",)),
-            "all_gather": partial(mesh.all_gather, x[0], "ranks"),
+            "all_gather": partial(_gathered, mesh, x),
             "reduce_scatter": partial(mesh.reduce_scatter, x, "ranks"),
             "all_to_all": partial(mesh.all_to_all, x, "ranks"),
         }
@@ -225,6 +227,11 @@ def _process(
     steps = whole_steps.run(compiled, count, sizes.decoders, sizes.steps) if cpu and compiled is not None else None
     dist.destroy_process_group()
     return Measured(Links(found, computing, skew), ops, steps, time.process_time())
+
+
+def _gathered(mesh: TorchMesh, x: torch.Tensor) -> None:
+    """As ZeRO does, into the place where this rank's part lies already. x: [ranks, numbers of each]."""
+    mesh.start_all_gather(x[mesh.rank], x.view(-1), "ranks").wait()
 
 
 def _links_in_turns(

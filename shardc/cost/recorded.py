@@ -53,8 +53,8 @@ class Op(NamedTuple):
     again: it is of forward, and runs in backward.
 
     of, shape: of an op with products, the program's op that it belongs to, and its result's shape. matrices: (how many,
-    rows, columns) of the products' results, of attention the scores. attention: it is a kernel for it; masked: flops of its kind that a kernel
-    leaves out, as a mask empties them.
+    rows, columns) of the products' results, of attention the scores. attention: it is a kernel for it; masked: flops of
+    its kind that a kernel leaves out, as a mask empties them.
     """
 
     flops: int

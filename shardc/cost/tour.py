@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardc.cost.device import Reference
 from shardc.cost.fit import OpSample, merged
+from shardc.cost.machine_speed import timer, usual
 from shardc.cost.op_times import OpTimes
 from shardc.runtime.mesh.allocator import keep_freed
 
@@ -29,16 +31,21 @@ SIZES = {
 VOCABULARY, HEAD = 1000, 32
 #: Products of fewer rows: tokens divided by these. Tokens of the rows of attention, at most.
 FEW, LENGTHS = (8, 32), (16, 256)
+#: So many pieces run between two looks at how fast the machine is.
+TOGETHER = 20
 #: Of the small model by which the host's time is found; and how often it runs.
 LAYERS, ROUNDS = 8, 5
 
 
 @dataclass(frozen=True)
 class Tour:
-    """What was measured. host: seconds that a small op takes beside its own, in autograd and Python."""
+    """What was measured. host: seconds that a small op takes beside its own, in autograd and Python; reference: how
+    fast the machine was meanwhile.
+    """
 
     samples: list[OpSample]
     host: float
+    reference: Reference
 
 
 def tour(
@@ -55,19 +62,21 @@ def tour(
     pieces += [piece for tokens, hidden in each[::2] for piece in _pieces(tokens, hidden, device, torch.bfloat16)]
     pieces += [piece for tokens, hidden in each for piece in _in_one_dtype(tokens, hidden, device)]
     found: list[OpSample] = []
+    once, beside = timer(), []
     begin, rounds = time.perf_counter(), 0
     while not rounds or time.perf_counter() - begin < seconds:
         on(f"ops, round {rounds + 1}")
-        times = OpTimes(device)
-        with times:
-            for piece in pieces:
-                piece()
-        measured = times.measured(0).ops
         if rounds == 1:  # the first one allocates: it counts where there is no other
             found.clear()
-        found += [OpSample(x.op, x.seconds / x.count, x.count) for x in measured]
+        for at in range(0, len(pieces), TOGETHER):
+            beside.append(once())
+            times = OpTimes(device)
+            with times:
+                for piece in pieces[at : at + TOGETHER]:
+                    piece()
+            found += [OpSample(x.op, x.seconds / x.count, x.count) for x in times.measured(0).ops]
         rounds += 1
-    return Tour(merged(found, statistics.median), _host(device))
+    return Tour(merged(found, statistics.median), _host(device), usual(beside))
 
 
 def _host(device: torch.device) -> float:

@@ -1,13 +1,14 @@
 """Whole steps of small models on several processes: what a step takes beside its ops and collectives one by one.
 
 An op that is timed by itself takes a little longer, or less, than among others; between ops Python and autograd work;
-ranks that wait for each other come late. Five numbers say all that, found so that steps of the engine itself, which
+ranks that wait for each other come late. Six numbers say all that, found so that steps of the engine itself, which
 nothing slowed down by looking, take as long as `cost` says:
 
     rates       of all ops, together: some steps are of one rank alone, and send nothing
     host        seconds beside each op: models have several sizes, batches have one part or several
     host_collective
                 seconds beside each collective: weights are gathered by many and by few
+    links       all of a message's seconds: in a step nobody waits at the other end
     skew        ranks meet at every layer, or seldom
     reaches.computing
                 gradients are summed, and weights gathered, beside the ops
@@ -28,24 +29,27 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional
 
+from shardc.cost.clock import Clock
 from shardc.cost.device import Device, Reference
 from shardc.cost.machine_speed import timer, usual
+from shardc.cost.recorded import DryRun, parts
 from shardc.ir.program import Program
+from shardc.runtime import schedule as schedules
 from shardc.runtime.mesh.loopback import loopback
 
 if TYPE_CHECKING:
     from shardc.runtime.step.engine import Engine
 
 #: (hidden size, layers) of the models; rows and tokens of the batch.
-SIZES, ROWS, TOKENS = ((64, 3), (192, 3), (448, 3)), 8, 32
+SIZES, ROWS, TOKENS = ((64, 3), (192, 2), (384, 2)), 8, 32
 #: Steps that are timed in each of so many turns, of which the quickest counts; and steps before the first one.
-STEPS, TURNS, WARM = 3, 5, 3
+STEPS, TURNS, WARM = 3, 5, 2
 HEADS, CLASSES, MICROBATCHES = 4, 500, 4
 #: Seconds of the host for a collective, where the search begins.
 COLLECTIVE = 5e-5
-#: How much the numbers are drawn to those measured apart; the most rounds of finding them; the difference that shows a
-#: slope.
-DRAWN, ROUNDS, SMALL = 0.001, 15, 0.02
+#: How much the numbers are drawn to those measured apart; the most rounds of finding them, and the gain of one that
+#: another one follows; the difference that shows a slope.
+DRAWN, ROUNDS, GAIN, SMALL = 0.001, 15, 0.002, 0.02
 #: A step is far off by more than this, as a logarithm of a ratio.
 LARGE = 0.1
 #: Of its rate, a rank computes so much beside a collective: where it seems to be less, other work had the cores.
@@ -183,8 +187,8 @@ def fitted(device: Device, found: Sequence[Steps], prices: Sequence[Price]) -> D
     took = [max(each) for each in zip(*(x.seconds for x in found), strict=True)]
     references = [usual(each) for each in zip(*(x.references for x in found), strict=True)]
     steps = list(zip(prices, took, references, strict=True))
-    usually = usual(references)
-    start = device.model_copy(update={"skew": device.skew or device.within.latency, "reference": usually})
+    update = {"skew": device.skew or device.within.latency, "reference": device.reference or usual(references)}
+    start = device.model_copy(update=update)
     each = start.host or start.launch
     beside = min(start.reaches.computing, 0.7)  # at 1, nothing says what less would do
 
@@ -219,9 +223,14 @@ def _least_squares(off: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> n
             step = np.linalg.solve(square + damping * np.diag(np.diag(square)), -slopes.T @ now)
             then = off(at + step)
             if then @ then < now @ now:
-                at, now, damping = at + step, then, damping / 5
                 break
             damping *= 4
+        else:
+            return at
+        gain = 1 - then @ then / (now @ now)
+        at, now, damping = at + step, then, damping / 5
+        if gain < GAIN:
+            return at
     return at
 
 
@@ -230,8 +239,9 @@ def price(program: Program, device: Device) -> Price:
     return partial(_seconds, program, program.cost(device).dry_runs)
 
 
-def _seconds(program: Program, dry_runs: Any, device: Device) -> float:
-    from shardc.cost.step import assemble
-    from shardc.runtime import schedule
-
-    return assemble(program, schedule.of(program), dry_runs, device).step_seconds
+def _seconds(program: Program, dry_runs: Sequence[DryRun], device: Device) -> float:
+    (one,) = dry_runs  # of a program without a pipeline, whose ranks do the same
+    clock = Clock(device, program.mesh, one.rank)
+    for _, part in parts(one, schedules.of(program).actions[one.at]):
+        clock.run(part)
+    return clock.now

@@ -73,7 +73,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "MESSAGES", (2**8, 2**12, 2**16, 2**20))
     for name, value in {"CALLS": 3, "ROUNDS": 2, "BESIDE": 2**14}.items():
         monkeypatch.setattr(measure, name, value)
-    monkeypatch.setattr(measure, "SIZES", {"cpu": ((16, 32), (32, 32), (128, 128))})
+    monkeypatch.setattr(measure, "SIZES", {"cpu": ((16, 32), (128, 128))})
     monkeypatch.setattr(whole_steps, "SIZES", ((32, 1),))
     monkeypatch.setattr(whole_steps, "STEPS", 2)
     file = tmp_path / "here" / "cpu.yaml"

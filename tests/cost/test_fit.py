@@ -138,6 +138,24 @@ def test_an_op_has_other_numbers_in_another_dtype() -> None:
     assert learned.ops["gelu"] == found.ops["gelu"]
 
 
+def test_each_of_many_small_products_takes_a_time_of_its_own() -> None:
+    """On a CPU, beside their flops and bytes: as its kernels of attention do for each head of each row."""
+    true = CPU.model_copy(update={"ops": {**CPU.ops, "bmm": OpRates(each=2e-5)}})
+    sizes = [(many, m, k) for many in (8, 64, 512) for m in (16, 32, 64, 128) for k in (32, 128)]
+    small = [
+        Op(2 * many * m * m * k, 4 * many * m * (2 * k + m), F32, matrices=(many, m, m), name="bmm")
+        for many, m, k in sizes
+    ]
+    samples = [OpSample(op, true.op_seconds(op)) for op in (*ops(256, F32), *small)]
+    found = fit(UNKNOWN, samples).device
+    for x in samples:
+        assert found.op_seconds(x.op) == pytest.approx(x.seconds, rel=0.1), x
+    assert found.ops["bmm"].each == pytest.approx(2e-5, rel=0.1)
+    none = found.model_copy(update={"ops": {}})
+    few, many = small[0], small[16]
+    assert found.op_seconds(many) - none.op_seconds(many) > 50 * (found.op_seconds(few) - none.op_seconds(few))
+
+
 def test_it_says_how_far_off_it_is() -> None:
     """Times that nothing explains: by a factor of up to 2, at random."""
     noise = torch.rand(2000, generator=torch.Generator().manual_seed(0)).tolist()
@@ -383,13 +401,13 @@ def test_a_machine_is_measured_by_pieces_that_run() -> None:
 
 def test_whole_steps_say_what_is_lost_between_ops() -> None:
     """Steps as they would take on a machine whose ops are 1.3 times as long, with 40 us beside each and 150 us beside
-    each collective, whose ranks come 0.4 ms late, and compute at half the rate beside collectives: its numbers are
-    found again.
+    each collective, whose ranks come 0.4 ms late, compute at half the rate beside collectives, and send at half of what
+    was measured: its numbers are found again.
     """
     none = Reference(product=1e-4, memory=1e-4, small=1e-6)
-    update = {"host": 4e-5, "host_collective": 1.5e-4, "skew": 4e-4}
+    update = {"host": 4e-5, "host_collective": 1.5e-4}
     beside = Reaches(attention=0.3, computing=0.5)
-    true = CPU.slower(1.3, 1.3, 1.3).model_copy(update=update | {"reaches": beside})
+    true = CPU.slower(1.3, 1.3, 1.3, 2.0).model_copy(update=update | {"skew": 4e-4, "reaches": beside})
     prices = [
         whole_steps.price(program, CPU) for program, _, _ in whole_steps.cases(shardc.compile, 2, ((128, 1), (256, 1)))
     ]
@@ -402,6 +420,7 @@ def test_whole_steps_say_what_is_lost_between_ops() -> None:
     assert found.host_collective == pytest.approx(1.5e-4, rel=0.1)
     assert found.skew == pytest.approx(4e-4, rel=0.1)
     assert found.reaches.computing == pytest.approx(0.5, rel=0.1)
+    assert found.within.bandwidth == pytest.approx(CPU.within.bandwidth / 2, rel=0.1)
     assert found.reference == none
 
 

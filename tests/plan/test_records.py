@@ -121,6 +121,8 @@ def test_a_dry_run_from_a_file_has_the_same_price(name: str, spec: dict[str, Any
     one, other = priced(run), priced(read)
     assert one.keys() == other.keys()
     assert all(np.array_equal(one[k], other[k]) for k in one)
+    ops, again = ([w for _, p in r.actions for w in p.work if isinstance(w, Op)] for r in (run, read))
+    assert [(w.name, w.dtype, w.matrices) for w in ops] == [(w.name, w.dtype, w.matrices) for w in again]
     actions = schedules.of(program).actions[0]
     assert reserved(read, actions, 80e9) == reserved(run, actions, 80e9)
 
