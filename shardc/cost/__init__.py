@@ -6,7 +6,8 @@ collective_seconds
 recorded      what a dry run found out: storages, ops, collectives, as plain values
 dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory; which bytes
               are parameters, gradients, optimizer state, activations; first_step: what it makes the state with
-ledger        counts the storages and ops of a dry run; known_ops: what it has seen of them already
+ledger        counts the storages and ops of a dry run; known_ops: what it has seen of them already;
+              growth: what of them grows with the rows of a batch
 peak_memory   of the whole schedule, from a dry run; clock: its time, from the same; flights: collectives that are under
               way or queued, and share links
 step          all of it: `program.cost(device)`; premises: what the step computes that it prices, in words

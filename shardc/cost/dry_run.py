@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from shardc.cost import first_step, host_memory
 from shardc.cost.fake_mesh import FakeMesh, rank_of
+from shardc.cost.growth import Growth
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.ledger import Ledger
 from shardc.cost.recorded import DryRun, Part, Sent, Waited
@@ -56,14 +57,15 @@ def dry_run(
     *,
     cpu: bool = False,
     known: KnownOps | None = None,
+    growth: Growth | None = None,
     **options: Any,
 ) -> DryRun:
     """The second step of a rank: the optimizer has its state. cpu: the device is one. known: what other dry runs have
-    found out about ops. options: of Engine.
+    found out about ops. growth: finds out what of each op grows with rows. options: of Engine.
     """
     placement = schedules.of(program).placement
     mine = [s for s, where in enumerate(placement) if where == coordinate]
-    ledger = Ledger(known=known)
+    ledger = Ledger(known=known, growth=growth)
     with fake_mode(of_gpu=not cpu), ledger:
         names = _OpNames(ledger)
         mesh = FakeMesh(program.mesh, rank_of(program.mesh, program.axis, coordinate), ledger, streams=not cpu)
@@ -310,7 +312,9 @@ class _Run(Run):
         passing += [x for posted in self.posted.values() for _, into, _ in posted for x in into.values()]
         ledger.mark(self.on.rng.tensors(), "buffers")  # of the next steps too
         ledger.mark((x for copies in self.weight_copies.values() for x in copies.values()), "parameters")
-        ledger.mark([p.grad for p in self.on.buckets.given.values() if isinstance(p, Tensor)], "gradients")
+        grads = [p.grad for p in self.on.buckets.given.values() if isinstance(p, Tensor)]
+        ledger.mark(grads, "gradients")
+        ledger.stay(grads)
         if action.kind == "F":
             _mark_rest(ledger, "activations")
             return

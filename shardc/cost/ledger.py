@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.cost.growth import Growth, places_moved
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.recorded import HOST, Op, Part, Storage
 from shardc.ir.flops import flops_of, is_attention, masked_share, matrices_of, traffic_of
@@ -63,10 +64,11 @@ def _name_of(dtype: torch.dtype) -> str:
 
 class Ledger(TorchDispatchMode):
     """See the module's docstring. op: name of the forward op that runs now; op_of: the forward op that an autograd node
-    belongs to, by the node's sequence number. recomputing: whether forward runs once more now.
+    belongs to, by the node's sequence number. recomputing: whether forward runs once more now. growth: told of all
+    calls, where what grows with rows is asked for.
     """
 
-    def __init__(self, *, fake: bool = True, known: KnownOps | None = None) -> None:
+    def __init__(self, *, fake: bool = True, known: KnownOps | None = None, growth: Growth | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
         self.parts: list[Part] = [Part("")]
@@ -78,9 +80,12 @@ class Ledger(TorchDispatchMode):
         self._refs: dict[int, Any] = {}
         self._fusing: list[Op] | None = None
         self._known = known if known is not None else KnownOps()
+        self._growth = growth
 
     def begin(self, name: str) -> Part:
         """What happens from here on belongs to another part of the step."""
+        if self._growth is not None:
+            self._growth.settle(self.parts[-1])
         self.parts.append(Part(name))
         return self.parts[-1]
 
@@ -117,6 +122,12 @@ class Ledger(TorchDispatchMode):
                 if storage.kind in over:
                     storage.kind = kind
 
+    def stay(self, tensors: Iterable[Tensor | None]) -> None:
+        """Tensors that are no larger where a batch has more rows, as gradients of parameters."""
+        for x in tensors:
+            if x is not None:
+                self.storages[x.untyped_storage()._cdata].still = True
+
     def observe(self, x: Tensor) -> None:
         """Count the storage of a tensor, if it is a new one, until it is freed."""
         if x.layout is not torch.strided:
@@ -152,20 +163,30 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         call = self._known.key(func, args, kwargs) if self.fake else None
         known = self._known.result(*call) if call is not None else None
+        operands = call[1] if call is not None else _tensors((args, kwargs))
         if known is not None:
-            result, op = known
+            result, (op, moved) = known
         else:
             result = self.call(func, args, kwargs)
             op = _op(func, args, kwargs, result)
+            moved = places_moved(func, args, kwargs, result, operands)
             if call is not None:
-                self._known.remember(*call, result, op)
-        for x in _tensors(result):
+                self._known.remember(*call, result, (op, moved))
+        results = _tensors(result)
+        for x in results:
             self.observe(x)
+        if self._growth is not None and self._fusing is None and not func.is_view:
+            part = self.parts[-1]
+            self._growth.called(len(part.work), op, moved, self._stored(operands), self._stored(results))
         if op is not None:
             if op.flops:
                 op = op._replace(of=self._forward_op())
             self.ran(op._replace(again=True) if self.recomputing() else op)
         return result
+
+    def _stored(self, tensors: Iterable[Tensor]) -> list[tuple[Storage | None, int]]:
+        """The storage of each tensor, if it counts, and its number of elements."""
+        return [(self.storages.get(x.untyped_storage()._cdata), x.numel()) for x in tensors]
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op."""

@@ -36,15 +36,21 @@ RESIDENT = ("parameters", "optimizer", "buffers")
 
 class Storage:
     """One storage. op: what made it; shape, dtype: of the first tensor in it. Those that were read from a disk have
-    neither of the three.
+    neither of the three. still: it is no larger where a batch has more rows, whatever its kind.
     """
 
-    __slots__ = ("dtype", "kind", "nbytes", "op", "shape")
+    __slots__ = ("dtype", "kind", "nbytes", "op", "shape", "still")
 
     def __init__(
-        self, nbytes: int, kind: str, op: str = "", shape: tuple[int, ...] = (), dtype: torch.dtype | None = None
+        self,
+        nbytes: int,
+        kind: str,
+        op: str = "",
+        shape: tuple[int, ...] = (),
+        dtype: torch.dtype | None = None,
+        still: bool = False,
     ) -> None:
-        self.nbytes, self.kind, self.op, self.shape, self.dtype = nbytes, kind, op, shape, dtype
+        self.nbytes, self.kind, self.op, self.shape, self.dtype, self.still = nbytes, kind, op, shape, dtype, still
 
 
 class Op(NamedTuple):
@@ -55,6 +61,10 @@ class Op(NamedTuple):
     of, shape: of an op with products, the program's op that it belongs to, and its result's shape. matrices: (how many,
     rows, columns) of the products' results, of attention the scores. attention: it is a kernel for it; masked: flops of
     its kind that a kernel leaves out, as a mask empties them.
+
+    still: of the traffic, what is no more where a batch has more rows: weights and their gradients. grows: of
+    `matrices`, the index of the number that grows with rows, the first or the second; None: none does, as rows are
+    what is summed over.
     """
 
     flops: int
@@ -67,6 +77,20 @@ class Op(NamedTuple):
     masked: int = 0
     name: str = ""
     again: bool = False
+    still: int = 0
+    grows: int | None = 0
+
+    def of_rows(self, times: int) -> Op:
+        """The op in a batch of so many times the rows."""
+        moved = self.traffic - self.still
+        if not moved:  # not even its operands grow
+            return self
+        flops, traffic, masked = self.flops * times, self.still + moved * times, self.masked * times
+        matrices = self.matrices
+        if matrices and self.grows is not None:
+            many, m, n = matrices
+            matrices = (many * times, m, n) if self.grows == 0 else (many, m * times, n)
+        return self._replace(flops=flops, traffic=traffic, matrices=matrices, masked=masked)
 
 
 class Sent(NamedTuple):

@@ -94,20 +94,26 @@ def traffic_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     """Bytes of memory that one call of an OpOverload reads and writes; None for a view, for an op that only takes
     memory, and for one that makes no tensor: these do not run on a device.
     """
+    found = moved_by(op, args, kwargs, result)
+    return None if found is None else sum(nbytes for _, nbytes in found)
+
+
+def moved_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[tuple[Tensor, int]] | None:
+    """Of `traffic_of`, the tensors that are read and written, each with its bytes."""
     if op.is_view or op in _ALLOCATES:
         return None
     results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
     if not results:
         return None
-    written = sum(map(_bytes, results))
     packet = op.overloadpacket
     if packet in _PICK:  # of the first operand, as much as is picked
-        return 2 * written + sum(_bytes(x) for x in pytree.tree_leaves(args[1:]) if isinstance(x, Tensor))
+        index = [x for x in pytree.tree_leaves(args[1:]) if isinstance(x, Tensor)]
+        return [*((x, 2 * _bytes(x)) for x in results), *((x, _bytes(x)) for x in index)]
     rest = {k: x for k, x in kwargs.items() if k != "out"}
     skipped = args[_OF_CLASSES[packet]] if packet in _OF_CLASSES else None
     operands = pytree.tree_leaves((args[int(packet in _WRITTEN) :], rest))
     read = [x for x in operands if isinstance(x, Tensor) and x is not skipped]
-    return written + sum(map(_bytes, read))
+    return [(x, _bytes(x)) for x in (*results, *read)]
 
 
 def _bytes(x: Tensor) -> int:

@@ -10,7 +10,7 @@ workers         processes that make dry runs ahead
 traces          dry runs as JSON                            disk_cache      files of answers
 fingerprint     whether a model is the same as before       installed       whether all around it is, too
 estimate        a first price of every choice               exact_price     an exact price of one
-reserved_bytes  what the allocator takes for it
+columns         thousands of choices as columns for it      reserved_bytes  what the allocator takes for it
 headroom        how much of a device's memory it may take
 frontier        which splits are dry-run                bounds          the best that one could come to
 search          from estimates to exact prices              largest_that_fits    the largest batch or sequence that fits

@@ -21,18 +21,23 @@ from typing import NamedTuple
 import numpy as np
 
 from shardc.cost.device import Device
-from shardc.cost.recorded import KINDS
 from shardc.plan.dry_runs import Stages
 from shardc.plan.exact_price import beside_layers, computing
 from shardc.plan.records import Weights
 from shardc.plan.space import Core, budget, casts_kept
 from shardc.plan.stage_vectors import (
+    AT,
+    BYTES,
     CAUSES,
     FIXED,
+    GROW,
+    HERE,
     HIGH,
+    MOST,
     MOVED,
     NET,
     PRODUCTS,
+    ROWS,
     SENT,
     SURE,
     WHAT,
@@ -43,8 +48,8 @@ from shardc.plan.stage_vectors import (
     typical,
 )
 
-#: Kinds that grow with the rows of a microbatch, and are split with them.
-GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in KINDS])
+#: Kinds that a microbatch makes: casts of weights, which another one may keep, are temporaries that do not grow.
+_MADE = GROW | np.array([k == "still" for k in BYTES])
 
 _MEMORY, _LAUNCH = (WHAT.index(w) for w in ("memory", "launch"))
 #: Of WHAT: computing. Actions that compute.
@@ -107,7 +112,7 @@ def highest_bound(some: Sequence[Stage]) -> Stage:
     for key, v in highest.items():
         for columns in (NET, HIGH):
             v[columns] = max((x[columns] for x in each[key]), key=lambda x: float(x.sum()))
-        for columns in (CAUSES, FIXED):
+        for columns in (CAUSES, FIXED, *AT):
             v[columns] = timed[key][columns] if key in timed else 0.0
     return highest
 
@@ -229,7 +234,8 @@ def _scaled(s: Stage, shares: _Shares, of_experts: Callable[[str, str], float] |
     for key, v in s.items():
         x = v.copy()
         x[NET] *= share
-        x[HIGH] *= np.minimum(share, shares.highest)  # gradients of experts' weights are temporaries, too
+        x[HIGH] *= np.minimum(share, shares.highest)
+        x[MOST] *= min(shares.work, shares.highest)
         x[SENT] *= shares.work
         ends = key[0] in ("before", "after", "update")
         causes = np.minimum(shares.causes, shares.weights) if ends else shares.causes
@@ -238,9 +244,13 @@ def _scaled(s: Stage, shares: _Shares, of_experts: Callable[[str, str], float] |
         if key[0] in _COMPUTING:
             of_weights = v[MOVED] if of_experts is None else min(of_experts(*key), v[MOVED])
             moved = v[MOVED] * shares.work + of_weights * min(shares.weights - shares.work, 0.0)
-            here = v[PRODUCTS] * shares.work, moved
-            if sum(here) > x[CAUSES][_HERE].sum():
-                x[CAUSES][_HERE] = here
+            for rows, columns in zip(ROWS, (CAUSES, *AT), strict=True):
+                if rows > 1:  # the start of small ops stays; more rows take no less
+                    x[columns][_HERE] *= causes[_HERE]
+                    x[columns] = max(x[columns], x[CAUSES][:HERE], key=np.sum)
+                here = v[PRODUCTS] * shares.work * rows, moved
+                if sum(here) > x[columns][_HERE].sum():
+                    x[columns][_HERE] = here
         scaled[key] = x
     return scaled
 
@@ -258,15 +268,18 @@ def _lower(s: Stage, key: tuple[str, str], v: Vector, keep: str, casts: _Casts) 
         return v
     x = v.copy()
     x[NET] = np.where(GROW & (keep != "full"), 0, v[NET])
-    x[HIGH] = np.where(GROW & ((keep == "full") == (kind != "F")), 0, v[HIGH])
+    if (keep == "full") == (kind != "F"):
+        x[HIGH], x[MOST] = np.where(_MADE, 0, v[HIGH]), 0
     if kind == "F":
         x[CAUSES][_MEMORY] = max(v[CAUSES][_MEMORY] - casts.memory, 0.0)
         x[MOVED] = max(v[MOVED] - casts.memory, 0.0)
-        for columns in (CAUSES, FIXED):
+        for columns in (CAUSES, FIXED, *AT):
             x[columns][_LAUNCH] = max(v[columns][_LAUNCH] - casts.launch, 0.0)
+        for columns in AT:
+            x[columns][_MEMORY] = max(v[columns][_MEMORY] - casts.memory, 0.0)
     elif keep != "none":
         again = part_of(s, "F", which)
-        for columns in (CAUSES, FIXED, SURE):
+        for columns in (CAUSES, FIXED, SURE, *AT):
             x[columns] = np.maximum(v[columns] - again[columns], 0)
         for column in (PRODUCTS, MOVED):
             x[column] = max(v[column] - again[column], 0.0)

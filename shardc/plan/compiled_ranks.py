@@ -12,6 +12,7 @@ from torch import fx
 
 from shardc.compile import compile as compiled
 from shardc.cost.dry_run import dry_run
+from shardc.cost.growth import Growth
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.recorded import DryRun
 from shardc.ir.graph import calls, operands_of
@@ -71,7 +72,7 @@ class CompiledRanks:
         return self._last[key]
 
     def dry_run(self, program: Program, coordinate: int) -> DryRun:
-        return dry_run(program, coordinate, assumed(program), cpu=self.cpu, known=self._known)
+        return dry_run(program, coordinate, assumed(program), cpu=self.cpu, known=self._known, growth=Growth())
 
 
 def _held(program: Program, coordinate: int) -> list[Param]:

@@ -21,8 +21,26 @@ from shardc.plan.facts import UNITS, Facts
 from shardc.plan.records import Rank, Records, Weights
 from shardc.plan.reserved_bytes import Few
 from shardc.plan.space import Choice, Core, Layers, SpecTemplate, budget, spec
-from shardc.plan.stage_vectors import FLOPS, Meter, Prices, Stage, axes_of, elsewhere, lines, part_of, stage, then
+from shardc.plan.stage_vectors import (
+    CAUSES,
+    FIXED,
+    FLOPS,
+    SURE,
+    WHAT,
+    Meter,
+    Prices,
+    Stage,
+    axes_of,
+    elsewhere,
+    lines,
+    part_of,
+    stage,
+    then,
+)
 from shardc.runtime.schedule import SCHEDULES
+
+#: Of causes of time: waiting for other stages.
+_STAGES = WHAT.index("pp")
 
 
 @dataclass(frozen=True)
@@ -74,6 +92,8 @@ class Stages:
                 continue
             a, b = part_of(front, kind, which), part_of(self.last, kind, which)
             joined[key] = then(b, a) if kind in ("B", "I", "W") else then(a, b)
+            for columns in (CAUSES, FIXED, SURE):
+                joined[key][columns][_STAGES] = 0.0  # there are no others, to hand on a loss to
         return joined
 
 

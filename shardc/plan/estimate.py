@@ -10,40 +10,55 @@ The estimates only decide which choices are then priced exactly (shardc.plan.exa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardc.cost.collective_seconds import collective_seconds
-from shardc.cost.recorded import KINDS
 from shardc.ir.mesh import Mesh
-from shardc.plan.bounds import GROW
+from shardc.plan.columns import COLLECTIVES, OF_EXPERTS, Columns
 from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.exact_price import balanced, beside_layers, computing, spread
 from shardc.plan.records import Weights
 from shardc.plan.space import Choice, Keep, Layers, casts_kept
-from shardc.plan.stage_vectors import CAUSES, FIXED, HIGH, NET, SENT, WHAT, WIDTH, Stage, Vector, part_of, typical
+from shardc.plan.stage_vectors import (
+    AT,
+    BYTES,
+    CAUSES,
+    FIXED,
+    GROW,
+    HERE,
+    HIGH,
+    MOST,
+    NET,
+    SENT,
+    WHAT,
+    WIDTH,
+    N,
+    Stage,
+    Vector,
+    part_of,
+    typical,
+)
 from shardc.runtime.schedule import SCHEDULES
-from shardc.spec.data_section import Data
 
-KIND = {k: i for i, k in enumerate(KINDS)}
-#: What data axes and neighbours in a pipeline exchange.
-_OF_EXPERTS = {"all_gather": "gather of experts", "reduce_scatter": "scatter of experts"}
-_COLLECTIVES = ("all_gather", "reduce_scatter", *_OF_EXPERTS.values(), "sum of dense", "sum of experts", "send_recv")
+KIND = {k: i for i, k in enumerate(BYTES)}
+_STILL = np.arange(N) == KIND["still"]
 
 
 class Load(NamedTuple):
     """The load of one rank, for a microbatch of one row. total: of all its stages, see `summed`; height: bytes at the
-    highest moment of a microbatch above what it found; end: of the bytes that forward keeps, those that only a model's
-    last stage does; sent: bytes to the next rank. place: of the rank in the pipeline, from 0.0, the first, to 1.0.
+    highest moment of a microbatch above what it found; most: the most of those that grow with rows; end: of the bytes
+    that forward keeps, those that only a model's last stage does; sent: bytes to the next rank. place: of the rank in
+    the pipeline, from 0.0, the first, to 1.0.
     """
 
     total: Vector
     height: Vector
+    most: float
     end: Vector
     sent: float
     weights: Weights
@@ -58,7 +73,9 @@ class Load(NamedTuple):
         f = total[_F][NET]
         forward, backward = (max((x[high] for x in sums), key=np.sum) for high in (_HIGH_F, _HIGH_B))
         high = forward - f if forward.sum() > f.sum() + backward.sum() else backward
-        return Load(total, high, _NO_BYTES if end is None else end, float(sums[-1][-1]), weights, place)
+        most = max(max(x[_MOST_F] for x in sums) - f[GROW].sum(), *(x[_MOST_B] for x in sums))
+        end = _NO_BYTES if end is None else end
+        return Load(total, high, float(most), end, float(sums[-1][-1]), weights, place)
 
     def lasting(self, other: Load) -> Load:
         """As many bytes as this one, for as long as another one."""
@@ -67,46 +84,40 @@ class Load(NamedTuple):
 
 #: Of a stage, in one vector: forward and backward of a microbatch, the highest moments of both, what comes before and
 #: after, what stays, what it sends.
-_F, _B = slice(0, WIDTH), slice(WIDTH, 2 * WIDTH)
-_HIGH_F, _HIGH_B, _ENDS, _RESIDENT = (
-    slice(2 * WIDTH + a, 2 * WIDTH + b)
-    for a, b in (
-        (0, len(KINDS)),
-        (len(KINDS), 2 * len(KINDS)),
-        (2 * len(KINDS), 2 * len(KINDS) + len(WHAT)),
-        (2 * len(KINDS) + len(WHAT), 3 * len(KINDS) + len(WHAT)),
-    )
+_SIZES = WIDTH, WIDTH, N, N, len(WHAT), N
+_F, _B, _HIGH_F, _HIGH_B, _ENDS, _RESIDENT = itertools.starmap(
+    slice, itertools.pairwise((0, *itertools.accumulate(_SIZES)))
 )
+_MOST_F, _MOST_B = (part.start + MOST for part in (_F, _B))
 
 
 #: What of these are seconds.
 _TIMES = np.zeros(_RESIDENT.stop + 1, bool)
 for _part in (_F, _B):
-    _TIMES[_part][CAUSES] = _TIMES[_part][FIXED] = True
+    for _columns in (CAUSES, FIXED, *AT):
+        _TIMES[_part][_columns] = True
 _TIMES[_ENDS] = True
-_NO_BYTES = np.zeros(len(KINDS))
+_NO_BYTES = np.zeros(N)
 
 #: Of ZeRO's collectives, the share that nothing hides in any case: the first gather, or the last sum.
 _SEEN = 0.05
-
-#: What specs of a plan say of buckets: nothing.
-_DATA = Data()
 
 _SUMMED = np.array([w not in ("dp", "ep") for w in WHAT])
 
 
 def summed(s: Stage) -> Vector:
     """What estimates want of a stage. It is as linear in layers as the stage is."""
-    backward = [k for k in computing(s) if k != "F"]
-    b = np.sum([typical(s, k) for k in backward], 0)
+    most = {kind: typical(s, kind) for kind in computing(s)}
+    b = np.sum([v for kind, v in most.items() if kind != "F"], 0)
     ends = np.sum([part_of(s, k, "")[CAUSES] for k in ("before", "after", "update")], 0)
-    # once a step, what the last microbatch takes more, such as sums of gradients over the axes of a core, or less, as
-    # where it waits for the host no more; sums over the data axes, experts' too, are estimated
-    sums = np.sum([part_of(s, k, "last")[CAUSES] for k in backward], 0) - b[CAUSES]
-    ends += np.where(_SUMMED, sums, 0)
+    # once a step, what the first microbatch and the last one take more, such as casts of weights, and sums of gradients
+    # over the axes of a core, or less, as they find no gradients; sums over the data axes, experts' too, are estimated
+    for kind, v in most.items():
+        odd = [part_of(s, kind, which)[CAUSES] for which in ("first", "last")]
+        ends += np.where(_SUMMED, np.sum(odd, 0) - 2 * v[CAUSES], 0)
     highs = [part_of(s, k, "last")[HIGH] for k in ("F", "B")]
     sent = [part_of(s, "SEND_F", "last")[SENT]]
-    return np.concatenate([typical(s, "F"), b, *highs, ends, s["resident", ""][NET], sent])
+    return np.concatenate([most["F"], b, *highs, ends, s["resident", ""][NET], sent])
 
 
 class Rough(NamedTuple):
@@ -168,12 +179,14 @@ class Estimates:
             kept[:, KIND["activations"]] -= casts
         kept = np.where(GROW, kept * rows[:, None], 0)
         state[:, p] += np.where(t.zero == 0, casts, 0)
-        height = np.where(GROW, x.height * rows[:, None], 0)
+        height = np.where(GROW, x.height * rows[:, None], x.height * _STILL)
         ends = np.where(GROW, x.end * (rows * np.where(t.collects, m, 1))[:, None], 0)
         alive = t.alive[0] + (t.alive[1] - t.alive[0]) * x.place
-        kinds = state + alive[:, None] * kept + ends + np.maximum(height, -kept - ends)
+        kinds = state + alive[:, None] * kept + ends
+        most = np.maximum(kinds, 0).sum(1) + x.most * rows
+        kinds += np.maximum(height, -kept - ends)
         # time
-        f, b = (v[:, 0].sum(1) * rows + v[:, 1].sum(1) for v in (x.forward, x.backward))
+        f, b = ((v * t.of_rows).sum(1) for v in (x.forward, x.backward))
         # gradients of weights take as long as forward; where they come later, the others are worked out again for them
         w = b
         b = b + np.where(t.splits, np.maximum(b - f, 0), 0)
@@ -181,7 +194,7 @@ class Estimates:
         spent = m * (f + of_forward + b + of_backward) + x.ends.sum(1) + of_step
         spent += t.bubbles(f + of_forward, b + of_backward, w + of_backward)
         spent += 2 * (t.stages - 1) * t.taken("send_recv", x.sent * rows, np.ones(len(rows)))
-        return spent, np.maximum(kinds, 0).sum(1)
+        return spent, np.maximum(most, np.maximum(kinds, 0).sum(1))
 
     def _sums(self, t: Columns, x: _Each, weights: Vector, again: Vector, f: Vector, b: Vector) -> tuple[Vector, ...]:
         """Seconds of collectives over the data axes that do not overlap, or of ZeRO's over the sequence's axis: what is
@@ -200,7 +213,7 @@ class Estimates:
             """Over the axis that ZeRO shards over, and over that of experts, where it is another one: layer by layer,
             one after the other.
             """
-            return t.taken(kind, nbytes * sharded, at_once) + t.taken(_OF_EXPERTS[kind], nbytes * experts, some[1])
+            return t.taken(kind, nbytes * sharded, at_once) + t.taken(OF_EXPERTS[kind], nbytes * experts, some[1])
 
         gather, regather = taken("all_gather", weights), taken("all_gather", again)
         scatter = taken("reduce_scatter", grads)
@@ -239,12 +252,12 @@ class Estimates:
 
     def _lines_of(self, c: Choice) -> list[tuple[float, float]]:
         """Of each collective, zeros for those that a choice does not need: see _line."""
-        mine = dict.fromkeys(_COLLECTIVES, (0.0, 0.0))
+        mine = dict.fromkeys(COLLECTIVES, (0.0, 0.0))
         over, dense, experts = _summed_over(c)
         if c.zero:
-            mine |= {kind: self._line(kind, c, over) for kind in _OF_EXPERTS}
+            mine |= {kind: self._line(kind, c, over) for kind in OF_EXPERTS}
             if c.over_experts and c.dp > 1:
-                mine |= {name: self._line(kind, c, ("dp",)) for kind, name in _OF_EXPERTS.items()}
+                mine |= {name: self._line(kind, c, ("dp",)) for kind, name in OF_EXPERTS.items()}
         mine |= {"sum of dense": self._line("all_reduce", c, dense)} if dense else {}
         mine |= {"sum of experts": self._line("all_reduce", c, experts)} if experts else {}
         if c.pp > 1:
@@ -275,87 +288,12 @@ def _summed_over(c: Choice) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str
     return shards if c.zero else (), (*outer, *ep), outer if c.ep > 1 and not c.over_experts else ()
 
 
-#: What decides of a choice's collectives and shares of state; and how a pipeline runs.
-_PLACED = attrgetter("pp", "dp", "cp", "ep", "tp", "inside", "zero", "outer", "kept", "over_experts", "offload")
-_SCHEDULED = attrgetter("pp", "schedule", "per_rank", "rows", "microbatches")
-
-
-class Columns:
-    """Choices as columns of numbers. lines: of the collectives of one choice, seconds of none and of each byte. group:
-    choices with one number are stages of the same layers; firsts: the first of each.
-    """
-
-    def __init__(self, choices: Sequence[Choice], lines: Callable[[Choice], list[tuple[float, float]]]) -> None:
-        self.choices = choices
-        firsts, placed = _alike([_PLACED(c) for c in choices])
-        some = [choices[i] for i in firsts]
-
-        def column(of: Callable[[Choice], Any], dtype: type = bool) -> NDArray[Any]:
-            return np.array([of(c) for c in some], dtype)[placed]
-
-        self.zero = column(lambda c: c.zero, int)
-        self.sharded = column(lambda c: c.sharded, float)
-        self.experts_sharded = column(lambda c: c.dp if c.over_experts else c.sharded, float)
-        self.over_experts = column(lambda c: c.over_experts)
-        self.bucket_bytes = column(lambda c: _DATA.bucket_bytes(c.dp * c.cp * c.ep), float)
-        self.kept = column(lambda c: c.kept)
-        self.offloads_optimizer = column(lambda c: bool(c.offload))
-        self.offloads_all = column(lambda c: c.offload == "all")
-        each = np.array([lines(c) for c in some]).reshape(-1, len(_COLLECTIVES), 2)[placed]
-        self.lines = {kind: each[:, i] for i, kind in enumerate(_COLLECTIVES)}
-        each_waits = [_each_microbatch(c) for c in some]
-        waits = [each_waits[i] for i in placed]
-
-        firsts, placed = _alike([_SCHEDULED(c) for c in choices])
-        some = [choices[i] for i in firsts]
-        self.stages = column(lambda c: c.pp, float)
-        self.rows = column(lambda c: c.rows, float)
-        self.microbatches = column(lambda c: c.microbatches, float)
-        self.splits = column(lambda c: SCHEDULES[c.schedule].splits_backward and c.pp > 1)
-        self.collects = column(lambda c: SCHEDULES[c.schedule].collects and c.pp > 1)
-        self.alive = column(lambda c: _alive(c, first=True), float), column(lambda c: _alive(c, first=False), float)
-        of_layers, group = _alike([(c.pp, c.per_rank, SCHEDULES[c.schedule].folds) for c in some])
-        self.firsts, self.group = [firsts[i] for i in of_layers], group[placed]
-        self._timed, self._as_timed = _alike(list(zip(placed.tolist(), waits, strict=True)))
-
-    def bubbles(self, f: Vector, b: Vector, w: Vector) -> Vector:
-        """See bubble; equal for choices that differ in what they do with state once a step."""
-        some = [bubble(self.choices[i], float(f[i]), float(b[i]), float(w[i])) for i in self._timed]
-        return np.array(some)[self._as_timed]
-
-    def part(self, experts: Vector) -> Vector:
-        """Of the state that ZeRO shards, what a rank has, of each choice. experts: share of what is experts', which is
-        sharded over dp alone where all else is sharded over the axis that they are spread over.
-        """
-        return 1 / self.sharded + experts * (1 / self.experts_sharded - 1 / self.sharded)
-
-    def buckets(self, smallest: Vector, nbytes: Vector) -> Vector:
-        """How many buckets so many bytes of gradients are, of each choice: with more ranks they are larger, unless one
-        parameter fills one. smallest: how many there would be of the smallest size.
-        """
-        number: Vector = np.ceil(np.minimum(smallest, nbytes / self.bucket_bytes))
-        return number
-
-    def taken(self, collective: str, nbytes: Vector, times: Vector) -> Vector:
-        """Seconds of so many collectives with so many bytes together, of each choice."""
-        line = self.lines[collective]
-        return line[:, 0] * times + line[:, 1] * nbytes
-
-
-def _alike(keys: Sequence[object]) -> tuple[list[int], NDArray[np.intp]]:
-    """(the first place of each key, the number of its key for each place)."""
-    numbers: dict[object, int] = {}
-    places = [numbers.setdefault(key, len(numbers)) for key in keys]
-    firsts = {number: i for i, number in reversed(list(enumerate(places)))}
-    return [firsts[i] for i in range(len(numbers))], np.array(places, np.intp)
-
-
 class _Each(NamedTuple):
     """The loads of a rank, one for each choice. kept: bytes, of which `end` are those that only a model's last stage
     keeps. cast: bytes of weights in the dtype of products; plain: of those that are used as they are stored; experts:
-    share of the parameters that are experts', spread over an axis of theirs. forward, backward: seconds by cause, in
-    two rows: what each row of a microbatch adds, and what it takes however many these are. buckets, experts_buckets:
-    see Weights; together, together_buckets: likewise, as shares of all. Others: see Load.
+    share of the parameters that are experts', spread over an axis of theirs. forward, backward: seconds, see
+    `_by_rows`. buckets, experts_buckets: see Weights; together, together_buckets: likewise, as shares of
+    all. Others: see Load.
     """
 
     resident: Vector
@@ -366,6 +304,7 @@ class _Each(NamedTuple):
     forward: Vector
     backward: Vector
     height: Vector
+    most: Vector
     ends: Vector
     sent: Vector
     experts: Vector
@@ -378,7 +317,7 @@ class _Each(NamedTuple):
     @staticmethod
     def of(loads: Sequence[Load], group: NDArray[np.intp]) -> _Each:
         """loads: of each group of choices."""
-        totals, heights, ends, sent, weights, places = (np.array(x) for x in zip(*loads, strict=True))
+        totals, heights, most, ends, sent, weights, places = (np.array(x) for x in zip(*loads, strict=True))
         resident, f, b = totals[:, _RESIDENT], totals[:, _F], totals[:, _B]
         casts, _, plain, experts, buckets, experts_buckets, together, together_buckets = weights.T
         parameters = resident[:, KIND["parameters"]]
@@ -392,6 +331,7 @@ class _Each(NamedTuple):
             _by_rows(f),
             _by_rows(b),
             heights,
+            most,
             totals[:, _ENDS],
             sent,
             np.minimum(experts / parameters, 1.0),
@@ -405,7 +345,12 @@ class _Each(NamedTuple):
 
 
 def _by_rows(v: Vector) -> Vector:
-    return np.stack([v[:, CAUSES] - v[:, FIXED], v[:, FIXED]], 1)
+    """Seconds of parts of a microbatch: in which they wait for collectives, what each row adds, and what these take
+    however many rows there are; and in which they compute, with each number of ROWS.
+    """
+    waiting, fixed = (v[:, columns][:, HERE:].sum(1) for columns in (CAUSES, FIXED))
+    computed = (v[:, CAUSES][:, :HERE].sum(1), *(v[:, columns].sum(1) for columns in AT))
+    return np.stack([waiting - fixed, fixed, *computed], 1)
 
 
 @dataclass
@@ -499,25 +444,3 @@ def _least_units(core: Stages, ranks: Sequence[Sequence[int]], layers: Layers) -
                 units[i] = (1 + n / len(mine)) / layers.period
         found.append(units)
     return found
-
-
-def _alive(c: Choice, first: bool) -> float:
-    """How many microbatches a rank keeps at once, all its stages counted as one: the first rank (most), or the last."""
-    return 1.0 if c.pp == 1 else SCHEDULES[c.schedule].kept(c.pp, c.per_rank, c.microbatches, first)
-
-
-def _each_microbatch(c: Choice) -> tuple[object, ...]:
-    """What decides of what every microbatch gathers or sums; () where that is nothing."""
-    each = c.zero == 2 or (c.zero == 3 and not c.kept)
-    return (c.zero, c.dp, c.outer, c.over_experts, c.inside) if each else ()
-
-
-def bubble(c: Choice, forward: float, backward: float, weights: float) -> float:
-    """Seconds in which a rank waits for others, where all stages are equal; forward, backward: of a microbatch on all
-    stages of a rank; weights: of backward, those of gradients of weights.
-    """
-    if c.pp == 1:
-        return 0.0
-    if c.microbatches < c.pp:  # too few to fill the pipeline: nothing helps
-        return (c.pp - 1) * (forward + backward)
-    return SCHEDULES[c.schedule].idle(c.pp, c.per_rank, c.microbatches, forward, backward, weights)

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from shardc.cost.collective_seconds import collective_seconds
-from shardc.cost.recorded import KINDS, parts
+from shardc.cost.recorded import parts
 from shardc.ir.layers import layer_of
 from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.records import spec_text
 from shardc.plan.reserved_bytes import Few, outside, reserved
 from shardc.plan.stage_vectors import (
+    BYTES,
     CAUSES,
     FLOPS,
     HIGH,
@@ -211,7 +212,9 @@ def _composed(
         )
     spent = dict(zip(WHAT, map(float, whole[slow]), strict=True))
     spent["bubble"] = max(step - sum(spent.values()), 0.0)
-    kinds = {k: float(n) for k, n in zip(KINDS, peaks[fullest], strict=True) if n > 0}
+    by = dict(zip(BYTES, map(float, peaks[fullest]), strict=True))
+    by["temporaries"] += by.pop("still")
+    kinds = {k: n for k, n in by.items() if n > 0}
     beside = outside(library.device, few)
     live = [float(v.sum()) for v in peaks]
     room = library.device.memory - beside

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardc.plan.bounds import optimistic, relatives
+from shardc.plan.columns import Columns
 from shardc.plan.dry_runs import Stages, mixed
-from shardc.plan.estimate import Columns, Rough
+from shardc.plan.estimate import Rough
 from shardc.plan.space import CHECKPOINTS, OFFLOADS, ON_HOST, Choice, Core, Keep, budget
 from shardc.plan.stage_vectors import Vector
 
@@ -218,7 +219,8 @@ class Frontier:
         if columns is None:
             some = list(self.search.choices([any_keep], self.devices, self.batch))
             if self.on_host:
-                some += [replace(c, offload=offload) for c in some for offload in OFFLOADS if offload]
+                # parameters can be elsewhere where they are gathered before each use
+                some += [replace(c, offload=o) for c in some for o in OFFLOADS if o and (o != "all" or c.zero == 3)]
             columns = self._columns[any_keep] = self.search.estimates.columns(some)
         number = len(columns.choices)
         self.considered += number

@@ -45,9 +45,6 @@ ROUNDS, SMALLER = 4, 0.95
 OFF = 1.1
 #: What is estimated at so many times the best price may be faster all the same.
 UNSURE = 1.15
-#: Estimates hold where no price is less than this share of its own. With many rows of few tokens it is less: they are
-#: estimated from one row, whose time is for the most part the weights'.
-HOLDS = 0.7
 
 
 @dataclass
@@ -156,10 +153,10 @@ class Planner:
 
     def _refined(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
         """Exact prices of the best for so many devices, and for half of them as long as an estimate says that these may
-        be faster, or estimates are found to be far too high: others are idle then. What is found for fewer is what a
-        search for so many finds, so more devices make nothing slower.
+        be faster: others are idle then. What is found for fewer is what a search for so many finds, so more devices
+        make nothing slower.
         """
-        finder, (exact, least) = self.finder, self._refined_on(devices, rows, cores)
+        finder, exact = self.finder, self._refined_on(devices, rows, cores)
 
         def best() -> float:
             return min((p.seconds for p in exact.values() if p.needs <= self.usable), default=math.inf)
@@ -167,18 +164,16 @@ class Planner:
         while best() < math.inf and devices % 2 == 0:
             devices //= 2
             cores, limit = finder.splits(devices), UNSURE * best()
-            if least > HOLDS:
-                some = finder.estimate(devices, rows, cores, below=limit)
-                if all(r.seconds > limit for _, r in some if r.peak <= finder.room):  # still fewer are slower still
-                    break
-            more, share = self._refined_on(devices, rows, cores)
-            exact, least = exact | more, min(least, share)
+            some = finder.estimate(devices, rows, cores, below=limit)
+            if all(r.seconds > limit for _, r in some if r.peak <= finder.room):  # still fewer are slower still
+                break
+            exact |= self._refined_on(devices, rows, cores)
         return exact
 
-    def _refined_on(self, devices: int, rows: int, cores: list[Core]) -> tuple[dict[Choice, Priced], float]:
-        """Exact prices of the best for so many devices, and the least share of its estimate that one of them is. Splits
-        were left out for being slower than what was thought to fit: where that does not, as more is reserved than is
-        live, the search is made again with as much less room for live bytes. Other questions begin with all of it.
+    def _refined_on(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
+        """Exact prices of the best for so many devices. Splits were left out for being slower than what was thought to
+        fit: where that does not, as more is reserved than is live, the search is made again with as much less room for
+        live bytes. Other questions begin with all of it.
         """
         finder, exact = self.finder, dict[Choice, Priced]()
         room = finder.room
@@ -196,7 +191,7 @@ class Planner:
                 break
             finder.room = min(self.usable / min(over), SMALLER * finder.room)
         finder.room = room
-        return exact, min((p.seconds / some[c].seconds for c, p in exact.items() if c in some), default=1.0)
+        return exact
 
     def estimates(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
         """Of choices for so many devices: what is slow, or in the machine's memory, only where nothing fits without.

@@ -182,6 +182,7 @@ class Search:
                 prices[c] = self.exact(c)
             except ShardcError as e:
                 self.refused[str(c)] = e
+                dry_runs.discard(run)  # it was none
             else:
                 queue.priced(c, rough, prices[c])
             if families.total() >= PRICED:

@@ -8,7 +8,6 @@ flops; seconds by cause, and those from which bounds follow.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -27,22 +26,35 @@ from shardc.runtime.schedule.actions import PAIRS
 from shardc.spec import Spec
 
 Vector = NDArray[np.float64]
-N = len(KINDS)
-#: Columns: bytes left behind, bytes at the highest moment, flops, bytes sent to the next stage, seconds by cause; and
-#: how much of these is no more where a microbatch has more rows: small ops, the latency of collectives.
-NET, HIGH, FLOPS, SENT, CAUSES = slice(0, N), slice(N, 2 * N), 2 * N, 2 * N + 1, slice(2 * N + 2, 2 * N + 10)
-FIXED = slice(2 * N + 10, 2 * N + 18)
+#: Kinds of bytes: temporaries that are no larger where a microbatch has more rows, as gradients of one layer before
+#: they are added up, count for themselves.
+BYTES = (*KINDS, "still")
+N = len(BYTES)
+#: Those of them that grow with the rows of a microbatch, and are split with them.
+GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in BYTES])
+#: Columns: bytes left behind, bytes at the highest moment, and the most bytes that GROW, which may be at another one.
+NET, HIGH, MOST = slice(0, N), slice(N, 2 * N), 2 * N
+_S = 2 * N + 1
+#: Flops, bytes sent to the next stage, seconds by cause; and how much of these is no more where a microbatch has more
+#: rows: small ops, the latency of collectives.
+FLOPS, SENT, CAUSES, FIXED = _S, _S + 1, slice(_S + 2, _S + 10), slice(_S + 10, _S + 18)
 #: And how much of the seconds nothing can hide: what comes next needs the collective.
-SURE = slice(2 * N + 18, 2 * N + 26)
+SURE = slice(_S + 18, _S + 26)
 #: Seconds of products at least, whatever their shapes, and of ops without products; but of those alone that take longer
 #: than to be run at all.
-PRODUCTS, MOVED = 2 * N + 26, 2 * N + 27
-WIDTH = 2 * N + 28
+PRODUCTS, MOVED = _S + 26, _S + 27
+#: Microbatches of so many rows: what a part computes then, by the first causes of WHAT. Between two of them it is taken
+#: to lie on a line. What waits for a collective grows with rows, but for what is FIXED.
+ROWS = (1, 4, 16, 64)
+HERE = 3
+AT = tuple(slice(_S + 28 + HERE * i, _S + 28 + HERE * (i + 1)) for i in range(len(ROWS) - 1))
+WIDTH = AT[-1].stop
 #: What a rank does in a second: products, memory traffic, starting small ops, waiting for the collectives of an axis.
 WHAT = ("compute", "memory", "launch", "tp", "cp", "ep", "dp", "pp")
 #: What the first microbatch leaves for the others: gradients, weights that were cast, those that are kept gathered.
 SHARED = "gradients", "parameters", "gathered"
 _SHARED = [KINDS.index(k) for k in SHARED]
+_KIND, _STILL, _GROWS = {k: i for i, k in enumerate(KINDS)}, BYTES.index("still"), GROW.tolist()
 
 #: Of a part: (kind of action, or "before", "after", "update", "resident"; "first", "middle" or "last" of its
 #: microbatch).
@@ -80,16 +92,25 @@ class Prices:
     ops: dict[int, tuple[Op, float, str]] = field(default_factory=dict)
     parts: dict[int, tuple[Part, list[_Stretch | Sent | Waited]]] = field(default_factory=dict)
     sent: dict[object, dict[tuple[str, tuple[str, ...], int], tuple[float, int]]] = field(default_factory=dict)
+    _of_rows: dict[int, Prices] = field(default_factory=dict)
+
+    def of_rows(self, times: int) -> Prices:
+        """Those of the same ops with so many times the rows."""
+        if times == 1:
+            return self
+        return self._of_rows.setdefault(times, Prices(sent=self.sent))
 
 
 @dataclass
 class Meter(Clock):
-    """A clock that also sums time by cause. roles: of the mesh's axes. fixed: the part of `spent` that would be no more
-    with more rows; sure: the part that is waited, however long the rank computes before.
+    """A clock that also sums time by cause. roles: of the mesh's axes. rows: as many times those that were run. fixed:
+    the part of `spent` that would be no more with more rows, but for weights' bytes; sure: the part that is waited,
+    however long the rank computes before.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
     priced: Prices = field(default_factory=Prices)
+    rows: int = 1
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
     fixed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
     sure: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WHAT, 0.0))
@@ -103,10 +124,15 @@ class Meter(Clock):
         rank: int,
         roles: Mapping[str, str],
         priced: Prices | None = None,
+        rows: int = 1,
     ) -> Meter:
-        priced = Prices() if priced is None else priced
+        priced = (Prices() if priced is None else priced).of_rows(rows)
         known = priced.sent.setdefault((mesh, rank), {})
-        return cls(device, mesh, rank, roles=roles, priced=priced, _known=known)
+        return cls(device, mesh, rank, roles=roles, priced=priced, rows=rows, _known=known)
+
+    def of_rows(self, times: int) -> Meter:
+        """One that has seen nothing yet, of so many times the rows."""
+        return Meter.of(self.device, self.mesh, self.rank, self.roles, self.priced, times)
 
     def run(self, part: Part) -> float:
         """As a clock does, but for rounding: what waits for no collective, and is slowed down by none, is added up
@@ -162,7 +188,8 @@ class Meter(Clock):
     def _priced(self, w: Op) -> tuple[Op, float, str]:
         found = self.priced.ops.get(id(w))
         if found is None:  # the op is kept, so that no other one gets its id
-            found = self.priced.ops[id(w)] = w, self.device.op_seconds(w), self.device.cause(w)
+            op = w if self.rows == 1 else w.of_rows(self.rows)
+            found = self.priced.ops[id(w)] = w, self.device.op_seconds(op), self.device.cause(op)
         return found
 
     def least(self, part: Part) -> tuple[float, float]:
@@ -186,6 +213,9 @@ class Meter(Clock):
         super().waited_for_host(seconds)
         self.spent["launch"] += seconds
         self.fixed["launch"] += seconds
+
+    def alone(self, record: CommRecord) -> tuple[float, int]:
+        return super().alone(record if self.rows == 1 else replace(record, bytes=record.bytes * self.rows))
 
     def waited_for(self, record: CommRecord, seconds: float) -> None:
         super().waited_for(record, seconds)
@@ -211,17 +241,19 @@ class Meter(Clock):
 def memory(part: Part) -> Vector:
     """The columns of memory, flops and sends."""
     v = np.zeros(WIDTH)
-    net, best, total = Counter[str](), 0, 0
-    high: Mapping[str, int] = {}
+    net, total, best, growing, most = [0] * N, 0, 0, 0, 0
+    high = net.copy()
     for sign, storage in part.changes:
         if storage.kind not in KINDS:  # outside of the device
             continue
-        net[storage.kind] += sign * storage.nbytes
+        at = _STILL if storage.still and storage.kind == "temporaries" else _KIND[storage.kind]
+        net[at] += sign * storage.nbytes
         total += sign * storage.nbytes
+        growing += sign * storage.nbytes if _GROWS[at] else 0
+        most = max(most, growing)
         if total > best:
-            best, high = total, dict(net)
-    v[NET] = [net[k] for k in KINDS]
-    v[HIGH] = [high.get(k, 0) for k in KINDS]
+            best, high = total, net.copy()
+    v[NET], v[HIGH], v[MOST] = net, high, most
     v[FLOPS] = part.flops
     v[SENT] = sum(r.bytes for r in part.sent if r.kind == "send_recv")
     return v
@@ -236,6 +268,8 @@ def stage(r: DryRun, clock: Meter) -> Stage:
             vectors[key] = memory(part)
             vectors[key][_SECONDS] = seconds
             vectors[key][[PRODUCTS, MOVED]] = clock.least(part)
+    if len(_microbatches(r)) < 3:
+        _of_more_rows(vectors, r, clock)
     resident = np.zeros(WIDTH)
     for storage in r.resident:
         if storage.kind in KINDS:
@@ -249,6 +283,15 @@ def stage(r: DryRun, clock: Meter) -> Stage:
                 left[_SHARED] = 0
             end[NET] -= left
     return vectors
+
+
+def _of_more_rows(vectors: Stage, r: DryRun, clock: Meter) -> None:
+    """Write down what the parts of microbatches compute with more rows."""
+    for rows, columns in zip(ROWS[1:], AT, strict=True):
+        more = clock.of_rows(rows)
+        for key, part in _parts(r):
+            if key[1]:
+                vectors[key][columns] = _seconds(part, more)[:HERE]
 
 
 def _microbatches(r: DryRun) -> list[int]:
@@ -309,6 +352,7 @@ def then(a: Vector, b: Vector) -> Vector:
     both = a + b
     after = a[NET] + b[HIGH]
     both[HIGH] = a[HIGH] if a[HIGH].sum() >= after.sum() else after
+    both[MOST] = max(a[MOST], a[NET][GROW].sum() + b[MOST])
     return both
 
 
@@ -335,6 +379,15 @@ def part_of(s: Stage, kind: str, which: str) -> Vector:
 
 def typical(s: Stage, kind: str) -> Vector:
     """A part of a microbatch like most, where only a first one and a last one were run: the first one's forward makes
-    what all of them use, and the last one's backward sums gradients.
+    what all of them use; of backward, the last one sums gradients over axes, and adds them to those that there are.
     """
-    return part_of(s, kind, "middle" if (kind, "middle") in s or kind == "F" else "first")
+    if (kind, "middle") in s or kind == "F":
+        return part_of(s, kind, "middle")
+    found = part_of(s, kind, "first").copy()
+    last = part_of(s, kind, "last")
+    for columns in (CAUSES, FIXED):
+        found[columns][:HERE] = last[columns][:HERE]
+    for columns in AT:
+        found[columns] = last[columns]
+    found[[PRODUCTS, MOVED]] = last[[PRODUCTS, MOVED]]
+    return found

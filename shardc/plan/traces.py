@@ -1,7 +1,7 @@
 """Dry runs as JSON, so that a later question is priced from them: what a rank keeps, computes and sends does not depend
 on the device. Equal ops, storages and collectives are written once.
 
-    {"storages": [[bytes, kind], ...], "ops": [[flops, traffic, dtype, ...], ...], "records": [...],
+    {"storages": [[bytes, kind, still], ...], "ops": [[flops, traffic, dtype, ...], ...], "records": [...],
      "actions": [[["F", 0, 0, -1], part], ...], ...}
     a part: {"changes": [3, -3, ...], "work": [0, 0, [record, key, after], [key], ...], "sent": [...]}
 
@@ -18,6 +18,9 @@ from shardc.cost.recorded import DryRun, Op, Part, Sent, Storage, Waited
 from shardc.ir.comm_record import CommRecord
 from shardc.runtime.schedule import Action
 from shardc.runtime.schedule.actions import PAIRS
+
+#: What is written of an op.
+_OP = ("flops", "traffic", "dtype", "matrices", "attention", "masked", "name", "still", "grows")
 
 
 def encoded(run: DryRun) -> dict[str, Any]:
@@ -37,11 +40,8 @@ def encoded(run: DryRun) -> dict[str, Any]:
 
 def decoded(value: Mapping[str, Any]) -> DryRun:
     """The dry run. Raises KeyError, IndexError, TypeError or ValueError for values that are none."""
-    storages = [Storage(n, kind) for n, kind in value["storages"]]
-    ops = [
-        Op(flops, traffic, dtype, matrices=tuple(matrices), attention=attention, masked=masked, name=name)
-        for flops, traffic, dtype, matrices, attention, masked, name in value["ops"]
-    ]
+    storages = [Storage(n, kind, still=still) for n, kind, still in value["storages"]]
+    ops = [Op(**dict(zip(_OP, (*fields[:3], tuple(fields[3]), *fields[4:]), strict=True))) for fields in value["ops"]]
     records = [CommRecord(kind, tuple(axes), n, direction) for kind, axes, n, direction in value["records"]]
 
     def work(x: Any) -> Op | Sent | Waited:
@@ -80,7 +80,7 @@ class _Tables:
 
     def storage(self, s: Storage) -> int:
         if s not in self._of:
-            self.storages.append([s.nbytes, s.kind])
+            self.storages.append([s.nbytes, s.kind, s.still])
             self._of[s] = len(self.storages)
         return self._of[s]
 
@@ -94,7 +94,7 @@ class _Tables:
 
     def _work(self, w: Op | Sent | Waited) -> Any:
         if isinstance(w, Op):
-            return _numbered(self.ops, (w.flops, w.traffic, w.dtype, w.matrices, w.attention, w.masked, w.name))
+            return _numbered(self.ops, tuple(getattr(w, name) for name in _OP))
         return [w.key] if isinstance(w, Waited) else [self._record(w.record), w.key, w.after]
 
     def _record(self, r: CommRecord) -> int:

@@ -214,7 +214,7 @@ def test_where_more_is_reserved_than_thought_the_search_is_made_again_with_less_
         return estimates(devices, rows, cores)
 
     monkeypatch.setattr(q, "estimates", noted)
-    found, _ = q._refined_on(2, 16, [Core()])
+    found = q._refined_on(2, 16, [Core()])
     assert any(p.needs <= q.usable for p in found.values())
     assert rooms[0] == all_of_it
     assert len(rooms) > 1
@@ -761,7 +761,7 @@ def test_no_given_spec_with_experts_over_several_nodes_is_better_than_the_best()
     q = elsewhere(q, pairs.model_copy(update={"memory": given.needs}))
     splits = [c for c in q.finder.splits(8) if c.ep == 4]
     assert {(c.tp, c.ep) for c in splits} == {(1, 4), (2, 4)}
-    found = [p for p in q._refined_on(8, 16, splits)[0].values() if p.needs <= given.needs]
+    found = [p for p in q._refined_on(8, 16, splits).values() if p.needs <= given.needs]
     assert min(p.seconds for p in found) <= given.seconds
 
 

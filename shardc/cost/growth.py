@@ -1,0 +1,89 @@
+"""What of a step grows with the rows of its batch, as a dry run finds out: told of each op and of each storage.
+
+    still    parameters, gradients and state, by their kind; what is made of such alone, as a weight's cast; and what
+             becomes a gradient: its product, and copies of that in another dtype
+    grows    all else: what the batch's numbers go into
+
+So the same step with other rows has a price without a run of its own (`Op.of_rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from shardc.cost.recorded import Op, Part, Storage
+from shardc.ir.flops import moved_by
+from shardc.torch_private import pytree
+
+#: Kinds of which nothing grows with rows. (Sums of what comes back from other ranks count as gradients, too.)
+KINDS = ("parameters", "optimizer", "buffers", "gathered")
+#: Each number of their results is made of one number of an operand: these are of one kind.
+_ONE_BY_ONE = {"_to_copy", "copy_", "clone", "add", "add_", "mul", "mul_", "div", "div_", "neg"}
+
+#: Of what a call reads and writes: (its place among the operands, or -1 - its place among the results; bytes).
+Moved = tuple[tuple[int, int], ...]
+#: Of tensors of a call: (storage, None where it takes no memory; number of elements).
+Stored = Sequence[tuple[Storage | None, int]]
+
+
+def places_moved(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, operands: Sequence[Tensor]
+) -> Moved:
+    """What a call reads and writes; equal for calls with operands of equal sizes."""
+    results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+    places = {id(x): -1 - i for i, x in enumerate(results)} | {id(x): i for i, x in enumerate(operands)}
+    return tuple((places[id(x)], n) for x, n in moved_by(func, args, kwargs, result) or ())
+
+
+class _Call(NamedTuple):
+    """at: the place of its op in the work of its part."""
+
+    at: int
+    op: Op
+    moved: Moved
+    operands: Stored
+    results: Stored
+
+    def still(self) -> int:
+        """Bytes that it reads and writes of what does not grow."""
+        return sum(n for i, n in self.moved if _stays((self.operands[i] if i >= 0 else self.results[-1 - i])[0]))
+
+
+@dataclass
+class Growth:
+    """The calls of the part of a step that runs now, in order."""
+
+    _calls: list[_Call] = field(default_factory=list)
+
+    def called(self, at: int, op: Op | None, moved: Moved, operands: Stored, results: Stored) -> None:
+        """A call has run. op, at: what it counts as, if it runs on the device, and its place in the part's work."""
+        read = [s for s, _ in operands if s is not None]
+        if read and all(map(_stays, read)):
+            for s, _ in results:
+                if s is not None and s not in read:
+                    s.still = True
+        if op is not None:
+            self._calls.append(_Call(at, op, moved, operands, results))
+
+    def settle(self, part: Part) -> None:
+        """The part has run, and its gradients are known as such: write down what of its ops grows."""
+        for c in reversed(self._calls):
+            if c.op.name in _ONE_BY_ONE and any(_stays(s) for s, _ in c.results):
+                for s, number in c.operands:
+                    if s is not None and number == c.results[0][1]:
+                        s.still = True
+        for c in self._calls:
+            if still := c.still():
+                op = part.work[c.at]
+                assert isinstance(op, Op)
+                grows = None if any(_stays(s) for s, _ in c.results) else 1
+                part.work[c.at] = op._replace(still=still, grows=grows)
+        self._calls.clear()
+
+
+def _stays(s: Storage | None) -> bool:
+    return s is not None and (s.still or s.kind in KINDS)

@@ -1,0 +1,37 @@
+"""What of a step grows with its rows: ops of one dry run, with more rows, are those of a dry run of more rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardc.cost.recorded import Op
+from shardc.plan.few_layers import Subject
+from shardc.plan.records import Rank, Records
+from shardc.plan.source import Source
+from shardc.plan.space import CHECKPOINTS, Choice, SpecTemplate, spec
+from tests.plan.test_monotone import Stack
+
+
+def ops(ranks: list[Rank]) -> list[Op]:
+    return [w for rank in ranks for _, part in rank.run.actions for w in part.work if isinstance(w, Op)]
+
+
+@pytest.mark.parametrize("choice", [Choice(microbatches=2), Choice(tp=2, checkpoint="full", microbatches=2)], ids=str)
+def test_ops_of_more_rows_follow_from_those_of_few(choice: Choice) -> None:
+    """Also where a gradient has as many elements as an activation: sizes decide nothing."""
+    assert CHECKPOINTS["full"] is not None
+    with torch.device("meta"):
+        model = Stack(6, hidden=32, wide=64, vocab=32)
+    records = Records(Source(lambda: Subject.of(model, {"ids": torch.empty(4, 32, dtype=torch.long)})))
+    template = SpecTemplate({"use": "structure"}, {"params": "float32", "compute": "bfloat16"}, ("h.*",))
+    few, many = (ops(records.ranks(spec(choice, template), rows, 3, None, (0,))) for rows in (2, 6))
+    assert len(few) == len(many)
+    for one, more in zip(few, many, strict=True):
+        found = one.of_rows(3)
+        assert (found.flops, found.matrices) == (more.flops, more.matrices)
+        assert abs(found.traffic - more.traffic) <= 64, one  # of numbers of a whole batch, such as a mean loss
+    assert any(one.still == one.traffic for one in few)
+    assert any(0 < one.still < one.traffic for one in few)
+    as_if_all_grew, real = 3 * sum(x.traffic for x in few), sum(x.traffic for x in many)
+    assert as_if_all_grew > 1.2 * real
