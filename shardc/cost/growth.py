@@ -1,7 +1,7 @@
 """What of a step grows with the rows of its batch, as a dry run finds out: told of each op and of each storage.
 
-    still    parameters, gradients and state, by their kind; what is made of such alone, as a weight's cast; and what
-             becomes a gradient: its product, and copies of that in another dtype
+    still    parameters and state, by their kind; gradients of parameters (`Ledger.stay`), and what becomes one: its
+             product, and copies of that in another dtype; what is made of such alone, as a weight's cast
     grows    all else: what the batch's numbers go into
 
 So the same step with other rows has a price without a run of its own (`Op.of_rows`).
