@@ -175,12 +175,16 @@ def _launch(d: Device, samples: Sequence[OpSample]) -> Device:
 
 
 def _bandwidth(d: Device, plain: Sequence[OpSample]) -> Device:
-    """Of large ops: those that take several times as long as to be launched."""
-    large = [x for x in plain if not _small(x.op) and x.seconds > 3 * d.launch]
-    rates = [(x.op.traffic / _work(d, x), x.seconds) for x in large]
+    """Of large ops, which take several times as long as to be launched: what half of them reach, by name, so that one
+    that computes much for each number does not decide.
+    """
+    rates: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for x in plain:
+        if not _small(x.op) and x.seconds > 3 * d.launch:
+            rates[x.op.name].append((x.op.traffic / _work(d, x), x.seconds))
     if not rates:
         return d
-    rate = _weighted_median(rates)
+    rate = float(np.median([*map(_weighted_median, rates.values())]))
     if d.reaches.bandwidth < 1:
         share = min(rate / d.bandwidth, 1.0)
         return d.model_copy(update={"reaches": d.reaches.model_copy(update={"bandwidth": share})})
