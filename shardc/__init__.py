@@ -11,7 +11,7 @@ cost, plan    time and memory; the fastest spec        report     text, tables a
 cli           the commands                             nn         functions for models that torch has no op for
 errors        ShardcError; folded_messages: equal messages of layers, once
 call_arguments: those of the public functions, checked; names_loaded_later: names of packages, imported when used
-torch_modes, torch_private    modes and private modules of torch; text_file: small files of users
+torch_modes, torch_private    modes and private modules of torch; text_file: small files of users; version
 
 The folders passes/, runtime/ and specs/ lie beside shardc/: pyproject.toml (package-dir) makes them its packages.
 """
@@ -22,6 +22,8 @@ import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+from shardc.version import VERSION
 
 if TYPE_CHECKING:  # the same table as _MODULES, for type checkers and editors
     from shardc.artifact import load as load
@@ -41,7 +43,7 @@ if TYPE_CHECKING:  # the same table as _MODULES, for type checkers and editors
     from shardc.verify.simulate import Simulation as Simulation
     from shardc.verify.simulate import simulate as simulate
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 #: Public name -> the module that defines it.
 _MODULES = {

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 #: From the bottom up: a room imports itself, and rooms of the rows before its own. So there is no circle between rooms,
 #: and those of one row know nothing of each other.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("folded_messages",),
+    ("folded_messages", "version"),
     ("errors", "torch_private"),
     ("text_file", "torch_modes"),
     ("ir",),

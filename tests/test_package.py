@@ -14,13 +14,18 @@ else:
     import tomli as tomllib  # which pytest needs there
 
 ROOT = Path(__file__).parents[1]
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
 
 
 def folder(package: str) -> Path:
     """Where a package's files are in the repository, by package-dir."""
     prefix = max((p for p in SETUPTOOLS["package-dir"] if f"{package}.".startswith(f"{p}.")), key=len)
     return ROOT / SETUPTOOLS["package-dir"][prefix] / package.removeprefix(prefix).lstrip(".").replace(".", "/")
+
+
+def test_the_version() -> None:
+    assert shardc.__version__ == PROJECT["project"]["version"]
 
 
 def test_every_folder_with_modules_is_a_package_that_is_installed() -> None:

@@ -24,7 +24,6 @@ import sys
 import tempfile
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,7 @@ from shardc.ir.stored import Buffer, Input, Param
 from shardc.ir.type_text import show
 from shardc.runtime import schedule
 from shardc.spec import Spec
+from shardc.version import VERSION
 
 FORMAT = 1
 
@@ -131,7 +131,7 @@ def _write(program: Program, folder: Path) -> None:
         save_file(constants, folder / CONSTANTS)
     manifest = {
         "format": FORMAT,
-        "shardc": version("shardc"),
+        "shardc": VERSION,
         "torch": str(torch.__version__),
         "mesh": dict(program.mesh.axes),
         "stages": [{"name": s.name, "updates": s.updates, "outputs": s.outputs} for s in program.stages],

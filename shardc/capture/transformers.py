@@ -49,7 +49,7 @@ def _forward(chosen: Callable[..., Any], module: nn.Module, x: Tensor, index: Te
     has: Any = module
     up, act = ("gate_up_proj", has._apply_gate) if has.has_gate else ("up_proj", has.act_fn)
     bias = (getattr(has, f"{up}_bias"), has.down_proj_bias) if has.has_bias else (None, None)
-    if has.has_post_expert_norm:
+    if getattr(has, "has_post_expert_norm", False):  # earlier versions have no such norm
         return chosen(module, x, index, weights)
     try:
         return experts(
@@ -99,7 +99,8 @@ def lean_transformers(model: nn.Module) -> Iterator[None]:
                 return mask if isinstance(kv_offset, Tensor) else filled(mask, kv_length, kv_offset)
 
             stack.enter_context(mock.patch.object(masking, "prepare_padding_mask", prepare_padding_mask))
-            stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False))
+            if hasattr(masking, "is_torchdynamo_exporting"):  # earlier versions ask is_tracing alone
+                stack.enter_context(mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False))
             stack.enter_context(mock.patch.object(masking, "is_tracing", isinstance_fake))
             stack.enter_context(
                 mock.patch.object(masking, "find_packed_sequence_indices", find_packed_sequence_indices)

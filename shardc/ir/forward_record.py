@@ -14,7 +14,6 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor, fx
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer
+from shardc.version import VERSION
 
 #: Bytes of a constant up to which its numbers count.
 _CONSTANT = 1 << 20
@@ -208,4 +208,4 @@ def _path(path: tuple[str | int, ...]) -> str:
 
 
 def _versions() -> str:
-    return f"shardc {version('shardc')}, torch {'.'.join(str(torch.__version__).split('.')[:2])}"
+    return f"shardc {VERSION}, torch {'.'.join(str(torch.__version__).split('.')[:2])}"
