@@ -6,8 +6,6 @@ replay."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,8 +20,8 @@ ACROSS = 256
 _COMPUTED = {torch.float64: tl.float64}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _splitmix(state: Any, word: Any) -> Any:
+@triton.jit
+def _splitmix(state, word):  # type: ignore[no-untyped-def]
     """One word of rng.key."""
     state = (state ^ word) + 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
@@ -31,36 +29,36 @@ def _splitmix(state: Any, word: Any) -> Any:
     return state ^ (state >> 31)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _avalanche(x: Any) -> Any:
+@triton.jit
+def _avalanche(x):  # type: ignore[no-untyped-def]
     """lowbias32, as rng._avalanche."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _hash(x: Any, low: Any, high: Any) -> Any:
+@triton.jit
+def _hash(x, low, high):  # type: ignore[no-untyped-def]
     return _avalanche(_avalanche(x ^ low) + high)
 
 
-@triton.jit(do_not_specialize=["stream", "size", "height"])  # type: ignore[untyped-decorator]
-def _kernel(
-    x_at: Any,
-    out_at: Any,
-    words_at: Any,
-    rows_at: Any,
-    columns_at: Any,
-    size: Any,
-    height: Any,
-    width: Any,
-    stream: Any,
-    limit: Any,
+@triton.jit(do_not_specialize=["stream", "size", "height"])
+def _kernel(  # type: ignore[no-untyped-def]
+    x_at,
+    out_at,
+    words_at,
+    rows_at,
+    columns_at,
+    size,
+    height,
+    width,
+    stream,
+    limit,
     SCALE: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     COMPUTED: tl.constexpr,
-) -> None:
+):
     """HEIGHT rows by WIDTH columns of a part of height x width elements, of which the first `size` exist."""
     state = tl.full((1,), 0x9E3779B97F4A7C15, tl.uint64)
     state = _splitmix(state, tl.load(words_at).to(tl.uint64))
@@ -118,5 +116,6 @@ def launch(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int,
             HEIGHT=height,
             WIDTH=width,
             COMPUTED=_COMPUTED.get(x.dtype, tl.float32),
+            enable_fp_fusion=False,  # each rounding is torch's
         )
     return out

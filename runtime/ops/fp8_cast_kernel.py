@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -23,8 +22,8 @@ TILE = 2048
 ACROSS = 512
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _exponent(amax: Any, TOP: tl.constexpr, STEP: tl.constexpr, MOST: tl.constexpr, NOT: tl.constexpr) -> Any:
+@triton.jit
+def _exponent(amax, TOP: tl.constexpr, STEP: tl.constexpr, MOST: tl.constexpr, NOT: tl.constexpr):  # type: ignore[no-untyped-def]
     """fp8.exponents, of float32."""
     own = (amax.to(tl.int32, bitcast=True) + (8388608 - STEP)) >> 23
     found = tl.minimum(tl.maximum(TOP - own, -MOST), MOST)
@@ -32,24 +31,24 @@ def _exponent(amax: Any, TOP: tl.constexpr, STEP: tl.constexpr, MOST: tl.constex
     return tl.where(amax < float("inf"), found, NOT)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _power(exponent: Any) -> Any:
+@triton.jit
+def _power(exponent):  # type: ignore[no-untyped-def]
     """2 ** exponent, of such as are finite."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cast(
-    x_at: Any,
-    amax_at: Any,
-    weights_at: Any,
-    out_at: Any,
-    scales_at: Any,
-    height: Any,
-    width: Any,
-    down: Any,
-    across: Any,
-    scales: Any,
+@triton.jit
+def _cast(  # type: ignore[no-untyped-def]
+    x_at,
+    amax_at,
+    weights_at,
+    out_at,
+    scales_at,
+    height,
+    width,
+    down,
+    across,
+    scales,
     TOP: tl.constexpr,
     STEP: tl.constexpr,
     ROW_TOP: tl.constexpr,
@@ -63,7 +62,7 @@ def _cast(
     PACK: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
-) -> None:
+):
     """HEIGHT rows by WIDTH columns of height x width numbers. down, across: numbers of a granule; scales: granules side
     by side.
     """
@@ -110,23 +109,23 @@ def _cast(
         tl.store(out_at + place, r.to(x.dtype), mask=there)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _larger(a: Any, b: Any) -> Any:
+@triton.jit
+def _larger(a, b):  # type: ignore[no-untyped-def]
     return tl.where(a > b, a, b)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _largest(
-    x_at: Any,
-    weights_at: Any,
-    out_at: Any,
-    width: Any,
+@triton.jit
+def _largest(  # type: ignore[no-untyped-def]
+    x_at,
+    weights_at,
+    out_at,
+    width,
     TOP: tl.constexpr,
     STEP: tl.constexpr,
     MOST: tl.constexpr,
     NOT: tl.constexpr,
     WIDTH: tl.constexpr,
-) -> None:
+):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     most = tl.full((WIDTH,), 0.0, tl.float32)
@@ -177,6 +176,7 @@ def cast(
             PACK=kind == "packed",
             HEIGHT=rows,
             WIDTH=side,
+            enable_fp_fusion=False,  # each rounding is torch's
         )
 
 
@@ -192,6 +192,8 @@ def largest(x: Tensor, weights: Tensor) -> Tensor:
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             side = min(triton.next_power_of_2(width), TILE)
             _largest[(height,)](
-                x, weights.contiguous(), out, width, TOP=top, STEP=step, MOST=EXPONENTS, NOT=NAN, WIDTH=side
+                *(x, weights.contiguous(), out, width),
+                **{"TOP": top, "STEP": step, "MOST": EXPONENTS, "NOT": NAN, "WIDTH": side},
+                enable_fp_fusion=False,
             )
     return out

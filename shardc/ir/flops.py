@@ -145,9 +145,6 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:
     return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]) // 2
 
 
-#: Attention on the CPU: the index of q among the arguments, and the number of products (backward computes the scores
-#: again).
-_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 2),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 5),
-}
+#: Attention: the index of q among the arguments, and the number of products (backward computes the scores again).
+#: torch's own counts want as many heads of keys as of queries, which kernels do not.
+_ATTENTION = {op: (1, 5) if "backward" in op.overloadpacket.__name__ else (0, 2) for op in _CAUSAL}

@@ -25,15 +25,17 @@ def world(device: str) -> int:
     return 1 if device == "cuda" else 2
 
 
-def joins(rank: int, ranks: int, port: int) -> None:
+def joins(rank: int, ranks: int, port: int, device: str) -> None:
     torch.set_num_threads(1)
+    if device == "cpu":  # also where there is a GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def collectives(rank: int, device: str, port: int) -> None:
     n = world(device)
-    joins(rank, n, port)
+    joins(rank, n, port, device)
     mesh = TorchMesh(Mesh.of({"dp": n}), device=device, timeout=TIMEOUT)
     assert mesh.device.type == device
     if n == 1:
@@ -91,7 +93,7 @@ def collectives(rank: int, device: str, port: int) -> None:
 def trains(rank: int, device: str, port: int, folder: str) -> None:
     """Engine and module, against the plain model on the same device."""
     n = world(device)
-    joins(rank, n, port)
+    joins(rank, n, port, device)
     with zoo.Wide():
         model, batch = zoo.gpt()
         program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": n}}, prove=False)
