@@ -42,7 +42,7 @@ def _hash(x, low, high):  # type: ignore[no-untyped-def]
     return _avalanche(_avalanche(x ^ low) + high)
 
 
-@triton.jit(do_not_specialize=["stream", "size", "height"])
+@triton.jit(do_not_specialize=["stream", "size", "height"])  # type: ignore[untyped-decorator]
 def _kernel(  # type: ignore[no-untyped-def]
     x_at,
     out_at,

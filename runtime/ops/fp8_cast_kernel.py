@@ -22,7 +22,7 @@ TILE = 2048
 ACROSS = 512
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _exponent(amax, TOP: tl.constexpr, STEP: tl.constexpr, MOST: tl.constexpr, NOT: tl.constexpr):  # type: ignore[no-untyped-def]
     """fp8.exponents, of float32."""
     own = (amax.to(tl.int32, bitcast=True) + (8388608 - STEP)) >> 23
@@ -37,7 +37,7 @@ def _power(exponent):  # type: ignore[no-untyped-def]
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _cast(  # type: ignore[no-untyped-def]
     x_at,
     amax_at,
@@ -114,7 +114,7 @@ def _larger(a, b):  # type: ignore[no-untyped-def]
     return tl.where(a > b, a, b)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _largest(  # type: ignore[no-untyped-def]
     x_at,
     weights_at,

@@ -46,10 +46,11 @@ HEAD = """\
 
 Made by `make gpu` (tests/bench/gpu.py) on {machine}, torch {torch}, Python {python}. One Llama ({size}),
 AdamW, one process, no mesh: what shardc's program costs on a device beside the model as it is. Medians of {rounds} steps each, taken in turns; peak memory is the
-allocator's, of each contender alone. *predicted*: `program.cost` with this machine as `shardc device --measure` finds it.
+allocator's, of each contender alone. *host*: until the call returns, which may be before the device is done. *TFLOP/s*: 6 × parameters + 12 × layers × hidden × sequence for each
+token (PaLM, appendix B), over the step. *predicted*: `program.cost` with this machine as `shardc device --measure` finds it.
 
-| setting | contender | step, ms | / plain | peak, GiB | / plain | loss |
-|---|---|---:|---:|---:|---:|---:|
+| setting | contender | step, ms | / plain | host, ms | TFLOP/s | peak, GiB | / plain | loss |
+|---|---|---:|---:|---:|---:|---:|---:|---:|
 """
 
 Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -100,22 +101,25 @@ def alone(make: Callable[[], Step], batch: Any, device: torch.device) -> tuple[f
     return peak, loss
 
 
-def in_turns(makes: dict[str, Callable[[], Step]], batch: Any, device: torch.device, rounds: int) -> dict[str, float]:
-    """Seconds of a step, the median, by contender."""
+def in_turns(
+    makes: dict[str, Callable[[], Step]], batch: Any, device: torch.device, rounds: int
+) -> dict[str, tuple[float, float]]:
+    """Seconds of a step, and until its call returns, the medians, by contender."""
     steps = {name: make() for name, make in makes.items()}
     for step in steps.values():
         for _ in range(WARM):
             step(batch)
-    took: dict[str, list[float]] = {name: [] for name in steps}
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for i in range(rounds):
         order = list(steps)[:: 1 if i % 2 else -1]
         for name in order:
             settle(device)
             begin = time.perf_counter()
             steps[name](batch)
+            returned = time.perf_counter()
             settle(device)
-            took[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(each) for name, each in took.items()}
+            took[name].append((time.perf_counter() - begin, returned - begin))
+    return {name: tuple(map(statistics.median, zip(*each, strict=True))) for name, each in took.items()}
 
 
 def _step(program: Any, source: Any, optimizer: Any, mesh: TorchMesh) -> Step:
@@ -145,25 +149,30 @@ def rows(
         except Exception as e:  # a peer that does not run here; shardc has to
             if name in ("shardc", "shardc, lowered"):
                 raise
-            lines.append(f"| {setting} | {name} | {type(e).__name__}: {str(e).splitlines()[0][:80]} | | | | |")
+            lines.append(f"| {setting} | {name} | {type(e).__name__}: {str(e).splitlines()[0][:80]} | | | | | | |")
             del makes[name]
     took = in_turns(makes, batch, device, rounds)
     gc.collect()
     losses = [loss for _, loss in peaks.values()]
     assert max(losses) - min(losses) < 1e-2 * max(losses), f"{setting}: the losses differ: {losses}"
+    beside, least = took["plain"][0], peaks["plain"][0]
+    flops = model_flops(source, llama.SIZE)
+
+    def line(name: str, seconds: float, host: str, peak: float, loss: str) -> str:
+        speed, memory = f"{1e3 * seconds:.1f} | {seconds / beside:.2f}", f"{peak / 2**30:.2f} | {peak / least:.2f}"
+        return f"| {setting} | {name} | {speed} | {host} | {flops / seconds / 1e12:.0f} | {memory} | {loss} |"
+
     for name in makes:
-        peak, loss = peaks[name]
-        against = took[name] / took["plain"], peak / peaks["plain"][0]
-        lines.append(
-            f"| {setting} | {name} | {1e3 * took[name]:.1f} | {against[0]:.2f} | {peak / 2**30:.2f} | {against[1]:.2f} | {loss:.4f} |"
-        )
+        (seconds, host), (peak, loss) = took[name], peaks[name]
+        lines.append(line(name, seconds, f"{1e3 * host:.1f}", peak, f"{loss:.4f}"))
     cost = program.cost(machine)
-    seconds, peak = cost.step_seconds, cost.memory.peak
-    lines.append(
-        f"| {setting} | shardc, predicted | {1e3 * seconds:.1f} | {seconds / took['plain']:.2f} | {peak / 2**30:.2f}"
-        f" | {peak / peaks['plain'][0]:.2f} | |"
-    )
-    return lines
+    return [*lines, line("shardc, predicted", cost.step_seconds, "", cost.memory.peak, "")]
+
+
+def model_flops(model: Any, size: Any) -> float:
+    """Of a step, by the formula that the page names."""
+    parameters = sum(p.numel() for p in model.parameters())
+    return size.batch * size.seq * (6.0 * parameters + 12.0 * size.layers * size.hidden * size.seq)
 
 
 def main() -> int:

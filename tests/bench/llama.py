@@ -29,7 +29,7 @@ QUICK = Size(
     layers=4, hidden=64, heads=4, inter=128, vocab=512, batch=4, seq=32
 )  # tries the harness; its figures say nothing
 MANY_ROWS = replace(FULL, batch=16)  # more to compute for each byte of a parameter that is sent
-GPU = Size(layers=16, hidden=2048, heads=16, inter=5632, vocab=32000, batch=8, seq=1024)  # 0.95 billion parameters
+GPU = Size(layers=8, hidden=2048, heads=16, inter=5632, vocab=32000, batch=8, seq=1024)  # 0.54 billion parameters
 SIZE = {"quick": QUICK, "rows": MANY_ROWS, "gpu": GPU}.get(
     os.environ.get("SHARDC_BENCH", ""), FULL
 )  # processes inherit it
