@@ -61,8 +61,8 @@ class Rng:
 
     block: how many numbers are hashed at a time on the CPU; a GPU hashes all at once.
     in_place: `words` are one tensor for all steps. For steps that are captured as a CUDA graph, which reads its inputs
-    at fixed addresses: call `words` after a change of `step`, outside of the graph, before the graph runs. Backward
-    must then come before the next change."""
+    at fixed addresses: call `renew` after a change of `step`, before the graph runs. Backward must then come before the
+    next change."""
 
     seed: int = 0
     step: int = 0
@@ -83,6 +83,8 @@ class Rng:
 
         A new tensor when one of them has changed: a backward that comes later keeps those of its forward. Nothing waits
         for the device."""
+        if device.type != "cpu" and device == torch.device(device.type):  # the current one, which has a number
+            device = torch.empty(0, device=device).device
         now = (self.seed, self.step, self.microbatch)
         then, words = self._words.get(device, (None, None))
         if then != now or words is None:
@@ -92,6 +94,11 @@ class Rng:
                 words[i].fill_(_signed(word, 64))
             self._words[device] = now, words
         return words
+
+    def renew(self) -> None:
+        """`words` are those of this step, on all devices where they were asked for."""
+        for device in list(self._words):
+            self.words(device)
 
     def key_words(self, stream: int, device: torch.device) -> Tensor:
         """i32[2]: the key of a stream of random numbers, on a device. Nothing waits for it."""

@@ -16,6 +16,7 @@ communicators         the process groups that a program needs
 context               what ops may know of the step: the microbatch, sums over microbatches
 inputs                a user's batch -> this rank's inputs
 lowered               forward and backward as two texts; early_puts: gradients of ops that are one line of them
+step_graph            forward, backward and sums of a step as one CUDA graph
 recompute             computes values again in backward; activation_offload: keeps them on the CPU meanwhile
 split_backward        backward in two halves, for zero-bubble schedules
 loss_scale            loss scaling for float16, on all ranks alike

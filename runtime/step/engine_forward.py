@@ -119,6 +119,7 @@ class EngineForward(EngineState):
         self.buckets.reset(forward=True)
         self.rng.training = False
         interpreter, values = self._take(batch, local=local, use=use)
+        interpreter.count(values)
         return interpreter, values, *interpreter.evaluate(values)
 
     def generate(

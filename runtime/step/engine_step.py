@@ -34,7 +34,8 @@ from shardc.runtime.step.engine_forward import EngineForward
 from shardc.runtime.step.engine_state import WRITE_ALIKE
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.interpreter import Interpreter
-from shardc.runtime.step.run import StepHooks
+from shardc.runtime.step.run import StepHooks, Values
+from shardc.runtime.step.step_graph import Result, StepGraphs
 from shardc.runtime.step.stepped_loss import SteppedLoss
 from shardc.runtime.step.stepped_once import SteppedOnce
 from shardc.runtime.zero.early_step import OverlappedStep
@@ -49,6 +50,7 @@ class EngineStep(EngineForward):
     interpreter: Interpreter
     loads: tuple[Load, ...]
     _buffers_before: dict[str, Tensor]
+    _graphs: StepGraphs | None
     _loads: Loads | None
     _nonfinite: not_finite.Action
     _norm: GradNorm
@@ -89,8 +91,9 @@ class EngineStep(EngineForward):
         length: the first time that such sizes come, every rank compiles for them (shardc.recompile).
         Raises ShardcError for a batch that is not of the compiled names, shapes and dtypes.
         """
-        self._stepping = self._overlapped is not None and self._overlapped.possible()
-        self._sending = self._sends_early and self._matrices is not None
+        recorded = self._graphs is not None
+        self._stepping = not recorded and self._overlapped is not None and self._overlapped.possible()
+        self._sending = not recorded and self._sends_early and self._matrices is not None
         try:
             with self.mesh.together(f"step {self.rng.step + 1}"):
                 result = self._backward(batch, local=local, gather=gather)
@@ -146,7 +149,19 @@ class EngineStep(EngineForward):
         b = self.buckets
         hooks = StepHooks(b.saving, b.start, b.start_inputs, b.pause, b.launch, b.reduce, scaled)
         self.mesh.step.routings = [] if self._loads is not None else None
-        total, news, beside = interpreter.step(values, hooks)
+
+        def work(values: Values) -> Result:
+            interpreter.count(values)
+            found = interpreter.step(values, hooks)
+            if self._graphs is not None:
+                self.buckets.finish()
+            return found
+
+        if self._graphs is not None:
+            of_the_host = id(interpreter), self.scaler.factor if self.scaler is not None else None
+            total, news, beside = self._graphs.step(of_the_host, values, work)
+        else:
+            total, news, beside = work(values)
         # loss scaling skips by itself, and wants the gradients
         self._skipping = self.scaler is None and not_finite.skips(
             self._nonfinite, total, interpreter, values, step=self.rng.step + 1
@@ -157,7 +172,11 @@ class EngineStep(EngineForward):
         news = {
             name: new.clone(memory_format=torch.contiguous_format) for name, new in news.items() if name in self.buffers
         }
-        self.buckets.finish(self._reduced)
+        if self._graphs is None:
+            self.buckets.finish(self._reduced)
+        else:
+            for names in self.buckets.of_each:
+                self._reduced(names)
         self._reduced(self._unbucketed)
         if self.scaler is not None:
             self.scaler.sync_overflow()
@@ -183,8 +202,7 @@ class EngineStep(EngineForward):
         ]
 
     def _take(self, batch: Any, *, local: bool, use: batch_sizes.Use) -> tuple[Interpreter, list[dict[str, Any]]]:
-        """What runs a batch of this size, and what its stages here take, by microbatch: {placeholder: value}; what the
-        microbatches add up to is known then."""
+        """What runs a batch of this size, and what its stages here take, by microbatch: {placeholder: value}."""
         if isinstance(batch, Rest):
             batch, local = batch.batch, False
         inputs.check_plain(batch)
@@ -200,9 +218,9 @@ class EngineStep(EngineForward):
         program = interpreter.program
         parts = inputs.microbatches(program, inputs.take(program, batch, self.mesh, local=local))
         stored = {"mesh": self.mesh, "rng": self.rng, **self.buckets.given, **self.buffers, **constants}
-        values = [{**stored, **dict(zip((x.name for x in program.inputs), given, strict=True))} for given in parts]
-        interpreter.count(values)
-        return interpreter, values
+        return interpreter, [
+            {**stored, **dict(zip((x.name for x in program.inputs), given, strict=True))} for given in parts
+        ]
 
     def _gather_written(self) -> None:
         """What somebody wrote to `.params` goes to who keeps a copy: all ranks at ZeRO 1 and 2, owners of matrices."""

@@ -129,6 +129,11 @@ class Buckets:
         return set(self._of)
 
     @property
+    def of_each(self) -> list[Sequence[str]]:
+        """The parameters of each bucket, as `finish` gives them."""
+        return [b.spec.params for b in self._all]
+
+    @property
     def arrive_apart(self) -> bool:
         """Are some sums still under way when the first are there, after backward, so that a bucket's update hides them?
         Not with ZeRO, where one at a time is under way; nor on a GPU, which queues updates behind backward anyway.
@@ -245,6 +250,18 @@ class Buckets:
             if reduced is not None:
                 reduced(b.spec.params)
         self._active = False
+
+    def kept_sums(self) -> Callable[[], None]:
+        """After `finish`: what makes its sums those of the last step again, for a step that was recorded then
+        (shardc.runtime.step.step_graph).
+        """
+        sums = [(b, b.sums) for b in self._all]
+
+        def again() -> None:
+            for b, found in sums:
+                b.sums = found
+
+        return again
 
     def follow(self) -> None:
         """Before a forward of a user's own loop: see ReplicatedBucket.follow."""

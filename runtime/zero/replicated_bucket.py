@@ -35,7 +35,7 @@ class ReplicatedBucket:
         self.seen: set[str] = set()  # gradients that some backward of this step has brought
         self._work = Work()
         self._kept: dict[str, Tensor] = {}
-        self._sums: dict[str, Tensor] = {}  # of the last step, in another dtype than its gradients
+        self.sums: dict[str, Tensor] = {}  # of the last step, in another dtype than its gradients
         self._buffer: Tensor | None = None
         self._views: dict[str, Tensor] = {}
         self._there: set[str] = set()  # gradients that stand in the buffer
@@ -72,7 +72,7 @@ class ReplicatedBucket:
         self.missing = set(self.spec.params)
         if first:
             self._work.wait()  # of a step that failed halfway
-            self.seen, self._there, self._sums = set(), set(), {}
+            self.seen, self._there, self.sums = set(), set(), {}
             self._kept = {n: p.grad for n, p in self.owned.items() if p.grad is not None}
             for p in self.owned.values():
                 p.grad = None
@@ -147,16 +147,16 @@ class ReplicatedBucket:
             p.grad = others[0] if others else None
             for g in others[1:]:
                 others[0].add_(g)
-        self._kept, self._sums = {}, {n: x for n, x in sums.items() if x.dtype != self.owned[n].dtype}
+        self._kept, self.sums = {}, {n: x for n, x in sums.items() if x.dtype != self.owned[n].dtype}
 
     def narrow(self) -> None:
         """After an update: gradients that were widened for it lie where they were summed again, in that dtype."""
         for name, p in self.owned.items():
-            if p.grad is not None and p.grad.dtype != self.spec.dtype and name in self._sums:
+            if p.grad is not None and p.grad.dtype != self.spec.dtype and name in self.sums:
                 grad, p.grad = p.grad, None
                 p.grad_dtype = None  # any
-                p.grad = self._sums[name].copy_(grad)
-        self._sums = {}
+                p.grad = self.sums[name].copy_(grad)
+        self.sums = {}
 
     # --- parameters
 

@@ -54,7 +54,8 @@ class Loss(Section):
 
 class Lower(Section):
     """Forward and backward of a training step as two texts, run without autograd. compile: runs of element-wise ops and
-    reductions of equal layers are compiled once, by torch's Inductor; needs a C++ compiler, or Triton on a GPU.
+    reductions of equal layers are compiled once, by torch's Inductor; needs a C++ compiler, or Triton on a GPU. graphs:
+    a GPU starts what is recorded of them by one call of the host.
     """
 
     compile: Literal["none", "layers"] = Field(
@@ -67,6 +68,11 @@ class Lower(Section):
         description="microbatches: a forward beside the backward of the one before; forwards: beside another forward",
         examples=["microbatches", "forwards"],
     )
+    graphs: bool = Field(
+        default=False,
+        description="forward and backward are recorded as one CUDA graph, and started by one call; on a GPU",
+        examples=[True],
+    )
 
 
 _LOWER: dict[str, Any] = {
@@ -78,6 +84,7 @@ _LOWER: dict[str, Any] = {
             "properties": {
                 "compile": {"enum": ["none", "layers"], "default": "none"},
                 "overlap": {"enum": ["none", "microbatches", "forwards"], "default": "none"},
+                "graphs": {"type": "boolean", "default": False},
             },
         },
     ]

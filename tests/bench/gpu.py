@@ -33,6 +33,7 @@ OUT = ROOT / "docs" / "measured" / "gpu.md"
 ROUNDS, WARM = 9, 3
 #: name: (spec, is the plain model's forward under autocast, does it recompute)
 SETTINGS: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "small, bfloat16": ({"precision": {"compute": "bfloat16"}}, True, False),
     "float32": ({}, False, False),
     "bfloat16": ({"precision": {"compute": "bfloat16"}}, True, False),
     "bfloat16, recompute": (
@@ -47,7 +48,7 @@ HEAD = """\
 Made by `make gpu` (tests/bench/gpu.py) on {machine}, torch {torch}, Python {python}. One Llama ({size}),
 AdamW, one process, no mesh: what shardc's program costs on a device beside the model as it is. Medians of {rounds} steps each, taken in turns; peak memory is the
 allocator's, of each contender alone. *host*: until the call returns, which may be before the device is done. *TFLOP/s*: 6 × parameters + 12 × layers × hidden × sequence for each
-token (PaLM, appendix B), over the step. *predicted*: `program.cost` with this machine as `shardc device --measure` finds it.
+token (PaLM, appendix B), over the step. *small*: {small}, whose ops take less time than the host needs to start them. *graph*: `lower: {{graphs: true}}`. *predicted*: `program.cost` with this machine as `shardc device --measure` finds it.
 
 | setting | contender | step, ms | / plain | host, ms | TFLOP/s | peak, GiB | / plain | loss |
 |---|---|---:|---:|---:|---:|---:|---:|---:|
@@ -138,8 +139,12 @@ def rows(
     if compiles:
         makes["torch.compile"] = lambda: plain(llama, source, device, setting, compiled=True)
     makes["shardc"] = lambda: program.engine(source, llama.optimizer, mesh=mesh).step
-    for label, how in {"shardc, lowered": True, "shardc, compiled": {"compile": "layers"}}.items():
-        if compiles or how is True:
+    ways: dict[str, Any] = {"lowered": {}, "graph": {"graphs": True}}
+    if compiles:
+        ways |= {"compiled": {"compile": "layers"}, "compiled, graph": {"compile": "layers", "graphs": True}}
+    for way, how in ways.items():
+        label = f"shardc, {way}"
+        if device.type == "cuda" or not how.get("graphs"):
             other = shardc.compile(source, batch, {**spec, "lower": how}, prove=False)
             makes[label] = partial(_step, other, source, llama.optimizer, mesh)
     peaks, lines = {}, []
@@ -147,7 +152,7 @@ def rows(
         try:
             peaks[name] = alone(makes[name], batch, device)
         except Exception as e:  # a peer that does not run here; shardc has to
-            if name in ("shardc", "shardc, lowered"):
+            if name.startswith("shardc"):
                 raise
             lines.append(f"| {setting} | {name} | {type(e).__name__}: {str(e).splitlines()[0][:80]} | | | | | | |")
             del makes[name]
@@ -175,6 +180,10 @@ def model_flops(model: Any, size: Any) -> float:
     return size.batch * size.seq * (6.0 * parameters + 12.0 * size.layers * size.hidden * size.seq)
 
 
+def described(s: Any) -> str:
+    return f"{s.layers} layers, hidden {s.hidden}, {s.heads} heads, vocabulary {s.vocab}, {s.batch} x {s.seq} tokens"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -191,19 +200,21 @@ def main() -> int:
     import llama
 
     torch.manual_seed(0)
-    source = llama.model()
     machine = known_device(options.machine) if options.machine else measure(options.device)
-    s = llama.SIZE
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     text = HEAD.format(
         machine=name,
         torch=torch.__version__,
         python=platform.python_version(),
-        size=f"{s.layers} layers, hidden {s.hidden}, {s.heads} heads, vocabulary {s.vocab}, {s.batch} x {s.seq} tokens",
+        size=described(llama.SIZE),
+        small=described(llama.SMALL),
         rounds=options.rounds,
     )
     print(text, end="", flush=True)
+    large = llama.SIZE
     for setting in [options.only] if options.only else SETTINGS:
+        llama.SIZE = llama.SMALL if setting.startswith("small") and device.type == "cuda" else large
+        source = llama.model()
         for line in rows(llama, source, setting, device, machine, options.rounds, not options.no_compile):
             text += line + "\n"
             print(line, flush=True)

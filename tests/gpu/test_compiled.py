@@ -18,6 +18,9 @@ from shardc.torch_private import inductor_compiled
 
 inductor: Any = importlib.import_module("shardc.runtime.compiled.inductor")
 
+#: Inductor adds up rows (a norm's gradients) in two stages: what the first one gives was 6 MiB here on an H200.
+PARTIAL_SUMS = 8 * 2**20
+
 
 class Layers(nn.Module):
     def __init__(self, width: int = 512) -> None:
@@ -62,4 +65,4 @@ def test_a_compiled_step(gpu: str, precision: dict[str, str], bound: float) -> N
     want, have = found
     assert want.keys() == have.keys() != set()
     assert [n for n, g in want.items() if float((have[n] - g).norm()) > bound * float(g.norm())] == []
-    assert peaks[1] <= peaks[0] * 1.01
+    assert peaks[1] <= peaks[0] * 1.01 + PARTIAL_SUMS

@@ -60,7 +60,7 @@ def test_a_captured_graph_draws_new_numbers_in_every_replay() -> None:
         y = ops.dropout(x, 0.5, state, 3)
     for step in range(3):
         state.step = step
-        state.words(device)
+        state.renew()
         graph.replay()
         assert torch.equal(y.cpu(), ops.dropout(torch.ones(4096), 0.5, Rng(step=step), 3))
 

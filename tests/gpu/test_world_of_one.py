@@ -84,10 +84,32 @@ def collectives(rank: int, device: str, port: int) -> None:
         same(mesh.all_gather(mine, "dp"), *(of(r, n, 3) for r in range(n)))
         same(mesh.all_to_all(mine, "dp"), *(of(r, n, 3)[rank] for r in range(n)))
         same(mesh.reduce_scatter(mine, "dp"), total[rank])
+    if device == "cuda":
+        recorded(mesh)
     assert mesh.sum_on_host([1, rank]) == [n, sum(range(n))]
     mesh.barrier()
     mesh.close()
     assert not dist.is_initialized()
+
+
+def recorded(mesh: TorchMesh) -> None:
+    """NCCL's work in a CUDA graph, as `lower: {graphs: true}` records it."""
+    x, whole, part = (torch.zeros(6, device=mesh.device) for _ in range(3))
+
+    def sends() -> None:
+        works = [mesh._start_all_gather(x, whole, "dp", ""), mesh._start_reduce_scatter(whole, part, "dp", "")]
+        works.append(mesh._start_all_reduce(part, ("dp",), ""))
+        for work in works:
+            work.wait()
+
+    sends()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        sends()
+    x.fill_(3)
+    assert part.sum() == 0
+    graph.replay()
+    assert torch.equal(part, x)
 
 
 def trains(rank: int, device: str, port: int, folder: str) -> None:

@@ -1,0 +1,221 @@
+"""A step's forward, backward and sums of gradients as one CUDA graph: `lower: {graphs: true}`.
+
+Where ops are small, a step takes as long as the host needs to start them, some 10 us each. CUDA records what a step
+starts, once; afterwards one call starts all of it (torch.cuda.CUDAGraph). What was recorded reads and writes at fixed
+addresses, so
+
+    a batch            is copied to where the recorded step reads it; buffers too
+    parameters         stay where they are; where one has moved, or was frozen, the step is recorded anew
+    random numbers     come of words on the device, which are written before the step (shardc.runtime.rng)
+    gradients          stand at the same addresses after every step, and the next one overwrites them
+    loss and outputs   are handed out as copies
+
+The update is the optimizer's, op by op: schedules and clipping are as ever. The first steps on sizes of a batch run op
+by op, too: libraries choose kernels and take memory then. A step whose host has to wait for the device cannot be
+recorded, and runs op by op, with a note: experts over several ranks (who gets how many rows), tensors that move to the
+host and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.runtime.ops.attention_held import attention_reach
+from shardc.runtime.ops.expert_parallel import experts_route
+from shardc.runtime.rng import Rng
+from shardc.runtime.step import outputs
+from shardc.runtime.step.run import Values
+from shardc.runtime.zero.bucket_launch import Buckets
+
+#: Steps on sizes of a batch before they are recorded; recorded steps that are kept, each with gradients of its own.
+WARM, KEPT = 2, 4
+#: (the loss, buffers' new values, what stands beside the loss) of a step, whose gradients stand in `.grad`.
+Result = tuple[Tensor, dict[str, Tensor], outputs.Values]
+
+
+class Graph(Protocol):
+    """What was recorded."""
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """In here ops are recorded, and do not run."""
+
+    def replay(self) -> None:
+        """Run them."""
+
+
+class CudaGraph:
+    """pool: memory that graphs share, of which one runs at a time."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+
+    def recording(self) -> AbstractContextManager[Any]:
+        # threads of their own may go on meanwhile: those that save, read batches, look after NCCL
+        graph: Any = torch.cuda.graph
+        context: AbstractContextManager[Any] = graph(self._graph, self._pool, capture_error_mode="thread_local")
+        return context
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def graphs_of(device: torch.device) -> Callable[[], Graph] | None:
+    """What records on a device; None: nothing does."""
+    if device.type != "cuda":
+        return None
+    pool = torch.cuda.graph_pool_handle()
+    return lambda: CudaGraph(pool)
+
+
+@dataclass
+class _Recorded:
+    """inputs: of each microbatch {name: where the graph reads it}; buffers: likewise; again: makes gradients those of
+    the graph.
+    """
+
+    graph: Graph
+    inputs: list[dict[str, Tensor]]
+    buffers: dict[str, Tensor]
+    result: Result
+    again: Callable[[], None]
+
+    def take(self, values: Values) -> None:
+        """Copy what the graph is to read."""
+        into, new = [], []
+        for places, given in zip(self.inputs, values, strict=True):
+            into += list(places.values())
+            new += [given[name] for name in places]
+        for name, place in self.buffers.items():
+            if values[0][name] is not place:
+                into.append(place)
+                new.append(values[0][name])
+        with torch.no_grad():
+            for place, x in zip(into, new, strict=True):
+                place.copy_(x)
+
+
+@dataclass
+class StepGraphs:
+    """The recorded steps of an engine. tell: hears why there are none."""
+
+    program: Program
+    mesh: Any
+    rng: Rng
+    buckets: Buckets
+    owned: Mapping[str, nn.Parameter]
+    tell: Callable[[str], None]
+    _make: Callable[[], Graph] | None = None
+    _seen: dict[Any, int] = field(default_factory=dict)
+    _recorded: dict[Any, _Recorded] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng.in_place = True
+        self._inputs = [x.name for x in self.program.inputs]
+        self._make = graphs_of(self.mesh.device)
+        reason = "" if self._make is not None else f"there are none on a device of kind {self.mesh.device.type}"
+        self._refuse(reason or _waits(self.program))
+
+    @property
+    def records(self) -> bool:
+        """Are there any?"""
+        return self._make is not None
+
+    def _refuse(self, reason: str) -> None:
+        if not reason:
+            return
+        self._make = None
+        what = f"lower: {{graphs: true}}: {reason}; steps run op by op"
+        if self.program.spec is not None and self.program.spec.strict:
+            raise ShardcError(what, where="engine", fix="leave graphs out, or `strict: true`")
+        self.tell(what)
+
+    def step(self, key: Any, values: Values, work: Callable[[Values], Result]) -> Result:
+        """What `work` gives of values, and gradients in `.grad`. key: what else it depends on."""
+        if self._make is None or torch._C._len_torch_dispatch_stack():  # what looks at ops has to see them
+            return work(values)
+        self.buckets.wait_for_gathers()  # of the last update
+        key = (key, self._signature(values))
+        if key not in self._recorded:
+            self._seen[key] = self._seen.get(key, 0) + 1
+            if self._seen[key] <= WARM:
+                return work(values)
+            recorded = self._record(values, work)
+            if recorded is None:
+                return work(values)
+            while len(self._recorded) >= KEPT:
+                self._recorded.pop(next(iter(self._recorded)))
+            self._recorded[key] = recorded
+        found = self._recorded[key]
+        found.take(values)
+        self.rng.renew()
+        found.graph.replay()
+        found.again()
+        total, news, beside = found.result
+        return total.clone(), news, {name: x.clone() for name, x in beside.items()}
+
+    def _record(self, values: Values, work: Callable[[Values], Result]) -> _Recorded | None:
+        """None: it cannot be recorded, from now on."""
+        assert self._make is not None
+        graph = self._make()
+        inputs = [{n: v[n].clone() for n in self._inputs if isinstance(v[n], Tensor)} for v in values]
+        buffers = {b.name: values[0][b.name] for b in self.program.buffers if isinstance(values[0].get(b.name), Tensor)}
+        self.rng.renew()
+        try:
+            with graph.recording():
+                result = work([{**v, **places} for v, places in zip(values, inputs, strict=True)])
+        except ShardcError:
+            raise
+        except Exception as e:
+            self.buckets.reset(forward=True)
+            for p in self.owned.values():
+                p.grad = None
+            first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+            self._refuse(f"CUDA cannot record this step ({first})")
+            return None
+        grads = {name: p.grad for name, p in self.owned.items()}
+        sums = self.buckets.kept_sums()
+
+        def again() -> None:
+            for name, grad in grads.items():
+                self.owned[name].grad = grad
+            sums()
+
+        return _Recorded(graph, inputs, buffers, result, again)
+
+    def _signature(self, values: Values) -> tuple[Any, ...]:
+        """What a recorded step has taken for granted."""
+        stored = tuple(_mark(x) for name, x in values[0].items() if name not in self._inputs)
+        trained = tuple((p.data_ptr(), p.requires_grad) for p in self.owned.values())
+        return stored, trained, tuple(_mark(v[n]) for v in values for n in self._inputs)
+
+
+def _mark(x: Any) -> Any:
+    if isinstance(x, nn.Parameter):
+        return x.data_ptr(), x.requires_grad
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype
+    return x if x is None or isinstance(x, (bool, int, float, str)) else id(x)
+
+
+#: Ops for which the host waits: what it has to know.
+_WAITING = {
+    experts_route: "it has to know how many rows experts are sent",
+    attention_reach: "it has to know where a mask lets anything through",
+}
+
+
+def _waits(program: Program) -> str:
+    """Why the host waits for the device in a step of a program; "": it does not."""
+    offloaded = [c for c in program.spec.checkpoint if c.offload != "none"] if program.spec is not None else []
+    if program.offload.used or offloaded:
+        return "tensors move between the device and the host"
+    called = {n.target for s in program.stages for n in s.graph.nodes}
+    return next((f"the host waits for the device: {why}" for op, why in _WAITING.items() if op in called), "")
