@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ HEAD = """\
 # On one GPU
 
 Made by `make gpu` (tests/bench/gpu.py) on {machine}, torch {torch}, Python {python}. One Llama ({size}),
-AdamW, one process, no mesh: what shardc's program costs on a device beside the model as it is. Medians of {rounds} steps each, taken in turns; peak memory is the
+AdamW, one process, no mesh: what shardc's program costs on a device beside the model as it is. Medians of {rounds} steps each, each contender's taken in turns with the plain model's; peak memory is the
 allocator's, of each contender alone. *host*: until the call returns, which may be before the device is done. *TFLOP/s*: 6 × parameters + 12 × layers × hidden × sequence for each
 token (PaLM, appendix B), over the step. *small*: {small}, whose ops take less time than the host needs to start them. *graph*: `lower: {{graphs: true}}`. *predicted*: `program.cost` with this machine as `shardc device --measure` finds it.
 
@@ -64,7 +65,7 @@ def plain(llama: Any, source: Any, device: torch.device, setting: str, *, compil
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # newer versions call it otherwise
             model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = llama.optimizer(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=device.type == "cuda")  # as shardc chooses there
     forward = torch.compile(model) if compiled else model
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -83,8 +84,23 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def alone(make: Callable[[], Step], batch: Any, device: torch.device) -> tuple[float, float]:
-    """(bytes at the peak, first loss) of a contender; nothing of it is left."""
+@dataclass
+class Seen:
+    """Of a contender: bytes at the peak, alone; the first loss; seconds of steps, and until their calls return; and of
+    the plain model's steps, which were taken in turns with these.
+    """
+
+    peak: float
+    loss: float
+    steps: list[tuple[float, float]]
+    plain: list[tuple[float, float]]
+
+
+def looked_at(
+    make: Callable[[], Step], beside: Callable[[], Step], batch: Any, device: torch.device, rounds: int
+) -> Seen:
+    """Two contenders are there at a time at most; nothing of them is left."""
+    peak = float("nan")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -93,34 +109,26 @@ def alone(make: Callable[[], Step], batch: Any, device: torch.device) -> tuple[f
     for _ in range(WARM - 1):
         step(batch)
     settle(device)
-    peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else float("nan")
-    del step
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() - before
+    plain = beside()
+    for _ in range(WARM):
+        plain(batch)
+    took: tuple[list[tuple[float, float]], list[tuple[float, float]]] = [], []
+    for i in range(rounds):
+        for each, seen in list(zip((step, plain), took, strict=True))[:: 1 if i % 2 else -1]:
+            settle(device)
+            begin = time.perf_counter()
+            each(batch)
+            returned = time.perf_counter()
+            settle(device)
+            seen.append((time.perf_counter() - begin, returned - begin))
+    del step, plain
     gc.collect()
     torch.compiler.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return peak, loss
-
-
-def in_turns(
-    makes: dict[str, Callable[[], Step]], batch: Any, device: torch.device, rounds: int
-) -> dict[str, tuple[float, float]]:
-    """Seconds of a step, and until its call returns, the medians, by contender."""
-    steps = {name: make() for name, make in makes.items()}
-    for step in steps.values():
-        for _ in range(WARM):
-            step(batch)
-    took: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for i in range(rounds):
-        order = list(steps)[:: 1 if i % 2 else -1]
-        for name in order:
-            settle(device)
-            begin = time.perf_counter()
-            steps[name](batch)
-            returned = time.perf_counter()
-            settle(device)
-            took[name].append((time.perf_counter() - begin, returned - begin))
-    return {name: tuple(map(statistics.median, zip(*each, strict=True))) for name, each in took.items()}
+    return Seen(peak, loss, *took)
 
 
 def _step(program: Any, source: Any, optimizer: Any, mesh: TorchMesh) -> Step:
@@ -147,31 +155,32 @@ def rows(
         if device.type == "cuda" or not how.get("graphs"):
             other = shardc.compile(source, batch, {**spec, "lower": how}, prove=False)
             makes[label] = partial(_step, other, source, llama.optimizer, mesh)
-    peaks, lines = {}, []
-    for name in list(makes):
+    lines: list[str] = []
+    seen: dict[str, Seen] = {}
+    for name, make in makes.items():
         try:
-            peaks[name] = alone(makes[name], batch, device)
+            seen[name] = looked_at(make, makes["plain"], batch, device, rounds)
         except Exception as e:  # a peer that does not run here; shardc has to
-            if name.startswith("shardc"):
+            if name in ("shardc", "shardc, lowered"):
                 raise
             lines.append(f"| {setting} | {name} | {type(e).__name__}: {str(e).splitlines()[0][:80]} | | | | | | |")
-            del makes[name]
-    took = in_turns(makes, batch, device, rounds)
-    gc.collect()
-    losses = [loss for _, loss in peaks.values()]
+    losses = [x.loss for x in seen.values()]
     assert max(losses) - min(losses) < 1e-2 * max(losses), f"{setting}: the losses differ: {losses}"
-    beside, least = took["plain"][0], peaks["plain"][0]
+    beside = statistics.median(seconds for x in seen.values() for seconds, _ in x.plain)
+    least = seen["plain"].peak
     flops = model_flops(source, llama.SIZE)
 
-    def line(name: str, seconds: float, host: str, peak: float, loss: str) -> str:
-        speed, memory = f"{1e3 * seconds:.1f} | {seconds / beside:.2f}", f"{peak / 2**30:.2f} | {peak / least:.2f}"
+    def line(name: str, seconds: float, ratio: float, host: str, peak: float, loss: str) -> str:
+        speed, memory = f"{1e3 * seconds:.1f} | {ratio:.2f}", f"{peak / 2**30:.2f} | {peak / least:.2f}"
         return f"| {setting} | {name} | {speed} | {host} | {flops / seconds / 1e12:.0f} | {memory} | {loss} |"
 
-    for name in makes:
-        (seconds, host), (peak, loss) = took[name], peaks[name]
-        lines.append(line(name, seconds, f"{1e3 * host:.1f}", peak, f"{loss:.4f}"))
+    for name, x in seen.items():
+        seconds, host = map(statistics.median, zip(*x.steps, strict=True))
+        ratio = seconds / statistics.median(plain for plain, _ in x.plain)
+        lines.append(line(name, seconds, ratio, f"{1e3 * host:.1f}", x.peak, f"{x.loss:.4f}"))
     cost = program.cost(machine)
-    return [*lines, line("shardc, predicted", cost.step_seconds, "", cost.memory.peak, "")]
+    seconds = cost.step_seconds
+    return [*lines, line("shardc, predicted", seconds, seconds / beside, "", cost.memory.peak, "")]
 
 
 def model_flops(model: Any, size: Any) -> float:
