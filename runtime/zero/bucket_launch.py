@@ -147,6 +147,11 @@ class Buckets:
 
     # --- gradients
 
+    @property
+    def sums(self) -> list[Tensor]:
+        """The buffers in which gradients are added up now."""
+        return [buffer for b in self._all if (buffer := b.buffer) is not None]
+
     def saving(self, run: Hashable = 0) -> AbstractContextManager[None]:
         """Around forward. run: which one, where several wait for their backward."""
         return self._gathered.saving(run) if self._gathers else nullcontext()

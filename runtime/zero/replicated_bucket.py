@@ -77,6 +77,11 @@ class ReplicatedBucket:
             for p in self.owned.values():
                 p.grad = None
 
+    @property
+    def buffer(self) -> Tensor | None:
+        """Of whole gradients, while there are any."""
+        return self._buffer
+
     def _flat(self) -> Tensor:
         """The buffer of whole gradients, made when the first one arrives."""
         if self._buffer is None:

@@ -314,7 +314,7 @@ class _Run(Run):
         ledger.mark((x for copies in self.weight_copies.values() for x in copies.values()), "parameters")
         grads = [p.grad for p in self.on.buckets.given.values() if isinstance(p, Tensor)]
         ledger.mark(grads, "gradients")
-        ledger.stay(grads)
+        ledger.stay([*grads, *self.on.buckets.sums])
         if action.kind == "F":
             _mark_rest(ledger, "activations")
             return

@@ -91,15 +91,12 @@ def _casts(program: Program, coordinate: int) -> list[fx.Node]:
 def _together(program: Program, coordinate: int, large: Set[str]) -> set[str]:
     """The large parameters that one op uses with others: backward finishes their gradients at the same time."""
 
-    def parameter(n: fx.Node) -> str:
-        """Of which a value is made, as by a cast."""
-        while n.op == "call_function" and len(of := operands_of(n)) == 1:
-            (n,) = of
-        return n.name
-
+    of: dict[fx.Node, fx.Node] = {}  # of which a value is made, as by a cast: itself, where it is made of several
     found = set[str]()
-    for n in calls(program.stages[coordinate].graph):
-        names = {name for x in operands_of(n) if (name := parameter(x)) in large}
+    for n in program.stages[coordinate].graph.nodes:
+        operands = [of[x] for x in operands_of(n)] if n.op == "call_function" else []
+        of[n] = operands[0] if len(operands) == 1 else n
+        names = {x.name for x in operands} & large
         found |= names if len(names) > 1 else set()
     return found
 

@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.cost.collective_seconds import collective_seconds
+from shardc.cost.device import Device
+from shardc.cost.recorded import Op
 from shardc.ir.mesh import Mesh
 from shardc.plan.columns import COLLECTIVES, OF_EXPERTS, Columns
 from shardc.plan.dry_runs import Library, Stages
@@ -149,10 +151,8 @@ class Estimates:
         """(seconds, bytes at the peak) of all these choices, whatever they recompute. keep: what this core does."""
         sums = _Summed.of(core)
         loads = [_loads(sums, t.choices[i], self.library, SCHEDULES[t.choices[i].schedule].folds) for i in t.firsts]
-        each = [
-            self._rank(t, _Each.of([some[min(at, len(some) - 1)] for some in loads], t.group), keep)
-            for at in range(max(map(len, loads)))
-        ]
+        ranks = [[some[min(at, len(some) - 1)] for some in loads] for at in range(max(map(len, loads)))]
+        each = [self._rank(t, _Each.of(mine, t.group, self.library.device), keep) for mine in ranks]
         return np.max([s for s, _ in each], 0), np.max([p for _, p in each], 0)
 
     def _rank(self, t: Columns, x: _Each, keep: Keep) -> tuple[Vector, Vector]:
@@ -187,6 +187,10 @@ class Estimates:
         kinds += np.maximum(height, -kept - ends)
         # time
         f, b = ((v * t.of_rows).sum(1) for v in (x.forward, x.backward))
+        # with ZeRO weights are there in the dtype of products: no microbatch casts them, nor their gradients
+        casting = x.casting * (1 - casts_kept(keep))
+        f -= np.where(t.zero > 0, np.minimum(casting, f), 0)
+        b -= np.where(t.zero > 0, np.minimum(casting + x.widening, b), 0)
         # gradients of weights take as long as forward; where they come later, the others are worked out again for them
         w = b
         b = b + np.where(t.splits, np.maximum(b - f, 0), 0)
@@ -293,7 +297,7 @@ class _Each(NamedTuple):
     keeps. cast: bytes of weights in the dtype of products; plain: of those that are used as they are stored; experts:
     share of the parameters that are experts', spread over an axis of theirs. forward, backward: seconds, see
     `_by_rows`. buckets, experts_buckets: see Weights; together, together_buckets: likewise, as shares of
-    all. Others: see Load.
+    all. casting, widening: seconds, see `_of_casts`. Others: see Load.
     """
 
     resident: Vector
@@ -313,13 +317,15 @@ class _Each(NamedTuple):
     together: Vector
     together_buckets: Vector
     place: Vector
+    casting: Vector
+    widening: Vector
 
     @staticmethod
-    def of(loads: Sequence[Load], group: NDArray[np.intp]) -> _Each:
+    def of(loads: Sequence[Load], group: NDArray[np.intp], device: Device) -> _Each:
         """loads: of each group of choices."""
         totals, heights, most, ends, sent, weights, places = (np.array(x) for x in zip(*loads, strict=True))
         resident, f, b = totals[:, _RESIDENT], totals[:, _F], totals[:, _B]
-        casts, _, plain, experts, buckets, experts_buckets, together, together_buckets = weights.T
+        casts, copies, plain, experts, buckets, experts_buckets, together, together_buckets = weights.T
         parameters = resident[:, KIND["parameters"]]
         parameters = np.where(parameters == 0, 1.0, parameters)
         each = _Each(
@@ -340,8 +346,24 @@ class _Each(NamedTuple):
             np.minimum(together / parameters, 1.0),
             np.minimum(together_buckets / np.maximum(buckets + experts_buckets, 1.0), 1.0),
             places,
+            *np.transpose([_of_casts(device, *each) for each in zip(casts, copies, strict=True)]),
         )
         return _Each(*(x[group] for x in each))
+
+
+def _of_casts(device: Device, nbytes: float, copies: float) -> tuple[float, float]:
+    """Seconds of casting the weights of a rank once; and how much longer it takes a microbatch to add up their
+    gradients where these are widened first, than where a bucket takes them as they come. nbytes: of all copies.
+    """
+    if not copies:
+        return 0.0, 0.0
+
+    def seconds(name: str, moved: float) -> float:
+        """moved: bytes, for each byte of a weight's copy, which is half as wide as the weight."""
+        return copies * device.op_seconds(Op(0, round(moved * nbytes / copies), "float32", name=name))
+
+    cast = seconds("_to_copy", 3)
+    return cast, max(cast + seconds("add_", 6) - seconds("add_", 5), 0.0)
 
 
 def _by_rows(v: Vector) -> Vector:
@@ -396,13 +418,17 @@ def _loads(s: _Summed, c: Choice, library: Library, folds: bool) -> tuple[Load, 
         end = (s.last - s.one)[_F][NET] if c.stages - 1 in mine else None
         return Load.of([s.at(i, c.stages, units[i]) for i in mine], weights, end, place=mine[0] / (c.pp - 1))
 
-    middle = [max(ranks[1:-1], key=lambda mine: number(mine, spreads[0]))] if c.pp > 2 else []
+    def middle(units: Sequence[float]) -> Sequence[int]:
+        """That with most."""
+        return max(ranks[1:-1], key=lambda mine: number(mine, units))
+
     loads = []
-    for mine in (ranks[0], *middle, ranks[-1]):
-        seconds, nbytes = spreads[0], min(spreads, key=lambda units: number(mine, units))
-        loads.append(load(mine, seconds))
-        if number(mine, nbytes) < number(mine, seconds):
-            loads[-1] = load(mine, nbytes).lasting(loads[-1])
+    for at in (0, *((1,) if c.pp > 2 else ()), -1):
+        each = [middle(units) if at == 1 else ranks[at] for units in spreads]
+        least = min(range(len(spreads)), key=lambda i: number(each[i], spreads[i]))
+        loads.append(load(each[0], spreads[0]))
+        if number(each[least], spreads[least]) < number(each[0], spreads[0]):
+            loads[-1] = load(each[least], spreads[least]).lasting(loads[-1])
     return tuple(loads)
 
 

@@ -17,7 +17,10 @@ def ops(ranks: list[Rank]) -> list[Op]:
     return [w for rank in ranks for _, part in rank.run.actions for w in part.work if isinstance(w, Op)]
 
 
-@pytest.mark.parametrize("choice", [Choice(microbatches=2), Choice(tp=2, checkpoint="full", microbatches=2)], ids=str)
+CHOICES = Choice(microbatches=2), Choice(tp=2, checkpoint="full", microbatches=2), Choice(dp=2, microbatches=2)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_ops_of_more_rows_follow_from_those_of_few(choice: Choice) -> None:
     """Also where a gradient has as many elements as an activation: sizes decide nothing."""
     assert CHECKPOINTS["full"] is not None
@@ -25,7 +28,7 @@ def test_ops_of_more_rows_follow_from_those_of_few(choice: Choice) -> None:
         model = Stack(6, hidden=32, wide=64, vocab=32)
     records = Records(Source(lambda: Subject.of(model, {"ids": torch.empty(4, 32, dtype=torch.long)})))
     template = SpecTemplate({"use": "structure"}, {"params": "float32", "compute": "bfloat16"}, ("h.*",))
-    few, many = (ops(records.ranks(spec(choice, template), rows, 3, None, (0,))) for rows in (2, 6))
+    few, many = (ops(records.ranks(spec(choice, template), rows * choice.dp, 3, None, (0,))) for rows in (2, 6))
     assert len(few) == len(many)
     for one, more in zip(few, many, strict=True):
         found = one.of_rows(3)
