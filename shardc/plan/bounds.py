@@ -2,7 +2,8 @@
 
     twice as many ranks split a row's work       at best half the time and half the activations
     an axis has more ranks                       what is sent along it takes at best as long as over as many links
-    other things are computed again              at best the time of nothing, and the memory of everything
+    other things are computed again              at best the time of nothing, and the memory of everything, or of what
+                                                 keeps no more (shardc.plan.space.LESS)
     experts are on more ranks                    what moves of their weights becomes less, nothing else
 
 Latencies and the start of small ops become no less by splitting. Many others may be known: each gives a bound, and of
@@ -24,7 +25,7 @@ from shardc.cost.device import Device
 from shardc.plan.dry_runs import Stages
 from shardc.plan.exact_price import beside_layers, computing
 from shardc.plan.records import Weights
-from shardc.plan.space import Core, budget, casts_kept
+from shardc.plan.space import LESS, Core, budget, casts_kept
 from shardc.plan.stage_vectors import (
     AT,
     BYTES,
@@ -60,11 +61,11 @@ _CAST = 3
 
 
 def relatives(core: Core, known: Mapping[Core, Stages]) -> tuple[Core, ...]:
-    """What bounds of a core follow from: of those that are known, all that do no more, with the same recomputation,
-    with none, or with everything recomputed; of a share of what is kept with these two alone, as it follows from them.
-    One says most of products, another one of what is sent.
+    """What bounds of a core follow from: of those that are known, all that do no more, with the same recomputation, one
+    that keeps less, none, or with everything recomputed; of a share of what is kept with these two alone, as it follows
+    from them. One says most of products, another one of what is sent.
     """
-    alike = {core.checkpoint} if budget(core.checkpoint) is None else set[str]()
+    alike = {core.checkpoint, LESS.get(core.checkpoint)} if budget(core.checkpoint) is None else set[str | None]()
     return tuple(k for k in known if k.checkpoint in {*alike, "none", "full"} and _comparable(k, core))
 
 
@@ -91,7 +92,7 @@ def optimistic(core: Core, others: Mapping[Core, Stages], known: Mapping[Core, S
     one = highest_bound([b.one for b in bounds])
     layer = highest_bound([lines({}, b.two, b.one, 1) for b in bounds])
     ends = highest_bound([b.first for b in bounds]), highest_bound([b.last for b in bounds])
-    beside = tuple(beside_layers(b) for b in bounds)
+    beside = tuple(beside_layers(s) for s in (*bounds, *others.values()))
     return replace(first, first=ends[0], one=one, two=lines(one, layer, {}, 1), last=ends[1], beside=beside)
 
 
@@ -182,9 +183,11 @@ def _bound(core: Core, near: Core, stages: Stages, moved: Moved | None, device: 
     def f(where: str, i: int) -> Stage:
         s: Stage = lines({}, stages.two, stages.one, 1) if where == "layer" else getattr(stages, where)
         if core.checkpoint != near.checkpoint:
+            if casts_kept(core.checkpoint) < casts_kept(near.checkpoint) and ("F", "first") in s:
+                s = {**s, ("F", "first"): part_of(s, "F", "last")}  # without copies that are made once a step
             casts, copies, *_ = stages.weights[i]
             seconds = _Casts(once * _CAST * casts / bandwidth, once * copies * (device.launch + device.host))
-            s = _least(s, near.checkpoint, seconds)
+            s = _least(s, near.checkpoint != "none", seconds)
         return _scaled(s, shares, partial(moved.seconds, where) if moved is not None else None)
 
     def left(w: Weights) -> Weights:
@@ -255,20 +258,21 @@ def _scaled(s: Stage, shares: _Shares, of_experts: Callable[[str, str], float] |
     return scaled
 
 
-def _least(s: Stage, keep: str, casts: _Casts) -> Stage:
-    """Of stages with this recomputed, what they are at best with something else: the time of nothing recomputed, which
-    is at least backward's without another forward; the memory of everything. casts: those that are not made then.
+def _least(s: Stage, recomputes: bool, casts: _Casts) -> Stage:
+    """Of stages, what they are at best where something else is computed again. recomputes: these do, and keep less:
+    then it takes as much memory at least, and the time of nothing computed again, which is at least backward's without
+    another forward; if they do not, their time alone tells. casts: those that are not made then.
     """
-    return {key: _lower(s, key, v, keep, casts) for key, v in s.items()}
+    return {key: _lower(s, key, v, recomputes, casts) for key, v in s.items()}
 
 
-def _lower(s: Stage, key: tuple[str, str], v: Vector, keep: str, casts: _Casts) -> Vector:
+def _lower(s: Stage, key: tuple[str, str], v: Vector, recomputes: bool, casts: _Casts) -> Vector:
     kind, which = key
     if kind not in _COMPUTING:
         return v
     x = v.copy()
-    x[NET] = np.where(GROW & (keep != "full"), 0, v[NET])
-    if (keep == "full") == (kind != "F"):
+    x[NET] = v[NET] if recomputes else np.where(GROW, 0, v[NET])
+    if recomputes == (kind != "F"):
         x[HIGH], x[MOST] = np.where(_MADE, 0, v[HIGH]), 0
     if kind == "F":
         x[CAUSES][_MEMORY] = max(v[CAUSES][_MEMORY] - casts.memory, 0.0)
@@ -277,7 +281,7 @@ def _lower(s: Stage, key: tuple[str, str], v: Vector, keep: str, casts: _Casts) 
             x[columns][_LAUNCH] = max(v[columns][_LAUNCH] - casts.launch, 0.0)
         for columns in AT:
             x[columns][_MEMORY] = max(v[columns][_MEMORY] - casts.memory, 0.0)
-    elif keep != "none":
+    elif recomputes:
         again = part_of(s, "F", which)
         for columns in (CAUSES, FIXED, SURE, *AT):
             x[columns] = np.maximum(v[columns] - again[columns], 0)

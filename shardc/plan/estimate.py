@@ -188,6 +188,7 @@ class Estimates:
         # time
         f, b = ((v * t.of_rows).sum(1) for v in (x.forward, x.backward))
         # with ZeRO weights are there in the dtype of products: no microbatch casts them, nor their gradients
+        ends = x.ends.sum(1) - np.where(t.zero > 0, x.casting * casts_kept(keep), 0)
         casting = x.casting * (1 - casts_kept(keep))
         f -= np.where(t.zero > 0, np.minimum(casting, f), 0)
         b -= np.where(t.zero > 0, np.minimum(casting + x.widening, b), 0)
@@ -195,7 +196,7 @@ class Estimates:
         w = b
         b = b + np.where(t.splits, np.maximum(b - f, 0), 0)
         of_step, of_forward, of_backward = self._sums(t, x, whole, np.where(cast > 0, cast, whole), f, b)
-        spent = m * (f + of_forward + b + of_backward) + x.ends.sum(1) + of_step
+        spent = m * (f + of_forward + b + of_backward) + ends + of_step
         spent += t.bubbles(f + of_forward, b + of_backward, w + of_backward)
         spent += 2 * (t.stages - 1) * t.taken("send_recv", x.sent * rows, np.ones(len(rows)))
         return spent, np.maximum(most, np.maximum(kinds, 0).sum(1))
@@ -444,9 +445,9 @@ def _units(core: Stages, count: int, layers: Layers) -> list[float]:
     return [(n - b) / layers.period for n, b in zip(balanced(core, count, layers.number), before, strict=True)]
 
 
-#: What the first and the last stage have beside layers takes so many times as long as a bound says, or as short, in the
-#: time of a layer.
-_UNSURE = (1 / 1.5, 1.5)
+#: What the first and the last stage have beside layers takes so many times as long as a bound says, or as short, and so
+#: much more or less, in the time of a layer.
+_UNSURE, _SLIGHT = (1 / 1.5, 1.5), 0.05
 
 
 def _least_units(core: Stages, ranks: Sequence[Sequence[int]], layers: Layers) -> list[list[float]]:
@@ -459,7 +460,7 @@ def _least_units(core: Stages, ranks: Sequence[Sequence[int]], layers: Layers) -
     ends = []
     for each in zip(own, *core.beside, strict=True):
         unsure = [x * share for x in each for share in _UNSURE]
-        ends.append((min(unsure), max(unsure)))
+        ends.append((min(unsure) - _SLIGHT, max(unsure) + _SLIGHT))
     found = []
     for first, last in (own, *itertools.product(*ends)):
         busy = [len(mine) + first * (0 in mine) + last * (count - 1 in mine) for mine in ranks]

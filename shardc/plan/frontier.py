@@ -20,7 +20,7 @@ from shardc.plan.bounds import optimistic, relatives
 from shardc.plan.columns import Columns
 from shardc.plan.dry_runs import Stages, mixed
 from shardc.plan.estimate import Rough
-from shardc.plan.space import CHECKPOINTS, OFFLOADS, ON_HOST, Choice, Core, Keep, budget
+from shardc.plan.space import CHECKPOINTS, LESS, OFFLOADS, ON_HOST, Choice, Core, Keep, budget
 from shardc.plan.stage_vectors import Vector
 
 if TYPE_CHECKING:
@@ -84,8 +84,21 @@ class Frontier:
                 if nearest == NEAREST:
                     continue
                 nearest += 1
+            if (less := self._less(core)) is not None:
+                self._push(core, bound)
+                core = less
             del self.pending[core]
             self.run(core)
+
+    def _less(self, core: Core) -> Core | None:
+        """What keeps less of the same split, if that may be among the best, too: it is run first, as what keeps more
+        takes as much memory at least.
+        """
+        less = core._replace(checkpoint=LESS.get(core.checkpoint, core.checkpoint))
+        if less == core or less not in self.pending:
+            return None
+        self._push(less, self._bound(less))
+        return None if self._ruled_out(self.pending[less]) else less
 
     def _ruled_out(self, bound: Bound) -> bool:
         """Whether something that was run is better in any case."""

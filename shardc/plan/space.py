@@ -27,6 +27,8 @@ CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
     "full": {"save": []},
     "host": {"save": [], "offload": "cpu"},
 }
+#: What keeps no more than another one in any case, as it names fewer results, or lets more ops run again.
+LESS: dict[Keep, Keep] = {"cheap": "products", "selective": "sent"}
 #: What is kept is in the machine's memory: tried where nothing fits otherwise, as copies have no price.
 ON_HOST: tuple[Keep, ...] = ("host",)
 #: What `data: {offload: ...}` keeps there, likewise.

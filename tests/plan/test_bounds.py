@@ -73,6 +73,9 @@ def test_bounds_follow_from_all_that_do_no_more() -> None:
     assert relatives(Core(tp=2, ep=2), known) == (Core(ep=4),)
     known |= dict.fromkeys([Core(checkpoint="full"), Core(checkpoint="half")], Stages())
     assert relatives(Core(tp=2, checkpoint="half"), known) == (Core(), Core(tp=4), Core(checkpoint="full"))
+    known = dict.fromkeys([Core(checkpoint=keep) for keep in ("products", "cheap", "sent")], Stages())
+    assert relatives(Core(tp=2, checkpoint="cheap"), known) == (Core(checkpoint="products"), Core(checkpoint="cheap"))
+    assert relatives(Core(tp=2, checkpoint="products"), known) == (Core(checkpoint="products"),)
 
 
 def test_what_a_rank_computes_adds_to_what_nothing_hides() -> None:
