@@ -115,6 +115,7 @@ class SavedOf:
         self._cut = {x.name: x.microbatch for x in program.inputs if x.microbatch is not None}
         self._microbatches = program.microbatches
         self._known: dict[Any, Saved] = {}
+        self._mode = FakeTensorMode()  # one for all calls: to make one takes as long as a call
         self._strides: dict[fx.Node, tuple[Stride, ...]] = {}
 
     def types(self, node: fx.Node) -> tuple[Value, ...]:
@@ -165,18 +166,18 @@ class SavedOf:
         strides = tuple(map(self._stride, operands_of(node)))
         key = repr((str(node.target), call.args, call.kwargs, operands, strides))
         if key not in self._known:
-            self._known[key] = _run(call, strides)
+            self._known[key] = _run(call, strides, self._mode)
         return self._known[key]
 
 
-def _run(call: Call, strides: Sequence[Stride]) -> Saved:
+def _run(call: Call, strides: Sequence[Stride], mode: FakeTensorMode) -> Saved:
     packed: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
         packed.append(x.detach())
         return x
 
-    with FakeTensorMode():
+    with mode:
         operands = [_empty(v, stride) for v, stride in zip(call.operands, strides, strict=True)]
 
         def put(a: Any) -> Any:

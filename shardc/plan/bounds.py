@@ -130,6 +130,11 @@ def _mixed(some: Sequence[Vector]) -> Vector:
     return found
 
 
+def tells_of_experts(core: Core) -> bool:
+    """Whether what its ranks move tells how much of that is weights of experts, see Moved."""
+    return core.checkpoint == "none" and core.ep > 1
+
+
 class Moved(NamedTuple):
     """How many seconds a split waits for memory at most for what becomes less where experts are on more ranks: their
     weights, casts and gradients of these. From two splits that were run, which recompute nothing:
@@ -148,7 +153,7 @@ class Moved(NamedTuple):
 
     @staticmethod
     def of(near: Core, known: Mapping[Core, Stages]) -> Moved | None:
-        some = [(k, s) for k, s in known.items() if k.checkpoint == "none" and 1 < k.ep <= near.ep and k.tp <= near.tp]
+        some = [(k, s) for k, s in known.items() if tells_of_experts(k) and k.ep <= near.ep and k.tp <= near.tp]
         alike: dict[Core, list[tuple[Core, Stages]]] = {}
         for k, s in some:
             alike.setdefault(k._replace(ep=1), []).append((k, s))

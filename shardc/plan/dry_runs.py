@@ -176,8 +176,13 @@ class Library:
             else:
                 self._four(entries, choice.batch, (0, 1, 2, 3))
 
+    @property
+    def known(self) -> dict[Core, Stages]:
+        """Those that have been run already, and that compile has accepted."""
+        return {core: found for core, found in self._cores.items() if isinstance(found, Stages)}
+
     def knows(self, core: Core) -> bool:
-        """Whether it has been run already, and compile has accepted it."""
+        """Whether it is one of these."""
         return isinstance(self._cores.get(core), Stages)
 
     def elsewhere(self, core: Core, other: Core) -> Stages:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shardc.plan.bounds import optimistic, relatives
+from shardc.plan.bounds import optimistic, relatives, tells_of_experts
 from shardc.plan.columns import Columns
 from shardc.plan.dry_runs import Stages, mixed
 from shardc.plan.estimate import Rough
@@ -55,7 +55,7 @@ class Frontier:
     pending: dict[Core, Bound] = field(default_factory=dict)
     considered: int = 0
     best: float = math.inf
-    _known: dict[Core, Stages] = field(default_factory=dict)
+    _done: set[Core] = field(default_factory=set)
     _refused: set[Core] = field(default_factory=set)
     _from: dict[Core, tuple[Core, ...]] = field(default_factory=dict)
     _columns: dict[Core, Columns] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Frontier:
             if self._leads_nowhere(core) and self._ruled_out(bound):
                 self._instead_of(core, bound)
                 continue
-            if relatives(core, self._known) != self._from[core]:  # more is known now
+            if self._relatives(core) != self._from[core]:  # more is known now
                 now = self._bound(core)
                 if now != bound and self._queue and now > self._queue[0][0]:
                     self._push(core, now)
@@ -112,7 +112,7 @@ class Frontier:
         if core.checkpoint != "full" or bound[0]:
             return
         quickest = core._replace(checkpoint="cheap")
-        some = [k for k in relatives(quickest, self._known) if k.checkpoint != "cheap"]
+        some = [k for k in self._relatives(quickest) if k.checkpoint in ("none", "full")]
         if some and not self._ruled_out(self._bound_from(quickest, some)):
             for keep in self._keeps():
                 self.may(core._replace(checkpoint=keep))
@@ -126,12 +126,13 @@ class Frontier:
 
     def run(self, core: Core) -> None:
         """Run a split, if compile accepts it, and add those that follow from it."""
-        self.search.begin(core, self._next())
+        self.search.begin(core, self._next(core))
         accepted = self.search.accepted(core)
         if accepted is None:
             self._refused.add(core)
             return
-        stages = self._known[accepted] = self.search.library.core(Choice(**accepted._asdict()))
+        self._done.add(accepted)
+        stages = self.search.library.core(Choice(**accepted._asdict()))
         choices, found = self._estimate(accepted, stages)
         self.estimates += [
             (replace(c, checkpoint=accepted.checkpoint, sequence_parallel=accepted.sequence_parallel), Rough(*numbers))
@@ -153,15 +154,19 @@ class Frontier:
                     del self.pending[other]
                     self.run(other)
 
-    def _next(self) -> Iterator[Core]:
-        """Splits that are likely to be run next."""
-        for bound, core in heapq.nsmallest(LIKELY, self._queue):
-            if self.pending.get(core) == bound and not self._ruled_out(bound):
-                yield core
+    def _next(self, core: Core) -> Iterator[Core]:
+        """Splits that are likely to be run after one. The first of which something fits is the best: its budgets want
+        nothing recomputed, too.
+        """
+        if core.checkpoint == "full" and self.best == math.inf:
+            yield core._replace(checkpoint="none")
+        for bound, other in heapq.nsmallest(LIKELY, self._queue):
+            if self.pending.get(other) == bound and not self._ruled_out(bound):
+                yield other
 
     def may(self, core: Core) -> None:
         """A split may be among the best: it is run if its bound is."""
-        if core in self._known or core in self.pending or core in self._refused:
+        if core in self._done or core in self.pending or core in self._refused:
             return
         if self.search.library.knows(core):  # it takes no time
             self.run(core)
@@ -199,7 +204,7 @@ class Frontier:
         """The best that a split could come to. What does not fit then does not fit: those that follow from that are
         added.
         """
-        some = self._from[core] = relatives(core, self._known)
+        some = self._from[core] = self._relatives(core)
         if not some:
             return False, 0.0
         if self._leads_nowhere(core) and len(some) > 2 * FIRST:
@@ -208,22 +213,31 @@ class Frontier:
                 return few
         return self._bound_from(core, some)
 
+    def _relatives(self, core: Core) -> tuple[Core, ...]:
+        """Of all that were run, also for another number of devices."""
+        return relatives(core, self.search.library.known)
+
     def _bound_from(self, core: Core, some: Sequence[Core]) -> Bound:
-        _, found = self._estimate(core, self._optimistic(core, some))
+        _, found = self._estimate(core, self._optimistic(core, tuple(some)))
         memory = NEAR_BYTES * self.search.room
         for other in self._following(core, found, memory):
             self.may(other)
         fitting = found.fitting(memory)
         return (False, min(fitting)) if fitting else (True, min(found.peaks, default=math.inf))
 
-    def _optimistic(self, core: Core, some: Sequence[Core]) -> Stages:
+    def _optimistic(self, core: Core, some: tuple[Core, ...]) -> Stages:
         """A share of what is kept follows from all and nothing, and so do its bounds."""
         library = self.search.library
         if (share := budget(core.checkpoint)) is not None:
             ends = (core._replace(checkpoint=keep) for keep in ("full", "none"))
             full, none = (self._optimistic(end, some) for end in ends)
             return mixed(full, none, share)
-        return optimistic(core, {k: library.elsewhere(k, core) for k in some}, self._known, library.device)
+        known, made = library.known, self.search.bounded.get(core)
+        of = some, tuple(k for k in known if tells_of_experts(k))
+        if made is None or made[0] != of:
+            bound = optimistic(core, {k: library.elsewhere(k, core) for k in some}, known, library.device)
+            made = self.search.bounded[core] = of, bound
+        return made[1]
 
     def _estimate(self, core: Core, stages: Stages) -> tuple[Sequence[Choice], _Found]:
         """Choices of a core, but for what they recompute; and their estimates."""

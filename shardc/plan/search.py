@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from shardc.errors import ShardcError
-from shardc.plan.dry_runs import Library
+from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.estimate import Estimates, Rough
 from shardc.plan.exact_price import Priced, price
 from shardc.plan.frontier import Frontier
@@ -43,7 +45,8 @@ class Search:
     tensors may have, or it is taken that a choice does not fit: those of the memory that are not libraries', as what is
     reserved is never less than what is live; less where exact prices say that more is reserved. cuts: how many stages a
     pipeline may have. on: called with what is being priced: (subject, done, total). refused: why compile refused a
-    split, by name. considered, ruled_out: how many choices were estimated, and how many splits were not run.
+    split, by name. considered, ruled_out: how many choices were estimated, and how many splits were not run. bounded:
+    the last bound of the stages of a split, and what it follows from: devices in all have no part in it.
     """
 
     library: Library
@@ -55,6 +58,7 @@ class Search:
     considered: int = 0
     ruled_out: int = 0
     room: float = field(init=False)
+    bounded: dict[Core, tuple[object, Stages]] = field(default_factory=dict, repr=False)
     _exact: dict[Choice, Priced] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -175,8 +179,8 @@ class Search:
             self.on(str(c), len(dry_runs), DRY_RUNS)
             families[family] += 1
             dry_runs.add(run)
-            likely = (x for x, _ in queue.likely() if self._dry_run(x) not in dry_runs)
-            asks = (partial(self.exact, x) for x in (c, *likely))
+            likely = (x for x, _ in queue.likely() if families[x.core, x.pp, x.dp, x.rows] < alike)
+            asks = (partial(self.exact, x) for x in itertools.chain((c,), self._others(likely, dry_runs)))
             self.library.records.begin(next(asks), asks)
             try:
                 prices[c] = self.exact(c)
@@ -219,6 +223,16 @@ class Search:
             if prices[c].needs <= self.memory:
                 fitting.add(kind(c))
 
+    def _others(self, likely: Iterable[Choice], dry_runs: Iterable[object]) -> Iterator[Choice]:
+        """Those that want other dry runs than these, and than one another."""
+        known = set(dry_runs)
+        for c in likely:
+            if (run := self._dry_run(c)) not in known:
+                known.add(run)
+                yield c
+                if len(known) > DRY_RUNS:
+                    return
+
     def _dry_run(self, c: Choice) -> object:
         """A key that is equal for choices priced from the same dry run: of a model of layers, for any schedule and
         stages.
@@ -248,8 +262,10 @@ class Queue:
 
     @staticmethod
     def _kind(c: Choice) -> object:
-        """What hides communication in the same way, divides backward or not, and makes gaps in memory alike."""
-        return c.zero, c.kept, c.offload, SCHEDULES[c.schedule].splits_backward
+        """What hides communication in the same way, has one stage a rank or several, which are less even, divides
+        backward or not, and makes gaps in memory alike.
+        """
+        return c.zero, c.kept, c.offload, c.per_rank > 1, SCHEDULES[c.schedule].splits_backward
 
     def priced(self, c: Choice, rough: Rough, exact: Priced) -> None:
         """The exact price of a choice that was estimated."""
@@ -267,9 +283,15 @@ class Queue:
                 self._next[kind] = self._first(kind)
             yield found
 
-    def likely(self) -> list[tuple[Choice, Rough]]:
-        """What may come next: the best of each kind, the best first."""
-        return [self._next[kind] for kind in sorted(self._next, key=self._key)]
+    def likely(self) -> Iterator[tuple[Choice, Rough]]:
+        """What may come next, the best first, as far as that is known."""
+
+        def fitting(kind: object) -> Iterator[tuple[Choice, Rough]]:
+            most = self._most(kind)
+            return (x for x in self._rest[kind] if x[1].peak <= most)
+
+        yield from heapq.merge(*map(fitting, self._rest), key=lambda x: x[1].seconds * self._off[self._kind(x[0])])
+        yield from (self._next[kind] for kind in sorted(self._next, key=self._key))
 
     def _first(self, kind: object) -> tuple[Choice, Rough]:
         some, most = self._rest[kind], self._most(kind)
