@@ -30,9 +30,12 @@ class TwinMesh(TorchMesh):
         return total.copy_(x if op == "max" else x * self.members(axes))
 
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
-        work = super()._start_all_reduce(flat, axes, tag)
+        super()._start_all_reduce(flat, axes, tag).wait()
         flat.mul_(self.members(axes))
-        return work
+        if not flat.is_cuda:
+            return Work()
+        stream = torch.cuda.current_stream()  # as NCCL's work: who waits for it waits for what has begun here
+        return Work(then=lambda: torch.cuda.current_stream().wait_stream(stream))
 
     def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
         mine = part.clone()  # perhaps a place in `whole`
