@@ -178,6 +178,8 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
             if len(str(spec)) % 2:  # not drawn, as above
                 ways = (*ways[:3], {"overlap": "forwards"}, {"overlap": "forwards", "compile": "layers"})
         spec["lower"] = draw(st.sampled_from(ways))
+        if len(str(spec)) % 3 == 0:  # not drawn, as above
+            spec["lower"] = {**({} if spec["lower"] is True else spec["lower"]), "graphs": True}
     if draw(st.integers(0, 3)) == 0:
         spec["precision"] = {"products": draw(st.sampled_from(("fp8-rowwise", "mxfp8", "fp8-tensorwise")))}
     if draw(st.integers(0, 3)) == 0:

@@ -35,6 +35,7 @@ from shardc.runtime.step import (
     not_finite,
     param_groups,
     parameter_parts,
+    step_graph,
     user_changes,
 )
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
@@ -48,7 +49,6 @@ from shardc.runtime.step.interpreter import Interpreter
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.new_schedule import NewSchedule
 from shardc.runtime.step.optimizer_marks import OptimizerMarks
-from shardc.runtime.step.step_graph import StepGraphs
 from shardc.runtime.step.stepped_once import SteppedOnce
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
@@ -237,9 +237,9 @@ class Engine(EngineStep):
         #: For batches of other sizes, for evaluating and scoring: by sizes and use.
         self._others: dict[tuple[batch_sizes.Shapes, batch_sizes.Use], tuple[Interpreter, dict[str, Tensor]]] = {}
         self.scaler = LossScaler(program.loss_scale, self.mesh) if program.loss_scale is not None else None
-        self._graphs: StepGraphs | None = None
-        if program.spec is not None and program.spec.lower is not None and program.spec.lower.graphs:
-            graphs = StepGraphs(program, self.mesh, self.rng, self.buckets, self.owned, self._tell)
+        self._graphs: step_graph.StepGraphs | None = None
+        if step_graph.asked(program):
+            graphs = step_graph.StepGraphs(program, self.mesh, self.rng, self.buckets, self.owned, self._tell)
             self._graphs = graphs if graphs.records else None
         self._unbucketed = [n for n in self.owned if n not in self.buckets.names]
         self._made = True

@@ -121,7 +121,7 @@ class StepGraphs:
         self._inputs = [x.name for x in self.program.inputs]
         self._make = graphs_of(self.mesh.device)
         reason = "" if self._make is not None else f"there are none on a device of kind {self.mesh.device.type}"
-        self._refuse(reason or _waits(self.program))
+        self._refuse(reason or why_not(self.program))
 
     @property
     def records(self) -> bool:
@@ -212,8 +212,13 @@ _WAITING = {
 }
 
 
-def _waits(program: Program) -> str:
-    """Why the host waits for the device in a step of a program; "": it does not."""
+def asked(program: Program) -> bool:
+    """Does a program's spec say `lower: {graphs: true}`?"""
+    return program.spec is not None and program.spec.lower is not None and program.spec.lower.graphs
+
+
+def why_not(program: Program) -> str:
+    """Why steps of a program cannot be recorded: the host waits for the device in them; "": it does not."""
     offloaded = [c for c in program.spec.checkpoint if c.offload != "none"] if program.spec is not None else []
     if program.offload.used or offloaded:
         return "tensors move between the device and the host"

@@ -91,13 +91,15 @@ class Products(_Section):
     tiles, of which `units` are computed at once: the last round may have fewer, and a tile at the edge be cut. Before
     and after a tile's k steps a unit takes as long as `ramp` more.
 
-    tiles: (rows, columns, share of the peak) that libraries choose from. (NVIDIA, "Matrix Multiplication Background
-    User's Guide": tile and wave quantization.)
+    tiles: (rows, columns, share of the peak) that libraries choose from. unaligned: of products in 16 bits or less,
+    what they reach where rows of their matrices begin at multiples of so few bytes only. (NVIDIA, "Matrix
+    Multiplication Background User's Guide": tile and wave quantization, alignment.)
     """
 
     tiles: tuple[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)], Share], ...]
     units: Annotated[int, Field(ge=1)] = 1
     ramp: Annotated[float, Field(ge=0)] = 0.0
+    unaligned: Mapping[int, Share] = {}
 
     def share(self, m: int, n: int, k: float, many: int = 1, faster: float = 1.0) -> float:
         """Of the peak, that `many` products of this shape reach together; with k cut into parts where that gives all
@@ -275,6 +277,8 @@ class Device(_Section):
             # a ramp takes its seconds, in which 8 bits get further
             faster = peak / self.flops_per_second("bfloat16") if op.dtype in NARROW else 1.0
             share *= self.products.share(m, n, op.flops / (2 * many * m * n), many, faster)
+            if op.dtype in ("bfloat16", "float16", *NARROW):
+                share *= self.products.unaligned.get(op.aligned, 1.0)
         return op.flops / (peak * self.reaches.flops * share)
 
     def _left_out(self, op: Op) -> float:

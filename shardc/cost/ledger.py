@@ -23,7 +23,7 @@ from torch import Tensor
 from shardc.cost.growth import Growth, places_moved
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.recorded import HOST, Op, Part, Storage
-from shardc.ir.flops import flops_of, is_attention, masked_share, matrices_of, traffic_of
+from shardc.ir.flops import aligned_of, flops_of, is_attention, masked_share, matrices_of, traffic_of
 from shardc.torch_private import FakeTensor, TorchDispatchMode, current_backward, fake_device, pytree
 
 aten = torch.ops.aten
@@ -218,6 +218,7 @@ def _op(func: Any, args: Any, kwargs: Any, result: Any) -> Op | None:
         dtype=_name_of(scales[0] if scales else dtype),
         shape=tuple(map(int, results[0].shape)),
         matrices=matrices_of(func, args, result),
+        aligned=aligned_of(func, args, result),
         attention=attention,
         masked=int(op.flops * masked_share(func, args, kwargs)) if attention else 0,
     )

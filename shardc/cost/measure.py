@@ -122,7 +122,7 @@ def _products(device: torch.device) -> Products | None:
         return None
     units = torch.cuda.get_device_properties(device).multi_processor_count
     tiles = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.75), (64, 64, 0.55))  # as in the files of this package
-    return Products(tiles=tiles, units=units, ramp=250.0)
+    return Products(tiles=tiles, units=units, ramp=250.0, unaligned={2: 0.2, 4: 0.4})
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from shardc.runtime.step import step_graph
+
 if TYPE_CHECKING:
     from shardc.ir.program import Program
 
@@ -19,6 +21,8 @@ def premises(program: Program, optimizer: str, *, clip_norm: float | None = None
     words = [f"in {computed}"] if computed else []
     if computed != stored:
         words.append(f"weights in {stored}")
+    if step_graph.asked(program) and not step_graph.why_not(program):
+        words.append("one CUDA graph on a GPU")
     if optimizer:
         words.append(optimizer)
         words.append(gradients_norm(norm=norm, clipped=clip_norm is not None))

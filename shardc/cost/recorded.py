@@ -60,7 +60,8 @@ class Op(NamedTuple):
 
     of, shape: of an op with products, the program's op that it belongs to, and its result's shape. matrices: (how many,
     rows, columns) of the products' results, of attention the scores. attention: it is a kernel for it; masked: flops of
-    its kind that a kernel leaves out, as a mask empties them.
+    its kind that a kernel leaves out, as a mask empties them. aligned: bytes of which all rows of a product's matrices
+    begin at multiples, 16 at most.
 
     still: of the traffic, what is no more where a batch has more rows: weights and their gradients. grows: of
     `matrices`, the index of the number that grows with rows, the first or the second; None: none does, as rows are
@@ -79,6 +80,7 @@ class Op(NamedTuple):
     again: bool = False
     still: int = 0
     grows: int | None = 0
+    aligned: int = 16
 
     def of_rows(self, times: int) -> Op:
         """The op in a batch of so many times the rows."""

@@ -27,6 +27,7 @@ from shardc.ir.units import si, size
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Costs, Schedule, Timeline
 from shardc.runtime.schedule.actions import COMPUTE, PAIRS
+from shardc.runtime.step import step_graph
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 
 #: Called before each rank's dry run: (its name, how many are done, how many there are).
@@ -116,7 +117,7 @@ class Cost:
         schedule = schedules.of(self.program)
         found = []
         for r in self.dry_runs:
-            found.append(Streams(self.device, self.program.mesh, r.rank))
+            found.append(Streams(started_by(self.device, self.program), self.program.mesh, r.rank))
             for _, part in parts(r, schedule.actions[r.at]):
                 found[-1].run(part)
         return found
@@ -182,6 +183,13 @@ def cost(program: Program, device: Device, optimizer: OptimizerOf | None, on: On
     return replace(assemble(program, schedule, dry_runs, device), premises=words)
 
 
+def started_by(device: Device, program: Program) -> Device:
+    """The device as a program's step finds it: of one that is a CUDA graph, the host starts no op."""
+    if device.kind != "gpu" or not step_graph.asked(program) or step_graph.why_not(program):
+        return device
+    return device.model_copy(update={"host": 0.0, "host_collective": 0.0})
+
+
 def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], device: Device) -> Cost:
     """The cost of a schedule from dry runs of its ranks, which may be those of another schedule of the same stages."""
     ranks, ends = [], []
@@ -190,7 +198,7 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
     first = 0.0  # seconds of the first action: it may wait for the last update's gathers, and other stages wait for it
     for r in dry_runs:
         actions = schedule.actions[r.at]
-        clock = Clock(device, program.mesh, r.rank)
+        clock = Clock(started_by(device, program), program.mesh, r.rank)
         computing = 0.0
         flops, comm = 0, Counter[tuple[str, str]]()
         for action, part in parts(r, actions):

@@ -21,7 +21,9 @@ from shardc.cost.device import Reference
 from shardc.cost.fit import OpSample, merged
 from shardc.cost.machine_speed import timer, usual
 from shardc.cost.op_times import OpTimes
+from shardc.runtime import ops
 from shardc.runtime.mesh.allocator import keep_freed
+from shardc.runtime.rng import Rng
 
 #: (tokens, hidden) of the pieces.
 SIZES = {
@@ -132,6 +134,10 @@ def _pieces(tokens: int, hidden: int, device: torch.device, dtype: torch.dtype) 
     yield lambda: _backward(torch.cat([x, x], -1).chunk(2, -1)[0].contiguous())
     yield lambda: _backward(x.view(tokens, -1, 8).transpose(0, 1).contiguous())
     yield lambda: _backward(torch.where(x > 0, x, -x) + x.clone())
+    if device.type == "cuda":  # of a CPU the arithmetic of its masks: `_in_one_dtype`
+        rng = Rng()
+        yield lambda: _backward(ops.dropout(wide, 0.1, rng, 0))
+        yield lambda: _backward(x.masked_fill(x > 0, 0.0))
     ids = torch.arange(tokens, device=device) % VOCABULARY
     table, logits = random(VOCABULARY, hidden).requires_grad_(), random(tokens, VOCABULARY).requires_grad_()
     yield lambda: _backward(functional.embedding(ids, table))

@@ -77,6 +77,26 @@ def matrices_of(op: Any, args: Sequence[Any], result: Any) -> tuple[int, int, in
     return ()
 
 
+def aligned_of(op: Any, args: Sequence[Any], result: Any) -> int:
+    """Bytes, 16 at most, of which all rows of a product's matrices begin at multiples; 16 for other ops."""
+    if op.overloadpacket not in _PRODUCTS:
+        return WORD
+    tensors = [x for x in pytree.tree_leaves((args, result)) if isinstance(x, Tensor) and x.dim() > 1]
+    return math.gcd(WORD, *(_pitch(x) * x.element_size() for x in tensors))
+
+
+#: Bytes that a GPU's units of products read at once.
+WORD = 16
+
+
+def _pitch(x: Tensor) -> int:
+    """Elements from one row of a matrix to the next, of one that is transposed from column to column; 0: of one row."""
+    (rows, columns), (down, across) = x.shape[-2:], x.stride()[-2:]
+    if rows == 1 or columns == 1:
+        return 0
+    return int(down if across == 1 else across)
+
+
 #: Rows by group, each group's by its matrix; or, of two matrices, a product for each group.
 _GROUPED = {aten._grouped_mm}
 _UNCOUNTED = {aten._scaled_mm_v2, *_GROUPED}

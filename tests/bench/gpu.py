@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -137,50 +137,48 @@ def _step(program: Any, source: Any, optimizer: Any, mesh: TorchMesh) -> Step:
 
 def rows(
     llama: Any, source: Any, setting: str, device: torch.device, machine: Any, rounds: int, compiles: bool
-) -> list[str]:
-    """The table's lines of a setting. source: the model whose weights all begin with."""
+) -> Iterator[str]:
+    """The table's lines of a setting, as they are found. source: the model whose weights all begin with."""
     batch = llama.batch()
     spec = {"shardc": 1, "mesh": {"dp": 1}, **SETTINGS[setting][0]}
-    program = shardc.compile(source, batch, spec, prove=False)
-    mesh = TorchMesh(program.mesh, device=device)
-    makes: dict[str, Callable[[], Step]] = {"plain": lambda: plain(llama, source, device, setting, compiled=False)}
+    ways: dict[str, Any] = {"shardc": None, "shardc, lowered": {}, "shardc, graph": {"graphs": True}}
     if compiles:
-        makes["torch.compile"] = lambda: plain(llama, source, device, setting, compiled=True)
-    makes["shardc"] = lambda: program.engine(source, llama.optimizer, mesh=mesh).step
-    ways: dict[str, Any] = {"lowered": {}, "graph": {"graphs": True}}
+        compiled = {"compile": "layers"}
+        ways |= {"shardc, compiled": compiled, "shardc, compiled, graph": {**compiled, "graphs": True}}
+    if device.type == "cpu":
+        ways = {name: how for name, how in ways.items() if "graph" not in name}
+    programs = {name: shardc.compile(source, batch, {**spec, "lower": how}, prove=False) for name, how in ways.items()}
+    mesh = TorchMesh(programs["shardc"].mesh, device=device)
+    beside = partial(plain, llama, source, device, setting, compiled=False)
+    makes: dict[str, Callable[[], Step]] = {"plain": beside}
     if compiles:
-        ways |= {"compiled": {"compile": "layers"}, "compiled, graph": {"compile": "layers", "graphs": True}}
-    for way, how in ways.items():
-        label = f"shardc, {way}"
-        if device.type == "cuda" or not how.get("graphs"):
-            other = shardc.compile(source, batch, {**spec, "lower": how}, prove=False)
-            makes[label] = partial(_step, other, source, llama.optimizer, mesh)
-    lines: list[str] = []
-    seen: dict[str, Seen] = {}
+        makes["torch.compile"] = partial(plain, llama, source, device, setting, compiled=True)
+    makes |= {name: partial(_step, p, source, llama.optimizer, mesh) for name, p in programs.items()}
+    flops = model_flops(source, llama.SIZE)
+
+    def line(name: str, seconds: float, other: float, host: str, peak: float, loss: str) -> str:
+        assert first is not None
+        speed, memory = f"{1e3 * seconds:.1f} | {seconds / other:.2f}", f"{peak / 2**30:.2f} | {peak / first.peak:.2f}"
+        return f"| {setting} | {name} | {speed} | {host} | {flops / seconds / 1e12:.0f} | {memory} | {loss} |"
+
+    first: Seen | None = None
     for name, make in makes.items():
         try:
-            seen[name] = looked_at(make, makes["plain"], batch, device, rounds)
+            x = looked_at(make, beside, batch, device, rounds)
         except Exception as e:  # a peer that does not run here; shardc has to
             if name in ("shardc", "shardc, lowered"):
                 raise
-            lines.append(f"| {setting} | {name} | {type(e).__name__}: {str(e).splitlines()[0][:80]} | | | | | | |")
-    losses = [x.loss for x in seen.values()]
-    assert max(losses) - min(losses) < 1e-2 * max(losses), f"{setting}: the losses differ: {losses}"
-    beside = statistics.median(seconds for x in seen.values() for seconds, _ in x.plain)
-    least = seen["plain"].peak
-    flops = model_flops(source, llama.SIZE)
-
-    def line(name: str, seconds: float, ratio: float, host: str, peak: float, loss: str) -> str:
-        speed, memory = f"{1e3 * seconds:.1f} | {ratio:.2f}", f"{peak / 2**30:.2f} | {peak / least:.2f}"
-        return f"| {setting} | {name} | {speed} | {host} | {flops / seconds / 1e12:.0f} | {memory} | {loss} |"
-
-    for name, x in seen.items():
+            yield f"| {setting} | {name} | {type(e).__name__}: {str(e).splitlines()[0][:80]} | | | | | | |"
+            continue
+        first = first or x
+        assert abs(x.loss - first.loss) < 1e-2 * first.loss, f"{setting}, {name}: a loss of {x.loss}, not {first.loss}"
         seconds, host = map(statistics.median, zip(*x.steps, strict=True))
-        ratio = seconds / statistics.median(plain for plain, _ in x.plain)
-        lines.append(line(name, seconds, ratio, f"{1e3 * host:.1f}", x.peak, f"{x.loss:.4f}"))
-    cost = program.cost(machine)
-    seconds = cost.step_seconds
-    return [*lines, line("shardc, predicted", seconds, seconds / beside, "", cost.memory.peak, "")]
+        other = statistics.median(plain for plain, _ in x.plain)
+
+        yield line(name, seconds, other, f"{1e3 * host:.1f}", x.peak, f"{x.loss:.4f}")
+        if name in programs:
+            cost = programs[name].cost(machine)
+            yield line(f"{name}: predicted", cost.step_seconds, other, "", cost.memory.peak, "")
 
 
 def model_flops(model: Any, size: Any) -> float:
@@ -227,9 +225,8 @@ def main() -> int:
         for line in rows(llama, source, setting, device, machine, options.rounds, not options.no_compile):
             text += line + "\n"
             print(line, flush=True)
-    if device.type == "cuda" and not options.only:
-        OUT.write_text(text)
-        print(f"{OUT.relative_to(ROOT)} is written")
+            if device.type == "cuda" and not options.only:
+                OUT.write_text(text)
     return 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it registers the backend)
