@@ -34,6 +34,7 @@ from shardc.runtime.rng import Rng
 from shardc.runtime.step import outputs
 from shardc.runtime.step.run import Values
 from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.torch_private import watched
 
 #: Steps on sizes of a batch before they are recorded; recorded steps that are kept, each with gradients of its own.
 WARM, KEPT = 2, 4
@@ -139,7 +140,7 @@ class StepGraphs:
 
     def step(self, key: Any, values: Values, work: Callable[[Values], Result]) -> Result:
         """What `work` gives of values, and gradients in `.grad`. key: what else it depends on."""
-        if self._make is None or torch._C._len_torch_dispatch_stack():  # what looks at ops has to see them
+        if self._make is None or watched():  # what looks at ops has to see them
             return work(values)
         self.buckets.wait_for_gathers()  # of the last update
         key = (key, self._signature(values))

@@ -85,6 +85,7 @@ from shardc.torch_private.traced_graphs import (
     tracing,
     transforming,
     unseen,
+    watched,
     without_code,
 )
 
@@ -151,5 +152,6 @@ __all__ = [
     "transforming",
     "unintercepted",
     "unseen",
+    "watched",
     "without_code",
 ]

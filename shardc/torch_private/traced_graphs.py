@@ -20,6 +20,7 @@ from torch.autograd.function import _SingleLevelFunction  # what capture replace
 from torch.export import ExportedProgram
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from shardc.torch_private.fake_tensors import fake_device, fake_result
 
@@ -90,6 +91,11 @@ def transforming() -> bool:
 def tracing() -> bool:
     """Whether ops become nodes of a graph, in this thread."""
     return get_proxy_mode() is not None
+
+
+def watched() -> bool:
+    """Whether a mode sees the ops that run in this thread, or torch's profiler looks at them."""
+    return is_in_torch_dispatch_mode() or torch.autograd.profiler._is_profiler_enabled
 
 
 @contextmanager

@@ -105,6 +105,20 @@ def test_what_a_user_does_between_steps(graphs: list[RecordedOps]) -> None:
     assert [g.replays for g in graphs] == [STEPS - step_graph.WARM]
 
 
+def test_what_looks_at_ops_sees_them(graphs: list[RecordedOps]) -> None:
+    seen = []
+
+    def look(engine: Any, step: int) -> None:
+        if step == STEPS - 1:
+            with torch.profiler.profile() as profile:
+                engine.step(normed(step))
+            seen.extend(e.key for e in profile.key_averages())
+
+    alike(trained({}, {"graphs": True}, look), trained({}, True, look))
+    assert "aten::linear" in seen
+    assert [g.replays for g in graphs] == [STEPS - step_graph.WARM]
+
+
 def test_of_a_language_model(graphs: list[RecordedOps]) -> None:
     found = []
     for lower in (True, {"graphs": True}):
