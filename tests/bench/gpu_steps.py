@@ -41,7 +41,8 @@ HEAD = """\
 # Steps on one GPU, predicted and measured
 
 Made by tests/bench/gpu_steps.py ({machine}). Models of transformers with random weights, of published widths and fewer layers; AdamW, one process, no
-mesh. *step*: the median of {steps}; *host*: until its call returns; *kernels*: what the profiler counts on the device; *alone*: predicted of a host that takes no time; *peak*: of the allocator.
+mesh. *step*: the median of {steps}; *host*: until its call returns; *kernels*: what the profiler counts on the device; *alone*: predicted of a host that takes no time; *peak*: of the allocator; of a model's first setting with
+cuBLAS's workspaces, 64 MiB. While a model's steps ran the other models' programs compiled on the machine's other cores, which slows the host. (Rates of dropout and of rows that begin anywhere are from these steps, and part of the device files now.)
 
 | model | setting | step, ms | predicted | off | host, ms | kernels, ms | alone | off | launches | peak, GiB | predicted | off |
 |---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|
