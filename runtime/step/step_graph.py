@@ -36,8 +36,9 @@ from shardc.runtime.step.run import Values
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.torch_private import watched
 
-#: Steps on sizes of a batch before they are recorded; recorded steps that are kept, each with gradients of its own.
-WARM, KEPT = 2, 4
+#: Steps on sizes of a batch before they are recorded; recorded steps that are kept, each with gradients of its own; how
+#: many steps one of them is kept without use where another wants its place.
+WARM, KEPT, UNUSED = 2, 4, 50
 #: (the loss, buffers' new values, what stands beside the loss) of a step, whose gradients stand in `.grad`.
 Result = tuple[Tensor, dict[str, Tensor], outputs.Values]
 
@@ -87,6 +88,7 @@ class _Recorded:
     buffers: dict[str, Tensor]
     result: Result
     again: Callable[[], None]
+    used: int = 0  # the number of the last step
 
     def take(self, values: Values) -> None:
         """Copy what the graph is to read."""
@@ -116,6 +118,7 @@ class StepGraphs:
     _make: Callable[[], Graph] | None = None
     _seen: dict[Any, int] = field(default_factory=dict)
     _recorded: dict[Any, _Recorded] = field(default_factory=dict)
+    _steps: int = 0
 
     def __post_init__(self) -> None:
         self.rng.in_place = True
@@ -143,24 +146,37 @@ class StepGraphs:
         if self._make is None or watched():  # what looks at ops has to see them
             return work(values)
         self.buckets.wait_for_gathers()  # of the last update
-        key = (key, self._signature(values))
+        key, self._steps = (key, self._signature(values)), self._steps + 1
         if key not in self._recorded:
+            if len(self._seen) > UNUSED:  # as many sizes as batches
+                self._seen.clear()
             self._seen[key] = self._seen.get(key, 0) + 1
-            if self._seen[key] <= WARM:
+            if self._seen[key] <= WARM or not self._room():
                 return work(values)
             recorded = self._record(values, work)
             if recorded is None:
                 return work(values)
-            while len(self._recorded) >= KEPT:
-                self._recorded.pop(next(iter(self._recorded)))
             self._recorded[key] = recorded
         found = self._recorded[key]
+        found.used = self._steps
         found.take(values)
         self.rng.renew()
         found.graph.replay()
         found.again()
         total, news, beside = found.result
         return total.clone(), news, {name: x.clone() for name, x in beside.items()}
+
+    def _room(self) -> bool:
+        """For one more: one that nothing uses any more makes room. Else sizes that come in turns would be recorded
+        again and again, which takes longer than to run them op by op.
+        """
+        if len(self._recorded) < KEPT:
+            return True
+        oldest = min(self._recorded, key=lambda key: self._recorded[key].used)
+        if self._steps - self._recorded[oldest].used <= UNUSED:
+            return False
+        del self._recorded[oldest]
+        return True
 
     def _record(self, values: Values, work: Callable[[Values], Result]) -> _Recorded | None:
         """None: it cannot be recorded, from now on."""

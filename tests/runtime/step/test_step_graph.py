@@ -62,7 +62,8 @@ Look = Callable[[Any, int], None]
 
 def trained(spec: dict[str, Any], lower: Any, look: Look = lambda engine, step: None, **options: Any) -> list[Any]:
     torch.manual_seed(0)
-    program = shardc.compile(Normed(), normed(0), {"shardc": 1, "mesh": {"dp": 1}, "lower": lower, **spec}, prove=False)
+    model = Normed()
+    program = shardc.compile(model, normed(0), {"shardc": 1, "mesh": {"dp": 1}, "lower": lower, **spec}, prove=False)
     torch.manual_seed(1)
     engine = program.engine(Normed(), lambda ps: torch.optim.AdamW(ps, lr=1e-2), **options)
     found: list[Any] = []
@@ -103,6 +104,20 @@ def test_what_a_user_does_between_steps(graphs: list[RecordedOps]) -> None:
     expected = trained({}, True, look)
     alike(trained({}, {"graphs": True}, look), expected)
     assert [g.replays for g in graphs] == [STEPS - step_graph.WARM]
+
+
+def test_sizes_that_come_in_turns(graphs: list[RecordedOps], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are recorded, the third runs op by op, until one of the two is not used any more."""
+    monkeypatch.setattr(step_graph, "KEPT", 2)
+    monkeypatch.setattr(step_graph, "UNUSED", 7)
+
+    def look(engine: Any, step: int) -> None:
+        for rows in (6, 7) if step < STEPS - 1 else (7,) * 7:
+            engine.step(normed(step + 10, rows))
+
+    alike(trained({}, {"graphs": True}, look), trained({}, True, look))
+    assert len(graphs) == 3
+    assert [g.replays > 0 for g in graphs] == [True] * 3
 
 
 def test_what_looks_at_ops_sees_them(graphs: list[RecordedOps]) -> None:
