@@ -93,6 +93,8 @@ WORDS: dict[str, Word] = {
     "ep_router": _WHOLE,  # experts over ranks: the section `experts`
     "ep_dispatch_experts": _WHOLE,
     "grouped_gemm": _WHOLE,
+    "megamoe_router": _WHOLE,  # both in transformers 5.17 alone: its plans for one fused kernel
+    "megamoe_experts": _WHOLE,
 }
 
 

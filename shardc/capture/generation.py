@@ -56,7 +56,8 @@ class GenerationOf(ValuesOf):
     def _decode(self, batch: dict[str, Any], step: Decode) -> dict[str, Tensor]:
         place, held = batch.pop(PLACE, None), {s.path: getattr(self, s.buffer) for s in step.states}
         cache = together(step.form, held, Now(batch["attention_mask"].shape[1], place=place))
-        if all(cache.is_linear):  # padding is behind, and a recurrence takes a mask of what is given now
+        decoders = getattr(cache, "self_attention_cache", cache)  # in 5.17 a pair of caches does not say what they are
+        if all(decoders.is_linear):  # padding is behind, and a recurrence takes a mask of what is given now
             batch.pop("attention_mask")
         encoder = dict(batch.get(ENCODER, {}))
         if step.form.encoder is not None:  # only its keys and values are looked at: of this, its shape
@@ -82,7 +83,7 @@ class GenerationOf(ValuesOf):
             batch = {new: batch[old] for old, new in names.items()}
         given = {name: x for name, x in batch.items() if name in parameters}
         given |= {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        return self.model(**given, **encoder, **{_cache_argument(self.model): cache}, use_cache=True)
+        return self.model(**given, **encoder, **{cache_argument(self.model): cache}, use_cache=True)
 
     def _whole(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         ids, at = batch[IDS], batch[AT]
@@ -105,15 +106,15 @@ def caches(module: nn.Module) -> dict[str, Tensor]:
 
 def no_cache(model: nn.Module) -> str:
     """Why a model takes no cache of this kind; "" if it may."""
-    if getattr(model, "config", None) is None or not _cache_argument(model):
+    if getattr(model, "config", None) is None or not cache_argument(model):
         return f"{type(model).__name__} takes no cache of keys and values, as transformers' models do"
     return ""
 
 
-def _cache_argument(model: nn.Module) -> str:
-    """What forward calls it: transformers renames it in 5.24, model by model; "" if it takes none."""
+def cache_argument(model: nn.Module) -> str:
+    """What forward calls it: transformers renames them all to `cache` in 5.24; "" if it takes none."""
     taken = inspect.signature(model.forward).parameters
-    return next((name for name in ("cache", "past_key_values") if name in taken), "")
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in taken), "")
 
 
 def _types(module: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table  # torch's own decompositions, by op
+from torch._decomp import decompositions as torchs_decompositions  # the module that they are written in
 from torch._library.custom_ops import CustomOpDef  # what torch.library.custom_op returns
 from torch._ops import OpOverload, OpOverloadPacket  # types of export's wrappers around regions of code, and of ops
 
@@ -67,6 +68,21 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def assert_on_device(condition: Tensor, message: str) -> None:
     """An assertion that the device checks in its own time: the host does not wait."""
     torch.ops.aten._assert_async.msg(condition, message)
+
+
+def _mend_lstm() -> None:
+    """Torch 2.11 takes a trained LSTM apart, for its shapes, with a dim too many in the last states of each layer."""
+    taken_apart = torchs_decompositions.one_layer_lstm
+
+    def one_layer_lstm(x: Tensor, hidden: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        y, last = taken_apart(x, hidden, *args, **kwargs)
+        return y, tuple(state.reshape(begin.shape) for state, begin in zip(last, hidden, strict=True))
+
+    torchs_decompositions.one_layer_lstm = one_layer_lstm
+
+
+if torch.__version__ < (2, 13):
+    _mend_lstm()
 
 
 def multiplies_float8_on_cpu() -> bool:

@@ -38,12 +38,22 @@ def labels(vocab: int = VOCAB, seed: int = 2) -> Tensor:
 
 def ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """In train mode, in `dtype`, every parameter random (also biases and gains, which start constant)."""
+    plan_embedding(model)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in model.parameters():
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
             p.copy_(1 + 0.1 * noise if p.dim() < 2 else noise * p.shape[-1] ** -0.5)
     return model.to(dtype).train()
+
+
+def plan_embedding(model: nn.Module) -> None:
+    """Have a transformers model's own plan split `embed_tokens`, as theirs all do in 5.24; in 5.17 one does only where
+    the head is tied to it."""
+    for module in model.modules():
+        plan = getattr(module, "_tp_plan", None)
+        if plan and isinstance(getattr(module, "embed_tokens", None), nn.Embedding):
+            module._tp_plan = {"embed_tokens": "embedding_rowwise", **plan}  # type: ignore[assignment]
 
 
 class Wide(TorchFunctionMode):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.capture import generation_cache
-from shardc.capture.generation import no_cache
+from shardc.capture.generation import cache_argument, no_cache
 from shardc.errors import ShardcError
 from shardc.ir.generation import Sizes
 from shardc.passes.annotate import model_plan
@@ -313,7 +313,8 @@ def without_positions() -> Any:
 
     class Counting(GPT2LMHeadModel):
         def forward(self, input_ids: Any, attention_mask: Any = None, cache: Any = None, use_cache: Any = None) -> Any:
-            return super().forward(input_ids, attention_mask=attention_mask, cache=cache, use_cache=use_cache)
+            named = {cache_argument(super()): cache}  # past_key_values before transformers 5.24
+            return super().forward(input_ids, attention_mask=attention_mask, use_cache=use_cache, **named)
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 128, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 128}
