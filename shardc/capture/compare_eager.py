@@ -141,6 +141,8 @@ def prove(
                 raise outside from e  # ids are the batch's own, not made up
             if op_errors.no_memory(e):  # of one device; ranks need less
                 return Proof(("capture was checked statically only: this machine's memory has no room for a forward",))
+            if (cause := refusals.of_cause(e)) is not None:  # one that tracing did not see
+                raise cause from e
             if not real:
                 why = f"the model does not run on random numbers ({type(e).__name__}: {e})"
                 return Proof((f"capture was checked statically only: {why}",))

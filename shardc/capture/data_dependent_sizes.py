@@ -45,6 +45,7 @@ _NUMBERED = {
     Tensor.new_ones,
     Tensor.new_full,
 }
+_WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8}
 _REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave)
 _MINE = {Tensor.__getitem__, torch.where, *_CALLS, *_NUMBERED, *WRITTEN_OUT}
 
@@ -66,7 +67,7 @@ class KnownSizes(TorchFunctionMode):
         if func in WRITTEN_OUT:
             return WRITTEN_OUT[func](*args, **kwargs) if tracing() else func(*args, **kwargs)
         if func is Tensor.__getitem__:
-            if hidden(args[1]) and tracing():
+            if (hidden(args[1]) or any(map(_number_like, _each(args[1])))) and tracing():
                 args = (args[0], self._places(args[1]))
         elif (func in _CALLS or (func is torch.where and len(args) == 1 and not kwargs)) and tracing():
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -87,15 +88,26 @@ class KnownSizes(TorchFunctionMode):
         return x if value is None else untraced(value.item)
 
     def _places(self, index: Any) -> tuple[Any, ...]:
-        """An index with a known mask replaced by the indices where it is true, and numbers as bounds of slices."""
+        """An index with a known mask replaced by the indices where it is true, and numbers, as bounds of slices too."""
         places: list[Any] = []
-        for i in index if isinstance(index, tuple) else (index,):
+        for i in _each(index):
             if isinstance(i, slice):
                 places.append(slice(*map(self._number, (i.start, i.stop, i.step))))
+            elif _number_like(i):
+                places.append(self._number(i))
             else:
                 value = self.known(i) if isinstance(i, Tensor) and hidden(i) else None
                 places += [i] if value is None else [torch.clone(n) for n in untraced(value.nonzero).unbind(1)]
         return tuple(places)
+
+
+def _each(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _number_like(index: Any) -> bool:
+    """Whether it is a tensor that indexes as a number does: torch reads it. (Of uint8 it is a mask.)"""
+    return isinstance(index, Tensor) and index.dim() == 0 and index.dtype in _WHOLE
 
 
 def hidden(index: Any) -> bool:

@@ -83,7 +83,8 @@ class Guards:
         body = bodies(frame.f_code, loop=loop).get(frame.f_lineno)
         if body is None or not body.fits:
             return None
-        key = (id(frame), body.lines.start, frame.f_lasti)
+        # a line's conditions are told apart by their instruction; that of a loop over a generator moves in Python 3.12
+        key = (id(frame), body.lines.start, -1 if loop else frame.f_lasti)
         if not self._unchanged(self.open.pop(key, None)):
             return None
         held = {name: frame.f_locals.get(name) for name in body.names}

@@ -64,9 +64,18 @@ EXPERTS = (
     f" (its experts are decorated with @use_experts_implementation), else {ONE_OP} in the layer's forward, on weights"
     " stacked to [experts, out, in]"
 )
+ATTENTION = (
+    "the attention implementation needs a package or device that this machine does not have",
+    'config._attn_implementation = "sdpa" (or model.set_attn_implementation("sdpa")); ranks run the fastest kernel of'
+    " their device",
+)
 INSIDE = "forward computes a gradient by a transform of torch.func (grad, vjp, jacrev), which tracing cannot see"
 AUTOGRAD = (
     "use torch.autograd.grad(y, x, create_graph=True), which becomes ops of the program, or write out the formula"
+)
+OBJECT = (
+    "an op takes a generator, or another Python object of the model",
+    "leave generator= out: random numbers follow from the seed of the step",
 )
 PACKED = "packed sequences have a size that depends on the lengths' values"
 PADDED = "feed the padded sequences and leave padding out of the loss; pick each row's last step with gather"
@@ -95,12 +104,8 @@ CAUSES = (
     Cause(
         f"the loop over experts {DEPENDS}", EXPERTS, op=r"nonzero|item|^where$|^index$|masked_select", loop=r"expert"
     ),
-    Cause(
-        "the attention implementation needs a package or device that this machine does not have",
-        'config._attn_implementation = "sdpa" (or model.set_attn_implementation("sdpa")); ranks run the fastest kernel'
-        " of their device",
-        raised=r"(?i)flash.?attn|flash.?attention|`kernels` is",
-    ),
+    Cause(*ATTENTION, raised=r"(?i)flash.?attn|flash.?attention|`kernels` is"),
+    Cause(*ATTENTION, raised=r"must be callable", code=r"flash_kwargs"),  # transformers 5.17
     Cause(
         f"the labels without padding have a size that {DEPENDS}",
         "compute the loss outside of the model: loss=lambda output, batch: F.ctc_loss(...) takes padded labels [n, s]"
@@ -118,7 +123,8 @@ CAUSES = (
     Cause(
         INSIDE,
         AUTOGRAD,
-        raised=r"functorch tensor|GradTrackingTensor|JVP|jvp|'Tensor' object has no attribute 'constant'",
+        raised=r"functorch tensor|GradTrackingTensor|JVP|jvp|'Tensor' object has no attribute 'constant'"
+        r"|Expected FakeTensor, got",  # torch 2.11, which does not say where
     ),
     # --- the value of a tensor
     Cause(
@@ -197,11 +203,8 @@ CAUSES = (
         "write it with batched ops",
         op=r"^transform ",
     ),
-    Cause(
-        "an op takes a generator, or another Python object of the model",
-        "leave generator= out: random numbers follow from the seed of the step",
-        op=r"^object$",
-    ),
+    Cause(*OBJECT, op=r"^object$"),
+    Cause(*OBJECT, raised=r"argument of type: <class 'torch\._C\.Generator'>"),  # torch 2.11
     Cause(
         INSIDE,
         AUTOGRAD,
@@ -219,7 +222,7 @@ CAUSES = (
         "create tensors on the device of others (device=x.device), or register them as buffers",
         raised=(
             r"not linked with support for|Torch not compiled with|No CUDA|Cannot access accelerator|Invalid device|to"
-            r" be on the same device"
+            r" be on the same device|no NVIDIA driver|found two different devices"
         ),
     ),
     Cause(
@@ -305,10 +308,8 @@ def advice(error: BaseException, *, of_loss: bool = False) -> str:
     return said or "check that model and batch run together in plain PyTorch"
 
 
-def of_error(error: BaseException, read: Sequence[str] = (), *, of_loss: bool = False) -> ShardcError:
-    """The error for the user, of an exception that tracing raised. read: inputs whose values Python read. of_loss: the
-    user's loss function raised it.
-    """
+def of_cause(error: BaseException, read: Sequence[str] = ()) -> ShardcError | None:
+    """The error for the user, of an exception that a row of CAUSES is about. read: inputs whose values Python read."""
     chain: list[BaseException] = [error]
     while (e := chain[-1].__cause__ or chain[-1].__context__) is not None and e not in chain:
         chain.append(e)
@@ -322,6 +323,16 @@ def of_error(error: BaseException, read: Sequence[str] = (), *, of_loss: bool = 
     for cause in CAUSES:
         if cause.raised and cause.fits(raised, "", at.code, loop):
             return _error(cause, at, at.line, read if raised == DATA else ())
+    return None
+
+
+def of_error(error: BaseException, read: Sequence[str] = (), *, of_loss: bool = False) -> ShardcError:
+    """The error for the user, of an exception that tracing raised. read: inputs whose values Python read. of_loss: the
+    user's loss function raised it.
+    """
+    if (named := of_cause(error, read)) is not None:
+        return named
+    at = source.of_exception(error)
     text = str(error).strip().splitlines()
     code = f" ({at.shown})" if at.code else ""
     part, fix = "the model's forward", advice(error, of_loss=of_loss)

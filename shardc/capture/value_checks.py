@@ -15,6 +15,8 @@ _CHECKS = (
     "sym_constrain_range",
     "sym_constrain_range_for_size",
 )
+#: What a number of the graph is; torch 2.11 knows those that its checks took for true.
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
 
 def drop_checks(graph: fx.Graph) -> None:
@@ -26,5 +28,5 @@ def drop_checks(graph: fx.Graph) -> None:
         if node.op != "call_function" or node.users:
             continue
         checks = isinstance(node.target, OpOverload) and node.target._schema.name.removeprefix("aten::") in _CHECKS
-        if checks or isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if checks or isinstance(node.meta.get("val"), _NUMBERS):
             graph.erase_node(node)

@@ -72,16 +72,16 @@ def assert_on_device(condition: Tensor, message: str) -> None:
 
 def _mend_lstm() -> None:
     """Torch 2.11 takes a trained LSTM apart, for its shapes, with a dim too many in the last states of each layer."""
-    taken_apart = torchs_decompositions.one_layer_lstm
+    taken_apart: Any = torchs_decompositions.one_layer_lstm
 
     def one_layer_lstm(x: Tensor, hidden: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         y, last = taken_apart(x, hidden, *args, **kwargs)
         return y, tuple(state.reshape(begin.shape) for state, begin in zip(last, hidden, strict=True))
 
-    torchs_decompositions.one_layer_lstm = one_layer_lstm
+    torchs_decompositions.one_layer_lstm = one_layer_lstm  # type: ignore[assignment]
 
 
-if torch.__version__ < (2, 13):
+if torch.__version__ < "2.13":
     _mend_lstm()
 
 

@@ -216,7 +216,7 @@ def test_sources() -> None:
     }
     assert re.fullmatch(r"model\.layers\.1\.mlp\.act_fn \(\w+\.py:\d+\)", str(by_op["silu"]))
     assert by_op["linear"].line.startswith("modeling_llama.py:")
-    assert by_op["linear"].code == "logits = self.lm_head(hidden_states)"
+    assert by_op["linear"].code.startswith("logits = self.lm_head(hidden_states")
 
 
 def test_the_model_is_left_as_it_was() -> None:

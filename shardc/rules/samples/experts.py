@@ -37,6 +37,8 @@ sample(
     ),
     unequal,
 )
+
+
 def _fp8(
     t: Tensors, x: Tensor, index: Tensor, activation: str, transposed: bool, up: Tensor, down: Tensor
 ) -> Arguments:

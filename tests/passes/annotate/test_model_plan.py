@@ -97,6 +97,10 @@ MODELS: dict[str, tuple[Callable[[], Built], int]] = {  # all_reduces of forward
 }
 
 
+if not transformers.NemotronConfig.base_model_tp_plan:  # it has one in transformers 5.24
+    del MODELS["nemotron"]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_with_its_own_plan_is_equal_and_as_good_as_megatron(name: str) -> None:
     build, sums = MODELS[name]
