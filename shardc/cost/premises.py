@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from shardc.runtime.step import step_graph
-
 if TYPE_CHECKING:
     from shardc.ir.program import Program
 
@@ -15,6 +13,8 @@ def premises(program: Program, optimizer: str, *, clip_norm: float | None = None
     """Such as "in float32, AdamW, without the norm of gradients". optimizer: the name of its class; "": none steps.
     Others: options of Engine.
     """
+    from shardc.runtime.step import step_graph  # torch, which an answer that is known already does without
+
     numbers = Counter(p.dtype for p in program.params)
     stored = str(max(numbers, key=numbers.__getitem__, default="")).removeprefix("torch.")
     computed = (program.spec.precision.compute if program.spec is not None else None) or stored
