@@ -20,7 +20,6 @@ from torch.autograd.function import _SingleLevelFunction  # what capture replace
 from torch.export import ExportedProgram
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from shardc.torch_private.fake_tensors import fake_device, fake_result
 
@@ -95,7 +94,7 @@ def tracing() -> bool:
 
 def watched() -> bool:
     """Whether a mode sees the ops that run in this thread, or torch's profiler looks at them."""
-    return is_in_torch_dispatch_mode() or torch.autograd.profiler._is_profiler_enabled
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
 
 
 @contextmanager

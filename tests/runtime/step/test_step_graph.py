@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardc
 from shardc.errors import ShardcError
@@ -131,6 +133,27 @@ def test_what_looks_at_ops_sees_them(graphs: list[RecordedOps]) -> None:
 
     alike(trained({}, {"graphs": True}, look), trained({}, True, look))
     assert "aten::linear" in seen
+    assert [g.replays for g in graphs] == [STEPS - step_graph.WARM]
+
+
+def test_who_looks_in_another_thread_is_not_asked(graphs: list[RecordedOps]) -> None:
+    """torch's own flag of modes is one for all threads, and stays on where they end in another order."""
+    mode = TorchDispatchMode()
+    begun, done = threading.Event(), threading.Event()
+
+    def looks() -> None:
+        with mode:
+            begun.set()
+            done.wait()
+
+    thread = threading.Thread(target=looks)
+    thread.start()
+    begun.wait()
+    try:
+        trained({}, {"graphs": True})
+    finally:
+        done.set()
+        thread.join()
     assert [g.replays for g in graphs] == [STEPS - step_graph.WARM]
 
 
