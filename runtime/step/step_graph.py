@@ -121,11 +121,11 @@ class StepGraphs:
     _steps: int = 0
 
     def __post_init__(self) -> None:
-        self.rng.in_place = True
         self._inputs = [x.name for x in self.program.inputs]
         self._make = graphs_of(self.mesh.device)
         reason = "" if self._make is not None else f"there are none on a device of kind {self.mesh.device.type}"
         self._refuse(reason or why_not(self.program))
+        self.rng.in_place = self.records
 
     @property
     def records(self) -> bool:
