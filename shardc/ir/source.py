@@ -25,7 +25,7 @@ from torch import fx
 
 from shardc import errors
 
-_FRAME = re.compile(r'File "(.*)", line (\d+), in .*(?:\n\s*(.*))?')
+_FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)(?:\n\s*(.*))?')
 #: An editable install has these folders beside shardc's own.
 _PARTS = [find_spec(f"shardc.{name}") for name in ("passes", "runtime")]
 _OURS = tuple(
@@ -35,6 +35,7 @@ _STDLIB = tuple(
     {f"{Path(contextlib.__file__).parent}/", *(f"{sysconfig.get_path(n)}/" for n in ("stdlib", "platstdlib"))}
 )
 _PACKAGES = {"site-packages", "dist-packages"}
+_LOOK_AT_CALLS = {"__torch_function__", "__torch_dispatch__"}
 #: Of a line of the model so many characters are shown in a message.
 _SHOWN = 100
 
@@ -75,6 +76,12 @@ def is_users(filename: str) -> bool:
     return is_models(filename) and _PACKAGES.isdisjoint(Path(filename).parts)
 
 
+def _calls(filename: str, function: str) -> bool:
+    """Does this frame call ops for the model? A mode or subclass of tensors that looks at each call of an op is the
+    user's too, but stands between the line and the op."""
+    return function not in _LOOK_AT_CALLS and is_models(filename)
+
+
 def of_node(node: fx.Node, prefix: str = "model") -> Source:
     """Module and line of an exported node. prefix: name under which the capture's wrapper module holds the user's
     model.
@@ -84,8 +91,8 @@ def of_node(node: fx.Node, prefix: str = "model") -> Source:
     if stack:
         module = _bare(next(reversed(stack.values())), prefix)
         calls = tuple(f"{_bare(v, prefix)}@{k.rpartition('@')[2]}" for k, v in stack.items() if "@" in str(k))
-    for filename, line, code in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
-        if is_models(filename):
+    for filename, line, function, code in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
+        if _calls(filename, function):
             return Source(module, f"{Path(filename).name}:{line}", code.strip(), calls)
     return Source(module, calls=calls)
 
@@ -118,7 +125,7 @@ def of_exception(error: BaseException) -> Source:
         place = Source()
         tb = e.__traceback__
         while tb is not None:
-            if is_models(name := tb.tb_frame.f_code.co_filename):
+            if _calls(name := tb.tb_frame.f_code.co_filename, tb.tb_frame.f_code.co_name):
                 place = replace(of_frame(tb.tb_frame, tb.tb_lineno), line=f"{_in_package(name)}:{tb.tb_lineno}")
             tb = tb.tb_next
         if place.line:
@@ -135,8 +142,8 @@ def _in_package(filename: str) -> str:
 
 def loops_of_node(node: fx.Node) -> str:
     """The headers of the `for` statements around the line of an exported node, innermost first."""
-    for filename, line, _ in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
-        if is_models(filename):
+    for filename, line, function, _ in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
+        if _calls(filename, function):
             return _loops(filename, int(line))
     return ""
 
@@ -186,7 +193,7 @@ def trace_of_call() -> str | None:
 
 def _users_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not is_models(frame.f_code.co_filename):
+    while frame is not None and not _calls(frame.f_code.co_filename, frame.f_code.co_name):
         frame = frame.f_back
     return frame
 

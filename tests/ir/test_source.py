@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import shardc
 from shardc.ir.source import is_models, is_users
@@ -23,3 +26,21 @@ def test_whose_code_a_file_is(tmp_path: Path) -> None:
     for file in (torch.__file__, shardc.__file__, launch.__file__, contextlib.__file__, "<string>"):
         assert not is_models(file)
         assert not is_users(file)
+
+
+class Looks(TorchFunctionMode):
+    """A user's own mode that sees each op."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_looks_at_ops_is_not_the_line_that_calls_them() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with Looks():
+                return x.cos().sum()
+
+    program = shardc.compile(Model(), {"x": torch.ones(2, 4)}, {"shardc": 1, "mesh": {"dp": 2}})
+    assert "x.cos().sum()" in str(program)
+    assert "return func(" not in str(program)
