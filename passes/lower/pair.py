@@ -15,7 +15,9 @@ Buckets of ZeRO 3 that both want are gathered by each, as one after the other; b
 one's gather has ended.
 
 The order is the list scheduler's (shardc.passes.lower.overlap), from two beginnings: one half and then the other, and
-both at once, each as far along as the other in simulated time. Memory never exceeds that of one and then the other.
+both at once, each as far along as the other in simulated time. Memory never exceeds that of one and then the other. New
+values of buffers, which a forward by itself hands over when it ends, are there until the text ends: where that is more,
+backward comes first.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def pairs_of(
             prefix = prefix_of(kind, forward.forward)
             second = _whole(other, seconds, sizes) if kind == "FB" else other.forward
             graph = _joined(program, forward.forward, second, prefix)
-            _overlap(graph, seconds, sizes)
+            _overlap(kind, graph, seconds, sizes)
             found.append(Pair(kind, f, t, graph))
     return tuple(found)
 
@@ -156,16 +158,37 @@ def _handed_on(lowered: Lowered) -> set[str]:
 # --- the order
 
 
-def _overlap(graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
+def _overlap(kind: str, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
     """Move the lines: into the fastest order that is found, with no more memory than one half and then the other."""
     text = Text(graph, seconds, sizes)
     most = text.uses.peak(text.nodes)
+    if kind == "FB" and (apart := _one_by_one(text, graph)) != most:
+        most = apart
+        _arrange(graph, sorted(text.nodes, key=lambda n: not n.meta.get("back")))
+        text = Text(graph, seconds, sizes)
     found = [text.nodes, best_order(text, most)]
     beside = [order for lead in LEADS if (order := _side_by_side(text, most, lead)) is not None]
     if beside:
         _arrange(graph, best := min(beside, key=text.simulate))
         found += [best, best_order(Text(graph, seconds, sizes), most)]
     _arrange(graph, min(found, key=text.simulate))
+
+
+def _one_by_one(text: Text, graph: fx.Graph) -> tuple[int, int]:
+    """The peaks of a forward's text and then a backward's, beside which the former has no new values of buffers."""
+    uses = text.uses
+    returned: Any = graph.output_node().args[0]
+    (loss, news, *stay), _ = returned
+    gone, stays = set[fx.Node](), set[fx.Node]()
+    fx.map_arg(news, lambda x: gone.add(uses.owner[x]))
+    fx.map_arg((loss, stay), lambda x: stays.add(uses.owner[x]))
+    nbytes = sum(uses.bytes[x] for x in gone - stays if x.op == "call_function")
+    alive = [
+        [most - nbytes if n.meta.get("back") else most for most in both]
+        for n, both in zip(text.nodes, uses.alive(text.nodes), strict=True)
+    ]
+    first, later = zip(*alive, strict=True)
+    return max(first), max(later)
 
 
 def _arrange(graph: fx.Graph, order: Sequence[fx.Node]) -> None:

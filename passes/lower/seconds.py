@@ -100,6 +100,8 @@ class Seconds:
     def __init__(self, program: Program, rank: Rank) -> None:
         self._layout: Mesh = program.mesh
         self._rank = rank
+        #: By name, of one microbatch: an input's type is that of the whole step's.
+        self._inputs = {x.name: x.local_shape(program.mesh, program.microbatches) for x in program.inputs}
         self._found: dict[str, Work] = {}
         self._back: dict[str, Work] = {}  # of taped calls: their backward
         self._tapes: dict[str, str] = {}  # by the tape's name: the call's key
@@ -120,7 +122,7 @@ class Seconds:
         like = n.meta.get("like", n)
         _, key = self._keys.get((id(like), id(n.target)), (None, ""))
         if not key:
-            key = repr((target_text(n.target), _with_types(n.args), _with_types(n.kwargs, leave=("tag",))))
+            key = repr((target_text(n.target), self._with_types(n.args), self._with_types(n.kwargs, leave=("tag",))))
             self._keys[id(like), id(n.target)] = like, key
         if key not in self._found:
             self._found[key] = self._run(n, key)
@@ -212,11 +214,26 @@ class Seconds:
     def _operand(self, x: fx.Node, device: str = "cpu") -> Any:
         if which := role(x):
             return self._rank.named(which)
+        part = self._part(x)
 
         def empty(v: Value) -> Tensor:
-            return torch.empty(v.local_shape(self._layout), dtype=v.dtype, device=device)
+            return torch.empty(v.local_shape(self._layout) if part is None else part, dtype=v.dtype, device=device)
 
         return map_value(empty, x.meta["value"])
+
+    def _part(self, x: fx.Node) -> tuple[int, ...] | None:
+        """The shape of an input; None of other values, whose types have it."""
+        return self._inputs.get(_name(x)) if x.op == "placeholder" else None
+
+    def _with_types(self, a: Any, leave: tuple[str, ...] = ()) -> Any:
+        """Arguments, values by their types."""
+        if isinstance(a, fx.Node):
+            return role(a) or ((str(a.meta["value"]), self._part(a)) if "value" in a.meta else a.name)
+        if isinstance(a, (tuple, list)):
+            return tuple(map(self._with_types, a))
+        if isinstance(a, dict):
+            return tuple((k, self._with_types(v)) for k, v in a.items() if k not in leave)
+        return a
 
 
 _NO_WORK = Work()
@@ -231,14 +248,3 @@ _NOTHING = {
 def _name(n: fx.Node) -> str:
     """In the text of a stage; in that of an overlapped pair it may have another one."""
     return str(n.meta.get("named", n.name))
-
-
-def _with_types(a: Any, leave: tuple[str, ...] = ()) -> Any:
-    """Arguments, values by their types."""
-    if isinstance(a, fx.Node):
-        return role(a) or (str(a.meta["value"]) if "value" in a.meta else a.name)
-    if isinstance(a, (tuple, list)):
-        return tuple(map(_with_types, a))
-    if isinstance(a, dict):
-        return tuple((k, _with_types(v)) for k, v in a.items() if k not in leave)
-    return a

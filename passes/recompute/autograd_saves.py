@@ -112,8 +112,7 @@ class SavedOf:
 
     def __init__(self, program: Program) -> None:
         self.mesh = program.mesh
-        self._cut = {x.name: x.microbatch for x in program.inputs if x.microbatch is not None}
-        self._microbatches = program.microbatches
+        self._inputs = {x.name: x.local_shape(program.mesh, program.microbatches) for x in program.inputs}
         self._known: dict[Any, Saved] = {}
         self._mode = FakeTensorMode()  # one for all calls: to make one takes as long as a call
         self._strides: dict[fx.Node, tuple[Stride, ...]] = {}
@@ -123,15 +122,8 @@ class SavedOf:
         types = tuple(
             Value(v.local_shape(self.mesh), v.dtype, v.requires_grad) for v in values_of(node) if v is not None
         )
-        if (
-            node.op == "placeholder" and (cut := self._cut.get(node.name)) is not None
-        ):  # its type is that of the whole step's
-            shape = list(types[0].shape)
-            padded = bool(
-                values_of(node)[0].layout.shards(cut.dim)
-            )  # by the axes that split the batch: all of a dim have the same padding
-            shape[cut.dim] = (shape[cut.dim] if padded else cut.padded(shape[cut.dim])) // self._microbatches
-            return (replace(types[0], shape=tuple(shape)),)
+        if node.op == "placeholder" and node.name in self._inputs:  # its type is that of the whole step's
+            return (replace(types[0], shape=self._inputs[node.name]),)
         return types
 
     def call(self, node: fx.Node) -> Call:

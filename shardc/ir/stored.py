@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from shardc.errors import ShardcError
+from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
 from shardc.ir.patterns import nearest
 from shardc.ir.placement import Layout, Shard
@@ -181,6 +182,16 @@ class Input:
 
     def __repr__(self) -> str:
         return f"<Input {self.name} {self.value}>"
+
+    def local_shape(self, mesh: Mesh, microbatches: int) -> tuple[int, ...]:
+        """Of a rank's part, in one microbatch."""
+        shape, cut = list(self.value.local_shape(mesh)), self.microbatch
+        if cut is not None:
+            padded = bool(
+                self.layout.shards(cut.dim)
+            )  # by the axes that split the batch: all of a dim have the same padding
+            shape[cut.dim] = (shape[cut.dim] if padded else cut.padded(shape[cut.dim])) // microbatches
+        return tuple(shape)
 
     @property
     def value(self) -> Value:

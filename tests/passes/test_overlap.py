@@ -102,6 +102,18 @@ def test_where_all_hangs_on_sums_of_buckets_no_gradient_is_put_off() -> None:
     assert all(other.end() >= first.end() for other in others)
 
 
+def test_a_product_of_the_input_takes_what_one_of_its_microbatch_does() -> None:
+    """The type of an input is that of the whole step's."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))), torch.empty(64 * WIDTH, WIDTH)
+    spec = {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": 8}, "lower": True}
+    program = shardc.compile(model, x, spec, loss=lambda y, _: y.square().mean(), prove=False)
+    seconds = Seconds(program, Rank(program))
+    first, second = (n for n in program.stages[0].lowered.forward.nodes if n.target is torch.ops.aten.linear.default)
+    assert first.args[0].op == "placeholder"
+    assert seconds.of(first) == seconds.of(second)
+
+
 def test_every_start_has_its_wait(program: Any) -> None:
     for graph in program.stages[0].lowered.texts.values():
         starts = [n for n in graph.nodes if n.target in overlap.STARTS]

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import shardc
+from shardc.cost.dry_run import dry_run
 from shardc.cost.kept_activations import storages
+from shardc.cost.peak_memory import memory
 from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import prefix_of
 from shardc.passes.lower.memory import Sizes
@@ -315,6 +317,20 @@ def test_a_forward_waits_for_less_beside_another_and_takes_no_more_memory_than_b
     (alone, one), (beside, both) = waited(True), waited(FORWARDS)
     assert beside < alone / 3
     assert one < both < 2 * one
+
+
+def test_new_values_of_buffers_do_not_add_to_a_pairs_peak() -> None:
+    """A forward by itself hands them over before the backward behind it begins; a pair has them to its end."""
+    with torch.device("meta"):
+        model, x = _Mean(nn.Sequential(*(nn.BatchNorm1d(64) for _ in range(4)))), torch.empty(32, 64)
+    spec: dict[str, Any] = {"shardc": 1, **DUAL, "batch": {"microbatches": 8}, "batch_norm": "local"}
+
+    def peak(lower: bool) -> int:
+        program = shardc.compile(model, {"x": x}, {**spec, "lower": lower}, prove=False)
+        assert bool(program.pairs) == lower
+        return memory(dry_run(program, 0), schedule_of(program).actions[0]).peak
+
+    assert peak(True) <= peak(False)
 
 
 def test_exchanges_of_experts_run_beside_the_other_microbatch() -> None:
