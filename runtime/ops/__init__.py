@@ -22,6 +22,7 @@ stretches         cumulative sums and convolutions along a dim that is split
 softmax_parts     a softmax's normaliser over dims that are split; saved_buffers: what backward writes over
 local_math        losses on split classes, look-ups in a part of a table
 taped             an op with its backward as one op, for lowered programs
+by_storage        what is known of memory that tensors share
 torch_library     ops of torch that a captured graph cannot hold
 """
 

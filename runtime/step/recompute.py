@@ -40,13 +40,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardc.ir.conversions import CONVERSIONS
 from shardc.ir.graph import copy_graph
 from shardc.ir.program import Program
 from shardc.runtime import ops
 from shardc.runtime.mesh.base import Work
+from shardc.runtime.ops.by_storage import ByStorage
 from shardc.runtime.ops.local_math import UNEQUAL
 from shardc.runtime.step.activation_offload import OffloadedTensor, OffloadedTensors
 from shardc.runtime.step.bindings import bind, binding
@@ -85,30 +85,43 @@ class _Region:
 
 @dataclass(eq=False)
 class _Op:
-    """An op of a region. takes: the nodes among its arguments; chain: its regions, innermost first; closes: those whose
-    last op it is.
+    """An op of a region. call: it, on the values of `takes`, the nodes among its arguments; chain: its regions,
+    innermost first; closes: those whose last op it is.
 
     foreign: positions in `takes` of nodes of no region; outside: by region of the chain, of what that region does not
     compute again."""
 
     target: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    call: Callable[[Sequence[Any]], Any]
     takes: tuple[int, ...]
     chain: tuple[_Region, ...]
     closes: tuple[_Region, ...] = ()
     foreign: tuple[int, ...] = ()
     outside: tuple[tuple[_Region, tuple[int, ...]], ...] = ()
 
-    def __call__(self, values: Sequence[Any]) -> Any:
-        return self.target(
-            *[_fill(a, values) for a in self.args], **{k: _fill(a, values) for k, a in self.kwargs.items()}
-        )
 
+def _calling(n: fx.Node) -> Callable[[Sequence[Any]], Any]:
+    """Calls an op on the values of the nodes that it takes. In most, each of these is an argument by itself."""
+    target, slots = binding(n.target), {u: _Slot(k) for k, u in enumerate(n.all_input_nodes)}
+    args: tuple[Any, ...] = fx.map_arg(n.args, slots.__getitem__)  # type: ignore[arg-type, assignment]
+    kwargs: dict[str, Any] = fx.map_arg(n.kwargs, slots.__getitem__)  # type: ignore[arg-type, assignment]
+    places = [(k, a.index) for k, a in enumerate(args) if isinstance(a, _Slot)]
+    if len(places) < len(slots):
 
-def _mapped(a: Any, slots: Mapping[fx.Node, _Slot]) -> Any:
-    mapped: Any = fx.map_arg(a, slots.__getitem__)  # type: ignore[arg-type]
-    return mapped
+        def filled(values: Sequence[Any]) -> Any:
+            return target(*_fill(args, values), **{k: _fill(a, values) for k, a in kwargs.items()})
+
+        return filled
+    if kwargs or [*range(len(args))] != [index for _, index in places]:
+
+        def placed(values: Sequence[Any]) -> Any:
+            given = list(args)
+            for k, index in places:
+                given[k] = values[index]
+            return target(*given, **kwargs)
+
+        return placed
+    return lambda values: target(*values)
 
 
 def _fill(a: Any, values: Sequence[Any]) -> Any:
@@ -189,11 +202,8 @@ def with_regions(
         inner.above = (inner, *(regions[r.parent].above if r.parent else ()))
     by_node: dict[int, _Op] = {}
     for n in tagged:
-        slots = {u: _Slot(k) for k, u in enumerate(n.all_input_nodes)}
-        args, kwargs = _mapped(n.args, slots), {k: _mapped(a, slots) for k, a in n.kwargs.items()}
-        op = by_node[index[n]] = _Op(
-            binding(n.target), args, kwargs, tuple(index[u] for u in slots), regions[n.meta["region"]].above
-        )
+        takes = tuple(index[u] for u in n.all_input_nodes)
+        op = by_node[index[n]] = _Op(binding(n.target), _calling(n), takes, regions[n.meta["region"]].above)
         for region in op.chain:
             region.ops.append(index[n])
             if region.name not in n.meta.get("kept", ()):
@@ -280,7 +290,7 @@ class Saved:
         return self.tensor
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class _Wanted:
     """A note of a frame: where to put which part of which op's results, and seen how."""
 
@@ -331,20 +341,17 @@ class _Recomputation:
         self.begun = True
         wanted_of, self.wanted = self.wanted, {}
         env: dict[int, Any] = {}
-
-        def value(node: int) -> Any:
-            if node not in env:  # an input: fetched or gathered as late as possible
-                x = self.inputs.pop(node)
-                env[node] = x.get() if isinstance(x, Saved) else x
-            return env[node]
-
         with torch.no_grad(), self.mesh.step.recompute(self.microbatch) as gathers:
             for i, gone in self.plan.steps:
                 op = self.regions.ops[i]
-                operands = [value(node) for node in op.takes]
+                for node in op.takes:
+                    if node not in env:  # an input: fetched or gathered as late as possible
+                        x = self.inputs.pop(node)
+                        env[node] = x.get() if isinstance(x, Saved) else x
+                operands = [env[node] for node in op.takes]
                 wanted = wanted_of.get(i, ())
                 gathers.may_end_later = i in gone  # nothing of the plan takes its result
-                env[i] = result = self._caught(i, operands, wanted) if i in self.needs else op(operands)
+                env[i] = result = self._caught(i, operands, wanted) if i in self.needs else op.call(operands)
                 work = gathers.taken()
                 for w in wanted:
                     if w.origin[1] >= -1:
@@ -372,7 +379,7 @@ class _Recomputation:
             g.detach().requires_grad_() if needs else g for g, needs in zip(operands, self.needs[i], strict=True)
         ]
         with torch.enable_grad(), saved_tensors_hooks(caught.append, _never):
-            result = self.regions.ops[i](needing)
+            result = self.regions.ops[i].call(needing)
         for w in wanted:
             if w.origin[1] < -1:
                 w.put(caught[-2 - w.origin[1]])
@@ -384,7 +391,7 @@ def _never(_: None) -> Tensor:
     raise AssertionError("backward of a recomputation")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class _Packing:
     """Collects what one op saves. Autograd keeps this as long as what was saved: it must not know the recording."""
 
@@ -404,15 +411,15 @@ class Recording:
         self.rng, self._then = rng, replace(rng)  # as it is now: someone's own loop may step it before backward
         self.outer = outer_hooks()
         self._frames: dict[_Region, _Frame] = {}
-        self._where: dict[_Storage, Origin] = {}
-        self._kept: dict[Any, OffloadedTensor] = {}
+        self._where = ByStorage[Origin]()
+        self._kept = ByStorage[dict[Any, OffloadedTensor]]()
         self._offloaded: OffloadedTensors | None = None
 
     def run(self, i: int, *operands: Any) -> Any:
         """Run op i on the values of the nodes that it takes."""
         op = self.regions.ops[i]
         if not torch.is_grad_enabled():
-            return op(operands)
+            return op.call(operands)
         for k in op.foreign:
             self._note(op.takes[k], operands[k])
         for region, positions in op.outside:
@@ -421,7 +428,7 @@ class Recording:
                 seen[op.takes[k]] = operands[k]
         pending: list[tuple[Saved, Tensor]] = []
         with saved_tensors_hooks(_Packing(pending), Saved.get):
-            result = op(operands)
+            result = op.call(operands)
         self._note(i, result)
         for n, (saved, x) in enumerate(pending):
             self._settle(i, n, saved, x, operands)
@@ -441,17 +448,17 @@ class Recording:
         """A storage belongs to the first node that had it: views of it are views of that node's result."""
         if isinstance(result, Tensor):
             if result.layout is torch.strided:
-                self._where.setdefault(_storage(result), (node, -1))
+                self._where.first(result, (node, -1))
         elif isinstance(result, (tuple, list)):
             for k, x in enumerate(result):
                 if isinstance(x, Tensor) and x.layout is torch.strided:
-                    self._where.setdefault(_storage(x), (node, k))
+                    self._where.first(x, (node, k))
 
     def _settle(self, i: int, n: int, saved: Saved, x: Tensor, operands: Sequence[Any]) -> None:
         """The n-th tensor that op i saved: where it will come from."""
         op = self.regions.ops[i]
         own = i, -2 - n
-        origin = self._where.get(_storage(x), own) if x.layout is torch.strided and x.numel() else own
+        origin = (self._where.get(x) if x.layout is torch.strided and x.numel() else None) or own
         frame = self._ask(() if origin is own and op.target in BY_RANK else op.chain, op.chain, saved, origin, x)
         if frame is not None and origin is own:
             frame.needs[i] = tuple(isinstance(g, Tensor) and g.requires_grad for g in operands)
@@ -467,11 +474,11 @@ class Recording:
                 return frame
         away = next((r.name for r in chain if r.offload), None)
         if away is not None and origin[0] not in self.regions.weights and self.regions.offloaded.useful(x):
-            key = (_storage(x), x.size(), x.stride(), x.storage_offset())
-            if key not in self._kept:
+            views, key = self._kept.first(x, {}), (x.size(), x.stride(), x.storage_offset())
+            if key not in views:
                 self._offloaded = self._offloaded or self.regions.offloads(x.device)
-                self._kept[key] = self._offloaded.keep(x, away)
-            saved.held, saved.unpack = self._kept[key], OffloadedTensor.fetch
+                views[key] = self._offloaded.keep(x, away)
+            saved.held, saved.unpack = views[key], OffloadedTensor.fetch
         elif self.outer is not None:
             saved.held, saved.unpack = self.outer[0](x.detach() if x.grad_fn is not None else x), self.outer[1]
         else:
@@ -497,13 +504,3 @@ class Recording:
                 else:
                     again.inputs[node] = self._then if x is self.rng else x
         frame.seen = {}
-
-
-_Storage = tuple[StorageWeakRef, torch.dtype, bool, bool]
-
-
-def _storage(x: Tensor) -> _Storage:
-    """What tensors that are views of each other by size, stride and offset have in common. Does not keep memory; is
-    never given twice.
-    """
-    return StorageWeakRef(x.untyped_storage()), x.dtype, x.is_conj(), x.is_neg()  # type: ignore[no-untyped-call]

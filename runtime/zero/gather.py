@@ -30,9 +30,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardc.runtime.mesh import Work
+from shardc.runtime.ops.by_storage import ByStorage
 
 #: A bucket is small beside one of so many times its elements.
 SMALL = 16
@@ -78,7 +78,7 @@ class Gathered:
 
     def __init__(self) -> None:
         self._under_way: dict[Source, tuple[Tensor, Work]] = {}
-        self._alive: dict[tuple[StorageWeakRef, torch.dtype], Source] = {}  # what forward has gathered
+        self._alive = ByStorage[Source]()  # what forward has gathered
         self._waiting: dict[Hashable, _Notes] = {}  # of each forward that waits for its backward
         self._notes = _Notes()  # of the forward or backward that runs
         self._here: dict[Source, Tensor] = {}  # in backward
@@ -104,7 +104,7 @@ class Gathered:
         self.start(bucket)
         whole, work = self._under_way.pop(bucket)
         work.wait()
-        self._alive[_storage(whole)] = bucket
+        self._alive.put(whole, bucket)
         return whole
 
     @contextmanager
@@ -118,7 +118,7 @@ class Gathered:
             self._alive.clear()
 
     def _pack(self, x: Tensor) -> Tensor | _Saved:
-        bucket = self._alive.get(_storage(x)) if x.layout is torch.strided else None
+        bucket = self._alive.get(x) if x.layout is torch.strided else None
         if bucket is None or x.is_conj() or x.is_neg() or x.numel() == 0:
             return x
         self._notes.add(bucket)
@@ -219,13 +219,6 @@ class Gathered:
         self._alive.clear()  # an evaluation's gathers are nobody's to note
         self._here.clear()
         self._current = None
-
-
-def _storage(x: Tensor) -> tuple[StorageWeakRef, torch.dtype]:
-    """Equal for tensors that share memory as numbers of one dtype, and never given twice while it is kept; does not
-    keep the memory.
-    """
-    return StorageWeakRef(x.untyped_storage()), x.dtype  # type: ignore[no-untyped-call]
 
 
 def views(whole: Tensor, starts: list[int], shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
