@@ -103,10 +103,16 @@ class _Op:
 def _calling(n: fx.Node) -> Callable[[Sequence[Any]], Any]:
     """Calls an op on the values of the nodes that it takes. In most, each of these is an argument by itself."""
     target, slots = binding(n.target), {u: _Slot(k) for k, u in enumerate(n.all_input_nodes)}
-    args: tuple[Any, ...] = fx.map_arg(n.args, slots.__getitem__)  # type: ignore[arg-type, assignment]
-    kwargs: dict[str, Any] = fx.map_arg(n.kwargs, slots.__getitem__)  # type: ignore[arg-type, assignment]
+    found: list[_Slot] = []
+
+    def slot(node: fx.Node) -> Any:
+        found.append(slots[node])
+        return slots[node]
+
+    args: tuple[Any, ...] = fx.map_arg(n.args, slot)
+    kwargs: dict[str, Any] = fx.map_arg(n.kwargs, slot)
     places = [(k, a.index) for k, a in enumerate(args) if isinstance(a, _Slot)]
-    if len(places) < len(slots):
+    if len(places) < len(found):  # others stand in lists, or have names
 
         def filled(values: Sequence[Any]) -> Any:
             return target(*_fill(args, values), **{k: _fill(a, values) for k, a in kwargs.items()})
