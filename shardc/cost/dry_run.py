@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -68,7 +68,9 @@ def dry_run(
     ledger = Ledger(known=known, growth=growth)
     with fake_mode(of_gpu=not cpu), ledger:
         names = _OpNames(ledger)
-        mesh = FakeMesh(program.mesh, rank_of(program.mesh, program.axis, coordinate), ledger, streams=not cpu)
+        rank = rank_of(program.mesh, program.axis, coordinate)
+        buckets = {f"bucket{i}" for i in range(len(program.buckets))}
+        mesh = FakeMesh(program.mesh, rank, ledger, streams=not cpu, buckets=buckets)
         ledger.recomputing = lambda: mesh.step.recomputing
         offload = host_memory.offload(ledger.host, cpu=cpu)
         make = optimizer if cpu or optimizer is None else _as_on_gpu(program, optimizer)
@@ -156,7 +158,8 @@ def _reporting(program: Program, names: _OpNames, mine: Sequence[int]) -> Progra
 
     def reporting(s: Stage) -> Stage:
         texts = s.lowered.texts.values() if s.lowered is not None else ()
-        lowered = s.lowered and Lowered(*(_with_reports(graph, names, program) for graph in texts))
+        ops = {n.name for n in s.graph.nodes}
+        lowered = s.lowered and Lowered(*(_with_reports(graph, names, program, ops) for graph in texts))
         return replace(s, graph=_with_reports(s.graph, names, program), lowered=lowered)
 
     stages = tuple(reporting(s) if i in mine else s for i, s in enumerate(program.stages))
@@ -167,14 +170,16 @@ def _reporting(program: Program, names: _OpNames, mine: Sequence[int]) -> Progra
     return replace(program, stages=stages, pairs=pairs)
 
 
-def _with_reports(graph: fx.Graph, names: _OpNames, program: Program) -> fx.Graph:
-    """In backward, a line is told as the op of forward that it belongs to. A compiled piece counts as one op."""
+def _with_reports(graph: fx.Graph, names: _OpNames, program: Program, ops: Collection[str] = ()) -> fx.Graph:
+    """A line of a lowered text is told as the op of forward that it belongs to; `ops` are their names. A compiled piece
+    counts as one op.
+    """
     copy = copy_graph(graph)
     pieces = pieces_of(copy)
-    for n in list(copy.nodes):
-        if n.op == "call_function":
-            with copy.inserting_before(n):
-                copy.call_function(names.reporter(n.meta.get("of", n.name)))
+    lines = [(n, n.meta.get("of") or _belongs_to(n, ops)) for n in copy.nodes if n.op == "call_function"]
+    for n, op in lines:
+        with copy.inserting_before(n):
+            copy.call_function(names.reporter(op))
 
     def size(n: fx.Node) -> int:
         return sum(v.nbytes(program.mesh) for v in values_of(n) if v is not None)
@@ -186,6 +191,18 @@ def _with_reports(graph: fx.Graph, names: _OpNames, program: Program) -> fx.Grap
         with copy.inserting_after(piece.lines[-1]):
             copy.call_function(_told(partial(names.ledger.fused, traffic)))
     return copy
+
+
+def _belongs_to(n: fx.Node, ops: Collection[str]) -> str:
+    """The op of a forward's line: where it has several, the last one has its name."""
+    found, seen = [n], {n}
+    for x in found:
+        if x.name in ops:
+            return x.name
+        new = [u for u in x.users if u.op == "call_function" and u not in seen]
+        found += new
+        seen.update(new)
+    return n.name
 
 
 def _told(call: Callable[[], None]) -> Callable[[], None]:

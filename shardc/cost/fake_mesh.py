@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -26,16 +26,20 @@ class _Keyed(Work):
 
 
 class FakeMesh(ShapeMesh):
-    """Records collectives in a ledger."""
+    """Records collectives in a ledger. buckets: tags of those that gather parameters, or sum their gradients."""
 
-    def __init__(self, layout: Mesh, rank: int, ledger: Ledger, *, streams: bool) -> None:
+    def __init__(
+        self, layout: Mesh, rank: int, ledger: Ledger, *, streams: bool, buckets: Collection[str] = ()
+    ) -> None:
         super().__init__(layout, rank, torch.device("cpu"), record=True)
-        self._ledger, self._streams = ledger, streams
+        self._ledger, self._streams, self._buckets = ledger, streams, buckets
         self._keys = count()
         self._after: int | None = None
 
-    def _mark(self, x: Tensor, kind: str) -> None:
-        self._ledger.mark([x], kind)
+    def _mark(self, tag: str, kind: str, *buffers: Tensor) -> None:
+        """What such a collective takes or gives; what others do is of no kind yet."""
+        if tag in self._buckets:
+            self._ledger.mark(buffers, kind)
 
     def _started(self, kept: Tensor | None = None) -> Work:
         """Let the collective recorded last overlap with what comes next, until it is waited for. kept: what is sent."""
@@ -63,16 +67,15 @@ class FakeMesh(ShapeMesh):
         self._ledger.parts[-1].work.append(Sent(self.records[-1], after=self._after))
 
     def _start_all_reduce(self, flat: Tensor, axes: tuple[str, ...], tag: str) -> Work:
-        self._mark(flat, "gradients")
+        self._mark(tag, "gradients", flat)
         return self._started()
 
     def _start_all_gather(self, part: Tensor, whole: Tensor, axis: str, tag: str) -> Work:
-        self._mark(whole, "gathered")
+        self._mark(tag, "gathered", whole)
         return self._started(part)
 
     def _start_reduce_scatter(self, flat: Tensor, part: Tensor, axis: str, tag: str) -> Work:
-        self._mark(flat, "gradients")
-        self._mark(part, "gradients")
+        self._mark(tag, "gradients", flat, part)
         return self._started()
 
     def _start_all_to_all_rows(

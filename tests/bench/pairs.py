@@ -1,7 +1,7 @@
-"""What a forward hides beside a backward, or a forward, of another microbatch, by the simulation of streams on h100-80g: the table of
-docs/lowering.md. Nothing is computed: tensors have no data.
+"""What is hidden of communication, by the simulation of streams on h100-80g: tables of docs/lowering.md. `alone`: within a
+microbatch; else beside a backward, or a forward, of another one. Nothing is computed: tensors have no data.
 
-    .venv/bin/python tests/bench/pairs.py [llama] [mixtral] [dualpipe-v]        some minutes, 3 GB
+    .venv/bin/python tests/bench/pairs.py [alone] [llama] [mixtral] [dualpipe-v]        some minutes, 3 GB
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import shardc
+from shardc.cost.step import Cost
 from shardc.report.comm import timed
+
+Seconds = defaultdict[str, float]
 
 MICROBATCHES, TOKENS, LAYERS = 4, 4096, 4
 SHAPE: dict[str, Any] = {
@@ -46,8 +49,8 @@ MIXTRAL = {"mesh": {"ep": 8}, "experts": [{"match": "*.mlp.experts", "axis": "ep
 DUAL = {"mesh": {"pp": 2, "tp": 8}, **SP, "pipeline": {"axis": "pp", "stages": 4}}
 
 
-def llama() -> Any:
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32000, **SHAPE))
+def llama(layers: int = LAYERS) -> Any:
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32000, **SHAPE | {"num_hidden_layers": layers}))
 
 
 def mixtral() -> Any:
@@ -58,25 +61,49 @@ def mixtral() -> Any:
     )
 
 
-def row(name: str, make: Any, rows: int, spec: dict[str, Any]) -> None:
+def simulated(make: Any, rows: int, microbatches: int, spec: dict[str, Any]) -> tuple[Cost, Seconds, Seconds]:
+    """(the whole, what collectives take, what of it is waited for): by way, by kind, and of all."""
     with torch.device("meta"):
         model = make().train()
-        ids = torch.zeros(rows * MICROBATCHES, TOKENS, dtype=torch.int64)
-    full = {"shardc": 1, "batch": {"microbatches": MICROBATCHES}, "precision": {"compute": "bfloat16"}, **spec}
-    program = shardc.compile(model, {"input_ids": ids, "labels": ids}, full, prove=False)
-    cost = program.cost("h100-80g")
-    takes: defaultdict[str, float] = defaultdict(float)
-    waits: defaultdict[str, float] = defaultdict(float)
+        ids = torch.zeros(rows * microbatches, TOKENS, dtype=torch.int64)
+    full = {"shardc": 1, "batch": {"microbatches": microbatches}, "precision": {"compute": "bfloat16"}, **spec}
+    cost = shardc.compile(model, {"input_ids": ids, "labels": ids}, full, prove=False).cost("h100-80g")
+    takes: Seconds = defaultdict(float)
+    waits: Seconds = defaultdict(float)
     for (_, way, kind, _), t in timed(cost).items():
         for key in (way, kind, "all"):
             takes[key] += t.seconds
             waits[key] += t.exposed
+    return cost, takes, waits
+
+
+def row(name: str, make: Any, rows: int, spec: dict[str, Any]) -> None:
+    cost, takes, waits = simulated(make, rows, MICROBATCHES, spec)
     cells = [f"{1e3 * waits[k]:.2f} of {1e3 * takes[k]:.2f}" for k in ("forward", "backward", "all_to_all", "all")]
     step = f"{1e3 * cost.step_seconds:.1f}"
     print(f"| {name} | {step} | {' | '.join(cells)} | {cost.memory.peak / 1e9:.2f} |", flush=True)
 
 
+def alone(lower: bool) -> None:
+    """One microbatch, and what each of its layers adds."""
+    figures = []
+    for layers in (LAYERS // 2, LAYERS):
+        cost, takes, waits = simulated(lambda layers=layers: llama(layers), 1, 1, {**LLAMA, "lower": lower})
+        of = (cost.step_seconds, takes["all"], waits["forward"], waits["backward"], waits["all"])
+        figures.append(([1e3 * x for x in of], cost.memory.peak))
+    (few, _), (many, peak) = figures
+    cells = [f"{b:.2f} ({(b - a) / (LAYERS - LAYERS // 2):.2f})" for a, b in zip(few, many, strict=True)]
+    print(f"| {'lowered' if lower else 'autograd'} | {' | '.join(cells)} | {peak / 1e9:.3f} |", flush=True)
+
+
 def main(wanted: list[str]) -> None:
+    if not wanted or "alone" in wanted:
+        print("| one microbatch | step, ms (a layer) | collectives | waited for, forward | backward | all | peak, GB |")
+        print("|---|---:|---:|---:|---:|---:|---:|")
+        for lower in (False, True):
+            alone(lower)
+        if wanted == ["alone"]:
+            return
     print("| | step, ms | waited for, forward, ms | backward | all_to_all | all | peak, GB |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     side: dict[str, Any] = {"overlap": "microbatches"}

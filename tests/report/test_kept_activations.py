@@ -35,11 +35,13 @@ class Model(nn.Module):
         return x.square().mean()
 
 
+SPEC: dict[str, Any] = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"h.*.{gate,up}": "column", "h.*.down": "row"}}
+
+
 @functools.cache
 def found(again: bool) -> Cost:
     entry: list[dict[str, Any]] = [{"match": "h.*", "recompute": "cheap"}] if again else []
-    spec = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"h.*.{gate,up}": "column", "h.*.down": "row"}}
-    return shardc.compile(Model(), torch.randn(4, 8), {**spec, "checkpoint": entry}, prove=False).cost()
+    return shardc.compile(Model(), torch.randn(4, 8), {**SPEC, "checkpoint": entry}, prove=False).cost()
 
 
 def wanted(cost: Cost, layer: str) -> dict[str, set[str]]:
@@ -67,6 +69,17 @@ def test_what_runs_again_is_told() -> None:
         "h.1.up linear": {"h.1 mul", "h.1.down linear mul"},
         "h.1 add": {"h.2.gate linear", "h.2.up linear"},
     }
+
+
+def test_a_lowered_step_keeps_the_same() -> None:
+    """Gathered inputs too, which are no bucket's."""
+    spec = {**SPEC, "activations": {"h.*": {0: "tp"}}}
+    eager, lowered = (
+        shardc.compile(Model(), torch.randn(4, 8), {**spec, "lower": low}, prove=False).cost() for low in (False, True)
+    )
+    assert "h.1.gate all_gather_partial_grad" in wanted(eager, "h.1")
+    assert wanted(lowered, "h") == wanted(eager, "h")
+    assert sum(x.nbytes for x in lowered.kept()[0]) == sum(x.nbytes for x in eager.kept()[0])
 
 
 def test_layers_that_keep_the_same_are_told_once() -> None:
