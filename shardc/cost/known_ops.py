@@ -6,6 +6,7 @@ them in a table of its own, in 0.1 ms; an entry here takes a fifth of that.
     mm(f32[8, 16], f32[16, 4])     first time: asked of the fake mode. Remembered: a new f32[8, 4]
     view(f32[8, 4], [32])          remembered: a view f32[32] of the first tensor
     add_(f32[8, 4], f32[8, 4])     remembered: its first tensor
+    zeros([8, 4])                  remembered: a new f32[8, 4]
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.torch_private import FakeTensor, fake_result
+from shardc.torch_private import FakeTensor, FakeTensorMode, fake_mode_of, fake_mode_on, fake_result
 
 #: An output: ("new" | "view", number of the tensor that it is a view of, shape, strides, dtype, place in its storage),
 #: ("same", number of the tensor that it is), or ("none",).
@@ -51,14 +52,17 @@ class KnownOps:
             parts.append(name)
             if not _collect((value,), parts, tensors):
                 return None
-        return (tuple(parts), tensors) if tensors else None
+        if not tensors:  # what one is made of that says nothing else
+            parts.append(torch.get_default_dtype())
+        return tuple(parts), tensors
 
     def result(self, key: Any, tensors: Sequence[Tensor]) -> tuple[Any, Any] | None:
         """(the result, `more`) of a call that is known."""
         if (found := self._of.get(key)) is None:
             return None
         several, outputs, more = found
-        results = [_made(output, tensors) for output in outputs]
+        mode = fake_mode_of(tensors[0]) if tensors else fake_mode_on()
+        results = [_made(output, tensors, mode) for output in outputs]
         return (results[0] if several is None else several(results)), more
 
     def remember(self, key: Any, tensors: Sequence[Tensor], result: Any, more: Any) -> None:
@@ -111,10 +115,10 @@ def _recipe(x: Any, tensors: Sequence[Tensor]) -> _Output | None:
     return ("new", -1, *meta)
 
 
-def _made(output: _Output, tensors: Sequence[Tensor]) -> Tensor | None:
+def _made(output: _Output, tensors: Sequence[Tensor], mode: FakeTensorMode) -> Tensor | None:
     if output[0] == "none":
         return None
     if output[0] == "same":
         return tensors[output[1]]
     _, of, shape, strides, dtype, place, device = output
-    return fake_result(shape, strides, dtype, device, tensors[0], (tensors[of], place) if of >= 0 else None)
+    return fake_result(shape, strides, dtype, device, mode, (tensors[of], place) if of >= 0 else None)

@@ -44,6 +44,13 @@ def fake_mode(*, of_gpu: bool = False) -> FakeTensorMode:
     return mode
 
 
+def fake_mode_on() -> FakeTensorMode:
+    """The mode whose tensors have no data that is on: also inside of another mode's dispatch."""
+    found = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    assert isinstance(found, FakeTensorMode)
+    return found
+
+
 def stands_for_gpu(x: Tensor) -> bool:
     """Whether a tensor without data stands for one on a GPU."""
     return isinstance(x, FakeTensor) and getattr(x.fake_mode, "of_gpu", False)
@@ -76,26 +83,30 @@ def fake_device(x: Tensor) -> torch.device:
     return x.fake_device
 
 
+def fake_mode_of(x: Tensor) -> FakeTensorMode:
+    """The mode that a fake tensor is of."""
+    assert isinstance(x, FakeTensor)
+    return x.fake_mode
+
+
 def fake_result(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    like: Tensor,
+    mode: FakeTensorMode,
     view: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """A new fake tensor of the mode that `like` is of, made inside of a mode's dispatch. view: (the tensor that it is a
-    view of, its place in that one's storage).
+    """A new fake tensor of a mode, made inside of a mode's dispatch. view: (the tensor that it is a view of, its place
+    in that one's storage).
 
     As torch makes one, but what its class sets attribute by attribute is copied from the first of its kind: a dry run
     makes one for every op, and that took four times as long.
     """
-    assert isinstance(like, FakeTensor)
     with torch._C._DisableTorchDispatch():
         made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         if view is not None:
             made.set_(view[0].untyped_storage(), view[1], shape, strides)
-    mode = like.fake_mode
     known = mode.attributes.get(device) if isinstance(mode, _FakeMode) else None
     if known is None:
         first = FakeTensor(mode, made, device)

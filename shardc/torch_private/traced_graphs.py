@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import _ProxyTensor, get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 
-from shardc.torch_private.fake_tensors import fake_device, fake_result
+from shardc.torch_private.fake_tensors import fake_device, fake_mode_of, fake_result
 
 
 def traced_node(x: Tensor) -> fx.Node | None:
@@ -65,7 +65,7 @@ def traced_call(op: OpOverload, args: Sequence[Any], like: Sequence[Tensor]) -> 
         return [get_proxy_slot(t, tracer).proxy.node for t in x] if isinstance(x, list) else x
 
     call: fx.Node = tracer.create_node("call_function", op, tuple(map(node_of, args)), {}, op._opname)
-    made = [fake_result(tuple(x.shape), x.stride(), x.dtype, fake_device(x), x) for x in like]
+    made = [fake_result(tuple(x.shape), x.stride(), x.dtype, fake_device(x), fake_mode_of(x)) for x in like]
     if any(x.requires_grad for x in like):
         made = list(_Made.apply(made, *like))
     call.meta["val"] = [get_proxy_slot(x, tracer).proxy.node.meta["val"] for x in like]
