@@ -12,6 +12,7 @@ fingerprint     whether a model is the same as before       installed       whet
 estimate        a first price of every choice               exact_price     an exact price of one
 columns         thousands of choices as columns for it      reserved_bytes  what the allocator takes for it
 headroom        how much of a device's memory it may take
+growing_blocks  blocks that are larger with more layers
 frontier        which splits are dry-run                bounds          the best that one could come to
 search          from estimates to exact prices              largest_that_fits    the largest batch or sequence that fits
 clusters        the best of several clusters

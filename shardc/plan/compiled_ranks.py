@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,10 +20,11 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.plan import traces
 from shardc.plan.few_layers import Subject, facts
-from shardc.plan.records import Weights
+from shardc.plan.records import Weights, spec_text
 from shardc.plan.stage_vectors import roles
 from shardc.runtime import ops
 from shardc.runtime.step.engine_optimizer import assumed
+from shardc.spec import Spec
 from shardc.spec.data_section import Data
 
 
@@ -62,11 +62,11 @@ class CompiledRanks:
         model = self.subject.model_of(units)
         return compiled(model, example, spec, loss=self.subject.loss, captured=captured, prove=False)
 
-    def whole(self, spec: str, rows: int, sequence: int | None) -> tuple[Program, tuple[DryRun, ...]]:
-        """The program of a spec, as JSON, and the dry runs of its ranks. The last one is kept, for other devices."""
-        key = spec, rows, sequence
+    def whole(self, spec: Spec, rows: int, sequence: int | None) -> tuple[Program, tuple[DryRun, ...]]:
+        """The program of a spec, and the dry runs of its ranks. The last one is kept, for other devices."""
+        key = spec_text(spec), rows, sequence
         if key not in self._last:
-            program = self.compiled(json.loads(spec), rows, None, sequence)
+            program = self.compiled({**spec.to_dict(), "mesh": dict(spec.mesh.axes)}, rows, None, sequence)
             ranks = program.schedule.ranks if program.schedule is not None else 1
             self._last = {key: (program, tuple(self.dry_run(program, c) for c in range(ranks)))}
         return self._last[key]

@@ -349,7 +349,7 @@ class _Each(NamedTuple):
             places,
             *np.transpose([_of_casts(device, *each) for each in zip(casts, copies, strict=True)]),
         )
-        return _Each(*(x[group] for x in each))
+        return _Each(*(np.take(x, group, 0) for x in each))
 
 
 def _of_casts(device: Device, nbytes: float, copies: float) -> tuple[float, float]:

@@ -8,6 +8,7 @@ mesh, with ZeRO's buckets and overlap as in the engine.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -160,14 +161,24 @@ def spread(busy: Sequence[float], layers: int) -> list[int]:
     >>> spread([1.5, 1.0, 1.0], 3)
     [0, 1, 2]
     """
-    counts = [0] * len(busy)
-    soonest = [(round(seconds, 6), -i) for i, seconds in enumerate(busy)]
+    # none is the soonest before all are within one layer of where they would be even, if layers could be divided
+    more = sorted(busy)
+    even = (layers + sum(more)) / len(more)
+    while more[-1] > even:
+        more.pop()
+        even = (layers + sum(more)) / len(more)
+    counts = [max(math.floor(even - seconds - _ROUNDED), 0) for seconds in busy]
+    soonest = [(round(seconds + n, 6), -i) for i, (seconds, n) in enumerate(zip(busy, counts, strict=True))]
     heapq.heapify(soonest)
-    for _ in range(layers):
+    for _ in range(layers - sum(counts)):
         i = -soonest[0][1]
         counts[i] += 1
         heapq.heapreplace(soonest, (round(busy[i] + counts[i], 6), -i))
     return counts
+
+
+#: More than what rounding to six digits changes, of two numbers.
+_ROUNDED = 1e-5
 
 
 def _composed(
@@ -221,7 +232,10 @@ def _composed(
     known = library.records.reserved  # however fast a device is
     key = spec_text(spec), batch, library.sequence, library.number, counts, library.device.kind, room, *live
     if key not in known:
-        known[key] = reserved(library.device, few, schedule, live, room)
+        of = roles(spec)
+        ranks = math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))
+        some = few._replace(bucket=spec.data.bucket_bytes(ranks))
+        known[key] = reserved(library.device, some, schedule, live, room)
     return Priced(batch, step, kinds, spent, known[key], beside, fullest, counts, flops=float(each[slow][FLOPS]))
 
 
@@ -275,7 +289,7 @@ def _whole(library: Library, spec: Spec, batch: int) -> Priced:
     """A spec whose program is compiled as it is, with a dry run of each of its ranks."""
     from shardc.cost.step import assemble  # needs the passes, as does what it prices
 
-    program, each = library.records.compiled.whole(spec_text(spec), batch, library.sequence)
+    program, each = library.records.compiled.whole(spec, batch, library.sequence)
     schedule = schedules.of(program)
     cost = assemble(program, schedule, each, library.device)
     spent: list[dict[str, float]] = []

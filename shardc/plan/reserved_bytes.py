@@ -10,6 +10,7 @@ few layers get as much room as the blocks of all others leave.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from shardc.cost.caching_allocator import CachingAllocator
 from shardc.cost.device import Device
 from shardc.cost.peak_memory import reserve
 from shardc.cost.recorded import HOST, DryRun, Part, Storage
+from shardc.plan.growing_blocks import become, growing, with_sizes, without
 from shardc.plan.stage_vectors import SHARED
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import SCHEDULES, Schedule
@@ -26,13 +28,15 @@ from shardc.runtime.schedule import SCHEDULES, Schedule
 
 class Few(NamedTuple):
     """Dry runs that stand for those of a pipeline's stages, or of the whole model as one. base: of each stage, with few
-    of its layers; units: of layers that each has beside these; one, two: a stage of n units, and of n + 1.
+    of its layers; units: of layers that each has beside these; one, two: a stage of n units, and of n + 1. bucket:
+    bytes of gradients that are sent at once.
     """
 
     base: Sequence[DryRun]
     units: Sequence[float]
     one: DryRun
     two: DryRun
+    bucket: float = math.inf
 
 
 def outside(device: Device, few: Few) -> float:
@@ -49,28 +53,60 @@ def reserved(device: Device, few: Few, schedule: Schedule, live: Sequence[float]
         return max(live)
     ends = 0, schedule.ranks - 1
     middle = max(range(schedule.ranks), key=lambda r: (r not in ends, live[r]))
-    short = _shortened(schedule)
+    short, grows = _shortened(schedule), growing(few.one, few.two)
     likely = [r for r in {*ends, middle} if live[r] > _LIKELY * max(live)]
-    return max(max(_reserved(few, short, r, room), live[r]) for r in likely)
+    return max(max(_reserved(few, grows, short, r, room), live[r]) for r in likely)
 
 
 #: What has less than this share of the highest live bytes reserves less.
 _LIKELY = 0.8
 
 
-def _reserved(few: Few, schedule: Schedule, rank: int, room: float) -> float:
-    """Bytes, of a rank. room: bytes that there are for tensors."""
+#: See growing_blocks.growing.
+Grows = Mapping[Storage, tuple[int, Storage]]
+
+
+def _reserved(few: Few, grows: Grows, schedule: Schedule, rank: int, room: float) -> float:
+    """Bytes, of a rank. grows: storages of `one` that grow. room: bytes that there are for tensors."""
     mine = schedule.stages_of(rank)
-    base = {s: few.base[s] for s in mine}
+    larger = {s: _with_units(few, grows, s) for s in mine}
+    base = {s: run for s, (run, _) in larger.items()}
     high, _ = _levels(_own(base), schedule, rank)
     others = 0.0
     if more := sum(few.units[s] for s in mine):
-        one, two = (_own(dict.fromkeys(mine, run)) for run in (few.one, few.two))
-        each = [_levels(runs, schedule, rank)[1] for runs in (one, two)]
+
+        def stages(run: DryRun) -> dict[int, DryRun]:
+            return _own(dict.fromkeys(mine, run))
+
+        each = [_levels(stages(run), schedule, rank)[1] for run in (few.one, few.two)]
         steepest = max(range(len(each[0])), key=lambda i: each[1][i] - each[0][i])
-        held = [Counter(_held(runs, schedule, rank, steepest)) for runs in (one, two)]
-        others = more * _in_blocks(list((held[1] - held[0]).elements())) / len(mine)
+        alone = without(few.one, grows), without(few.two, {x for _, x in grows.values()})
+        held = [Counter(s.nbytes for s in _held(stages(run), schedule, rank, steepest)) for run in alone]
+        new, gone = (_in_blocks(list(some.elements())) for some in (held[1] - held[0], held[0] - held[1]))
+        others = more * (new - gone) / len(mine)
+        if any(beside for _, beside in larger.values()):
+            there = {*_held(stages(few.one), schedule, rank, steepest)}
+            others += sum(n for _, beside in larger.values() for s, n in beside.items() if s in there)
     return _of_allocator(base, schedule, rank, max(room - others, high)) + others
+
+
+def _with_units(few: Few, grows: Grows, stage: int) -> tuple[DryRun, dict[Storage, float]]:
+    """The dry run of a stage with few units of layers, but with the blocks that grow with these as large as with all of
+    its own; and, of the storages of `one`, the bytes of these that are in other blocks, as no bucket is so large.
+    """
+    run, units = few.base[stage], few.units[stage]
+    if not units or not grows:
+        return run, {}
+    if run is few.two:
+        own = {s: x for s, (_, x) in grows.items()}
+    else:
+        of_run = become(few.one, run) if run is not few.one else {s: s for s in grows}
+        own = {s: of_run[s] for s in grows if s in of_run}
+    with_all = {s: x.nbytes + units * grows[s][0] for s, x in own.items()}
+    share = min(few.bucket / max(with_all.values(), default=1.0), 1.0)
+    sizes = {s: max(n * share, own[s].nbytes) for s, n in with_all.items()}
+    elsewhere = {s: with_all[s] - n for s, n in sizes.items() if n < with_all[s]}
+    return with_sizes(run, {x: sizes[s] for s, x in own.items()}), elsewhere
 
 
 def _shortened(schedule: Schedule) -> Schedule:
@@ -106,13 +142,13 @@ def _levels(runs: Mapping[int, DryRun], schedule: Schedule, rank: int) -> tuple[
     return most, levels
 
 
-def _held(runs: Mapping[int, DryRun], schedule: Schedule, rank: int, parts: int) -> Iterator[int]:
-    """Bytes of each storage that is live after so many parts."""
+def _held(runs: Mapping[int, DryRun], schedule: Schedule, rank: int, parts: int) -> Iterator[Storage]:
+    """The storages that are live after so many parts."""
     live = Counter(s for run in runs.values() for s in run.resident if s.kind != HOST)
     for part, _ in itertools.islice(_step(runs, schedule, rank), parts):
         for sign, storage in part.changes:
             live[storage] = max(live[storage] + sign * (storage.kind != HOST), 0)
-    yield from (s.nbytes for s in live.elements())
+    yield from live.elements()
 
 
 #: Of how many units the blocks are counted: what a segment has left goes to the next.
@@ -134,28 +170,9 @@ def _own(runs: Mapping[int, DryRun]) -> dict[int, DryRun]:
     seen: set[int] = set()
     own: dict[int, DryRun] = {}
     for stage, run in runs.items():
-        own[stage] = _copied(run) if id(run) in seen else run
+        own[stage] = with_sizes(run, {}) if id(run) in seen else run
         seen.add(id(run))
     return own
-
-
-def _copied(run: DryRun) -> DryRun:
-    copies: dict[Storage, Storage] = {}
-
-    def copied(s: Storage) -> Storage:
-        return copies.setdefault(s, Storage(s.nbytes, s.kind))
-
-    def part(p: Part) -> Part:
-        return replace(p, changes=[(sign, copied(s)) for sign, s in p.changes])
-
-    return replace(
-        run,
-        resident=tuple(map(copied, run.resident)),
-        before=part(run.before),
-        actions=tuple((a, part(p)) for a, p in run.actions),
-        after=part(run.after),
-        update=part(run.update),
-    )
 
 
 def _step(runs: Mapping[int, DryRun], schedule: Schedule, rank: int) -> Iterator[tuple[Part, bool]]:

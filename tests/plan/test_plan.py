@@ -498,8 +498,9 @@ def test_small_memory_makes_it_split_and_recompute() -> None:
         {"checkpoint": [{"match": "h.{0,3,4}"}]},
         {"mesh": {"tp": 2}, "shard": {"h.2.up": "column", "h.2.down": "row"}},
         {"mesh": {"pp": 2}, "pipeline": {"axis": "pp"}, "batch": {"microbatches": 2}, "checkpoint": [{"match": "h.5"}]},
+        {"mesh": {"tp": 2}, "activations": {"h.*": {1: "tp"}}, "checkpoint": [{"match": "h.5"}]},
     ],
-    ids=["every", "numbers", "weights of one layer", "pipeline"],
+    ids=["every", "numbers", "weights of one layer", "pipeline", "dims of activations"],
 )
 def test_a_spec_that_tells_layers_apart_is_priced_whole(entry: dict[str, Any]) -> None:
     """Few layers are like many only if the spec says the same of all."""
