@@ -69,6 +69,11 @@ class StepContext:
         self.gathers = Gathers()
 
     @property
+    def computes_again(self) -> bool:
+        """Whether the op that runs is one of forward, again. Of a lowered backward nobody can say: its text has all."""
+        return self.recomputing and not self.lowered
+
+    @property
     def running(self) -> MicrobatchContext:
         """The microbatch, in programs that have several."""
         assert self.microbatch is not None, "no microbatch runs"

@@ -78,7 +78,7 @@ class Clock:
     # --- computing
 
     def _compute(self, w: Op) -> None:
-        self._after_host(self.device.host)
+        self._after_host(self.device.host_seconds(w))
         begin = self.now
         self.now += self._beside_collectives(self.op_seconds(w))
         self.ran(w, begin)

@@ -101,7 +101,7 @@ class OpTimes(Ledger):
         super().__init__(fake=False)
         self.device, self.mesh = device, mesh
         if mesh is not None:
-            self.recomputing = lambda: mesh.step.recomputing
+            self.recomputing = lambda: mesh.step.computes_again
         self._found: dict[tuple[str, Op], OpTime] = {}
         self._last: Callable[[], float] = float
         self._waiting: list[tuple[str, Op, Callable[[], float]]] = []  # for the device

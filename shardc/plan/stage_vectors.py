@@ -175,7 +175,7 @@ class Meter(Clock):
             total = host = ahead = 0.0
             for op in ops:
                 _, seconds, what = self._priced(op)
-                host += self.device.host
+                host += self.device.host_seconds(op)
                 ahead = max(ahead, host - total)
                 total += seconds
                 spent[what] = spent.get(what, 0.0) + seconds
