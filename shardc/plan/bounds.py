@@ -290,6 +290,8 @@ def _lower(s: Stage, key: tuple[str, str], v: Vector, recomputes: bool, casts: _
         again = part_of(s, "F", which)
         for columns in (CAUSES, FIXED, SURE, *AT):
             x[columns] = np.maximum(v[columns] - again[columns], 0)
+        for columns in (CAUSES, FIXED, *AT):  # the host is slower where something is computed again
+            x[columns][_LAUNCH] = 0.0
         for column in (PRODUCTS, MOVED):
             x[column] = max(v[column] - again[column], 0.0)
     return x

@@ -20,7 +20,7 @@ from shardc.runtime.schedule import Action
 from shardc.runtime.schedule.actions import PAIRS
 
 #: What is written of an op.
-_OP = ("flops", "traffic", "dtype", "matrices", "attention", "masked", "name", "still", "grows", "aligned")
+_OP = ("flops", "traffic", "dtype", "matrices", "attention", "masked", "name", "again", "still", "grows", "aligned")
 
 
 def encoded(run: DryRun) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from shardc.plan.dry_runs import Library
 from shardc.plan.exact_price import Priced, price
 from shardc.spec import Spec
 
+#: A vocabulary of 50,257 makes rows of the head's products begin anywhere, which keeps them from a GPU's usual kernels.
+ALIGNED = "sizes of products that are multiples of 8 (a padded vocabulary)"
+
 
 def what_if(library: Library, spec: Spec, batch: int, usable: float) -> list[dict[str, Any]]:
     """[{"what", "step_seconds", "ratio", "fits"}], the most helpful first; ratio: of a step's time to that on this
@@ -26,6 +29,7 @@ def what_if(library: Library, spec: Spec, batch: int, usable: float) -> list[dic
         return {"what": what, "step_seconds": priced.seconds, "ratio": priced.seconds / now.seconds, "fits": fits}
 
     found = [answer(what, other, price(library.on(other), spec, batch)) for what, other in _others(library.device)]
+    found = [x for x in found if x["what"] != ALIGNED or x["ratio"] < 1]  # of interest where some are not
     return sorted(found, key=lambda x: x["ratio"])
 
 
@@ -41,6 +45,8 @@ def _others(d: Device) -> Iterator[tuple[str, Device]]:
     yield "links between nodes twice as fast", but(between=_twice(d.between), beyond=d.beyond and _twice(d.beyond))
     if d.host or d.launch:
         yield "no time to start ops (fused, or captured)", but(host=0.0, launch=0.0)
+    if d.products and d.products.unaligned:
+        yield ALIGNED, but(products=d.products.model_copy(update={"unaligned": {}}))
     for name in names():
         if d.kind == "gpu" and name != d.name:
             yield f"on {name}", device(name)
