@@ -23,6 +23,9 @@ class ByStorage(Generic[V]):
         self._known: dict[tuple[int, torch.dtype, bool, bool], V] = {}
         self._references: dict[int, StorageWeakRef] = {}
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def get(self, x: Tensor) -> V | None:
         return self._known.get((x.untyped_storage()._cdata, x.dtype, x.is_conj(), x.is_neg()))
 
