@@ -257,7 +257,7 @@ class Queue:
         for c, rough in ranked:
             self._rest.setdefault(self._kind(c), []).append((c, rough))
         self._off = dict.fromkeys(self._rest, 1.0)
-        self._reserved: dict[object, float] = {}
+        self._reserved: dict[object, tuple[float, float]] = {}  # (times what is live, bytes beside it)
         self._next = {kind: self._first(kind) for kind in self._rest}
 
     @staticmethod
@@ -270,7 +270,8 @@ class Queue:
     def priced(self, c: Choice, rough: Rough, exact: Priced) -> None:
         """The exact price of a choice that was estimated."""
         self._off[self._kind(c)] = exact.seconds / rough.seconds
-        self._reserved[self._kind(c)] = exact.reserved / rough.peak
+        times, beside = max(exact.reserved / rough.peak, 1.0), max(exact.reserved - rough.peak, 0.0)
+        self._reserved[self._kind(c)] = times, beside
         self._outside = max(self._outside, exact.outside)
         self._next = {kind: self._first(kind) for kind, some in self._rest.items() if some}
 
@@ -298,9 +299,13 @@ class Queue:
         return next((x for x in some if x[1].peak <= most), None) or min(some, key=lambda x: x[1].peak)
 
     def _most(self, kind: object) -> float:
-        """Live bytes with which one fits, as far as that is known."""
-        known = self._reserved.get(kind, min(self._reserved.values(), default=1.0))
-        return (self._memory - self._outside) / max(known, 1.0)
+        """Live bytes with which one fits, as far as that is known. A kind that has no exact price yet is taken for the
+        best of the others: what these reserve beside live bytes may grow with them, or not.
+        """
+        room = self._memory - self._outside
+        if (known := self._reserved.get(kind)) is not None:
+            return room / known[0]
+        return max((max(room / times, room - beside) for times, beside in self._reserved.values()), default=room)
 
     def _key(self, kind: object) -> tuple[bool, float]:
         _, rough = self._next[kind]
