@@ -24,7 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shardc.runtime.ops.taped import Own, Tape, storage_of
+from shardc.runtime.ops.by_storage import ByStorage
+from shardc.runtime.ops.taped import Own, Tape
 
 
 class HostHandle:
@@ -34,17 +35,17 @@ class HostHandle:
         self._copies, self._tape = copies, value if isinstance(value, Tape) else None
         self._places = value.own() if isinstance(value, Tape) else [Own(value)]
         self._moved: list[tuple[Tensor, Any] | None] = []  # by place; None: it stays where it is
-        known: dict[Any, tuple[Tensor, Any]] = {}
+        known = ByStorage[dict[Any, tuple[Tensor, Any]]]()
         for place in self._places:
             x = place.tensor
             assert x is not None
             if not copies.useful(x):
                 self._moved.append(None)
                 continue
-            seen = storage_of(x), x.dtype, x.size(), x.stride(), x.storage_offset()
-            if seen not in known:
-                known[seen] = copies.to_host(x.detach(), tag)
-            self._moved.append(known[seen])
+            views, seen = known.first(x, {}), (x.size(), x.stride(), x.storage_offset())
+            if seen not in views:
+                views[seen] = copies.to_host(x.detach(), tag)
+            self._moved.append(views[seen])
 
     def left(self) -> None:
         """All copies to the host are done: the device need not hold it any more."""

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardc.errors import ShardcError
+from shardc.runtime.ops.by_storage import ByStorage
 from shardc.torch_private import OpOverload, set_sequence_number
 
 
@@ -134,11 +134,6 @@ _FIRST = 2**64 - 1
 _Seen = tuple[Own, tuple[int, ...], torch.Size, tuple[int, ...], int]
 
 
-def storage_of(x: Tensor) -> tuple[StorageWeakRef, bool, bool]:
-    """Equal for tensors that are views of each other by size, stride and offset."""
-    return StorageWeakRef(x.untyped_storage()), x.is_conj(), x.is_neg()  # type: ignore[no-untyped-call]
-
-
 def taped(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """(the op's result or results, a tape). needs: the tensors among its arguments that get gradients; again: those
     that `untaped` is given again."""
@@ -153,16 +148,16 @@ def record(
     with torch.enable_grad():
         itself = {i for i in needs if lets_go and _parameter(i, given)}
         opened = [_opened(x) if i in needs and i not in itself else x for i, x in enumerate(given)]
-    places: dict[Any, list[int]] = {}
+    places = ByStorage[list[int]]()
     for i in again:
         if given[i].layout is torch.strided:
-            places.setdefault(storage_of(given[i]), []).append(i)
+            places.first(given[i], []).append(i)
     given_strides = {i: given[i].stride() for i in again if given[i].layout is torch.strided}
     operands: weakref.WeakValueDictionary[int, Own] = weakref.WeakValueDictionary()
     saved: list[weakref.ref[Own]] = []
 
     def pack(x: Tensor) -> Own | _Seen:
-        at = _within(x, places.get(storage_of(x), ()), given) if x.layout is torch.strided and x.numel() else None
+        at = _within(x, places.get(x) or (), given) if x.layout is torch.strided and x.numel() else None
         if at is not None:
             place = operands.get(at)
             if place is None:
@@ -214,10 +209,10 @@ def _opened(x: Tensor) -> Tensor:
 
 
 def _within(x: Tensor, places: Sequence[int], given: Sequence[Tensor]) -> int | None:
-    """Which of these operands, all in the memory of x, x is a view of. They may be parts of one tensor, and come back
-    as several: only one that begins where x does is certain then.
+    """Which of these operands, all of x's dtype and in its memory, x is a view of. They may be parts of one tensor, and
+    come back as several: only one that begins where x does is certain then.
     """
-    same = [i for i in places if given[i].dtype == x.dtype]
+    same = places
     if len(same) > 1:
         same = [i for i in same if given[i].storage_offset() == x.storage_offset()]
     return max(same, key=lambda i: given[i].numel(), default=None)
