@@ -49,6 +49,8 @@ class GPT3(nn.Module):
     def __init__(self, layers: int, hidden: int, heads: int, sequence: int, vocab: int) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocab, hidden), nn.Embedding(sequence, hidden)
+        for embedding in (self.wte, self.wpe):  # as GPT-2: with torch's own, a tied head's softmax is 0 or 1, and steps
+            nn.init.normal_(embedding.weight, std=0.02)  # compute with numbers below 1e-38, which takes a CPU long
         self.drop = nn.Dropout(0.1)
         self.h = nn.ModuleList(Block(hidden, heads, sequence) for _ in range(layers))
         self.ln_f = nn.LayerNorm(hidden)

@@ -41,7 +41,7 @@ def command(
     """What a step's time goes to, line by line; and where a run and the prediction differ."""
     with common.reporting(debug, as_json) as show:
         from shardc.cost import run_log, waterfall
-        from shardc.cost.device import chosen
+        from shardc.cost.device_file import chosen
         from shardc.report import comparison
 
         run = run_log.read(compare) if compare is not None else None

@@ -75,7 +75,7 @@ def _measure(which: str | None, output: Path | None, processes: int | None, on: 
     import torch
 
     from shardc.compile import compile as compiled
-    from shardc.cost.device import MEASURED, measured_file
+    from shardc.cost.device_file import MEASURED, measured_file
     from shardc.cost.measure import Kind, measure
 
     if which not in (None, *MEASURED):
@@ -93,7 +93,7 @@ def _measure(which: str | None, output: Path | None, processes: int | None, on: 
 
 def _fit(which: str | None, runs: list[Path], output: Path | None) -> tuple[Path, str]:
     """A device's numbers from runs. Returns the file that has them, and how well they foretell what was held back."""
-    from shardc.cost.device import MEASURED, device, measured_file
+    from shardc.cost.device_file import MEASURED, device, measured_file
     from shardc.cost.run_log import fitted_to, read
 
     logs = [read(run) for run in runs]

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from shardc.cost.device import Device, device, measured_file, names
+from shardc.cost.device import Device
+from shardc.cost.device_file import device, measured_file, names
 from shardc.ir.flops import flops_of
 from shardc.ir.program import Program
 from shardc.report.comm import comm_rows

@@ -320,7 +320,7 @@ def _quit(job: Job, status: int) -> NoReturn:
 def _expected(job: Job) -> str:
     """What a step needs by calculation, where memory did not suffice."""
     from shardc.artifact import load
-    from shardc.cost.device import measured_file
+    from shardc.cost.device_file import measured_file
     from shardc.ir.units import size
     from shardc.report.cost import peak_place
 

@@ -1,6 +1,7 @@
 """What a program takes before it runs anywhere: memory, operations, communication, time.
 
-device        what a device does in a second; measure: this machine's numbers
+device        what a device does in a second, and what an op takes of it; device_file: finds and reads one; measure:
+              this machine's numbers
 collective_seconds
               how long one collective takes on it
 recorded      what a dry run found out: storages, ops, collectives, as plain values
@@ -28,7 +29,8 @@ extrapolate   models of many layers from models of few
 
 from typing import TYPE_CHECKING
 
-from shardc.cost.device import Device, device, known_devices, names
+from shardc.cost.device import Device
+from shardc.cost.device_file import device, known_devices, names
 from shardc.names_loaded_later import names_loaded_later
 
 if TYPE_CHECKING:

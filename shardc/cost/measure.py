@@ -1,8 +1,8 @@
 """Measure this machine: what `shardc device --measure` writes.
 
 A device is one process: on a CPU with the threads and the cores that `shardc run` gives it, or with one GPU. Times of
-ops are medians of several rounds; of collectives and whole steps the quickest of several turns counts. Other work on
-the machine counts.
+ops are medians of several rounds; of collectives the quickest of several turns counts, of whole steps the usual one.
+Other work on the machine counts.
 
     flops, bandwidth, launch, products, ops
                 ops of small pieces of models, forward and backward (shardc.cost.tour), and what fits them
@@ -142,7 +142,7 @@ class Measured:
 
     links: Links
     ops: Tour | None = None
-    steps: whole_steps.Steps | None = None
+    steps: list[list[whole_steps.Turn]] | None = None
     computed: float = 0.0
 
 

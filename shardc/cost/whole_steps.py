@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 #: (hidden size, layers) of the models; rows and tokens of the batch.
 SIZES, ROWS, TOKENS = ((64, 3), (192, 2), (384, 2)), 8, 32
-#: Steps that are timed in each of so many turns, of which the quickest counts; and steps before the first one.
+#: Steps that are timed in each of so many turns; and steps before the first one.
 STEPS, TURNS, WARM = 3, 5, 2
 HEADS, CLASSES, MICROBATCHES = 4, 500, 4
 #: Seconds of the host for a collective, where the search begins.
@@ -63,13 +63,27 @@ Price = Callable[[Device], float]
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Seconds of a step of each of `cases`, on one rank, and of the reference beside them, which is not the same within
-    a minute.
+class Turn:
+    """A few steps of a program: the median of their seconds, on the rank that took longest, and how fast the machine
+    was meanwhile, which is not the same within a minute.
     """
 
-    seconds: list[float]
-    references: list[Reference]
+    seconds: float
+    reference: Reference
+
+    @staticmethod
+    def together(ranks: Iterable[Turn]) -> Turn:
+        """One turn, as several ranks measured it."""
+        each = list(ranks)
+        return Turn(max(x.seconds for x in each), usual(x.reference for x in each))
+
+
+def usual_turn(turns: Iterable[Turn], price: Price, device: Device) -> Turn:
+    """The one that took longer than half of the others, each compared with what a step takes on a machine as fast as it
+    was then. (The quickest turn is not it: it may have been quick beside a reference that was slow.)
+    """
+    each = sorted(turns, key=lambda x: x.seconds / price(device.as_fast(x.reference)))
+    return each[len(each) // 2]
 
 
 class _Layer(nn.Module):
@@ -132,14 +146,13 @@ def _up(n: int, ranks: int) -> int:
     return -(-n // ranks) * ranks
 
 
-def run(compiled: Compile, ranks: int, sizes: Sequence[tuple[int, int]], steps: int) -> Steps:
-    """On one of the ranks, which all do this."""
+def run(compiled: Compile, ranks: int, sizes: Sequence[tuple[int, int]], steps: int) -> list[list[Turn]]:
+    """The turns of each of `cases`, on one of the ranks, which all do this."""
     engines = [(_engine(program, model), batch) for program, model, batch in cases(compiled, ranks, sizes)]
     turns = in_turns([partial(engine.step, batch) for engine, batch in engines], steps)
     for engine, _ in engines:
         engine.close()
-    quiet = [min(each, key=lambda turn: turn.seconds) for each in turns]
-    return Steps([turn.seconds for turn in quiet], [turn.reference for turn in quiet])
+    return turns
 
 
 def _engine(program: Program, model: nn.Module) -> Engine:
@@ -150,21 +163,13 @@ def _engine(program: Program, model: nn.Module) -> Engine:
     return found
 
 
-@dataclass(frozen=True)
-class Turn:
-    """The median of a few steps, on the rank that took longest; and how fast the machine was in that turn."""
-
-    seconds: float
-    reference: Reference
-
-
-def in_turns(each: Sequence[Callable[[], object]], steps: int) -> list[list[Turn]]:
+def in_turns(each: Sequence[Callable[[], object]], steps: int, turns: int = TURNS) -> list[list[Turn]]:
     """So many steps of each of several programs, which ranks begin together. They take turns: what slows the machine
-    down for a few seconds meets a turn of each, not all of one.
+    down for a few seconds meets a turn of each, not all of one. The reference is that of all programs' turns at once.
     """
     once = timer()
     found: list[list[Turn]] = [[] for _ in each]
-    for turn in range(TURNS):
+    for turn in range(turns):
         warm, medians, beside = WARM if turn == 0 else 1, [], []
         for step in each:
             took = []
@@ -177,18 +182,20 @@ def in_turns(each: Sequence[Callable[[], object]], steps: int) -> list[list[Turn
             slowest = torch.tensor(took[warm:], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             medians.append(float(slowest.median()))
-        for turns, seconds in zip(found, medians, strict=True):
-            turns.append(Turn(seconds, usual(beside)))
+        reference = usual(beside)
+        for mine, seconds in zip(found, medians, strict=True):
+            mine.append(Turn(seconds, reference))
     return found
 
 
-def fitted(device: Device, found: Sequence[Steps], prices: Sequence[Price]) -> Device:
-    """The device by whose numbers these steps take as long as they took. found: of each rank; prices: of each case."""
-    took = [max(each) for each in zip(*(x.seconds for x in found), strict=True)]
-    references = [usual(each) for each in zip(*(x.references for x in found), strict=True)]
-    steps = list(zip(prices, took, references, strict=True))
-    update = {"skew": device.skew or device.within.latency, "reference": device.reference or usual(references)}
-    start = device.model_copy(update=update)
+def fitted(device: Device, found: Sequence[Sequence[Sequence[Turn]]], prices: Sequence[Price]) -> Device:
+    """The device by whose numbers these steps take as long as they took. found: of each rank, the turns of each case;
+    prices: of each case.
+    """
+    turns = [[Turn.together(turn) for turn in zip(*ranks, strict=True)] for ranks in zip(*found, strict=True)]
+    reference = device.reference or usual(turn.reference for each in turns for turn in each)
+    start = device.model_copy(update={"skew": device.skew or device.within.latency, "reference": reference})
+    steps = [(price, usual_turn(each, price, start)) for each, price in zip(turns, prices, strict=True)]
     each = start.host or start.launch
     beside = min(start.reaches.computing, 0.7)  # at 1, nothing says what less would do
 
@@ -200,7 +207,7 @@ def fitted(device: Device, found: Sequence[Steps], prices: Sequence[Price]) -> D
 
     def off(at: np.ndarray) -> np.ndarray:
         device = with_factors(at)
-        priced = [math.log(seconds(device.as_fast(then)) / measured) for seconds, measured, then in steps]
+        priced = [math.log(price(device.as_fast(turn.reference)) / turn.seconds) for price, turn in steps]
         return np.array([*map(_softened, priced), *(DRAWN * at)])
 
     return with_factors(_least_squares(off, np.zeros(6)))

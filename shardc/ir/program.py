@@ -427,7 +427,7 @@ class Program:
         called before each rank is run: (its name, how many are done, how many there are). Raises ShardcError for a
         device that is not known, or has no room for the mesh.
         """
-        from shardc.cost.device import chosen
+        from shardc.cost.device_file import chosen
         from shardc.cost.step import cost
         from shardc.runtime.step.engine_optimizer import assumed
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardc.cost.device import Device, device, names
+from shardc.cost.device import Device
+from shardc.cost.device_file import device, names
 from shardc.plan.dry_runs import Library
 from shardc.plan.exact_price import Priced, price
 from shardc.spec import Spec

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardc.cost.device import MEASURED, Device
+from shardc.cost.device import Device
+from shardc.cost.device_file import MEASURED
 from shardc.ir.units import si, size
 
 HEAD = ("device", "memory", "bf16", "memory rate", "link in node", "link between", "node", "source")

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from shardc.cost.collective_seconds import collective_seconds
-from shardc.cost.device import Device, device
+from shardc.cost.device import Device
+from shardc.cost.device_file import device
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program

@@ -39,10 +39,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
-from shardc.cost import Device, device  # noqa: E402
-from shardc.cost.machine_speed import busy, usual  # noqa: E402
+from shardc.cost import Cost, Device, device  # noqa: E402
+from shardc.cost.machine_speed import busy  # noqa: E402
 from shardc.cost.step import assemble  # noqa: E402
-from shardc.cost.whole_steps import STEPS, TURNS, Turn, in_turns  # noqa: E402
+from shardc.cost.whole_steps import STEPS, Turn, in_turns, usual_turn  # noqa: E402
 from shardc.errors import ShardcError  # noqa: E402
 from shardc.ir.program import Program  # noqa: E402
 from shardc.runtime import schedule as schedules  # noqa: E402
@@ -53,8 +53,8 @@ from tests.bench.new_models import MODELS, New  # noqa: E402
 OUT = ROOT / "docs" / "measured" / "predicted.md"
 LIMIT = 0.02
 WIDE = {"gMLP": 6, "parallel decoder": 6, "character CNN": 8, "DenseNet": 3, "cross network": 6, "Conformer": 8}
-#: So many cases take turns.
-TOGETHER = 12
+#: So many cases take so many turns.
+TOGETHER, TURNS = 12, 9
 #: Steps do not count while other work takes more of the machine's cores. (What it takes while ranks wait for each other
 #: is in it.)
 QUIET = 0.3
@@ -205,7 +205,7 @@ def _steps(rank: int, cases: Sequence[tuple[str, str]], world: int, folder: str,
         engines = [(p.engine(model), batch) for p, model, batch in programs if p is not None]
         torch.distributed.barrier()
         began, cores, own = time.perf_counter(), busy(), time.process_time()
-        turns = in_turns([partial(engine.step, batch) for engine, batch in engines], STEPS)
+        turns = in_turns([partial(engine.step, batch) for engine, batch in engines], STEPS, TURNS)
         ours = torch.tensor(time.process_time() - own, dtype=torch.float64)
         torch.distributed.all_reduce(ours)
         whole = (time.perf_counter() - began) * len(os.sched_getaffinity(0))
@@ -252,13 +252,15 @@ def times(cases: Sequence[tuple[str, str]], cpu: Device, world: int, until: floa
             print(f"{name}, {label}: other work took {others:.0%} of the machine; not kept")
             continue
         cost = program.cost(cpu)
-        turns = [x.seconds for x in each[0].turns]  # of the rank that took longest
-        quiet = turns.index(min(turns))
-        now = cpu.as_fast(usual(x.turns[quiet].reference for x in each))
-        priced = assemble(program, schedules.of(program), cost.dry_runs, now).step_seconds
-        spread = (max(turns) - min(turns)) / median(turns)
+
+        def price(now: Device, program: Program = program, cost: Cost = cost) -> float:
+            return assemble(program, schedules.of(program), cost.dry_runs, now).step_seconds
+
+        turns = [Turn.together(turn) for turn in zip(*(x.turns for x in each), strict=True)]
+        usual, took = usual_turn(turns, price, cpu), [x.seconds for x in turns]
+        priced, spread = price(cpu.as_fast(usual.reference)), (max(took) - min(took)) / median(took)
         day = str(date.today())
-        yield Timed(name, label, world, cost.step_seconds, priced, min(turns), others, cpu.source, day, spread)
+        yield Timed(name, label, world, cost.step_seconds, priced, usual.seconds, others, cpu.source, day, spread)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -370,8 +372,8 @@ def _times(timed: list[Timed]) -> str:
     text = f"""
 ## Time
 
-Steps of processes over gloo, one thread each, on their own cores where there are enough: the median of {STEPS} steps, of the rank that took longest, in the quickest of {TURNS} turns. The machine's
-speed is measured beside each step, as it changes within minutes, and so is the prediction: it is of the machine as fast
+Steps of processes over gloo, one thread each, on their own cores where there are enough: the median of {STEPS} steps, of the rank that took longest, in the usual one of {TURNS} turns: the one whose step, as a
+share of its prediction, is the median. The machine's speed is measured beside each step, as it changes within minutes, and so is the prediction: it is of the machine as fast
 as it was then; "as measured" is that of the machine as `--measure` found it. No model had a part in measuring it; the
 first {len(SEEN)} of `new_models.py` were looked at while `shardc.cost` was written, the others were not. Other work was
 stopped, but for {100 * median(x.others for x in timed):.0f} % of the cores' time as a median (which is also what it takes while ranks wait), and {100 * max(x.others for x in timed):.0f} % at most.

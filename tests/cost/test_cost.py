@@ -20,7 +20,7 @@ from torch import nn
 import shardc
 from shardc.capture import capture
 from shardc.cost import Cost, device
-from shardc.cost.device import measured_file
+from shardc.cost.device_file import measured_file
 from shardc.cost.dry_run import dry_run
 from shardc.cost.extrapolate import extrapolate, layer_lists, with_layers
 from shardc.cost.recorded import Op

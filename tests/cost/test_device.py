@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import shardc
 from shardc.cli import app
 from shardc.cost import device, measure, whole_steps
-from shardc.cost.device import names
+from shardc.cost.device_file import names
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 

@@ -402,7 +402,7 @@ def test_a_machine_is_measured_by_pieces_that_run() -> None:
 def test_whole_steps_say_what_is_lost_between_ops() -> None:
     """Steps as they would take on a machine whose ops are 1.3 times as long, with 40 us beside each and 150 us beside
     each collective, whose ranks come 0.4 ms late, compute at half the rate beside collectives, and send at half of what
-    was measured: its numbers are found again.
+    was measured: its numbers are found again, whatever made some turns quick or slow.
     """
     none = Reference(product=1e-4, memory=1e-4, small=1e-6)
     update = {"host": 4e-5, "host_collective": 1.5e-4}
@@ -412,9 +412,9 @@ def test_whole_steps_say_what_is_lost_between_ops() -> None:
         whole_steps.price(program, CPU) for program, _, _ in whole_steps.cases(shardc.compile, 2, ((128, 1), (256, 1)))
     ]
     seconds = [price(true) for price in prices]
-    quicker = whole_steps.Steps([0.9 * x for x in seconds], [none] * len(seconds))
-    steps = [whole_steps.Steps(seconds, [none] * len(seconds)), quicker]
-    found = whole_steps.fitted(CPU, steps, prices)
+    turns = [[whole_steps.Turn(share * x, none) for share in (0.6, 1, 1.5)] for x in seconds]
+    quicker = [[whole_steps.Turn(0.9 * turn.seconds, none) for turn in each] for each in turns]
+    found = whole_steps.fitted(CPU, [turns, quicker], prices)
     assert found.flops["float32"] == pytest.approx(CPU.flops["float32"] / 1.3, rel=0.05)
     assert found.host == pytest.approx(4e-5, rel=0.1)
     assert found.host_collective == pytest.approx(1.5e-4, rel=0.1)
@@ -422,6 +422,21 @@ def test_whole_steps_say_what_is_lost_between_ops() -> None:
     assert found.reaches.computing == pytest.approx(0.5, rel=0.1)
     assert found.within.bandwidth == pytest.approx(CPU.within.bandwidth / 2, rel=0.1)
     assert found.reference == none
+
+
+def test_the_usual_turn() -> None:
+    """A turn is compared with what a step takes at the machine's speed then: the slowest one may be the usual one."""
+    then = Reference(product=1e-4, memory=1e-4, small=1e-6)
+    slow = Reference(product=2e-4, memory=2e-4, small=2e-6)
+    on = CPU.model_copy(update={"reference": then})
+
+    def price(device: Device) -> float:
+        return 1e10 / device.flops["float32"]
+
+    quick, usual, late = (whole_steps.Turn(x * price(on), at) for x, at in ((0.9, then), (2.0, slow), (1.5, then)))
+    assert whole_steps.usual_turn([quick, late, usual], price, on) is usual
+    ranks = [whole_steps.Turn(1.0, then), whole_steps.Turn(2.0, slow)]
+    assert whole_steps.Turn.together(ranks).seconds == 2.0
 
 
 def test_a_step_that_something_slowed_down_decides_little() -> None:

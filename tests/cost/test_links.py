@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from shardc.cost.collective_seconds import collective_seconds, reach
-from shardc.cost.device import Device, Link, device, names
+from shardc.cost.device import Device, Link
+from shardc.cost.device_file import device, names
 from shardc.cost.flights import Flight, Flights
 from shardc.cost.recorded import Op
 from shardc.ir.comm_record import CommRecord

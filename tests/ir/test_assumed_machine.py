@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardc.cost.device import device
+from shardc.cost.device_file import device
 from shardc.ir import assumed_machine
 
 

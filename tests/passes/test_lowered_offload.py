@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import shardc
-from shardc.cost.device import device
+from shardc.cost.device_file import device
 from shardc.ir.graph import copy_graph
 from shardc.ir.offload import HOST_LINK
 from shardc.ir.program import Program

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardc.cost.device import device
+from shardc.cost.device_file import device
 from shardc.plan.few_layers import Subject
 from shardc.plan.planner import Planner
 from shardc.plan.source import Source
