@@ -49,6 +49,7 @@ def _call(graph: fx.Graph, piece: Piece, env: dict[fx.Node, fx.Node], compiler: 
     box = graph.create_node("call_function", boxed, tuple(env[x] for x in call.takes), name=f"{label}_box")
     made = graph.create_node("call_function", _function(call), (box, mesh, rng), name=f"{label}_piece")
     made.meta["source"] = source_of(piece.gives[0])
+    made.meta["repeats"] = all(n.meta.get("repeats") for n in piece.lines)
     for i, n in enumerate(piece.gives):
         env[n] = graph.create_node("call_function", operator.getitem, (made, i), name=n.name)
         env[n].meta = dict(n.meta)

@@ -15,7 +15,8 @@ runnable              a stage as a function; bindings: ops by what takes the hos
 communicators         the process groups that a program needs
 context               what ops may know of the step: the microbatch, sums over microbatches
 inputs                a user's batch -> this rank's inputs
-lowered               forward and backward as two texts; early_puts: gradients of ops that are one line of them
+lowered               forward and backward as two texts; early_puts: gradients of ops that are one line of them;
+                      repeated_lines: which of their ops compute something again
 step_graph            forward, backward and sums of a step as one CUDA graph
 recompute             computes values again in backward; activation_offload: keeps them on the CPU meanwhile
 split_backward        backward in two halves, for zero-bubble schedules

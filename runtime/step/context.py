@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
+
+#: Who has an op of forward run again in backward: autograd, where a region's values are looked up as they are wanted
+#: (shardc.runtime.step.recompute), or a lowered text, which has lines for it; "": it is no such op.
+Again = Literal["", "autograd", "text"]
 
 #: One routing of tokens to experts on this rank: (its op, choices of its own tokens by expert and, last, those that no
 #: expert takes i64[experts + 1], rows that this rank's experts work on).
@@ -54,6 +58,7 @@ class StepContext:
     recomputing: forward runs once more, in backward: its collectives are recorded as "recompute".
     gathers: then, those that may end later.
     lowered: a stage of a training step runs without autograd (shardc.runtime.step.lowered).
+    repeats: the lines that run now compute again what forward has computed (shardc.runtime.step.repeated_lines).
     launch: in its backward, what begins the sums of the buckets that have all their gradients.
     host_copies: where it keeps values on the host (shardc.runtime.step.activation_offload.OffloadedTensors)."""
 
@@ -64,14 +69,17 @@ class StepContext:
         self.routings: list[Routing] | None = None
         self.recomputing = False
         self.lowered = False
+        self.repeats = False
         self.launch: Callable[[], None] | None = None
         self.host_copies: Any = None
         self.gathers = Gathers()
 
     @property
-    def computes_again(self) -> bool:
-        """Whether the op that runs is one of forward, again. Of a lowered backward nobody can say: its text has all."""
-        return self.recomputing and not self.lowered
+    def computes_again(self) -> Again:
+        """Whether the op that runs is one of forward, again, and who has it run."""
+        if self.lowered:
+            return "text" if self.repeats else ""
+        return "autograd" if self.recomputing else ""
 
     @property
     def running(self) -> MicrobatchContext:
@@ -94,6 +102,7 @@ class StepContext:
             yield
         finally:
             self.lowered, self.launch, self.host_copies = before
+            self.repeats = False  # an error may have come from such a line
 
     @contextmanager
     def recompute(self, microbatch: MicrobatchContext | None) -> Iterator[Gathers]:

@@ -24,6 +24,7 @@ from shardc.runtime.step.bindings import bind
 from shardc.runtime.step.context import MicrobatchContext
 from shardc.runtime.step.early_puts import EarlyPuts
 from shardc.runtime.step.profiler_ranges import with_ranges
+from shardc.runtime.step.repeated_lines import tell_repeated
 
 
 class LoweredStage:
@@ -142,6 +143,7 @@ class LoweredPair:
         kept |= begin
         here = self._taken(given, view, values, kept)
         kept.clear()
+        here[_STEP] = mesh.step
         with mesh.step.in_lowered(launch, self._copies), view.step.in_lowered(launch):
             returned, grads = self._text.call(here)
         return self._forward(0, returned), dict(zip(self._then.received, grads, strict=True))
@@ -200,23 +202,30 @@ class _Half:
         step = values["mesh"].step
         for name in self.takes - kept.keys():
             kept[name] = values[name]
+        kept[_STEP] = step
         with step.in_lowered(launch), step.recompute(step.microbatch):
             return self.call(kept)
 
     def call(self, values: dict[str, Any]) -> Any:
-        """values: all that it takes, by name; it takes each out of the dict."""
+        """values: all that it takes, by name, and the step's context; it takes each out of the dict."""
         with op_errors.named(self._graph):
             return self._run(values)
+
+
+#: Where a text's dict has the context of the step, beside its values: no name of a node.
+_STEP = "the step"
 
 
 def _taking(graph: fx.Graph, puts: EarlyPuts) -> fx.GraphModule:
     """A graph as a function of one dict, which takes values out of it."""
     copy = fx.Graph()
     values = copy.placeholder("values")
+    step = copy.create_node("call_method", "pop", (values, _STEP), name="step_context")
     env = {
         n: copy.create_node("call_method", "pop", (values, n.name), name=n.name)
         for n in graph.find_nodes(op="placeholder")
     }
     copy_graph(graph, env, into=copy)
+    tell_repeated(copy, step)
     puts.insert(copy)
     return fx.GraphModule(nn.Module(), bind(copy))

@@ -11,6 +11,7 @@ from torch import fx
 from torch.autograd.profiler import record_function
 
 from shardc.ir.graph import source_of
+from shardc.runtime.step.repeated_lines import repeat
 
 
 def _begin(label: str) -> Any:
@@ -26,7 +27,7 @@ def with_ranges(module: fx.GraphModule, stage: fx.Graph) -> fx.GraphModule:
     Costs some microseconds a node, also where nothing records."""
     modules = {n.name: source_of(n).module for n in stage.nodes}
     graph = module.graph
-    for node in [n for n in graph.nodes if n.op in ("call_function", "call_method")]:
+    for node in [n for n in graph.nodes if n.op in ("call_function", "call_method") and n.target is not repeat]:
         label = " ".join(filter(None, (node.name, modules.get(node.name, ""))))
         with graph.inserting_before(node):
             opened = graph.call_function(_begin, (label,))

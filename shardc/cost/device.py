@@ -232,7 +232,7 @@ class Device(_Section):
     def host_seconds(self, op: Op) -> float:
         """Of the host, for an op: to start it, on a CPU beside its own time; and what recomputing it takes."""
         start = self.host + (self.launch if self.kind == "cpu" else 0.0)
-        return self.host + (NOTED * start if op.again else 0.0)
+        return self.host + (NOTED * start if op.again == "autograd" else 0.0)
 
     def cause(self, op: Op) -> Literal["compute", "memory", "launch"]:
         """What most of an op's time goes to: its products, its traffic, or to be run at all."""

@@ -71,7 +71,7 @@ def dry_run(
         rank = rank_of(program.mesh, program.axis, coordinate)
         buckets = {f"bucket{i}" for i in range(len(program.buckets))}
         mesh = FakeMesh(program.mesh, rank, ledger, streams=not cpu, buckets=buckets)
-        ledger.recomputing = lambda: mesh.step.computes_again
+        ledger.again = lambda: mesh.step.computes_again
         offload = host_memory.offload(ledger.host, cpu=cpu)
         make = optimizer if cpu or optimizer is None else _as_on_gpu(program, optimizer)
         offloaded = OffloadedTensors if cpu else host_memory.offloaded_tensors(ledger.host, ledger)
@@ -179,7 +179,7 @@ def _with_reports(graph: fx.Graph, names: _OpNames, program: Program, ops: Colle
     lines = [(n, n.meta.get("of") or _belongs_to(n, ops)) for n in copy.nodes if n.op == "call_function"]
     for n, op in lines:
         with copy.inserting_before(n):
-            copy.call_function(names.reporter(op))
+            copy.call_function(names.reporter(op)).meta["repeats"] = n.meta.get("repeats", False)
 
     def size(n: fx.Node) -> int:
         return sum(v.nbytes(program.mesh) for v in values_of(n) if v is not None)

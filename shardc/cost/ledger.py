@@ -24,6 +24,7 @@ from shardc.cost.growth import Growth, places_moved
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.recorded import HOST, Op, Part, Storage
 from shardc.ir.flops import aligned_of, flops_of, is_attention, masked_share, matrices_of, traffic_of
+from shardc.runtime.step.context import Again
 from shardc.torch_private import FakeTensor, TorchDispatchMode, current_backward, fake_device, pytree
 
 aten = torch.ops.aten
@@ -64,7 +65,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 class Ledger(TorchDispatchMode):
     """See the module's docstring. op: name of the forward op that runs now; op_of: the forward op that an autograd node
-    belongs to, by the node's sequence number. recomputing: whether forward runs once more now. growth: told of all
+    belongs to, by the node's sequence number. again: who has it run once more, in backward. growth: told of all
     calls, where what grows with rows is asked for.
     """
 
@@ -76,7 +77,7 @@ class Ledger(TorchDispatchMode):
         self.kind = "temporaries"
         self.op = ""
         self.op_of: Callable[[int], str] = lambda number: ""
-        self.recomputing: Callable[[], bool] = lambda: False
+        self.again: Callable[[], Again] = lambda: ""
         self._refs: dict[int, Any] = {}
         self._fusing: list[Op] | None = None
         self._known = known if known is not None else KnownOps()
@@ -100,7 +101,8 @@ class Ledger(TorchDispatchMode):
         ops, self._fusing = self._fusing or [], None
         if ops:
             dtype = next((x.dtype for x in ops if "float" in x.dtype), ops[0].dtype)
-            self.parts[-1].work.append(Op(sum(x.flops for x in ops), traffic, dtype, name="fused"))
+            again = ops[0].again if all(x.again for x in ops) else ""
+            self.parts[-1].work.append(Op(sum(x.flops for x in ops), traffic, dtype, name="fused", again=again))
 
     def live(self) -> list[Storage]:
         return list(self.storages.values())
@@ -181,7 +183,7 @@ class Ledger(TorchDispatchMode):
         if op is not None:
             if op.flops:
                 op = op._replace(of=self._forward_op())
-            self.ran(op._replace(again=True) if self.recomputing() else op)
+            self.ran(op._replace(again=again) if (again := self.again()) else op)
         return result
 
     def _stored(self, tensors: Iterable[Tensor]) -> list[tuple[Storage | None, int]]:

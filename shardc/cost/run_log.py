@@ -70,7 +70,7 @@ class RunLog:
         each = [(sum(x.seconds for x in s.ops) + collective * len(s.waits), sum(x.count for x in s.ops)) for s in first]
         if not each or not all(count for _, count in each):
             return None
-        again = NOTED * median(sum(x.count for x in s.ops if x.op.again) for s in first)
+        again = NOTED * median(sum(x.count for x in s.ops if x.op.again == "autograd") for s in first)
         busy, count = median(busy for busy, _ in each), median(count for _, count in each) + again
         left = self.seconds - busy - sum(self.waited.values())
         if self.timed[0].kind == "cpu":

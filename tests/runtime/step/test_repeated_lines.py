@@ -1,0 +1,82 @@
+"""Of a lowered step, as of one under autograd, it is known which ops of backward compute again what forward computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardc
+from shardc.cost import waterfall
+from shardc.cost.op_times import OpTimes
+from shardc.cost.recorded import Op
+from shardc.ir.program import Program
+from shardc.runtime.mesh.loopback import loopback
+
+PIPE: dict[str, Any] = {"mesh": {"pp": 2}, "batch": {"microbatches": 4}}
+SPECS: dict[str, dict[str, Any]] = {
+    "one device": {"mesh": {"dp": 1}},
+    "ZeRO 3": {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.001}},
+    "backward in two halves": PIPE | {"pipeline": {"axis": "pp", "stages": 2, "schedule": "zb-h1"}},
+    "pairs": PIPE | {"pipeline": {"axis": "pp", "stages": 4, "schedule": "dualpipe-v"}},
+}
+
+
+def compiled(lower: bool, spec: dict[str, Any]) -> tuple[Program, nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4)))
+    batch = {"input": torch.randn(8, 16)}
+    spec = {"shardc": 1, "lower": lower, "checkpoint": [{"match": "{0,1,2,3}"}], **spec}
+    return shardc.compile(model, batch, spec, loss=lambda y, batch: y.sum(), prove=False), model, batch
+
+
+def again(ops: list[Op]) -> Counter[tuple[str, int]]:
+    """How often the ops of forward's layers are computed again."""
+    return Counter((op.name, op.flops) for op in ops if op.again and op.name in ("addmm", "gelu"))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_predicted(name: str) -> None:
+    found = []
+    for lower in (False, True):
+        program, _, _ = compiled(lower, SPECS[name])
+        cost = program.cost("h100-80g")
+        found.append([again([w for _, p in r.actions for w in p.work if isinstance(w, Op)]) for r in cost.dry_runs])
+        assert waterfall.predicted(cost)["recomputed"] > 0
+    assert found[0] == found[1]
+    assert all(sum(each.values()) >= 4 for each in found[0])
+
+
+def test_measured() -> None:
+    def measured(program: Program, model: nn.Module, batch: Any) -> list[tuple[Counter[tuple[str, int]], set[str]]]:
+        def step(mesh: Any) -> tuple[Counter[tuple[str, int]], set[str]]:
+            engine = program.engine(model, mesh=mesh)
+            with OpTimes(torch.device("cpu"), mesh) as times:
+                engine.step(batch)
+            ops = [x.op for x in times.measured(1).ops for _ in range(x.count)]
+            return again(ops), {op.again for op in ops}
+
+        return loopback(program.mesh, step)
+
+    (under_autograd, who), (lowered, text) = (measured(*compiled(way, SPECS["one device"]))[0] for way in (False, True))
+    assert sum(under_autograd.values()) == 8 and under_autograd == lowered
+    assert (who, text) == ({"", "autograd"}, {"", "text"})
+
+
+def test_an_error_in_between() -> None:
+    """The next step's ops are not taken for repeated ones."""
+    program, model, batch = compiled(True, SPECS["one device"])
+
+    def step(mesh: Any) -> str:
+        engine = program.engine(model, mesh=mesh)
+        with mesh.step.in_lowered():
+            mesh.step.repeats = True
+        with mesh.step.in_lowered():
+            assert mesh.step.computes_again == ""
+        engine.step(batch)
+        return str(mesh.step.computes_again)
+
+    assert loopback(program.mesh, step) == [""]
