@@ -152,9 +152,10 @@ class Planner:
         }
 
     def _refined(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
-        """Exact prices of the best for so many devices, and for half of them as long as an estimate says that these may
-        be faster: others are idle then. What is found for fewer is what a search for so many finds, so more devices
-        make nothing slower.
+        """Exact prices of the best for so many devices, and for half of them, a quarter, and so on, where an estimate
+        says that these may be faster: others are idle then. What is found for fewer is what a search for so many finds,
+        so more devices make nothing slower. (One may be faster where two are not: what these send may take longer than
+        what they save.)
         """
         finder, exact = self.finder, self._refined_on(devices, rows, cores)
 
@@ -164,11 +165,19 @@ class Planner:
         while best() < math.inf and devices % 2 == 0:
             devices //= 2
             cores, limit = finder.splits(devices), UNSURE * best()
-            some = finder.estimate(devices, rows, cores, below=limit)
-            if all(r.seconds > limit for _, r in some if r.peak <= finder.room):  # still fewer are slower still
+            if self._least_seconds(devices, rows) > limit:
                 break
-            exact |= self._refined_on(devices, rows, cores)
+            some = finder.estimate(devices, rows, cores, below=limit)
+            if any(r.seconds <= limit for _, r in some if r.peak <= finder.room):
+                exact |= self._refined_on(devices, rows, cores)
         return exact
+
+    def _least_seconds(self, devices: int, rows: int) -> float:
+        """That no step on so many devices comes below: the model's products at their peak. Half of them, as a mask may
+        empty half of attention.
+        """
+        peak = self.device.flops_per_second(self._dtype())
+        return 0.5 * self.library.flops * rows / (devices * peak)
 
     def _refined_on(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
         """Exact prices of the best for so many devices. Splits were left out for being slower than what was thought to

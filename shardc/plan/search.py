@@ -271,7 +271,8 @@ class Queue:
         """The exact price of a choice that was estimated."""
         self._off[self._kind(c)] = exact.seconds / rough.seconds
         times, beside = max(exact.reserved / rough.peak, 1.0), max(exact.reserved - rough.peak, 0.0)
-        self._reserved[self._kind(c)] = times, beside
+        known = self._reserved.get(self._kind(c), (math.inf, math.inf))
+        self._reserved[self._kind(c)] = min(times, known[0]), min(beside, known[1])
         self._outside = max(self._outside, exact.outside)
         self._next = {kind: self._first(kind) for kind, some in self._rest.items() if some}
 
