@@ -21,7 +21,7 @@ from shardc.runtime.compiled import Compiler, with_pieces
 from shardc.runtime.step import op_errors
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.bindings import bind
-from shardc.runtime.step.context import MicrobatchContext
+from shardc.runtime.step.context import MicrobatchContext, StepContext
 from shardc.runtime.step.early_puts import EarlyPuts
 from shardc.runtime.step.profiler_ranges import with_ranges
 from shardc.runtime.step.repeated_lines import tell_repeated
@@ -143,9 +143,8 @@ class LoweredPair:
         kept |= begin
         here = self._taken(given, view, values, kept)
         kept.clear()
-        here[_STEP] = mesh.step
         with mesh.step.in_lowered(launch, self._copies), view.step.in_lowered(launch):
-            returned, grads = self._text.call(here)
+            returned, grads = self._text.call(here, mesh.step)
         return self._forward(0, returned), dict(zip(self._then.received, grads, strict=True))
 
     @torch.no_grad()
@@ -165,7 +164,7 @@ class LoweredPair:
         view.step.weight_copies = weight_copies
         here = self._taken(given, view, values, {})
         with mesh.step.in_lowered(host_copies=self._copies), view.step.in_lowered(host_copies=self._copies):
-            returned = self._text.call(here)
+            returned = self._text.call(here, mesh.step)
         return tuple(self._forward(i, half) for i, half in enumerate(returned))
 
     def _taken(
@@ -202,12 +201,12 @@ class _Half:
         step = values["mesh"].step
         for name in self.takes - kept.keys():
             kept[name] = values[name]
-        kept[_STEP] = step
         with step.in_lowered(launch), step.recompute(step.microbatch):
-            return self.call(kept)
+            return self.call(kept, step)
 
-    def call(self, values: dict[str, Any]) -> Any:
-        """values: all that it takes, by name, and the step's context; it takes each out of the dict."""
+    def call(self, values: dict[str, Any], step: StepContext) -> Any:
+        """values: all that it takes, by name; it takes each out of the dict."""
+        values[_STEP] = step
         with op_errors.named(self._graph):
             return self._run(values)
 

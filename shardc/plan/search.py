@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
+from typing import NamedTuple
 
 from shardc.errors import ShardcError
 from shardc.plan.dry_runs import Library, Stages
@@ -247,68 +249,82 @@ class Search:
 
 class Queue:
     """Choices with their estimates, the best first: those that seem to fit by time, then the others by memory. What one
-    was priced at tells how far off the estimates of its kind are, in time, and by how much what is reserved is more
-    than what is live; and the rest is put in order anew. ranked: each kind's in that order.
+    was priced at tells how far off the estimates of others like it are, in time, and by how much what is reserved is
+    more than what is live; and the rest is put in order anew. ranked: in that order.
     """
 
     def __init__(self, ranked: list[tuple[Choice, Rough]], memory: float, outside: float) -> None:
         self._memory, self._outside = memory, outside
-        self._rest: dict[object, list[tuple[Choice, Rough]]] = {}
+        self._rest: dict[_Alike, list[tuple[Choice, Rough]]] = {}
         for c, rough in ranked:
-            self._rest.setdefault(self._kind(c), []).append((c, rough))
-        self._off = dict.fromkeys(self._rest, 1.0)
+            self._rest.setdefault(_Alike.of(c), []).append((c, rough))
+        self._off: dict[object, float] = {}
         self._reserved: dict[object, tuple[float, float]] = {}  # (times what is live, bytes beside it)
-        self._next = {kind: self._first(kind) for kind in self._rest}
-
-    @staticmethod
-    def _kind(c: Choice) -> object:
-        """What hides communication in the same way, has one stage a rank or several, which are less even, divides
-        backward or not, and makes gaps in memory alike.
-        """
-        return c.zero, c.kept, c.offload, c.per_rank > 1, SCHEDULES[c.schedule].splits_backward
+        self._next = {alike: self._first(alike) for alike in self._rest}
 
     def priced(self, c: Choice, rough: Rough, exact: Priced) -> None:
         """The exact price of a choice that was estimated."""
-        self._off[self._kind(c)] = exact.seconds / rough.seconds
+        alike = _Alike.of(c)
+        self._off |= dict.fromkeys((alike, alike.split, alike.kind), exact.seconds / rough.seconds)
         times, beside = max(exact.reserved / rough.peak, 1.0), max(exact.reserved - rough.peak, 0.0)
-        known = self._reserved.get(self._kind(c), (math.inf, math.inf))
-        self._reserved[self._kind(c)] = min(times, known[0]), min(beside, known[1])
+        known = self._reserved.get(alike.kind, (math.inf, math.inf))
+        self._reserved[alike.kind] = min(times, known[0]), min(beside, known[1])
         self._outside = max(self._outside, exact.outside)
-        self._next = {kind: self._first(kind) for kind, some in self._rest.items() if some}
+        self._next = {alike: self._first(alike) for alike, some in self._rest.items() if some}
 
     def __iter__(self) -> Iterator[tuple[Choice, Rough]]:
         while self._next:
-            kind = min(self._next, key=self._key)
-            found = self._next.pop(kind)
-            self._rest[kind].remove(found)
-            if self._rest[kind]:
-                self._next[kind] = self._first(kind)
+            alike = min(self._next, key=self._key)
+            found = self._next.pop(alike)
+            self._rest[alike].remove(found)
+            if self._rest[alike]:
+                self._next[alike] = self._first(alike)
             yield found
 
     def likely(self) -> Iterator[tuple[Choice, Rough]]:
         """What may come next, the best first, as far as that is known."""
 
-        def fitting(kind: object) -> Iterator[tuple[Choice, Rough]]:
-            most = self._most(kind)
-            return (x for x in self._rest[kind] if x[1].peak <= most)
+        def fitting(alike: _Alike) -> Iterator[tuple[float, tuple[Choice, Rough]]]:
+            most, off = self._most(alike.kind), self._times(alike)
+            return ((x[1].seconds * off, x) for x in self._rest[alike] if x[1].peak <= most)
 
-        yield from heapq.merge(*map(fitting, self._rest), key=lambda x: x[1].seconds * self._off[self._kind(x[0])])
-        yield from (self._next[kind] for kind in sorted(self._next, key=self._key))
+        yield from (x for _, x in heapq.merge(*map(fitting, self._rest), key=itemgetter(0)))
+        yield from (self._next[alike] for alike in sorted(self._next, key=self._key))
 
-    def _first(self, kind: object) -> tuple[Choice, Rough]:
-        some, most = self._rest[kind], self._most(kind)
+    def _first(self, alike: _Alike) -> tuple[Choice, Rough]:
+        some, most = self._rest[alike], self._most(alike.kind)
         return next((x for x in some if x[1].peak <= most), None) or min(some, key=lambda x: x[1].peak)
 
     def _most(self, kind: object) -> float:
-        """Live bytes with which one fits, as far as that is known. A kind that has no exact price yet is taken for the
-        best of the others: what these reserve beside live bytes may grow with them, or not.
+        """Live bytes with which one fits, as far as that is known: by the least that a choice of its kind reserved. A
+        kind that has no exact price yet is taken for the best of the others: what these reserve beside live bytes may
+        grow with them, or not.
         """
         room = self._memory - self._outside
         if (known := self._reserved.get(kind)) is not None:
             return room / known[0]
         return max((max(room / times, room - beside) for times, beside in self._reserved.values()), default=room)
 
-    def _key(self, kind: object) -> tuple[bool, float]:
-        _, rough = self._next[kind]
-        over = rough.peak > self._most(kind)
-        return over, rough.peak if over else rough.seconds * self._off[kind]
+    def _times(self, alike: _Alike) -> float:
+        """How many times its estimate one takes, by the last exact price of those most like it."""
+        return next((self._off[x] for x in (alike, alike.split, alike.kind) if x in self._off), 1.0)
+
+    def _key(self, alike: _Alike) -> tuple[bool, float]:
+        _, rough = self._next[alike]
+        over = rough.peak > self._most(alike.kind)
+        return over, rough.peak if over else rough.seconds * self._times(alike)
+
+
+class _Alike(NamedTuple):
+    """What choices have in common whose estimates are off alike. kind: what hides communication in the same way, has one
+    stage a rank or several, which are less even, divides backward or not, and makes gaps in memory alike; split: what
+    sends the same inside of layers.
+    """
+
+    kind: tuple[object, ...]
+    split: tuple[object, ...]
+
+    @staticmethod
+    def of(c: Choice) -> _Alike:
+        kind = c.zero, c.kept, c.offload, c.per_rank > 1, SCHEDULES[c.schedule].splits_backward
+        return _Alike(kind, ("tp", c.tp, "ep", c.ep, "cp", c.cp, c.sequence_parallel))
