@@ -14,10 +14,11 @@ from dataclasses import replace
 import pytest
 
 from shardc.cost import Device
+from shardc.cost.caching_allocator import MIB
 from shardc.errors import ShardcError
 from shardc.plan.exact_price import Priced, price
 from shardc.plan.planner import Planner
-from shardc.plan.space import CHECKPOINTS, ON_HOST, Choice, Core, spec
+from shardc.plan.space import CHECKPOINTS, ON_HOST, Choice, Core, budget, spec
 from shardc.spec import Spec
 from tests.plan.test_monotone import MODELS, machine, numbers, planner
 
@@ -41,11 +42,11 @@ def some(plans: Planner, r: random.Random, devices: int, batch: int) -> Iterator
             yield r.choice(found)
 
 
-def exact(plans: Planner, c: Choice, sequence: int | None = None) -> Priced | None:
-    """None: compile refuses it."""
+def exact(plans: Planner, c: Choice, sequence: int | None = None, counts: tuple[int, ...] = ()) -> Priced | None:
+    """None: compile refuses it. counts: of layers on each stage, where they are given."""
     try:
         library = plans.library if sequence is None else plans.library.of_length(sequence)
-        return price(library, Spec.load(spec(c, plans.template)), c.batch)
+        return price(library, Spec.load(spec(c, plans.template, counts)), c.batch)
     except ShardcError:
         return None
 
@@ -82,9 +83,12 @@ def test_longer_rows_take_no_less_memory(pytestconfig: pytest.Config) -> None:
         plans = planner(model, on)
         c = next(some(plans, r, devices, batch))
         short, long = (exact(plans, c, n) for n in (64, 128))
-        if short is not None and long is not None:
+        if short is None or long is None:
+            continue
+        if budget(c.checkpoint) is None:  # which ops a budget keeps is chosen anew for each length
             assert short.peak <= long.peak, (number, str(c))
-            assert short.needs <= long.needs, (number, str(c))
+            # torch's allocator takes 20 MiB where 1 to 10 are wanted: more may fit into a segment of its own size
+            assert short.needs <= long.needs + 20 * MIB, (number, str(c))
 
 
 def test_a_higher_zero_takes_no_more_memory(pytestconfig: pytest.Config) -> None:
@@ -94,8 +98,24 @@ def test_a_higher_zero_takes_no_more_memory(pytestconfig: pytest.Config) -> None
         c = next(c for c in some(plans, r, max(devices, 2), batch) if not c.kept and not c.over_experts)
         if c.dp == 1:
             continue
-        prices = [p for zero in range(4) if (p := exact(plans, replace(c, zero=zero, outer=1))) is not None]
+        plain = exact(plans, replace(c, zero=0, outer=1))  # whose layers on each stage all have: others wait elsewhere
+        counts = plain.counts if plain is not None and c.pp > 1 else ()
+        higher_ones = (exact(plans, replace(c, zero=zero, outer=1), counts=counts) for zero in (1, 2, 3))
+        prices = [p for p in (plain, *higher_ones) if p is not None]
         # each of these models is one bucket, which a rank has whole for a moment beside its shares
         bucket = sum(prices[0].kinds.get(kind, 0.0) for kind in ("gradients", "parameters")) if prices else 0.0
         for lower, higher in itertools.pairwise(prices):
             assert higher.peak <= lower.peak + bucket, (number, str(c), higher.kinds, lower.kinds)
+
+
+def test_layers_of_stages_that_wait_for_gathers() -> None:
+    """Two layers wait less than one for a bucket, which has nothing to hide behind: a layer takes what it computes all
+    the same, and none of the stages gets nearly all of them.
+    """
+    r, model, on, devices, batch = drawn(72)
+    plans = planner(model, on)
+    c = next(c for c in some(plans, r, devices, batch) if c.pp == 2 and c.dp == 2 and c.per_rank == 1)
+    c = replace(c, zero=3, kept=False, outer=1, over_experts=False)
+    own, even = exact(plans, c), exact(plans, c, counts=(4, 4))
+    assert own is not None and even is not None
+    assert own.seconds <= even.seconds
