@@ -1,5 +1,5 @@
-"""Which ops of a lowered backward compute again what forward has computed: its lines do not differ from others where they
-run, so what runs says so to the step.
+"""Which ops of a lowered backward compute again what forward has computed: where they run, its lines do not differ from
+others, so what runs says so to the step.
 
     t = mm(y_grad, w_t)
     repeat(step, True)

@@ -316,9 +316,9 @@ class Queue:
 
 
 class _Alike(NamedTuple):
-    """What choices have in common whose estimates are off alike. kind: what hides communication in the same way, has one
-    stage a rank or several, which are less even, divides backward or not, and makes gaps in memory alike; split: what
-    sends the same inside of layers.
+    """What choices have in common whose estimates are off alike. kind: what hides communication in the same way, has
+    one stage a rank or several, which are less even, divides backward or not, and makes gaps in memory alike; split:
+    what sends the same inside of layers.
     """
 
     kind: tuple[object, ...]

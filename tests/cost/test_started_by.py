@@ -55,7 +55,7 @@ def test_what_is_computed_again_takes_the_host_longer() -> None:
         cost = program.cost(gpu)
         ops = [w for _, part in cost.dry_runs[0].actions for w in part.work if isinstance(w, Op)]
         again = [op for op in ops if op.again]
-        assert again and {op.again for op in again} == {by}
+        assert {op.again for op in again} == {by}
         assert cost.step_seconds >= 1e-3 * (len(ops) + more * len(again))
         assert gpu.host_seconds(again[0]) == pytest.approx(1e-3 * (1 + more))
         assert cpu.host_seconds(again[0]) == pytest.approx(1e-3 + 3e-3 * more)

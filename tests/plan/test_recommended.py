@@ -117,5 +117,6 @@ def test_layers_of_stages_that_wait_for_gathers() -> None:
     c = next(c for c in some(plans, r, devices, batch) if c.pp == 2 and c.dp == 2 and c.per_rank == 1)
     c = replace(c, zero=3, kept=False, outer=1, over_experts=False)
     own, even = exact(plans, c), exact(plans, c, counts=(4, 4))
-    assert own is not None and even is not None
+    assert own is not None
+    assert even is not None
     assert own.seconds <= even.seconds

@@ -1,4 +1,4 @@
-"""Of a lowered step, as of one under autograd, it is known which ops of backward compute again what forward computed."""
+"""Of a lowered step, as of one under autograd, it is known which ops of backward compute something again."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_measured() -> None:
         return loopback(program.mesh, step)
 
     (under_autograd, who), (lowered, text) = (measured(*compiled(way, SPECS["one device"]))[0] for way in (False, True))
-    assert sum(under_autograd.values()) == 8 and under_autograd == lowered
+    assert sum(under_autograd.values()) == 8
+    assert under_autograd == lowered
     assert (who, text) == ({"", "autograd"}, {"", "text"})
 
 
