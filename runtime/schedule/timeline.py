@@ -7,7 +7,7 @@ path through the actions."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,10 +65,6 @@ class Timeline:
     @property
     def end(self) -> float:
         return max((each[-1].end for each in self.slots if each), default=0.0)
-
-    def finish(self, after: Sequence[float]) -> float:
-        """When all ranks are done, where each goes on for so long after its last slot, and waits for no other."""
-        return max((each[-1].end if each else 0.0) + more for each, more in zip(self.slots, after, strict=True))
 
     def busy(self, rank: int) -> float:
         return sum(s.end - s.start for s in self.slots[rank])
