@@ -265,7 +265,7 @@ class Queue:
     def priced(self, c: Choice, rough: Rough, exact: Priced) -> None:
         """The exact price of a choice that was estimated."""
         alike = _Alike.of(c)
-        self._off |= dict.fromkeys((alike, alike.split, alike.kind), exact.seconds / rough.seconds)
+        self._off |= dict.fromkeys(alike.likest, exact.seconds / rough.seconds)
         times, beside = max(exact.reserved / rough.peak, 1.0), max(exact.reserved - rough.peak, 0.0)
         known = self._reserved.get(alike.kind, (math.inf, math.inf))
         self._reserved[alike.kind] = min(times, known[0]), min(beside, known[1])
@@ -307,7 +307,7 @@ class Queue:
 
     def _times(self, alike: _Alike) -> float:
         """How many times its estimate one takes, by the last exact price of those most like it."""
-        return next((self._off[x] for x in (alike, alike.split, alike.kind) if x in self._off), 1.0)
+        return next((self._off[x] for x in alike.likest if x in self._off), 1.0)
 
     def _key(self, alike: _Alike) -> tuple[bool, float]:
         _, rough = self._next[alike]
@@ -318,13 +318,19 @@ class Queue:
 class _Alike(NamedTuple):
     """What choices have in common whose estimates are off alike. kind: what hides communication in the same way, has
     one stage a rank or several, which are less even, divides backward or not, and makes gaps in memory alike; split:
-    what sends the same inside of layers.
+    what sends the same inside of layers, () if nothing does.
     """
 
     kind: tuple[object, ...]
     split: tuple[object, ...]
 
+    @property
+    def likest(self) -> list[object]:
+        """Those whose estimates are off as these are: both alike, or the split, or the kind."""
+        return [self, *([self.split] if self.split else []), self.kind]
+
     @staticmethod
     def of(c: Choice) -> _Alike:
         kind = c.zero, c.kept, c.offload, c.per_rank > 1, SCHEDULES[c.schedule].splits_backward
-        return _Alike(kind, ("tp", c.tp, "ep", c.ep, "cp", c.cp, c.sequence_parallel))
+        split = ("tp", c.tp, "ep", c.ep, "cp", c.cp, c.sequence_parallel)
+        return _Alike(kind, split if max(c.tp, c.ep, c.cp) > 1 else ())

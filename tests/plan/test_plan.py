@@ -434,6 +434,21 @@ def test_a_price_corrects_the_estimates_of_its_kind() -> None:
     assert found == [(8, 3), (8, 1), (4, 3), (2, 3), (2, 0)]  # what does not fit comes last
 
 
+def test_a_price_corrects_the_estimates_of_its_split() -> None:
+    """Tensor parallelism was estimated too fast: so it is with another schedule, which nothing was priced of."""
+    some = [
+        (Choice(dp=dp, tp=tp, zero=zero), Rough(seconds, 5.0))
+        for dp, tp, zero, seconds in ((4, 2, 0, 1.0), (4, 2, 1, 1.1), (8, 1, 1, 1.2), (2, 4, 1, 1.3), (2, 4, 0, 2.0))
+    ]
+    queue = Queue(some, 10.0, 0.0)
+    found = []
+    for c, rough in queue:
+        found.append((c.tp, c.zero))
+        if c.tp == 2:
+            queue.priced(c, rough, Priced(64, 1.5 * rough.seconds, {}, {}, reserved=rough.peak))
+    assert found == [(2, 0), (1, 1), (4, 1), (2, 1), (4, 0)]
+
+
 def test_a_second_choice_that_fits_is_priced() -> None:
     kinds = {(c.spec.mesh.axes, c.spec.pipeline and c.spec.pipeline.schedule) for c in blocks().candidates if c.fits}
     assert len(kinds) > 1
