@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -169,8 +170,21 @@ class Planner:
                 break
             some = finder.estimate(devices, rows, cores, below=limit)
             if any(r.seconds <= limit for _, r in some if r.peak <= finder.room):
-                exact |= self._refined_on(devices, rows, cores)
+                exact |= self._refined_alone(devices, rows)
         return exact
+
+    def _refined_alone(self, devices: int, rows: int) -> dict[Choice, Priced]:
+        """What a search for so many devices comes to that knows of none before: with other splits known it prices other
+        choices first. (Dry runs are not made again.)
+        """
+        other = copy(self)
+        for name in ("library", "finder"):
+            other.__dict__.pop(name, None)
+        found = other._refined_on(devices, rows, other.finder.splits(devices))
+        self.finder.considered += other.finder.considered
+        self.finder.ruled_out += other.finder.ruled_out
+        self.finder.refused |= other.finder.refused
+        return found
 
     def _least_seconds(self, devices: int, rows: int) -> float:
         """That no step on so many devices comes below: the model's products at their peak. Half of them, as a mask may
