@@ -166,7 +166,7 @@ class Planner:
         while best() < math.inf and devices % 2 == 0:
             devices //= 2
             cores, limit = finder.splits(devices), UNSURE * best()
-            if self._least_seconds(devices, rows) > limit:
+            if self.library.least_seconds * rows / devices > limit:  # still fewer are slower still
                 break
             some = finder.estimate(devices, rows, cores, below=limit)
             if any(r.seconds <= limit for _, r in some if r.peak <= finder.room):
@@ -185,13 +185,6 @@ class Planner:
         self.finder.ruled_out += other.finder.ruled_out
         self.finder.refused |= other.finder.refused
         return found
-
-    def _least_seconds(self, devices: int, rows: int) -> float:
-        """That no step on so many devices comes below: the model's products at their peak. Half of them, as a mask may
-        empty half of attention.
-        """
-        peak = self.device.flops_per_second(self._dtype())
-        return 0.5 * self.library.flops * rows / (devices * peak)
 
     def _refined_on(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
         """Exact prices of the best for so many devices. Splits were left out for being slower than what was thought to
