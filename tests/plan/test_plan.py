@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -413,6 +414,16 @@ def test_a_page_says_that_nothing_fits() -> None:
     assert any("nothing fits into" in text for _, text in page.texts)
 
 
+def in_turn(some: list[tuple[Choice, Rough]], too_fast: Callable[[Choice], bool]) -> list[Choice]:
+    """The order in which a queue gives choices of which some take half as long again as estimated."""
+    queue, found = Queue(some, 10.0, 0.0), []
+    for c, rough in queue:
+        found.append(c)
+        if too_fast(c):
+            queue.priced(c, rough, Priced(64, 1.5 * rough.seconds, {}, {}, reserved=rough.peak))
+    return found
+
+
 def test_a_price_corrects_the_estimates_of_its_kind() -> None:
     """ZeRO 3 was estimated too fast: the next one that is priced is of another kind, whose estimate was higher."""
     some = [
@@ -425,27 +436,17 @@ def test_a_price_corrects_the_estimates_of_its_kind() -> None:
             (2, 0, 0.5, 20.0),
         )
     ]
-    queue = Queue(some, 10.0, 0.0)
-    found = []
-    for c, rough in queue:
-        found.append((c.dp, c.zero))
-        if c.zero == 3:
-            queue.priced(c, rough, Priced(64, 1.5 * rough.seconds, {}, {}, reserved=rough.peak))
+    found = [(c.dp, c.zero) for c in in_turn(some, lambda c: c.zero == 3)]
     assert found == [(8, 3), (8, 1), (4, 3), (2, 3), (2, 0)]  # what does not fit comes last
 
 
 def test_a_price_corrects_the_estimates_of_its_split() -> None:
-    """Tensor parallelism was estimated too fast: so it is with another schedule, which nothing was priced of."""
+    """Tensor parallelism was estimated too fast: so it is with another ZeRO, which nothing was priced of."""
     some = [
         (Choice(dp=dp, tp=tp, zero=zero), Rough(seconds, 5.0))
         for dp, tp, zero, seconds in ((4, 2, 0, 1.0), (4, 2, 1, 1.1), (8, 1, 1, 1.2), (2, 4, 1, 1.3), (2, 4, 0, 2.0))
     ]
-    queue = Queue(some, 10.0, 0.0)
-    found = []
-    for c, rough in queue:
-        found.append((c.tp, c.zero))
-        if c.tp == 2:
-            queue.priced(c, rough, Priced(64, 1.5 * rough.seconds, {}, {}, reserved=rough.peak))
+    found = [(c.tp, c.zero) for c in in_turn(some, lambda c: c.tp == 2)]
     assert found == [(2, 0), (1, 1), (4, 1), (2, 1), (4, 0)]
 
 
