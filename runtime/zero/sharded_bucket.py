@@ -89,11 +89,16 @@ class ShardedBucket(ReplicatedBucket):
         elif self.spec.zero > 1:  # else it is a part of flat
             part.copy_(flat[self.low : self.high])  # all ranks of the axis have the same gradient
 
+    @property
+    def _rest_due(self) -> bool:
+        """Whether a sum over the other axes is to begin yet."""
+        return not self._rest_begun and bool(self.rest) and self.mesh.members(self.rest) > 1
+
     def _rest(self, part: Tensor, *, at_once: bool = False) -> None:
         """Go on over the other axes, once a step. at_once: when the sum over the first axis is there, without waiting
         for it here; not on every mesh.
         """
-        if self._rest_begun or not self.rest or self.mesh.members(self.rest) == 1:
+        if not self._rest_due:
             return
         if at_once and not self.mesh.streams:
             return
