@@ -7,7 +7,7 @@ path through the actions."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +19,9 @@ class Costs:
     """Of each stage and one microbatch, in any one unit. B costs inputs + weights.
 
     transfer: of what goes over (source stage, target stage) between two ranks, there; and back again for its gradients.
-    pairs: of two actions beside each other, by `Action.of_pair`; others cost as much as one after the other.
+    pairs: of two actions beside each other, by `Action.of_pair`; others cost as much as one after the other. single: of
+    an action that costs something else than others of its kind, by (kind, stage, microbatch), as the last backward,
+    which sums gradients over data axes. begin: of each rank, when its first action may begin, by default at 0.
     """
 
     forward: tuple[float, ...]
@@ -27,6 +29,8 @@ class Costs:
     weights: tuple[float, ...]
     transfer: Mapping[tuple[int, int], float] = field(default_factory=dict)
     pairs: Mapping[tuple[str, int, int], float] = field(default_factory=dict)
+    single: Mapping[tuple[str, int, int], float] = field(default_factory=dict)
+    begin: Sequence[float] = ()
 
     @staticmethod
     def even(stages: int, forward: float = 1, inputs: float = 1, weights: float = 1) -> Costs:
@@ -36,6 +40,8 @@ class Costs:
         if a.kind in PAIRS:
             known = self.pairs.get(a.of_pair)
             return sum(map(self.of, a.parts)) if known is None else known
+        if (known := self.single.get((a.kind, a.stage, a.microbatch))) is not None:
+            return known
         if a.kind == "F":
             return self.forward[a.stage]
         return (self.inputs[a.stage] if a.kind in ("B", "I") else 0) + (
@@ -97,7 +103,7 @@ def timeline(schedule: Schedule, costs: Costs | None = None, edges: Edges | None
         rank = ready.popleft()
         done = slots[rank]
         for a in mine[rank][len(done) :]:
-            start = done[-1].end if done else 0.0
+            start = done[-1].end if done else costs.begin[rank] if costs.begin else 0.0
             late = None
             for p in a.parts:
                 forward = p.kind == "F"

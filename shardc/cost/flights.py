@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 
 from shardc.ir.comm_record import CommRecord
 
+#: What a stage of a pipeline sends to the next, or back.
+SENDS = "send_recv"
+
 
 @dataclass(eq=False)
 class Flight:
@@ -65,6 +68,8 @@ class Flights:
         self._move(now)
         self._last.clear()
         queue = self.queues.setdefault(new.record.axes, deque())
+        if new.record.kind != SENDS and any(f.record.kind == SENDS for f in queue):
+            self._arrived(queue)
         first = self._ends.get(new.record.axes)
         if new.delay and first is not None:
             new.alone = new.left = new.alone - min(new.delay, max(first.end - max(new.ready, now), 0.0))
@@ -76,6 +81,14 @@ class Flights:
         new.begin = max([new.ready, *ends])
         new.end = new.begin + new.alone
         return []
+
+    def _arrived(self, queue: deque[Flight]) -> None:
+        """What stages of a pipeline have sent each other is there: they sum nothing before all have run. A rank's
+        clock, which does not wait for other stages, is not there yet.
+        """
+        for f in queue:
+            f.left, f.end, f.ended = 0.0, self.now, True
+        queue.clear()
 
     def last(self, but: tuple[str, ...]) -> float:
         """When the last one ends, of all groups but one."""

@@ -193,25 +193,29 @@ def started_by(device: Device, program: Program) -> Device:
 def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], device: Device) -> Cost:
     """The cost of a schedule from dry runs of its ranks, which may be those of another schedule of the same stages."""
     ranks, ends = [], []
-    of_stage: dict[tuple[str, int], float] = {}
+    of_action: dict[tuple[str, int, int], float] = {}
     of_pair: dict[tuple[str, int, int], list[float]] = {}
-    first = 0.0  # seconds of the first action: it may wait for the last update's gathers, and other stages wait for it
+    begin: list[float] = []  # the first action waits for the last update's gathers, which are under way on all ranks
     for r in dry_runs:
         actions = schedule.actions[r.at]
         clock = Clock(started_by(device, program), program.mesh, r.rank)
         computing = 0.0
         flops, comm = 0, Counter[tuple[str, str]]()
+        waits: dict[tuple[str, int, int], float] = {}
         for action, part in parts(r, actions):
+            waited = clock.waited
             seconds = clock.run(part)
-            if action is not None and action.kind in COMPUTE:  # the timeline has these; sums of gradients follow it
+            if action is not None and action.kind in COMPUTE:  # the timeline has these; the last sums follow it
                 computing += seconds
-                first = seconds if (action.kind, action.stage, action.microbatch) == ("F", 0, 0) else first
                 if action.kind in PAIRS:
                     of_pair.setdefault(action.of_pair, []).append(seconds)
-                elif (action.kind, action.stage) not in of_stage or action.microbatch == 1:
-                    of_stage[action.kind, action.stage] = seconds
+                else:
+                    key = action.kind, action.stage, action.microbatch
+                    of_action[key], waits[key] = seconds, clock.waited - waited
             flops += part.flops
             _add(comm, part)
+        ahead = program.spec is not None and program.spec.data.gathers_ahead
+        begin.append(_late(waits, of_action) if ahead else 0.0)
         ends.append(clock.now - computing)
         ranks.append(RankCost(r.at, r.rank, memory(r, actions), flops, dict(comm), clock.now, dict(clock.exposed)))
     if schedule.ranks == 1:
@@ -223,9 +227,8 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
             device, "send_recv", float(sum(v.nbytes(program.mesh) for v in e.values)), pair
         )
     pairs = {stages: sorted(each)[len(each) // 2] for stages, each in of_pair.items()}
-    timeline = schedules.timeline(schedule, _costs(of_stage, schedule.stages, transfer, pairs), program.edges)
-    late = max(first - of_stage.get(("F", 0), first), 0.0)
-    seconds = late + timeline.end + max(ends)
+    timeline = schedules.timeline(schedule, _costs(of_action, schedule, transfer, pairs, begin), program.edges)
+    seconds = timeline.end + max(ends)
     return Cost(device, tuple(ranks), seconds, timeline.bubble(), program, tuple(dry_runs), timeline)
 
 
@@ -239,19 +242,31 @@ def _rank(program: Program, schedule: Schedule, stage: int) -> int:
     return program.mesh.rank({**coords, program.axis: schedule.placement[stage]})
 
 
+def _late(waits: Mapping[tuple[str, int, int], float], of_action: dict[tuple[str, int, int], float]) -> float:
+    """How much longer a rank's first forward waits than that of the next microbatch, for gathers that are under way on
+    all ranks. Other stages of the rank find theirs there. What they wait is taken out of their seconds.
+    """
+    late = []
+    for kind, stage, microbatch in waits:
+        if kind == "F" and microbatch == 0 and (after := waits.get(("F", stage, 1))) is not None:
+            late.append(max(waits[kind, stage, 0] - after, 0.0))
+            of_action[kind, stage, 0] -= late[-1]
+    return late[0] if late else 0.0
+
+
 def _costs(
-    seconds: Mapping[tuple[str, int], float],
-    stages: int,
+    of_action: Mapping[tuple[str, int, int], float],
+    schedule: Schedule,
     transfer: Mapping[tuple[int, int], float],
     pairs: Mapping[tuple[str, int, int], float],
+    begin: Sequence[float],
 ) -> Costs:
-    """A whole backward counts as the gradients of inputs."""
-    every = range(stages)
-    inputs = tuple(seconds.get(("I", s), seconds.get(("B", s), 0.0)) for s in every)
-    return Costs(
-        tuple(seconds.get(("F", s), 0.0) for s in every),
-        inputs,
-        tuple(seconds.get(("W", s), 0.0) for s in every),
-        transfer,
-        pairs,
-    )
+    """A whole backward counts as the gradients of inputs. Microbatches between the first and the last are alike."""
+    last = schedule.microbatches - 1
+
+    def typical(*kinds: str) -> tuple[float, ...]:
+        some = [[(kind, s, m) for kind in kinds for m in (1, 0)] for s in range(schedule.stages)]
+        return tuple(next((of_action[key] for key in keys if key in of_action), 0.0) for keys in some)
+
+    single = {key: seconds for key, seconds in of_action.items() if key[2] in (0, last)}
+    return Costs(typical("F"), typical("I", "B"), typical("W"), transfer, pairs, single, begin)

@@ -195,6 +195,32 @@ def test_a_column_parallel_products_sum_hides_behind_the_gradient_of_its_weight(
     assert set(span.behind) == ({("backward", "linear_1")} if overlap else set())
 
 
+@pytest.mark.parametrize(
+    ("zero", "device", "waits"),
+    [(1, UNIT, False), (1, UNIT.model_copy(update={"kind": "cpu"}), True), (2, UNIT, True)],
+    ids=["zero 1", "zero 1 on a CPU", "zero 2"],
+)
+def test_no_backward_waits_for_sums_that_free_nothing(zero: int, device: Device, waits: bool) -> None:
+    """At ZeRO 2 a bucket's whole gradients are freed once its part is there; gloo's sums take memory on their way."""
+    data = {"zero": zero, "bucket_mb": 0.0005}
+    program = shardc.compile(Pair(), torch.randn(4, 8), {"shardc": 1, "mesh": {"dp": 2}, "data": data})
+    (run,) = program.cost(device).dry_runs
+    (backward,) = [part for a, part in run.actions if a.kind == "B"]
+    sums = [w for w in backward.work if isinstance(w, Sent) and w.record.kind == "reduce_scatter"]
+    assert len(sums) > 2
+    assert any(isinstance(w, Waited) for w in backward.work) == waits
+
+
+def test_what_stages_send_is_there_before_they_sum() -> None:
+    """A rank's clock does not wait for other stages: what it sent them is there once they sum the loss."""
+    sum_of_loss = Sent(CommRecord("all_reduce", ("dp",), 4, "forward", "loss"))
+    sent = Sent(CommRecord("send_recv", ("dp",), 50, "forward", "h"), 1)
+    alone = streams(product(1), sum_of_loss)
+    assert streams(sent, product(1), sum_of_loss).now == alone.now
+    gathered = gather(50, key=1)
+    assert streams(gathered, product(1), sum_of_loss).now == alone.now + 50 - 1
+
+
 def test_the_table_says_what_hides_a_collective() -> None:
     spec = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"up": "column", "down": "row"}}
     program = shardc.compile(Pair(), torch.randn(4, 8), spec)

@@ -108,6 +108,18 @@ def test_a_slow_stage_and_slow_links_are_waited_for() -> None:
     assert t.bubble() == pytest.approx(1 - (6 + 18) / 44)
 
 
+def test_single_actions_take_longer_and_ranks_begin_late() -> None:
+    """The last backward sums gradients; the first forwards wait for gathers, which are under way on both ranks."""
+    made = make("1f1b", stages=2, ranks=2, microbatches=3)
+    plain = timeline(made, Costs.even(2))
+    longer = Costs((1, 1), (1, 1), (1, 1), single={("B", 0, 2): 5.0}, begin=(0.25, 1.0))
+    t = timeline(made, longer)
+    assert [s.start for s in t.slots[0]][:2] == [0.25, 1.25]
+    assert t.slots[1][0].start == 1.25
+    assert t.end == plain.end + 0.25 + 3.0
+    assert timeline(made, Costs((1, 1), (1, 1), (1, 1), begin=(0.25, 2.0))).slots[1][0].start == 2.0
+
+
 def test_skips_and_links_without_gradients() -> None:
     edges = [Link(0, 2, gradient=False), Link(1, 2)]
     made = make("gpipe", stages=3, ranks=3, microbatches=1, edges=edges)
