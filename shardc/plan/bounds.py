@@ -99,7 +99,8 @@ def optimistic(core: Core, others: Mapping[Core, Stages], known: Mapping[Core, S
 def highest_bound(some: Sequence[Stage]) -> Stage:
     """The highest bound. Bytes by kind belong together, as what is one kind here may be another one there. So do
     seconds of computing and of waiting, in all parts: who computes longer waits less. Either those of one bound count,
-    or what a rank computes at least and what is waited in any case.
+    or what a rank computes at least and what is waited in any case. With more rows it waits as much longer, but for
+    what is FIXED, or as long as the one that was run: the least of both.
     """
     each = {key: [s[key] for s in some if key in s] for key in {k: None for s in some for k in s}}
     highest: Stage = {key: np.max(vectors, 0) for key, vectors in each.items()}
@@ -115,6 +116,9 @@ def highest_bound(some: Sequence[Stage]) -> Stage:
             v[columns] = max((x[columns] for x in each[key]), key=lambda x: float(x.sum()))
         for columns in (CAUSES, FIXED, *AT):
             v[columns] = timed[key][columns] if key in timed else 0.0
+        for rows, columns in zip(ROWS[1:], AT, strict=True):
+            grown = (v[FIXED] + (v[CAUSES] - v[FIXED]) * rows)[HERE:].sum()
+            v[columns][HERE] = min(v[columns][HERE], grown)
     return highest
 
 
@@ -255,7 +259,7 @@ def _scaled(s: Stage, shares: _Shares, of_experts: Callable[[str, str], float] |
             for rows, columns in zip(ROWS, (CAUSES, *AT), strict=True):
                 if rows > 1:  # the start of small ops stays; more rows take no less
                     x[columns][_HERE] *= causes[_HERE]
-                    x[columns] = max(x[columns], x[CAUSES][:HERE], key=np.sum)
+                    x[columns][:HERE] = max(x[columns][:HERE], x[CAUSES][:HERE], key=np.sum)
                 here = v[PRODUCTS] * shares.work * rows, moved
                 if sum(here) > x[columns][_HERE].sum():
                     x[columns][_HERE] = here

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.plan.longest_paths import walked
 from shardc.plan.space import Choice
 from shardc.plan.stage_vectors import ROWS, Vector
 from shardc.runtime.schedule import SCHEDULES
@@ -58,18 +59,30 @@ class Columns:
 
         firsts, placed = _alike([_SCHEDULED(c) for c in choices])
         some = [choices[i] for i in firsts]
-        self.stages = column(lambda c: c.pp, float)
+        self.stages, self.per_rank = column(lambda c: c.pp, float), column(lambda c: c.per_rank, float)
         self.rows = column(lambda c: c.rows, float)
         self.of_rows = np.array([parts_of_rows(c.rows) for c in some])[placed]
         self.microbatches = column(lambda c: c.microbatches, float)
-        self.splits = column(lambda c: SCHEDULES[c.schedule].splits_backward and c.pp > 1)
         self.collects = column(lambda c: SCHEDULES[c.schedule].collects and c.pp > 1)
         self.alive = column(lambda c: _alive(c, first=True), float), column(lambda c: _alive(c, first=False), float)
         of_layers, group = _alike([(c.pp, c.per_rank, SCHEDULES[c.schedule].folds) for c in some])
         self.firsts, self.group = [firsts[i] for i in of_layers], group[placed]
         self._timed, self._as_timed = _alike(list(zip(placed.tolist(), waits, strict=True)))
+        made = [walked(c.schedule, c.pp, c.per_rank, c.microbatches) if c.pp > 1 else None for c in some]
+        self._walked = [(paths, np.flatnonzero(placed == i)) for i, paths in enumerate(made) if paths is not None]
 
-    def bubbles(self, f: Vector, b: Vector, w: Vector) -> Vector:
+    def steps(self, actions: Vector, send: Vector) -> Vector:
+        """Seconds of all microbatches, of each choice. actions: of F, B, I and W of one on all stages of a rank, where
+        all ranks take as long; send: of what one sends.
+        """
+        f, b, _, w = actions
+        spent: Vector = self.microbatches * (f + b) + self._bubbles(f, b, w) + 2 * (self.stages - 1) * send
+        for paths, places in self._walked:
+            each = actions[:, places] / self.choices[places[0]].per_rank
+            spent[places] = paths.seconds(np.vstack([each, send[places]]))
+        return spent
+
+    def _bubbles(self, f: Vector, b: Vector, w: Vector) -> Vector:
         """See bubble; equal for choices that differ in what they do with state once a step."""
         some = [bubble(self.choices[i], float(f[i]), float(b[i]), float(w[i])) for i in self._timed]
         return np.array(some)[self._as_timed]
@@ -82,9 +95,10 @@ class Columns:
 
     def buckets(self, smallest: Vector, nbytes: Vector) -> Vector:
         """How many buckets so many bytes of gradients are, of each choice: with more ranks they are larger, unless one
-        parameter fills one. smallest: how many there would be of the smallest size.
+        parameter fills one; each stage has its own. smallest: how many there would be of the smallest size.
         """
-        number: Vector = np.ceil(np.minimum(smallest, nbytes / self.bucket_bytes))
+        of_each = np.ceil(np.minimum(smallest, nbytes / self.bucket_bytes) / self.per_rank)
+        number: Vector = of_each * self.per_rank
         return number
 
     def taken(self, collective: str, nbytes: Vector, times: Vector) -> Vector:
@@ -102,16 +116,16 @@ def _alike(keys: Sequence[object]) -> tuple[list[int], NDArray[np.intp]]:
 
 
 def parts_of_rows(rows: int) -> list[float]:
-    """How much of each column of shardc.plan.estimate's `_by_rows` a microbatch of so many rows takes.
+    """How much of what a microbatch with each number of ROWS takes one of so many rows does.
 
     >>> parts_of_rows(7)
-    [7.0, 1.0, 0.0, 0.75, 0.25, 0.0]
+    [0.0, 0.75, 0.25, 0.0]
     """
     shares = [0.0] * len(ROWS)
     i = min(bisect_right(ROWS, rows), len(ROWS) - 1)
     further = (rows - ROWS[i - 1]) / (ROWS[i] - ROWS[i - 1])
     shares[i - 1], shares[i] = 1 - further, further
-    return [float(rows), 1.0, *shares]
+    return shares
 
 
 def _alive(c: Choice, first: bool) -> float:

@@ -120,4 +120,5 @@ def _weights(program: Program, coordinate: int) -> Weights:
         of_experts,
         float(sum(p.value.nbytes(mesh) for p in together)),
         float(len(together)),
+        float(sum(p.value.nbytes(mesh) for p in held if p.requires_grad)),
     )

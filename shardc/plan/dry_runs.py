@@ -3,11 +3,15 @@
     five units of layers on four stages     [first, 1]   [1]   [2]   [1, last]      one compile, four dry runs
     a stage of n units                      [1] + (n - 1) · ([2] - [1]),  likewise the first stage and the last one
 
+A unit is a period of the model's layers; where gradients are summed in buckets that hold several, it is as many as fill
+one, so that each unit sends, and keeps, as much as the next.
+
 A model without a long list of layers is run as a whole, as one stage.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -17,7 +21,7 @@ from shardc.cost.collective_seconds import places
 from shardc.cost.device import Device
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.plan.facts import UNITS, Facts
+from shardc.plan.facts import Facts
 from shardc.plan.records import Rank, Records, Weights
 from shardc.plan.reserved_bytes import Few
 from shardc.plan.space import Choice, Core, Layers, SpecTemplate, budget, spec
@@ -42,6 +46,10 @@ from shardc.runtime.schedule import SCHEDULES
 
 #: Of causes of time: waiting for other stages.
 _STAGES = WHAT.index("pp")
+#: Units of a stage that are buckets, so many that one more keeps no more: one fills while the one before it is summed.
+_BASE = 2
+#: Units of a model whose dry run takes no longer than those of a few.
+_SHORT = 9
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ class Stages:
     """Stages of one rank each: of a model of layers the first, a middle one of one unit and of two, and the last; of
     another model only `whole`.
 
-    period: layers of a unit; before: layers of the first stage besides its unit. weights: of the first, a middle and
+    period: layers of a unit; before: layers of the first stage besides its units. base: units of the first, a middle
+    (`one`) and the last stage; `two` has one more. weights: of the first, a middle and
     the last stage. ranks: those that were run, by the name of their stage. least: these are lower bounds of stages that
     were not run (shardc.plan.bounds); beside: of each that they follow from, what the first stage and the last take for
     what is no layer, in the time of a layer.
@@ -62,6 +71,7 @@ class Stages:
     last: Stage = field(default_factory=dict)
     period: int = 1
     before: int = 0
+    base: int = 1
     weights: tuple[Weights, Weights, Weights] = (Weights(), Weights(), Weights())
     ranks: Mapping[str, Rank] = field(default_factory=dict, repr=False)
     least: bool = False
@@ -71,14 +81,15 @@ class Stages:
         """Stage `index` of `count`, with so many layers (several stages)."""
         assert self.whole is None
         if index == 0:
-            return lines(self.first, self.two, self.one, (layers - self.before) / self.period - 1)
-        return lines(self.last if index == count - 1 else self.one, self.two, self.one, layers / self.period - 1)
+            return lines(self.first, self.two, self.one, (layers - self.before) / self.period - self.base)
+        base = self.last if index == count - 1 else self.one
+        return lines(base, self.two, self.one, layers / self.period - self.base)
 
     def few(self, counts: Sequence[int]) -> Few:
         """The dry runs that stand for those of stages with so many layers each."""
         first, one, two, last = (self.ranks[name].run for name in ("first", "one", "two", "last"))
         base = [first, *[one] * (len(counts) - 2), last]
-        units = [(n - self.before * (i == 0)) / self.period - 1 for i, n in enumerate(counts)]
+        units = [(n - self.before * (i == 0)) / self.period - self.base for i, n in enumerate(counts)]
         return Few(base, units, one, two)
 
     def alone(self, layers: int) -> Stage:
@@ -214,52 +225,81 @@ class Library:
             self._moved[key] = elsewhere(getattr(self.core(Choice(**core._asdict())), name), rank.run, there)
         return self._moved[key]
 
-    def pipelined(self, spec: Mapping[str, Any], rows: int, axis: str = "pp") -> Stages:
-        """A spec's stages, from a pipeline of four stages along `axis` in place of its own."""
+    def pipelined(self, spec: Mapping[str, Any], rows: int, axis: str = "pp", times: int = 1) -> Stages:
+        """A spec's stages, from a pipeline of four stages along `axis` in place of its own. times: so many periods of
+        layers are a unit.
+        """
         layers = self.layers
         assert layers is not None
         split = SCHEDULES[spec.get("pipeline", {}).get("schedule", "1f1b")].splits_backward
         sizes = spec["mesh"]
         mesh = {a: n for a, n in sizes.items() if a != axis}
         inside = axis in sizes and next(iter(sizes)) != axis  # then neighbours elsewhere lie further apart
-        key = repr(({**spec, "pipeline": split, "mesh": mesh}, rows, list(sizes.items()) if inside else ()))
+        key = repr(({**spec, "pipeline": split, "mesh": mesh}, rows, list(sizes.items()) if inside else (), times))
         if key not in self._pipelined:
-            ranks = self._four({**spec, "mesh": mesh}, rows, (0, 1, 2, 3), axis, split)
+            ranks = self._four({**spec, "mesh": mesh}, rows, (0, 1, 2, 3), axis, split, times)
             named = dict(zip(("first", "one", "two", "last"), ranks, strict=True))
             first, one, two, last = self._stages(named, sizes if inside else None).values()
             weights = ranks[0].weights, ranks[1].weights, ranks[3].weights
-            self._pipelined[key] = Stages(None, first, one, two, last, layers.period, layers.first, weights, named)
+            period, base = times * layers.period, _BASE if times > 1 else 1
+            self._pipelined[key] = Stages(None, first, one, two, last, period, layers.first, base, weights, named)
         return self._pipelined[key]
 
     def _four(
-        self, spec: Mapping[str, Any], rows: int, at: tuple[int, ...], axis: str = "pp", split: bool = False
+        self,
+        spec: Mapping[str, Any],
+        rows: int,
+        at: tuple[int, ...],
+        axis: str = "pp",
+        split: bool = False,
+        times: int = 1,
     ) -> list[Rank]:
-        """Ranks of the program of five units of layers on four stages."""
+        """Ranks of the program of five units of layers on four stages; of nine where units fill buckets (_BASE)."""
         layers = self.layers
         assert layers is not None
-        p = layers.period
-        counts = [layers.first + p, p, 2 * p, p]
+        base = _BASE if times > 1 else 1
+        p = times * layers.period
+        counts = [layers.first + base * p, base * p, (base + 1) * p, base * p]
         mesh = {axis: 4, **{a: n for a, n in spec["mesh"].items() if a != axis}}
         pipeline = {"axis": axis, "balance": counts, "schedule": "zb-h1" if split else "1f1b"}
-        return self.records.ranks({**spec, "mesh": mesh, "pipeline": pipeline}, rows, UNITS, self.sequence, at)
+        units = (sum(counts) - layers.first) // layers.period
+        return self.records.ranks({**spec, "mesh": mesh, "pipeline": pipeline}, rows, units, self.sequence, at)
 
-    def alone(self, spec: Mapping[str, Any], rows: int) -> tuple[Stage, Few]:
+    def alone(self, spec: Mapping[str, Any], rows: int, bucket: float = 0.0) -> tuple[Stage, Few]:
         """The whole model on one stage, and the dry runs that stand for it: from two units of its layers and three, or
-        as it is.
+        as it is. bucket: bytes of gradients that are summed over data axes at once; 0: none are.
         """
         layers = self.layers
         if layers is None:
             only = self._only(spec, rows, None)
             return self._stage(only), Few([only.run], [0], only.run, only.run)
-        key = repr((spec, rows))
+        key = repr((spec, rows, bucket))
         if key not in self._alone:
-            asks = [partial(self._only, spec, rows, units) for units in (2, 3)]
-            self.records.begin(asks[0], asks[1:])
-            two, three = (ask() for ask in asks)
-            units = (layers.number - layers.first) / layers.period - 2
+            two, three = self._of_units(spec, rows, 1)
+            units = (layers.number - layers.first) / layers.period
+            times = fill(bucket, three.weights.trained - two.weights.trained)
+            if 1 < times < units and self.short(times) and self.number is None:
+                only = self._only(spec, rows, None)
+                self._alone[key] = self._stage(only), Few([only.run], [0], only.run, only.run)
+                return self._alone[key]
+            if times > 1 and not self.short(times):
+                two, three = self._of_units(spec, rows, times)
+                units /= times
             few, more = self._stage(two), self._stage(three)
-            self._alone[key] = lines(few, more, few, units), Few([three.run], [units - 1], two.run, three.run)
+            self._alone[key] = lines(few, more, few, units - 2), Few([three.run], [units - 3], two.run, three.run)
         return self._alone[key]
+
+    def short(self, times: int) -> bool:
+        """Whether a dry run of the whole model takes no longer than those of a few units of so many periods."""
+        layers = self.layers
+        return layers is None or layers.number - layers.first <= _SHORT * times * layers.period
+
+    def _of_units(self, spec: Mapping[str, Any], rows: int, times: int) -> tuple[Rank, Rank]:
+        """The model with two units of so many periods of its layers, and with three."""
+        asks = [partial(self._only, spec, rows, units * times) for units in (2, 3)]
+        self.records.begin(asks[0], asks[1:])
+        two, three = (ask() for ask in asks)
+        return two, three
 
     def _only(self, spec: Mapping[str, Any], rows: int, units: int | None) -> Rank:
         return self.records.ranks(spec, rows, units, self.sequence, (0,))[0]
@@ -312,6 +352,19 @@ class Library:
     def _of_forward(self, column: int) -> float:
         whole = self.core(Choice()).alone(self.layers.number if self.layers else 0)
         return float(part_of(whole, "F", "middle")[column])
+
+
+def fill(bucket: float, trained: float) -> int:
+    """How many periods of layers fill a bucket of gradients, about. trained: bytes of one's parameters that get
+    gradients.
+
+    >>> fill(25.0, 8.0), fill(25.0, 10.0), fill(25.0, 40.0), fill(0.0, 10.0)
+    (3, 3, 1, 1)
+    """
+    if bucket <= trained or not trained:
+        return 1
+    some = math.floor(bucket / trained), math.ceil(bucket / trained)
+    return min(some, key=lambda n: abs(1 - bucket / (n * trained)))
 
 
 def ordered(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:

@@ -23,7 +23,7 @@ from shardc.cost.recorded import Op
 from shardc.ir.mesh import Mesh
 from shardc.plan.columns import COLLECTIVES, OF_EXPERTS, Columns
 from shardc.plan.dry_runs import Library, Stages
-from shardc.plan.exact_price import balanced, beside_layers, computing, spread
+from shardc.plan.exact_price import balanced, beside_layers, computing, once_a_step, spread
 from shardc.plan.records import Weights
 from shardc.plan.space import Choice, Keep, Layers, casts_kept
 from shardc.plan.stage_vectors import (
@@ -32,7 +32,6 @@ from shardc.plan.stage_vectors import (
     CAUSES,
     FIXED,
     GROW,
-    HERE,
     HIGH,
     MOST,
     NET,
@@ -69,9 +68,10 @@ class Load(NamedTuple):
     @staticmethod
     def of(sums: Sequence[Vector], weights: Weights, end: Vector | None = None, place: float = 0.0) -> Load:
         """sums: of each stage of the rank, see `summed`."""
-        total = sums[0]
+        total = sums[0].copy()
         for x in sums[1:]:
             total = total + x
+        total[_ENDS] = once_a_step([x[_ENDS] for x in sums])
         f = total[_F][NET]
         forward, backward = (max((x[high] for x in sums), key=np.sum) for high in (_HIGH_F, _HIGH_B))
         high = forward - f if forward.sum() > f.sum() + backward.sum() else backward
@@ -153,10 +153,28 @@ class Estimates:
         loads = [_loads(sums, t.choices[i], self.library, SCHEDULES[t.choices[i].schedule].folds) for i in t.firsts]
         ranks = [[some[min(at, len(some) - 1)] for some in loads] for at in range(max(map(len, loads)))]
         each = [self._rank(t, _Each.of(mine, t.group, self.library.device), keep) for mine in ranks]
-        return np.max([s for s, _ in each], 0), np.max([p for _, p in each], 0)
+        return self._pipelined(t, each), np.max([rank.peak for rank in each], 0)
 
-    def _rank(self, t: Columns, x: _Each, keep: Keep) -> tuple[Vector, Vector]:
-        """(seconds, bytes at the peak) of a rank with this load, of each choice."""
+    def _pipelined(self, t: Columns, ranks: Sequence[_Rank]) -> Vector:
+        """Seconds of each choice: a rank waits while the others run its first microbatch and its last one. ranks: the
+        first, the fullest of those in the middle, and the last, or as many of these as there are.
+        """
+        end = np.where(t.stages > 1, 1 / t.stages, 0.0)
+        shares = [1 - (len(ranks) > 1) * end] if len(ranks) < 3 else [1 / t.stages, 1 - 1 / t.stages - end]
+        shares += [end] * (len(ranks) > 1)
+        mean = np.sum([share * rank.actions for share, rank in zip(shares, ranks, strict=True)], 0)
+        steps = t.steps(mean, np.max([rank.send for rank in ranks], 0))
+        busy = mean[0] + mean[1]
+        waits = np.maximum(steps - t.microbatches * busy, 0)
+        of_each = []
+        for rank in ranks:
+            own = rank.actions[0] + rank.actions[1]
+            others = np.maximum(t.stages * busy - own, 0) / np.maximum((t.stages - 1) * busy, 1e-30)
+            of_each.append(t.microbatches * own + waits * np.where(t.stages > 1, others, 1) + rank.once)
+        return np.max(of_each, 0)  # type: ignore[no-any-return]
+
+    def _rank(self, t: Columns, x: _Each, keep: Keep) -> _Rank:
+        """Of a rank with this load, of each choice."""
         m, rows = t.microbatches, t.rows
         p, o, g = (KIND[k] for k in ("parameters", "optimizer", "gradients"))
         cast = np.minimum(x.cast, x.resident[:, p])
@@ -185,21 +203,32 @@ class Estimates:
         kinds = state + alive[:, None] * kept + ends
         most = np.maximum(kinds, 0).sum(1) + x.most * rows
         kinds += np.maximum(height, -kept - ends)
+        passing = self._passing(t, x, whole)
+        most += passing
+        kinds[:, g] += passing
         # time
-        f, b = ((v * t.of_rows).sum(1) for v in (x.forward, x.backward))
+        f, b = (np.maximum((v * t.of_rows).sum(1), 0) for v in (x.forward, x.backward))  # bounds may be below
         # with ZeRO weights are there in the dtype of products: no microbatch casts them, nor their gradients
         ends = x.ends.sum(1) - np.where(t.zero > 0, x.casting * casts_kept(keep), 0)
         casting = x.casting * (1 - casts_kept(keep))
         f -= np.where(t.zero > 0, np.minimum(casting, f), 0)
         b -= np.where(t.zero > 0, np.minimum(casting + x.widening, b), 0)
-        # gradients of weights take as long as forward; where they come later, the others are worked out again for them
-        w = b
-        b = b + np.where(t.splits, np.maximum(b - f, 0), 0)
+        # gradients of weights take as long as forward: as many products
+        w = np.minimum(f, b / 2)
         of_step, of_forward, of_backward = self._sums(t, x, whole, np.where(cast > 0, cast, whole), f, b)
-        spent = m * (f + of_forward + b + of_backward) + ends + of_step
-        spent += t.bubbles(f + of_forward, b + of_backward, w + of_backward)
-        spent += 2 * (t.stages - 1) * t.taken("send_recv", x.sent * rows, np.ones(len(rows)))
-        return spent, np.maximum(most, np.maximum(kinds, 0).sum(1))
+        send = t.taken("send_recv", x.sent * rows, np.ones(len(rows)))
+        actions = np.stack([f + of_forward, b + of_backward, b - w, w + of_backward])
+        return _Rank(actions, send, ends + of_step, np.maximum(most, np.maximum(kinds, 0).sum(1)))
+
+    def _passing(self, t: Columns, x: _Each, weights: Vector) -> Vector:
+        """Bytes of buckets that are whole for a moment, in backward, beside what ZeRO shards: two of gradients, one
+        that fills while the one before it is summed; and at ZeRO 3 two of weights, of which one is on its way.
+        """
+        gradients = x.resident[:, KIND["gradients"]]
+        share = np.minimum(2 / np.maximum(t.buckets(x.buckets + x.experts_buckets, gradients), 1), 1)
+        each = (t.zero > 1) & ~t.kept
+        passing: Vector = np.where(each, share * (gradients + np.where(t.zero == 3, weights, 0)), 0)
+        return passing
 
     def _sums(self, t: Columns, x: _Each, weights: Vector, again: Vector, f: Vector, b: Vector) -> tuple[Vector, ...]:
         """Seconds of collectives over the data axes that do not overlap, or of ZeRO's over the sequence's axis: what is
@@ -212,6 +241,8 @@ class Estimates:
         sharded = np.where(t.over_experts, dense, 1.0)
         # each bucket is a collective of its own, which takes a while to begin
         some = t.buckets(x.buckets, grads * dense), t.buckets(x.experts_buckets, grads * experts)
+        # weights that are gathered as they are stored go in buckets of their own
+        some[0][:] += t.per_rank * ((t.zero > 0) & (x.plain > 0) & (x.cast > 0))
         at_once = np.where(t.over_experts, some[0], some[0] + some[1])
 
         def taken(kind: str, nbytes: Vector) -> Vector:
@@ -230,10 +261,16 @@ class Estimates:
 
         slower = 1 - self.library.device.reaches.computing  # what computes beside a collective
 
-        def beside(communicating: Vector, computing: Vector, seen: float = _SEEN) -> Vector:
-            return np.maximum(communicating - computing, (seen + slower * (1 - seen)) * communicating)
+        # of each stage's the first gather and the last sum have nothing beside them
+        ends = t.per_rank / np.maximum(at_once, t.per_rank)
+        seen = np.maximum(ends, _SEEN)
 
-        def in_turn(communicating: Vector, computing: Vector, seen: float = _SEEN) -> Vector:
+        def beside(communicating: Vector, computing: Vector, seen: Vector) -> Vector:
+            left = communicating - computing * (1 - seen)
+            exposed: Vector = np.maximum(left, (seen + slower * (1 - seen)) * communicating)
+            return exposed
+
+        def in_turn(communicating: Vector, computing: Vector, seen: Vector) -> Vector:
             """One bucket at a time. Of those that are used together each hides behind no more than is computed from one
             bucket to the next; others take as long as the products with them, in proportion.
             """
@@ -242,13 +279,17 @@ class Estimates:
             return beside(apart, computing, seen) + beside(together, computing * x.together_buckets, seen)
 
         each = (t.zero == 3) & ~t.kept
-        scattered = in_turn(scatter, b, seen=0)
-        forward = np.where(each, in_turn(gather, f), 0)
-        backward = np.where(each, in_turn(regather + scatter, b), np.where(t.zero == 2, scattered, 0))
+        scattered = in_turn(scatter, b, ends)
+        forward = np.where(each, in_turn(gather, f, seen), 0)
+        backward = np.where(each, in_turn(regather + scatter, b, seen), np.where(t.zero == 2, scattered, 0))
         all_sums = np.where(each, regather + summed, summed)
         last = np.where(t.zero == 0, 0, np.where(each, backward, scattered))
-        last = np.maximum(beside(all_sums, b, seen=0), last) - backward
-        once = np.where((t.zero > 0) & ~each, beside(gather, f), 0)
+        last = np.maximum(beside(all_sums, b, ends), last) - backward
+        once = np.where((t.zero > 0) & ~each, beside(gather, f, seen), 0)
+        # one stage of a pipeline after the other waits for them: but not for the last bucket, nor for the last
+        # update's, nor for sums that are waited for after backward
+        once *= np.where(t.kept, t.stages, 1)
+        last *= np.where(t.zero > 1, 1 + (t.stages - 1) * (1 - 1 / np.maximum(at_once, 1)), 1)
         return once + last, forward, backward
 
     def columns(self, choices: Sequence[Choice]) -> Columns:
@@ -293,6 +334,17 @@ def _summed_over(c: Choice) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str
     return shards if c.zero else (), (*outer, *ep), outer if c.ep > 1 and not c.over_experts else ()
 
 
+class _Rank(NamedTuple):
+    """What a rank takes, of each choice. actions: seconds of F, B, I and W of a microbatch, on all its stages; send: of
+    what it sends to the next; once: once a step. peak: bytes.
+    """
+
+    actions: Vector
+    send: Vector
+    once: Vector
+    peak: Vector
+
+
 class _Each(NamedTuple):
     """The loads of a rank, one for each choice. kept: bytes, of which `end` are those that only a model's last stage
     keeps. cast: bytes of weights in the dtype of products; plain: of those that are used as they are stored; experts:
@@ -326,7 +378,7 @@ class _Each(NamedTuple):
         """loads: of each group of choices."""
         totals, heights, most, ends, sent, weights, places = (np.array(x) for x in zip(*loads, strict=True))
         resident, f, b = totals[:, _RESIDENT], totals[:, _F], totals[:, _B]
-        casts, copies, plain, experts, buckets, experts_buckets, together, together_buckets = weights.T
+        casts, copies, plain, experts, buckets, experts_buckets, together, together_buckets, _ = weights.T
         parameters = resident[:, KIND["parameters"]]
         parameters = np.where(parameters == 0, 1.0, parameters)
         each = _Each(
@@ -368,12 +420,8 @@ def _of_casts(device: Device, nbytes: float, copies: float) -> tuple[float, floa
 
 
 def _by_rows(v: Vector) -> Vector:
-    """Seconds of parts of a microbatch: in which they wait for collectives, what each row adds, and what these take
-    however many rows there are; and in which they compute, with each number of ROWS.
-    """
-    waiting, fixed = (v[:, columns][:, HERE:].sum(1) for columns in (CAUSES, FIXED))
-    computed = (v[:, CAUSES][:, :HERE].sum(1), *(v[:, columns].sum(1) for columns in AT))
-    return np.stack([waiting - fixed, fixed, *computed], 1)
+    """Seconds of parts of a microbatch with each number of ROWS."""
+    return np.stack([v[:, columns].sum(1) for columns in (CAUSES, *AT)], 1)
 
 
 @dataclass

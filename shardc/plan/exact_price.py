@@ -19,7 +19,7 @@ import numpy as np
 from shardc.cost.collective_seconds import collective_seconds
 from shardc.cost.recorded import parts
 from shardc.ir.layers import layer_of
-from shardc.plan.dry_runs import Library, Stages
+from shardc.plan.dry_runs import Library, Stages, fill
 from shardc.plan.records import spec_text
 from shardc.plan.reserved_bytes import Few, outside, reserved
 from shardc.plan.stage_vectors import (
@@ -30,6 +30,7 @@ from shardc.plan.stage_vectors import (
     HIGH,
     NET,
     SENT,
+    STAYING,
     WHAT,
     Meter,
     Stage,
@@ -42,6 +43,8 @@ from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Costs, Schedule
 from shardc.spec import Spec
 
+#: Of causes of time: waiting for other stages.
+_STAGES = WHAT.index("pp")
 #: Parts of a step outside of microbatches.
 ENDS = ("before", "REDUCE", "STEP", "after", "update")
 
@@ -107,19 +110,37 @@ def _price(library: Library, spec: Spec, batch: int) -> Priced:
     side_by_side = spec.lower is not None and spec.lower.overlap != "none"  # a pair costs what its text takes
     if side_by_side or not library.records.treats_layers_alike(spec):
         return _whole(library, spec, batch)
-    p = spec.pipeline
+    p, bucket = spec.pipeline, _bucket(spec) if _summing(spec) > 1 else 0.0
     if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)
-        stage, few = library.alone(less, rows)
+        stage, few = library.alone(less, rows, bucket)
         return _composed(library, spec, batch, [stage], few, schedules.alone(each), ())
     pairs = p.schedule in schedules.SCHEDULES and schedules.SCHEDULES[p.schedule].pairs and spec.lower is not None
     if layers is None or p.schedule not in schedules.SCHEDULES or pairs:  # a pair costs what its text takes
         return _whole(library, spec, batch)
     stages = library.pipelined(less, rows, p.axis)
     counts = counted(spec, stages, layers.number)
+    middle, two = stages.weights[1].trained, stages.ranks["two"].weights.trained
+    times = fill(bucket, two - middle)
+    if 1 < times < max(counts) / layers.period:  # else it fills none
+        if library.number is None and library.short(times):
+            return _whole(library, spec, batch, counts)
+        if not library.short(times):
+            stages = library.pipelined(less, rows, p.axis, times)
     schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=each)
     costs = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
     return _composed(library, spec, batch, costs, stages.few(counts), schedule, counts)
+
+
+def _summing(spec: Spec) -> int:
+    """How many ranks sum gradients."""
+    of = roles(spec)
+    return math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))
+
+
+def _bucket(spec: Spec) -> float:
+    """Bytes of gradients that are summed at once."""
+    return spec.data.bucket_bytes(_summing(spec))
 
 
 def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
@@ -200,7 +221,7 @@ def _composed(
     for rank in range(schedule.ranks):
         mine = schedule.stages_of(rank)
         peaks.append(_memory([stages[s] for s in mine], {s: stages[s] for s in mine}, schedule, rank))
-        ends.append(np.sum([part_of(stages[s], kind, "")[CAUSES] for s in mine for kind in ENDS], 0))
+        ends.append(once_a_step([np.sum([part_of(stages[s], k, "")[CAUSES] for k in ENDS], 0) for s in mine]))
     fullest = max(range(len(peaks)), key=lambda r: peaks[r].sum())
     each = [
         np.sum([_all(stages[s], schedule.microbatches) for s in schedule.stages_of(r)], 0)
@@ -218,14 +239,8 @@ def _composed(
             transfer[s, s + 1] = collective_seconds(
                 library.device, "send_recv", float(part_of(stages[s], "SEND_F", "middle")[SENT]), (pair[0], pair[1])
             )
-        late = (
-            part_of(stages[0], "F", "first")[CAUSES].sum() - part_of(stages[0], "F", "middle")[CAUSES].sum()
-        )  # for the last update's gathers
-        step = (
-            max(float(late), 0.0)
-            + schedules.timeline(schedule, costs(stages, transfer)).end
-            + max(float(e.sum()) for e in ends)
-        )
+        each_costs = costs(stages, transfer, schedule, ahead=spec.data.gathers_ahead)
+        step = schedules.timeline(schedule, each_costs).end + max(float(e.sum()) for e in ends)
     spent = dict(zip(WHAT, map(float, whole[slow]), strict=True))
     spent["bubble"] = max(step - sum(spent.values()), 0.0)
     by = dict(zip(BYTES, map(float, peaks[fullest]), strict=True))
@@ -237,11 +252,17 @@ def _composed(
     known = library.records.reserved  # however fast a device is
     key = spec_text(spec), batch, library.sequence, library.number, counts, library.device.kind, room, *live
     if key not in known:
-        of = roles(spec)
-        ranks = math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))
-        some = few._replace(bucket=spec.data.bucket_bytes(ranks))
-        known[key] = reserved(library.device, some, schedule, live, room)
+        known[key] = reserved(library.device, few._replace(bucket=_bucket(spec)), schedule, live, room)
     return Priced(batch, step, kinds, spent, known[key], beside, fullest, counts, flops=float(each[slow][FLOPS]))
+
+
+def once_a_step(ends: Sequence[Vector]) -> Vector:
+    """Seconds by cause of what a rank does once a step; ends: of each of its stages. For other stages it waits once,
+    however many stages it has: they hand on one loss.
+    """
+    spent: Vector = np.sum(ends, 0)
+    spent[_STAGES] = max(float(e[_STAGES]) for e in ends)
+    return spent
 
 
 def _all(s: Stage, microbatches: int) -> Vector:
@@ -255,13 +276,33 @@ def computing(s: Stage) -> tuple[str, ...]:
     return ("F", "I", "W") if any(k == "I" for k, _ in s) else ("F", "B")
 
 
-def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float]) -> Costs:
-    def of(*kinds: str) -> tuple[float, ...]:
-        return tuple(
-            float(sum(part_of(s, k, "middle")[CAUSES].sum() for k in kinds if k in computing(s))) for s in stages
-        )
+def costs(
+    stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], schedule: Schedule, *, ahead: bool
+) -> Costs:
+    """Of a schedule's actions: of microbatches between the first and the last, of these two, and when ranks begin.
+    ahead: what a first forward waits for beyond others was begun with the last update, on all ranks: a rank's first
+    stage waits for it, and others find it there.
+    """
 
-    return Costs(of("F"), of("B", "I"), of("W"), transfer)
+    def seconds(s: Stage, kind: str, which: str) -> float:
+        return float(part_of(s, kind, which)[CAUSES].sum())
+
+    def of(*kinds: str) -> tuple[float, ...]:
+        return tuple(sum(seconds(s, k, "middle") for k in kinds if k in computing(s)) for s in stages)
+
+    single = {}
+    for i, s in enumerate(stages):
+        for kind in ("F", "B", "I", "W"):
+            whole = kind in computing(s) or kind == "B"
+            for which, m in (("last", schedule.microbatches - 1), ("first", 0)) if whole else ():
+                single[kind, i, m] = seconds(s, kind, which)
+    begin = [0.0] * schedule.ranks
+    for i, s in enumerate(stages) if ahead and schedule.microbatches > 1 else ():
+        waits = [float(part_of(s, "F", which)[CAUSES][HERE:].sum()) for which in ("first", "middle")]
+        late, rank = max(waits[0] - waits[1], 0.0), schedule.placement[i]
+        single["F", i, 0] -= late
+        begin[rank] = begin[rank] or late
+    return Costs(of("F"), of("B", "I"), of("W"), transfer, single=single, begin=begin)
 
 
 def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, rank: int) -> Any:
@@ -277,7 +318,7 @@ def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, 
             continue
         which = "first" if a.microbatch == 0 else "last" if a.microbatch == schedule.microbatches - 1 else "middle"
         v = part_of(by[a.stage], a.kind, which if a.microbatch >= 0 else "")
-        best = max(best, live + v[HIGH], live + v[NET], key=_bytes)
+        best = max(best, live + v[HIGH], live + v[STAYING], live + v[NET], key=_bytes)
         live = live + v[NET]
     for kind in ("after", "update"):
         for s in mine:
@@ -290,10 +331,15 @@ def _bytes(v: Vector) -> float:
     return float(v.sum())
 
 
-def _whole(library: Library, spec: Spec, batch: int) -> Priced:
-    """A spec whose program is compiled as it is, with a dry run of each of its ranks."""
+def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = ()) -> Priced:
+    """A spec whose program is compiled as it is, with a dry run of each of its ranks. counts: of layers of its stages,
+    which it leaves open.
+    """
     from shardc.cost.step import assemble  # needs the passes, as does what it prices
 
+    if counts:
+        p = {k: v for k, v in spec.to_dict()["pipeline"].items() if k not in ("stages", "cut")}
+        spec = Spec.load({**spec.to_dict(), "mesh": dict(spec.mesh.axes), "pipeline": {**p, "balance": counts}})
     program, each = library.records.compiled.whole(spec, batch, library.sequence)
     schedule = schedules.of(program)
     cost = assemble(program, schedule, each, library.device)
@@ -308,4 +354,4 @@ def _whole(library: Library, spec: Spec, batch: int) -> Priced:
     peak = max(cost.ranks, key=lambda r: r.memory.peak)
     flops = cost.ranks[spent.index(most)].flops
     kinds, taken = dict(peak.memory.kinds), (float(cost.reserved), float(cost.outside))
-    return Priced(batch, cost.step_seconds, kinds, shown, *taken, peak.at, flops=float(flops))
+    return Priced(batch, cost.step_seconds, kinds, shown, *taken, peak.at, counts, flops=float(flops))

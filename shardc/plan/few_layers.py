@@ -44,7 +44,8 @@ class Subject:
     batch: Any
     loss: Loss | None = None
     layers: Layers | None = None
-    _short: nn.Module | None = None
+    _short: dict[int, nn.Module] = field(default_factory=dict)
+    _counts: bool = False
     _captured: dict[tuple[int, int | None, int | None], Program] = field(default_factory=dict)
 
     @classmethod
@@ -54,7 +55,6 @@ class Subject:
         if layers is not None:
             name, first, period, number = layers
             subject.layers = Layers(name, number, first, period)
-            subject._short = _shortened(model, name, first + UNITS * period)
         return subject
 
     def match_layers_alike(self, patterns: Set[str]) -> bool:
@@ -107,18 +107,24 @@ class Subject:
     def _capture(self, rows: int, units: int | None, sequence: int | None) -> Program:
         if units is None or self.layers is None:
             return capture(self.model, self.example(rows, sequence), loss=self.loss, prove=False)
+        count = self.layers.first + units * self.layers.period
         if units < UNITS:
-            return with_layers(self.captured(rows, UNITS, sequence), self.layers.first + units * self.layers.period)
-        if self._short is not None:
+            return with_layers(self.captured(rows, UNITS, sequence), count)
+        if not self._counts:
             try:
-                return capture(self._short, self.example(rows, sequence), loss=self.loss, prove=False)
+                return capture(self.model_of(units), self.example(rows, sequence), loss=self.loss, prove=False)
             except ShardcError:
-                self._short = None  # its forward counts the layers
-        return with_layers(self.captured(rows, None, sequence), self.layers.first + UNITS * self.layers.period)
+                self._counts = True  # its forward counts the layers
+        return with_layers(self.captured(rows, None, sequence), count)
 
     def model_of(self, units: int | None) -> nn.Module:
         """The module to pass to compile: its plan and name are the model's."""
-        return self._short if units is not None and self._short is not None else self.model
+        if units is None or self.layers is None or self._counts:
+            return self.model
+        keep = self.layers.first + max(units, UNITS) * self.layers.period
+        if keep not in self._short:
+            self._short[keep] = _shortened(self.model, self.layers.name, keep)
+        return self._short[keep]
 
 
 def facts(subject: Subject) -> Facts:

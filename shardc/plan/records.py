@@ -34,7 +34,7 @@ class Weights(NamedTuple):
     stored, as an embedding's table; experts: of the parameters that are experts', spread over an axis of theirs.
     buckets, experts_buckets: into how many buckets of the smallest size they go, of what is not experts', and of what
     is; what fills a part of one counts as that. together: bytes of those that one op uses with others, each in buckets
-    of its own, as experts' are; together_buckets: how many these are.
+    of its own, as experts' are; together_buckets: how many these are. trained: bytes of those that get gradients.
     """
 
     casts: float = 0.0
@@ -45,6 +45,7 @@ class Weights(NamedTuple):
     experts_buckets: float = 0.0
     together: float = 0.0
     together_buckets: float = 0.0
+    trained: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,17 @@ SURE = slice(_S + 18, _S + 26)
 #: Seconds of products at least, whatever their shapes, and of ops without products; but of those alone that take longer
 #: than to be run at all.
 PRODUCTS, MOVED = _S + 26, _S + 27
-#: Microbatches of so many rows: what a part computes then, by the first causes of WHAT. Between two of them it is taken
-#: to lie on a line. What waits for a collective grows with rows, but for what is FIXED.
+#: Microbatches of so many rows: what a part computes then, by the first causes of WHAT, and how long it waits for
+#: collectives, which may hide behind a late host with few rows and not with many. Between two of them it is taken to
+#: lie on a line.
 ROWS = (1, 4, 16, 64)
 HERE = 3
-AT = tuple(slice(_S + 28 + HERE * i, _S + 28 + HERE * (i + 1)) for i in range(len(ROWS) - 1))
-WIDTH = AT[-1].stop
+_EACH = HERE + 1
+AT = tuple(slice(_S + 28 + _EACH * i, _S + 28 + _EACH * (i + 1)) for i in range(len(ROWS) - 1))
+#: Bytes at the moment when most is there but for temporaries, as gradients of all layers: with many layers it may be
+#: the highest, where HIGH is another one in few.
+STAYING = slice(AT[-1].stop, AT[-1].stop + N)
+WIDTH = STAYING.stop
 #: What a rank does in a second: products, memory traffic, starting small ops, waiting for the collectives of an axis.
 WHAT = ("compute", "memory", "launch", "tp", "cp", "ep", "dp", "pp")
 #: What the first microbatch leaves for the others: gradients, weights that were cast, those that are kept gathered.
@@ -242,7 +247,7 @@ def memory(part: Part) -> Vector:
     """The columns of memory, flops and sends."""
     v = np.zeros(WIDTH)
     net, total, best, growing, most = [0] * N, 0, 0, 0, 0
-    high = net.copy()
+    high, staying, stays, at_most = net.copy(), net.copy(), 0, (0, 0)
     for sign, storage in part.changes:
         if storage.kind not in KINDS:  # outside of the device
             continue
@@ -253,7 +258,10 @@ def memory(part: Part) -> Vector:
         most = max(most, growing)
         if total > best:
             best, high = total, net.copy()
-    v[NET], v[HIGH], v[MOST] = net, high, most
+        stays += sign * storage.nbytes if storage.kind != "temporaries" else 0
+        if (stays, total) > at_most:
+            at_most, staying = (stays, total), net.copy()
+    v[NET], v[HIGH], v[MOST], v[STAYING] = net, high, most, staying
     v[FLOPS] = part.flops
     v[SENT] = sum(r.bytes for r in part.sent if r.kind == "send_recv")
     return v
@@ -286,12 +294,13 @@ def stage(r: DryRun, clock: Meter) -> Stage:
 
 
 def _of_more_rows(vectors: Stage, r: DryRun, clock: Meter) -> None:
-    """Write down what the parts of microbatches compute with more rows."""
+    """Write down how long the parts of microbatches compute and wait with more rows."""
     for rows, columns in zip(ROWS[1:], AT, strict=True):
         more = clock.of_rows(rows)
         for key, part in _parts(r):
             if key[1]:
-                vectors[key][columns] = _seconds(part, more)[:HERE]
+                seconds = _seconds(part, more)[: len(WHAT)]
+                vectors[key][columns] = [*seconds[:HERE], seconds[HERE:].sum()]
 
 
 def _microbatches(r: DryRun) -> list[int]:
@@ -350,8 +359,9 @@ def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
 def then(a: Vector, b: Vector) -> Vector:
     """One part after another. Its highest moment is the first's, or the second's above what the first leaves."""
     both = a + b
-    after = a[NET] + b[HIGH]
-    both[HIGH] = a[HIGH] if a[HIGH].sum() >= after.sum() else after
+    for moment in (HIGH, STAYING):
+        after = a[NET] + b[moment]
+        both[moment] = a[moment] if a[moment].sum() >= after.sum() else after
     both[MOST] = max(a[MOST], a[NET][GROW].sum() + b[MOST])
     return both
 
@@ -385,9 +395,7 @@ def typical(s: Stage, kind: str) -> Vector:
         return part_of(s, kind, "middle")
     found = part_of(s, kind, "first").copy()
     last = part_of(s, kind, "last")
-    for columns in (CAUSES, FIXED):
+    for columns in (CAUSES, FIXED, *AT):
         found[columns][:HERE] = last[columns][:HERE]
-    for columns in AT:
-        found[columns] = last[columns]
     found[[PRODUCTS, MOVED]] = last[[PRODUCTS, MOVED]]
     return found

@@ -40,6 +40,8 @@ from shardc.spec import Spec
 from tests import zoo
 
 H100 = device("h100-80g")
+#: Collectives begin after half a millisecond.
+SLOW_LINKS = H100.model_copy(update={"within": H100.within.model_copy(update={"start": 5e-4})})
 FILE = """
 import torch
 from torch import nn
@@ -124,7 +126,7 @@ def stacked() -> Planner:
 def blocks() -> Plan:
     """Of few ops: a plan on two devices."""
     model, batch = stack(2)
-    return shardc.plan(model, batch, devices=2, largest="batch", fewest=True)
+    return shardc.plan(model, batch, devices=2, device=SLOW_LINKS, largest="batch", fewest=True)
 
 
 # --- prices
@@ -157,6 +159,55 @@ def test_a_price_from_few_layers_is_that_of_the_whole_program(c: Choice) -> None
     assert found.seconds == pytest.approx(whole.step_seconds, rel=near)
     assert found.peak == pytest.approx(whole.memory.peak, rel=0.05)
     assert sum(found.spent.values()) == pytest.approx(found.seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        Choice(pp=2, dp=2, zero=2, rows=2, microbatches=4, schedule="interleaved", per_rank=3),
+        Choice(pp=2, dp=2, zero=3, kept=True, rows=2, microbatches=4, schedule="gpipe"),
+        Choice(pp=2, rows=2, microbatches=1, schedule="interleaved", per_rank=2),
+    ],
+    ids=str,
+)
+def test_a_price_knows_what_is_waited_for_once_a_step(c: Choice) -> None:
+    """Collectives take long to begin here: gathers before the first microbatch, sums of the last one, and the loss,
+    which a rank hands on once, however many stages it has. (A stage's last sum is waited for by the rank's next stage,
+    which a stage that was run alone does not show.)
+    """
+    slow = H100.model_copy(
+        update={"within": H100.within.model_copy(update={"latency": 1e-4, "start": 3e-4}), "host": 0.0}
+    )
+    q = elsewhere(stacked(), slow)
+    found = price(q.library, Spec.load(spec(c, q.template)), c.batch)
+    asked = spec(c, q.template, found.counts)
+    whole = shardc.compile(stack()[0], q.source.subject.example(c.batch), asked, prove=False).cost(slow)
+    assert found.seconds == pytest.approx(whole.step_seconds, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("layers", "c"),
+    [
+        (9, Choice(dp=2, zero=3, rows=2, microbatches=2, checkpoint="full")),
+        (9, Choice(pp=2, dp=2, zero=2, rows=2, microbatches=4, schedule="1f1b")),
+        (28, Choice(dp=4, zero=2, rows=2, microbatches=2)),
+        (28, Choice(pp=2, dp=2, zero=3, rows=2, microbatches=2, schedule="1f1b")),
+    ],
+    ids=str,
+)
+def test_a_price_where_a_bucket_holds_several_layers(layers: int, c: Choice) -> None:
+    """Two layers and three lie in one bucket, whose collective nothing hides: many are many buckets."""
+    model, batch = stack(layers)
+    q = planner(model, batch, H100.model_copy(update={"host": 0.0, "launch": 0.0}))
+    given = spec(c, q.template)
+    given["data"]["bucket_mb"] = 0.4  # a layer has 0.13 MB
+    found = price(q.library, Spec.load(given), c.batch)
+    if found.counts:
+        given["pipeline"] = {**{k: v for k, v in given["pipeline"].items() if k != "stages"}, "balance": found.counts}
+    whole = shardc.compile(model, q.source.subject.example(c.batch), given, prove=False).cost(q.device)
+    near = 1e-6 if layers < 24 else 0.1  # buckets are not quite three layers
+    assert found.seconds == pytest.approx(whole.step_seconds, rel=near)
+    assert found.peak == pytest.approx(whole.memory.peak, rel=near)
 
 
 @functools.cache
@@ -247,13 +298,13 @@ def test_a_pipeline_inside_of_nodes_sends_gradients_between_them() -> None:
 
 
 def test_the_best_candidate_costs_what_its_spec_does() -> None:
-    """And so does the best of both devices. A step of so few small ops is none the faster for two, so the best leaves
-    one idle, and says so.
+    """And so does the best of both devices. A step of so few small ops is none the faster for two that take long to
+    send, so the best leaves one idle, and says so.
     """
     best, model, batch = blocks().best, *stack(2)
     of_both = next(c for c in blocks().candidates if c.devices == 2)
     for c in (best, of_both):
-        whole = shardc.compile(model, batch, c.spec, prove=False).cost(H100)
+        whole = shardc.compile(model, batch, c.spec, prove=False).cost(SLOW_LINKS)
         assert c.step_seconds == pytest.approx(whole.step_seconds, rel=0.03)
         assert c.peak == pytest.approx(whole.memory.peak, rel=0.03)
         assert c.fits
@@ -571,6 +622,30 @@ def test_estimates_lie_near_exact_prices() -> None:
         rough, exact = q.finder.estimates(c), price(q.library, Spec.load(spec(c, q.template)), c.batch)
         assert rough.seconds == pytest.approx(exact.seconds, rel=0.3)
         assert rough.peak == pytest.approx(exact.peak, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        Choice(tp=2, sequence_parallel=True, rows=16, microbatches=1),
+        Choice(tp=4, sequence_parallel=True, rows=4, microbatches=4, checkpoint="full"),
+        Choice(pp=2, rows=4, microbatches=1, schedule="zb-h1"),
+        Choice(pp=2, rows=2, microbatches=4, schedule="interleaved", per_rank=3),
+        Choice(dp=2, zero=3, rows=4, microbatches=2),
+        Choice(dp=2, zero=2, rows=4, microbatches=2),
+    ],
+    ids=str,
+)
+def test_estimates_over_slow_links_lie_near_exact_prices(c: Choice) -> None:
+    """A row waits for nothing where the host is late, and several do; each stage of a rank sends; nothing hides the
+    only bucket (where the host takes no time: that it hides behind what is waited for estimates do not know).
+    """
+    slow = H100.within.model_copy(update={"bandwidth": H100.within.bandwidth / 500, "latency": 1e-4})
+    host = 0.0 if c.dp > 1 else H100.host
+    q = elsewhere(stacked(), H100.model_copy(update={"within": slow, "launch": 0.0, "host": host}))
+    rough, exact = q.finder.estimates(c), price(q.library, Spec.load(spec(c, q.template)), c.batch)
+    assert rough.seconds == pytest.approx(exact.seconds, rel=0.2)
+    assert rough.peak == pytest.approx(exact.peak, rel=0.25)
 
 
 class Attends(nn.Module):
