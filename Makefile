@@ -1,7 +1,7 @@
 # make train | documents | generate | adapters | sequences | test | gpu | fuzz | graphs | hostile | faults | lowered | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
-# More than two cores: tests that wait for processes leave time to others.
-JOBS ?= 3
+# Twice as many as two cores: tests that wait for processes leave time to others.
+JOBS ?= 4
 BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1

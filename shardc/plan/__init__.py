@@ -11,6 +11,8 @@ traces          dry runs as JSON                            disk_cache      file
 fingerprint     whether a model is the same as before       installed       whether all around it is, too
 estimate        a first price of every choice               exact_price     an exact price of one
 columns         thousands of choices as columns for it      reserved_bytes  what the allocator takes for it
+rank_loads      what a rank does and holds, for it
+data_sums       what sums and gathers take, for it
 longest_paths   how long a pipeline takes, for it
 headroom        how much of a device's memory it may take
 growing_blocks  blocks that are larger with more layers

@@ -6,14 +6,15 @@
                                                  keeps no more (shardc.plan.space.LESS)
     experts are on more ranks                    what moves of their weights becomes less, nothing else
 
-Latencies and the start of small ops become no less by splitting. Many others may be known: each gives a bound, and of
-each number the highest counts. Bounds are as good as estimates are: how layers are distributed over stages, and what
-starts while others are waited for, differs from split to split, so what is near the best is run too
-(shardc.plan.frontier.NEAR).
+Of what is computed again the share is that of other splits which were run both ways (Again). Latencies and the start of
+small ops become no less by splitting. Many others may be known: each gives a bound, and of each number the highest
+counts. Bounds are as good as estimates are: how layers are distributed over stages, and what starts while others are
+waited for, differs from split to split, so what is near the best is run too (shardc.plan.frontier.NEAR).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ from shardc.plan.stage_vectors import (
     PRODUCTS,
     ROWS,
     SENT,
+    STILL_MOVED,
     SURE,
     WHAT,
     Stage,
@@ -65,8 +67,13 @@ def relatives(core: Core, known: Mapping[Core, Stages]) -> tuple[Core, ...]:
     that keeps less, none, or with everything recomputed; of a share of what is kept with these two alone, as it follows
     from them. One says most of products, another one of what is sent.
     """
+    return tuple(k for k in rests_on(core, known) if _comparable(k, core))
+
+
+def rests_on(core: Core, known: Mapping[Core, Stages]) -> tuple[Core, ...]:
+    """Its relatives, and those that tell how much of what these do is less here: see Moved and Again."""
     alike = {core.checkpoint, LESS.get(core.checkpoint)} if budget(core.checkpoint) is None else set[str | None]()
-    return tuple(k for k in known if k.checkpoint in {*alike, "none", "full"} and _comparable(k, core))
+    return tuple(k for k in known if k.checkpoint in {*alike, "none", "full"})
 
 
 def _comparable(near: Core, core: Core) -> bool:
@@ -82,7 +89,7 @@ def optimistic(core: Core, others: Mapping[Core, Stages], known: Mapping[Core, S
     between as many ranks as this one's. Of each number the highest bound counts.
     """
     bounds = [
-        _bound(core, near, replace(stages, least=True), Moved.of(near, known), device)
+        _bound(core, near, replace(stages, least=True), Moved.of(near, known), Again.of(core, near, known), device)
         for near, stages in others.items()
     ]
     a, b, c = (Weights(*map(max, zip(*some, strict=True))) for some in zip(*(x.weights for x in bounds), strict=True))
@@ -104,7 +111,7 @@ def highest_bound(some: Sequence[Stage]) -> Stage:
     """
     each = {key: [s[key] for s in some if key in s] for key in {k: None for s in some for k in s}}
     highest: Stage = {key: np.max(vectors, 0) for key, vectors in each.items()}
-    mixed = {key: _mixed(vectors) for key, vectors in each.items()}
+    mixed = {key: _mixed(vectors, computes=key[0] in _COMPUTING) for key, vectors in each.items()}
 
     def seconds(s: Stage) -> float:
         """Of a microbatch like most: the last one sums gradients, too, once a step."""
@@ -122,9 +129,12 @@ def highest_bound(some: Sequence[Stage]) -> Stage:
     return highest
 
 
-def _mixed(some: Sequence[Vector]) -> Vector:
+def _mixed(some: Sequence[Vector], *, computes: bool) -> Vector:
     """Of one part, the most that one of these computes, and the most that one waits, however much it computes."""
     found: Vector = max(some, key=lambda v: float(v[CAUSES][_HERE].sum())).copy()
+    if computes:  # the products of one, and what another one moves
+        found[[PRODUCTS, MOVED]] = np.max([v[[PRODUCTS, MOVED]] for v in some], 0)
+        _at_least(found, found[PRODUCTS], found[MOVED])
     found[CAUSES][_LAUNCH] = found[FIXED][_LAUNCH] = 0.0  # while it waits for others, the host gets ahead
     for i in range(_LAUNCH + 1, len(WHAT)):
         surest = max(some, key=lambda v: float(v[SURE][i]))
@@ -177,15 +187,59 @@ class Moved(NamedTuple):
 
 
 def _moved(stages: Stages, where: str, kind: str, which: str) -> float:
+    return float(_part(stages, where, kind, which)[MOVED])
+
+
+def _part(stages: Stages, where: str, kind: str, which: str) -> Vector:
+    """Of a stage, or of a layer, the difference of two."""
     if where == "layer":
-        return _moved(stages, "two", kind, which) - _moved(stages, "one", kind, which)
-    return float(part_of(getattr(stages, where), kind, which)[MOVED])
+        return _part(stages, "two", kind, which) - _part(stages, "one", kind, which)
+    return part_of(getattr(stages, where), kind, which)
 
 
-def _bound(core: Core, near: Core, stages: Stages, moved: Moved | None, device: Device) -> Stages:
+class Again(NamedTuple):
+    """How many times what a split computes it does where other things are computed again: as other splits do, which
+    were run both ways.
+
+        tp=8         everything 52 ms, products kept 41 ms
+        tp=4, cp=2   everything 57 ms, so products kept about 45 ms
+
+    both: of each of these, (as the one that is bounded does, as the one that was run does). They spread experts alike,
+    and split a row into no more parts: ops of smaller parts may take no longer than their start. less: it computes less
+    again; more of it says how many products that are, but not what else is, as that hangs on how it is split.
+    """
+
+    both: tuple[tuple[Stages, Stages], ...]
+    less: bool
+
+    @staticmethod
+    def of(core: Core, near: Core, known: Mapping[Core, Stages]) -> Again | None:
+        if core.checkpoint == near.checkpoint:
+            return None
+        alike = (k for k in known if k.checkpoint == core.checkpoint and k.ep == core.ep)
+        parts = (k for k in alike if k.tp * k.cp <= core.tp * core.cp)
+        pairs = ((known[k], known.get(k._replace(checkpoint=near.checkpoint))) for k in parts)
+        both = tuple((mine, other) for mine, other in pairs if other is not None)
+        return Again(both, near.checkpoint != "none") if both else None
+
+    def at_least(self, x: Vector, v: Vector, where: str, key: tuple[str, str]) -> None:
+        """Of a part: v, of the one that was run; x, a bound, which becomes no lower."""
+        each = [(_part(mine, where, *key), _part(other, where, *key)) for mine, other in self.both]
+
+        def times(column: int) -> float:
+            return float(min(mine[column] / other[column] if other[column] > 0 else 0.0 for mine, other in each))
+
+        for column in (PRODUCTS, MOVED) if self.less else (PRODUCTS,):
+            x[column] = max(x[column], v[column] * times(column))
+        if self.less:
+            for columns, i in itertools.product((CAUSES, *AT), range(_HERE.stop)):
+                x[columns][i] = max(x[columns][i], v[columns][i] * times(columns.start + i))
+
+
+def _bound(core: Core, near: Core, stages: Stages, moved: Moved | None, again: Again | None, device: Device) -> Stages:
     """What follows from one that was run. A layer, the difference of two stages, is no stage, but as linear."""
     bandwidth = device.bandwidth * device.reaches.bandwidth
-    shares = _Shares.of(*(min(a / b, 1.0) for a, b in zip(near[:3], core[:3], strict=True)))
+    shares = _Shares(*(min(a / b, 1.0) for a, b in zip(near[:3], core[:3], strict=True)))
     # what keeps copies of weights makes them once a step
     once = max(casts_kept(core.checkpoint) - casts_kept(near.checkpoint), 0.0)
 
@@ -196,7 +250,11 @@ def _bound(core: Core, near: Core, stages: Stages, moved: Moved | None, device: 
                 s = {**s, ("F", "first"): part_of(s, "F", "last")}  # without copies that are made once a step
             casts, copies, *_ = stages.weights[i]
             seconds = _Casts(once * _CAST * casts / bandwidth, once * copies * (device.launch + device.host))
-            s = _least(s, near.checkpoint != "none", seconds)
+            least = _least(s, near.checkpoint != "none", seconds)
+            if again is not None:
+                for key in (key for key in s if key[0] in _COMPUTING):
+                    again.at_least(least[key], s[key], where, key)
+            s = least
         return _scaled(s, shares, partial(moved.seconds, where) if moved is not None else None)
 
     def left(w: Weights) -> Weights:
@@ -223,20 +281,46 @@ class _Casts(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """What is left of a rank's work, of its weights, of its highest moments, and of the seconds by cause (WHAT)."""
+    """What is left of a rank's part of the axes of tensors, experts and sequences: 1/2 where twice as many ranks have
+    it.
+    """
 
-    work: float
-    weights: float
-    highest: float
-    causes: Vector
+    tp: float
+    ep: float
+    cp: float
 
-    @staticmethod
-    def of(tp: float, ep: float, cp: float) -> _Shares:
-        work, weights = tp * cp, tp * ep
-        # experts on more ranks: each product has more rows, and reads fewer weights
-        of = {"compute": work * ep, "memory": work * ep, "tp": cp, "cp": tp}
-        # (tp hands on whole tokens, of a part of the sequence; a ring whole sequences, of a part of the heads)
-        return _Shares(work, weights, work * ep, np.array([of.get(w, work) for w in WHAT]))
+    @property
+    def work(self) -> float:
+        return self.tp * self.cp
+
+    @property
+    def weights(self) -> float:
+        return self.tp * self.ep
+
+    @property
+    def highest(self) -> float:
+        """Of the highest moments."""
+        return self.work * self.ep
+
+    @property
+    def causes(self) -> Vector:
+        """Of the seconds by cause (WHAT): experts on more ranks mean that each product has more rows, and reads fewer
+        weights; tp hands on whole tokens, of a part of the sequence; a ring whole sequences, of a part of the heads.
+        """
+        work = self.work
+        of = {"compute": work * self.ep, "memory": work * self.ep, "tp": self.cp, "cp": self.tp}
+        return np.array([of.get(w, work) for w in WHAT])
+
+    def moved(self, v: Vector, of_experts: float) -> float:
+        """Of MOVED, at least: what does not grow with rows is of weights, and no less where the sequence is split; if
+        it is of experts it is less where these are on more ranks. of_experts: as much at most.
+        """
+
+        def left(mine: float) -> float:
+            of_weights = max(float(v[STILL_MOVED]), mine)
+            return float(v[MOVED]) * self.work + self.tp * (of_weights * (1 - self.cp) - mine * (1 - self.ep))
+
+        return min(left(of_experts), left(min(of_experts, float(v[STILL_MOVED]))))
 
 
 def _scaled(s: Stage, shares: _Shares, of_experts: Callable[[str, str], float] | None) -> Stage:
@@ -254,17 +338,22 @@ def _scaled(s: Stage, shares: _Shares, of_experts: Callable[[str, str], float] |
         x[CAUSES] = v[FIXED] + (v[CAUSES] - v[FIXED]) * causes
         x[SURE] *= causes
         if key[0] in _COMPUTING:
-            of_weights = v[MOVED] if of_experts is None else min(of_experts(*key), v[MOVED])
-            moved = v[MOVED] * shares.work + of_weights * min(shares.weights - shares.work, 0.0)
-            for rows, columns in zip(ROWS, (CAUSES, *AT), strict=True):
-                if rows > 1:  # the start of small ops stays; more rows take no less
-                    x[columns][_HERE] *= causes[_HERE]
-                    x[columns][:HERE] = max(x[columns][:HERE], x[CAUSES][:HERE], key=np.sum)
-                here = v[PRODUCTS] * shares.work * rows, moved
-                if sum(here) > x[columns][_HERE].sum():
-                    x[columns][_HERE] = here
+            x[PRODUCTS] *= shares.work
+            x[MOVED] = shares.moved(v, float(v[MOVED] if of_experts is None else min(of_experts(*key), v[MOVED])))
+            for columns in AT:  # more rows take no less: a host that is late catches up while more is waited for
+                x[columns][_HERE] *= causes[_HERE]
+                x[columns][_LAUNCH] += max(x[CAUSES].sum() - x[columns].sum(), 0.0)
+            _at_least(x, x[PRODUCTS], x[MOVED])
         scaled[key] = x
     return scaled
+
+
+def _at_least(v: Vector, products: float, moved: float) -> None:
+    """What it computes is at least that, with any number of rows."""
+    for rows, columns in zip(ROWS, (CAUSES, *AT), strict=True):
+        here = products * rows, moved
+        if sum(here) > v[columns][_HERE].sum():
+            v[columns][_HERE] = here
 
 
 def _least(s: Stage, recomputes: bool, casts: _Casts) -> Stage:

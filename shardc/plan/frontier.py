@@ -1,5 +1,6 @@
-"""Which splits are dry-run: best first. Each that was not run yet has a bound, the best that it could come to; it is
-run if that is better than what is known. A split that needs recomputation or shorter rows, even at best, adds new ones.
+"""Which splits are dry-run: what is expected to be best first. Each that was not run yet has a bound, the best that it
+could come to; it is run if that is better than what is known. A split that needs recomputation or shorter rows, even at
+best, adds new ones.
 
     tp=8           run       fits in 20 s at best
     tp=8, cheap    bound     14 s   ── run next: 16 s
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shardc.plan.bounds import optimistic, relatives, tells_of_experts
+from shardc.plan.bounds import optimistic, relatives, rests_on
 from shardc.plan.columns import Columns
 from shardc.plan.dry_runs import Stages, mixed
 from shardc.plan.estimate import Rough
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 #: A split is run if its bound is below so many times the best estimate, and its bound of bytes not above so many times
 #: the memory that there is: a bound lies above what a run says by less.
 NEAR, NEAR_BYTES = 1.085, 1.06
+#: How many times its bound a split is expected to take, for each doubling of an axis and each other recomputation that
+#: is between it and what its bound follows from: what is expected to be best is run first, and rules out the most.
+UNKNOWN = 1.2
 #: Where nothing can fit, so many are run in search of the nearest.
 NEAREST = 4
 #: So many of those that were run are asked first: most splits are ruled out by the nearest ones.
@@ -58,22 +62,23 @@ class Frontier:
     _done: set[Core] = field(default_factory=set)
     _refused: set[Core] = field(default_factory=set)
     _from: dict[Core, tuple[Core, ...]] = field(default_factory=dict)
+    _rests_on: dict[Core, tuple[Core, ...]] = field(default_factory=dict)
     _columns: dict[Core, Columns] = field(default_factory=dict)
-    _queue: list[tuple[Bound, Core]] = field(default_factory=list)
+    _queue: list[tuple[Bound, Bound, Core]] = field(default_factory=list)
 
     def go(self) -> None:
         """Run what may be among the best."""
         nearest = 0
         while self._queue:
-            bound, core = heapq.heappop(self._queue)
+            expected, bound, core = heapq.heappop(self._queue)
             if self.pending.get(core) != bound:
                 continue
             if self._leads_nowhere(core) and self._ruled_out(bound):
                 self._instead_of(core, bound)
                 continue
-            if self._relatives(core) != self._from[core]:  # more is known now
+            if rests_on(core, self.search.library.known) != self._rests_on[core]:  # more is known now
                 now = self._bound(core)
-                if now != bound and self._queue and now > self._queue[0][0]:
+                if now != bound and self._queue and self._expected(core, now) > max(self._queue[0][0], expected):
                     self._push(core, now)
                     continue
                 bound = now
@@ -160,7 +165,7 @@ class Frontier:
         """
         if core.checkpoint == "full" and self.best == math.inf:
             yield core._replace(checkpoint="none")
-        for bound, other in heapq.nsmallest(LIKELY, self._queue):
+        for _, bound, other in heapq.nsmallest(LIKELY, self._queue):
             if self.pending.get(other) == bound and not self._ruled_out(bound):
                 yield other
 
@@ -175,7 +180,14 @@ class Frontier:
 
     def _push(self, core: Core, bound: Bound) -> None:
         self.pending[core] = bound
-        heapq.heappush(self._queue, (bound, core))
+        heapq.heappush(self._queue, (self._expected(core, bound), bound, core))
+
+    def _expected(self, core: Core, bound: Bound) -> Bound:
+        """What a split is expected to come to: see UNKNOWN. Bytes are as a bound says."""
+        short, amount = bound
+        if short:
+            return bound
+        return short, amount * UNKNOWN ** min((_distance(near, core) for near in self._from[core]), default=0.0)
 
     def _following(self, core: Core, found: _Found, memory: float) -> Iterator[Core]:
         """What a split leads to where something does not fit into so much memory: the same with everything recomputed,
@@ -204,6 +216,7 @@ class Frontier:
         """The best that a split could come to. What does not fit then does not fit: those that follow from that are
         added.
         """
+        self._rests_on[core] = rests_on(core, self.search.library.known)
         some = self._from[core] = self._relatives(core)
         if not some:
             return False, 0.0
@@ -233,7 +246,7 @@ class Frontier:
             full, none = (self._optimistic(end, some) for end in ends)
             return mixed(full, none, share)
         known, made = library.known, self.search.bounded.get(core)
-        of = some, tuple(k for k in known if tells_of_experts(k))
+        of = some, rests_on(core, known)
         if made is None or made[0] != of:
             bound = optimistic(core, {k: library.elsewhere(k, core) for k in some}, known, library.device)
             made = self.search.bounded[core] = of, bound

@@ -41,15 +41,15 @@ FLOPS, SENT, CAUSES, FIXED = _S, _S + 1, slice(_S + 2, _S + 10), slice(_S + 10, 
 #: And how much of the seconds nothing can hide: what comes next needs the collective.
 SURE = slice(_S + 18, _S + 26)
 #: Seconds of products at least, whatever their shapes, and of ops without products; but of those alone that take longer
-#: than to be run at all.
-PRODUCTS, MOVED = _S + 26, _S + 27
+#: than to be run at all. And how much of the latter would be no more with more rows, as what casts weights.
+PRODUCTS, MOVED, STILL_MOVED = _S + 26, _S + 27, _S + 28
 #: Microbatches of so many rows: what a part computes then, by the first causes of WHAT, and how long it waits for
 #: collectives, which may hide behind a late host with few rows and not with many. Between two of them it is taken to
 #: lie on a line.
 ROWS = (1, 4, 16, 64)
 HERE = 3
 _EACH = HERE + 1
-AT = tuple(slice(_S + 28 + _EACH * i, _S + 28 + _EACH * (i + 1)) for i in range(len(ROWS) - 1))
+AT = tuple(slice(_S + 29 + _EACH * i, _S + 29 + _EACH * (i + 1)) for i in range(len(ROWS) - 1))
 #: Bytes at the moment when most is there but for temporaries, as gradients of all layers: with many layers it may be
 #: the highest, where HIGH is another one in few.
 STAYING = slice(AT[-1].stop, AT[-1].stop + N)
@@ -301,6 +301,9 @@ def _of_more_rows(vectors: Stage, r: DryRun, clock: Meter) -> None:
             if key[1]:
                 seconds = _seconds(part, more)[: len(WHAT)]
                 vectors[key][columns] = [*seconds[:HERE], seconds[HERE:].sum()]
+                if columns == AT[0]:
+                    v, (_, moved) = vectors[key], more.least(part)
+                    v[STILL_MOVED] = max(v[MOVED] - max(moved - v[MOVED], 0.0) / (rows - 1), 0.0)
 
 
 def _microbatches(r: DryRun) -> list[int]:
@@ -397,5 +400,5 @@ def typical(s: Stage, kind: str) -> Vector:
     last = part_of(s, kind, "last")
     for columns in (CAUSES, FIXED, *AT):
         found[columns][:HERE] = last[columns][:HERE]
-    found[[PRODUCTS, MOVED]] = last[[PRODUCTS, MOVED]]
+    found[[PRODUCTS, MOVED, STILL_MOVED]] = last[[PRODUCTS, MOVED, STILL_MOVED]]
     return found

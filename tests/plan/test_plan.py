@@ -25,11 +25,12 @@ from shardc.cost import Device, device
 from shardc.cost.device import Link, Outside
 from shardc.cost.recorded import KINDS
 from shardc.plan import Candidate, Plan
-from shardc.plan.estimate import Estimates, Rough, summed
+from shardc.plan.estimate import Estimates, Rough
 from shardc.plan.exact_price import Priced, price
 from shardc.plan.few_layers import Subject
 from shardc.plan.largest_that_fits import Largest
 from shardc.plan.planner import Planner
+from shardc.plan.rank_loads import summed
 from shardc.plan.search import Queue
 from shardc.plan.source import Source
 from shardc.plan.space import Choice, Core, choices, sequence_widths, spec

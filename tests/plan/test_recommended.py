@@ -78,7 +78,7 @@ def test_more_devices_and_more_memory_are_no_slower(pytestconfig: pytest.Config)
 
 
 def test_longer_rows_take_no_less_memory(pytestconfig: pytest.Config) -> None:
-    for number in numbers(pytestconfig, 3):
+    for number in numbers(pytestconfig, 2):
         r, model, on, devices, batch = drawn(number)
         plans = planner(model, on)
         c = next(some(plans, r, devices, batch))
@@ -92,7 +92,7 @@ def test_longer_rows_take_no_less_memory(pytestconfig: pytest.Config) -> None:
 
 
 def test_a_higher_zero_takes_no_more_memory(pytestconfig: pytest.Config) -> None:
-    for number in numbers(pytestconfig, 3):
+    for number in numbers(pytestconfig, 2):
         r, model, on, devices, batch = drawn(number)
         plans = planner(model, on)
         c = next(c for c in some(plans, r, max(devices, 2), batch) if not c.kept and not c.over_experts)

@@ -394,7 +394,7 @@ SPECS = st.fixed_dictionaries(
 
 
 @given(SPECS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_spec_prints_back(written: dict[str, Any]) -> None:
     spec = Spec.load(written)
     assert Spec.parse(str(spec)) == spec
