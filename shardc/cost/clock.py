@@ -21,8 +21,9 @@ class Clock:
     links that they have in common. Who waits for a collective waits for ranks that come later, too. Copies to the host
     and back are a group of their own, and take nothing of the device.
 
-    now: seconds since the begin; exposed: of these, those in which the rank waits for collectives, by their axes; idle:
-    those in which the device waits for the host.
+    now: seconds since the begin; exposed: of these, those in which the rank waits for collectives, by their axes;
+    of_update: for such that the last update began, as gathers of weights; idle: those in which the device waits for the
+    host.
     """
 
     device: Device
@@ -30,6 +31,7 @@ class Clock:
     rank: int
     now: float = 0.0
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    of_update: float = 0.0
     idle: float = 0.0
     _host: float = 0.0
     _flights: Flights = field(default_factory=Flights)
@@ -74,6 +76,8 @@ class Clock:
     def waited_for(self, record: CommRecord, seconds: float) -> None:
         """The rank has waited for it."""
         self.exposed[record.axis] += seconds
+        if record.direction == "update":
+            self.of_update += seconds
 
     # --- computing
 

@@ -195,27 +195,26 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
     ranks, ends = [], []
     of_action: dict[tuple[str, int, int], float] = {}
     of_pair: dict[tuple[str, int, int], list[float]] = {}
-    begin: list[float] = []  # the first action waits for the last update's gathers, which are under way on all ranks
+    begin: list[float] = []  # a first forward waits for the last update's gathers, which other stages find there
     for r in dry_runs:
         actions = schedule.actions[r.at]
         clock = Clock(started_by(device, program), program.mesh, r.rank)
         computing = 0.0
+        begin.append(0.0)
         flops, comm = 0, Counter[tuple[str, str]]()
-        waits: dict[tuple[str, int, int], float] = {}
         for action, part in parts(r, actions):
-            waited = clock.waited
+            of_update = clock.of_update
             seconds = clock.run(part)
             if action is not None and action.kind in COMPUTE:  # the timeline has these; the last sums follow it
                 computing += seconds
                 if action.kind in PAIRS:
                     of_pair.setdefault(action.of_pair, []).append(seconds)
                 else:
-                    key = action.kind, action.stage, action.microbatch
-                    of_action[key], waits[key] = seconds, clock.waited - waited
+                    late = clock.of_update - of_update
+                    of_action[action.kind, action.stage, action.microbatch] = seconds - late
+                    begin[-1] = begin[-1] or late
             flops += part.flops
             _add(comm, part)
-        ahead = program.spec is not None and program.spec.data.gathers_ahead
-        begin.append(_late(waits, of_action) if ahead else 0.0)
         ends.append(clock.now - computing)
         ranks.append(RankCost(r.at, r.rank, memory(r, actions), flops, dict(comm), clock.now, dict(clock.exposed)))
     if schedule.ranks == 1:
@@ -240,18 +239,6 @@ def _add(comm: Counter[tuple[str, str]], part: Part) -> None:
 def _rank(program: Program, schedule: Schedule, stage: int) -> int:
     coords = dict.fromkeys(program.mesh.names, 0)
     return program.mesh.rank({**coords, program.axis: schedule.placement[stage]})
-
-
-def _late(waits: Mapping[tuple[str, int, int], float], of_action: dict[tuple[str, int, int], float]) -> float:
-    """How much longer a rank's first forward waits than that of the next microbatch, for gathers that are under way on
-    all ranks. Other stages of the rank find theirs there. What they wait is taken out of their seconds.
-    """
-    late = []
-    for kind, stage, microbatch in waits:
-        if kind == "F" and microbatch == 0 and (after := waits.get(("F", stage, 1))) is not None:
-            late.append(max(waits[kind, stage, 0] - after, 0.0))
-            of_action[kind, stage, 0] -= late[-1]
-    return late[0] if late else 0.0
 
 
 def _costs(

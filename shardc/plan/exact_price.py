@@ -29,6 +29,7 @@ from shardc.plan.stage_vectors import (
     HERE,
     HIGH,
     NET,
+    OF_UPDATE,
     SENT,
     STAYING,
     WHAT,
@@ -239,7 +240,7 @@ def _composed(
             transfer[s, s + 1] = collective_seconds(
                 library.device, "send_recv", float(part_of(stages[s], "SEND_F", "middle")[SENT]), (pair[0], pair[1])
             )
-        each_costs = costs(stages, transfer, schedule, ahead=spec.data.gathers_ahead)
+        each_costs = costs(stages, transfer, schedule)
         step = schedules.timeline(schedule, each_costs).end + max(float(e.sum()) for e in ends)
     spent = dict(zip(WHAT, map(float, whole[slow]), strict=True))
     spent["bubble"] = max(step - sum(spent.values()), 0.0)
@@ -276,12 +277,10 @@ def computing(s: Stage) -> tuple[str, ...]:
     return ("F", "I", "W") if any(k == "I" for k, _ in s) else ("F", "B")
 
 
-def costs(
-    stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], schedule: Schedule, *, ahead: bool
-) -> Costs:
+def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], schedule: Schedule) -> Costs:
     """Of a schedule's actions: of microbatches between the first and the last, of these two, and when ranks begin.
-    ahead: what a first forward waits for beyond others was begun with the last update, on all ranks: a rank's first
-    stage waits for it, and others find it there.
+    What was begun with the last update is under way on all ranks: a rank's first stage waits for it, and others find it
+    there.
     """
 
     def seconds(s: Stage, kind: str, which: str) -> float:
@@ -297,9 +296,8 @@ def costs(
             for which, m in (("last", schedule.microbatches - 1), ("first", 0)) if whole else ():
                 single[kind, i, m] = seconds(s, kind, which)
     begin = [0.0] * schedule.ranks
-    for i, s in enumerate(stages) if ahead and schedule.microbatches > 1 else ():
-        waits = [float(part_of(s, "F", which)[CAUSES][HERE:].sum()) for which in ("first", "middle")]
-        late, rank = max(waits[0] - waits[1], 0.0), schedule.placement[i]
+    for i, s in enumerate(stages):
+        late, rank = max(float(part_of(s, "F", "first")[OF_UPDATE]), 0.0), schedule.placement[i]
         single["F", i, 0] -= late
         begin[rank] = begin[rank] or late
     return Costs(of("F"), of("B", "I"), of("W"), transfer, single=single, begin=begin)

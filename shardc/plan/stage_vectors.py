@@ -40,16 +40,18 @@ _S = 2 * N + 1
 FLOPS, SENT, CAUSES, FIXED = _S, _S + 1, slice(_S + 2, _S + 10), slice(_S + 10, _S + 18)
 #: And how much of the seconds nothing can hide: what comes next needs the collective.
 SURE = slice(_S + 18, _S + 26)
+#: How much of them is waited for what the last update began: gathers of weights, which are under way on all ranks.
+OF_UPDATE = _S + 26
 #: Seconds of products at least, whatever their shapes, and of ops without products; but of those alone that take longer
 #: than to be run at all. And how much of the latter would be no more with more rows, as what casts weights.
-PRODUCTS, MOVED, STILL_MOVED = _S + 26, _S + 27, _S + 28
+PRODUCTS, MOVED, STILL_MOVED = _S + 27, _S + 28, _S + 29
 #: Microbatches of so many rows: what a part computes then, by the first causes of WHAT, and how long it waits for
 #: collectives, which may hide behind a late host with few rows and not with many. Between two of them it is taken to
 #: lie on a line.
 ROWS = (1, 4, 16, 64)
 HERE = 3
 _EACH = HERE + 1
-AT = tuple(slice(_S + 29 + _EACH * i, _S + 29 + _EACH * (i + 1)) for i in range(len(ROWS) - 1))
+AT = tuple(slice(_S + 30 + _EACH * i, _S + 30 + _EACH * (i + 1)) for i in range(len(ROWS) - 1))
 #: Bytes at the moment when most is there but for temporaries, as gradients of all layers: with many layers it may be
 #: the highest, where HIGH is another one in few.
 STAYING = slice(AT[-1].stop, AT[-1].stop + N)
@@ -322,16 +324,19 @@ def _parts(r: DryRun) -> Iterator[tuple[Key, Part]]:
     yield ("update", ""), r.update
 
 
-#: The columns of CAUSES, FIXED and SURE.
-_SECONDS = slice(CAUSES.start, SURE.stop)
+#: The columns of CAUSES, FIXED, SURE and OF_UPDATE.
+_SECONDS = slice(CAUSES.start, OF_UPDATE + 1)
 
 
 def _seconds(part: Part, clock: Meter) -> Vector:
-    """By cause: what a part takes; of that, what would be no more with more rows, and what nothing can hide."""
-    before = [dict(each) for each in (clock.spent, clock.fixed, clock.sure)]
+    """By cause: what a part takes; of that, what would be no more with more rows, and what nothing can hide; and
+    OF_UPDATE.
+    """
+    before, of_update = [dict(each) for each in (clock.spent, clock.fixed, clock.sure)], clock.of_update
     clock.run(part)
     now = clock.spent, clock.fixed, clock.sure
-    return np.array([new[w] - old[w] for new, old in zip(now, before, strict=True) for w in WHAT])
+    by_cause = [new[w] - old[w] for new, old in zip(now, before, strict=True) for w in WHAT]
+    return np.array([*by_cause, clock.of_update - of_update])
 
 
 def elsewhere(s: Stage, r: DryRun, there: Meter) -> Stage:

@@ -47,11 +47,6 @@ class Data(Section):
     )
     offload: Offload = Field(default=Offload(), examples=[{"optimizer": "cpu"}])
 
-    @property
-    def gathers_ahead(self) -> bool:
-        """Whether a step's first forwards wait for gathers that the last update began: ZeRO 1 and 2."""
-        return self.zero in (1, 2)
-
     def bucket_bytes(self, ranks: int = 1) -> float:
         """Bytes of a bucket that so many ranks sum. In a ring each of them sends a part of it at a time, which should
         take longer than to begin: 1 MB is 20 us at 50 GB/s between machines (8 us of latency), and more than inside.

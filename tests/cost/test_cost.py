@@ -529,3 +529,25 @@ def test_sizes_that_cannot_be_told_apart() -> None:
     found = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False).cost()
     with pytest.raises(shardc.ShardcError, match="batch and heads are both 6"):
         _ = found.symbolic
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_gathers_that_the_last_update_began_are_under_way_on_all_ranks(microbatches: int) -> None:
+    """Each takes a millisecond, all else next to nothing: a step waits for one of them, not for one of each stage."""
+    h100 = device("h100-80g")
+    slow = h100.model_copy(update={"within": h100.within.model_copy(update={"start": 1e-3}), "host": 0.0})
+    model, batch = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), {"input": torch.randn(6, 16)}
+    spec = {
+        "shardc": 1,
+        "mesh": {"pp": 4, "dp": 2},
+        "pipeline": {"axis": "pp"},
+        "batch": {"microbatches": microbatches},
+    }
+
+    def end(zero: int) -> float:
+        program = shardc.compile(model, batch, {**spec, "data": {"zero": zero}}, loss=lambda y, _: y.pow(2).mean())
+        timeline = program.cost(slow).timeline
+        assert timeline is not None
+        return timeline.end
+
+    assert end(1) - end(0) == pytest.approx(1e-3, rel=0.1)

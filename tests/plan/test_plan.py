@@ -168,6 +168,7 @@ def test_a_price_from_few_layers_is_that_of_the_whole_program(c: Choice) -> None
         Choice(pp=2, dp=2, zero=2, rows=2, microbatches=4, schedule="interleaved", per_rank=3),
         Choice(pp=2, dp=2, zero=3, kept=True, rows=2, microbatches=4, schedule="gpipe"),
         Choice(pp=2, rows=2, microbatches=1, schedule="interleaved", per_rank=2),
+        Choice(pp=2, dp=2, zero=1, rows=2, microbatches=1, schedule="1f1b"),
     ],
     ids=str,
 )
