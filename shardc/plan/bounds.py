@@ -15,6 +15,7 @@ waited for, differs from split to split, so what is near the best is run too (sh
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -71,7 +72,7 @@ def relatives(core: Core, known: Mapping[Core, Stages]) -> tuple[Core, ...]:
 
 
 def rests_on(core: Core, known: Mapping[Core, Stages]) -> tuple[Core, ...]:
-    """Its relatives, and those that tell how much of what these do is less here: see Moved and Again."""
+    """Its relatives, and those that tell how much of what these do is less here: see OfExperts and Again."""
     alike = {core.checkpoint, LESS.get(core.checkpoint)} if budget(core.checkpoint) is None else set[str | None]()
     return tuple(k for k in known if k.checkpoint in {*alike, "none", "full"})
 
@@ -89,7 +90,7 @@ def optimistic(core: Core, others: Mapping[Core, Stages], known: Mapping[Core, S
     between as many ranks as this one's. Of each number the highest bound counts.
     """
     bounds = [
-        _bound(core, near, replace(stages, least=True), Moved.of(near, known), Again.of(core, near, known), device)
+        _bound(core, near, replace(stages, least=True), OfExperts.of(near, known), Again.of(core, near, known), device)
         for near, stages in others.items()
     ]
     a, b, c = (Weights(*map(max, zip(*some, strict=True))) for some in zip(*(x.weights for x in bounds), strict=True))
@@ -131,7 +132,7 @@ def highest_bound(some: Sequence[Stage]) -> Stage:
 
 def _mixed(some: Sequence[Vector], *, computes: bool) -> Vector:
     """Of one part, the most that one of these computes, and the most that one waits, however much it computes."""
-    found: Vector = max(some, key=lambda v: float(v[CAUSES][_HERE].sum())).copy()
+    found: Vector = max(some, key=_here).copy()
     if computes:  # the products of one, and what another one moves
         found[[PRODUCTS, MOVED]] = np.max([v[[PRODUCTS, MOVED]] for v in some], 0)
         _at_least(found, found[PRODUCTS], found[MOVED])
@@ -145,13 +146,13 @@ def _mixed(some: Sequence[Vector], *, computes: bool) -> Vector:
 
 
 def tells_of_experts(core: Core) -> bool:
-    """Whether what its ranks move tells how much of that is weights of experts, see Moved."""
+    """Whether what its ranks move tells how much of that is weights of experts, see OfExperts."""
     return core.checkpoint == "none" and core.ep > 1
 
 
-class Moved(NamedTuple):
-    """How many seconds a split waits for memory at most for what becomes less where experts are on more ranks: their
-    weights, casts and gradients of these. From two splits that were run, which recompute nothing:
+class OfExperts(NamedTuple):
+    """How many seconds a split takes at most for what becomes less where experts are on more ranks: their weights,
+    casts and gradients of these, and products of few rows. From two splits that were run, which recompute nothing:
 
         ep=2   5.0 ms                      a rank has half as many experts at ep=4: they took 2 ms at most there, and
         ep=4   3.0 ms                      take 1 ms at most at ep=8
@@ -166,28 +167,36 @@ class Moved(NamedTuple):
     more: tuple[Core, Stages]
 
     @staticmethod
-    def of(near: Core, known: Mapping[Core, Stages]) -> Moved | None:
+    def of(near: Core, known: Mapping[Core, Stages]) -> OfExperts | None:
         some = [(k, s) for k, s in known.items() if tells_of_experts(k) and k.ep <= near.ep and k.tp <= near.tp]
         alike: dict[Core, list[tuple[Core, Stages]]] = {}
         for k, s in some:
             alike.setdefault(k._replace(ep=1), []).append((k, s))
         pairs = [sorted(each, key=lambda x: x[0].ep)[-2:] for each in alike.values() if len(each) > 1]
         best = max(pairs, key=lambda p: (p[1][0].tp, p[1][0].ep, p[0][0].ep), default=None)
-        return Moved(near, *best) if best is not None else None
+        return OfExperts(near, *best) if best is not None else None
 
-    def seconds(self, where: str, kind: str, which: str) -> float:
-        """Of a part of a stage. What computes again does so once more than forward."""
-        again = self._slope(where, "F", "first") if kind != "F" and self.near.checkpoint != "none" else 0.0
+    def seconds(self, where: str, kind: str, which: str) -> tuple[float, float]:
+        """Of a part of a stage: of those that it waits for memory (MOVED), and of all that it computes. What computes
+        again does so once more than forward.
+        """
         # the first forward makes the casts, which one that recomputes makes in each
-        return (again + self._slope(where, kind, "first" if kind == "F" else which)) / self.near.ep
+        of_both = self._slopes(where, kind, "first" if kind == "F" else which)
+        if kind != "F" and self.near.checkpoint != "none":
+            of_both += self._slopes(where, "F", "first")
+        moved, here = (of_both / self.near.ep).tolist()
+        return moved, here
 
-    def _slope(self, where: str, kind: str, which: str) -> float:
-        few, more = (_moved(s, where, kind, which) for _, s in (self.few, self.more))
-        return max(few - more, 0.0) / (1 / self.few[0].ep - 1 / self.more[0].ep)
+    def _slopes(self, where: str, kind: str, which: str) -> Vector:
+        (few, less), (more, most) = self.few, self.more
+        fewer = [_part(s, where, kind, which) for s in (less, most)]
+        saved = [max(float(of(fewer[0]) - of(fewer[1])), 0.0) for of in (lambda v: v[MOVED], _here)]
+        return np.array(saved) / (1 / few.ep - 1 / more.ep)
 
 
-def _moved(stages: Stages, where: str, kind: str, which: str) -> float:
-    return float(_part(stages, where, kind, which)[MOVED])
+def _here(v: Vector) -> float:
+    """Seconds of computing."""
+    return float(v[CAUSES][_HERE].sum())
 
 
 def _part(stages: Stages, where: str, kind: str, which: str) -> Vector:
@@ -236,7 +245,9 @@ class Again(NamedTuple):
                 x[columns][i] = max(x[columns][i], v[columns][i] * times(columns.start + i))
 
 
-def _bound(core: Core, near: Core, stages: Stages, moved: Moved | None, again: Again | None, device: Device) -> Stages:
+def _bound(
+    core: Core, near: Core, stages: Stages, experts: OfExperts | None, again: Again | None, device: Device
+) -> Stages:
     """What follows from one that was run. A layer, the difference of two stages, is no stage, but as linear."""
     bandwidth = device.bandwidth * device.reaches.bandwidth
     shares = _Shares(*(min(a / b, 1.0) for a, b in zip(near[:3], core[:3], strict=True)))
@@ -255,7 +266,7 @@ def _bound(core: Core, near: Core, stages: Stages, moved: Moved | None, again: A
                 for key in (key for key in s if key[0] in _COMPUTING):
                     again.at_least(least[key], s[key], where, key)
             s = least
-        return _scaled(s, shares, partial(moved.seconds, where) if moved is not None else None)
+        return _scaled(s, shares, partial(experts.seconds, where) if experts is not None else None)
 
     def left(w: Weights) -> Weights:
         casts = w.casts * min(shares.work, shares.weights)
@@ -323,8 +334,8 @@ class _Shares(NamedTuple):
         return min(left(of_experts), left(min(of_experts, float(v[STILL_MOVED]))))
 
 
-def _scaled(s: Stage, shares: _Shares, of_experts: Callable[[str, str], float] | None) -> Stage:
-    """of_experts: seconds in which a part moves experts' weights at most; None: it may be all."""
+def _scaled(s: Stage, shares: _Shares, of_experts: Callable[[str, str], tuple[float, float]] | None) -> Stage:
+    """of_experts: see OfExperts.seconds; None: it may be all."""
     share = np.where(GROW, shares.work, shares.weights)
     scaled: Stage = {}
     for key, v in s.items():
@@ -338,10 +349,16 @@ def _scaled(s: Stage, shares: _Shares, of_experts: Callable[[str, str], float] |
         x[CAUSES] = v[FIXED] + (v[CAUSES] - v[FIXED]) * causes
         x[SURE] *= causes
         if key[0] in _COMPUTING:
+            moved, here = of_experts(*key) if of_experts is not None else (math.inf, math.inf)
             x[PRODUCTS] *= shares.work
-            x[MOVED] = shares.moved(v, float(v[MOVED] if of_experts is None else min(of_experts(*key), v[MOVED])))
+            x[MOVED] = shares.moved(v, min(moved, float(v[MOVED])))
+            for columns in (CAUSES, *AT):
+                if columns != CAUSES:
+                    x[columns][_HERE] *= causes[_HERE]
+                all_of_it = float(v[columns][_HERE].sum())
+                least = shares.work * (all_of_it - min(here, all_of_it) * (1 - shares.ep))
+                x[columns][0] += max(least - x[columns][_HERE].sum(), 0.0)
             for columns in AT:  # more rows take no less: a host that is late catches up while more is waited for
-                x[columns][_HERE] *= causes[_HERE]
                 x[columns][_LAUNCH] += max(x[CAUSES].sum() - x[columns].sum(), 0.0)
             _at_least(x, x[PRODUCTS], x[MOVED])
         scaled[key] = x
