@@ -4,7 +4,8 @@
     an axis has more ranks                       what is sent along it takes at best as long as over as many links
     other things are computed again              at best the time of nothing, and the memory of everything, or of what
                                                  keeps no more (shardc.plan.space.LESS)
-    experts are on more ranks                    what moves of their weights becomes less, nothing else
+    the sequence is split among more ranks       what does not grow with rows, as casts of weights, takes as long
+    experts are on more ranks                    what their weights take, and products of few rows, becomes less
 
 Of what is computed again the share is that of other splits which were run both ways (Again). Latencies and the start of
 small ops become no less by splitting. Many others may be known: each gives a bound, and of each number the highest
@@ -213,12 +214,13 @@ class Again(NamedTuple):
         tp=8         everything 52 ms, products kept 41 ms
         tp=4, cp=2   everything 57 ms, so products kept about 45 ms
 
-    both: of each of these, (as the one that is bounded does, as the one that was run does). They spread experts alike,
-    and split a row into no more parts: ops of smaller parts may take no longer than their start. less: it computes less
-    again; more of it says how many products that are, but not what else is, as that hangs on how it is split.
+    both: of each of these, (as the one that is bounded does, as the one that was run does, how many times the weights
+    a rank has of it). They spread experts alike, and split a row into no more parts: ops of smaller parts may take no
+    longer than their start. less: it computes less again; more of it says how many products that are, but not what else
+    is, as that hangs on how it is split.
     """
 
-    both: tuple[tuple[Stages, Stages], ...]
+    both: tuple[tuple[Stages, Stages, float], ...]
     less: bool
 
     @staticmethod
@@ -227,22 +229,25 @@ class Again(NamedTuple):
             return None
         alike = (k for k in known if k.checkpoint == core.checkpoint and k.ep == core.ep)
         parts = (k for k in alike if k.tp * k.cp <= core.tp * core.cp)
-        pairs = ((known[k], known.get(k._replace(checkpoint=near.checkpoint))) for k in parts)
-        both = tuple((mine, other) for mine, other in pairs if other is not None)
+        pairs = ((k, known.get(k._replace(checkpoint=near.checkpoint))) for k in parts)
+        both = tuple((known[k], other, max(k.tp / core.tp, 1.0)) for k, other in pairs if other is not None)
         return Again(both, near.checkpoint != "none") if both else None
 
     def at_least(self, x: Vector, v: Vector, where: str, key: tuple[str, str]) -> None:
         """Of a part: v, of the one that was run; x, a bound, which becomes no lower."""
-        each = [(_part(mine, where, *key), _part(other, where, *key)) for mine, other in self.both]
+        each = [(_part(mine, where, *key), _part(other, where, *key), more) for mine, other, more in self.both]
 
-        def times(column: int) -> float:
-            return float(min(mine[column] / other[column] if other[column] > 0 else 0.0 for mine, other in each))
+        def least(column: int) -> float:
+            """In proportion, and at most as much less: of casts it is as much for any part of a row."""
+            shares = (mine[column] / other[column] if other[column] > 0 else 0.0 for mine, other, _ in each)
+            less = [v[column] - (other[column] - mine[column]) * more for mine, other, more in each if self.less]
+            return float(min(v[column] * min(shares), *less, math.inf))
 
         for column in (PRODUCTS, MOVED) if self.less else (PRODUCTS,):
-            x[column] = max(x[column], v[column] * times(column))
+            x[column] = max(x[column], least(column))
         if self.less:
             for columns, i in itertools.product((CAUSES, *AT), range(_HERE.stop)):
-                x[columns][i] = max(x[columns][i], v[columns][i] * times(columns.start + i))
+                x[columns][i] = max(x[columns][i], least(columns.start + i))
 
 
 def _bound(
@@ -327,11 +332,13 @@ class _Shares(NamedTuple):
         it is of experts it is less where these are on more ranks. of_experts: as much at most.
         """
 
+        still = min(float(v[STILL_MOVED]), float(v[MOVED]))
+
         def left(mine: float) -> float:
-            of_weights = max(float(v[STILL_MOVED]), mine)
+            of_weights = max(still, mine)
             return float(v[MOVED]) * self.work + self.tp * (of_weights * (1 - self.cp) - mine * (1 - self.ep))
 
-        return min(left(of_experts), left(min(of_experts, float(v[STILL_MOVED]))))
+        return min(left(of_experts), left(min(of_experts, still)))
 
 
 def _scaled(s: Stage, shares: _Shares, of_experts: Callable[[str, str], tuple[float, float]] | None) -> Stage:
@@ -391,7 +398,7 @@ def _lower(s: Stage, key: tuple[str, str], v: Vector, recomputes: bool, casts: _
         x[HIGH], x[MOST] = np.where(_MADE, 0, v[HIGH]), 0
     if kind == "F":
         x[CAUSES][_MEMORY] = max(v[CAUSES][_MEMORY] - casts.memory, 0.0)
-        x[MOVED] = max(v[MOVED] - casts.memory, 0.0)
+        x[[MOVED, STILL_MOVED]] = np.maximum(v[[MOVED, STILL_MOVED]] - casts.memory, 0.0)
         for columns in (CAUSES, FIXED, *AT):
             x[columns][_LAUNCH] = max(v[columns][_LAUNCH] - casts.launch, 0.0)
         for columns in AT:
@@ -402,6 +409,6 @@ def _lower(s: Stage, key: tuple[str, str], v: Vector, recomputes: bool, casts: _
             x[columns] = np.maximum(v[columns] - again[columns], 0)
         for columns in (CAUSES, FIXED, *AT):  # the host is slower where something is computed again
             x[columns][_LAUNCH] = 0.0
-        for column in (PRODUCTS, MOVED):
+        for column in (PRODUCTS, MOVED, STILL_MOVED):
             x[column] = max(v[column] - again[column], 0.0)
     return x

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: A split is run if its bound is below so many times the best estimate, and its bound of bytes not above so many times
 #: the memory that there is: a bound lies above what a run says by less.
-NEAR, NEAR_BYTES = 1.085, 1.06
+NEAR, NEAR_BYTES = 1.09, 1.06
 #: How many times its bound a split is expected to take, for each doubling of an axis and each other recomputation that
 #: is between it and what its bound follows from: what is expected to be best is run first, and rules out the most.
 UNKNOWN = 1.2

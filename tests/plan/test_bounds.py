@@ -24,12 +24,13 @@ from tests.plan.test_monotone import MODELS, Stack, machine, numbers
 from tests.plan.test_plan import SparseStack
 
 #: How far above the price a bound may lie: less than what the search allows for. Of 36 devices none lies further than
-#: 1.063 in seconds.
-FAR = {"seconds": 1.08, "bytes": 1.05}
+#: 1.063 in seconds; of 14, where sequences are split, 1.081.
+FAR = {"seconds": 1.085, "bytes": 1.05}
 assert FAR["seconds"] < NEAR
 assert FAR["bytes"] < NEAR_BYTES
 
 DENSE = [Core(tp, sequence_parallel=tp > 1, checkpoint=keep) for tp in (1, 2) for keep in ("none", "cheap", "full")]  # type: ignore[arg-type]
+SEQUENCES = [Core(cp=cp, checkpoint=keep) for cp in (1, 2, 4) for keep in ("none", "cheap", "full")]  # type: ignore[arg-type]
 EXPERTS = [Core(ep=ep, checkpoint=keep) for ep in (1, 2, 4, 8) for keep in ("none", "full")]  # type: ignore[arg-type]
 
 
@@ -42,7 +43,7 @@ def records(experts: bool) -> Records:
     return Records(Source(lambda: Subject.of(made, batch)))
 
 
-@pytest.mark.parametrize("cores", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("cores", [DENSE, SEQUENCES, EXPERTS], ids=["dense", "sequences", "experts"])
 def test_no_bound_is_far_above_its_price(cores: list[Core], pytestconfig: pytest.Config) -> None:
     kept = records(cores is EXPERTS)
 
