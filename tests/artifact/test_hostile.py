@@ -36,7 +36,7 @@ def test_a_sample_of_hostile_folders(originals: list[Path], monkeypatch: pytest.
     found: Counter[str] = Counter()
     for folder in originals:
         shardc.load(folder)  # what is imported on the first call is no harm
-    for i, (name, attack, which) in enumerate(hostile.every(60)):
+    for i, (name, attack, which) in enumerate(hostile.every(100)):
         if not name[0].isdigit() and i % EVERY:
             continue
         folder = hostile.attacked(attack, originals[which])
