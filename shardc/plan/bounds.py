@@ -146,11 +146,6 @@ def _mixed(some: Sequence[Vector], *, computes: bool) -> Vector:
     return found
 
 
-def tells_of_experts(core: Core) -> bool:
-    """Whether what its ranks move tells how much of that is weights of experts, see OfExperts."""
-    return core.checkpoint == "none" and core.ep > 1
-
-
 class OfExperts(NamedTuple):
     """How many seconds a split takes at most for what becomes less where experts are on more ranks: their weights,
     casts and gradients of these, and products of few rows. From two splits that were run, which recompute nothing:
@@ -169,7 +164,8 @@ class OfExperts(NamedTuple):
 
     @staticmethod
     def of(near: Core, known: Mapping[Core, Stages]) -> OfExperts | None:
-        some = [(k, s) for k, s in known.items() if tells_of_experts(k) and k.ep <= near.ep and k.tp <= near.tp]
+        none = ((k, s) for k, s in known.items() if k.checkpoint == "none")
+        some = [(k, s) for k, s in none if 1 < k.ep <= near.ep and k.tp <= near.tp]
         alike: dict[Core, list[tuple[Core, Stages]]] = {}
         for k, s in some:
             alike.setdefault(k._replace(ep=1), []).append((k, s))

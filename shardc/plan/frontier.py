@@ -61,7 +61,6 @@ class Frontier:
     best: float = math.inf
     _done: set[Core] = field(default_factory=set)
     _refused: set[Core] = field(default_factory=set)
-    _from: dict[Core, tuple[Core, ...]] = field(default_factory=dict)
     _rests_on: dict[Core, tuple[Core, ...]] = field(default_factory=dict)
     _columns: dict[Core, Columns] = field(default_factory=dict)
     _queue: list[tuple[Bound, Bound, Core]] = field(default_factory=list)
@@ -187,7 +186,7 @@ class Frontier:
         short, amount = bound
         if short:
             return bound
-        return short, amount * UNKNOWN ** min((_distance(near, core) for near in self._from[core]), default=0.0)
+        return short, amount * UNKNOWN ** min((_distance(near, core) for near in self._relatives(core)), default=0.0)
 
     def _following(self, core: Core, found: _Found, memory: float) -> Iterator[Core]:
         """What a split leads to where something does not fit into so much memory: the same with everything recomputed,
@@ -217,7 +216,7 @@ class Frontier:
         added.
         """
         self._rests_on[core] = rests_on(core, self.search.library.known)
-        some = self._from[core] = self._relatives(core)
+        some = self._relatives(core)
         if not some:
             return False, 0.0
         if self._leads_nowhere(core) and len(some) > 2 * FIRST:
