@@ -16,6 +16,7 @@ data_sums       what sums and gathers take, for it
 longest_paths   how long a pipeline takes, for it
 headroom        how much of a device's memory it may take
 growing_blocks  blocks that are larger with more layers
+highest_moment  which moment needs most memory with more layers
 frontier        which splits are dry-run                bounds          the best that one could come to
 search          from estimates to exact prices              largest_that_fits    the largest batch or sequence that fits
 clusters        the best of several clusters

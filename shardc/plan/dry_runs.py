@@ -22,6 +22,7 @@ from shardc.cost.device import Device
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.plan.facts import Facts
+from shardc.plan.highest_moment import Moments, moments, raised
 from shardc.plan.records import Rank, Records, Weights
 from shardc.plan.reserved_bytes import Few
 from shardc.plan.space import Choice, Core, Layers, SpecTemplate, budget, spec
@@ -32,6 +33,7 @@ from shardc.plan.stage_vectors import (
     PRODUCTS,
     SURE,
     WHAT,
+    Key,
     Meter,
     Prices,
     Stage,
@@ -76,6 +78,7 @@ class Stages:
     ranks: Mapping[str, Rank] = field(default_factory=dict, repr=False)
     least: bool = False
     beside: tuple[tuple[float, float], ...] = ()
+    _moments: dict[str, dict[Key, Moments]] = field(default_factory=dict, repr=False, compare=False)
 
     def at(self, index: int, count: int, layers: float) -> Stage:
         """Stage `index` of `count`, with so many layers (several stages)."""
@@ -84,6 +87,16 @@ class Stages:
             return lines(self.first, self.two, self.one, (layers - self.before) / self.period - self.base)
         base = self.last if index == count - 1 else self.one
         return lines(base, self.two, self.one, layers / self.period - self.base)
+
+    def highest(self, index: int, count: int, layers: float) -> Stage:
+        """As `at`, at the moments that are the highest with so many layers. Of dry runs, not of what follows from
+        others.
+        """
+        name = "first" if index == 0 else "last" if index == count - 1 else "one"
+        units = (layers - self.before * (index == 0)) / self.period - self.base
+        if name not in self._moments:
+            self._moments[name] = moments(*(self.ranks[k].run for k in (name, "one", "two")))
+        return raised(self.at(index, count, layers), self._moments[name], units)
 
     def few(self, counts: Sequence[int]) -> Few:
         """The dry runs that stand for those of stages with so many layers each."""
@@ -286,7 +299,8 @@ class Library:
                 two, three = self._of_units(spec, rows, times)
                 units /= times
             few, more = self._stage(two), self._stage(three)
-            self._alone[key] = lines(few, more, few, units - 2), Few([three.run], [units - 3], two.run, three.run)
+            whole = raised(lines(few, more, few, units - 2), moments(two.run, two.run, three.run), units - 2)
+            self._alone[key] = whole, Few([three.run], [units - 3], two.run, three.run)
         return self._alone[key]
 
     def short(self, times: int) -> bool:

@@ -129,7 +129,7 @@ def _price(library: Library, spec: Spec, batch: int) -> Priced:
         if not library.short(times):
             stages = library.pipelined(less, rows, p.axis, times)
     schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=each)
-    costs = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
+    costs = [stages.highest(i, len(counts), n) for i, n in enumerate(counts)]
     return _composed(library, spec, batch, costs, stages.few(counts), schedule, counts)
 
 

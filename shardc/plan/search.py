@@ -38,6 +38,9 @@ ALIKE = 4
 SECOND = 4
 #: A choice estimated at so many times a device's memory is not priced: it will not fit.
 FAR = 2
+#: Where one fits, others are priced whose estimates are at most so many times its time, and so many times the memory
+#: that there is. (If the estimates of all were as many times too long as the one that was most so.)
+SLOWER, LARGER = 1.12, 1.3
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -250,7 +253,8 @@ class Search:
 class Queue:
     """Choices with their estimates, the best first: those that seem to fit by time, then the others by memory. What one
     was priced at tells how far off the estimates of others like it are, in time, and by how much what is reserved is
-    more than what is live; and the rest is put in order anew. ranked: in that order.
+    more than what is live; and the rest is put in order anew. What cannot be better than the best that fits is left
+    out. ranked: in that order.
     """
 
     def __init__(self, ranked: list[tuple[Choice, Rough]], memory: float, outside: float) -> None:
@@ -261,6 +265,8 @@ class Queue:
         self._off: dict[object, float] = {}
         self._reserved: dict[object, tuple[float, float]] = {}  # (times what is live, bytes beside it)
         self._next = {alike: self._first(alike) for alike in self._rest}
+        self._best = math.inf
+        self._least = 1.0
 
     def priced(self, c: Choice, rough: Rough, exact: Priced) -> None:
         """The exact price of a choice that was estimated."""
@@ -270,6 +276,9 @@ class Queue:
         known = self._reserved.get(alike.kind, (math.inf, math.inf))
         self._reserved[alike.kind] = min(times, known[0]), min(beside, known[1])
         self._outside = max(self._outside, exact.outside)
+        self._least = min(self._least, exact.seconds / rough.seconds)
+        if exact.needs <= self._memory:
+            self._best = min(self._best, exact.seconds)
         self._next = {alike: self._first(alike) for alike, some in self._rest.items() if some}
 
     def __iter__(self) -> Iterator[tuple[Choice, Rough]]:
@@ -279,7 +288,15 @@ class Queue:
             self._rest[alike].remove(found)
             if self._rest[alike]:
                 self._next[alike] = self._first(alike)
-            yield found
+            if not self._behind(alike, found[1]):
+                yield found
+            elif all(self._behind(other, rough) for other, (_, rough) in self._next.items()):
+                return
+
+    def _behind(self, alike: _Alike, rough: Rough) -> bool:
+        """Whether one cannot be better than the best that fits."""
+        slow, large = SLOWER * self._best / self._least, LARGER * self._most(alike.kind)
+        return self._best < math.inf and (rough.seconds > slow or rough.peak > large)
 
     def likely(self) -> Iterator[tuple[Choice, Rough]]:
         """What may come next, the best first, as far as that is known."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardc.cost.clock import Clock
 from shardc.cost.device import Device
-from shardc.cost.recorded import KINDS, DryRun, Op, Part, Sent, Waited
+from shardc.cost.recorded import KINDS, DryRun, Op, Part, Sent, Storage, Waited
 from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import Mesh
 from shardc.ir.offload import HOST_LINK
@@ -245,6 +245,11 @@ class Meter(Clock):
         return self._causes[record.axes]
 
 
+def kind_of(storage: Storage) -> int:
+    """Its index in BYTES."""
+    return _STILL if storage.still and storage.kind == "temporaries" else _KIND[storage.kind]
+
+
 def memory(part: Part) -> Vector:
     """The columns of memory, flops and sends."""
     v = np.zeros(WIDTH)
@@ -253,7 +258,7 @@ def memory(part: Part) -> Vector:
     for sign, storage in part.changes:
         if storage.kind not in KINDS:  # outside of the device
             continue
-        at = _STILL if storage.still and storage.kind == "temporaries" else _KIND[storage.kind]
+        at = kind_of(storage)
         net[at] += sign * storage.nbytes
         total += sign * storage.nbytes
         growing += sign * storage.nbytes if _GROWS[at] else 0
@@ -310,6 +315,14 @@ def _of_more_rows(vectors: Stage, r: DryRun, clock: Meter) -> None:
 
 def _microbatches(r: DryRun) -> list[int]:
     return sorted({a.microbatch for a, _ in r.actions if a.microbatch >= 0})
+
+
+def parts_of(r: DryRun) -> dict[Key, Part]:
+    """Those that its vectors are of."""
+    found: dict[Key, Part] = {}
+    for key, part in _parts(r):
+        found.setdefault(key, part)
+    return found
 
 
 def _parts(r: DryRun) -> Iterator[tuple[Key, Part]]:
