@@ -209,6 +209,8 @@ def summary(kept: dict[str, Any]) -> str:
     for part, result in kept.items():
         for x in result["ratios"] if result else ():
             library = x["peer"].partition(",")[0].split(" ")[0]
+            if library == "shardc":  # with and without something of its own
+                continue
             by_peer.setdefault("pipelining" if part == "pipeline" else library, []).append(x["wall"])
     shown = [
         f"{name} {min(r):.2f}" + (f"-{max(r):.2f}" if max(r) - min(r) > 0.005 else "") for name, r in by_peer.items()
