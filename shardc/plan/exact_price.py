@@ -31,7 +31,6 @@ from shardc.plan.stage_vectors import (
     NET,
     OF_UPDATE,
     SENT,
-    STAYING,
     WHAT,
     Meter,
     Stage,
@@ -316,7 +315,7 @@ def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, 
             continue
         which = "first" if a.microbatch == 0 else "last" if a.microbatch == schedule.microbatches - 1 else "middle"
         v = part_of(by[a.stage], a.kind, which if a.microbatch >= 0 else "")
-        best = max(best, live + v[HIGH], live + v[STAYING], live + v[NET], key=_bytes)
+        best = max(best, live + v[HIGH], live + v[NET], key=_bytes)
         live = live + v[NET]
     for kind in ("after", "update"):
         for s in mine:

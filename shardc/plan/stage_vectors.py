@@ -52,10 +52,7 @@ ROWS = (1, 4, 16, 64)
 HERE = 3
 _EACH = HERE + 1
 AT = tuple(slice(_S + 30 + _EACH * i, _S + 30 + _EACH * (i + 1)) for i in range(len(ROWS) - 1))
-#: Bytes at the moment when most is there but for temporaries, as gradients of all layers: with many layers it may be
-#: the highest, where HIGH is another one in few.
-STAYING = slice(AT[-1].stop, AT[-1].stop + N)
-WIDTH = STAYING.stop
+WIDTH = AT[-1].stop
 #: What a rank does in a second: products, memory traffic, starting small ops, waiting for the collectives of an axis.
 WHAT = ("compute", "memory", "launch", "tp", "cp", "ep", "dp", "pp")
 #: What the first microbatch leaves for the others: gradients, weights that were cast, those that are kept gathered.
@@ -254,7 +251,7 @@ def memory(part: Part) -> Vector:
     """The columns of memory, flops and sends."""
     v = np.zeros(WIDTH)
     net, total, best, growing, most = [0] * N, 0, 0, 0, 0
-    high, staying, stays, at_most = net.copy(), net.copy(), 0, (0, 0)
+    high = net.copy()
     for sign, storage in part.changes:
         if storage.kind not in KINDS:  # outside of the device
             continue
@@ -265,10 +262,7 @@ def memory(part: Part) -> Vector:
         most = max(most, growing)
         if total > best:
             best, high = total, net.copy()
-        stays += sign * storage.nbytes if storage.kind != "temporaries" else 0
-        if (stays, total) > at_most:
-            at_most, staying = (stays, total), net.copy()
-    v[NET], v[HIGH], v[MOST], v[STAYING] = net, high, most, staying
+    v[NET], v[HIGH], v[MOST] = net, high, most
     v[FLOPS] = part.flops
     v[SENT] = sum(r.bytes for r in part.sent if r.kind == "send_recv")
     return v
@@ -379,10 +373,8 @@ def lines(a: Stage, more: Stage, less: Stage, n: float) -> Stage:
 
 def then(a: Vector, b: Vector) -> Vector:
     """One part after another. Its highest moment is the first's, or the second's above what the first leaves."""
-    both = a + b
-    for moment in (HIGH, STAYING):
-        after = a[NET] + b[moment]
-        both[moment] = a[moment] if a[moment].sum() >= after.sum() else after
+    both, after = a + b, a[NET] + b[HIGH]
+    both[HIGH] = a[HIGH] if a[HIGH].sum() >= after.sum() else after
     both[MOST] = max(a[MOST], a[NET][GROW].sum() + b[MOST])
     return both
 
