@@ -181,9 +181,9 @@ class Search:
                 break
             if families[family] >= alike:
                 continue
-            self.on(str(c), len(dry_runs), DRY_RUNS)
             families[family] += 1
             dry_runs.add(run)
+            self.on(str(c), len(dry_runs) - 1, DRY_RUNS if len(dry_runs) <= DRY_RUNS else 2 * DRY_RUNS)
             likely = (x for x, _ in queue.likely() if families[x.core, x.pp, x.dp, x.rows] < alike)
             asks = (partial(self.exact, x) for x in itertools.chain((c,), self._others(likely, dry_runs)))
             self.library.records.begin(next(asks), asks)
@@ -219,7 +219,7 @@ class Search:
         for c in tries:
             if len(fitting) > 1:
                 return
-            self.on(str(c), DRY_RUNS, DRY_RUNS)
+            self.on(str(c), 0, 0)
             try:
                 prices[c] = self.exact(c)
             except ShardcError as e:
