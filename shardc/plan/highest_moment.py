@@ -5,11 +5,15 @@
                                 of 12          4   7  3 [24]    so it is the highest of many
 
 A moment of one run is found again in the run with a unit of layers more: what both allocate and free, in order, is
-aligned as the lines of two versions of a text are, with what the longer one has once more in between.
+aligned as the lines of two versions of a text are, with what the longer one has once more in between: a copy of what
+lies beside it. Where it is found in pieces, the moments between them are in the middle of the added layer, and have a
+part of one more; so moments between what is no copy are left out.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Collection, Iterator
 from difflib import SequenceMatcher
 
@@ -36,7 +40,7 @@ def moments(base: DryRun, one: DryRun, two: DryRun) -> dict[Key, Moments]:
             continue
         here, less, more = _names(part, grown_here), _names(ones[key], grow), _names(twos[key], grown_there)
         of_less = {j: i for i, j in _aligned(here, less)}
-        found = [(of_less[i], i, j) for i, j in _aligned(less, more) if i in of_less]
+        found = [(of_less[i], i, j) for i, j in between_copies(less, more) if i in of_less]
         if found:
             x, y, z = map(list, zip(*found, strict=True))
             made[key] = _live(part)[x], _live(twos[key])[z] - _live(ones[key])[y]
@@ -67,6 +71,29 @@ def _aligned(a: list[object], b: list[object]) -> Iterator[tuple[int, int]]:
     """Indices of equal entries, both in order."""
     for block in SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks():
         yield from zip(range(block.a, block.a + block.size), range(block.b, block.b + block.size), strict=True)
+
+
+#: A copy of what lies beside it has so much in common with it: the last layer may free something in another order.
+_ALIKE = 0.9
+
+
+def between_copies(less: list[object], more: list[object]) -> Iterator[tuple[int, int]]:
+    """Indices of equal entries, in order, if all that `more` has besides, before them or behind, are copies of what
+    lies beside them.
+    """
+    steps = SequenceMatcher(None, less, more, autojunk=False).get_opcodes()
+    others = [k for k, (what, *_, a, b) in enumerate(steps) if what != "equal" and not _copied(what, more, a, b)]
+    for k, (what, i, end, j, _) in enumerate(steps):
+        if what == "equal" and not (others and others[0] < k < others[-1]):
+            yield from zip(range(i, end), itertools.count(j), strict=False)
+
+
+def _copied(what: str, names: list[object], a: int, b: int) -> bool:
+    """Whether names[a:b], which were inserted, are a copy of as many before them or behind."""
+    n = b - a
+    beside = names[max(a - n, 0) : a], names[b : b + n]
+    alike = (sum(map(operator.eq, names[a:b], x)) for x in beside if len(x) == n)
+    return what == "insert" and max(alike, default=0) >= _ALIKE * n
 
 
 def _live(part: Part) -> Vector:

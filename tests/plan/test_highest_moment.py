@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from shardc.cost.recorded import DryRun, Part, Storage
 from shardc.plan.exact_price import _whole
-from shardc.plan.highest_moment import moments, raised
+from shardc.plan.highest_moment import between_copies, moments, raised
 from shardc.plan.space import spec
 from shardc.plan.stage_vectors import HIGH, memory, parts_of
 from shardc.runtime.schedule.actions import Action
@@ -49,6 +51,27 @@ def test_of_a_stage_with_more_than_layers() -> None:
         found = raised({key: memory(parts_of(first)[key])}, moments(first, one, two), units)[key][HIGH]
         assert found.sum() == highest
     assert found.tolist() == memory(parts_of(many)[key])[HIGH].tolist()
+
+
+def test_no_moment_is_in_the_middle_of_an_added_layer() -> None:
+    """Of two layers and of three, whose last ones do three things in an order of their own: whatever the layers are,
+    what is found again in both is no moment, or a whole layer, further on.
+    """
+    wrong = []
+    for seed in range(100):
+        r = random.Random(seed)
+        layer: list[object] = [r.randrange(8) for _ in range(r.randrange(20, 60))]
+
+        def last(r: random.Random = r, layer: list[object] = layer) -> list[object]:
+            at = r.randrange(len(layer) - 3)
+            return [*layer[:at], *layer[at : at + 3][::-1], *layer[at + 3 :]]
+
+        few, more = (["before", *layer * n, *last(), "behind"] for n in (1, 2))
+        found = list(between_copies(few, more))
+        assert all(few[i] == more[j] for i, j in found)
+        assert len(found) > len(few) / 3
+        wrong.append(any(j - i not in (0, len(layer)) for i, j in found))
+    assert sum(wrong) <= 3  # 86 of 100 where all that is found counts
 
 
 def test_temporaries_of_all_layers() -> None:
