@@ -70,7 +70,7 @@ def command(
     fewest: Annotated[bool, typer.Option("--fewest", help="also answer on how few devices anything fits")] = False,
     what_if: Annotated[
         bool,
-        typer.Option("--what-if", help="also price the spec on devices that are better in one respect, and others"),
+        typer.Option("--what-if", help="also price the spec on better devices and on others, nothing recomputed, or compiled"),
     ] = False,
     tokens: Annotated[float | None, typer.Option(help="also answer how long so many tokens take, e.g. 15e12")] = None,
     headroom: Annotated[

@@ -89,7 +89,8 @@ def plan(
     given: price only this spec, or these, side by side. largest: also find out how many rows, how long a sequence, or
         how many layers the best spec (or the best given one) can take. fewest: also find out on how few devices
         anything fits.
-    what_if: also price the best spec (or the given one) on devices that are better in one respect, and on others.
+    what_if: also price the best spec (or the given one) on devices that are better in one respect, and on others,
+        without recomputation, and with element-wise work compiled.
     tokens: also say how long so many take, of a model whose rows are sequences.
     cache: keep dry runs and prices on disk (`$XDG_CACHE_HOME/shardc/plans`), and look there first.
     processes: in so many dry runs are made, as in forks of this process (shardc.plan.workers); the answer is the same.

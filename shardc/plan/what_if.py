@@ -1,15 +1,19 @@
-"""What would help most: the step of one spec on devices that are better in one respect, and on other devices.
+"""What would help most: the step of one spec on devices that are better in one respect, and on other devices; without
+recomputation, and with compiled pieces.
 
-Dry runs do not depend on the device, so each question costs arithmetic only.
+Dry runs do not depend on the device, so a question about devices costs arithmetic only. One about the spec costs dry
+runs of that spec.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 from shardc.cost.device import Device
 from shardc.cost.device_file import device, names
+from shardc.errors import ShardcError
 from shardc.plan.dry_runs import Library
 from shardc.plan.exact_price import Priced, price
 from shardc.spec import Spec
@@ -30,8 +34,21 @@ def what_if(library: Library, spec: Spec, batch: int, usable: float) -> list[dic
         return {"what": what, "step_seconds": priced.seconds, "ratio": priced.seconds / now.seconds, "fits": fits}
 
     found = [answer(what, other, price(library.on(other), spec, batch)) for what, other in _others(library.device)]
+    for what, one in _specs(spec):
+        with contextlib.suppress(ShardcError):  # what compile refuses would not help
+            found.append(answer(what, library.device, price(library, one, batch)))
     found = [x for x in found if x["what"] != ALIGNED or x["ratio"] < 1]  # of interest where some are not
     return sorted(found, key=lambda x: x["ratio"])
+
+
+def _specs(spec: Spec) -> Iterator[tuple[str, Spec]]:
+    """The spec with less to compute or to move."""
+    now = spec.to_dict()
+    if spec.checkpoint:
+        yield "nothing computed again (no checkpoint:)", Spec.load({k: v for k, v in now.items() if k != "checkpoint"})
+    if spec.lower is None or spec.lower.compile == "none":
+        lower = {**(spec.lower.model_dump() if spec.lower else {}), "compile": "layers"}
+        yield "element-wise work compiled (lower: {compile: layers})", Spec.load({**now, "lower": lower})
 
 
 def _others(d: Device) -> Iterator[tuple[str, Device]]:

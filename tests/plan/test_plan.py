@@ -566,6 +566,23 @@ def test_what_would_help() -> None:
     assert here.answers["duration"]["device_hours"] == pytest.approx(4 * hours)
 
 
+def test_what_another_spec_would_help() -> None:
+    """As that spec is priced by itself: nothing computed again, or what lies between products compiled."""
+    spec = {"shardc": 1, "mesh": {"dp": 2}, "checkpoint": [{"match": "h.*"}]}
+    model, batch = zoo.ALL["gpt"]()
+
+    def priced(one: Any, **more: Any) -> Any:
+        return shardc.plan(model, batch, device="h100-80g", given=one, **more)
+
+    by = {x["what"]: x for x in priced(spec, what_if=True).what_if}
+    again, compiled = (next(x for what, x in by.items() if part in what) for part in ("again", "compiled"))
+    assert again["step_seconds"] == priced({k: v for k, v in spec.items() if k != "checkpoint"}).best.step_seconds
+    assert compiled["step_seconds"] == priced({**spec, "lower": {"compile": "layers"}}).best.step_seconds
+    assert max(again["ratio"], compiled["ratio"]) < 1
+    lowered = priced({"shardc": 1, "mesh": {"dp": 2}, "lower": {"compile": "layers"}}, what_if=True)
+    assert not [x for x in lowered.what_if if "again" in x["what"] or "compiled" in x["what"]]
+
+
 class Head(nn.Module):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
