@@ -70,7 +70,7 @@ def command(
     fewest: Annotated[bool, typer.Option("--fewest", help="also answer on how few devices anything fits")] = False,
     what_if: Annotated[
         bool,
-        typer.Option("--what-if", help="also price the spec on better devices and on others, nothing recomputed, or compiled"),
+        typer.Option("--what-if", help="also price it on better devices and others, nothing recomputed, compiled"),
     ] = False,
     tokens: Annotated[float | None, typer.Option(help="also answer how long so many tokens take, e.g. 15e12")] = None,
     headroom: Annotated[
