@@ -395,7 +395,7 @@ def test_at_most_two_pages_are_on_the_device(tmp_path: Path) -> None:
 
 def test_peak_memory_falls_by_what_is_moved(tmp_path: Path) -> None:
     """The system's own count, of a process each: all that is in memory, mapped pages included, over whole steps."""
-    sizes = {"width": 512, "layers": 32, "rows": 8, "steps": 1, "bucket_mb": 1}  # 32 MiB of parameters
+    sizes = {"width": 512, "layers": 16, "rows": 8, "steps": 1, "bucket_mb": 1}  # 16 MiB of parameters
     offload = {"optimizer": str(tmp_path), "parameters": str(tmp_path)}
     plain, away = bench.measure(**sizes, offload={}), bench.measure(**sizes, offload=offload)
     assert plain["loss"] == away["loss"]
