@@ -82,7 +82,9 @@ def test_longer_rows_take_no_less_memory(pytestconfig: pytest.Config) -> None:
         r, model, on, devices, batch = drawn(number)
         plans = planner(model, on)
         c = next(some(plans, r, devices, batch))
-        short, long = (exact(plans, c, n) for n in (64, 128))
+        short = exact(plans, c, 64)
+        counts = short.counts if short is not None and c.pp > 1 else ()  # longer rows may move layers to other stages
+        long = exact(plans, c, 128, counts)
         if short is None or long is None:
             continue
         if budget(c.checkpoint) is None:  # which ops a budget keeps is chosen anew for each length
