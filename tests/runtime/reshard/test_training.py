@@ -122,8 +122,8 @@ def test_matrices_with_owners(tmp_path: Path) -> None:
         same(engine, back)
         losses = [[float(e.step(PAIR)) for _ in range(2)] for e in (engine, moved, back)]
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-        # eigh's basis lies by columns in memory, one that was moved by rows: on some CPUs (AMD) products of these differ
-        # in the last bit of a float32
+        # a basis of eigh lies by columns in memory, one that was moved by rows: on some CPUs (AMD) products of them
+        # differ in the last bit of a float32
         assert losses[2] == pytest.approx(losses[0], rel=1e-6)
         left, right = engine.full_state_dict(), back.full_state_dict()
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-7)
