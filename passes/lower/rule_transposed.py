@@ -77,7 +77,7 @@ def of_data(rank: Rank, call: Template, ask: Ask) -> Rule:
     assert g is not None
     w = Lines(rank, call, ask)
     rows = w.call(aten.reshape.default, Ref("g"), [-1, g.shape[-1]])
-    matrix: Ref = weight if call.target is aten.linear.default else w.call(aten.t.default, weight)
+    matrix = w.conj(weight if call.target is aten.linear.default else w.call(aten.t.default, weight))
     made = w.call(aten.mm.default, rows, matrix)
     grads: list[Ref | None] = [None] * len(ask.operands)
     grads[x.index] = w.call(aten.reshape.default, made, list(ask.operands[x.index].shape))
@@ -90,7 +90,7 @@ def of_weights(rank: Rank, call: Template, ask: Ask) -> Rule:
     g = ask.tangents[0]
     assert g is not None
     w = Lines(rank, call, ask)
-    rows = w.call(aten.reshape.default, x, [-1, ask.operands[x.index].shape[-1]])
+    rows = w.conj(w.call(aten.reshape.default, x, [-1, ask.operands[x.index].shape[-1]]))
     back = w.call(aten.reshape.default, Ref("g"), [-1, g.shape[-1]])
     grads: list[Ref | None] = [None] * len(ask.operands)
     if ask.wanted[weight.index]:
@@ -132,6 +132,11 @@ class Lines:
                 made = target(*map_refs(args, self._empty), **{k: map_refs(v, self._empty) for k, v in kwargs.items()})
                 type_ = Type.of(made) if isinstance(made, Tensor) else None
         return self.put(Line(0, target, args, tuple(kwargs.items()), type_))
+
+    def conj(self, r: Ref) -> Ref:
+        """Add the conjugate of a complex tensor; of a real one that is the tensor itself."""
+        t = self.type(r)
+        return self.call(aten._conj.default, r) if t is not None and t.dtype.is_complex else r
 
     def _empty(self, r: Ref) -> Any:
         if r.kind == "n":

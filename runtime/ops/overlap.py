@@ -114,17 +114,19 @@ def begun(x: Tensor, move: Callable[[Tensor], Tensor], start: Start) -> Tensor:
 
 @dataclass(frozen=True)
 class _Plain:
-    """The gradients of a product in one dtype. last: the weight is [out, in]."""
+    """The gradients of a product in one dtype: of complex factors with the conjugate of the other factor, as torch
+    defines them. last: the weight is [out, in].
+    """
 
     last: bool
 
     def of_data(self, g: Tensor, weight: Tensor) -> Tensor:
         rows = g.reshape(-1, g.shape[-1])
-        x = rows.mm(weight if self.last else weight.t())
+        x = rows.mm((weight if self.last else weight.t()).conj())
         return x.view(*g.shape[:-1], x.shape[-1])
 
     def of_weight(self, g: Tensor, x: Tensor) -> Tensor:
-        rows, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+        rows, g = x.reshape(-1, x.shape[-1]).conj(), g.reshape(-1, g.shape[-1])
         return g.t().mm(rows) if self.last else rows.t().mm(g)
 
 

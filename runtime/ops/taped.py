@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
@@ -196,11 +196,12 @@ def record(
 
 
 def _parameter(i: int, given: Sequence[Tensor]) -> bool:
-    """Is an operand a parameter itself, which stands nowhere else? Then autograd gives it its gradient, as it does
-    without tapes.
+    """Check that an operand is a parameter itself, and is given once. Then autograd gives it its gradient, as it does
+    without tapes. A view of a parameter that was made under `no_grad` looks like a leaf too, but has no place in
+    autograd's graph.
     """
     x = given[i]
-    return x.requires_grad and x.is_leaf and sum(y is x for y in given) == 1
+    return isinstance(x, nn.Parameter) and x.requires_grad and x.is_leaf and sum(y is x for y in given) == 1
 
 
 def _opened(x: Tensor) -> Tensor:

@@ -21,8 +21,7 @@ step_graph            forward, backward and sums of a step as one CUDA graph
 recompute             computes values again in backward; activation_offload: keeps them on the CPU meanwhile
 split_backward        backward in two halves, for zero-bubble schedules
 loss_scale            loss scaling for float16, on all ranks alike
-outputs               what a step gives beside its loss, over microbatches, ranks and batches; mean_counts: of how many
-                      things its means are
+outputs               what a step gives beside its loss, over microbatches and ranks; means: over batches
 batch_sizes           batches of other sizes than were compiled
 clip_grad_norm        the norm of the whole gradient, and clipping by it; parameter_norms: of each parameter
 whole_backward        a module's backward that goes around the sums of gradients

@@ -20,7 +20,7 @@ from shardc.runtime.step import batch_sizes, inputs, outputs
 from shardc.runtime.step.batch_argument import one_batch
 from shardc.runtime.step.engine_state import EngineState
 from shardc.runtime.step.interpreter import Interpreter
-from shardc.runtime.step.mean_counts import MeanCounts
+from shardc.runtime.step.means import LOSS, NO_DIVISOR, MeanDivisors, Means
 from shardc.runtime.step.run import Values
 
 
@@ -82,7 +82,7 @@ class EngineForward(EngineState):
 
         each: called on every rank with the scores of all rows of each batch.
         """
-        means = outputs.Means()
+        means = Means()
         for batch in _some("engine.score_all", batches):
             interpreter, _, _, values = self._evaluate(batch, local=local, use="score")
             program = interpreter.program
@@ -96,17 +96,22 @@ class EngineForward(EngineState):
     def evaluate_all(self, batches: Iterable[Any], *, local: bool = False) -> dict[str, float]:
         """{"loss": ..., name: ...} over all batches, of what `evaluate` gives: (sum, count) pairs by their sums, whole
         numbers added up; the loss and other means weighed by what they are the mean of, as many tokens as each batch
-        counts (shardc.runtime.step.mean_counts); other single numbers by the batches' rows. Raises NoBatchesError
-        without any batch.
+        counts (shardc.runtime.step.means); other single numbers by the batches' rows, with a note where that
+        is the loss. Raises NoBatchesError without any batch.
         """
-        means = outputs.Means()
-        counted: dict[int, MeanCounts] = {}
+        means = Means()
+        divisors: dict[int, MeanDivisors] = {}
+        by_rows = False
         for batch in _some("engine.evaluate_all", batches):
             interpreter, values, loss, beside = self._evaluate(batch, local=local)
             program = interpreter.program
-            if id(program) not in counted:
-                counted[id(program)] = MeanCounts(program)
-            means.add(program, loss, beside, inputs.rows(program), counted[id(program)].of(self.mesh, values))
+            if id(program) not in divisors:
+                divisors[id(program)] = MeanDivisors(program)
+            divided_by = divisors[id(program)].of(self.mesh, values)
+            means.add(program, loss, beside, inputs.rows(program), divided_by)
+            by_rows = loss is not None and LOSS not in divided_by
+        if by_rows:
+            self._tell(NO_DIVISOR)
         return means.values()
 
     @torch.no_grad()

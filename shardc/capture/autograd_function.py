@@ -12,8 +12,12 @@ stay elementwise, matmuls stay matmuls, and placement splits them as it splits e
 nothing but the derivative of the forward, which is tried on numbers, the graph holds the forward alone.
 
 A part of the backward that does not depend on g (auxiliary losses that are smuggled in: gx = g + c) is a term of the
-loss, <c, x>, whose value is left out. A backward that is not linear in g, such as clipping, cannot be kept: it is
-refused."""
+loss, <c, x>, whose value is left out. It is a term only if the loss uses a result, as autograd calls no backward else.
+
+A gradient that is always zero is zeros, not None: an optimizer decays such weights. So B' depends on every x that has a
+gradient, if only by x.sum() * 0.
+
+A backward that is not linear in g, such as clipping, cannot be kept: it is refused."""
 
 from __future__ import annotations
 
@@ -46,6 +50,7 @@ class Context:
         self.needs_input_grad = needs_input_grad
         self.saved_tensors: tuple[Any, ...] = ()
         self.quiet: tuple[Any, ...] = ()
+        self.materializes = True
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
@@ -60,7 +65,10 @@ class Context:
         self.quiet = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Gradients that are zero are always given as zeros: backward is linear in them."""
+        """Note whether a result that the loss does not use has a gradient of zeros. While a backward is studied, it
+        gets zeros in any case: it is linear in them.
+        """
+        self.materializes = value
 
 
 def forward(cls: type[torch.autograd.Function], ctx: Context, args: Sequence[Any]) -> Any:
@@ -77,15 +85,38 @@ class Study:
     """One call, traced. module: (x..., dx..., g...) -> [y...], [B'(dx) for every y], [the part of every gx without g],
     or None each.
 
-    outputs: what forward returned. own: the backward is the forward's derivative.
+    outputs: what forward returned. own: the backward is the forward's derivative. missing: for every y, the
+    places of the x that get zeros, not None, where y alone leads to the loss.
     """
 
     module: fx.GraphModule
     outputs: Any
     own: bool
+    missing: list[list[int]]
 
 
-def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[Tensor], untraced: Untraced) -> Any:
+@dataclass(frozen=True)
+class SideTerm:
+    """A term of the loss of which only the gradient counts. results: of the Function, as nodes of autograd's graph: the
+    term is a part of the loss if the loss uses one of them.
+    """
+
+    value: Tensor
+    results: tuple[Any, ...]
+
+
+def with_side_terms(loss: Tensor, side: Sequence[SideTerm]) -> Tensor:
+    """The loss, with the gradient of the terms besides. Returns the loss itself where there are none."""
+    todo, seen = [loss.grad_fn], set[Any]()
+    while side and todo:
+        if (node := todo.pop()) is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+    terms = [term.value for term in side if not seen.isdisjoint(term.results)]
+    return with_gradient_of(loss.detach(), sum(terms, loss)) if terms else loss
+
+
+def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[SideTerm], untraced: Untraced) -> Any:
     """`cls.apply(*args)` while a model is traced: its results, with a gradient that is the Function's own.
 
     side: gets the terms that the loss has to have besides (see the module's docstring). untraced: calls a function
@@ -98,18 +129,34 @@ def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[T
         with torch.no_grad():
             return forward(cls, Context(call.context.needs_input_grad), args)
     study: Study = untraced(call.study)
+    constants: Sequence[Tensor | None] = [None] * len(call.tensors)
     if study.own:
-        return forward(cls, call.fresh(), args)
-    inputs = [*(x.detach() for x in call.tensors), *call.tensors]
-    gradients = (torch.zeros(y.shape, dtype=y.dtype, device=y.device) for y in call.outs)  # only their shapes are used
-    outs, paths, constants = _Replay(study.module).run(*inputs, *gradients)
-    for x, c in zip(call.tensors, constants, strict=True):
-        if c is not None:
-            side.append((c.detach() * x).sum())
-    results = iter(
-        y.detach() if path is None else with_gradient_of(y.detach(), path) for y, path in zip(outs, paths, strict=True)
-    )
-    return pytree.tree_map(lambda y: next(results) if isinstance(y, Tensor) else y, study.outputs)
+        outs = paths = _tensors(forward(cls, call.fresh(), args))
+    else:
+        inputs = [*(x.detach() for x in call.tensors), *call.tensors]
+        gradients = (torch.zeros(y.shape, dtype=y.dtype, device=y.device) for y in call.outs)  # for their shapes only
+        outs, paths, constants = _Replay(study.module).run(*inputs, *gradients)
+    results = [
+        _with_gradient(y, path, [call.tensors[i] for i in missing])
+        for y, path, missing in zip(outs, paths, study.missing, strict=True)
+    ]
+    nodes = tuple(y.grad_fn for y in results if y.grad_fn is not None)
+    side += [
+        SideTerm((c.detach() * x).sum(), nodes) for x, c in zip(call.tensors, constants, strict=True) if c is not None
+    ]
+    each = iter(results)
+    return pytree.tree_map(lambda y: next(each) if isinstance(y, Tensor) else y, study.outputs)
+
+
+def _with_gradient(y: Tensor, path: Tensor | None, missing: Sequence[Tensor]) -> Tensor:
+    """The value of y with the gradient of path; `missing` get zeros."""
+    for x in missing:
+        # times 0 before the sum in backward, which could overflow
+        zero = (x.real if x.is_complex() else x).sum().to(y.dtype).expand(y.shape) * 0
+        path = zero if path is None else path + zero
+    if path is y:
+        return y
+    return y.detach() if path is None else with_gradient_of(y.detach(), path)
 
 
 def _taken_apart(
@@ -232,8 +279,9 @@ class _Call:
         zero = Zeros(module, gs)
         constants = [g if g is not None and not zero(g) else None for g in grads]
         heavy = any(map(works, made_only_for(paths, ys)))
+        missing = self.missing(paths, module.graph.find_nodes(op="placeholder")[n : 2 * n])
         if (not linear or heavy) and self.is_derivative():
-            return Study(module, outputs, True)
+            return Study(module, outputs, True, missing)
         if not linear:
             raise self.refuse(
                 "has a backward that is not linear in the gradients it gets, and is not the derivative of its forward",
@@ -242,7 +290,17 @@ class _Call:
         output.args = ((ys, paths, constants),)
         module.graph.eliminate_dead_code()
         module.recompile()
-        return Study(module, outputs, False)
+        return Study(module, outputs, False, missing)
+
+    def missing(self, paths: Sequence[fx.Node | None], dxs: Sequence[fx.Node]) -> list[list[int]]:
+        """For every result: the places of the tensors that have a gradient of which its path knows nothing."""
+        reached = [[path is not None and uses(path, [dx]) for dx in dxs] for path in paths]
+        places = [i for i, given in enumerate(self.given) if given]
+        if not self.materializes:  # where a result is not used, a backward may return None
+            places = [i for i in places if not any(of_x[i] for of_x in reached)]
+        return [
+            [i for i in places if smooth and not of_x[i]] for of_x, smooth in zip(reached, self.smooth, strict=True)
+        ]
 
     def traced(self, *tensors: Tensor) -> Any:
         """(x..., dx..., g...) -> (y..., B'(dx)..., B(g)...)."""
@@ -250,10 +308,12 @@ class _Call:
         xs, dxs, gs = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
         ctx, outputs = self.run(xs)
         ys = _tensors(outputs)
-        smooth = [y.is_floating_point() and not any(y is q for q in ctx.quiet) for y in ys]
+        smooth = [_differentiable(y) and not any(y is q for q in ctx.quiet) for y in ys]
         with torch.enable_grad():
             leaves = [g.detach().requires_grad_() if s else g for g, s in zip(gs, smooth, strict=True)]
             grads = self.back(ctx, leaves)
+            self.smooth, self.materializes = smooth, ctx.materializes
+            self.given = [g is not None for g in grads]
             self.differentiable = [g is not None and g.requires_grad for g in grads]
             pairs = [(g, dx.to(g.dtype)) for g, dx in zip(grads, dxs, strict=True) if g is not None and g.requires_grad]
             wanted = [g for g, s in zip(leaves, smooth, strict=True) if s]
@@ -288,10 +348,7 @@ class _Call:
         torch.manual_seed(0)  # forward may draw numbers
         ctx, outputs = self.run(xs)
         ys = _tensors(outputs)
-        gs = [
-            torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) if y.is_floating_point() else y
-            for y in ys
-        ]
+        gs = [_some(y, generator).to(y.dtype) if _differentiable(y) else y for y in ys]
         with torch.no_grad():
             mine = self.back(ctx, gs)
         torch.manual_seed(0)
@@ -313,13 +370,17 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return [y for y in pytree.tree_leaves(outputs) if isinstance(y, Tensor)]
 
 
+def _differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
 def _some(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Random numbers in float64, random truth values, zeros for indices."""
+    """Random numbers in float64 or complex128, random truth values, zeros for indices."""
     if x.dtype == torch.bool:
         return torch.randint(2, x.shape, generator=generator).bool()
-    if not x.is_floating_point():
+    if not _differentiable(x):
         return torch.zeros(x.shape, dtype=x.dtype)
-    return torch.randn(x.shape, generator=generator, dtype=torch.float64)
+    return torch.randn(x.shape, generator=generator, dtype=torch.complex128 if x.is_complex() else torch.float64)
 
 
 def _close(a: Tensor | None, b: Tensor | None) -> bool:
@@ -327,4 +388,5 @@ def _close(a: Tensor | None, b: Tensor | None) -> bool:
         there = a if a is not None else b
         return there is None or not bool(there.any())
     scale = float(b.detach().abs().nan_to_num(0.0).max()) if b.numel() else 0.0
-    return torch.allclose(a.double(), b.double(), rtol=0, atol=SAME * max(scale, 1.0), equal_nan=True)
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    return torch.allclose(a.to(wide), b.to(wide), rtol=0, atol=SAME * max(scale, 1.0), equal_nan=True)

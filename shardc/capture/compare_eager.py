@@ -169,8 +169,16 @@ def prove(
     floor = 1e-3 * max((_largest(g) for g in want_grads.values()), default=0.0)
     differ = Errors()
     for p in program.params:
-        if p.requires_grad and want is not None:
-            _compare(differ, "the gradient", p.fqn, want_grads[p.name], got_grads[p.name], floor)
+        one, other = want_grads.get(p.name), got_grads.get(p.name)
+        if one is not None and other is None:
+            differ.add(
+                "the model gives the parameter a gradient, if only of zeros, and the captured graph gives it none: an"
+                " optimizer would not decay it",
+                where=p.fqn,
+                fix="report it, with the model; or give the parameter requires_grad=False, if it is not to be trained",
+            )
+        elif other is not None:  # autograd gives none to an expert without tokens, whose branch Python skips: zeros
+            _compare(differ, "the gradient", p.fqn, torch.zeros_like(other) if one is None else one, other, floor)
     if any(_NO_GRADIENTS in str(w.message) for w in warned):
         for error in differ.found:
             errors.add(_NONE_INSIDE, where=error.where, fix="use_reentrant=False, or the spec's section `checkpoint:`")
@@ -373,16 +381,15 @@ def _rebuilt(batch: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _grads(loss: Tensor | None, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By `backward`, since reentrant checkpoints refuse `autograd.grad`; the tensors' `.grad` is left empty."""
+    """Differentiate by `backward`, since reentrant checkpoints refuse `autograd.grad`. Leaves the tensors' `.grad`
+    empty. Returns the gradients of those that have one.
+    """
     if loss is not None and loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-    grads = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
-        for name, p in trained.items()
-    }
+    grads = {name: p.grad for name, p in trained.items() if p.grad is not None}
     for p in trained.values():
         p.grad = None
-    return grads
+    return {name: g.to_dense() if g.is_sparse else g for name, g in grads.items()}
 
 
 def _largest(x: Tensor) -> float:

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from shardc.capture.autograd_function import SideTerm, with_side_terms
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.forward_arguments import arguments
 from shardc.errors import ShardcError
 from shardc.ir.generation import Step
 from shardc.ir.source import of_exception, of_function
-from shardc.runtime.ops.torch_library import with_gradient_of
 from shardc.torch_private import traced_node
 
 Loss = Callable[[Any, Any], Any]
@@ -99,7 +99,7 @@ class LossOf(nn.Module):
         super().__init__()
         self.model, self.leaves = model, leaves
         self._loss = (loss,)  # one that is a module is no part of this one: what it holds are constants
-        self.side: list[Tensor] = []  # terms of the loss of which only the gradient counts
+        self.side: list[SideTerm] = []  # terms of the loss of which only the gradient counts
         self.beside = Names()
 
     @property
@@ -134,7 +134,7 @@ class LossOf(nn.Module):
             raise ShardcError(what, where=line, fix=fix)
         loss = loss.reshape(()) if loss.dim() else loss
         values = self._flat(beside, line)
-        return (with_gradient_of(loss.detach(), sum(self.side, loss)) if self.side else loss, *values)
+        return (with_side_terms(loss, self.side), *values)
 
     def _of(self, output: Any, batch: Any, function: Loss | None = None) -> Any:
         """The user's function, by default the loss. Raises ShardcError where it asks the batch for a key that it does

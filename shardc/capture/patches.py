@@ -95,7 +95,7 @@ def _at(name: str, hooks: list[Callable[..., Any]]) -> str:
 
 
 @contextmanager
-def export_patches(side: list[Tensor]) -> Iterator[None]:
+def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
     """While open: custom autograd Functions keep their backward (autograd_function.py), checkpoints run plainly, tensor
     hooks raise and name the user's line. side: gets terms of the loss of which only the gradient counts.
     """

@@ -284,6 +284,110 @@ def test_nothing_happens_without_gradients() -> None:
     assert "shardc.with_gradient_of.default" not in ops(capture(*net(middle)))
 
 
+# --- zeros and None ---------------------------------------------------------------------------------------------------
+
+
+class Dropped(Fn):
+    """The second operand has no part in the result, but a gradient: layer drop that keeps autograd's graph alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropped: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, torch.zeros_like(g)
+
+
+class Zeroed(Fn):
+    """No gradient depends on that of the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return torch.zeros_like(g), g.new_zeros(g.shape)
+
+
+class Two(Fn):
+    """Two results of two operands: autograd gives the gradient of a result that is not used as zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Any:
+        return x * 2, y * 3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> Any:
+        return g * 2, h * 3
+
+
+class Unmaterialized(Two):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return x * 2, y * 3
+
+    @staticmethod
+    def backward(ctx: Any, g: Any, h: Any) -> Any:
+        return None if g is None else g * 2, None if h is None else h * 3
+
+
+class Auxiliary(Fn):
+    """A term of the loss, through a backward that autograd runs only if the loss uses the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, term: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, torch.ones((), dtype=g.dtype)
+
+
+class Turned(Fn):
+    """A complex product with its derivative by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return g * y.conj(), g * x.conj()
+
+
+def _turned(x: Tensor, m: Any) -> Tensor:
+    return torch.view_as_real(Turned.apply(torch.complex(x, x * x), torch.complex(m.other[0], m.other[1]))).sum(-1)
+
+
+WITHOUT: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "dropped": lambda x, m: Dropped.apply(x, x @ m.other),
+    "zeroed": lambda x, m: x + Zeroed.apply(x @ m.other, x),
+    "first of two": lambda x, m: Two.apply(x, x @ m.other)[0],
+    "second of two": lambda x, m: Two.apply(x @ m.other, x)[1],
+    "first of two, not materialized": lambda x, m: Unmaterialized.apply(x, x @ m.other)[0],
+    "auxiliary": lambda x, m: Auxiliary.apply(x, m.other.square().sum()),
+    "auxiliary, not used": lambda x, m: (Auxiliary.apply(x, m.other.square().sum()), x)[1],
+    "complex": _turned,
+}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("name", WITHOUT)
+def test_zeros_and_none_are_autograds(name: str, zero: int) -> None:
+    """AdamW decays a weight with a gradient of zeros, and leaves one without a gradient as it is."""
+    one = equality.reference(lambda: net(WITHOUT[name]))
+    assert ("other" in one.grads) == (name not in ("first of two, not materialized", "auxiliary, not used"))
+    for spec in MESHES.values():
+        sim = one.on({"shardc": 1, **spec, "data": {"zero": zero}})
+        assert sim.grads.keys() == one.grads.keys()
+        equality.assert_equal(sim, one.loss, one.grads)
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -309,6 +309,33 @@ class Routeds(nn.Module):
         return self.layers(x).square().mean()
 
 
+class WithBias(nn.Module):
+    """Experts with biases; the output's is a partial sum on a mesh with tp: the first rank keeps the parameter, as a
+    view, and the others have zeros.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.up, self.down = nn.Parameter(torch.randn(4, 12, 16)), nn.Parameter(torch.randn(4, 16, 12))
+        self.up_bias, self.down_bias = nn.Parameter(torch.randn(4, 12)), nn.Parameter(torch.randn(4, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(2, -1)
+        bias = {"activation": "gelu", "up_bias": self.up_bias, "down_bias": self.down_bias}
+        return shardc.nn.experts(x, index, weights, self.up, self.down, **bias).square().mean()
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_a_view_of_a_parameter_is_no_parameter(zero: int) -> None:
+    torch.manual_seed(0)
+    model, batch = WithBias().double(), {"x": torch.randn(8, 16, dtype=torch.float64)}
+    shard = {"up": {1: "tp"}, "up_bias": {1: "tp"}, "down": {2: "tp"}}
+    spec = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": shard, "data": {"zero": zero}}
+    ways = (shardc.compile(model, batch, spec | {"lower": lower}) for lower in (False, True))
+    equal_to_the_bit(*(shardc.verify.simulate(p, model, batch, steps=2, optimizer=momentum) for p in ways))
+
+
 def test_parts_that_come_from_the_host_for_a_gather_count() -> None:
     """A part is on the device while the gather before runs, and until its own has ended: a weight's gradient that comes
     before the next gather, which autograd would make after it, is above autograd's peak then.

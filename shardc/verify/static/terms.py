@@ -5,7 +5,7 @@
 A term is a number: each distinct one is kept once, so that a comparison takes no time. Normal forms make terms equal
 that are: a collective in two lines and in one; a value that has been on the host; a sum in whatever order and memory
 (the last bits are the business of `verify --lowered`); two transposes or reshapes in a row; a product of rows and that
-of a matrix; what is computed a second time.
+of a matrix; the transpose of a product; what is computed a second time.
 """
 
 from __future__ import annotations
@@ -86,13 +86,17 @@ class Terms:
         if rows is None or matrix is None or shape is None or len(rows) < 2 or len(matrix) != 2:
             return None
         if target is aten.linear.default:
-            w, matrix = Term(self._with(self._called(aten.t.default, (w,), {}), matrix[::-1])), matrix[::-1]
+            w, matrix = Term(self._transposed(w)), matrix[::-1]
         flat = (math.prod(rows[:-1]), rows[-1])
         made = self._with(
             self._kept((aten.mm.default, (Term(self._reshaped(x.number, flat)), w), ())), (flat[0], matrix[1])
         )
         made = self._reshaped(made, shape)
         return made if bias is None else self._with(self.sum(made, bias.number), shape)
+
+    def _transposed(self, x: Term) -> int:
+        shape = self._shape.get(x.number)
+        return self._with(self._called(aten.t.default, (x,), {}), None if shape is None else shape[::-1])
 
     def _with(self, term: int, shape: tuple[int, ...] | None) -> int:
         if shape is not None:
@@ -124,6 +128,9 @@ class Terms:
             if inside[0] is aten.t.default:
                 ((x,), _) = inside[1:]
                 return x.number  # type: ignore[no-any-return]
+            if inside[0] is aten.mm.default:  # of a product: that of the transposes
+                ((x, w), _) = inside[1:]
+                return self._kept((aten.mm.default, (Term(self._transposed(w)), Term(self._transposed(x))), ()))
         target = _AGAIN.get(target, _RESHAPES.get(target, target))
         named = tuple(sorted((k, _key(v)) for k, v in kwargs.items() if k not in _ASIDE))
         return self._kept((target, tuple(map(_key, args)), named))

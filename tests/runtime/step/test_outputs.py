@@ -15,7 +15,7 @@ import shardc
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.step.mean_counts import LOSS, MeanCounts
+from shardc.runtime.step.means import LOSS, MeanDivisors
 
 ROWS, CLASSES = 12, 8
 
@@ -202,7 +202,62 @@ def sum_over_weights(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
 )
 def test_what_a_loss_is_the_mean_of(function: Any, count: float | None) -> None:
     program = compiled({"mesh": {"dp": 1}}, function=function)
-    assert MeanCounts(program).of(SimpleNamespace(device="cpu"), [BATCH]).get(LOSS) == count
+    divisor = MeanDivisors(program).of(SimpleNamespace(device="cpu"), [BATCH]).get(LOSS)
+    assert (None if divisor is None else divisor.value) == count
+
+
+def masked(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(output, batch["y"], reduction="none")
+
+
+def counted(batch: dict[str, Tensor]) -> Tensor:
+    return (batch["y"] != -100).sum()
+
+
+MEANS: dict[str, Any] = {
+    "sum / count": lambda o, b: masked(o, b).sum() / counted(b),
+    "clamp": lambda o, b: masked(o, b).sum() / counted(b).clamp(min=1),
+    "clamp at more": lambda o, b: masked(o, b).sum() / counted(b).clamp(min=3),
+    "maximum": lambda o, b: masked(o, b).sum() / torch.maximum(counted(b), torch.ones_like(counted(b))),
+    "epsilon": lambda o, b: masked(o, b).sum() / (counted(b) + 1e-3),
+    "twice": lambda o, b: masked(o, b).sum() / (2 * counted(b)).clamp(min=1),
+    "in 16 bits": lambda o, b: masked(o, b).sum() / (b["y"] != -100).bfloat16().sum().clamp(min=1),
+    "where": lambda o, b: torch.where(counted(b) > 0, masked(o, b).sum() / counted(b).clamp(min=1), 0.0),
+    "where in the count": lambda o, b: masked(o, b).sum() / torch.where(counted(b) > 0, counted(b), 1),
+    "nan_to_num": lambda o, b: (masked(o, b).sum() / counted(b)).nan_to_num(0.0),
+    "times the inverse": lambda o, b: masked(o, b).sum() * (1.0 / counted(b).clamp(min=1)),
+    "to the power of -1": lambda o, b: masked(o, b).sum() * counted(b).clamp(min=1).double() ** -1,
+    "numel": lambda o, b: masked(o, b).sum() / b["y"].numel(),
+    "times 1 / numel": lambda o, b: masked(o, b).sum() * (1 / b["y"].numel()),
+    "mean over mean": lambda o, b: masked(o, b).mean() / (b["y"] != -100).double().mean().clamp(min=1e-6),
+    "divided, then summed": lambda o, b: (masked(o, b) / counted(b).clamp(min=1)).sum(),
+    "normalised weights": lambda o, b: (masked(o, b) * ((b["y"] != -100) / counted(b).clamp(min=1))).sum(),
+}
+
+
+FLOAT32 = {"epsilon", "times the inverse", "normalised weights"}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_the_mean_over_batches_is_that_of_all_rows(name: str) -> None:
+    """With one token, with many, with none, and of other sizes."""
+    batches = [batch_of(2), batch_of(3), batch_of(4, rows=8), batch_of(5), batch_of(6, rows=10)]
+    batches[1]["y"][2:] = -100
+    batches[3]["y"][:] = -100
+    function = MEANS[name]
+    wholes = {n: torch.cat([b[n] for b in batches]) for n in BATCH}
+    expected = float(function(NET(wholes["x"]), wholes).detach())
+    program = compiled({"mesh": {"dp": 2}}, function=function)
+    # the model rounds its count to 8 bits, to 24 bits, or not at all
+    rounding = 3e-3 if name == "in 16 bits" else 1e-7 if name in FLOAT32 else 1e-12
+    for value in loopback(program.mesh, lambda mesh: program.engine(NET, None, mesh=mesh).evaluate_all(batches)):
+        assert value["loss"] == pytest.approx(expected, rel=rounding)
+
+
+def test_a_loss_without_a_divisor_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    program = compiled({"mesh": {"dp": 2}}, function=lambda o, b: masked(o, b).sum())
+    loopback(program.mesh, lambda mesh: program.engine(NET, None, mesh=mesh).evaluate_all([batch_of(2), batch_of(3)]))
+    assert capsys.readouterr().err.count("the loss is no mean of which the batch decides the divisor") == 1
 
 
 class Returns(nn.Module):

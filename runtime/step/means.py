@@ -1,0 +1,369 @@
+"""Means over several batches, exact: each batch's mean is weighed by what it was divided by.
+
+    loss = sum(nll) / sum(labels != -100)               the divisor is a sum over the batch's labels
+    loss = sum(nll) / sum(labels != -100).clamp(min=1)  the same sum, with a guard for a batch without labels
+    loss = mean((x - y)**2)                             the divisor is a number of elements
+
+A divisor is a function of *amounts*: single numbers, each a sum over the batch, which add up over several batches. It
+is found in the model's graph and computed from the batch alone. The mean over several batches is
+
+    sum over batches of (mean * divisor(the batch's amounts)) / divisor(the amounts of all batches)
+
+which is the model's own formula for all rows in one batch, with its guards. A number that is no such mean (a sum, the
+exponent of a mean, means over different things that are added up) has no divisor.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardc.ir.graph import operands_of, placeholders, value_of
+from shardc.ir.outputs import Output, divisors
+from shardc.ir.program import Program
+from shardc.ir.stored import Buffer
+from shardc.ir.types import behind, op_name
+from shardc.runtime.step import inputs, outputs
+
+aten = torch.ops.aten
+#: The name of the loss among divisors.
+LOSS = ""
+NO_DIVISOR = (
+    "the loss is no mean of which the batch decides the divisor: over several batches it is weighed by their rows. To"
+    " weigh it otherwise, let the loss function return (loss, {name: (sum, count)}), and read that name"
+)
+#: Ops through which a mean is still one over the same things.
+_THROUGH = {
+    aten.neg.default,
+    aten.detach.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten._to_copy.default,
+    aten.reshape.default,
+    aten.squeeze.default,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.nan_to_num.default,
+}
+_PLUS = {aten.add.Tensor, aten.sub.Tensor}
+_BY_NUMBER = {aten.mul.Tensor: -1, aten.mul.Scalar: -1, aten.div.Tensor: 1, aten.div.Scalar: 1}
+_MEANS = {aten.mean.default, aten.mean.dim}
+_SUMS = {aten.sum.default, aten.sum.dim_IntList}
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """What one mean of one batch is divided by. It is the product of `size`, a number of elements, and of what
+    `of_amounts` gives for the batch's amounts and constants; all but `constants` add up over batches.
+    """
+
+    value: float
+    size: float | None = None
+    amounts: tuple[float, ...] = ()
+    constants: tuple[float, ...] = ()
+    of_amounts: fx.GraphModule | None = None
+
+    @classmethod
+    def count(cls, number: float) -> Divisor:
+        """A number of things, and nothing else."""
+        return cls(number, number)
+
+    def joined(self, other: Divisor) -> Divisor:
+        """The divisor of the rows of both."""
+        if len(self.amounts) != len(other.amounts) or (self.size is None) != (other.size is None):
+            return Divisor.count(self.value + other.value)  # batches of other sizes, with another formula
+        size = None if self.size is None or other.size is None else self.size + other.size
+        amounts = tuple(a + b for a, b in zip(self.amounts, other.amounts, strict=True))
+        value = 1.0 if size is None else size
+        if self.of_amounts is not None:
+            numbers = [
+                torch.tensor(x, dtype=None if isinstance(x, bool) else torch.float64)
+                for x in (*amounts, *self.constants)
+            ]
+            value *= math.prod(float(x) for x in self.of_amounts(*numbers))
+        return replace(self, value=value, size=size, amounts=amounts)
+
+
+class Means:
+    """Of several batches: sums by their counts, whole numbers added up, means by what they are the mean of, all other
+    single numbers by the rows of a batch. What is more than one number is left out.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._divisors: dict[str, Divisor] = {}
+
+    def add(
+        self,
+        program: Program,
+        loss: Tensor | None,
+        values: Mapping[str, Tensor],
+        rows: int,
+        divided_by: Mapping[str, Divisor],
+    ) -> None:
+        """Add one batch. values: of `rows` rows, undivided. divided_by: what `MeanDivisors` gives for
+        it.
+        """
+        by_rows = Divisor.count(rows)
+        if loss is not None:
+            self._add_mean("loss", loss, divided_by.get(LOSS, by_rows))
+        divide = divisors(program.outputs)
+        for o in program.outputs:
+            if o.name in divide or values[o.name].numel() != 1:
+                continue
+            number = values[o.name].item()
+            if o.divisor:
+                self._add(o.name, number, Divisor.count(values[o.divisor].item()))
+            elif o.dtype.is_floating_point or o.dtype == torch.bool:
+                self._add_mean(o.name, values[o.name], divided_by.get(o.name, by_rows))
+            else:
+                self._sums[o.name] = self._sums.get(o.name, 0) + number
+
+    def _add_mean(self, name: str, mean: Tensor, divisor: Divisor) -> None:
+        """A mean of nothing is no number, and weighs nothing."""
+        self._add(name, float(mean) * divisor.value if divisor.value else 0.0, divisor)
+
+    def _add(self, name: str, number: float, divisor: Divisor) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + number
+        self._divisors[name] = divisor.joined(self._divisors[name]) if name in self._divisors else divisor
+
+    def counted(self, name: str) -> float:
+        """How many things a mean is of by now."""
+        return self._divisors[name].value if name in self._divisors else 0.0
+
+    def values(self) -> dict[str, float]:
+        """{"loss": mean, name: mean or sum}; {} without any batch."""
+        return {name: self._mean(name) if name in self._divisors else x for name, x in self._sums.items()}
+
+    def _mean(self, name: str) -> float:
+        divisor = self._divisors[name].value
+        return self._sums[name] / divisor if divisor else float("nan")
+
+
+@dataclass(frozen=True)
+class _Term:
+    """One mean among the terms of a number. divisors: nodes that the batch alone decides; size: elements."""
+
+    divisors: tuple[fx.Node, ...] = ()
+    size: float | None = None
+
+
+@dataclass(frozen=True)
+class _Formula:
+    """How the divisor of one number follows from a batch: see Divisor. amounts: nodes, each with a factor; no node: the
+    factor alone. constants: nodes.
+    """
+
+    term: _Term
+    amounts: tuple[tuple[fx.Node | None, float], ...]
+    constants: tuple[fx.Node, ...]
+    of_amounts: fx.GraphModule
+
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """What has to be computed from a batch."""
+        return (*self.term.divisors, *(n for n, _ in self.amounts if n is not None), *self.constants)
+
+    def divisor(self, numbers: Iterator[float]) -> Divisor:
+        """numbers: the values of `nodes`."""
+        value = math.prod([next(numbers) for _ in self.term.divisors], start=self.term.size or 1.0)
+        amounts = tuple(factor if n is None else factor * next(numbers) for n, factor in self.amounts)
+        constants = tuple(next(numbers) for _ in self.constants)
+        return Divisor(value, self.term.size, amounts, constants, self.of_amounts)
+
+
+class MeanDivisors:
+    """The divisors of the means among a program's loss and outputs, for batches of its sizes."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        batch = frozenset(x.name for x in program.inputs)
+        given = batch | {b.name for b in program.buffers if _alike(program, b)}
+        finder = _Finder(given, batch, inputs.rows(program))
+        self._fixed: dict[str, Divisor] = {}
+        self._formulas: dict[str, _Formula] = {}
+        for name, node in _numbers(program):
+            terms = list(finder.terms(node))
+            known: dict[Any, int] = {}
+            by_batch = {(tuple(_computed(d, known) for d in t.divisors), t.size): t for t in terms if t.divisors}
+            sizes = {t.size for t in terms if not t.divisors and t.size is not None}
+            if len(by_batch) == 1:
+                (term,) = by_batch.values()
+                self._formulas[name] = _formula(term, batch)
+            elif len(sizes) == 1 and not by_batch:
+                self._fixed[name] = Divisor.count(*sizes)
+        nodes = tuple(n for f in self._formulas.values() for n in f.nodes())
+        self._run = fx.GraphModule(nn.Module(), _slice(program, nodes)) if nodes else None
+
+    @torch.no_grad()
+    def of(self, mesh: Any, values: Sequence[Mapping[str, Any]]) -> dict[str, Divisor]:
+        """{name of an output, or LOSS: its divisor in a global batch}. values: what the stages of this rank take of it,
+        by microbatch: {placeholder: value}. All ranks together: what divisors are made of is gathered.
+        """
+        if self._run is None:
+            return self._fixed
+        takes = list(placeholders(self._run.graph))
+        constants = {b.name: b.constant for b in self._program.buffers if b.constant is not None}
+        batch = {x.name: x for x in self._program.inputs if x.name in takes}
+        shown = tuple(Output(x.name, x.shape, x.dtype, x.layout, x.microbatch) for x in batch.values())
+        parts = {o.name: outputs.joined(o, {m: v[o.name] for m, v in enumerate(values)}) for o in shown}
+        whole = outputs.gathered(replace(self._program, outputs=shown), mesh, parts)
+        for name in takes:
+            if name not in whole:
+                whole[name] = constants[name].to(mesh.device) if name in constants else values[0][name]
+        numbers = iter([x.item() for x in self._run(*(whole[name] for name in takes))])
+        return self._fixed | {name: formula.divisor(numbers) for name, formula in self._formulas.items()}
+
+
+def _alike(program: Program, b: Buffer) -> bool:
+    """Whether every rank has all of a buffer, the same before and after a step."""
+    return b.constant is not None or not (b.updated or b.layout.shards() or program.axis)
+
+
+def _numbers(program: Program) -> Iterator[tuple[str, fx.Node]]:
+    """The loss, and single real numbers beside it that nothing divides."""
+    returned: Any = program.graph.output_node().args[0]
+    loss, beside = returned
+    if loss is not None:
+        yield LOSS, loss
+    counts = divisors(program.outputs)
+    for o, node in zip(program.outputs, beside[len(beside) - len(program.outputs) :], strict=True):
+        single = math.prod(o.shape) == 1 and o.dtype.is_floating_point
+        if single and not o.divisor and o.name not in counts:
+            yield o.name, node
+
+
+@dataclass(frozen=True)
+class _Finder:
+    """Finds the means that a number is the sum of. given: what the batch alone decides; batch: of these, its inputs;
+    rows: of the batch.
+    """
+
+    given: frozenset[str]
+    batch: frozenset[str]
+    rows: int
+
+    def terms(self, number: fx.Node) -> Iterator[_Term]:
+        """Each value is seen with what the terms above it are divided by, a Python number by which they are divided,
+        and what was summed above it.
+        """
+        todo: list[tuple[fx.Node, _Term, float, fx.Node | None]] = [(number, _Term(), 1.0, None)]
+        while todo:
+            n, term, by_number, summed = todo.pop()
+            operands = operands_of(n)
+            fixed = [x for x in operands if self._decided(x)]
+            of_model = [x for x in operands if x not in fixed]
+            if n.target in _PLUS or n.target in _THROUGH:
+                todo += [(x, term, by_number, summed) for x in operands]
+            elif n.target in _BY_NUMBER and len(operands) == 1:
+                todo.append((operands[0], term, by_number * _number(n) ** _BY_NUMBER[n.target], summed))
+            elif op_name(n.target) in ("where", "masked_fill"):  # another value where the batch has nothing to count
+                todo += [(x, term, by_number, summed) for x in of_model]
+            elif n.target in (aten.mul.Tensor, aten.div.Tensor) and len(of_model) == 1:
+                more = (*term.divisors, *self._divisors(n, of_model[0]))
+                todo.append((of_model[0], replace(term, divisors=more), by_number, summed))
+            elif n.target in _SUMS:
+                todo.append((operands[0], term, by_number, summed or operands[0]))
+            elif n.target in _MEANS and summed is None:
+                yield replace(term, size=float(_elements(operands[0]) // max(_elements(n), 1)))
+            elif term.divisors:
+                yield term
+            elif summed is not None and self._counts(by_number, summed):
+                yield replace(term, size=by_number)
+
+    def _decided(self, node: fx.Node) -> bool:
+        """Whether the batch alone decides a value."""
+        return all(n.name in self.given for n in behind([node]) if n.op == "placeholder")
+
+    def _divisors(self, node: fx.Node, but: fx.Node | None = None) -> list[fx.Node]:
+        """The single numbers of the batch that a product divides by, not looked for in one of its factors."""
+        operands = operands_of(node)
+        if node is but:
+            return []
+        if op_name(node.target) in ("reciprocal", "pow") and self._of_batch(operands[0]):
+            return operands if node.target is aten.reciprocal.default or node.args[1] == -1 else []
+        if node.target is aten.div.Tensor and len(operands) == 2 and self._of_batch(operands[1]):
+            return [operands[1], *self._divisors(operands[0], but)]
+        if node.target in (aten.mul.Tensor, aten.div.Tensor):
+            return [d for x in operands[: 1 if node.target is aten.div.Tensor else 2] for d in self._divisors(x, but)]
+        return self._divisors(operands[0], but) if node.target in _THROUGH else []
+
+    def _of_batch(self, node: fx.Node) -> bool:
+        """Whether it is a single number that the batch decides."""
+        inputs_behind = any(n.name in self.batch for n in behind([node]) if n.op == "placeholder")
+        return _elements(node) == 1 and self._decided(node) and inputs_behind
+
+    def _counts(self, number: float, summed: fx.Node) -> bool:
+        """Whether a Python number counts what is summed, as `x.numel()` and `len(x)` do: it grows with the rows."""
+        return number == int(number) > 0 and _elements(summed) % int(number) == 0 and int(number) % self.rows == 0
+
+
+def _number(n: fx.Node) -> float:
+    """The number that a node multiplies or divides by; nan for none."""
+    number: Any = n.args[1] if not isinstance(n.args[1], fx.Node) else n.args[0]
+    return float(number) if isinstance(number, (int, float)) and number else math.nan
+
+
+def _elements(node: fx.Node) -> int:
+    return math.prod(value_of(node).shape)
+
+
+def _formula(term: _Term, batch: frozenset[str]) -> _Formula:
+    """The divisors of a term as a function of amounts. batch: names of placeholders."""
+    made_of = behind(term.divisors)
+    depends = {n for n in made_of if any(m.name in batch for m in behind([n]) if m.op == "placeholder")}
+
+    def computed(n: fx.Node) -> bool:
+        """From single numbers alone."""
+        single = n.op == "call_function" and all(_elements(x) == 1 for x in operands_of(n))
+        return single and n in depends and n.target not in _SUMS | _MEANS
+
+    leaves = [n for n in term.divisors[0].graph.nodes if n in behind(term.divisors, computed) and not computed(n)]
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    amounts = list[tuple[fx.Node | None, float]]()
+    for n in (n for n in leaves if n in depends):
+        copies[n] = graph.placeholder(n.name)
+        elements = float(_elements(operands_of(n)[0])) if n.target in _MEANS else 1.0
+        amounts.append((n, elements))
+        if n.target in _MEANS:  # a sum and a number of elements add up
+            copies[n] = graph.call_function(operator.truediv, (copies[n], graph.placeholder(f"{n.name}_elements")))
+            amounts.append((None, elements))
+    constants = [n for n in leaves if n not in depends]
+    for n in constants:
+        copies[n] = graph.placeholder(n.name)
+    for n in (n for n in term.divisors[0].graph.nodes if n in made_of and computed(n)):
+        if n.target is aten._to_copy.default:  # amounts are float64
+            copies[n] = copies[operands_of(n)[0]]
+        else:
+            copies[n] = graph.node_copy(n, copies.__getitem__)
+    graph.output(tuple(copies[d] for d in term.divisors))
+    return _Formula(term, tuple(amounts), tuple(constants), fx.GraphModule(nn.Module(), graph))
+
+
+def _computed(node: fx.Node, known: dict[Any, int]) -> int:
+    """A number for how a value is computed: equal for two nodes that compute the same. known: those given by now."""
+    numbers: dict[fx.Node, int] = {}
+    made_of = behind([node])
+    for n in node.graph.nodes:
+        if n in made_of:
+            args = fx.map_arg((n.args, dict(n.kwargs)), lambda x: f"%{numbers[x]}")
+            key = n.name if n.op == "placeholder" else (str(n.target), repr(args))
+            numbers[n] = known.setdefault(key, len(known))
+    return numbers[node]
+
+
+def _slice(program: Program, nodes: tuple[fx.Node, ...]) -> fx.Graph:
+    """The graph of these values: it takes what they are made of."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    needed = behind(nodes)
+    for n in program.graph.nodes:
+        if n in needed:
+            copies[n] = graph.node_copy(n, copies.__getitem__)
+    graph.output(tuple(copies[n] for n in nodes))
+    return graph
