@@ -44,21 +44,30 @@ def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
             spec.where(("activations", _key(rule))),
             quote(spec, "activations", _key(rule), dims_text(rule.dims)),
         )
-        for module in modules:
-            for node, inside in _boundary(nodes, module, rule.at):
-                shape = value_of(node).shape
-                layout = layout_of(rule.dims, mesh)
-                if spec.uneven == "pad":
-                    layout = padded(layout, shape, mesh)
-                if not check_fits(layout, shape, mesh, f"{rule.at} of {module}", where, errors):
-                    continue
-                pin = pins.setdefault(node, _Pin(layout, cause, inside if rule.at == "input" else None))
-                if pin.layout != layout:
-                    errors.add(
-                        f"{rule.at} of {module} is the same value as one that {pin.cause} lays out differently",
-                        where=where,
-                        fix="let both annotations say the same, or drop one",
-                    )
+        ends = [(module, end) for module in modules for end in _boundary(nodes, module, rule.at)]
+        if modules and not ends:
+            ends = [(m, end) for m in modules if rule.at == "input" and (end := _given(program, nodes, m)) is not None]
+        if modules and not ends:
+            errors.add(
+                f"the entry has no effect: no value with a gradient {'enters' if rule.at == 'input' else 'leaves'}"
+                f" {modules[0]}" + (f" and {len(modules) - 1} more" if len(modules) > 1 else ""),
+                where=where,
+                fix="name the module that makes the value; for a tensor of the batch, `batch: {dims: ...}`",
+            )
+        for module, (node, inside) in ends:
+            shape = value_of(node).shape
+            layout = layout_of(rule.dims, mesh)
+            if spec.uneven == "pad":
+                layout = padded(layout, shape, mesh)
+            if not check_fits(layout, shape, mesh, f"{rule.at} of {module}", where, errors):
+                continue
+            pin = pins.setdefault(node, _Pin(layout, cause, inside if rule.at == "input" else None))
+            if pin.layout != layout:
+                errors.add(
+                    f"{rule.at} of {module} is the same value as one that {pin.cause} lays out differently",
+                    where=where,
+                    fix="let both annotations say the same, or drop one",
+                )
     errors.raise_any()
     for node, pin in pins.items():
         _insert(program.graph, node, pin, mesh)
@@ -122,6 +131,14 @@ def _boundary(nodes: list[fx.Node], module: str, side: str) -> Iterator[tuple[fx
                 if taken:
                     yield taken[0], inside
     yield from (through or {}).items()
+
+
+def _given(program: Program, nodes: list[fx.Node], module: str) -> tuple[fx.Node, set[fx.Node]] | None:
+    """The tensor of the batch that a module takes, where no value with a gradient enters it; and the ops inside."""
+    inside = {n for n in nodes if (f := source_of(n).module) == module or f.startswith(f"{module}.")}
+    batch = {x.name for x in program.inputs}
+    taken = (x for n in nodes if n in inside for x in operands_of(n) if x.op == "placeholder" and x.name in batch)
+    return next(((x, inside) for x in taken), None)
 
 
 def _flows(node: fx.Node) -> bool:

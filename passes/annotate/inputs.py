@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shardc.errors import Errors
 from shardc.ir.graph import placeholders
@@ -61,6 +61,32 @@ def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
     return None if rows(x) == 1 < max(map(rows, program.inputs)) else named(x)
 
 
+@dataclass(frozen=True)
+class Disagreement:
+    """An input with other rows than the most inputs, one of whose other dims has as many, such as positions of shape
+    [3, rows, length].
+    """
+
+    what: str
+    fix: str
+
+
+def disagreements(spec: Spec, program: Program) -> dict[str, Disagreement]:
+    """By the input's name."""
+    sized = [(_input_name(x), x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
+    rows = {name: shape[d] for name, shape, d in sized if d is not None and d < len(shape)}
+    most = max(rows.values(), key=lambda n: (list(rows.values()).count(n), n), default=0)
+    return {
+        name: Disagreement(
+            f"{name!r} has {rows[name]} rows (dim {d}), but {next(n for n in rows if rows[n] == most)!r} has {most}",
+            f"if the rows of {name!r} are its dim {shape.index(most)}, write"
+            f" `batch: {{dims: {{{name}: {shape.index(most)}}}}}`",
+        )
+        for name, shape, d in sized
+        if name in rows and rows[name] != most and shape.count(most) == 1
+    }
+
+
 def _axis_place(spec: Spec, axis: str) -> str:
     """Where the spec says that an axis splits the batch: `batch: {axes: ...}`, else the mesh, by the axis's name."""
     if axis == MICROBATCH:
@@ -98,7 +124,10 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
         ):
             layouts[x.name] = layout
             nodes[x.name].meta["cause"] = {a: f"{_axis_place(spec, a)} batch dim {dim} of {name!r}" for a in axes}
+    disagree = disagreements(spec, program)
     for (what, place, fix), alike in wrong.items():
+        for each in (disagree[name] for name in alike if name in disagree):
+            what, fix = f"{what}: {each.what}", each.fix
         errors.add(f"input {', '.join(map(repr, alike))}: {what}", where=place, fix=fix)
     by_name = {x.name: name for x, name in zip(program.inputs, names, strict=True)}
     for placeholder, why in split_sequence(spec, program, mesh, by_name, layouts, errors).items():

@@ -1,4 +1,5 @@
-"""The regions of an exported graph, inlined: an explicit `detach` where a value leaves one of `with torch.no_grad():`.
+"""The regions of an exported graph, inlined: an explicit `detach` where a value leaves one of `with torch.no_grad():`,
+and the casts of `with torch.autocast(...):` (autocast_region.py).
 
 `torch.export` leaves the code of such a region in a subgraph. `ExportedProgram.run_decompositions` would inline it, but
 it drops no-grad regions *silently*, which changes gradients.
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc.capture.autocast_region import AutocastRegion
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.graph import call_like
@@ -24,7 +26,8 @@ aten = torch.ops.aten
 def inline_regions(gm: fx.GraphModule) -> set[fx.Node]:
     """Inline the subgraphs of `gm`, in place; a value that leaves a no-grad region is detached.
 
-    Returns the nodes that were computed without gradients. Raises ShardcError for autocast regions and unknown regions.
+    Returns the nodes that were computed without gradients. Raises ShardcError for unknown regions, and for autocast of
+    ops that cast inside.
     """
     cut: set[fx.Node] = set()
     regions = [n for n in gm.graph.nodes if n.op == "call_function" and isinstance(n.target, HigherOrderOperator)]
@@ -51,23 +54,25 @@ def _replace(call: fx.Node, results: Sequence[Any]) -> None:
 
 
 def _region(
-    graph: fx.Graph, owner: torch.nn.Module, call: fx.Node, args: Sequence[Any], grad: bool, cut: set[fx.Node]
+    graph: fx.Graph,
+    owner: torch.nn.Module,
+    call: fx.Node,
+    args: Sequence[Any],
+    grad: bool,
+    cut: set[fx.Node],
+    autocast: AutocastRegion | None = None,
 ) -> list[Any]:
-    """Copy the region that `call` runs to the insertion point. grad: are gradients recorded outside of it?"""
+    """Copy the region that `call` runs to the insertion point. grad: are gradients recorded outside of it? autocast:
+    the region that is open around it.
+    """
     name = str(call.target)
     inner = grad
     if name == "wrap_with_set_grad_enabled":
         enabled, sub, *operands = args
         inner = bool(enabled)
     elif name == "wrap_with_autocast":
-        _device, dtype, enabled, _cache, sub, *operands = args
-        if enabled:
-            where = _where_inside(owner, sub) or source.of_node(call)
-            raise ShardcError(
-                f"the model turns autocast ({dtype}) on inside its forward",
-                where=source.where(where),
-                fix="take the autocast region out of the model, and write `precision: {compute: bfloat16}` in the spec",
-            )
+        device, dtype, enabled, _cache, sub, *operands = args
+        autocast = AutocastRegion(device, dtype or torch.get_autocast_dtype(device), autocast) if enabled else None
     elif name == "tag_activation_checkpoint":
         sub, *operands = args
     else:
@@ -94,15 +99,21 @@ def _region(
             ]
             return [crossing(r, grad) if not inner else r for r in results]
         elif isinstance(node.target, HigherOrderOperator):
-            env[node] = _region(graph, module, node, fx.map_arg(node.args, lambda n: env.get(n, n)), inner, cut)
+            env[node] = _region(
+                graph, module, node, fx.map_arg(node.args, lambda n: env.get(n, n)), inner, cut, autocast
+            )
         elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
             env[node] = env[node.args[0]][node.args[1]]
         elif not inner and (same := unchanged(node)) is not None:
             env[node] = env[same]  # outside of the region the tensor goes by this name, with the gradient that it has
         else:
-            env[node] = graph.node_copy(node, lambda n: env[n])
+            casts: list[fx.Node] = []
+            if autocast is not None and isinstance(node.target, OpOverload):
+                env[node], casts = autocast.copy(node, graph, env, inner)
+            else:
+                env[node] = graph.node_copy(node, lambda n: env[n])
             if not inner:
-                cut.add(env[node])
+                cut.update((env[node], *casts))
     raise AssertionError("a region without output")
 
 
@@ -124,10 +135,3 @@ def unchanged(node: fx.Node) -> fx.Node | None:
     with torch.no_grad():
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         return x if node.target(*args, **kwargs) is value else None
-
-
-def _where_inside(owner: torch.nn.Module, sub: fx.Node) -> source.Source | None:
-    for node in getattr(owner, str(sub.target)).graph.nodes:
-        if node.op == "call_function" and (place := source.of_node(node)).line:
-            return place
-    return None

@@ -6,8 +6,10 @@ Patches are context managers, undone when the capture ends, also when it fails.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,12 +30,13 @@ from shardc.torch_private import (
     replaced_packing,
 )
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+#: Where frames of torch are, and that of its decorators.
+_TORCH, _DECORATED = str(Path(torch.__file__).parent), inspect.getfile(torch.no_grad.__call__)
 
 
 def check_hooks(model: nn.Module) -> None:
     """Refuse, all at once, what is not part of an exported graph: backward hooks of modules and parameters, modules
-    that torch.jit compiled, parameters without a shape. BatchNorm's momentum=None and max_norm of tables by name, too.
+    that torch.jit compiled, parameters without a shape. max_norm of tables by name, too.
     """
     errors = Errors()
     compiled = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
@@ -52,22 +55,16 @@ def check_hooks(model: nn.Module) -> None:
                 where=_at(name or type(module).__name__, hooks),
                 fix="remove the hook, or compute what it does in forward",
             )
-        if (
-            isinstance(module, BATCH_NORMS)
-            and module.momentum is None
-            and module.training
-            and module.track_running_stats
-        ):
-            errors.add(
-                "momentum=None divides by a count of steps, which tracing cannot follow: it becomes a Python number",
-                where=name or type(module).__name__,
-                fix="give the layer a momentum: 0.1 is torch's default",
-            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             errors.add(
                 "max_norm writes to the weight in forward, which a program does not",
                 where=name or type(module).__name__,
-                fix="leave max_norm out, and normalise what is looked up: torch.nn.functional.normalize(x, dim=-1)",
+                fix=(
+                    "leave max_norm out, and write to the weight before each step, on every rank: with torch.no_grad():"
+                    f" torch.embedding_renorm_(engine.params[{f'{name}.weight'.lstrip('.')!r}], ids,"
+                    f" {module.max_norm}, {module.norm_type}), with the ids of the whole batch; each rank has to have"
+                    " the whole weight (leave it out of `shard`, and data.zero: 0)"
+                ),
             )
     for name, p in model.named_parameters():
         held = p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)
@@ -141,8 +138,25 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
         unchanged = all(change(x) is x for x in held)
         return self if unchanged else put(self, change, recurse)  # type: ignore[no-untyped-call]
 
-    grad, put = Tensor.requires_grad_, nn.Module._apply
+    def without_gradients(self: torch.no_grad) -> None:
+        caller: Any = sys._getframe(1)
+        if caller.f_code.co_filename == _DECORATED:
+            caller = caller.f_back
+        by_user = not caller.f_code.co_filename.startswith(_TORCH)
+        if by_user and torch.is_grad_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            place = source.of_call()
+            raise ShardcError(
+                f"no_grad begins inside an autocast region, where torch.export loses it ({place.shown})",
+                where=place.line,
+                fix="let it begin outside: `with torch.no_grad(), torch.autocast(...):`; or detach the result",
+            )
+        enter(self)
+
+    grad, put, enter = Tensor.requires_grad_, nn.Module._apply, torch.no_grad.__enter__
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.no_grad, "__enter__", without_gradients))
+        for norm in (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm):
+            stack.enter_context(mock.patch.object(norm, "forward", _counting(norm.forward)))
         stack.enter_context(mock.patch.object(nn.Module, "_apply", moved))
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
         stack.enter_context(replaced_packing(packed))
@@ -154,6 +168,23 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.Tensor, "register_hook", hook))
         stack.enter_context(mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", hook))
         yield
+
+
+def _counting(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keep the count of steps of a BatchNorm with momentum=None a tensor: its statistics are means over all steps."""
+
+    def counting(self: Any, x: Tensor) -> Tensor:
+        if self.momentum is not None or not (self.training and self.track_running_stats):
+            return forward(self, x)
+        self._check_input_dim(x)
+        self.num_batches_tracked.add_(1)
+        mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        y = nn.functional.batch_norm(x, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+        for old, new in ((self.running_mean, mean), (self.running_var, var)):
+            old.lerp_(new, self.num_batches_tracked.to(new.dtype).reciprocal())
+        return y
+
+    return counting
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from shardc.capture import capture, compare_eager
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.types import op_name
+from shardc.runtime.mesh.loopback import loopback
 from shardc.verify.reference import interpret, reach, tensors_of
 from tests import zoo
 
@@ -505,36 +506,62 @@ def test_activations_changed_under_no_grad_are_refused() -> None:
     refused(function, "changes an activation in place under no_grad", line="z.mul_(2)")
 
 
-def test_autocast_is_refused() -> None:
-    def function(self: Net, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            y = self.fc(y)
-        return y.float().sum()
-
-    refused(function, r"the model turns autocast \(torch.bfloat16\) on inside its forward", line="y = self.fc(y)")
-
-    def off(self: Net, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return self.fc(y).sum()
-
-    capture(Net(off), X)
-
-
 def test_lazy_modules_are_refused() -> None:
     with pytest.raises(ShardcError, match="lazy module has no shape yet\n  fix: run the model once on a batch"):
         shardc.compile(nn.Sequential(nn.LazyLinear(4)), X, {"shardc": 1}, loss=lambda y, _: y.sum())
 
 
 def test_a_table_that_is_written_to_when_it_is_read() -> None:
-    model = nn.Sequential(nn.Embedding(6, 6, max_norm=1.0))
-    with pytest.raises(ShardcError, match=r"0: max_norm writes to the weight .*\n  fix: leave max_norm out"):
-        capture(model, torch.arange(6), loss=lambda y, _: y.sum())
+    """What the error says to write instead gives the same weights."""
+    torch.manual_seed(0)
+    limited, plain = (nn.Sequential(nn.Embedding(6, 6, max_norm=n)).double() for n in (1.0, None))
+    plain.load_state_dict(limited.state_dict())
+    ids, spec = torch.arange(8) % 5, {"shardc": 1, "mesh": {"dp": 2}}
+    with pytest.raises(ShardcError, match=r"(?s)0: max_norm writes to the weight .*\n  fix: .*embedding_renorm_"):
+        capture(limited, ids, loss=lambda y, _: y.sum())
+    program = shardc.compile(plain, ids, spec, loss=lambda y, _: y.sin().sum())
+
+    def work(mesh: Any) -> Tensor:
+        engine = program.engine(plain, lambda ps: torch.optim.SGD(ps, 0.5), mesh=mesh)
+        for _ in range(3):
+            with torch.no_grad():
+                torch.embedding_renorm_(engine.params["0.weight"], ids, 1.0, 2.0)
+            engine.step(ids)
+        return engine.full_state_dict()["0.weight"]
+
+    weights = loopback(program.mesh, work)
+    optimizer = torch.optim.SGD(limited.parameters(), 0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        limited(ids).sin().sum().backward()
+        optimizer.step()
+    for weight in weights:
+        torch.testing.assert_close(weight, limited[0].weight.detach(), rtol=1e-12, atol=1e-15)
 
 
 def test_batch_norm_without_momentum() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None))
-    with pytest.raises(ShardcError, match=r"1: momentum=None divides by a count .*\n  fix: give the layer a momentum"):
-        capture(model, X, loss=lambda y, _: y.sum())
+    """Running statistics are means over all steps, on any mesh."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None)).double()
+    batches = [torch.randn(8, 6, dtype=torch.float64) for _ in range(3)]
+    program = shardc.compile(
+        model, batches[0], {"shardc": 1, "mesh": {"dp": 2}}, loss=lambda y, _: y.square().sum(-1).sqrt().mean()
+    )
+
+    def work(mesh: Any) -> dict[str, Tensor]:
+        engine = program.engine(model, None, mesh=mesh)
+        for batch in batches:
+            engine.backward(batch)
+            engine.update()
+        return engine.full_state_dict()
+
+    states = loopback(program.mesh, work)
+    for batch in batches:
+        model(batch)
+    for state in states:
+        torch.testing.assert_close(state["1.running_mean"], model[1].running_mean, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(state["1.running_var"], model[1].running_var, rtol=1e-12, atol=1e-15)
+        assert int(state["1.num_batches_tracked"]) == 3
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
+from shardc.errors import ShardcError
 from shardc.ir.placement import Layout, Shard
 from tests import zoo
 
@@ -278,3 +280,45 @@ def test_a_module_that_comes_to_nothing_is_a_place(p: float, at: str) -> None:
     )
     (norm,) = program.stages[0].graph.find_nodes(op="call_function", target=torch.ops.aten.layer_norm.default)
     assert norm.meta["value"].layout["tp"] == Shard(1)
+
+
+class Tower(nn.Module):
+    """An encoder that takes a tensor of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision, self.head = nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.vision(x)
+        return (self.head(y) * positions.sum(0)[..., None]).square().mean()
+
+
+def tower(spec: dict[str, Any], positions: tuple[int, ...] = (3, 8, 6)) -> shardc.Program:
+    batch = {"x": torch.randn(8, 6, 4).double(), "positions": torch.rand(positions).double()}
+    return shardc.compile(Tower(), batch, {"shardc": 1, **spec}, prove=False)
+
+
+def test_the_input_of_a_module_may_be_the_batchs() -> None:
+    spec = {"mesh": {"tp": 2}, "activations": {"vision:in": {0: "tp"}}, "batch": {"dims": {"positions": 1}}}
+    program = tower(spec)
+    (first, _) = program.stages[0].graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert first.meta["value"].layout["tp"] == Shard(0)
+    assert program.prove().ok
+
+
+def test_an_entry_without_effect_is_an_error() -> None:
+    error = "activations.vision: the entry has no effect: no value with a gradient leaves vision"
+    with pytest.raises(ShardcError, match=error):
+        tower({"mesh": {"tp": 2}, "activations": {"vision": {1: "tp"}}})
+
+
+def test_inputs_that_disagree_about_rows() -> None:
+    differs = r"'positions' has 3 rows \(dim 0\), but 'x' has 8"
+    fix = r"if the rows of 'positions' are its dim 1, write `batch: \{dims: \{positions: 1\}\}`"
+    with pytest.raises(ShardcError, match=rf"does not divide by dp=2: {differs}\n  fix: {fix}"):
+        tower({"mesh": {"dp": 2}})
+    assert any(re.search(f"{differs}: {fix}", note) for note in tower({"mesh": {"dp": 3}, "uneven": "pad"}).notes)
+    assert not tower({"mesh": {"dp": 2}, "batch": {"dims": {"positions": 1}}}).notes
