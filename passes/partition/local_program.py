@@ -19,8 +19,8 @@ from shardc.passes import outputs
 from shardc.passes.partition.collectives import collective_of, digit_arguments, gather_note
 from shardc.passes.partition.routes import Routes
 from shardc.rules import registry
+from shardc.rules.choices import Choices, choices_of
 from shardc.rules.op_call import call_of
-from shardc.rules.pointwise import poles
 from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
@@ -56,6 +56,7 @@ class LocalProgram:
     mesh_node: fx.Node | None = None
     # (local node, padded shard, number) -> the node with that number in its padding
     filled: dict[tuple[fx.Node, Shard, float], fx.Node] = field(default_factory=dict)
+    choices: dict[Any, Choices] = field(default_factory=dict)
     made: dict[Any, fx.Node] = field(default_factory=dict)  # calls that several ops share
     layouts: dict[tuple[tuple[str, Placement], ...], Layout] = field(default_factory=dict)  # see `_layout`
 
@@ -116,14 +117,16 @@ class LocalProgram:
         if len(operands) == 1 and not any(map(needs_sum_grad, values_of(node))):
             need = [self._as_it_is(operands[0], need[0])]
         order = iter(range(len(operands)))
-        at_poles, away = poles(node.target, node.args)
+        fills = self._fills(node, strategies, need)
 
         def local_operand(n: fx.Node) -> fx.Node:
             if n.meta.get("value") is None:  # mesh or rng
                 return next(iter(self.forms[n, 0].values()))
             i = next(order)
             local = self._summable(operands, self._get(n, need[i], node), i, need[i], strategies)
-            return self._filled(n, local, need[i], need[i].paddings(), away) if n in at_poles else local
+            for s, number in fills.get(i, ()):
+                local = self._filled(n, local, need[i], [s], number)
+            return local
 
         args = fx.node.map_arg(node.args, local_operand)
         kwargs = dict(fx.node.map_arg(dict(sorted(node.kwargs.items())), local_operand))
@@ -227,6 +230,20 @@ class LocalProgram:
             return local
         dims = {p.dim for s in sums if isinstance(p := s.inputs[i], Shard)}
         return self._filled(node, local, layout, [s for s in layout.paddings() if s.dim in dims], 0.0)
+
+    def _fills(
+        self, node: fx.Node, strategies: dict[str, Strategy], need: Sequence[Layout]
+    ) -> dict[int, list[tuple[Shard, float]]]:
+        """By operand, what its padding has to hold for the op to be finite there, forward and backward."""
+        if not any(layout.paddings() for layout in need):
+            return {}
+        choices = choices_of(node, self.choices)
+        numbers = choices.fills(strategies.values())
+        return {
+            i: [(s, number) for s in need[i].paddings() if s.dim in choices.kept_dims(strategies.values(), i)]
+            for i, number in enumerate(numbers)
+            if number is not None
+        }
 
     def _filled(self, node: fx.Node, local: fx.Node, layout: Layout, paddings: Sequence[Shard], fill: float) -> fx.Node:
         """The local node of a value with a number in the padding of some dims."""
