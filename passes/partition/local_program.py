@@ -57,8 +57,12 @@ class LocalProgram:
     # (local node, padded shard, number) -> the node with that number in its padding
     filled: dict[tuple[fx.Node, Shard, float], fx.Node] = field(default_factory=dict)
     choices: dict[Any, Choices] = field(default_factory=dict)
+    inputs: set[str] = field(init=False)
     made: dict[Any, fx.Node] = field(default_factory=dict)  # calls that several ops share
     layouts: dict[tuple[tuple[str, Placement], ...], Layout] = field(default_factory=dict)  # see `_layout`
+
+    def __post_init__(self) -> None:
+        self.inputs = {x.name for x in self.program.inputs}
 
     def run(self) -> fx.Graph:
         stored = {p.name: p.layout for p in self.program.stored}
@@ -116,17 +120,14 @@ class LocalProgram:
         out = [self._layout({a: s.outputs[i] for a, s in strategies.items()}) for i in range(len(values_of(node)))]
         if len(operands) == 1 and not any(map(needs_sum_grad, values_of(node))):
             need = [self._as_it_is(operands[0], need[0])]
-        order = iter(range(len(operands)))
-        fills = self._fills(node, strategies, need)
+        held = [self._get(n, layout, node) for n, layout in zip(operands, need, strict=True)]
+        held = [self._summable(operands, x, i, need[i], strategies) for i, x in enumerate(held)]
+        order = iter(self._finite(node, held, need))
 
         def local_operand(n: fx.Node) -> fx.Node:
             if n.meta.get("value") is None:  # mesh or rng
                 return next(iter(self.forms[n, 0].values()))
-            i = next(order)
-            local = self._summable(operands, self._get(n, need[i], node), i, need[i], strategies)
-            for s, number in fills.get(i, ()):
-                local = self._filled(n, local, need[i], [s], number)
-            return local
+            return next(order)
 
         args = fx.node.map_arg(node.args, local_operand)
         kwargs = dict(fx.node.map_arg(dict(sorted(node.kwargs.items())), local_operand))
@@ -231,19 +232,18 @@ class LocalProgram:
         dims = {p.dim for s in sums if isinstance(p := s.inputs[i], Shard)}
         return self._filled(node, local, layout, [s for s in layout.paddings() if s.dim in dims], 0.0)
 
-    def _fills(
-        self, node: fx.Node, strategies: dict[str, Strategy], need: Sequence[Layout]
-    ) -> dict[int, list[tuple[Shard, float]]]:
-        """By operand, what its padding has to hold for the op to be finite there, forward and backward."""
+    def _finite(self, node: fx.Node, held: list[fx.Node], need: Sequence[Layout]) -> list[fx.Node]:
+        """The operands of an op with numbers in their padding for which it is finite there, and its derivatives."""
         if not any(layout.paddings() for layout in need):
-            return {}
-        choices = choices_of(node, self.choices)
-        numbers = choices.fills(strategies.values())
-        return {
-            i: [(s, number) for s in need[i].paddings() if s.dim in choices.kept_dims(strategies.values(), i)]
-            for i, number in enumerate(numbers)
-            if number is not None
-        }
+            return held
+        strategies, choices = node.meta["strategies"].values(), choices_of(node, self.choices)
+        copies = frozenset(i for i, x in enumerate(held) if x.op == "placeholder" and x.name in self.inputs)
+        filled = []
+        for i, number in enumerate(choices.fills(node, strategies, copies)):
+            dims = choices.kept_dims(strategies, i) if number is not None else ()
+            paddings = [s for s in need[i].paddings() if s.dim in dims]
+            filled.append(self._filled(operands_of(node)[i], held[i], need[i], paddings, number or 0.0))
+        return filled
 
     def _filled(self, node: fx.Node, local: fx.Node, layout: Layout, paddings: Sequence[Shard], fill: float) -> fx.Node:
         """The local node of a value with a number in the padding of some dims."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -20,6 +20,9 @@ from shardc.rules.choices import Choices
 from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy
 from shardc.verify.static.statement import Claim, on_axis
+
+if TYPE_CHECKING:
+    from shardc.verify.static.same_values import Model
 
 #: A view that merges more parts of a dim than these, with microbatches inside of each, is not looked for.
 _PARTS = 4096
@@ -95,23 +98,21 @@ def results(choices: Choices, strategies: Strategies, mesh: Mesh) -> tuple[Layou
 
 
 def harm_of_padding(
-    node: fx.Node,
-    choices: Choices,
-    strategies: Strategies,
-    claims: Sequence[Claim],
-    weights: set[fx.Node],
-    lines: Sequence[fx.Node] = (),
+    model: Model, node: fx.Node, strategies: Strategies, claims: Sequence[Claim], lines: Sequence[fx.Node] = ()
 ) -> str:
     """ "" where what an op sums away is padded by zeros, and all else by numbers at which it is finite, and its
     derivatives are; else what is wrong. lines: of the text, that give the operands.
     """
     if not any(claim.layout.paddings() for claim in claims):
         return ""
+    choices, weights = model.choices_of(node), model.weights
     operands = [operand.meta["value"] for operand in operands_of(node)]
     held = [
         {dict(claim.fills).get(d) for d in choices.kept_dims(strategies.values(), i)} for i, claim in enumerate(claims)
     ]
-    if not choices.finite(strategies.values(), tuple(each.pop() if len(each) == 1 else None for each in held)):
+    holds = tuple(each.pop() if len(each) == 1 else None for each in held)
+    copies = frozenset(i for i, x in enumerate(lines) if x.op == "placeholder" and claims[i].of in model.inputs)
+    if not choices.finite(node, strategies.values(), holds, copies):
         return "it is not finite, or its derivative is not, wherever the padding of its operands may be"
     for i, (operand, claim) in enumerate(zip(operands_of(node), claims, strict=True)):
         padded = {s.dim for s in claim.layout.paddings()}
