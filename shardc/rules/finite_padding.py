@@ -237,7 +237,7 @@ def _of_rows(choices: Choices, padded: Group) -> _Table | None:
         return (0.0, None) if _is_place(call, i) else (*_numbers_of(v, grid), None)
 
     domains = tuple(domain(i, v) for i, v in enumerate(call.operands))
-    each = []
+    each: list[Tensor | None] = []
     for point in itertools.product(*domains):
         if any(x is None and len(d) == 2 for x, d in zip(point, domains, strict=True)):
             each.append(None)  # not run: kernels read and write at places without a look
