@@ -27,6 +27,7 @@ def loss() -> None:
                 want = F.cross_entropy(logits.to(wide(dtype)), target, reduction="none")
                 g = numbers(want.shape, dtype, seed=2)
                 (of_logits,) = torch.autograd.grad(want, logits, g.to(want.dtype))
+                assert torch.equal(ops.nll_max(logits), logits.detach().amax(1))
                 close(ops.nll(logits, target).detach(), want.detach(), dtype)
                 close(torch.autograd.grad(ops.nll(logits, target), logits, g)[0], of_logits, dtype)
 
@@ -90,6 +91,7 @@ def normaliser() -> None:
             x = numbers((3, 4 * n), dtype)
             x[0, 4:] = -math.inf  # ranks with nothing but -inf
             leaf = x.clone().requires_grad_()
+            assert torch.equal(ops.largest(x, [1]), x.amax(1, keepdim=True).to(wide(dtype)))
             want = torch.logsumexp(leaf.to(wide(dtype)), 1, keepdim=True)
             g = numbers((3, 1), want.dtype, seed=3)
             (of_x,) = torch.autograd.grad(want, leaf, g)

@@ -230,6 +230,13 @@ def dropped() -> None:
         return ops.dropout(x, 0.5, Rng(3), 1, mesh, shape, ((s.dim, "a", s.signed, ()),), pads)
 
     of_a_part(lambda x: ops.dropout(x, 0.5, Rng(3), 1), part)
+    for dtype in FLOATS:
+        x, g = numbers((20, 30), dtype).add(0.5).requires_grad_(), numbers((20, 30), dtype, seed=1)
+        y = ops.dropout(x, 0.5, Rng(3), 1)
+        kept = y.detach() != 0
+        assert 0.4 < float(kept.double().mean()) < 0.6
+        assert torch.equal(y.detach(), torch.where(kept, 2 * x.detach(), 0))
+        assert torch.equal(torch.autograd.grad(y, x, g)[0], torch.where(kept, 2 * g, 0))
 
 
 @of("random")
@@ -240,6 +247,10 @@ def drawn() -> None:
         return ops.random("uniform", (0.0, 1.0), shape, x.dtype, Rng(3), 1, mesh, digits, pads)
 
     of_a_part(lambda x: ops.random("uniform", (0.0, 1.0), x.shape, x.dtype, Rng(3), 1), part)
+    for dtype in FLOATS:
+        y = ops.random("uniform", (0.0, 1.0), (20, 30), dtype, Rng(3), 1)
+        assert 0 <= float(y.min()) < 0.1
+        assert 0.9 < float(y.max()) < 1
 
 
 @of("batch_stat")
