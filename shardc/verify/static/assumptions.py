@@ -78,24 +78,22 @@ ASSUMPTIONS = (
     ),
     Assumption(
         "attention",
-        "Attention with dropout, windows, masks, and queries that are a part, is the formula written out.",
-        "tests/runtime/ops/test_attention.py::test_it_is_attention_written_out",
-        ("attention",),
-    ),
-    Assumption(
-        "which keys are reached",
-        "What no query of a rank reaches is not sent, and nothing else is left out.",
-        "tests/passes/test_sequence_documents.py::test_what_no_document_spans_is_not_sent",
-        ("attention_reach",),
+        "Attention of a part of the queries or heads is that part of it, also with dropout; which keys the queries of a"
+        " rank reach is known to all.",
+        DEFINITIONS,
+        ("attention", "attention_reach"),
     ),
     Assumption(
         "8 bits",
-        "Rounding to 8 bits, and products of such numbers, are the same on a part as on the whole.",
+        "Numbers of a part are rounded as those of the whole, forward and backward.",
+        DEFINITIONS,
+        ("fp8_amax", "fp8_round", "fp8_grad", "fp8_round_grad"),
+    ),
+    Assumption(
+        "products of 8 bits",
+        "Products of rounded numbers are those of a part, or summands.",
         "tests/passes/test_products.py::test_equal_to_one_device",
-        (
-            *("fp8_amax", "fp8_round", "fp8_grad", "fp8_linear", "fp8_pack", "fp8_round_grad", "fp8_grad_of_data"),
-            "fp8_grad_of_weight",
-        ),
+        ("fp8_linear", "fp8_pack", "fp8_grad_of_data", "fp8_grad_of_weight"),
     ),
     Assumption(
         "experts of 8 bits",

@@ -18,7 +18,7 @@ from shardc.ir import conversions, shard_chunks
 from shardc.ir.conversions import BY_OP, Move
 from shardc.runtime import ops
 from shardc.runtime.ops import convert, local_math, shard_parts
-from tests.runtime.ops import definitions, definitions_losses, definitions_parts  # noqa: F401 (they register theirs)
+from tests.runtime.ops import definitions, definitions_attention, definitions_losses, definitions_parts  # noqa: F401 (they register theirs)
 from tests.runtime.ops.definitions import CHECKS
 
 Op = Callable[..., Any]
@@ -117,7 +117,7 @@ def on_mesh(op: Op, other: Callable[[Any], Any]) -> Op:
     return broken
 
 
-def without_argument(op: Op, position: int, value: Any) -> Op:
+def with_argument(op: Op, position: int, value: Any) -> Op:
     def broken(*args: Any, **named: Any) -> Any:
         return op(*(value if i == position else a for i, a in enumerate(args)), **named)
 
@@ -127,6 +127,7 @@ def without_argument(op: Op, position: int, value: Any) -> Op:
 CONVERSIONS = set(BY_OP)
 #: Ops whose result has no gradient, or that have none of their first tensor.
 DETACHED = {"all_reduce_max", "nll_max", "nll_top", "largest", "random", "experts_keep", "experts_route", "total"}
+DETACHED |= {"fp8_amax", "fp8_round_grad", "attention_reach"}
 DETACHED |= {"start", "wait", "transpose", "transpose_start", "add_into", "batch_stat"}
 #: Ops that look at this rank's place, or put ranks' parts in order.
 PLACED = {
@@ -139,7 +140,7 @@ PLACED = {
     "dropout",
     "random",
 }
-PLACED |= {"nll_parts", "linear_nll"}
+PLACED |= {"nll_parts", "linear_nll", "attention"}
 # where one rank brings a value, or counts, it may be any of them
 PLACED |= {n for n in CONVERSIONS if not {BY_OP[n].forward, BY_OP[n].backward} <= {"all_reduce", "identity", "first"}}
 #: Ops of complex numbers with a gradient.
@@ -167,9 +168,13 @@ def ways(name: str) -> Iterator[tuple[str, Op]]:
         yield "ranks in another order", on_mesh(op, _Turned)
     if name in CONVERSIONS and {BY_OP[name].forward, BY_OP[name].backward} & {"all_reduce", "reduce_scatter"}:
         yield "means for sums", on_mesh(op, _Mean)
+    if name in {"fp8_grad", "fp8_round_grad"}:
+        yield "a scale of each rank", with_argument(op, 5, ())
+    if name == "attention":
+        yield "not causal", with_argument(op, 5, False)
     if name == "fill_padding":
         yield "no fill", lambda x, *_: x.contiguous()
-        yield "another fill", without_argument(op, 7, 0.5)
+        yield "another fill", with_argument(op, 7, 0.5)
         yield "a fill with its gradient", lambda x, *a: x + (op(x, *a) - x).detach()
     if name == "partial_mean":
         yield "a mean of what is here", lambda x, dims, keep, _: x.mean(dims, keep)
@@ -180,7 +185,7 @@ def ways(name: str) -> Iterator[tuple[str, Op]]:
         yield "this microbatch alone", lambda x, *_: x.clone()
     if name == "batch_stat":
         yield "always the batch's", lambda batch, *_: batch
-        yield "always the running one", without_argument(op, 2, type("R", (), {"training": False})())
+        yield "always the running one", with_argument(op, 2, type("R", (), {"training": False})())
     if name in {"start", "transpose_start"}:
         yield "begun with twice the value", lambda o, x, *a, **k: op(o, x + x if x.dtype != torch.bool else ~x, *a, **k)
     if name == "wait":
