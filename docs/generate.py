@@ -155,6 +155,12 @@ def algebra() -> Blocks:
     }
 
 
+def proof() -> Blocks:
+    from shardc.verify.static import assumptions
+
+    return {"assumptions": assumptions.markdown()}
+
+
 def mlp(spec: str) -> str:
     """One MLP of examples/gpt.py, without comments and `del`, from the program of a ready spec."""
     import shardc
@@ -421,6 +427,7 @@ PAGES: dict[str, Callable[[], Blocks]] = {
     "experts.md": experts,
     "field-bugs.md": field_bugs,
     "lowering.md": lowering,
+    "proof.md": proof,
     "reshard.md": reshard,
     "spec.md": spec,
 }

@@ -19,8 +19,8 @@ from shardc.passes import outputs
 from shardc.passes.partition.collectives import collective_of, digit_arguments, gather_note
 from shardc.passes.partition.routes import Routes
 from shardc.rules import registry
+from shardc.rules.choices import Choices, choices_of
 from shardc.rules.op_call import call_of
-from shardc.rules.pointwise import poles
 from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
@@ -56,8 +56,13 @@ class LocalProgram:
     mesh_node: fx.Node | None = None
     # (local node, padded shard, number) -> the node with that number in its padding
     filled: dict[tuple[fx.Node, Shard, float], fx.Node] = field(default_factory=dict)
+    choices: dict[Any, Choices] = field(default_factory=dict)
+    inputs: set[str] = field(init=False)
     made: dict[Any, fx.Node] = field(default_factory=dict)  # calls that several ops share
     layouts: dict[tuple[tuple[str, Placement], ...], Layout] = field(default_factory=dict)  # see `_layout`
+
+    def __post_init__(self) -> None:
+        self.inputs = {x.name for x in self.program.inputs}
 
     def run(self) -> fx.Graph:
         stored = {p.name: p.layout for p in self.program.stored}
@@ -115,15 +120,14 @@ class LocalProgram:
         out = [self._layout({a: s.outputs[i] for a, s in strategies.items()}) for i in range(len(values_of(node)))]
         if len(operands) == 1 and not any(map(needs_sum_grad, values_of(node))):
             need = [self._as_it_is(operands[0], need[0])]
-        order = iter(range(len(operands)))
-        at_poles, away = poles(node.target, node.args)
+        held = [self._get(n, layout, node) for n, layout in zip(operands, need, strict=True)]
+        held = [self._summable(operands, x, i, need[i], strategies) for i, x in enumerate(held)]
+        order = iter(self._finite(node, held, need))
 
         def local_operand(n: fx.Node) -> fx.Node:
             if n.meta.get("value") is None:  # mesh or rng
                 return next(iter(self.forms[n, 0].values()))
-            i = next(order)
-            local = self._summable(operands, self._get(n, need[i], node), i, need[i], strategies)
-            return self._filled(n, local, need[i], need[i].paddings(), away) if n in at_poles else local
+            return next(order)
 
         args = fx.node.map_arg(node.args, local_operand)
         kwargs = dict(fx.node.map_arg(dict(sorted(node.kwargs.items())), local_operand))
@@ -227,6 +231,19 @@ class LocalProgram:
             return local
         dims = {p.dim for s in sums if isinstance(p := s.inputs[i], Shard)}
         return self._filled(node, local, layout, [s for s in layout.paddings() if s.dim in dims], 0.0)
+
+    def _finite(self, node: fx.Node, held: list[fx.Node], need: Sequence[Layout]) -> list[fx.Node]:
+        """The operands of an op with numbers in their padding for which it is finite there, and its derivatives."""
+        if not any(layout.paddings() for layout in need):
+            return held
+        strategies, choices = node.meta["strategies"].values(), choices_of(node, self.choices)
+        copies = frozenset(i for i, x in enumerate(held) if x.op == "placeholder" and x.name in self.inputs)
+        filled = []
+        for i, number in enumerate(choices.fills(node, strategies, copies)):
+            dims = choices.kept_dims(strategies, i) if number is not None else ()
+            paddings = [s for s in need[i].paddings() if s.dim in dims]
+            filled.append(self._filled(operands_of(node)[i], held[i], need[i], paddings, number or 0.0))
+        return filled
 
     def _filled(self, node: fx.Node, local: fx.Node, layout: Layout, paddings: Sequence[Shard], fill: float) -> fx.Node:
         """The local node of a value with a number in the padding of some dims."""

@@ -79,7 +79,8 @@ def _summary(program: Program) -> str:
         f"parameters {size(total)}, {size(mine)} {a_rank}; collectives of {size(sent)} {step}",
     ]
     proof = prove_within(program, PROOF_SECONDS)
-    lines.append(str(proof) if proof is not None else "not proven yet: it takes longer (shardc verify --static)")
+    verdict = str(proof) if proof is None or not proof.ok else str(proof).partition("\n")[0]
+    lines.append(verdict if proof is not None else "not proven yet: it takes longer (shardc verify --static)")
     if entries := program.meta.get("shard"):
         lines += ["shard:  # what `use` came to", *entries]
     return "\n".join([*lines, *note_lines(program.notes)])

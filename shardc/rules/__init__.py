@@ -3,6 +3,7 @@
 notation, op_call       what a rule is written in; what it gets to see of a call
 registry                all rules, by op; user_ops: those of users
 choices, strategy       the ways to run one call on one mesh axis, derived from its rule
+finite_padding          what padding has to hold where an op reads it
 shared_signatures       what rules of several families have in common
 samples                 calls of every op, on which its rule is proven (shardc.verify.rules)
 

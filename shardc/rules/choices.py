@@ -14,16 +14,19 @@ gradient is a sum over the ranks (`PARTIAL_GRAD`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch import fx
 
+from shardc.errors import ShardcError
 from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Placement, Shard
 from shardc.ir.types import typed_key
-from shardc.rules import notation, registry
+from shardc.rules import finite_padding, notation, registry
+from shardc.rules.finite_padding import Fills, Group, Padded
 from shardc.rules.notation import Signature
 from shardc.rules.op_call import Call, call_of
 from shardc.rules.registry import Rule
@@ -103,6 +106,8 @@ class Choices:
             return None
         if padding and mirrored and digit % (2 * blocks):
             return None
+        if padding and factor not in sig.summed and finite_padding.fills(self, Padded((self._having(factor),))) is None:
+            return None
         size = sig.sizes[factor] + blocks * padding
         if size % (digit * n) or any(s % n for s in sections) or (mirrored and digit % 2):
             return None
@@ -141,6 +146,31 @@ class Choices:
         name = f"{factor} by sections" if sections else factor if digit == 1 else f"{factor}/{digit}"
         name += " mirrored" if mirrored else ""
         return Strategy("split", tuple(ins), tuple(outs), name)
+
+    def fills(self, node: fx.Node, strategies: Iterable[Strategy], copies: Group) -> Fills:
+        """By operand, what its padding has to be filled with where the op runs so; None: with nothing. node: the call;
+        copies: operands whose padding is copies of real entries. Raises ShardcError where two dims are padded, and no
+        numbers do for both.
+        """
+        found = finite_padding.fills(self, Padded.of(node, strategies, self.signature, copies))
+        if found is None:
+            shown = " and ".join(str(s) for s in strategies)
+            what = f"{self.call.target} has no finite gradient in the padding of {shown} at once"
+            raise ShardcError(what, where=self.rule.where, fix="make one of the two sizes divide by its ranks")
+        return found
+
+    def finite(self, node: fx.Node, strategies: Iterable[Strategy], holds: Fills, copies: Group) -> bool:
+        """Are the op and its derivatives finite in padding that holds these numbers? None: any."""
+        return finite_padding.finite(self, Padded.of(node, strategies, self.signature, copies), holds)
+
+    def kept_dims(self, strategies: Iterable[Strategy], i: int) -> set[int]:
+        """The padded dims of operand i that results have, too."""
+        found = finite_padding.kept(strategies, self.signature)
+        return {p.dim for s in found if isinstance(p := s.inputs[i], Shard) and p.padding}
+
+    def _having(self, factor: str) -> Group:
+        """The operands that have a factor."""
+        return frozenset(i for i, place in enumerate(self.places[factor][0]) if place is not None)
 
     def from_operand(self, i: int, placement: Placement, n: int) -> Strategy | None:
         """The split that takes operand i in this placement."""

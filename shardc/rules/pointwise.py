@@ -4,7 +4,6 @@ torch's own tag, not by a list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -177,56 +176,6 @@ def pointwise(op: Any) -> Rule | None:
     if isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
         return Rule(op, broadcast)
     return None
-
-
-#: Ops with poles -> the arguments that may be at one, and a number where none is. That is what a padded
-#: shard has there instead of zeros: what such an op made of its padding would be no finite number, and nor would the
-#: gradient, in which sums to other weights meet it.
-POLES: dict[Any, tuple[tuple[int, ...], float]] = {
-    **dict.fromkeys(
-        (
-            aten.reciprocal.default,
-            aten.sqrt.default,
-            aten.rsqrt.default,
-            aten.log.default,
-            aten.log2.default,
-            aten.log10.default,
-            aten.pow.Tensor_Scalar,
-            aten.pow.Tensor_Tensor,
-            aten.float_power.Tensor_Scalar,
-            aten.float_power.Tensor_Tensor,
-            aten.digamma.default,
-            aten.lgamma.default,
-            aten.hypot.default,
-            aten._weight_norm.default,
-            aten._weight_norm_interface.default,
-        ),
-        ((0,), 1.0),
-    ),
-    **dict.fromkeys(
-        (
-            aten.div.Tensor,
-            aten.div.Tensor_mode,
-            aten.floor_divide.default,
-            aten.remainder.Tensor,
-            aten.fmod.Tensor,
-            aten.atan2.default,
-            aten.xlogy.Tensor,
-            aten.kl_div.default,
-        ),
-        ((1,), 1.0),
-    ),
-    aten.addcdiv.default: ((2,), 1.0),
-    aten.acosh.default: ((0,), 2.0),
-    **dict.fromkeys((aten.logit.default, aten.special_ndtri.default, aten.binary_cross_entropy.default), ((0,), 0.5)),
-}
-
-
-def poles(op: Any, args: Sequence[Any]) -> tuple[list[Any], float]:
-    """Those of a call's arguments that may be at a pole, and a number that is not."""
-    places, away = POLES.get(op, ((), 0.0))
-    whole = op is aten.pow.Tensor_Scalar and args[1] >= 0 and args[1] == int(args[1])
-    return [] if whole else [args[p] for p in places], away
 
 
 def local_size(position: int) -> Any:

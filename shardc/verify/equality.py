@@ -23,9 +23,10 @@ from shardc.ir.units import plural, size
 from shardc.runtime.rng import Rng
 from shardc.runtime.step.outputs import divided
 from shardc.runtime.step.param_groups import check_trains
+from shardc.verify.not_finite import op_on_ranks
 from shardc.verify.random_batch import random_inputs, random_state
 from shardc.verify.reference import interpret_all, reach
-from shardc.verify.simulate import Simulation, simulate
+from shardc.verify.simulate import ReplicasDifferError, Simulation, simulate
 from shardc.verify.to_float64 import to_float64
 
 #: Relative; the noise of float64 is 5e-16 per operation, and sums over ranks come in another order.
@@ -143,7 +144,10 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
         finding = Finding("loss", what, "compare with real weights: shardc.verify.simulate(program, model, batch)")
         return Report((finding,), 0, float("nan"), time.perf_counter() - start)
     pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
-    sim = simulate(double, weights, batch, seed=seed)
+    try:
+        sim = simulate(double, weights, batch, seed=seed)
+    except ReplicasDifferError as e:
+        return Report((Finding(e.where, e.what, e.fix),), 0, float("nan"), time.perf_counter() - start)
     if not program.forward_only:
         loss.backward()  # type: ignore[no-untyped-call]
         pairs = [("loss", loss.detach(), sim.loss)]
@@ -156,13 +160,16 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
     # a gradient that is zero in exact arithmetic (a key's bias: softmax does not see it) is rounding on both sides:
     # measure it against the whole gradient's size
     floor = 1e-3 * float(
-        sum((g.double().norm().square() for n, g, _ in pairs if n != "loss" and g is not None), torch.zeros(())).sqrt()
+        sum((_wide(g).norm().square() for n, g, _ in pairs if n != "loss" and g is not None), torch.zeros(())).sqrt()
     )
     named = divided(double, {name: x.detach() for name, x in outputs.items()})
     off_by = [(name, difference(one, many, 0.0 if name == "loss" else floor)) for name, one, many in pairs]
     off_by += [(f"output {name!r}", _of_output(x, sim.outputs[name])) for name, x in named.items()]
+    values = {name: many for name, one, many in pairs if many is not None and one is not None and _all_finite(one)}
+    broken = {name: x for name, x in values.items() if not _all_finite(x)}
+    op = op_on_ranks(double, weights, batch, seed) if broken else ""
     for name, off in off_by:
-        worst = max(worst, off)
+        worst = off if not off <= worst else worst  # nan, too
         if not off <= TOLERANCE:
             what = (
                 f"the {name.partition(' ')[0]}"
@@ -171,14 +178,15 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
                 if name in {n for p in double.params for n in p.names}
                 else "its new value"
             )
-            findings.append(
-                Finding(
-                    name,
-                    f"{what} differs from one device by {off:.1e} relative",
-                    "a bug in shardc or in a rule of your own: please report it",
-                )
-            )
+            told = f"{what} differs from one device by {off:.1e} relative"
+            if (bad := broken.get(name)) is not None:
+                told = f"{what} is {bad[~bad.isfinite()][0].item()} on the ranks, and finite on one device; {op}"
+            findings.append(Finding(name, told, "a bug in shardc or in a rule of your own: please report it"))
     return Report(tuple(findings), len(off_by), worst, time.perf_counter() - start, tuple(ways))
+
+
+def _all_finite(x: Tensor) -> bool:
+    return bool(x.isfinite().all())
 
 
 def _ways(program: Program, seed: int) -> tuple[list[Finding], list[Way]]:
@@ -215,7 +223,7 @@ def _against(eager: Simulation, sim: Simulation, name: str, limit: float) -> tup
     loss = {"loss": (eager.loss, sim.loss)}
     grads = {f"the gradient of {n}": (eager.grads.get(n), sim.grads.get(n)) for n in eager.grads | sim.grads}
     state = {n: (eager.state[n], sim.state[n]) for n in eager.state}
-    floor = 1e-3 * max((float(g.double().norm()) for g in eager.grads.values()), default=0.0) if limit else 0.0
+    floor = 1e-3 * max((float(_wide(g).norm()) for g in eager.grads.values()), default=0.0) if limit else 0.0
     worst, equal = [], True
     findings = []
     for group in (loss, grads, state):
@@ -238,13 +246,19 @@ def difference(one: Tensor | None, many: Tensor | None, floor: float = 0.0) -> f
         there = one if one is not None else many
         assert there is not None
         return 0.0 if not there.any() else float("inf")
-    scale = max(float(one.double().norm()), floor)
-    return float((many.double() - one.double()).norm()) / scale if scale else float(many.double().norm())
+    one, many = _wide(one), _wide(many)
+    scale = max(float(one.norm()), floor)
+    return float((many - one).norm()) / scale if scale else float(many.norm())
+
+
+def _wide(x: Tensor) -> Tensor:
+    """float64, or complex128 with both parts."""
+    return x.to(torch.promote_types(x.dtype, torch.float64))
 
 
 def _of_output(one: Tensor, many: Tensor) -> float:
     """The difference of an output, which may be nan or inf where the user's formula is: of no row at all, say."""
-    wide, other = one.double(), many.double()
+    wide, other = _wide(one), _wide(many)
     same = (wide == other) | (wide.isnan() & other.isnan())
     return difference(wide.masked_fill(same, 0), other.masked_fill(same, 0), float(wide[wide.isfinite()].norm()))
 

@@ -23,10 +23,10 @@ def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str,
     state: dict[str, Tensor] = {}
     stored: list[Param | Buffer] = [*program.params, *(b for b in program.buffers if b.constant is None)]
     for x in stored:
-        if not x.dtype.is_floating_point:
+        if not x.dtype.is_floating_point and not x.dtype.is_complex:
             value = torch.full(x.shape, integers, dtype=x.dtype)
         else:
-            noise = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+            noise = torch.randn(x.shape, generator=generator, dtype=_widest(x.dtype))
             middle = (
                 1 if isinstance(x, Param) else 0.5
             )  # gains; variances, and tables of rates whose complement has a root
@@ -36,7 +36,8 @@ def random_state(program: Program, seed: int, *, integers: int = 0) -> dict[str,
 
 
 def random_inputs(program: Program, seed: int, *, fractions: bool = False) -> Any:
-    """A random batch in the user's own structure. Integers stay in the range that the graph looks them up in.
+    """A random batch in the user's own structure. Integers stay in the range that the graph looks them up in, and in
+    that of their dtype; complex numbers have both parts.
 
     fractions: numbers between 0 and 1, as probabilities are, instead of normal ones.
     """
@@ -44,13 +45,18 @@ def random_inputs(program: Program, seed: int, *, fractions: bool = False) -> An
     nodes = placeholders(program.graph)
     leaves: dict[tuple[str | int, ...], Tensor] = {}
     for x in program.inputs:
-        if x.dtype.is_floating_point:
+        if x.dtype.is_floating_point or x.dtype.is_complex:
             draw = torch.rand if fractions else torch.randn
-            leaves[x.path] = draw(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
+            leaves[x.path] = draw(x.shape, generator=generator, dtype=_widest(x.dtype)).to(x.dtype)
         else:
-            bound = min(_bounds(nodes[x.name]), default=2)
+            exist = 2 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
+            bound = min(exist, min(_bounds(nodes[x.name]), default=2))
             leaves[x.path] = torch.randint(0, max(bound, 1), x.shape, generator=generator).to(x.dtype)
     return _nest(leaves)
+
+
+def _widest(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
 
 
 def _bounds(node: fx.Node, seen: set[fx.Node] | None = None) -> Iterator[int]:

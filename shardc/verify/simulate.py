@@ -18,6 +18,7 @@ from shardc.ir.units import plural
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
+from shardc.verify.not_finite import op_on_ranks
 
 #: How far replicas of one value may differ, relative to its largest element: rounding, if ranks add up in another
 #: order.
@@ -82,8 +83,9 @@ def simulate(
     batch: one global batch, used in every step. seed: of dropout.
     optimizer: params -> torch optimizer. None: with steps=1 weights stay as they are, with more AdamW(3e-4) trains.
     Of a forward-only program one forward is run.
-    Raises ShardcError for a batch or weights that do not fit. Replicas that come out different are a bug of shardc:
-    AssertionError."""
+    Raises ShardcError for a batch or weights that do not fit, and ReplicasDifferError where replicas come out
+    different, which is a bug of shardc or of a rule: it names the op where one of them is not finite.
+    """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ShardcError(
             f"{steps!r} is no number of steps", where="shardc.simulate", fix="give a whole number, 1 or more"
@@ -110,6 +112,24 @@ def simulate(
         return _Rank(loss, grads, params, wholes, engine.buffers, records, outputs)
 
     ranks = loopback(program.mesh, work)
+    try:
+        return _joined(program, ranks)
+    except ReplicasDifferError as e:
+        op = op_on_ranks(program, model, batch, seed) if e.not_finite else ""
+        raise ReplicasDifferError(f"{e.what}; {op}" if op else e.what, e.where, not_finite=e.not_finite) from None
+
+
+class ReplicasDifferError(ShardcError):
+    """Ranks hold one value, and not the same numbers of it. not_finite: one of them has nan or inf, another not."""
+
+    def __init__(self, what: str, where: str, *, not_finite: bool) -> None:
+        fix = "a bug in shardc or in a rule of your own: please report it"
+        super().__init__(what, where=where, fix=fix)
+        self.not_finite = not_finite
+
+
+def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
+    """Parts put together, after replicas have been compared."""
     grads: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
     for p in program.params:
@@ -117,7 +137,9 @@ def simulate(
         if not any(g is not None for g in parts.values()):
             continue
         for rank, g in parts.items():
-            assert g is not None or not ranks[rank].params[p.name].numel(), f"{p.fqn} has a gradient on some ranks only"
+            if g is None and ranks[rank].params[p.name].numel():
+                what = f"rank {rank} has no gradient of it, and others have"
+                raise ReplicasDifferError(what, p.fqn, not_finite=False)
         there = {
             i: ranks[i].params[p.name] if g is None else g for i, g in parts.items()
         }  # without elements, without values
@@ -170,9 +192,16 @@ def _check_replica(expected: Tensor, got: Tensor, name: str) -> None:
     # what is zero but for rounding may differ by as much as its own size, hence the floor; NaN in both is the user's,
     # not ours
     size = max(float(one.abs().nan_to_num(0.0).max()), 1e-6)
-    slack = SLACK.get(expected.dtype, 1e-1) * size if expected.is_floating_point() or expected.is_complex() else 0.0
-    close = torch.allclose(one, other, rtol=0.0, atol=slack, equal_nan=True)
-    assert close, f"{name} differs from its replica by {float((one - other).abs().max()):.1e}"
+    inexact = expected.is_floating_point() or expected.is_complex()
+    slack = SLACK.get(expected.dtype.to_real(), 1e-1) * size if inexact else 0.0
+    if torch.allclose(one, other, rtol=0.0, atol=slack, equal_nan=True):
+        return
+    apart = one.isfinite() != other.isfinite()
+    if bool(apart.any()):
+        here, there = other[apart][0].item(), one[apart][0].item()
+        raise ReplicasDifferError(f"it is {here:.6g}, and {there:.6g} on a replica", name, not_finite=True)
+    what = f"it differs from its replica by {float((one - other).abs().max()):.1e}"
+    raise ReplicasDifferError(what, name, not_finite=False)
 
 
 def _causes(program: Program) -> dict[str, str]:

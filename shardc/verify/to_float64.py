@@ -1,4 +1,4 @@
-"""A graph, or a whole program, in float64: a difference from one device cannot hide in rounding."""
+"""A graph, or a whole program, in float64 and complex128: a difference from one device cannot hide in rounding."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from shardc.spec.step_sections import Lower
 
 
 def _wide(x: Any) -> Any:
-    return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
+    if not isinstance(x, torch.dtype):
+        return x
+    return torch.float64 if x.is_floating_point else torch.complex128 if x.is_complex else x
 
 
 def graph_to_float64(graph: fx.Graph) -> fx.Graph:
-    """A copy in which every floating dtype is float64: of casts, of factories, of the nodes' types. Run it with float64
-    tensors.
+    """A copy in which every floating dtype is float64, and every complex one complex128: of casts, of factories, of the
+    nodes' types. Run it with tensors of those.
     """
     new = copy_graph(graph)
     for node in new.nodes:
@@ -32,15 +34,16 @@ def graph_to_float64(graph: fx.Graph) -> fx.Graph:
 
 
 def to_float64(program: Program, *, compiled: bool = False) -> Program:
-    """The same program with every floating dtype float64. Stages that were lowered are lowered again; compiled: with
-    pieces that run as compiled code, if the program's do."""
+    """The same program with every floating dtype float64, every complex one complex128. Stages that were lowered are
+    lowered again; compiled: with pieces that run as compiled code, if the program's do.
+    """
 
     def typed(x: Any) -> Any:
         return replace(x, dtype=_wide(x.dtype))
 
     def buffer(b: Buffer) -> Any:
         c = b.constant
-        return replace(typed(b), constant=c.double() if c is not None and c.is_floating_point() else c)
+        return replace(typed(b), constant=c.to(_wide(c.dtype)) if c is not None else c)
 
     first = program.prologue
     double = replace(

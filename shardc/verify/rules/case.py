@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from shardc.errors import ShardcError
 from shardc.ir.graph import values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.placement import Layout
+from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.types import of_tensor, typed
 from shardc.passes.partition.local_program import LocalProgram
@@ -52,6 +52,8 @@ TRUSTING = {
 #: What ops raise for operands that do not fit: a finding, not a fault of the check.
 MISFIT = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ShardcError)
 AXIS = "ax"
+#: What padding holds beside copies of real entries: functions have their poles, and the ends of their domains, here.
+PADDED_BY = (0.0, 1.0, -1.0)
 
 
 @dataclass(frozen=True)
@@ -208,8 +210,11 @@ class Case:
             generator,
         )
 
-    def wrong(self, mesh: Mesh, strategies: dict[str, Strategy]) -> str:
-        """Run the call on every rank as the strategies say and compare. Returns what is wrong, "" if nothing."""
+    def wrong(self, mesh: Mesh, strategies: dict[str, Strategy], padding: float | None = None) -> str:
+        """Run the call on every rank as the strategies say and compare. Returns what is wrong, "" if nothing.
+
+        padding: the number that padding holds; None: copies of real entries.
+        """
         ins, outs = (
             [Layout.of({a: (s.inputs, s.outputs)[side][i] for a, s in strategies.items()}, mesh) for i in range(count)]
             for side, count in ((0, len(self.tensors)), (1, len(self.outputs)))
@@ -219,7 +224,10 @@ class Case:
                 if what := layout.fits(x.shape, mesh):
                     return f"{side} {i} cannot be laid out: {what}"
         self.node.meta["strategies"] = strategies
-        held = [self.memo.spread(x, layout, mesh, self.generator) for x, layout in zip(self.tensors, ins, strict=True)]
+        held = [
+            self.memo.spread(x, layout, mesh, self.generator, padding=padding if continuous(x) else None)
+            for x, layout in zip(self.tensors, ins, strict=True)
+        ]
         weights = [
             w if w is None else self.memo.spread(w, dual(o), mesh, self.generator, filled=False)
             for w, o in zip(self.weights, outs, strict=True)
@@ -249,4 +257,9 @@ class Case:
         return ""
 
     def on_axis(self, n: int, strategy: Strategy) -> str:
-        return self.wrong(Mesh(((AXIS, n),)), {AXIS: strategy})
+        """As `wrong`, on one axis; of a padded strategy with several numbers in the padding."""
+        padded = any(isinstance(p, Shard) and p.padding for p in strategy.inputs)
+        for number in (None, *PADDED_BY) if padded else (None,):
+            if what := self.wrong(Mesh(((AXIS, n),)), {AXIS: strategy}, number):
+                return what if number is None else f"{what}, where padding holds {number:g}"
+        return ""

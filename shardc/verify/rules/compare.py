@@ -57,16 +57,34 @@ def summands(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
     return [*some, x - sum(some)] if some else [x]
 
 
-def spread(x: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator, *, filled: bool = True) -> list[Tensor]:
+def spread(
+    x: Tensor,
+    layout: Layout,
+    mesh: Mesh,
+    generator: torch.Generator,
+    *,
+    filled: bool = True,
+    padding: float | None = None,
+) -> list[Tensor]:
     """A global tensor as every rank holds it: its part, or a random summand, or all of it. Padding holds numbers that
-    must not count.
+    must not count: copies of real entries, or one number; zeros if it is not filled.
     """
     if not layout.items:
         return [x.clone() for _ in range(mesh.world)]
     axes = partial_axes(layout)
     terms = summands(x, len(mesh.group(0, axes)), generator)
     mine = [terms[mesh.group(rank, axes).index(rank)] for rank in range(mesh.world)]
-    return [layout.local(m, mesh, mesh.coords(rank), copies=filled).clone() for rank, m in enumerate(mine)]
+    parts = [layout.local(m, mesh, mesh.coords(rank), copies=filled).clone() for rank, m in enumerate(mine)]
+    if padding is not None and layout.paddings():
+        for part, gap in zip(parts, gaps(x, layout, mesh), strict=True):
+            part.masked_fill_(gap, padding)
+    return parts
+
+
+def gaps(x: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
+    """bool, by rank: which elements of its part are padding."""
+    real = torch.ones_like(x, dtype=torch.bool)
+    return [~layout.local(real, mesh, mesh.coords(rank)) for rank in range(mesh.world)]
 
 
 def differs(
@@ -96,8 +114,11 @@ def differs(
         for term in more:
             value = value + term
         want = wants[rank]
-        if padded:  # a result's padding may be anything, a gradient's is zero
-            value = value.masked_fill(memo.padding(expected, layout, mesh)[rank], 0)
+        if padded:  # a result's padding may be anything finite, a gradient's is zero
+            gap = memo.padding(expected, layout, mesh)[rank]
+            if rtol is not None and bool(expected.isfinite().all()) and not bool(value[gap].isfinite().all()):
+                return f"rank {rank} has padding that is not finite"
+            value = value.masked_fill(gap, 0)
         if value.shape != want.shape or value.dtype != want.dtype:
             return f"rank {rank} has {value.dtype}{list(value.shape)}, not {want.dtype}{list(want.shape)}"
         if rtol is None or value.numel() == 0 or torch.equal(value, want):
@@ -132,15 +153,24 @@ class Memo:
         return self._once(
             ("padding", layout, mesh),
             x,
-            lambda: [p.logical_not() for p in self.parts(torch.ones_like(x, dtype=torch.bool), layout, mesh)],
+            lambda: gaps(x, layout, mesh),
         )
 
     def spread(
-        self, x: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator, *, filled: bool = True
+        self,
+        x: Tensor,
+        layout: Layout,
+        mesh: Mesh,
+        generator: torch.Generator,
+        *,
+        filled: bool = True,
+        padding: float | None = None,
     ) -> list[Tensor]:
         """As `spread`, with the same summands each time."""
         return self._once(
-            ("spread", layout, mesh, filled), x, lambda: spread(x, layout, mesh, generator, filled=filled)
+            ("spread", layout, mesh, filled, padding),
+            x,
+            lambda: spread(x, layout, mesh, generator, filled=filled, padding=padding),
         )
 
     def _once(self, what: tuple[Any, ...], x: Tensor, make: Callable[[], list[Tensor]]) -> list[Tensor]:

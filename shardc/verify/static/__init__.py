@@ -18,6 +18,7 @@ terms              values as ops on ops, down to what a text is given
 chain_rule         a stage's gradients as such terms, by the chain rule
 lowered            the texts of a lowered stage: they compute its results and these gradients
 pair_halves        the text of an overlapped pair as two of them
+assumptions        what is taken for true, each with the test that checks it
 proof              the whole program: texts, microbatches, stages, schedule, buckets; the verdict
 
 Work is done once for a text, whatever the number of ranks: claims are the same on all of them.

@@ -82,7 +82,7 @@ def find(text: Text, way: Reordered) -> None:
         claims = [claim for _, claim in forms]
         for strategies in op_types.fitting(choices, claims, {}, mesh):
             layouts = op_types.results(choices, strategies, mesh)
-            if layouts is None or op_types.harm_of_padding(way.linear, strategies, claims, model.weights):
+            if layouts is None or op_types.harm_of_padding(model, way.linear, strategies, claims):
                 continue
             for target, targets_claim in targets:
                 both = [Claim(way.linear, layouts[0]), targets_claim]

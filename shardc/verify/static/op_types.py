@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -17,10 +17,12 @@ from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
 from shardc.rules import registry
 from shardc.rules.choices import Choices
-from shardc.rules.pointwise import poles
 from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy
 from shardc.verify.static.statement import Claim, on_axis
+
+if TYPE_CHECKING:
+    from shardc.verify.static.same_values import Model
 
 #: A view that merges more parts of a dim than these, with microbatches inside of each, is not looked for.
 _PARTS = 4096
@@ -96,24 +98,27 @@ def results(choices: Choices, strategies: Strategies, mesh: Mesh) -> tuple[Layou
 
 
 def harm_of_padding(
-    node: fx.Node,
-    strategies: Strategies,
-    claims: Sequence[Claim],
-    weights: set[fx.Node],
-    lines: Sequence[fx.Node] = (),
+    model: Model, node: fx.Node, strategies: Strategies, claims: Sequence[Claim], lines: Sequence[fx.Node] = ()
 ) -> str:
-    """ "" where what an op sums away is padded by zeros, and what might meet a pole by a number that does not; else
-    what is wrong. lines: of the text, that give the operands.
+    """ "" where what an op sums away is padded by zeros, and all else by numbers at which it is finite, and its
+    derivatives are; else what is wrong. lines: of the text, that give the operands.
     """
-    at_poles, away = poles(node.target, node.args)
+    if not any(claim.layout.paddings() for claim in claims):
+        return ""
+    choices, weights = model.choices_of(node), model.weights
     operands = [operand.meta["value"] for operand in operands_of(node)]
+    held = [
+        {dict(claim.fills).get(d) for d in choices.kept_dims(strategies.values(), i)} for i, claim in enumerate(claims)
+    ]
+    holds = tuple(each.pop() if len(each) == 1 else None for each in held)
+    copies = frozenset(i for i, x in enumerate(lines) if x.op == "placeholder" and claims[i].of in model.inputs)
+    if not choices.finite(node, strategies.values(), holds, copies):
+        return "it is not finite, or its derivative is not, wherever the padding of its operands may be"
     for i, (operand, claim) in enumerate(zip(operands_of(node), claims, strict=True)):
         padded = {s.dim for s in claim.layout.paddings()}
         if not padded:
             continue
         fills = dict(claim.fills)
-        if operand in at_poles and any(fills.get(d) != away for d in padded):
-            return f"the padding of its operand {operand.name} is not {away:g}, and it has a pole"
         summed = {
             p.dim
             for s in strategies.values()

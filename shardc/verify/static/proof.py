@@ -21,7 +21,7 @@ from shardc.ir.units import plural
 from shardc.passes.lower.rules import Rules
 from shardc.runtime import ops
 from shardc.runtime.schedule import proof as schedule_proof
-from shardc.verify.static import gradient_sums, lowered, matrix_owners
+from shardc.verify.static import assumptions, gradient_sums, lowered, matrix_owners
 from shardc.verify.static.op_types import misfit
 from shardc.verify.static.same_values import Model
 from shardc.verify.static.statement import Claim, mesh_of, normal, of_input, with_partial_grad
@@ -51,7 +51,10 @@ class Gap:
 
 @dataclass(frozen=True)
 class Proof:
-    """gaps: what is not proven. lines: that were checked; texts: how many; ranks: that run them. seconds: it took."""
+    """What was proven, given ASSUMPTIONS (assumptions.py).
+
+    gaps: what is not proven. lines: that were checked; texts: how many; ranks: that run them. seconds: it took.
+    """
 
     gaps: tuple[Gap, ...]
     lines: int
@@ -70,7 +73,7 @@ class Proof:
         texts = f"{plural(self.lines, 'line')} in {plural(self.texts, 'text')}"
         of = f"{texts} for {plural(self.ranks, 'rank')}, {self.seconds:.1f} s"
         if self.ok:
-            return f"proven equal to one device: {of}"
+            return f"proven equal to one device: {of}\n{assumptions.short()}"
         return "\n".join([f"not proven: {plural(len(self.gaps), 'gap')}; {of}", *map(str, self.gaps)])
 
 

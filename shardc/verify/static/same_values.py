@@ -39,6 +39,8 @@ class Model:
     def __init__(self, program: Program) -> None:
         self.program, self.graph, self.mesh = program, program.graph, mesh_of(program)
         self.weights = op_types.weight_like(program.graph, {p.name for p in program.params})
+        inputs = {x.name for x in program.inputs}
+        self.inputs = {n for n in program.graph.nodes if n.op == "placeholder" and n.name in inputs}
         self.choices: dict[Any, Choices] = {}
         self.one: dict[fx.Node, fx.Node] = {}
         self.by_call: dict[Any, fx.Node] = {}

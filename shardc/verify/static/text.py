@@ -182,7 +182,7 @@ class Text:
             except LookupError:
                 continue
             lines = [line for line, _ in forms]
-            if why := op_types.harm_of_padding(call, strategies, claims, self.model.weights, lines):
+            if why := op_types.harm_of_padding(self.model, call, strategies, claims, lines):
                 self.unfit[line] = why
                 continue
             found.append((line, touched, layouts))

@@ -1,0 +1,38 @@
+"""What the proof assumes: each op of the runtime, and each conversion, is in a row, and each row's test is there."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from shardc.ir.conversions import BY_OP
+from shardc.runtime import ops
+from shardc.verify.static.assumptions import ASSUMPTIONS, DEFINITIONS, Assumption, short
+from tests.runtime.ops import definitions_attention, definitions_losses, definitions_parts  # noqa: F401 (they register their checks)
+from tests.runtime.ops.definitions import CHECKS
+from tests.verify.test_static import TP, program
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_op_of_the_runtime_and_every_conversion_is_checked() -> None:
+    said = [op for a in ASSUMPTIONS for op in a.ops]
+    assert sorted(said) == sorted(ops.__all__), "each op is in one row"
+    assert set(BY_OP) <= set(CHECKS)
+    assert {op for a in ASSUMPTIONS if a.test == DEFINITIONS for op in a.ops} == set(CHECKS)
+
+
+@pytest.mark.parametrize("assumption", ASSUMPTIONS, ids=lambda a: a.name)
+def test_the_test_of_an_assumption_is_there(assumption: Assumption) -> None:
+    file, _, name = assumption.test.partition("::")
+    tree = ast.parse((ROOT / file).read_text())
+    assert name in {f.name for f in tree.body if isinstance(f, ast.FunctionDef)}
+
+
+def test_a_proof_says_what_it_assumes() -> None:
+    proof = program("gpt", TP).prove()
+    assert str(proof).splitlines()[1] == short()
+    assert repr(proof).startswith("<Proof: proven equal to one device: ")
+    assert "\n" not in repr(proof)
