@@ -188,6 +188,16 @@ def conj(emit: Emit, a: Args, out: Value) -> Result:
     return a.first if a.op_name.startswith("resolve") else _conjugate(emit, a.first)
 
 
+@rewrite("fft_ifft", "fft_ihfft", "fft_ihfft2", "fft_ihfftn", "linalg_lu_solve", "svd")
+def unmarked(emit: Emit, a: Args, out: Any) -> Result:
+    """These kernels mark their results as conjugates, which neither a message nor `view_as_real` takes."""
+    y = emit(a.op, *a.args, **a.kwargs)
+    if not isinstance(out, tuple):
+        return emit(aten.resolve_conj.default, y) if out.dtype.is_complex else y
+    parts = [emit.typed(v, operator.getitem, y, i) for i, v in enumerate(out)]
+    return tuple(emit(aten.resolve_conj.default, x) if value_of(x).dtype.is_complex else x for x in parts)
+
+
 def _conjugate(emit: Emit, x: fx.Node) -> fx.Node:
     return emit(aten.conj_physical.default, x) if value_of(x).dtype.is_complex else x
 

@@ -70,6 +70,7 @@ from shardc.torch_private import quick_walks
 
 
 @quick_walks()
+@refusals.torch_errors()
 def capture(
     model: nn.Module, batch: Any, *, loss: Loss | None = None, forward: Forward | None = None, prove: bool = True
 ) -> Program:
@@ -87,7 +88,8 @@ def capture(
         shardc/capture/compare_eager.py).
 
     Returns a Program with mesh = Mesh(()), whose graph has functional aten ops only, in the model's own spelling.
-    Raises ShardcError, with the model's line, for whatever cannot be captured or would come out differently.
+    Raises ShardcError, with the model's line, for whatever cannot be captured or would come out differently, and for
+    all that torch raises on the way.
     """
     started = time.perf_counter()
     if not isinstance(model, nn.Module):

@@ -7,7 +7,8 @@ row that fits is taken: known cases of libraries come first, general ones last.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir import source
+from shardc.ir.graph import source_of
 from shardc.ir.source import Source
+from shardc.runtime.step import op_errors
 from shardc.torch_private import DATA_DEPENDENT
 
 DATA = "data-dependent"  # in `Cause.raised`: any error of tracing that means that Python read a tensor's value
@@ -343,6 +346,28 @@ def of_error(error: BaseException, read: Sequence[str] = (), *, of_loss: bool = 
         where=at.line,
         fix=fix,
     )
+
+
+@contextmanager
+def torch_errors(graph: fx.Graph | None = None) -> Iterator[None]:
+    """While open, what torch raises becomes a ShardcError at the model's line. graph: the captured graph that runs. What
+    shardc's own code raises is a fault of shardc: it stays as it is, and so does a lack of memory.
+    """
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, ShardcError) or not source.is_torchs(e) or op_errors.no_memory(e):
+            raise
+        if (named := of_cause(e)) is not None:
+            raise named from e
+        node = None if graph is None else op_errors.failed_in(e, graph)
+        at = source.of_exception(e) if node is None else source_of(node)
+        code = f" ({at.shown})" if at.code else ""
+        raise ShardcError(
+            f"torch cannot run what capture made of this: {type(e).__name__}: {str(e).strip().partition(chr(10))[0]}{code}",
+            where=source.where(at),
+            fix="write it with other ops; as plain PyTorch runs it, capture has a fault: report it, with the model",
+        ) from e
 
 
 def of_op(node: fx.Node, name: str, read: Sequence[str] = ()) -> ShardcError:
