@@ -350,8 +350,9 @@ def of_error(error: BaseException, read: Sequence[str] = (), *, of_loss: bool = 
 
 @contextmanager
 def torch_errors(graph: fx.Graph | None = None) -> Iterator[None]:
-    """While open, what torch raises becomes a ShardcError at the model's line. graph: the captured graph that runs. What
-    shardc's own code raises is a fault of shardc: it stays as it is, and so does a lack of memory.
+    """While open, what torch raises becomes a ShardcError at the model's line. graph: the captured graph that runs.
+
+    What shardc's own code raises is a fault of shardc: it stays as it is, and so does a lack of memory.
     """
     try:
         yield
@@ -362,9 +363,9 @@ def torch_errors(graph: fx.Graph | None = None) -> Iterator[None]:
             raise named from e
         node = None if graph is None else op_errors.failed_in(e, graph)
         at = source.of_exception(e) if node is None else source_of(node)
-        code = f" ({at.shown})" if at.code else ""
+        code, said = f" ({at.shown})" if at.code else "", (str(e).strip().splitlines() or [""])[0]
         raise ShardcError(
-            f"torch cannot run what capture made of this: {type(e).__name__}: {str(e).strip().partition(chr(10))[0]}{code}",
+            f"torch cannot run what capture made of this: {type(e).__name__}: {said}{code}",
             where=source.where(at),
             fix="write it with other ops; as plain PyTorch runs it, capture has a fault: report it, with the model",
         ) from e
