@@ -16,7 +16,7 @@ from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.outputs import SMALL
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
-from shardc.passes.place.transfer_cost import MESSAGE, TOUCH, UNDO, transfer
+from shardc.passes.place.transfer_cost import MESSAGE, REPEATED, TOUCH, UNDO, transfer
 from shardc.rules import attention_methods, reduce_parts, softmax
 from shardc.rules.attention import RING, sent_by_ring
 from shardc.rules.choices import Choices
@@ -335,8 +335,10 @@ class Axis:
             return 0.0  # its gradient has to be reduced anyway, and a weight that is only used split is stored split
         v, nbytes = values_of(node)[i], self.size(operand)
         cost = min(transfer(v, p, need, self.n, nbytes, self._packed(operand)) for p in forms)
+        if not isinstance(forms[0], Shard):
+            return cost
         kept = node in self.annotated or self.of_time
-        return cost * UNDO if kept and isinstance(forms[0], Shard) else cost
+        return cost * (UNDO if kept else REPEATED if need == REPLICATE else 1.0)
 
     def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
         """Bytes that each rank sends for operands as the strategy needs them and results as users do, and the work that

@@ -77,6 +77,8 @@ def functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
         return call_like(graph, aten.zeros_like.default, (x,), {}, node)
     if name == "fill_":
         return call_like(graph, aten.full_like.default, (x, rest[0]), {}, node)
+    if overload == "from":  # random.from is no name in Python: a graph could not be written as code
+        return call_like(graph, aten.randint_like.low_dtype, (x, *rest), {"dtype": val.dtype}, node)
     if (twin := twin_of(node.target)) is None or sum(_writes(a) for a in node.target._schema.arguments) > 1:
         raise ShardcError(
             f"{node.target} changes a tensor in place, and torch has no op that returns the result instead",
