@@ -21,6 +21,7 @@ from torch import fx
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.graph import call_like
+from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -92,6 +93,8 @@ def functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
     if natural.dtype != val.dtype:  # the in-place op keeps its tensor's dtype, its twin promotes
         result.meta["val"] = natural
         result = call_like(graph, aten._to_copy.default, (result,), {"dtype": val.dtype}, node)
+    if name in _UNSEEN and val.is_floating_point():
+        result = call_like(graph, torch.ops.shardc.with_gradient_of.default, (result, x), {}, node)
     return result
 
 
@@ -101,6 +104,8 @@ def is_view(node: fx.Node) -> bool:
     return twin is not None and any(r.alias_info is not None for r in twin._schema.returns)
 
 
+#: Writes that autograd does not see: a gradient goes through as if nothing had been written.
+_UNSEEN = {"logical_and_", "logical_or_", "logical_xor_", "logical_not_"}
 #: What to write instead of ops that have no twin.
 _INSTEAD = {
     "fill_diagonal_": "write to the diagonal: x.diagonal().fill_(value)",

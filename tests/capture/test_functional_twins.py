@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 import shardc
 from shardc import ShardcError
 from shardc.capture import capture, compare_eager
-from shardc.capture.functional_twins import functional
+from shardc.capture.functional_twins import cut_gradients, functional
 
 aten = torch.ops.aten
 DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128)
@@ -131,27 +131,49 @@ def arguments(op: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 def of_twin(op: Any, given: dict[str, Any]) -> Tensor:
     """What the twin gives, through the graph that capture would write."""
-    graph, args = fx.Graph(), dict[str, Any]()
-    tensors: list[Tensor] = []
+    graph, tensors = fx.Graph(), list[Tensor]()
 
     def put(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return [put(y) for y in x] if isinstance(x, list) else x
         node = graph.placeholder(f"x{len(tensors)}")
-        node.meta["val"] = x
+        node.meta["val"] = x.detach()
         tensors.append(x)
         return node
 
     args = {name: put(x) for name, x in given.items()}
     positional = [a.name for a in op._schema.arguments if not a.kwarg_only and a.name in args]
     call = graph.call_function(op, tuple(args.pop(n) for n in positional), args)
-    call.meta["val"] = op(**_copied(given))
+    call.meta["val"] = op(**_copied(given)).detach()
     with graph.inserting_before(call):
         result = functional(graph, call)
     graph.erase_node(call)
     graph.output(result)
+    cut_gradients(graph)
     torch.manual_seed(0)
-    return fx.GraphModule(nn.Module(), graph)(*_copied(tensors))  # type: ignore[no-any-return]
+    return fx.GraphModule(nn.Module(), graph)(*tensors)  # type: ignore[no-any-return]
+
+
+def gradients(call: Callable[[dict[str, Any]], Tensor], given: dict[str, Any]) -> list[Tensor] | None:
+    """Of a weighted sum of the result with respect to every tensor; None if torch has no derivative."""
+    leaves: list[Tensor] = []
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return [leaf(y) for y in x] if isinstance(x, list) else x
+        leaves.append(x.clone().requires_grad_())
+        return leaves[-1] * 1
+
+    torch.manual_seed(0)
+    result = call({name: leaf(x) for name, x in given.items()})
+    if not result.requires_grad:
+        return [torch.zeros_like(x) for x in leaves]
+    weights = torch.linspace(1, 2, result.numel(), dtype=result.dtype).reshape(result.shape)
+    try:
+        found = torch.autograd.grad(result, leaves, weights, allow_unused=True)
+    except RuntimeError:
+        return None
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
 
 
 def _copied(x: Any) -> Any:
@@ -191,6 +213,23 @@ def test_each_gives_what_the_op_in_place_writes() -> None:
     assert count > 1000
 
 
+def test_gradients_are_those_of_the_op_in_place() -> None:
+    differ, count = [], 0
+    for op in inplace():
+        given = arguments(op, torch.float64)
+        try:
+            wanted = gradients(lambda g, op=op: op(**g), given)  # type: ignore[misc]
+        except (RuntimeError, IndexError):
+            continue  # not of this dtype
+        if wanted is not None and op._schema.name.partition("::")[2] not in REFUSED:
+            count += 1
+            found = gradients(lambda g, op=op: of_twin(op, g), given)  # type: ignore[misc]
+            if found is None or not all(torch.allclose(a, b, 1e-13) for a, b in zip(found, wanted, strict=True)):
+                differ.append(str(op))
+    assert not differ
+    assert count > 150
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused_by_name(name: str) -> None:
     op = getattr(aten, name).default
@@ -219,9 +258,9 @@ def power(s: Net, y: Tensor) -> Tensor:
 
 def logical(s: Net, y: Tensor) -> Tensor:
     """What in place keeps the dtype is a number."""
-    z = y * 1
+    z, v = y * 1, y * 1
     z.logical_and_(y > 0).lt_(0.5)
-    return (z * y).sum()
+    return (z * y).sum() + (v.logical_not_() * y).sum()
 
 
 def stochastic_depth(s: Net, y: Tensor) -> Tensor:
