@@ -342,6 +342,18 @@ def index(emit: Emit, a: Args, out: Value) -> Result:
     )
 
 
+@rewrite("index_fill")
+def index_fill(emit: Emit, a: Args, out: Value) -> Result:
+    """`index_fill(x, 1, i, v)` -> `masked_fill(x, any(arange(n) == i), v)`: every dim may be split."""
+    d, index = dim(a.dim, len(out.shape)), emit.reshape(a["index"], (1, math.prod(shape(a["index"]))))
+    n = (*out.shape, 1)[d]
+    along = emit.reshape(emit(aten.arange.default, n), (n, 1))
+    mask = emit(aten.any.dim, emit(aten.eq.Tensor, along, emit(aten.remainder.Scalar, index, n)), 1)
+    mask = emit.reshape(mask, [n if i == d else 1 for i in range(len(out.shape))])
+    fill = aten.masked_fill.Tensor if isinstance(a["value"], fx.Node) else aten.masked_fill.Scalar
+    return emit(fill, a.self, mask, a["value"])
+
+
 @rewrite("index_put")
 def index_put(emit: Emit, a: Args, out: Value) -> Result:
     """`x[mask] = 0` -> `where(mask, 0, x)`; `x[arange(b), i] = v` -> `scatter(x, 1, i, v)`, as for reading."""

@@ -214,6 +214,16 @@ CAUSES = (
         op=r"^fake$",
     ),
     Cause(f"the size of the result of {{op}} {DEPENDS}", MASK, op=r"."),
+    Cause(
+        f"a part of a tensor begins at a place, or has a size, that {DEPENDS}",
+        "give the place as a Python number, or pick the entries: x.index_select(dim, start + torch.arange(length))",
+        raised=r"PendingUnbackedSymbolNotFound",
+    ),
+    Cause(
+        f"a tensor's size {DEPENDS} (x[mask], masked_select), and it meets one of a known size",
+        MASKED_MEAN,
+        raised=r"size of tensor \w \(u\d+\) must match|must match the size of tensor \w \(u\d+\)",
+    ),
     # --- leaving the graph
     Cause(
         "the model leaves torch: .numpy() returns a value that cannot be traced",
@@ -308,7 +318,10 @@ def advice(error: BaseException, *, of_loss: bool = False) -> str:
     said = next((fix for text, fix in _ADVICE if re.search(text, str(error))), "")
     if of_loss and not said:
         return "it is given the model's output and the whole batch: loss=lambda output, batch: f(output, batch['y'])"
-    return said or "check that model and batch run together in plain PyTorch"
+    return said or (
+        "check that model and batch run together in plain PyTorch; if they do, torch cannot trace this line: write it"
+        " with other ops"
+    )
 
 
 def of_cause(error: BaseException, read: Sequence[str] = ()) -> ShardcError | None:
