@@ -14,7 +14,7 @@ The model is captured in the mode it is in: put it in train mode first. It may b
 forward_arguments       which argument of the model's forward each part of the batch is
 wrapped_models          what DDP, FSDP or torch.compile has wrapped: refused, or looked through
 constants, guards       values that are known while a model is traced; branches that do nothing then
-tensor_methods          methods of tensors that tracing cannot follow; covariance: torch.cov and torch.corrcoef
+tensor_methods          methods of tensors that tracing cannot follow; written_out: functions of torch
 autograd_function       custom autograd Functions keep their backward
 attribute_reads         what forward reads of modules: `self.training`, plain values, counters; global_reads: of names
                         of the file that it stands in

@@ -27,13 +27,29 @@ from shardc.torch_private import OpOverload
 aten = torch.ops.aten
 
 
+#: Norms that write their running statistics, arguments 3 and 4, which most schemas do not say; the norm that returns
+#: them, None for one that is written out, and where among its results they are.
+_STATISTICS: dict[Any, tuple[Any, int]] = {
+    aten.batch_norm.default: (aten._native_batch_norm_legit_functional.default, 3),
+    aten.native_batch_norm.default: (aten._native_batch_norm_legit_functional.default, 3),
+    aten._native_batch_norm_legit.default: (aten._native_batch_norm_legit_functional.default, 3),
+    aten._batch_norm_with_update.default: (aten._batch_norm_with_update_functional.default, 4),
+    aten.instance_norm.default: (None, 0),
+}
+
+
+def is_inplace(node: fx.Node) -> bool:
+    """Does it write to memory? A norm that evaluates does not."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    return updates_statistics(node) if node.target in _STATISTICS else node.target._schema.is_mutable
+
+
 def updates_statistics(node: fx.Node) -> bool:
-    """batch_norm in training mode and instance_norm write their running statistics, which their schemas do not say."""
-    return (
-        node.target in (aten.batch_norm.default, aten.instance_norm.default)
-        and bool(node.args[5])
-        and node.args[3] is not None
-    )
+    """Is it a norm in training mode that has running statistics?"""
+    if node.target not in _STATISTICS or node.args[3] is None:
+        return False
+    return node.target is aten._batch_norm_with_update.default or bool(node.args[5])
 
 
 #: The names of functional twins that are no in-place op's without its underscore.
@@ -167,15 +183,18 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def new_statistics(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """A norm that returns its new statistics: [running mean, running variance, output]."""
-    x, weight, bias, mean, var, _training, momentum, eps, *_ = node.args
-    if node.target is aten.instance_norm.default:
+    """A norm that returns its new statistics: [running mean, running variance, output or outputs]."""
+    twin, at = _STATISTICS[node.target]
+    if twin is None:
         return _means_of_images(graph, node)
-    operands = (x, weight, bias, mean, var, True, momentum, eps)
-    call = call_like(graph, aten._native_batch_norm_legit_functional.default, operands, {}, node)
-    stats = [m.meta["val"] for m in (mean, var)]  # type: ignore[union-attr]
-    call.meta["val"] = (node.meta["val"], *stats, *stats)
-    return [call_like(graph, operator.getitem, (call, i), {}, node, val=call.meta["val"][i]) for i in (3, 4, 0)]
+    stats = [_val(node.args[i]) for i in (3, 4)]  # type: ignore[arg-type]
+    results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"], *stats)
+    call = call_like(graph, twin, node.args[: len(twin._schema.arguments)], {}, node, val=(*results, *stats))
+
+    def result(i: int) -> fx.Node:
+        return call_like(graph, operator.getitem, (call, i), {}, node, val=call.meta["val"][i])
+
+    return [result(at), result(at + 1), result(0) if node.target is aten.batch_norm.default else call]
 
 
 def _means_of_images(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:

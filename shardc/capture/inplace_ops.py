@@ -15,19 +15,13 @@ import torch
 from torch import fx
 
 from shardc.capture import view_writes
-from shardc.capture.functional_twins import functional, is_view, new_statistics, updates_statistics
+from shardc.capture.functional_twins import functional, is_inplace, is_view, new_statistics, updates_statistics
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.graph import call_like
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
-
-
-def is_inplace(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
-    return node.target._schema.is_mutable or updates_statistics(node)
 
 
 def remove_inplace(
