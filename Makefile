@@ -1,4 +1,4 @@
-# make train | documents | generate | adapters | sequences | test | gpu | fuzz | graphs | hostile | faults | lowered | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | documents | generate | adapters | sequences | test | gpu | fuzz | graphs | hostile | ops | faults | lowered | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 # Twice as many as two cores: tests that wait for processes leave time to others.
 JOBS ?= 4
@@ -13,7 +13,7 @@ define link
 	@for d in passes runtime specs; do ln -s ../../../$$d $(1)/shardc/$$d; done
 endef
 
-.PHONY: train documents generate adapters sequences test test-all gpu fuzz graphs hostile faults lowered mutants lint bench table docs types clean
+.PHONY: train documents generate adapters sequences test test-all gpu fuzz graphs hostile ops faults lowered mutants lint bench table docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -64,6 +64,9 @@ fuzz: $(READY)   ## random specs of every model, or of MODELS, against one devic
 
 graphs: $(READY)   ## random graphs of the ops that have rules, on random specs, against one device and the proof, for SECONDS from SEED
 	$(BIN)/python -m tests.verify.op_graphs --seconds $(or $(SECONDS),600) --seed $(or $(SEED),0)
+
+ops: $(READY)   ## docs/measured/ops.md: PyTorch's operator database by shardc and by DTensor, each case against one device
+	$(BIN)/python -m tests.op_db.board $(if $(ONLY),--only '$(ONLY)')
 
 faults: $(READY)   ## damaged and hostile checkpoints, faults at every call that reaches the disk, ranks that are killed, stopped, raise or differ
 	$(BIN)/python tests/runtime/state/faults.py

@@ -1,4 +1,5 @@
-"""Rewrites: bags of embeddings become look-ups and sums; bilinear layers become einsum, whose equation is the rule.
+"""Rewrites: bags of embeddings become look-ups and sums; bilinear layers become einsum, whose equation is the rule;
+unpooling becomes a scatter in each image and channel.
 
 embedding_bag(w, ids, arange(0, 24, 3), mode="mean")    ->    sum(embedding(w, reshape(ids, [8, 3])), [1]) / 3
 embedding_bag(w, ids, offsets, mode="sum")              ->    index_add(zeros, 0, bags, embedding(w, ids))
@@ -7,6 +8,7 @@ embedding_bag(w, ids, offsets, mode="sum")              ->    index_add(zeros, 0
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import fx
 
 from shardc.ir.graph import value_of
 from shardc.ir.metadata import Value
-from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite
+from shardc.passes.canonical.rewrite import Args, Emit, Result, rewrite, shape
 
 aten = torch.ops.aten
 
@@ -105,3 +107,14 @@ def _bags_by_offset(emit: Emit, a: Args, n: int, bags: int) -> fx.Node:
     zeros = emit(aten.full.default, [bags, weight.shape[1]], 0.0, dtype=weight.dtype)
     total = emit(aten.index_add.default, zeros, 0, bag, entries)
     return total if a.mode == 0 else emit(aten.div.Tensor, total, emit(aten.clamp_min.default, count, 1))
+
+
+@rewrite("max_unpool2d", "max_unpool3d")
+def unpooled(emit: Emit, a: Args, out: Value) -> Result:
+    """Each image and channel by itself, so that they may be split: indices are places in its area."""
+    x: fx.Node = a.self
+    lead = shape(x)[: len(shape(x)) - len(a.output_size)]
+    flat, area = math.prod(shape(x)[len(lead) :]), math.prod(out.shape[len(lead) :])
+    zeros = emit(aten.full.default, [*lead, area], 0, dtype=out.dtype)
+    places, numbers = (emit.reshape(y, (*lead, flat)) for y in (a.indices, x))
+    return emit.reshape(emit(aten.scatter.src, zeros, len(lead), places, numbers), out.shape)

@@ -71,6 +71,14 @@ def vector_norm(emit: Emit, a: Args, out: Value) -> Result:
     return _root(emit, emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, x, x), gone, keepdim))
 
 
+@rewrite("linalg_matrix_norm")
+def matrix_norm(emit: Emit, a: Args, out: Value) -> Result:
+    """The Frobenius norm is that of a vector of all elements."""
+    if a.ord == "fro":
+        return vector_norm(emit, Args(aten.linalg_vector_norm.default, (a.self, 2, a.dim, a.keepdim), {}), out)
+    return emit(a.op, *a.args, **a.kwargs)
+
+
 def _root(emit: Emit, squares: fx.Node) -> fx.Node:
     """The root of a sum of squares. Where it is zero, the gradient of a norm is zero in torch, which sqrt's is not."""
     zero = emit(aten.eq.Scalar, squares, 0)

@@ -44,7 +44,8 @@ BATCH_NORMS = (
 def batch_norm(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Result:
     """In training: mean and biased variance of the batch normalise; the unbiased variance goes into the running one.
 
-    `batch_stat` chooses the running statistics when the program evaluates. Results: (y, -, -, new mean, new variance).
+    `batch_stat` chooses the running statistics when the program evaluates. Results: (y, mean, 1 / deviation, ..., new
+    mean, new variance); the second and third have no gradient, and are not there where each chunk has its own.
     """
     training = a.get("training", "with_update" in a.op_name)  # the names of those without the argument say it
     x, running = a.input, (a.get("running_mean"), a.get("running_var"))
@@ -57,20 +58,19 @@ def batch_norm(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Re
     mean = emit(aten.mean.dim, x, dims)
     centred = emit(aten.sub.Tensor, x, _channel(emit, mean, x, dim))
     var = emit(aten.mean.dim, emit(aten.mul.Tensor, centred, centred), dims)
+    saved: list[fx.Node | None] = [None, None]
+    if dim == 1 and not isinstance(out, Value):
+        saved = [emit.detach(mean), emit(aten.rsqrt.default, emit(aten.add.Tensor, emit.detach(var), a.eps))]
     if running[0] is None:
         y = _affine(emit, x, dim, mean, var, a)
-        return y if isinstance(out, Value) else (y, *[None] * (len(out) - 1))
+        return y if isinstance(out, Value) else (y, *saved, *[None] * (len(out) - 3))
     y = _affine(emit, x, dim, _stat(emit, mean, running[0]), _stat(emit, var, running[1]), a)
     if isinstance(out, Value):
         return y
-    if len(out) < 5:
-        raise emit.refuse(
-            f"{a.op} updates running statistics in place, which a graph of values does not show",
-            "call torch.nn.functional.batch_norm",
-        )
     unbiased = emit(aten.mul.Tensor, emit.detach(var), n / max(n - 1, 1))
     news = [_moved(emit, old, new, a.momentum) for old, new in zip(running, (emit.detach(mean), unbiased), strict=True)]
-    return (y, None, None, *news, *[None] * (len(out) - 5))
+    empty = [emit(aten.full.default, list(v.shape), 0, dtype=v.dtype) for v in out[3:-2] if v is not None]
+    return (y, *saved, *empty, *news)  # what kernels reserve for their backward is empty on a CPU
 
 
 def _chunked(emit: Emit, x: fx.Node) -> tuple[fx.Node, int]:

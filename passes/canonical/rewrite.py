@@ -49,7 +49,8 @@ def rewrite(*names: str) -> Callable[[Rewrite], Rewrite]:
 class Args:
     """The arguments of a call by the names of its schema, defaults included.
 
-    a.input, a["index"], a.get("dtype"); `a.op` is the op, `a.op_name` its name, `a.first` its first argument.
+    a.input, a["index"], a.get("dtype"); `a.op` is the op, `a.op_name` its name, `a.first` its first argument; `a.args`
+    and `a.kwargs` are as in the call.
     """
 
     def __init__(self, target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -57,6 +58,7 @@ class Args:
         self.op, self.op_name = target, values.op_name(target)
         self.named: dict[str, Any] = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         self.first: Any = args[0] if args else None
+        self.args, self.kwargs = args, kwargs
 
     def __getattr__(self, name: str) -> Any:
         try:

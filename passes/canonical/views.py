@@ -188,6 +188,16 @@ def conj(emit: Emit, a: Args, out: Value) -> Result:
     return a.first if a.op_name.startswith("resolve") else _conjugate(emit, a.first)
 
 
+@rewrite("fft_ifft", "fft_ihfft", "fft_ihfft2", "fft_ihfftn", "linalg_lu_solve", "svd")
+def unmarked(emit: Emit, a: Args, out: Any) -> Result:
+    """These kernels mark their results as conjugates, which neither a message nor `view_as_real` takes."""
+    y = emit(a.op, *a.args, **a.kwargs)
+    if not isinstance(out, tuple):
+        return emit(aten.resolve_conj.default, y) if out.dtype.is_complex else y
+    parts = [emit.typed(v, operator.getitem, y, i) for i, v in enumerate(out)]
+    return tuple(emit(aten.resolve_conj.default, x) if value_of(x).dtype.is_complex else x for x in parts)
+
+
 def _conjugate(emit: Emit, x: fx.Node) -> fx.Node:
     return emit(aten.conj_physical.default, x) if value_of(x).dtype.is_complex else x
 
@@ -330,6 +340,18 @@ def index(emit: Emit, a: Args, out: Value) -> Result:
         if rows is None
         else emit.reshape(emit(aten.gather.default, x, *rows), out.shape)
     )
+
+
+@rewrite("index_fill")
+def index_fill(emit: Emit, a: Args, out: Value) -> Result:
+    """`index_fill(x, 1, i, v)` -> `masked_fill(x, any(arange(n) == i), v)`: every dim may be split."""
+    d, index = dim(a.dim, len(out.shape)), emit.reshape(a["index"], (1, math.prod(shape(a["index"]))))
+    n = (*out.shape, 1)[d]
+    along = emit.reshape(emit(aten.arange.default, n), (n, 1))
+    mask = emit(aten.any.dim, emit(aten.eq.Tensor, along, emit(aten.remainder.Scalar, index, n)), 1)
+    mask = emit.reshape(mask, [n if i == d else 1 for i in range(len(out.shape))])
+    fill = aten.masked_fill.Tensor if isinstance(a["value"], fx.Node) else aten.masked_fill.Scalar
+    return emit(fill, a.self, mask, a["value"])
 
 
 @rewrite("index_put")

@@ -16,8 +16,8 @@ from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.outputs import SMALL
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
-from shardc.passes.place.transfer_cost import MESSAGE, TOUCH, UNDO, transfer
-from shardc.rules import attention_methods, softmax
+from shardc.passes.place.transfer_cost import MESSAGE, REPEATED, TOUCH, UNDO, transfer
+from shardc.rules import attention_methods, reduce_parts, softmax
 from shardc.rules.attention import RING, sent_by_ring
 from shardc.rules.choices import Choices
 from shardc.rules.strategy import Strategy
@@ -26,6 +26,9 @@ from shardc.runtime import ops
 
 #: Demands go one op with a choice of its own further up in every sweep; few models change after the second.
 SWEEPS = 4
+
+#: The kinds of strategies by which ranks tell each other something: microbatches cannot.
+_TELL = (STRETCHES, reduce_parts.PARTS)
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)
 _shown = lru_cache(maxsize=1024)(repr)  # placements sort by their text
@@ -174,7 +177,7 @@ class Axis:
     def _choose(self) -> None:
         """A sweep, front to back: every op takes the cheapest of its candidates; at equal cost the first."""
         self.available_before, self.available = self.available, {(n, 0): [p] for n, p in self.stored.items()}
-        self.chosen = {}
+        self.chosen, self.known_costs = {}, {}
         for node in self.nodes():
             operands = self.operands[node]
             best, lowest = None, float("inf")
@@ -243,7 +246,7 @@ class Axis:
                     yield s
         if choices.rule.extra:
             extra = choices.rule.extra(choices.call, self.n, [frozenset(self.available[o]) for o in operands])
-            yield from (s for s in extra if s.kind != RING and not (s.kind == STRETCHES and self.of_time))
+            yield from (s for s in extra if s.kind != RING and not (s.kind in _TELL and self.of_time))
         # at equal cost a value goes on as it is
         produced_so = any(self.available[o][0] == PARTIAL_GRAD for o in operands)
         if produced_so:
@@ -332,8 +335,10 @@ class Axis:
             return 0.0  # its gradient has to be reduced anyway, and a weight that is only used split is stored split
         v, nbytes = values_of(node)[i], self.size(operand)
         cost = min(transfer(v, p, need, self.n, nbytes, self._packed(operand)) for p in forms)
+        if not isinstance(forms[0], Shard):
+            return cost
         kept = node in self.annotated or self.of_time
-        return cost * UNDO if kept and isinstance(forms[0], Shard) else cost
+        return cost * (UNDO if kept else REPEATED if need == REPLICATE else 1.0)
 
     def _strategy_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
         """Bytes that each rank sends for operands as the strategy needs them and results as users do, and the work that
@@ -341,7 +346,7 @@ class Axis:
         joins = PARTIAL in strategy.outputs and self._joins_a_sum(node)
         pairs = dict.fromkeys(zip(operands, strategy.inputs, strict=True))
         # a part that becomes a summand moves nothing; what it costs is its sum, which here is done anyway
-        cost = sum(self._conversion_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
+        cost = sum(self._operand_cost(o, need, node) for o, need in pairs if not joins or need != PARTIAL)
         cost += self._own_cost(node, operands, strategy)
         if strategy.kind == "pin":
             return cost
@@ -356,8 +361,29 @@ class Axis:
                 forms.append(need)
             # handing a partial value on only puts its sum off; all outputs are summed together, at no cost of their own
             if isinstance(out, Partial) and not later and node not in self.summed_after:
-                cost += transfer(v, out, REPLICATE, self.n, nbytes)
+                cost += transfer(v, out, REPLICATE, self.n, self._smallest_sum(node))
         return cost
+
+    def _operand_cost(self, operand: Key, need: Placement, user: fx.Node) -> float:
+        """Bytes of converting a value to what its user needs. Of one that no other op uses: of what the op that makes
+        it is made of, if that op can make it so. The next sweep sees the demand.
+        """
+        cost = self._conversion_cost(operand, need, user)
+        if cost == 0 or isinstance(need, Partial) or len(operand[0].users) > 1:
+            return cost
+        return min(cost, self._cheapest(operand, need, depth=2))
+
+    def _smallest_sum(self, node: fx.Node) -> float:
+        """Bytes of a partial value where it is summed: as small as ops that are linear in it alone make it."""
+        smallest = self.size((node, 0))
+        while len(node.users) == 1:
+            (user,) = node.users
+            if user not in self.choices or (0,) not in self.choices[user].rule.groups(self.choices[user].call):
+                break
+            if self.operands[user][0][0] is not node or len(values_of(user)) > 1:
+                break
+            node, smallest = user, min(smallest, self.size((user, 0)))
+        return smallest
 
     def _own_cost(self, node: fx.Node, operands: list[Key], strategy: Strategy) -> float:
         """Bytes that an op sends by itself, and the work that every rank repeats, as bytes."""
@@ -372,6 +398,8 @@ class Axis:
             v = choices.call.operands[0]
             each = self.size(operands[0]) / softmax.elements(choices.call)
             return 2 * transfer(v, PARTIAL, REPLICATE, self.n, each)
+        if strategy.kind == reduce_parts.PARTS:  # a number of each rank, or two numbers, for each of the result's
+            return 2 * transfer(choices.call.results[0], PARTIAL, REPLICATE, self.n, self.size((node, 0)))
         if strategy.kind in ("replicate", "partial_grad", "partial"):
             return (3 * choices.flops / FLOPS_PER_LINK_BYTE + TOUCH * choices.touched) * (self.n - 1) / self.n
         return 0.0

@@ -15,6 +15,8 @@ TOUCH = 0.01
 # Bytes that a message counts for besides its own, where ways to run many ops are compared. The assumed machine's link
 # sends 1.35 MB while one begins (shardc.ir.assumed_machine); so little, that small models are placed as large ones are.
 MESSAGE = 2048.0
+# A value that is gathered whole is held by every rank, and so is what is made of it there.
+REPEATED = 2.0
 # Gathering a weight that an annotation splits would undo the annotation.
 UNDO = 1000.0
 

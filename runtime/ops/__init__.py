@@ -19,6 +19,7 @@ fp8               numbers of 8 bits: values and gradients rounded, and as bytes 
                   fp8_format: the two formats; fp8_experts: experts of them
 linear_nll        a linear layer and its cross entropy in chunks of rows
 stretches         cumulative sums and convolutions along a dim that is split
+extremum          the largest element along dims that are split
 softmax_parts     a softmax's normaliser over dims that are split; saved_buffers: what backward writes over
 local_math        losses on split classes, look-ups in a part of a table
 taped             an op with its backward as one op, for lowered programs
@@ -55,6 +56,7 @@ from shardc.runtime.ops.expert_parallel import (
     experts_send,
 )
 from shardc.runtime.ops.expert_products import experts, experts_apply
+from shardc.runtime.ops.extremum import extremum, ties, top
 from shardc.runtime.ops.fp8 import fp8_amax, fp8_grad, fp8_round, fp8_round_grad
 from shardc.runtime.ops.fp8_experts import fp8_experts, fp8_experts_apply
 from shardc.runtime.ops.fp8_products import fp8_grad_of_data, fp8_grad_of_weight, fp8_linear, fp8_pack
@@ -121,6 +123,7 @@ __all__ = [
     "experts_return",
     "experts_route",
     "experts_send",
+    "extremum",
     "fill_padding",
     "first_grad",
     "fp8_amax",
@@ -167,7 +170,9 @@ __all__ = [
     "sum_grad",
     "summed",
     "taped",
+    "ties",
     "to_partial",
+    "top",
     "total",
     "transpose",
     "transpose_start",

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.graph import source_of
+from shardc.ir.types import op_name
 from shardc.runtime import ops
 
 aten = torch.ops.aten
@@ -118,6 +119,15 @@ def _failed(error: BaseException, graph: fx.Graph) -> tuple[fx.Node | None, dict
     if node is None:
         return None, {}
     return node, {n.name: frame.f_locals.get(n.name) for n in node.all_input_nodes}
+
+
+def failed_in(error: BaseException, graph: fx.Graph) -> fx.Node | None:
+    """The op of a graph that failed, or the first one whose name the error says, as backward does; None if neither is
+    known.
+    """
+    node, _ = _failed(error, graph)
+    names = set(re.findall(r"aten::(\w+)", str(error)))
+    return node or next((n for n in graph.nodes if n.op == "call_function" and op_name(n.target) in names), None)
 
 
 def _place(node: fx.Node) -> str:

@@ -14,7 +14,7 @@ The model is captured in the mode it is in: put it in train mode first. It may b
 forward_arguments       which argument of the model's forward each part of the batch is
 wrapped_models          what DDP, FSDP or torch.compile has wrapped: refused, or looked through
 constants, guards       values that are known while a model is traced; branches that do nothing then
-tensor_methods          methods of tensors that tracing cannot follow; covariance: torch.cov and torch.corrcoef
+tensor_methods          methods of tensors that tracing cannot follow; written_out: functions of torch
 autograd_function       custom autograd Functions keep their backward
 attribute_reads         what forward reads of modules: `self.training`, plain values, counters; global_reads: of names
                         of the file that it stands in
@@ -70,6 +70,7 @@ from shardc.torch_private import quick_walks
 
 
 @quick_walks()
+@refusals.torch_errors()
 def capture(
     model: nn.Module, batch: Any, *, loss: Loss | None = None, forward: Forward | None = None, prove: bool = True
 ) -> Program:
@@ -87,7 +88,8 @@ def capture(
         shardc/capture/compare_eager.py).
 
     Returns a Program with mesh = Mesh(()), whose graph has functional aten ops only, in the model's own spelling.
-    Raises ShardcError, with the model's line, for whatever cannot be captured or would come out differently.
+    Raises ShardcError, with the model's line, for whatever cannot be captured or would come out differently, and for
+    all that torch raises on the way.
     """
     started = time.perf_counter()
     if not isinstance(model, nn.Module):

@@ -153,8 +153,9 @@ def prove(
                 fix=refusals.advice(e),
             ) from e
         torch.manual_seed(0)
-        got, news, outputs = interpret_all(program, params, before, inputs)
-        got_grads = _grads(got, trained)
+        with refusals.torch_errors(program.graph):
+            got, news, outputs = interpret_all(program, params, before, inputs)
+            got_grads = _grads(got, trained)
     errors = Errors()
     if want is not None:
         _compare(errors, "the loss", "", want, got)
@@ -206,7 +207,8 @@ def prove(
                 after[name] = after[name] * (1 + 0.1 * torch.rand(after[name].shape, generator=generator))
             buffer.copy_(after[name])
         torch.manual_seed(0)  # forward may draw in eval mode too, such as the noise of a VAE
-        evaluating = interpret_all(program, params, after, inputs, graph=_evaluating(program.graph))
+        with refusals.torch_errors(graph := _evaluating(program.graph)):
+            evaluating = interpret_all(program, params, after, inputs, graph=graph)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), patches.swapped(model, tensors):
         warnings.simplefilter("ignore")
         found = _evaluates(

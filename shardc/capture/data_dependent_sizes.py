@@ -4,7 +4,7 @@ lengths = torch.repeat_interleave(sizes, counts)     of constants (masks, grids 
 x[mask]                                              x[i, j], if the mask is known
 x.repeat_interleave(counts, dim=0)                   with output_size, if the counts are known
 torch.arange(counts.sum()), F.pad(x, (left, right))  numbers in place of tensors
-torch.cov(x), torch.corrcoef(x)                      written out (covariance.py): a number in them is a size
+torch.cov(x), corrcoef(x), combinations(x)            written out (written_out.py)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardc.capture.covariance import WRITTEN_OUT
+from shardc.capture.written_out import WRITTEN_OUT
 from shardc.torch_modes import untraced
 from shardc.torch_private import pytree, tracing
 

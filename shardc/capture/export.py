@@ -172,6 +172,7 @@ def export(
             functional_twins.differentiable_copies(exported.graph_module.graph)
             updated = _mutated(exported)
         replaced = inner_autograd.expand(exported.graph_module.graph)
+        functional_twins.cut_gradients(exported.graph_module.graph)
         updated = {name: replaced.get(node, node) for name, node in updated.items()}
     reads.refuse_changed(n.removeprefix("model.") for n in updated)
     notes = (

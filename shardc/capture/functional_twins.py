@@ -1,13 +1,18 @@
-"""The functional twin of one in-place op: what computes the new value and writes nothing.
+"""The functional twin of an op that writes: what computes the new value and writes nothing.
 
 add_(x, y)                 add(x, y), cast to x's dtype
+pow_(x, 2), bernoulli_(x)  pow.Tensor_Scalar(x, 2), bernoulli.p(x, 0.5)
 copy_(x, y), fill_(x, y)   y, cast and expanded
 batch_norm in training     the op that returns the new running statistics too
+
+Twins follow from torch's schemas: the twin takes the same arguments, by name and type. Its overload may be called
+otherwise, and it may lack a default.
 """
 
 from __future__ import annotations
 
 import operator
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,71 +21,145 @@ from torch import fx
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.graph import call_like
+from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
 
 
-def updates_statistics(node: fx.Node) -> bool:
-    """batch_norm in training mode and instance_norm write their running statistics, which their schemas do not say."""
-    return (
-        node.target in (aten.batch_norm.default, aten.instance_norm.default)
-        and bool(node.args[5])
-        and node.args[3] is not None
-    )
-
-
-#: Functional twins that are called otherwise.
-_RENAMED: dict[Any, OpOverload] = {
-    aten.normal_.default: aten.normal_functional.default,
-    aten.bernoulli_.float: aten.bernoulli.p,
+#: Norms that write their running statistics, arguments 3 and 4, which most schemas do not say; the norm that returns
+#: them, None for one that is written out, and where among its results they are.
+_STATISTICS: dict[Any, tuple[Any, int]] = {
+    aten.batch_norm.default: (aten._native_batch_norm_legit_functional.default, 3),
+    aten.native_batch_norm.default: (aten._native_batch_norm_legit_functional.default, 3),
+    aten._native_batch_norm_legit.default: (aten._native_batch_norm_legit_functional.default, 3),
+    aten._batch_norm_with_update.default: (aten._batch_norm_with_update_functional.default, 4),
+    aten.instance_norm.default: (None, 0),
 }
 
 
+def is_inplace(node: fx.Node) -> bool:
+    """Does it write to memory? A norm that evaluates does not."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    return updates_statistics(node) if node.target in _STATISTICS else node.target._schema.is_mutable
+
+
+def updates_statistics(node: fx.Node) -> bool:
+    """Is it a norm in training mode that has running statistics?"""
+    if node.target not in _STATISTICS or node.args[3] is None:
+        return False
+    return node.target is aten._batch_norm_with_update.default or bool(node.args[5])
+
+
+#: The names of functional twins that are no in-place op's without its underscore.
+_RENAMED = {"normal": "normal_functional"}
+#: Functional ops without a derivative. In place, or as torch.NAME, eager gives their operands none either.
+_CONSTANT = {
+    aten.normal_functional.default,
+    aten.bernoulli.p,
+    *(getattr(aten.randint_like, overload) for overload in aten.randint_like.overloads()),
+}
+
+
+@cache
+def twin_of(op: OpOverload) -> OpOverload | None:
+    """The op that returns what `op` writes, in place or to `out=`; None if torch has none."""
+    namespace, _, name = op._schema.name.partition("::")
+    name = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")  # x &= y is __iand__
+    packet = getattr(getattr(torch.ops, namespace), _RENAMED.get(name, name), None)
+    every = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    alike = [x for x in every if not x._schema.is_mutable and _arguments(x) == _arguments(op)]
+    return next(iter(alike), None)
+
+
+def _arguments(op: OpOverload) -> dict[str, str]:
+    """The types of an op's arguments by name, without `out=`. A few call the tensor `input`."""
+    return {_name(a): str(a.type) for a in op._schema.arguments if not a.is_out}
+
+
+def _name(argument: Any) -> str:
+    return "self" if argument.name == "input" else str(argument.name)
+
+
 def functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The functional twin of one in-place op, at the insertion point."""
+    """The functional twin of one in-place op, at the insertion point. Raises ShardcError if there is none."""
     assert isinstance(node.target, OpOverload)
     name, overload = node.target._schema.name.partition("::")[2], node.target._overloadname
     x, *rest = node.args
     val = node.meta["val"]
-    if name == "copy_":
+    if name == "copy_" or (name == "fill_" and overload != "Scalar"):
         return _copied(graph, node)
     if name == "zero_":
         return call_like(graph, aten.zeros_like.default, (x,), {}, node)
     if name == "fill_":
-        if overload == "Scalar":
-            return call_like(graph, aten.full_like.default, (x, rest[0]), {}, node)
-        return _copied(graph, node)
-    packet = getattr(aten, name.removesuffix("_"), None)
-    twin = _RENAMED.get(node.target)
-    if twin is None and name.endswith("_"):
-        twin = getattr(packet, overload, None)
-    if twin is None:
+        return call_like(graph, aten.full_like.default, (x, rest[0]), {}, node)
+    if overload == "from":  # random.from is no name in Python: a graph could not be written as code
+        return call_like(graph, aten.randint_like.low_dtype, (x, *rest), {"dtype": val.dtype}, node)
+    if (twin := twin_of(node.target)) is None or sum(_writes(a) for a in node.target._schema.arguments) > 1:
         raise ShardcError(
-            f"{node.target} changes a tensor in place",
+            f"{node.target} changes a tensor in place, and torch has no op that returns the result instead",
             where=source.place(node),
-            fix="use an op that returns a new tensor",
+            fix=_INSTEAD.get(name, "use an op that returns a new tensor"),
         )
-    result = call_like(graph, twin, node.args, dict(node.kwargs), node)
-    if (natural := _dtype(twin, node)) != val.dtype:  # the in-place op keeps its tensor's dtype, its twin promotes
-        result.meta["val"] = val.to(natural)
+    args, kwargs = arguments_of(twin, node)
+    result = call_like(graph, twin, args, kwargs, node)
+    with torch.no_grad():
+        natural = twin(*fx.map_arg(args, _val), **fx.map_arg(kwargs, _val))
+    if natural.dtype != val.dtype:  # the in-place op keeps its tensor's dtype, its twin promotes
+        result.meta["val"] = natural
         result = call_like(graph, aten._to_copy.default, (result,), {"dtype": val.dtype}, node)
+    if name in _UNSEEN and val.is_floating_point():
+        result = call_like(graph, torch.ops.shardc.with_gradient_of.default, (result, x), {}, node)
     return result
 
 
-def _dtype(twin: Any, node: fx.Node) -> torch.dtype:
-    """The dtype of what the functional twin of `node` returns."""
-    dtypes: set[torch.dtype] = {n.meta["val"].dtype for n in node.all_input_nodes}
-    if len(dtypes) == 1 and (same := dtypes.pop()).is_floating_point:  # the usual case, for which nothing has to be run
-        return same
+def is_view(node: fx.Node) -> bool:
+    """Does an in-place op only look at its tensor otherwise, as transpose_ does? It writes no number."""
+    twin = twin_of(node.target)  # type: ignore[arg-type]
+    return twin is not None and any(r.alias_info is not None for r in twin._schema.returns)
 
-    def empty(n: fx.Node) -> torch.Tensor:
-        return torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype, device="meta")
 
-    args, kwargs = fx.map_arg((node.args, node.kwargs), empty)
-    with torch.no_grad():
-        dtype: torch.dtype = twin(*args, **kwargs).dtype
-    return dtype
+#: Writes that autograd does not see: a gradient goes through as if nothing had been written.
+_UNSEEN = {"logical_and_", "logical_or_", "logical_xor_", "logical_not_"}
+#: What to write instead of ops that have no twin.
+_INSTEAD = {
+    "fill_diagonal_": "write to the diagonal: x.diagonal().fill_(value)",
+    "requires_grad_": "leave it out: parameters require gradients, and x.detach() does not",
+}
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _val(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def arguments_of(twin: OpOverload, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an in-place call for its twin, which may have them in another order and lack a default."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {a.name: a.default_value for a in schema}
+    given |= {a.name: value for a, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    args, kwargs, wanted = list[Any](), dict[str, Any](), twin._schema.arguments
+    for a in wanted:
+        if not a.kwarg_only:
+            args.append(given[_name(a)])
+        elif given[_name(a)] != a.default_value:
+            kwargs[a.name] = given[_name(a)]
+    while args and (last := wanted[len(args) - 1]).has_default_value() and args[-1] == last.default_value:
+        args.pop()
+    return tuple(args), kwargs
+
+
+def cut_gradients(graph: fx.Graph) -> None:
+    """Detach the operands of ops that have no derivative, in place."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _CONSTANT:
+            with graph.inserting_before(node):
+                for x in node.all_input_nodes:
+                    node.replace_input_with(x, call_like(graph, aten.detach.default, (x,), {}, node, val=_val(x)))
 
 
 def differentiable_copies(graph: fx.Graph) -> None:
@@ -104,15 +183,18 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def new_statistics(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """A norm that returns its new statistics: [running mean, running variance, output]."""
-    x, weight, bias, mean, var, _training, momentum, eps, *_ = node.args
-    if node.target is aten.instance_norm.default:
+    """A norm that returns its new statistics: [running mean, running variance, output or outputs]."""
+    twin, at = _STATISTICS[node.target]
+    if twin is None:
         return _means_of_images(graph, node)
-    operands = (x, weight, bias, mean, var, True, momentum, eps)
-    call = call_like(graph, aten._native_batch_norm_legit_functional.default, operands, {}, node)
-    stats = [m.meta["val"] for m in (mean, var)]  # type: ignore[union-attr]
-    call.meta["val"] = (node.meta["val"], *stats, *stats)
-    return [call_like(graph, operator.getitem, (call, i), {}, node, val=call.meta["val"][i]) for i in (3, 4, 0)]
+    stats = [_val(node.args[i]) for i in (3, 4)]  # type: ignore[arg-type]
+    results = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"], *stats)
+    call = call_like(graph, twin, node.args[: len(twin._schema.arguments)], {}, node, val=(*results, *stats))
+
+    def result(i: int) -> fx.Node:
+        return call_like(graph, operator.getitem, (call, i), {}, node, val=call.meta["val"][i])
+
+    return [result(at), result(at + 1), result(0) if node.target is aten.batch_norm.default else call]
 
 
 def _means_of_images(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:

@@ -15,19 +15,13 @@ import torch
 from torch import fx
 
 from shardc.capture import view_writes
-from shardc.capture.functional_twins import functional, new_statistics, updates_statistics
+from shardc.capture.functional_twins import functional, is_inplace, is_view, new_statistics, updates_statistics
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.graph import call_like
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten
-
-
-def is_inplace(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
-    return node.target._schema.is_mutable or updates_statistics(node)
 
 
 def remove_inplace(
@@ -46,7 +40,7 @@ def remove_inplace(
     grads = _with_gradient(graph, params, cut) if inplace else set()
     shared: set[fx.Node] = set()  # writes that others see: through views, or to what has views
     for node in inplace:
-        for x in written(node):
+        for x in () if is_view(node) else written(node):
             if (name := params.get(root[x])) is not None:
                 raise ShardcError(
                     f"the forward pass writes to the parameter {name.removeprefix('model.')!r}",
@@ -83,7 +77,7 @@ def remove_inplace(
         with graph.inserting_before(node):
             values = new_statistics(graph, node) if updates_statistics(node) else [functional(graph, node)]
             *new, result = values if len(values) > 1 else [values[0], values[0]]
-            stored.update(values)
+            stored.update(() if is_view(node) else values)
             changed = dict(zip(changes, new, strict=True))
             if node in shared:
                 part = call_like(graph, aten.detach.default, (new[0],), {}, new[0]) if node in cut else new[0]
@@ -92,7 +86,7 @@ def remove_inplace(
                 changed = {base: value}
         if node in cut:
             cut.update(values, changed.values())
-        stored.update(changed.values())
+        stored.update(() if is_view(node) else changed.values())
         for old, fresh in changed.items():
             order[fresh] = order[node]
             for user in [u for u in old.users if order.get(u, -1) > order[node]]:

@@ -7,7 +7,8 @@ row that fits is taken: known cases of libraries come first, general ones last.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir import source
+from shardc.ir.graph import source_of
 from shardc.ir.source import Source
+from shardc.runtime.step import op_errors
 from shardc.torch_private import DATA_DEPENDENT
 
 DATA = "data-dependent"  # in `Cause.raised`: any error of tracing that means that Python read a tensor's value
@@ -211,6 +214,16 @@ CAUSES = (
         op=r"^fake$",
     ),
     Cause(f"the size of the result of {{op}} {DEPENDS}", MASK, op=r"."),
+    Cause(
+        f"a part of a tensor begins at a place, or has a size, that {DEPENDS}",
+        "give the place as a Python number, or pick the entries: x.index_select(dim, start + torch.arange(length))",
+        raised=r"PendingUnbackedSymbolNotFound",
+    ),
+    Cause(
+        f"a tensor's size {DEPENDS} (x[mask], masked_select), and it meets one of a known size",
+        MASKED_MEAN,
+        raised=r"size of tensor \w \(u\d+\) must match|must match the size of tensor \w \(u\d+\)",
+    ),
     # --- leaving the graph
     Cause(
         "the model leaves torch: .numpy() returns a value that cannot be traced",
@@ -305,7 +318,10 @@ def advice(error: BaseException, *, of_loss: bool = False) -> str:
     said = next((fix for text, fix in _ADVICE if re.search(text, str(error))), "")
     if of_loss and not said:
         return "it is given the model's output and the whole batch: loss=lambda output, batch: f(output, batch['y'])"
-    return said or "check that model and batch run together in plain PyTorch"
+    return said or (
+        "check that model and batch run together in plain PyTorch; if they do, torch cannot trace this line: write it"
+        " with other ops"
+    )
 
 
 def of_cause(error: BaseException, read: Sequence[str] = ()) -> ShardcError | None:
@@ -343,6 +359,29 @@ def of_error(error: BaseException, read: Sequence[str] = (), *, of_loss: bool = 
         where=at.line,
         fix=fix,
     )
+
+
+@contextmanager
+def torch_errors(graph: fx.Graph | None = None) -> Iterator[None]:
+    """While open, what torch raises becomes a ShardcError at the model's line. graph: the captured graph that runs.
+
+    What shardc's own code raises is a fault of shardc: it stays as it is, and so does a lack of memory.
+    """
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, ShardcError) or not source.is_torchs(e) or op_errors.no_memory(e):
+            raise
+        if (named := of_cause(e)) is not None:
+            raise named from e
+        node = None if graph is None else op_errors.failed_in(e, graph)
+        at = source.of_exception(e) if node is None else source_of(node)
+        code, said = f" ({at.shown})" if at.code else "", (str(e).strip().splitlines() or [""])[0]
+        raise ShardcError(
+            f"torch cannot run what capture made of this: {type(e).__name__}: {said}{code}",
+            where=source.where(at),
+            fix="write it with other ops; as plain PyTorch runs it, capture has a fault: report it, with the model",
+        ) from e
 
 
 def of_op(node: fx.Node, name: str, read: Sequence[str] = ()) -> ShardcError:

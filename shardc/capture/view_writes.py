@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.capture.functional_twins import twin_of
 from shardc.ir.graph import call_like
 from shardc.torch_private import OpOverload
 
@@ -194,7 +195,7 @@ def without_out(graph: fx.Graph) -> bool:
         outs = [a.name for a in node.target._schema.arguments if a.is_out]
         if not outs:
             continue
-        twin = _without_out(node.target)
+        twin = twin_of(node.target)
         target = node.kwargs.get(outs[0])
         if (
             twin is None
@@ -209,14 +210,3 @@ def without_out(graph: fx.Graph) -> bool:
         node.replace_all_uses_with(copied)
         graph.erase_node(node)
     return True
-
-
-def _without_out(op: OpOverload) -> OpOverload | None:
-    """The overload that takes the same arguments, but returns its result."""
-    packet = op.overloadpacket
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
-    for name in packet.overloads():
-        twin = getattr(packet, name)
-        if not twin._schema.is_mutable and [(a.name, str(a.type)) for a in twin._schema.arguments] == wanted:
-            return twin  # type: ignore[no-any-return]
-    return None

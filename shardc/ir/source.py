@@ -91,10 +91,15 @@ def of_node(node: fx.Node, prefix: str = "model") -> Source:
     if stack:
         module = _bare(next(reversed(stack.values())), prefix)
         calls = tuple(f"{_bare(v, prefix)}@{k.rpartition('@')[2]}" for k, v in stack.items() if "@" in str(k))
-    for filename, line, function, code in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
+    return replace(_quoted(node.meta.get("stack_trace") or ""), module=module, calls=calls)
+
+
+def _quoted(text: str) -> Source:
+    """The innermost of the model's lines in a text, such as a message of torch's, that quotes them as Python does."""
+    for filename, line, function, code in reversed(_FRAME.findall(text)):
         if _calls(filename, function):
-            return Source(module, f"{Path(filename).name}:{line}", code.strip(), calls)
-    return Source(module, calls=calls)
+            return Source("", f"{Path(filename).name}:{line}", code.strip())
+    return Source()
 
 
 def _bare(entry: tuple[Any, ...], prefix: str) -> str:
@@ -130,7 +135,16 @@ def of_exception(error: BaseException) -> Source:
             tb = tb.tb_next
         if place.line:
             return place
-    return Source()
+    return next((place for e in reversed(chain) if (place := _quoted(str(e))).line), Source())
+
+
+def is_torchs(error: BaseException) -> bool:
+    """Did torch's code raise this? Its C++ code, whose frames Python does not see, raises RuntimeErrors."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    name = tb.tb_frame.f_code.co_filename if tb is not None else ""
+    return name.startswith(_OURS[0]) or isinstance(error, RuntimeError)  # of which NotImplementedError is one
 
 
 def _in_package(filename: str) -> str:

@@ -15,7 +15,7 @@ from shardc.ir.metadata import Value
 from shardc.torch_private import OpOverload, unintercepted
 
 #: Ops whose result carries no gradient though their argument may; the rest follows from dtypes (comparisons, indices).
-_CUTS = {"detach", "largest", "nll_max", "all_reduce_max"}
+_CUTS = {"detach", "largest", "top", "ties", "nll_max", "all_reduce_max"}
 _LIKE = ("_like", "new_")
 #: What ops raise for operands outside of their domain: a matrix that is not positive definite, lengths of zero.
 OUTSIDE_DOMAIN = (RuntimeError, ValueError, IndexError)

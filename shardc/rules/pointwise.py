@@ -68,6 +68,7 @@ for _op in (
     aten.alias.default,
     aten.contiguous.default,
     aten.positive.default,
+    aten.resolve_conj.default,
     aten.lift_fresh_copy.default,
 ):
     rule(_op, broadcast, linear="0")

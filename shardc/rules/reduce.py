@@ -12,6 +12,7 @@ from torch import fx
 from shardc.rules import stretches
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
+from shardc.rules.reduce_parts import by_parts, local_parts
 from shardc.rules.registry import LocalCall, find, rule
 from shardc.rules.shared_signatures import all_whole, every_operand, whole_dims
 from shardc.runtime import ops
@@ -76,8 +77,6 @@ rule(aten.mean.dim, reduced(1, "dim", summed=True), linear="0", local=local_mean
 rule(aten.mean.default, reduced(9, "", summed=True, keep=(9, "")), linear="0", local=local_mean)
 
 for _op in (
-    aten.amax.default,
-    aten.amin.default,
     aten.any.dim,
     aten.any.dims,
     aten.all.dim,
@@ -86,29 +85,29 @@ for _op in (
     aten.argmin.default,
     aten.max.dim,
     aten.min.dim,
-    aten.prod.dim_int,
     aten.median.dim,
     aten.nanmedian.dim,
     aten.mode.default,
 ):
     rule(_op, reduced(1, "dim", summed=False))
 rule(aten.kthvalue.default, reduced(2, "dim", summed=False, keep=(3, "keepdim")))
-for _op in (
-    aten.any.default,
-    aten.all.default,
-    aten.max.default,
-    aten.min.default,
-    aten.prod.default,
-    aten.median.default,
-    aten.nanmedian.default,
-):
+for _op in (aten.amax.default, aten.amin.default, aten.prod.dim_int):
+    rule(_op, reduced(1, "dim", summed=False), local=local_parts, extra=by_parts)
+for _op in (aten.max.default, aten.min.default, aten.prod.default):
+    rule(_op, reduced(9, "", summed=False, keep=(9, "")), local=local_parts, extra=by_parts)
+for _op in (aten.any.default, aten.all.default, aten.median.default, aten.nanmedian.default):
     rule(_op, reduced(9, "", summed=False, keep=(9, "")))
 rule(aten.var.correction, reduced(1, "dim", summed=False, keep=(9, "keepdim")))
 rule(aten.std.correction, reduced(1, "dim", summed=False, keep=(9, "keepdim")))
 rule(aten.var_mean.correction, reduced(1, "dim", summed=False, keep=(9, "keepdim")))
 rule(aten.var.dim, reduced(1, "dim", summed=False, keep=(3, "keepdim")))
 rule(aten.std.dim, reduced(1, "dim", summed=False, keep=(3, "keepdim")))
-rule(aten.linalg_vector_norm.default, reduced(2, "dim", summed=False, keep=(3, "keepdim")))
+rule(
+    aten.linalg_vector_norm.default,
+    reduced(2, "dim", summed=False, keep=(3, "keepdim")),
+    local=local_parts,
+    extra=by_parts,
+)
 rule(aten.norm.ScalarOpt_dim, reduced(2, "dim", summed=False, keep=(3, "keepdim")))
 
 for _op in (

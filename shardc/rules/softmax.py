@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import fx
@@ -14,6 +13,7 @@ from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.rules.op_call import Call
 from shardc.rules.reduce import reduced
+from shardc.rules.reduce_parts import splits_of, without_dims
 from shardc.rules.registry import LocalCall, rule
 from shardc.rules.shared_signatures import whole_dims
 from shardc.rules.strategy import Strategy, needs_sum_grad
@@ -40,12 +40,9 @@ def by_parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> I
     """Each rank has some of the elements that are normalised together; two small sums over ranks make the normaliser.
 
     As the vocabulary-parallel loss does (Megatron-LM, Shoeybi et al. 2019, section 3)."""
-    x, result = call.operands[0].shape, call.results[0].shape
-    for p in sorted(available[0], key=repr):
-        if not isinstance(p, Shard) or p.dim not in _dims(call) or p.sections or p.mirrored:
-            continue
-        if p.padded(x[p.dim]) % (p.split * n) == 0:
-            yield Strategy(PARTS, (p,), (p if result == x else REPLICATE,))
+    x, result = call.operands[0], call.results[0].shape
+    for p in splits_of(x, _dims(call), n, available[0]):
+        yield Strategy(PARTS, (p,), (p if result == x.shape else REPLICATE,))
 
 
 def local_softmax(call: LocalCall) -> fx.Node:
@@ -91,7 +88,7 @@ def local_softmax(call: LocalCall) -> fx.Node:
     lse = call.emit(ops.log_sum, (sums, top), {}, value=whole)
     if out.shape != x.shape or call.call.target is aten.logsumexp.default:
         if out.shape != shape:
-            squeezed = _without(kept, dims)
+            squeezed = without_dims(kept, dims)
             lse = call.emit(aten.squeeze.dims, (lse, dims), {}, value=Value(out.shape, dtype, grad, squeezed))
         return _cast(call, lse, dtype)
     if needs_sum_grad(whole):  # each rank has used it for its part alone
@@ -107,15 +104,6 @@ def local_softmax(call: LocalCall) -> fx.Node:
     if "log" not in str(call.call.target):
         y = call.emit(aten.exp.default, (y,), {}, value=each)
     return _cast(call, y, dtype)
-
-
-def _without(layout: Layout, dims: list[int]) -> Layout:
-    """A layout where dims of size one are gone."""
-
-    def moved(p: Placement) -> Placement:
-        return replace(p, dim=p.dim - sum(d < p.dim for d in dims)) if isinstance(p, Shard) else p
-
-    return Layout(tuple((a, moved(p)) for a, p in layout.items))
 
 
 def _cast(call: LocalCall, x: fx.Node, dtype: torch.dtype) -> fx.Node:

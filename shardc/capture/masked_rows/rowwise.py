@@ -6,9 +6,9 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
+from shardc.capture.functional_twins import arguments_of, twin_of
 from shardc.capture.masked_rows.unfit import Unfit
 from shardc.ir import types as values
 from shardc.ir.graph import operands_of
@@ -18,8 +18,6 @@ from shardc.passes.canonical import rewritten
 from shardc.rules import registry
 from shardc.rules.op_call import call_of
 from shardc.torch_private import OpOverload
-
-aten = torch.ops.aten
 
 
 def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, int | None]:
@@ -47,7 +45,7 @@ def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, in
                 continue
             raise Unfit(f"{n.op} {n.target}")
         copy = graph.node_copy(n, env.__getitem__)
-        copy.target = _functional(n.target)
+        _without_write(copy)
         copy.meta = {"source": Source(), "value": values.typed(n.meta.get("val"), copy.target, copy.args, {})}
         env[n] = copy
         if isinstance(copy.meta["value"], Value):
@@ -70,16 +68,14 @@ def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, in
     return {n: dims[out] for n, out in zip(results, output, strict=True)}
 
 
-def _functional(target: Any) -> Any:
-    """The op without its in-place mark."""
-    if isinstance(target, OpOverload) and target._schema.is_mutable:
-        name = target._schema.name.partition("::")[2].rstrip("_")
-        packet = getattr(aten, name, None)
-        plain = getattr(packet, target._overloadname, None)
-        if plain is None or name in ("copy", "index_add", "scatter_add"):
-            raise Unfit(f"{target} writes to them")
-        return plain
-    return target
+def _without_write(call: fx.Node) -> None:
+    """Make an op in place its functional twin."""
+    if isinstance(call.target, OpOverload) and call.target._schema.is_mutable:
+        twin = twin_of(call.target)
+        if twin is None or values.op_name(twin) in ("copy", "index_add", "scatter_add"):
+            raise Unfit(f"{call.target} writes to them")
+        call.args, call.kwargs = arguments_of(twin, call)
+        call.target = twin
 
 
 def _through(node: fx.Node, dims: dict[fx.Node, Any]) -> Any:

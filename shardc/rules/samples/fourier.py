@@ -41,6 +41,7 @@ sample(
 )
 sample(aten.stft.default, lambda t: call(t.real(12, 16), 4, 2, 4, t.positive(4), return_complex=True))
 sample(aten.istft.default, lambda t: call(torch.view_as_complex(t.real(12, 3, 9, 2)), 4, 2, 4, torch.ones(4).double()))
+sample(aten.resolve_conj.default, lambda t: call(torch.view_as_complex(t.real(4, 12, 2)).conj()))
 sample(aten.view_as_real.default, lambda t: call(torch.view_as_complex(t.real(4, 12, 2))))
 sample(aten.view_as_complex.default, lambda t: call(t.real(4, 12, 2)))
 samples(aten.real.default, aten.imag.default)(lambda t: call(torch.view_as_complex(t.real(4, 12, 2))))

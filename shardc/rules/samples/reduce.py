@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from shardc.rules.samples.make import call, sample, samples
@@ -22,7 +24,11 @@ samples(aten.sum.default, aten.mean.default)(
 samples(aten.amax.default, aten.amin.default)(
     lambda t: call(t.real(4, 12, 6), [1]), lambda t: call(t.real(4, 12, 6), [-1, 0], True)
 )
-samples(aten.amax.default, aten.amin.default)(lambda t: call(t.real(4, 12)))
+samples(aten.amax.default, aten.amin.default)(
+    lambda t: call(t.real(4, 12)),
+    lambda t: call(t.index(3, 4, 12).double(), [1]),  # several that are the largest
+    lambda t: call(t.index(9, 4, 12), [1]),
+)
 samples(aten.any.dim, aten.all.dim)(
     lambda t: call(t.index(6, 4, 12) > 4, 1),
     lambda t: call(t.index(6, 4, 12) < 5, -2, True),
@@ -39,7 +45,12 @@ samples(aten.argmax.default, aten.argmin.default)(
 samples(aten.max.dim, aten.min.dim, aten.median.dim)(
     lambda t: call(t.real(4, 12, 6), 1), lambda t: call(t.real(4, 12), -2, True)
 )
-sample(aten.prod.dim_int, lambda t: call(t.real(4, 12, 6), 1), lambda t: call(t.real(4, 12), -2, True))
+sample(
+    aten.prod.dim_int,
+    lambda t: call(t.real(4, 12, 6), 1),
+    lambda t: call(t.real(4, 12), -2, True),
+    lambda t: call(t.index(9, 4, 12).double(), 1),  # zeros among them
+)
 sample(
     aten.count_nonzero.dim_IntList,
     lambda t: call(t.index(2, 4, 12, 6), [1]),
@@ -60,6 +71,10 @@ sample(
     lambda t: call(t.real(4, 12, 6), 2, [1]),
     lambda t: call(t.real(4, 12, 6), 3, [-1, 0], True),
     lambda t: call(t.real(4, 12)),
+    lambda t: call(t.index(2, 4, 12).double(), 2, [1]),  # rows of zeros among them
+    lambda t: call(t.index(3, 4, 12).double(), math.inf, [1]),
+    lambda t: call(t.real(4, 12), -math.inf, [0, 1], True),
+    lambda t: call(t.real(4, 12), -2, [1]),
 )
 sample(
     aten.norm.ScalarOpt_dim,

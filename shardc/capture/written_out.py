@@ -1,7 +1,10 @@
-"""torch.cov and torch.corrcoef in ops that tracing can follow: torch's own look at the number by which they divide."""
+"""Functions of torch in ops that tracing can follow: torch.cov and torch.corrcoef look at the number by which they
+divide, and torch.combinations picks by a mask.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +32,18 @@ def _corrcoef(input: Tensor) -> Tensor:
     return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1)) if c.is_complex() else c.clamp(-1, 1)
 
 
+def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    if r == 0:
+        return input.new_empty(0)
+    chosen = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = torch.tensor(list(chosen(range(len(input)), r)), dtype=torch.int64, device=input.device)
+    return input[places.reshape(-1, r)]
+
+
 WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     torch.cov: _cov,
     Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
     Tensor.corrcoef: _corrcoef,
+    torch.combinations: _combinations,
 }

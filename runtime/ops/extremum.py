@@ -1,0 +1,44 @@
+"""The largest element along dims that are split: what one rank does between two messages.
+
+top = all_reduce_max(top(x))          ties = all_reduce(ties(x, top))          extremum(x, top, ties)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+
+def top(x: Tensor, dims: list[int]) -> Tensor:
+    """The largest element along `dims`, which are kept; detached."""
+    return x.detach().amax(dims, keepdim=True)
+
+
+def ties(x: Tensor, top: Tensor, dims: list[int]) -> Tensor:
+    """How many of this rank's elements are `top`, along `dims`, which are kept; in x's dtype, float32 at least."""
+    return (x.detach() == top).sum(dims, keepdim=True).to(torch.promote_types(x.dtype, torch.float32))
+
+
+class _Extremum(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, top: Tensor, ties: Tensor) -> Tensor:
+        ctx.save_for_backward(x == top, ties)
+        return top.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Any:
+        largest, ties = ctx.saved_tensors
+        return (g / ties).to(g.dtype) * largest, None, None
+
+
+def extremum(x: Tensor, top: Tensor, ties: Tensor) -> Tensor:
+    """`top`, the largest elements of all ranks. Its gradient goes to the elements that are as large, in equal parts, as
+    that of torch.amax does. ties: how many there are on all ranks. Saves one bool for each element of x.
+    """
+    result: Tensor = _Extremum.apply(x, top, ties)  # type: ignore[no-untyped-call]
+    return result
