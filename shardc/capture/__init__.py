@@ -27,6 +27,7 @@ inline_regions          `with torch.no_grad()` in a graph; value_checks: checks 
 inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
 flex_attention          FlexAttention as ops
 foreign_parameters      parameters of nobody that the loss uses
+narrow_values           a note on what a model of float64 computes in fewer bits
 generation              a model as it generates, with the states of earlier tokens; generation_cache: its own cache
 side_effects            what forward depends on and must not change
 """
@@ -45,6 +46,7 @@ from shardc.capture import (
     expert_loops,
     flex_attention,
     global_reads,
+    narrow_values,
     patches,
     refusals,
     side_effects,
@@ -57,7 +59,7 @@ from shardc.capture.hidden_layers import HiddenError, UnlikeError
 from shardc.capture.lift import lift
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf, check_loss
 from shardc.capture.loss import default_loss as default_loss
-from shardc.capture.masked_rows.unfit import DrawnError
+from shardc.capture.masked_rows.unfit import DrawnError, because
 from shardc.errors import ShardcError
 from shardc.ir.deferred_graph import like
 from shardc.ir.forward_record import ForwardRecord
@@ -128,7 +130,7 @@ def capture(
             pass
         except ShardcError as e:
             if rows or (sizes and not refusals.of_values(e)):
-                raise (refused if rows and refused and not isinstance(e, DrawnError) else e) from None
+                raise (because(refused, e) if rows and refused and not isinstance(e, DrawnError) else e) from None
             refused = None if fold else e
         del ways[0]
     changes.refuse_created()
@@ -137,6 +139,7 @@ def capture(
         exported = exported._replace(updated=kept)
     program = lift(model, leaves, exported, with_loss=forward is None)
     program.notes = exported.notes + tuple(_counts(*each) for each in reads.set_too(changes).items())
+    program.notes += narrow_values.note(program)
     program.baked = tuple(leaves.constants)
     unchanged = [*environment, *(g for g in read_before if not g.changed and not g.sets)]
     counted = {str(g): Source() for g in read_before if g.changed and type(g.value) in (int, float)}

@@ -33,6 +33,7 @@ from shardc.capture.constants import constant_value, given_numbers
 from shardc.capture.data_dependent_sizes import KnownSizes
 from shardc.capture.guards import needed
 from shardc.capture.masked_rows import ChosenRows
+from shardc.capture.masked_rows.kinds import seen_by_the_model
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.source import Source
@@ -96,6 +97,8 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
         chosen = ChosenRows(known) if rows else None
         if sizes or chosen:
             stack.enter_context(chosen or KnownSizes(known))
+        if chosen:
+            stack.enter_context(seen_by_the_model())
         for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", *["numpy"] * rows):
             for kind in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
                 method = _reading(getattr(kind, name), known, reads, chosen, check=name in ("__bool__", "item"))

@@ -58,6 +58,11 @@ TEXT, PRINT = (
     f"forward formats a tensor as text, which {DEPENDS}",
     "print it outside of forward: return it from the model",
 )
+COLUMNS = (
+    "choose them where the batch is made, so that their number does not depend on values here (self loops, padding);"
+    " what is the same in every step may be a buffer with persistent=False, whose values are known; or keep all, and"
+    " give those that are not to count a weight of 0: torch.where(mask, weight, 0)"
+)
 ONE_OP = "shardc.nn.experts(x, index, weights, up, down)"
 EXPERTS = (
     'run all experts in one op: config.experts_implementation = "grouped_mm" where transformers has it for this model'
@@ -144,6 +149,10 @@ CAUSES = (
         "compute both branches and choose with torch.where(condition, a, b)",
         raised=DATA,
         code=r"^\s*(if|elif|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b",
+    ),
+    *(
+        Cause(INDEXED, COLUMNS, **{kind: pattern}, code=r"\[\s*(:|\.\.\.)\s*,.*(mask|[<>]|[!=]=)")
+        for kind, pattern in (("raised", DATA), ("op", r"^index$"))
     ),
     Cause(
         INDEXED,

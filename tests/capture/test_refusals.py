@@ -133,6 +133,11 @@ VALUES: list[tuple[Function, str, str]] = [
         "x.masked_fill(~mask, 0).sum() / mask.sum()",
     ),
     (
+        lambda s, y: y[:, y[0] != y[1]].sum(),  # self loops: columns of a graph's edges
+        "indexing by a condition has a result whose size depends",
+        "choose them where the batch is made",
+    ),
+    (
         lambda s, y: torch.nn.functional.mse_loss(y[y > 0], y[y > 0] + 1),  # torch compares their sizes
         "indexing by a condition has a result whose size depends",
         "x.masked_fill(~mask, 0).sum() / mask.sum()",
@@ -350,6 +355,60 @@ def test_state_outside_of_buffers_is_refused(function: Function, name: str) -> N
     assert "register_buffer" in e.value.fix
     assert e.value.where.startswith("test_refusals.py:")
     assert all(model.__dict__[k] is v for k, v in held.items())
+
+
+class Table(nn.Module):
+    """A table that the first call computes and keeps in a buffer, with a counter of how much of it is filled."""
+
+    def __init__(self, learned: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8, dtype=torch.float64))
+        self.rates = nn.Parameter(torch.rand(8, dtype=torch.float64), requires_grad=learned)
+        self.register_buffer("kept", torch.zeros(16, 8, dtype=torch.float64), persistent=False)
+        self.filled = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, x = x.shape[1], x * self.scale
+        if n > self.filled:
+            angles = torch.arange(n)[:, None] * self.rates
+            self.kept[:n] = angles.detach()
+            self.filled = n
+            return (x * angles.cos()).square().sum()
+        return (x * self.kept[:n].cos()).square().sum()
+
+
+def test_a_table_that_the_first_call_keeps_in_a_buffer_is_captured() -> None:
+    """The second call finds what the first left in both, the buffer and the counter."""
+    model, x = Table(learned=False), torch.rand(4, 6, 8, dtype=torch.float64)
+    program = capture(model, x)
+    assert any("forward sets 'filled'" in n for n in program.notes)
+    assert model.filled == 0
+    assert not model.kept.any()
+    sim = shardc.simulate(shardc.compile(model, x, {"shardc": 1, "mesh": {"dp": 2}}), model, x)
+    torch.testing.assert_close(sim.loss, model(x).detach(), rtol=1e-12, atol=0)
+
+
+def test_a_table_that_only_the_first_call_trains_is_refused() -> None:
+    """The losses of both calls are equal, but the second one has no gradient."""
+    with pytest.raises(ShardcError, match="another loss when it is called again: its forward sets 'filled'"):
+        capture(Table(learned=True), torch.rand(4, 6, 8, dtype=torch.float64))
+
+
+class Casts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).float().softmax(-1).to(x.dtype).square().sum()
+
+
+@pytest.mark.parametrize(("dtype", "notes"), [(torch.float64, 1), (torch.float32, 0)])
+def test_what_a_model_of_float64_computes_in_float32_is_noted(dtype: torch.dtype, notes: int) -> None:
+    program = capture(Casts().to(dtype), torch.rand(4, 8, dtype=dtype))
+    found = [n for n in program.notes if "differs by rounding of float32, about 1e-07" in n]
+    assert len(found) == notes
+    assert all(n.startswith("test_refusals.py:") and ".float().softmax(-1)" in n for n in found)
 
 
 def test_too_large_to_run_it_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from tests.libraries import Case, reals, row, tokens
 
 TUNE: dict[str, Any] = {
-    "vocab_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "max_seq_len": 32,
+    "vocab_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "max_seq_len": 32,
     "intermediate_dim": 64,
 }
 GEMMA: dict[str, Any] = TUNE | {"head_dim": 8}
@@ -24,8 +29,14 @@ def _tune(module: str, name: str, **settings: Any) -> Case:
 def _lit(name: str, **settings: Any) -> Case:
     """litgpt's GPT, by the name of one of its configurations."""
     small = {
-        "n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 32, "padded_vocab_size": 64, "vocab_size": 64,
-        "intermediate_size": 64, **settings,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 32,
+        "block_size": 32,
+        "padded_vocab_size": 64,
+        "vocab_size": 64,
+        "intermediate_size": 64,
+        **settings,
     }
 
     def make() -> nn.Module:
@@ -49,8 +60,17 @@ def _mamba(module: str, name: str, **settings: Any) -> Case:
 def _jamba() -> nn.Module:
     jamba = importlib.import_module("mambapy.jamba")
     config = jamba.JambaLMConfig(
-        d_model=32, n_layers=4, mlp_size=64, num_attention_heads=4, num_key_value_heads=2, num_experts=4,
-        num_experts_per_tok=2, attn_layer_offset=1, attn_layer_period=2, vocab_size=64, d_state=8,
+        d_model=32,
+        n_layers=4,
+        mlp_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        attn_layer_offset=1,
+        attn_layer_period=2,
+        vocab_size=64,
+        d_state=8,
     )
     return jamba.JambaLM(config)  # type: ignore[no-any-return]
 
@@ -87,8 +107,18 @@ CASES = {
         "llama3", "lora_llama3", lora_attn_modules=["q_proj", "v_proj"], lora_rank=4, lora_alpha=8, **TUNE
     ),
     "torchtune t5 encoder": _tune(
-        "t5", "t5_encoder", embed_dim=32, mlp_dim=64, num_heads=4, head_dim=8, num_layers=2, rel_pos_num_buckets=8,
-        rel_pos_max_dist=16, vocab_size=64, norm_eps=1e-6, max_seq_len=16,
+        "t5",
+        "t5_encoder",
+        embed_dim=32,
+        mlp_dim=64,
+        num_heads=4,
+        head_dim=8,
+        num_layers=2,
+        rel_pos_num_buckets=8,
+        rel_pos_max_dist=16,
+        vocab_size=64,
+        norm_eps=1e-6,
+        max_seq_len=16,
     ),
     "litgpt pythia": _lit("pythia-14m"),
     "litgpt llama": _lit("Llama-2-7b-hf"),
@@ -105,8 +135,19 @@ CASES = {
     "litgpt lora": Case(
         lambda: importlib.import_module("litgpt.lora").GPT(
             importlib.import_module("litgpt.lora").Config(
-                n_layer=2, n_head=4, n_embd=32, block_size=32, padded_vocab_size=64, lora_r=4, lora_alpha=8,
-                lora_query=True, lora_value=True, lora_key=True, lora_projection=True, lora_mlp=True, lora_head=True,
+                n_layer=2,
+                n_head=4,
+                n_embd=32,
+                block_size=32,
+                padded_vocab_size=64,
+                lora_r=4,
+                lora_alpha=8,
+                lora_query=True,
+                lora_value=True,
+                lora_key=True,
+                lora_projection=True,
+                lora_mlp=True,
+                lora_head=True,
             )
         ),
         tokens(),

@@ -26,7 +26,7 @@ class OnGraph(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.register_buffer("edges", edges())
+        self.register_buffer("edges", edges(), persistent=False)
 
     def forward(self, x: Tensor) -> Any:
         return self.model(x, self.edges)
@@ -50,7 +50,7 @@ def _static(name: str, **settings: Any) -> Case:
             super().__init__()
             kind = getattr(importlib.import_module("torch_geometric.nn"), name)
             self.layers = nn.ModuleList([kind(8, 16, **settings), kind(16, 16, **settings)])
-            self.register_buffer("edges", edges())
+            self.register_buffer("edges", edges(), persistent=False)
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
@@ -145,8 +145,9 @@ CASES = {
     "torch-geometric dense gin": Case(Gin, _adjacent),
     "torch-geometric diff pool": Case(Pooled, _adjacent),
     "torch-geometric schnet": Case(
-        lambda: Molecules("SchNet", hidden_channels=16, num_filters=16, num_interactions=2,
-            num_gaussians=8, interaction_graph=bonds),
+        lambda: Molecules(
+            "SchNet", hidden_channels=16, num_filters=16, num_interactions=2, num_gaussians=8, interaction_graph=bonds
+        ),
         lambda: (ids(10, 4), reals(4, 3)),
     ),
     "torch-geometric linkx": Case(
@@ -159,11 +160,23 @@ CASES = {
         "egnn_pytorch:EGNN_Network", lambda: (ids(8, 8), reals(8, 3)), num_tokens=8, dim=16, depth=2, m_dim=8
     ),
     "egnn-pytorch nearest": row(
-        "egnn_pytorch:EGNN_Network", lambda: (ids(8, 8), reals(8, 3)), num_tokens=8, dim=16, depth=2, m_dim=8,
+        "egnn_pytorch:EGNN_Network",
+        lambda: (ids(8, 8), reals(8, 3)),
+        num_tokens=8,
+        dim=16,
+        depth=2,
+        m_dim=8,
         num_nearest_neighbors=4,
     ),
     "egnn-pytorch attention": row(
-        "egnn_pytorch:EGNN_Network", lambda: (ids(8, 8), reals(8, 3)), num_tokens=8, dim=16, depth=2, m_dim=8,
-        global_linear_attn_every=1, global_linear_attn_heads=2, global_linear_attn_dim_head=8,
+        "egnn_pytorch:EGNN_Network",
+        lambda: (ids(8, 8), reals(8, 3)),
+        num_tokens=8,
+        dim=16,
+        depth=2,
+        m_dim=8,
+        global_linear_attn_every=1,
+        global_linear_attn_heads=2,
+        global_linear_attn_dim_head=8,
     ),
 }

@@ -43,9 +43,24 @@ def _ctr(name: str, columns: int = 2, numbers: int = 2, **settings: Any) -> Case
 
 
 HIDDEN: dict[str, Any] = {"dnn_hidden_units": (16, 16)}
-TAB: dict[str, Any] = {"categories": tuple(FIELDS), "num_continuous": 4, "dim": 32, "depth": 2, "heads": 4, "dim_head": 8}
+TAB: dict[str, Any] = {
+    "categories": tuple(FIELDS),
+    "num_continuous": 4,
+    "dim": 32,
+    "depth": 2,
+    "heads": 4,
+    "dim_head": 8,
+}
 CASES = {
-    "torchfm afi": _fm("afi", "AutomaticFeatureInteractionModel", atten_embed_dim=16, num_heads=2, num_layers=2, mlp_dims=(16,), dropouts=(0.0, 0.0, 0.0)),
+    "torchfm afi": _fm(
+        "afi",
+        "AutomaticFeatureInteractionModel",
+        atten_embed_dim=16,
+        num_heads=2,
+        num_layers=2,
+        mlp_dims=(16,),
+        dropouts=(0.0, 0.0, 0.0),
+    ),
     "torchfm afm": _fm("afm", "AttentionalFactorizationMachineModel", attn_size=8, dropouts=(0.0, 0.0)),
     "torchfm afn": _fm("afn", "AdaptiveFactorizationNetwork", LNN_dim=16, **MLPS),
     "torchfm dcn": _fm("dcn", "DeepCrossNetworkModel", num_layers=2, **MLP),
@@ -55,12 +70,20 @@ CASES = {
     "torchfm fnfm": _fm("fnfm", "FieldAwareNeuralFactorizationMachineModel", **MLPS),
     "torchfm fnn": _fm("fnn", "FactorizationSupportedNeuralNetworkModel", **MLP),
     "torchfm lr": row("torchfm.model.lr:LogisticRegressionModel", _fields, field_dims=FIELDS),
-    "torchfm ncf": _fm("ncf", "NeuralCollaborativeFiltering", user_field_idx=torch.tensor([0]).numpy(), item_field_idx=torch.tensor([1]).numpy(), **MLP),
+    "torchfm ncf": _fm(
+        "ncf",
+        "NeuralCollaborativeFiltering",
+        user_field_idx=torch.tensor([0]).numpy(),
+        item_field_idx=torch.tensor([1]).numpy(),
+        **MLP,
+    ),
     "torchfm nfm": _fm("nfm", "NeuralFactorizationMachineModel", **MLPS),
     "torchfm pnn": _fm("pnn", "ProductNeuralNetworkModel", **MLP),
     "torchfm pnn, outer": _fm("pnn", "ProductNeuralNetworkModel", method="outer", **MLP),
     "torchfm wide and deep": _fm("wd", "WideAndDeepModel", **MLP),
-    "torchfm xdeepfm": _fm("xdfm", "ExtremeDeepFactorizationMachineModel", cross_layer_sizes=(8, 8), split_half=False, **MLP),
+    "torchfm xdeepfm": _fm(
+        "xdfm", "ExtremeDeepFactorizationMachineModel", cross_layer_sizes=(8, 8), split_half=False, **MLP
+    ),
     "deepctr-torch autoint": _ctr("AutoInt", **HIDDEN),
     "deepctr-torch dcn": _ctr("DCN", **HIDDEN),
     "deepctr-torch dcn, matrix": _ctr("DCN", cross_parameterization="matrix", **HIDDEN),
@@ -83,7 +106,14 @@ CASES = {
     ),
     "tab-transformer-pytorch ft": row("tab_transformer_pytorch:FTTransformer", lambda: (*_fields(), reals(4)), **TAB),
     "pytorch-tabnet": row(
-        "pytorch_tabnet.tab_network:TabNet", lambda: (reals(8),), 8, 4, n_d=8, n_a=8, n_steps=2,
-        virtual_batch_size=8, group_attention_matrix=torch.eye(8, dtype=torch.float64),
+        "pytorch_tabnet.tab_network:TabNet",
+        lambda: (reals(8),),
+        8,
+        4,
+        n_d=8,
+        n_a=8,
+        n_steps=2,
+        virtual_batch_size=8,
+        group_attention_matrix=torch.eye(8, dtype=torch.float64),
     ),
 }
