@@ -76,7 +76,8 @@ def differences(sim: Simulation, loss: Tensor, grads: dict[str, Tensor]) -> tupl
     A gradient that is zero in exact arithmetic (a key's bias) is rounding on both sides: measured against 1e-3 of the
     whole."""
     floor = 1e-3 * float(torch.stack([g.norm() for g in grads.values()]).norm())
-    off = {n: float((sim.grads[n] - g).norm()) / max(float(g.norm()), floor) for n, g in grads.items()}
+    some = {n: g for n, g in grads.items() if g.numel()}  # of a parameter without elements a rank may have none
+    off = {n: float((sim.grads[n] - g).norm()) / max(float(g.norm()), floor) for n, g in some.items()}
     return abs(float(sim.loss - loss)) / abs(float(loss)), off
 
 

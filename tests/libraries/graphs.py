@@ -1,4 +1,4 @@
-"""torch-geometric and egnn-pytorch. A batch is 8 graphs of 12 nodes each on the same edges, unless it says otherwise."""
+"""torch-geometric and egnn-pytorch. A batch is 8 graphs of 12 nodes on the same edges, or one graph."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from torch import nn
-
 from tests.libraries import Case, image, reals, row
 
 VIT: dict[str, Any] = {

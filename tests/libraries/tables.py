@@ -26,9 +26,7 @@ MLPS: dict[str, Any] = {"mlp_dims": (16, 16), "dropouts": (0.0, 0.0)}
 
 
 def _ctr(name: str, columns: int = 2, numbers: int = 2, **settings: Any) -> Case:
-    """A model of deepctr-torch on four categories and some numbers. columns: how many lists of features it takes; numbers: how many
-    of them.
-    """
+    """A model of deepctr-torch on four categories and some numbers. columns: how many lists of features it takes."""
 
     def make() -> nn.Module:
         inputs = importlib.import_module("deepctr_torch.inputs")
