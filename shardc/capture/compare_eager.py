@@ -337,7 +337,7 @@ def _changes_batch(
     """Forward writes into the batch, so that another call with it is another loss. changed: inputs, and their paths.
     run: the user's model once more.
     """
-    place, _ = line_that_changes(lambda: [inputs[name]._version for name in changed], run)
+    place, _ = line_that_changes(lambda: [inputs[name]._version for name in changed], run) or (Source(), "")
     code = f" ({place.shown})" if place.code else ""
     names = ", ".join(name_of(tuple(path)) for path in changed.values())
     return ShardcError(

@@ -134,9 +134,9 @@ def export(
             raise refusals.of_error(e, leaves.named(reads.inputs), of_loss=wrapper.beside.of_loss) from e
         if side_effects.random_state() != numbers:
             with mode:
-                raise side_effects.refuse_random(
-                    *side_effects.line_that_changes(side_effects.random_state, lambda: wrapper(*inputs))
-                )
+                drawn = side_effects.line_that_changes(side_effects.random_state, lambda: wrapper(*inputs))
+            if drawn is not None:
+                raise side_effects.refuse_random(*drawn)
         gm = exported.graph_module
         fresh = _fresh(exported)
         cut = inline_regions.inline_regions(gm)

@@ -95,9 +95,8 @@ CAUSES = (
         code=r"layer_?drop|dropout_probability|skip_the_layer|drop_prob",
     ),
     Cause(
-        f"module dropout leaves out adapters at random, and draws where its rate is 0, too: a branch {DEPENDS}",
-        "call model.eval() before compiling, if the model has no other dropout: it trains all the same. Else call"
-        " eval() on these layers alone, which are the modules with a `module_dropout`",
+        f"module dropout leaves out adapters at random: a branch {DEPENDS}",
+        "set the config's module_dropout to 0",
         raised=DATA,
         code=r"module_dropout",
     ),

@@ -394,6 +394,48 @@ def test_a_table_that_only_the_first_call_trains_is_refused() -> None:
         capture(Table(learned=True), torch.rand(4, 6, 8, dtype=torch.float64))
 
 
+def drops(s: Net, y: Tensor) -> Tensor:
+    """Layers that are dropped at a rate, as torchaudio writes it."""
+    for _ in range(2):
+        if not (s.training and torch.rand(1).item() <= s.count):
+            y = s.fc(y)
+    return y.sum()
+
+
+@pytest.mark.parametrize(("rate", "layers"), [(0.0, 2), (-1, 2), (1.0, 0)])
+def test_a_rate_that_no_random_number_is_below_is_known(rate: float, layers: int) -> None:
+    model = net(drops)
+    model.count = rate
+    program = capture(model, X)
+    linear = program.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert len(linear) == layers + 1  # one before
+
+
+def test_a_rate_that_some_random_numbers_are_below_is_refused() -> None:
+    model = net(drops)
+    model.count = 0.5
+    with pytest.raises(ShardcError, match="depends on a tensor's value") as e:
+        capture(model, X)
+    assert "torch.rand(1).item() <= s.count" in e.value.what
+
+
+def checked(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """As beartype checks types: in code of its own, which draws which item of a list it looks at."""
+    names: dict[str, Any] = {"function": function, "random": random}
+    code = "def check(x):\n    random.getrandbits(32)\n    return function(x)\n"
+    exec(compile(code, "<@beartype(test_refusals.checked) at 0x7f>", "exec"), names)
+    return names["check"]  # type: ignore[no-any-return]
+
+
+def test_random_numbers_of_a_check_of_types_are_no_reason() -> None:
+    squares = checked(lambda y: y.square().sum())
+    capture(net(lambda s, y: squares(y)), X)
+    draws = checked(lambda y: (y * random.random()).sum())
+    with pytest.raises(ShardcError, match="draws random numbers from Python or numpy") as e:
+        capture(net(lambda s, y: draws(y)), X)
+    assert "y * random.random()" in e.value.what
+
+
 class Casts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -631,19 +673,22 @@ def test_a_batch_that_forward_changes_is_named() -> None:
 def test_module_dropout_of_peft() -> None:
     """It draws where its rate is 0, too."""
     peft = pytest.importorskip("peft")
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
-    model = peft.get_peft_model(model, peft.LoHaConfig(target_modules=["0"], r=4))
+
+    def adapted(rate: float) -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+        config = peft.LoHaConfig(target_modules=["0"], r=4, module_dropout=rate)
+        return peft.get_peft_model(model, config)  # type: ignore[no-any-return]
+
     batch, spec = {"input": torch.ones(8, 8)}, {"shardc": 1, "mesh": {"dp": 2}}
 
     def loss(output: Tensor, batch: Any) -> Tensor:
         return output.square().mean()
 
     with pytest.raises(ShardcError, match="module dropout leaves out adapters at random") as e:
-        shardc.compile(model, batch, spec, loss=loss)
+        shardc.compile(adapted(0.1), batch, spec, loss=loss)
     assert e.value.where.startswith("peft/tuners/loha/layer.py:")
-    for layer in model.modules():
-        if hasattr(layer, "module_dropout"):
-            layer.eval()
+    assert "module_dropout to 0" in e.value.fix
+    model = adapted(0.0)
     program = shardc.compile(model, batch, spec, loss=loss)
     assert not program.eval_mode
     assert "dropout" in str(program)

@@ -75,7 +75,17 @@ def imported(path: str) -> Any:
 
 
 #: Attributes of modules that are rates of dropping something.
-RATES = ("p", "drop_prob", "dropout", "dropout_p", "attn_dropout", "attention_dropout", "drop_path", "drop")
+RATES = (
+    "p",
+    "drop_prob",
+    "dropout",
+    "dropout_prob",
+    "dropout_p",
+    "attn_dropout",
+    "attention_dropout",
+    "drop_path",
+    "drop",
+)
 
 
 def ready(model: nn.Module) -> nn.Module:
