@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import time
 import traceback
 import warnings
@@ -157,3 +158,26 @@ def run(cases: dict[str, Callable[[], Any]], file: Path, minutes: float, each: f
             in_own_process(rows, key, file, each)
             last = " ".join(f"{s}:{r['verdict']}" for s, r in kept(file).get(key, {}).items())
             print(f"{key:40} {last}", flush=True)
+
+
+def reasons(rows: Iterable[Row]) -> list[str]:
+    """Rows of a table of refusals by kind: how many, an example, and the fix that its error names."""
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["verdict"] == "refused":
+            kinds.setdefault(kind_of(row["what"]), []).append(row)
+    return [
+        f"| {len(of)} | {cell(kind)} ({cell(of[0]['model'])}: {cell(of[0]['where'])}) | {cell(of[0]['fix'])} |"
+        for kind, of in sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+    ]
+
+
+def kind_of(what: str) -> str:
+    """A refusal without names, numbers and lines of one model: those of one cause read alike."""
+    what = re.sub(r"\([^()]*(\([^()]*\)[^()]*)*\)", "", what)
+    what = re.sub(r"\b[\w.]+\.\d[\w.]*|\[[^\]]*\]|'[^']*'|\b\d+\b", "…", what)
+    return re.sub(r"\s+", " ", what.partition(":")[0] if len(what) > 160 else what).strip()
+
+
+def cell(text: str) -> str:
+    return re.sub(r"\s+", " ", str(text)).replace("|", "\\|")[:220]
