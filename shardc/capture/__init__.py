@@ -25,7 +25,7 @@ equal_layers            equal layers are traced once; hidden_layers: the others 
 random_choices          what a model's masks are, tried on random numbers; dependence: what values depend on
 inline_regions          `with torch.no_grad()` in a graph; value_checks: checks that are left out
 inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
-flex_attention          FlexAttention as ops
+flex_attention          FlexAttention as ops; attention_sinks: scores of each head beside those of keys
 foreign_parameters      parameters of nobody that the loss uses
 narrow_values           a note on what a model of float64 computes in fewer bits
 generation              a model as it generates, with the states of earlier tokens; generation_cache: its own cache
@@ -41,6 +41,7 @@ from typing import Any
 from torch import nn
 
 from shardc.capture import (
+    attention_sinks,
     attribute_reads,
     compare_eager,
     expert_loops,
@@ -163,7 +164,8 @@ def capture(
         )
     program.meta["capture_seconds"] = round(time.perf_counter() - started, 3)
     if prove and not generates:
-        with side_effects.unchanged(model), flex_attention.in_eager():
+        sinks = attention_sinks.as_one_more_key(written_out=False)
+        with side_effects.unchanged(model), flex_attention.in_eager(), sinks:
             proof = compare_eager.prove(
                 program,
                 model,

@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from shardc.capture import (
+    attention_sinks,
     equal_layers,
     flex_attention,
     functional_twins,
@@ -106,6 +107,7 @@ def export(
         equal_layers.out_of_sight(model, fold.shown) if fold else nullcontext() as layers,
         transformers.lean_transformers(model),
         transformers.as_one_op(),
+        attention_sinks.as_one_more_key(written_out=True),
         patches.export_patches(wrapper.side),
         flex_attention.as_ops(),
         known_values(model, sizes=sizes, rows=rows) as reads,

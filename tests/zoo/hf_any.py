@@ -55,7 +55,8 @@ FIELDS: tuple[tuple[str, Any], ...] = (
     (r"(.*_)?(hidden_size|d_model|n_embd|hidden_dim|dim|width|projection_dim|proj_dim|output_dim)", 64),
 )
 IMAGE_TOKEN = VOCAB - 1
-Text = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
+#: Numbers that are tried instead where a class does not run: as many heads of keys as of queries.
+VARIANTS: tuple[dict[str, Any], ...] = ({}, {"num_key_value_heads": 8, "num_kv_heads": 8})
 
 
 def _value(name: str, default: Any) -> Any:
@@ -74,8 +75,10 @@ def _value(name: str, default: Any) -> Any:
     return default if found is None else found
 
 
-def tiny(config_class: Any) -> Any:
-    """A config of this class with small numbers, and the like in the configs that it is made of."""
+def tiny(config_class: Any, instead: dict[str, Any]) -> Any:
+    """A config of this class with small numbers, and the like in the configs that it is made of. instead: values of
+    fields that it has.
+    """
     fields = inspect.signature(config_class.__init__).parameters
     given: dict[str, Any] = {}
     for name, field in fields.items():
@@ -84,13 +87,14 @@ def tiny(config_class: Any) -> Any:
         default = None if field.default is inspect.Parameter.empty else field.default
         if (value := _value(name, default)) is not default:
             given[name] = value
+    given |= {name: value for name, value in instead.items() if name in fields}
     inner = {n: c for n, c in getattr(config_class, "sub_configs", {}).items() if c.__name__ != "AutoConfig"}
-    given |= {name: tiny(of).to_dict() for name, of in inner.items() if name in fields}
+    given |= {name: tiny(of, instead).to_dict() for name, of in inner.items() if name in fields}
     found = config_class(**given)
     for name in getattr(config_class, "sub_configs", {}):  # a sub config that its class chooses by itself
         sub = getattr(found, name, None)
         if name not in inner and sub is not None and not isinstance(sub, dict):
-            given[name] = tiny(type(sub)).to_dict() | {"model_type": sub.model_type}
+            given[name] = tiny(type(sub), instead).to_dict() | {"model_type": sub.model_type}
     found = config_class(**given)
     _never_drop(found)
     return found
@@ -106,7 +110,8 @@ def batch(model: Any) -> Batch:
         found["input_ids"] = tokens(VOCAB - 24)
     if "attention_mask" in known and "input_ids" in known and "CausalLM" not in name:
         found["attention_mask"] = padding()
-    if "pixel_values" in known and ("input_ids" not in known or hasattr(config, "vision_config")):
+    grid = {"image_grid_thw", "video_grid_thw"} & known.keys()  # places of images: such a model is given text alone
+    if "pixel_values" in known and not grid and ("input_ids" not in known or hasattr(config, "vision_config")):
         shape = size if isinstance(size, (tuple, list)) else (size, size)
         frames = (4,) if "Video" in name else ()
         found["pixel_values"] = random(BATCH, *frames, channels, *shape)
@@ -171,9 +176,17 @@ def build(name: str) -> Built:
         return build_row(family)
     with mock.patch("torch.jit.script", lambda function: function):
         model_class: Any = getattr(transformers, name)
-    config = tiny(model_class.config_class)
-    config._experts_implementation = "batched_mm"  # the default has no float64 kernel
-    torch.manual_seed(0)
-    model = ready(model_class(config), torch.float64)
-    given = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch(model).items()}
-    return model, given
+    for instead in VARIANTS:
+        try:
+            config = tiny(model_class.config_class, instead)
+            config._experts_implementation = "batched_mm"  # the default has no float64 kernel
+            torch.manual_seed(0)
+            model = ready(model_class(config), torch.float64)
+            of = batch(model)
+            given = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in of.items()}
+            model(**given)
+            return model, given
+        except Exception:
+            if instead == VARIANTS[-1]:
+                raise
+    raise AssertionError
