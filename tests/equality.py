@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import shardc
-from shardc.capture import capture
+from shardc.capture import capture, flex_attention
+from shardc.capture.loss import Loss
 from shardc.ir.graph import operands_of, producer_of
 from shardc.ir.placement import Placement, Shard
 from shardc.ir.program import Program
@@ -51,17 +52,22 @@ class Reference:
         return shardc.verify.simulate(self.compile(spec), self.model, self.batch)
 
 
-def reference(build: Callable[[], tuple[nn.Module, Any]]) -> Reference:
-    """Build a model and run it in eager mode. Its loss: the output itself, `.loss`, or the first element."""
-    with zoo.Wide(), warnings.catch_warnings():
+def reference(build: Callable[[], tuple[nn.Module, Any]], loss_of: Loss | None = None) -> Reference:
+    """Build a model and run it in eager mode. Its loss: `loss_of(output, batch)`; without one the output itself,
+    `.loss`, or the first element."""
+    with zoo.Wide(), warnings.catch_warnings(), flex_attention.in_eager():
         warnings.simplefilter("ignore")  # the model's own
         model, batch = build()
         output = model(**batch) if isinstance(batch, dict) else model(*batch)
-        loss = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else output.loss
+        if loss_of is not None:
+            loss = loss_of(output, batch)
+        else:
+            loss = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else output.loss
         loss.backward()
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         model.zero_grad(set_to_none=True)
-        return Reference(model, batch, loss.detach(), grads, capture(model, batch))
+    with zoo.Wide():
+        return Reference(model, batch, loss.detach(), grads, capture(model, batch, loss=loss_of))
 
 
 def differences(sim: Simulation, loss: Tensor, grads: dict[str, Tensor]) -> tuple[float, dict[str, float]]:
@@ -70,7 +76,8 @@ def differences(sim: Simulation, loss: Tensor, grads: dict[str, Tensor]) -> tupl
     A gradient that is zero in exact arithmetic (a key's bias) is rounding on both sides: measured against 1e-3 of the
     whole."""
     floor = 1e-3 * float(torch.stack([g.norm() for g in grads.values()]).norm())
-    off = {n: float((sim.grads[n] - g).norm()) / max(float(g.norm()), floor) for n, g in grads.items()}
+    some = {n: g for n, g in grads.items() if g.numel()}  # of a parameter without elements a rank may have none
+    off = {n: float((sim.grads[n] - g).norm()) / max(float(g.norm()), floor) for n, g in some.items()}
     return abs(float(sim.loss - loss)) / abs(float(loss)), off
 
 

@@ -97,6 +97,7 @@ class _Writer:
     )  # likewise whole numbers, which hang on no data: V itself
     inverse: set[fx.Node] = field(default_factory=set)
     tried: dict[tuple[fx.Node, int], bool] = field(default_factory=dict)
+    put: dict[str, fx.Node] = field(default_factory=dict)  # what was added to the graph, by its call
 
     def run(self) -> None:
         shape = value_of(self.order).shape
@@ -292,8 +293,7 @@ class _Writer:
     def _right(self, ends: Any, experts: int, *, skewed: bool) -> bool:
         assert self.index is not None
         typed = value_of(self.index)
-        chosen = torch.randint(experts, typed.shape, generator=torch.Generator().manual_seed(experts))
-        chosen = torch.where(chosen > 0, chosen.clamp(max=1), chosen) if skewed else chosen
+        chosen = _drawn(self.index, experts, skewed=skewed)
         run = _runner(self.index, chosen.to(typed.dtype))
         try:
             order, stops = run(self.order), run(ends)
@@ -308,14 +308,35 @@ class _Writer:
         )
 
     def _put(self, target: Any, args: tuple[Any, ...], value: Value, **kwargs: Any) -> fx.Node:
-        with self.graph.inserting_before(self.here):
-            new = self.graph.create_node("call_function", target, args, kwargs)
-        new.meta = {"value": value, "source": source_of(self.here)}
-        return new
+        """A call before `here`: the one that was put there before, if it is the same (rows that are cast twice)."""
+        key = repr((target, args, kwargs))
+        if key not in self.put:
+            with self.graph.inserting_before(self.here):
+                new = self.graph.create_node("call_function", target, args, kwargs)
+            new.meta = {"value": value, "source": source_of(self.here)}
+            self.put[key] = new
+        return self.put[key]
 
 
 class _Unknown(Exception):
     pass
+
+
+def _drawn(index: fx.Node, experts: int, *, skewed: bool) -> Tensor:
+    """Random choices among so many experts: of topk distinct ones of each token. skewed: most experts get none."""
+    shape, generator = value_of(index).shape, torch.Generator().manual_seed(experts)
+    of: Any = index.args[0] if index.target is operator.getitem else None
+    k = shape[-1] if shape else 1
+    if of is not None and of.target is aten.topk.default and _last(of.args[2:3], shape) and k <= experts:
+        scores = torch.rand((*shape[:-1], experts), generator=generator)
+        scores[..., : min(k + 1, experts)] += skewed  # the others are chosen by nobody
+        return scores.topk(k, -1).indices
+    chosen = torch.randint(experts, shape, generator=generator)
+    return torch.where(chosen > 0, chosen.clamp(max=1), chosen) if skewed else chosen
+
+
+def _last(dim: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
+    return not dim or dim[0] in (-1, len(shape) - 1)
 
 
 def _runner(index: fx.Node, chosen: Tensor) -> Callable[[Any], Any]:

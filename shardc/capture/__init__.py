@@ -25,8 +25,9 @@ equal_layers            equal layers are traced once; hidden_layers: the others 
 random_choices          what a model's masks are, tried on random numbers; dependence: what values depend on
 inline_regions          `with torch.no_grad()` in a graph; value_checks: checks that are left out
 inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
-flex_attention          FlexAttention as ops
+flex_attention          FlexAttention as ops; attention_sinks: scores of each head beside those of keys
 foreign_parameters      parameters of nobody that the loss uses
+narrow_values           a note on what a model of float64 computes in fewer bits
 generation              a model as it generates, with the states of earlier tokens; generation_cache: its own cache
 side_effects            what forward depends on and must not change
 """
@@ -40,11 +41,13 @@ from typing import Any
 from torch import nn
 
 from shardc.capture import (
+    attention_sinks,
     attribute_reads,
     compare_eager,
     expert_loops,
     flex_attention,
     global_reads,
+    narrow_values,
     patches,
     refusals,
     side_effects,
@@ -57,7 +60,7 @@ from shardc.capture.hidden_layers import HiddenError, UnlikeError
 from shardc.capture.lift import lift
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf, check_loss
 from shardc.capture.loss import default_loss as default_loss
-from shardc.capture.masked_rows.unfit import DrawnError
+from shardc.capture.masked_rows.unfit import DrawnError, because
 from shardc.errors import ShardcError
 from shardc.ir.deferred_graph import like
 from shardc.ir.forward_record import ForwardRecord
@@ -130,7 +133,7 @@ def capture(
             pass
         except ShardcError as e:
             if rows or (sizes and not refusals.of_values(e)):
-                raise (refused if rows and refused and not isinstance(e, DrawnError) else e) from None
+                raise (because(refused, e) if rows and refused and not isinstance(e, DrawnError) else e) from None
             refused = None if fold else e
         del ways[0]
     changes.refuse_created()
@@ -139,6 +142,7 @@ def capture(
         exported = exported._replace(updated=kept)
     program = lift(model, leaves, exported, with_loss=forward is None)
     program.notes = exported.notes + tuple(_counts(*each) for each in reads.set_too(changes).items())
+    program.notes += narrow_values.note(program)
     program.baked = tuple(leaves.constants)
     unchanged = [*environment, *(g for g in read_before if not g.changed and not g.sets)]
     counted = {str(g): Source() for g in read_before if g.changed and type(g.value) in (int, float)}
@@ -162,7 +166,8 @@ def capture(
         )
     program.meta["capture_seconds"] = round(time.perf_counter() - started, 3)
     if prove and not generates:
-        with side_effects.unchanged(model), flex_attention.in_eager():
+        sinks = attention_sinks.as_one_more_key(written_out=False)
+        with side_effects.unchanged(model), flex_attention.in_eager(), sinks:
             proof = compare_eager.prove(
                 program,
                 model,

@@ -127,12 +127,10 @@ def prove(
             written = {name: Source() for name, (x, version) in plain.items() if _version(x) != version}
             changed = {**written, **changed}
             if changed:
-                with torch.no_grad():
-                    for name, buffer in buffers.items():
-                        buffer.copy_(before[name])
                 torch.manual_seed(0)
                 with patches.swapped(model, tensors):
-                    _same_again(eager(whole), (want, *beside), changed)
+                    again = eager(whole)
+                    grads_again = _grads(again[0], trained)
         except ShardcError:
             raise
         except Exception as e:  # the user's own code; on random numbers it may fail where it would not on real ones
@@ -156,6 +154,16 @@ def prove(
         with refusals.torch_errors(program.graph):
             got, news, outputs = interpret_all(program, params, before, inputs)
             got_grads = _grads(got, trained)
+            if changed:
+                torch.manual_seed(0)
+                second, _, values = interpret_all(program, params, after, inputs)
+                grads_of_second = _grads(second, trained)
+                both = grads_again.keys() & grads_of_second.keys()
+                _same_again(
+                    (*again, *(grads_again[n] for n in both)),
+                    (second, *values.values(), *(grads_of_second[n] for n in both)),
+                    changed,
+                )
     errors = Errors()
     if want is not None:
         _compare(errors, "the loss", "", want, got)
@@ -314,14 +322,15 @@ def _alike(plain: Sequence[Tensor], ours: Sequence[Tensor], tighter: float = 1.0
     return not errors.found
 
 
-def _same_again(second: Sequence[Any], first: Sequence[Any], changed: Mapping[str, Source]) -> None:
-    """Raise ShardcError if two calls of the model, with the same buffers and random numbers, gave different losses;
-    where there is none, other values.
+def _same_again(eager: Sequence[Any], program: Sequence[Any], changed: Mapping[str, Source]) -> None:
+    """Raise ShardcError if the second call of the model, which finds what the first one left in buffers and attributes,
+    is not the second step of the program, which finds the buffers alone: loss, values beside it, and gradients.
     """
-    again, result = Errors(), "result" if first[0] is None else "loss"
-    for one, other in zip(first, second, strict=True) if first[0] is None else [(first[0], second[0])]:
-        if one is not None:
-            _compare(again, "the result", "", one, other)
+    again, result = Errors(), "result" if eager[0] is None else "loss"
+    floor = 1e-3 * max((_largest(x) for x in eager if x is not None), default=0.0)
+    for want, got in zip(eager, program, strict=True):
+        if want is not None:
+            _compare(again, "the result", "", want, got, floor)
     if again.found:
         place = next((place for place in changed.values() if place.line), Source())
         code = f" ({place.shown})" if place.code else ""
@@ -340,7 +349,7 @@ def _changes_batch(
     """Forward writes into the batch, so that another call with it is another loss. changed: inputs, and their paths.
     run: the user's model once more.
     """
-    place, _ = line_that_changes(lambda: [inputs[name]._version for name in changed], run)
+    place, _ = line_that_changes(lambda: [inputs[name]._version for name in changed], run) or (Source(), "")
     code = f" ({place.shown})" if place.code else ""
     names = ", ".join(name_of(tuple(path)) for path in changed.values())
     return ShardcError(

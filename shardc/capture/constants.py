@@ -31,8 +31,14 @@ def constant_value(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[Tensor 
 
     Random numbers have no value, except where it is the same at both ends of their range: `torch.rand([]) < 0.0`.
     """
+    ends, used = constant_ends(x, stored)
+    return (ends[0], used) if ends is not None and torch.equal(*ends) else (None, set())
+
+
+def constant_ends(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[tuple[Tensor, Tensor] | None, set[fx.Node]]:
+    """As `constant_value`: the value with the least and with the greatest uniform random numbers."""
     if not isinstance(x, FakeTensor):
-        return x, set()
+        return (x, x), set()
     node = traced_node(x)
     if node is None:
         return None, set()
@@ -41,12 +47,8 @@ def constant_value(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[Tensor 
     known |= {n: c for n, c in stored.items() if n in family}
     if any(n not in known and (n.op != "call_function" or (_random(n) and _name(n) not in UNIFORM)) for n in family):
         return None, set()
-    low = untraced(_evaluate, node, family, known, 0.0)
-    if any(_random(n) for n in family) and not torch.equal(
-        low, untraced(_evaluate, node, family, known, 1.0 - 2.0**-24)
-    ):
-        return None, set()
-    return low, family & stored.keys()
+    low, high = (untraced(_evaluate, node, family, known, end) for end in ENDS)
+    return (low, high), family & stored.keys()
 
 
 def given_numbers(x: Tensor) -> set[fx.Node]:
@@ -92,6 +94,8 @@ def _shares(user: fx.Node, node: fx.Node) -> bool:
     return any(a.alias_info is not None and x is node for a, x in zip(schema, user.args, strict=False))
 
 
+#: What uniform random numbers lie between. (0 itself is drawn once in 16 million times.)
+ENDS = (2.0**-25, 1.0 - 2.0**-24)
 #: Random ops that draw from (0, 1).
 UNIFORM = ("aten::rand", "aten::rand_like")
 

@@ -7,6 +7,7 @@ A traced tensor has no value. Where the model's Python reads one nevertheless, t
     assert ids.max() < n                       likewise
     if mask.any(): x[mask] = 0                 the branch changes nothing where the condition is false: always taken
     if not x.isfinite().all(): x = x.clamp(-big, big)       likewise
+    torch.rand(1).item() <= 0.0                no random number is: a layer that is never dropped
     if not mask.any(): mask = None             a shortcut to the same result: never taken
 
 Anything else becomes a symbol of torch's, and export fails where the program depends on it.
@@ -21,7 +22,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
@@ -29,10 +30,11 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 
-from shardc.capture.constants import constant_value, given_numbers
+from shardc.capture.constants import constant_ends, constant_value, given_numbers
 from shardc.capture.data_dependent_sizes import KnownSizes
 from shardc.capture.guards import needed
 from shardc.capture.masked_rows import ChosenRows
+from shardc.capture.masked_rows.kinds import seen_by_the_model
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.source import Source
@@ -96,6 +98,8 @@ def known_values(model: nn.Module, *, sizes: bool = False, rows: bool = False) -
         chosen = ChosenRows(known) if rows else None
         if sizes or chosen:
             stack.enter_context(chosen or KnownSizes(known))
+        if chosen:
+            stack.enter_context(seen_by_the_model())
         for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", *["numpy"] * rows):
             for kind in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
                 method = _reading(getattr(kind, name), known, reads, chosen, check=name in ("__bool__", "item"))
@@ -131,14 +135,46 @@ def _reading(
             return fine
         if chosen is not None and (number := chosen.number(self, original.__name__)) is not None:
             return number
+        models = original.__name__ == "item" and source.is_models(sys._getframe(1).f_code.co_filename)
+        compared = models and not {"<", ">"}.isdisjoint(source.of_call().code)
+        if compared and (ends := constant_ends(self, {})[0]) is not None:
+            return Drawn(*(untraced(end.item) for end in ends), partial(unknown, self))
         asks = chosen is not None and original.__name__ == "__bool__"
         if chosen is not None and asks and (some := chosen.truth(self, sys._getframe(1))) is not None:
             return some
+        return unknown(self, *args)
+
+    def unknown(self: Tensor, *args: Any) -> Any:
         reads.sources.append(source.of_call())
         reads.inputs.update(given_numbers(self))
         return original(self, *args)
 
     return method
+
+
+class Drawn:
+    """A random number between two, as Python reads it: what a comparison says of both ends it says of the number.
+    Everything else is done to torch's symbol, which `symbol()` makes.
+    """
+
+    def __init__(self, low: float, high: float, symbol: Callable[[], Any]) -> None:
+        self.ends, self.symbol = (low, high), symbol
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def method(self: Drawn, *args: Any) -> Any:
+        if name in ("__lt__", "__le__", "__gt__", "__ge__") and isinstance(args[0], (int, float)):
+            answers = {getattr(end, name)(args[0]) for end in self.ends}
+            if len(answers) == 1:
+                return answers.pop()
+        return getattr(self.symbol(), name)(*args)
+
+    return method
+
+
+_OPERATORS = "lt le gt ge add radd sub rsub mul rmul truediv rtruediv neg float int bool format"
+for _name in _OPERATORS.split():
+    setattr(Drawn, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def harmless(frame: FrameType) -> bool | None:

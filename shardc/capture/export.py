@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from shardc.capture import (
+    attention_sinks,
     equal_layers,
     flex_attention,
     functional_twins,
@@ -106,6 +107,7 @@ def export(
         equal_layers.out_of_sight(model, fold.shown) if fold else nullcontext() as layers,
         transformers.lean_transformers(model),
         transformers.as_one_op(),
+        attention_sinks.as_one_more_key(written_out=True),
         patches.export_patches(wrapper.side),
         flex_attention.as_ops(),
         known_values(model, sizes=sizes, rows=rows) as reads,
@@ -134,9 +136,9 @@ def export(
             raise refusals.of_error(e, leaves.named(reads.inputs), of_loss=wrapper.beside.of_loss) from e
         if side_effects.random_state() != numbers:
             with mode:
-                raise side_effects.refuse_random(
-                    *side_effects.line_that_changes(side_effects.random_state, lambda: wrapper(*inputs))
-                )
+                drawn = side_effects.line_that_changes(side_effects.random_state, lambda: wrapper(*inputs))
+            if drawn is not None:
+                raise side_effects.refuse_random(*drawn)
         gm = exported.graph_module
         fresh = _fresh(exported)
         cut = inline_regions.inline_regions(gm)

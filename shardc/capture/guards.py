@@ -182,8 +182,12 @@ def needed(test: ast.expr, wanted: bool) -> set[bool]:
 
 
 def _some(test: ast.expr) -> bool | None:
-    """What a comparison of a number with 0 is where the number is not."""
+    """What a comparison of a number with 0 is where the number is not, or the truth of a list where it has items."""
     match test:
+        case ast.UnaryOp(op=ast.Not()):
+            return _some(test.operand)
+        case ast.Name() | ast.Call(func=ast.Name(id="len")):
+            return True
         case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value=0)]):
             return False
         case ast.Compare(ops=[ast.Gt() | ast.NotEq()], comparators=[ast.Constant(value=0)]):

@@ -61,6 +61,11 @@ TEXT, PRINT = (
     f"forward formats a tensor as text, which {DEPENDS}",
     "print it outside of forward: return it from the model",
 )
+COLUMNS = (
+    "choose them where the batch is made, so that their number does not depend on values here (self loops, padding);"
+    " what is the same in every step may be a buffer with persistent=False, whose values are known; or keep all, and"
+    " give those that are not to count a weight of 0: torch.where(mask, weight, 0)"
+)
 ONE_OP = "shardc.nn.experts(x, index, weights, up, down)"
 EXPERTS = (
     'run all experts in one op: config.experts_implementation = "grouped_mm" where transformers has it for this model'
@@ -93,9 +98,8 @@ CAUSES = (
         code=r"layer_?drop|dropout_probability|skip_the_layer|drop_prob",
     ),
     Cause(
-        f"module dropout leaves out adapters at random, and draws where its rate is 0, too: a branch {DEPENDS}",
-        "call model.eval() before compiling, if the model has no other dropout: it trains all the same. Else call"
-        " eval() on these layers alone, which are the modules with a `module_dropout`",
+        f"module dropout leaves out adapters at random: a branch {DEPENDS}",
+        "set the config's module_dropout to 0",
         raised=DATA,
         code=r"module_dropout",
     ),
@@ -147,6 +151,10 @@ CAUSES = (
         "compute both branches and choose with torch.where(condition, a, b)",
         raised=DATA,
         code=r"^\s*(if|elif|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b",
+    ),
+    *(
+        Cause(INDEXED, COLUMNS, **{kind: pattern}, code=r"\[\s*(:|\.\.\.)\s*,.*(mask|[<>]|[!=]=)")
+        for kind, pattern in (("raised", DATA), ("op", r"^index$"))
     ),
     Cause(
         INDEXED,

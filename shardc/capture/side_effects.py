@@ -168,18 +168,23 @@ def random_state() -> tuple[Any, ...]:
     return random.getstate(), *(x.tobytes() if hasattr(x, "tobytes") else x for x in legacy)
 
 
-def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple[Source, str]:
-    """The user's line at which `state()` changes while `run()` runs, the innermost one, and its function. What `run`
-    raises is ignored.
+def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple[Source, str] | None:
+    """The user's line at which `state()` changes while `run()` runs, the innermost one, and its function. None if only
+    what CHECKERS made changes it. What `run` raises is ignored.
     """
     lines: list[tuple[Source, str]] = []
+    checked = False
     last: dict[FrameType, int] = {}
     known = [state()]
 
     def look(frame: FrameType | None) -> None:
+        nonlocal checked
         if (now := state()) != known[0] and frame in last:
             known[0] = now
-            lines.append((source.of_frame(frame, last[frame]), frame.f_code.co_name))
+            if frame.f_code.co_filename.startswith(CHECKERS):
+                checked = True
+            else:
+                lines.append((source.of_frame(frame, last[frame]), frame.f_code.co_name))
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
         look(frame)
@@ -187,7 +192,8 @@ def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple
         return local
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if not source.is_models(frame.f_code.co_filename):
+        name = frame.f_code.co_filename
+        if not source.is_models(name) and not name.startswith(CHECKERS):
             return None
         caller = frame.f_back
         while caller is not None and caller not in last:
@@ -203,9 +209,11 @@ def line_that_changes(state: Callable[[], Any], run: Callable[[], Any]) -> tuple
         pass
     finally:
         sys.settrace(old)
-    return lines[0] if lines else (Source(), "")
+    return lines[0] if lines else None if checked else (Source(), "")
 
 
+#: Files of functions that check types of arguments, and draw which item of a list they look at (beartype).
+CHECKERS = "<@beartype"
 #: Functions of libraries that draw with numpy -> the way out.
 KNOWN = {
     "_compute_mask_indices": (

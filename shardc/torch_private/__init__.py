@@ -51,6 +51,7 @@ from shardc.torch_private.module_walks import quick_walks
 from shardc.torch_private.ops import (
     assert_on_device,
     backward_decompositions,
+    body_of,
     decompositions,
     multiplies_float8_on_cpu,
     norms,
@@ -102,6 +103,7 @@ __all__ = [
     "after_backward",
     "assert_on_device",
     "backward_decompositions",
+    "body_of",
     "busy_gpu",
     "call_modes",
     "count_groups_from",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table  # torch's own decompositions, by op
 from torch._decomp import decompositions as torchs_decompositions  # the module that they are written in
+from torch._library import custom_ops  # the functions that torch.library.custom_op made ops of
 from torch._library.custom_ops import CustomOpDef  # what torch.library.custom_op returns
 from torch._ops import OpOverload, OpOverloadPacket  # types of export's wrappers around regions of code, and of ops
 
@@ -38,11 +39,18 @@ def unintercepted() -> AbstractContextManager[Any]:
 
 
 def decompositions(op: OpOverload) -> list[Callable[..., Any]]:
-    """How torch takes an op apart: by its own code, if it is composed of other ops by definition; by its entry in
-    torch's table.
+    """How an op is taken apart: by its own code, if it is composed of other ops by definition; by its entry in torch's
+    table; by the function that was made an op.
     """
     own = [op.decompose] if op._can_decompose() else []
-    return own + ([decomposition_table[op]] if op in decomposition_table else [])
+    table = [decomposition_table[op]] if op in decomposition_table else []
+    return own + table + ([body] if (body := body_of(op)) is not None else [])
+
+
+def body_of(op: OpOverload) -> Callable[..., Any] | None:
+    """The Python function that `torch.library.custom_op` made this op of."""
+    definition = custom_ops.OPDEFS.get(op._schema.name)
+    return None if definition is None else definition._init_fn
 
 
 def backward_decompositions() -> dict[OpOverload, Callable[..., Any]]:

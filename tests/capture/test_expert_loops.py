@@ -102,11 +102,60 @@ def rebinds(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("forward", [norms, lists, rebinds])
+def kept_if_tensors(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    """Lists of rows as people guard them: by isinstance."""
+    out = torch.zeros_like(x)
+    for e, linear in enumerate((s.first, s.second)):
+        rows = torch.where(chosen == e)[0]
+        for part in (y for y in (linear(x[rows]), None) if isinstance(y, Tensor) and torch.is_tensor(y)):
+            out = out.index_add(0, rows, part)
+    return out
+
+
+def listed(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e, linear in enumerate((s.first, s.second)):
+        rows = torch.where(chosen == e)[0].tolist()
+        if not rows:
+            continue
+        out[rows] += linear(x[rows])
+    return out
+
+
+@pytest.mark.parametrize("forward", [norms, lists, rebinds, kept_if_tensors, listed])
 def test_any_rows_that_are_chosen(forward: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
     """Captured, and proven by the capture."""
     program = capture_rows(forward)
     assert not program.graph.find_nodes(op="call_function", target=torch.ops.shardc.experts.default)
+
+
+@pytest.mark.parametrize("forward", [kept_if_tensors, listed])
+def test_chosen_rows_are_tensors_to_the_model_also_where_nothing_is_proven(
+    forward: Callable[[Any, Tensor, Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model, x = Rows(forward).double(), torch.randn(10, 8, dtype=torch.float64)
+    program = shardc.compile(model, (x,), {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+    torch.testing.assert_close(shardc.simulate(program, model, (x,)).loss, model(x).detach(), rtol=1e-12, atol=0)
+
+
+def number_of_a_list(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(2):
+        rows = torch.where(chosen == e)[0]
+        if rows.shape[0] == 0:
+            continue
+        out[rows] = x[rows] / len(rows.tolist())
+    return out
+
+
+def test_a_refusal_names_the_line_that_rows_cannot_pass() -> None:
+    """Not that of the first number which Python reads: rows of a mask take care of it."""
+    with pytest.raises(shardc.ShardcError, match="their number is used") as e:
+        capture_rows(number_of_a_list)
+    line = number_of_a_list.__code__.co_firstlineno + 6
+    assert e.value.where == f"test_expert_loops.py:{line}"
+    assert "len(rows.tolist())" in e.value.what
 
 
 def test_a_loop_that_stays_one_is_noted() -> None:

@@ -133,6 +133,11 @@ VALUES: list[tuple[Function, str, str]] = [
         "x.masked_fill(~mask, 0).sum() / mask.sum()",
     ),
     (
+        lambda s, y: y[:, y[0] != y[1]].sum(),  # self loops: columns of a graph's edges
+        "indexing by a condition has a result whose size depends",
+        "choose them where the batch is made",
+    ),
+    (
         lambda s, y: torch.nn.functional.mse_loss(y[y > 0], y[y > 0] + 1),  # torch compares their sizes
         "indexing by a condition has a result whose size depends",
         "x.masked_fill(~mask, 0).sum() / mask.sum()",
@@ -350,6 +355,102 @@ def test_state_outside_of_buffers_is_refused(function: Function, name: str) -> N
     assert "register_buffer" in e.value.fix
     assert e.value.where.startswith("test_refusals.py:")
     assert all(model.__dict__[k] is v for k, v in held.items())
+
+
+class Table(nn.Module):
+    """A table that the first call computes and keeps in a buffer, with a counter of how much of it is filled."""
+
+    def __init__(self, learned: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8, dtype=torch.float64))
+        self.rates = nn.Parameter(torch.rand(8, dtype=torch.float64), requires_grad=learned)
+        self.register_buffer("kept", torch.zeros(16, 8, dtype=torch.float64), persistent=False)
+        self.filled = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, x = x.shape[1], x * self.scale
+        if n > self.filled:
+            angles = torch.arange(n)[:, None] * self.rates
+            self.kept[:n] = angles.detach()
+            self.filled = n
+            return (x * angles.cos()).square().sum()
+        return (x * self.kept[:n].cos()).square().sum()
+
+
+def test_a_table_that_the_first_call_keeps_in_a_buffer_is_captured() -> None:
+    """The second call finds what the first left in both, the buffer and the counter."""
+    model, x = Table(learned=False), torch.rand(4, 6, 8, dtype=torch.float64)
+    program = capture(model, x)
+    assert any("forward sets 'filled'" in n for n in program.notes)
+    assert model.filled == 0
+    assert not model.kept.any()
+    sim = shardc.simulate(shardc.compile(model, x, {"shardc": 1, "mesh": {"dp": 2}}), model, x)
+    torch.testing.assert_close(sim.loss, model(x).detach(), rtol=1e-12, atol=0)
+
+
+def test_a_table_that_only_the_first_call_trains_is_refused() -> None:
+    """The losses of both calls are equal, but the second one has no gradient."""
+    with pytest.raises(ShardcError, match="another loss when it is called again: its forward sets 'filled'"):
+        capture(Table(learned=True), torch.rand(4, 6, 8, dtype=torch.float64))
+
+
+def drops(s: Net, y: Tensor) -> Tensor:
+    """Layers that are dropped at a rate, as torchaudio writes it."""
+    for _ in range(2):
+        if not (s.training and torch.rand(1).item() <= s.count):
+            y = s.fc(y)
+    return y.sum()
+
+
+@pytest.mark.parametrize(("rate", "layers"), [(0.0, 2), (-1, 2), (1.0, 0)])
+def test_a_rate_that_no_random_number_is_below_is_known(rate: float, layers: int) -> None:
+    model = net(drops)
+    model.count = rate
+    program = capture(model, X)
+    linear = program.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert len(linear) == layers + 1  # one before
+
+
+def test_a_rate_that_some_random_numbers_are_below_is_refused() -> None:
+    model = net(drops)
+    model.count = 0.5
+    with pytest.raises(ShardcError, match="depends on a tensor's value") as e:
+        capture(model, X)
+    assert "torch.rand(1).item() <= s.count" in e.value.what
+
+
+def checked(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """As beartype checks types: in code of its own, which draws which item of a list it looks at."""
+    names: dict[str, Any] = {"function": function, "random": random}
+    code = "def check(x):\n    random.getrandbits(32)\n    return function(x)\n"
+    exec(compile(code, "<@beartype(test_refusals.checked) at 0x7f>", "exec"), names)
+    return names["check"]  # type: ignore[no-any-return]
+
+
+def test_random_numbers_of_a_check_of_types_are_no_reason() -> None:
+    squares = checked(lambda y: y.square().sum())
+    capture(net(lambda s, y: squares(y)), X)
+    draws = checked(lambda y: (y * random.random()).sum())
+    with pytest.raises(ShardcError, match="draws random numbers from Python or numpy") as e:
+        capture(net(lambda s, y: draws(y)), X)
+    assert "y * random.random()" in e.value.what
+
+
+class Casts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).float().softmax(-1).to(x.dtype).square().sum()
+
+
+@pytest.mark.parametrize(("dtype", "notes"), [(torch.float64, 1), (torch.float32, 0)])
+def test_what_a_model_of_float64_computes_in_float32_is_noted(dtype: torch.dtype, notes: int) -> None:
+    program = capture(Casts().to(dtype), torch.rand(4, 8, dtype=dtype))
+    found = [n for n in program.notes if "differs by rounding of float32, about 1e-07" in n]
+    assert len(found) == notes
+    assert all(n.startswith("test_refusals.py:") and ".float().softmax(-1)" in n for n in found)
 
 
 def test_too_large_to_run_it_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,19 +673,22 @@ def test_a_batch_that_forward_changes_is_named() -> None:
 def test_module_dropout_of_peft() -> None:
     """It draws where its rate is 0, too."""
     peft = pytest.importorskip("peft")
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
-    model = peft.get_peft_model(model, peft.LoHaConfig(target_modules=["0"], r=4))
+
+    def adapted(rate: float) -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+        config = peft.LoHaConfig(target_modules=["0"], r=4, module_dropout=rate)
+        return peft.get_peft_model(model, config)  # type: ignore[no-any-return]
+
     batch, spec = {"input": torch.ones(8, 8)}, {"shardc": 1, "mesh": {"dp": 2}}
 
     def loss(output: Tensor, batch: Any) -> Tensor:
         return output.square().mean()
 
     with pytest.raises(ShardcError, match="module dropout leaves out adapters at random") as e:
-        shardc.compile(model, batch, spec, loss=loss)
+        shardc.compile(adapted(0.1), batch, spec, loss=loss)
     assert e.value.where.startswith("peft/tuners/loha/layer.py:")
-    for layer in model.modules():
-        if hasattr(layer, "module_dropout"):
-            layer.eval()
+    assert "module_dropout to 0" in e.value.fix
+    model = adapted(0.0)
     program = shardc.compile(model, batch, spec, loss=loss)
     assert not program.eval_mode
     assert "dropout" in str(program)

@@ -63,6 +63,25 @@ class Mixtral(nn.Module):
         return final_hidden_states.reshape(batch_size, sequence_length, hidden_dim)
 
 
+class Listed(Mixtral):
+    """The first Mixtral, and Jambas in plain torch: rows of an expert become Python lists before they are an index."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        shape, hidden_states = hidden_states.shape, hidden_states.flatten(0, 1)
+        weights, chosen = torch.topk(F.softmax(self.gate(hidden_states), dim=1), CHOICES, dim=-1)
+        expert_mask = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 1, 0)
+        final = torch.zeros_like(hidden_states)
+        for expert_idx in range(EXPERTS):
+            idx, top_x = torch.where(expert_mask[expert_idx])
+            if top_x.shape[0] == 0:
+                continue
+            top_x_list, idx_list = top_x.tolist(), idx.tolist()
+            current_state = hidden_states[None, top_x_list].reshape(-1, HIDDEN)
+            current = self.experts[expert_idx](current_state) * weights[top_x_list, idx_list, None]
+            final.index_add_(0, top_x, current.to(hidden_states.dtype))
+        return final.reshape(shape)
+
+
 class Qwen(nn.Module):
     """Only experts that were hit, a shared expert beside them."""
 
@@ -276,5 +295,5 @@ class Model(nn.Module):
 
 
 STYLES: dict[str, type[nn.Module]] = {
-    c.__name__: c for c in (Mixtral, Qwen, Switch, SwitchHit, JetMoe, Nano, DeepSeek, DeepSeekSorted)
+    c.__name__: c for c in (Mixtral, Listed, Qwen, Switch, SwitchHit, JetMoe, Nano, DeepSeek, DeepSeekSorted)
 }

@@ -20,6 +20,7 @@ is right for any loop.
 
     rows.py, count.py    what the model sees in place of chosen rows, and of their number
     __init__.py          `ChosenRows`, the mode under which the model is traced: calls that choose, read and join rows
+    kinds.py             what they are to the model's `isinstance`
     writes.py            writing them back to a tensor
     rowwise.py           is a call one on each row by itself? by the rules
     traced.py            what the graph in the making says of a tensor
@@ -42,6 +43,7 @@ from shardc.capture.data_dependent_sizes import KnownSizes, hidden
 from shardc.capture.guards import Guards
 from shardc.capture.masked_rows.arguments import (
     along,
+    as_rows,
     as_tuple,
     bounded,
     changes_first,
@@ -104,6 +106,7 @@ class ChosenRows(KnownSizes):
     # --- calls
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = as_rows((args, kwargs))
         if func is Tensor.__getitem__:
             rows = self._picked(args[0], args[1])
             if isinstance(args[0], Tensor) and isinstance(rows, Rows):

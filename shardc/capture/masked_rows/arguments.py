@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shardc.capture.masked_rows.count import Count
-from shardc.capture.masked_rows.rows import Rows
+from shardc.capture.masked_rows.rows import ChosenNumbers, Rows
+from shardc.torch_private import pytree
 
 
 def changes_first(func: Any) -> bool:
@@ -30,8 +31,15 @@ def concerned(x: Any) -> bool:
     return any(isinstance(leaf, (Rows, Count)) for leaf in _leaves(x))
 
 
+def as_rows(x: Any) -> Any:
+    """Arguments with the rows of which a list was made in its place: `x[i.tolist()]` is `x[i]`."""
+    return pytree.tree_map(lambda leaf: leaf.rows if isinstance(leaf, ChosenNumbers) else leaf, x)
+
+
 def _leaves(x: Any) -> Iterator[Any]:
-    if isinstance(x, (tuple, list)):
+    if isinstance(x, ChosenNumbers):
+        yield x.rows
+    elif isinstance(x, (tuple, list)):
         for y in x:
             yield from _leaves(y)
     elif isinstance(x, dict):

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
@@ -48,14 +49,22 @@ class Pick:
 
 
 class ChosenNumbers(list[Any]):
-    """Numbers of what was chosen, as a list: of all that could be. Each turn of a loop over it is for one that was."""
+    """Numbers of what was chosen, as a list: of all that could be. Each turn of a loop over it is for one that was; as
+    an index it is the rows that it was made of.
+    """
 
-    def __init__(self, items: Any, pick: Pick) -> None:
+    def __init__(self, items: Any, rows: Rows) -> None:
         super().__init__(items)
-        self.pick = pick
+        self.rows = rows
 
     def __iter__(self) -> Iterator[Any]:
-        return self.pick.turns(super().__iter__())
+        return self.rows.pick.turns(super().__iter__())
+
+    def __len__(self) -> int:
+        return self.rows.some(sys._getframe(1))
+
+    def __bool__(self) -> bool:
+        return self.rows.some(sys._getframe(1)) > 0
 
 
 class Rows:
@@ -86,12 +95,15 @@ class Rows:
     nelement = numel
 
     def __len__(self) -> int:
-        """Python wants a number: only to ask whether there are rows."""
+        return self.some(sys._getframe(1))
+
+    def some(self, frame: FrameType) -> int:
+        """The number of rows, which Python wants at a line: only to ask whether there are any."""
         guards, node = self.pick.loop.guards, node_of(self.pick.mask)
-        body = bodies(sys._getframe(1).f_code, loop=False).get(sys._getframe(1).f_lineno)
+        body = bodies(frame.f_code, loop=False).get(frame.f_lineno)
         if self.dim or body is None or body.some != body.wanted:
             raise Unfit("their number is used")
-        if guards.take(sys._getframe(1), [node], lambda v: bool(v[0].any()) == body.some) is None:
+        if guards.take(frame, [node], lambda v: bool(v[0].any()) == body.some) is None:
             raise Unfit("what is done depends on whether there are any, in a way that cannot be checked")
         return self.full.shape[0]
 
@@ -99,7 +111,7 @@ class Rows:
         return self.pick.turns(iter(self.pick.loop.unrolled(self)))
 
     def tolist(self) -> list[Any]:
-        return ChosenNumbers([x.tolist() for x in self.pick.loop.unrolled(self)], self.pick)
+        return ChosenNumbers([x.tolist() for x in self.pick.loop.unrolled(self)], self)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "is_sparse", "is_meta"):

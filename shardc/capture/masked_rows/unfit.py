@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardc.errors import ShardcError
+from shardc.ir import source
 from shardc.ir.source import Source
 
 
@@ -19,7 +20,15 @@ class DrawnError(ShardcError):
 
 
 class Unfit(ShardcError):
-    """What is done with chosen rows is not done to each row by itself."""
+    """What is done with chosen rows is not done to each row by itself. at: the line of the model that does it."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"rows chosen by a mask: {what}")
+        self.at = source.of_call()
+        super().__init__(f"rows chosen by a mask: {what}", where=self.at.line)
+
+
+def because(refused: ShardcError, error: ShardcError) -> ShardcError:
+    """A refusal of what depends on values, at the line that rows chosen by a mask cannot pass either."""
+    if not isinstance(error, Unfit) or not error.at.line or error.at.line == refused.where:
+        return refused
+    return ShardcError(f"{refused.what}; {error.what} ({error.at.shown})", where=error.at.line, fix=refused.fix)

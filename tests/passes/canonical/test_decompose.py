@@ -126,6 +126,57 @@ def test_what_is_wrong_is_not_taken(way: Callable[..., Tensor], monkeypatch: pyt
         shardc.compile(model, (x,), {"shardc": 1, "mesh": {"dp": 2}})
 
 
+@torch.library.custom_op("shardc_decompose::added_in_order", mutates_args=())
+def added_in_order(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
+    """As torchtitan's experts put rows back: a function of torch's ops that is an op for what it sets."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return out.scatter_add(0, index, src)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@torch.library.custom_op("shardc_decompose::straight_through", mutates_args=())
+def straight_through(x: Tensor) -> Tensor:
+    """Rounds; its gradient is not that of its function, which is 0."""
+    return x.round()
+
+
+added_in_order.register_fake(lambda out, index, src: torch.empty_like(out))
+added_in_order.register_autograd(
+    lambda ctx, g: (g, None, g.gather(0, ctx.saved_tensors[0])),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
+straight_through.register_fake(torch.empty_like)
+straight_through.register_autograd(lambda ctx, g: g)
+
+
+@pytest.mark.parametrize("limit", [DECOMPOSE.PROOF_LIMIT, 0])
+def test_a_custom_op_is_its_function(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is proven on smaller operands."""
+    monkeypatch.setattr(DECOMPOSE, "PROOF_LIMIT", limit)
+
+    def reversed_rows(x: Tensor) -> Tensor:
+        index = torch.arange(x.shape[1]).flip(0)[:, None].expand(x.shape[1], x.shape[0])
+        return added_in_order(torch.zeros(x.shape[1], x.shape[0], dtype=x.dtype), index, x.T)
+
+    model, x, program = captured(reversed_rows, 4, 12)
+    assert "scatter_add" in str(targets(Canonical(Spec(Mesh(()))).run(program)))
+    compiled = shardc.compile(model, (x,), {"shardc": 1, "mesh": {"dp": 2}})
+    torch.testing.assert_close(shardc.simulate(compiled, model, (x,)).loss, model(x).detach())
+
+
+@pytest.mark.parametrize("limit", [DECOMPOSE.PROOF_LIMIT, 0])
+def test_a_custom_op_with_a_gradient_of_its_own_is_not_its_function(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DECOMPOSE, "PROOF_LIMIT", limit)
+    model, x, _ = captured(lambda x: straight_through(3 * x), 4, 12)
+    with pytest.raises(shardc.ShardcError, match=r"op shardc_decompose\.straight_through\.default \(1×\) has no rule"):
+        shardc.compile(model, (x,), {"shardc": 1, "mesh": {"dp": 2}})
+
+
 def test_the_same_step_without_a_mesh() -> None:
     model, x, program = captured(lambda x: F.pixel_shuffle(x, 2), 4, 8, 3, 3)
     canonical = Canonical(Spec(Mesh(()))).run(program)

@@ -1,0 +1,124 @@
+"""Attention with sinks, as GPT-OSS has it, as torch's attention with one more key: nothing keeps all scores.
+
+    weights = softmax(cat([q k^T * scale + mask, sink]))[..., :-1];   weights v
+    ->   attention([q, sink], [[k, 0], [0, 1 / scale]], [v; 0], [mask, visible], scale)
+
+A sink is a score of each head that is in the sum of the softmax, and has no value. So it is the score of a key whose
+value is 0: queries have a dim more, which holds the sink, and in which that key alone has 1 / scale. torch's fused
+kernels then compute it, with any mask and window; heads, rows and grouped queries are split as in any attention. The
+dims are padded to a multiple of 8, which those kernels ask for.
+
+transformers writes it out ("eager"), or takes FlexAttention's log-sum-exps, which it does not have on a CPU. Here
+nothing has to be computed, so both are taken.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Attention = Callable[..., tuple[Tensor, Any]]
+DIMS = 8
+
+
+@contextmanager
+def as_one_more_key(*, written_out: bool) -> Iterator[None]:
+    """While open, attention with sinks in models of transformers is computed as above: FlexAttention's, and, where
+    `written_out`, the one that such a model writes out in torch's ops. Does nothing where transformers has none.
+    """
+    utils, flex = (sys.modules.get(f"transformers.{n}") for n in ("modeling_utils", "integrations.flex_attention"))
+    interface = getattr(utils, "AttentionInterface", None)
+    if interface is None or not hasattr(interface, "get_interface"):  # earlier versions look it up otherwise
+        yield
+        return
+    original, masks = interface.get_interface, dict[tuple[int, ...], Any]()
+
+    def get_interface(self: Any, name: str, default: Attention) -> Attention:
+        chosen: Attention = original(self, name, default)
+        if chosen is getattr(flex, "flex_attention_forward", None):
+            return partial(_flex, chosen, masks)
+        return partial(_fused, chosen) if written_out and chosen is default and _is_known(chosen) else chosen
+
+    with mock.patch.object(interface, "get_interface", get_interface):
+        yield
+
+
+def _is_known(attention: Attention) -> bool:
+    """Is it, word by word, the function that GPT-OSS has?"""
+    known = getattr(sys.modules.get("transformers.models.gpt_oss.modeling_gpt_oss"), "eager_attention_forward", None)
+    ours, theirs = getattr(attention, "__code__", None), getattr(known, "__code__", None)
+    return (
+        ours is not None and theirs is not None and ours.co_code == theirs.co_code and ours.co_names == theirs.co_names
+    )
+
+
+def _fused(chosen: Attention, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+    """Attention that is written out, by torch's op. Where weights are dropped or asked for, as the model has it."""
+    if options.get("dropout") or options.get("output_attentions") or not isinstance(mask, Tensor | None):
+        return chosen(module, q, k, v, mask, **options)
+    scale = options["scaling"]
+    q, k, v = with_one_more_key(q, k, v, module.sinks, scale)  # type: ignore[arg-type]
+    if mask is not None:
+        mask = F.pad(mask[..., : k.shape[2] - 1], (0, 1), value=mask.dtype == torch.bool)
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _flex(
+    chosen: Attention,
+    masks: dict[tuple[int, ...], Any],
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    **options: Any,
+) -> Any:
+    """FlexAttention, whose mask shows the key beyond the others. masks: those made so far, each beside the block mask
+    that it is made of: layers share them.
+    """
+    sinks = options.get("s_aux")
+    if sinks is None or options.get("softcap") is not None or isinstance(mask, Tensor):
+        return chosen(module, q, k, v, mask, **options)
+    scale = options.pop("scaling", None) or q.shape[-1] ** -0.5
+    if mask is not None:
+        key = id(mask), q.shape[2], k.shape[2]
+        if key not in masks:
+            masks[key] = mask, _with_one_more_key(mask, q, k)
+        mask = masks[key][1]
+    return chosen(
+        module, *with_one_more_key(q, k, v, sinks, scale), mask, **{**options, "s_aux": None, "scaling": scale}
+    )
+
+
+def _with_one_more_key(mask: Any, q: Tensor, k: Tensor) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask  # what stands there now
+
+    shown, keys = mask.mask_mod, k.shape[2]
+
+    def shows(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen: Tensor = shown(b, h, i, j.clamp(max=keys - 1))
+        return seen | (j >= keys)
+
+    return create_block_mask(shows, mask.shape[0], None, q.shape[2], keys + 1, device=q.device)
+
+
+def with_one_more_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Operands of an attention that gives what attention with sinks gives.
+
+    q: f[b, h, s, d]. k: f[b, g, t, d], v: f[b, g, t, e], of h / g heads each. sinks: f[h]. Returns f[b, h, s, d + 8],
+    f[b, g, t + 1, d + 8], f[b, g, t + 1, e].
+    """
+    b, h, s, d = q.shape
+    held = sinks.to(q.dtype).reshape(1, h, 1, 1).expand(b, h, s, 1)
+    last = F.pad(k.new_full((b, k.shape[1], 1, 1), 1 / scale), (d, DIMS - 1))
+    queries = torch.cat([q, F.pad(held, (0, DIMS - 1))], -1)
+    return queries, torch.cat([F.pad(k, (0, DIMS)), last], 2), F.pad(v, (0, 0, 0, 1))

@@ -1,0 +1,183 @@
+"""What the boards of models share: the settings in which a model is tried, what came of it, and the file that keeps it.
+
+A model is compiled for each setting, all ranks run in this process, loss and gradients are compared with one device,
+and the program is proven. Each model runs in a process of its own, which ends when its seconds are over: a library may
+crash or never return. What came of it is a line of JSON, so a run that was cut short goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import shardc
+from tests import equality
+
+Row = dict[str, Any]
+#: setting -> sections of a spec; `layers` stands for a pattern of the model's own.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dp": {"mesh": {"dp": 2}},
+    "tp": {"mesh": {"tp": 2}, "shard": {"use": "structure"}},
+    "pp": {"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2}},
+    "zero 3": {"mesh": {"dp": 2}, "data": {"zero": 3}, "checkpoint": "layers"},
+    "all": {
+        "mesh": {"pp": 2, "dp": 2, "tp": 2},
+        "shard": {"use": "structure"},
+        "pipeline": {"axis": "pp", "stages": 2},
+        "batch": {"microbatches": 2},
+        "data": {"zero": 3},
+        "checkpoint": "layers",
+    },
+}
+#: Relative differences up to this are equal. Both sides add in other orders, which norms of small numbers and many
+#: layers multiply; the page says how many are beyond equality.RTOL.
+EQUAL = 1e-9
+#: What a refusal says of a model whose batch norms take all rows of a step: it is tried again with one microbatch.
+ALL_ROWS = "takes all rows of the batch"
+
+
+def layers(model: nn.Module) -> str:
+    """A pattern of the model's layers: the list of modules with the most weights. Without a list: all children."""
+    lists = [
+        (sum(p.numel() for p in m.parameters()), f"{name}.*" if name else "*")
+        for name, m in model.named_modules()
+        if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1
+    ]
+    return max(lists)[1] if lists else "*"
+
+
+def spec(model: nn.Module, setting: str, microbatches: int = 2) -> dict[str, Any]:
+    sections = {"shardc": 1, **SETTINGS[setting]}
+    if "checkpoint" in sections:
+        sections["checkpoint"] = [{"match": layers(model), "save": []}]
+    if "batch" in sections:
+        sections["batch"] = {"microbatches": microbatches}
+    return sections
+
+
+def refusal(error: shardc.ShardcError) -> Row:
+    first = error.errors[0]
+    return {"verdict": "refused", "what": first.what, "where": first.where or "", "fix": first.fix or ""}
+
+
+def raw(error: BaseException) -> Row:
+    lines = traceback.format_exception(error)[-6:]
+    return {"verdict": "raw", "what": f"{type(error).__name__}: {error}"[:300], "trace": "".join(lines)[-1500:]}
+
+
+def compared(one: equality.Reference, setting: str, microbatches: int = 2) -> Row:
+    """What came of one setting: equal, refused, differs or raw, and whether the proof holds."""
+    try:
+        program = one.compile(spec(one.model, setting, microbatches))
+        sim = shardc.verify.simulate(program, one.model, one.batch)
+        of_loss, of_grads = equality.differences(sim, one.loss, one.grads)
+        proof = program.prove()
+    except shardc.ShardcError as e:
+        if microbatches > 1 and ALL_ROWS in e.errors[0].what:
+            return compared(one, setting, 1) | {"microbatches": 1}
+        return refusal(e)
+    except Exception as e:
+        return raw(e)
+    worst = max([of_loss, *of_grads.values()], key=lambda x: (x != x, x))
+    row = {"verdict": "equal" if worst <= EQUAL else "differs", "off": worst, "proven": bool(proof.ok)}
+    return row if proof.ok else {**row, "gap": str(proof.gaps[0])[:300]}
+
+
+def tried(
+    build: Callable[[], Any], loss: Any = None, settings: Iterable[str] = SETTINGS, then: Any = None
+) -> Iterator[tuple[str, Row]]:
+    """(setting, what came of it) of each; of a model that cannot be captured, one row "capture". then: more rows of
+    the reference, before the settings."""
+    start = time.monotonic()
+    try:
+        one = equality.reference(build, loss)
+    except shardc.ShardcError as e:
+        yield "capture", refusal(e) | {"seconds": time.monotonic() - start}
+        return
+    except Exception as e:
+        yield "capture", raw(e) | {"seconds": time.monotonic() - start}
+        return
+    yield "capture", {"verdict": "captured", "seconds": time.monotonic() - start}
+    if then is not None:
+        yield from then(one)
+    for setting in settings:
+        start = time.monotonic()
+        yield setting, compared(one, setting) | {"seconds": time.monotonic() - start}
+
+
+def _work(rows: Callable[[], Iterable[tuple[str, Row]]], key: str, file: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for setting, row in rows():
+            with file.open("a") as out:
+                out.write(json.dumps({"model": key, "setting": setting, **row}) + "\n")
+
+
+def in_own_process(rows: Callable[[], Iterable[tuple[str, Row]]], key: str, file: Path, seconds: float) -> None:
+    """Add what `rows` gives to the file, for `seconds` at most."""
+    process = multiprocessing.get_context("fork").Process(target=_work, args=(rows, key, file))
+    process.start()
+    process.join(seconds)
+    ended = not process.is_alive()
+    if not ended:
+        process.kill()
+        process.join()
+    if not ended or process.exitcode:
+        what = f"ended with status {process.exitcode}" if ended else f"not done after {seconds:.0f} s"
+        row = {"model": key, "setting": "rest", "verdict": "raw" if ended else "out of time", "what": what}
+        with file.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+
+
+def kept(file: Path) -> dict[str, dict[str, Row]]:
+    """model -> setting -> what came of it, of a file of rows. The last row of a key counts."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in map(json.loads, file.read_text().splitlines() if file.exists() else []):
+        found.setdefault(row["model"], {})[row["setting"]] = row
+    return found
+
+
+def run(cases: dict[str, Callable[[], Any]], file: Path, minutes: float, each: float, again: bool = False) -> None:
+    """Try the cases that the file has not, until the minutes are over. each: seconds at most of one case."""
+    file.parent.mkdir(exist_ok=True)
+    done = {} if again else kept(file)
+    until = time.monotonic() + 60 * minutes
+    for key, rows in cases.items():
+        if time.monotonic() > until:
+            return
+        if key not in done:
+            in_own_process(rows, key, file, each)
+            last = " ".join(f"{s}:{r['verdict']}" for s, r in kept(file).get(key, {}).items())
+            print(f"{key:40} {last}", flush=True)
+
+
+def reasons(rows: Iterable[Row]) -> list[str]:
+    """Rows of a table of refusals by kind: how many, an example, and the fix that its error names."""
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["verdict"] == "refused":
+            kinds.setdefault(kind_of(row["what"]), []).append(row)
+    return [
+        f"| {len(of)} | {cell(kind)} ({cell(of[0]['model'])}: {cell(of[0]['where'])}) | {cell(of[0]['fix'])} |"
+        for kind, of in sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+    ]
+
+
+def kind_of(what: str) -> str:
+    """A refusal without names, numbers and lines of one model: those of one cause read alike."""
+    what = re.sub(r"\([^()]*(\([^()]*\)[^()]*)*\)", "", what)
+    what = re.sub(r"\b[\w.]+\.\d[\w.]*|\[[^\]]*\]|'[^']*'|\b\d+\b", "…", what)
+    return re.sub(r"\s+", " ", what.partition(":")[0] if len(what) > 160 else what).strip()
+
+
+def cell(text: str) -> str:
+    return re.sub(r"\s+", " ", str(text)).replace("|", "\\|")[:220]
