@@ -158,10 +158,11 @@ def prove(
                 torch.manual_seed(0)
                 second, _, values = interpret_all(program, params, after, inputs)
                 grads_of_second = _grads(second, trained)
-                both = grads_again.keys() & grads_of_second.keys()
+                zeros = {n: torch.zeros_like(trained[n]) for n in grads_again.keys() ^ grads_of_second.keys()}
+                either = sorted(grads_again.keys() | grads_of_second.keys())
                 _same_again(
-                    (*again, *(grads_again[n] for n in both)),
-                    (second, *values.values(), *(grads_of_second[n] for n in both)),
+                    (*again, *((zeros | grads_again)[n] for n in either)),
+                    (second, *values.values(), *((zeros | grads_of_second)[n] for n in either)),
                     changed,
                 )
     errors = Errors()
