@@ -31,7 +31,7 @@ from shardc.rules.notation import Signature
 from shardc.rules.op_call import Call, Operand
 from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy
-from shardc.torch_private import OpOverload
+from shardc.torch_private import OpOverload, unintercepted
 
 if TYPE_CHECKING:
     from shardc.rules.choices import Choices
@@ -129,6 +129,14 @@ class _Table:
     domains: tuple[tuple[float | None, ...], ...]
     good: Tensor
 
+    @classmethod
+    def of(cls, domains: tuple[tuple[float | None, ...], ...], each: list[Tensor | None]) -> _Table | None:
+        """each: of every point, what was found; None where the op raised. None if it raised everywhere."""
+        if all(found is None for found in each):
+            return None
+        good = torch.tensor([found is not None and bool(found.all()) for found in each])
+        return cls(domains, good.view([len(d) for d in domains]))
+
     def numbers(self, operand: int) -> list[float]:
         return [x for x in self.domains[operand] if x is not None and x in NUMBERS]
 
@@ -167,7 +175,7 @@ def _table(choices: Choices, padded: Padded) -> _Table | None:
     types = tuple((v.dtype, v.requires_grad, () if one_by_one else v.shape) for v in call.operands)
     key = (call.target, repr(call.args), repr(call.kwargs), types, one_by_one or some, padded.infinite)
     if key not in _TABLES:
-        with torch.enable_grad(), warnings.catch_warnings():
+        with unintercepted(), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _TABLES[key] = _of_elements(call, dict(padded.infinite)) if one_by_one else _of_rows(choices, some)
     return _TABLES[key]
@@ -207,10 +215,7 @@ def _of_elements(call: Call, known: dict[int, float]) -> _Table | None:
     run = _called(call)
     good = _good(run, call, columns)
     if good is None or good.shape != (len(points),):
-        each = [_good(run, call, [c[k] for c in columns]) for k in range(len(points))]
-        if all(g is None for g in each):
-            return None
-        good = torch.stack([g.all() if g is not None else torch.tensor(False) for g in each])
+        return _Table.of(domains, [_good(run, call, [c[k] for c in columns]) for k in range(len(points))])
     return _Table(domains, good.view([len(d) for d in domains]))
 
 
@@ -242,12 +247,9 @@ def _of_rows(choices: Choices, padded: Group) -> _Table | None:
         if any(x is None and len(d) == 2 for x, d in zip(point, domains, strict=True)):
             each.append(None)  # not run: kernels read and write at places without a look
         else:
-            filled = [_filled(v, s, x) for v, s, x in zip(call.operands, shapes, point, strict=True)]
-            each.append(_good(run, call, filled))
-    if all(g is None for g in each):
-        return None
-    good = torch.stack([g.all() if g is not None else torch.tensor(False) for g in each])
-    return _Table(domains, good.view([len(d) for d in domains]))
+            tensors = [_filled(v, s, x) for v, s, x in zip(call.operands, shapes, point, strict=True)]
+            each.append(_good(run, call, tensors))
+    return _Table.of(domains, each)
 
 
 def _is_place(call: Call, i: int) -> bool:

@@ -331,7 +331,8 @@ def unfilled(program: Program) -> Iterator[Callable[[], Program]]:
 @kind("padding filled with another number")
 def misfilled(program: Program) -> Iterator[Callable[[], Program]]:
     def change(node: fx.Node, _: Program) -> None:
-        node.args = (*node.args[:7], 3.0)
+        # zeros where an op is not finite at them; else what is counted
+        node.args = (*node.args[:7], 0.0 if len(node.args) > 7 and node.args[7] else 3.0)
 
     return on_nodes(change, lambda n: n.target is ops.fill_padding)(program)
 

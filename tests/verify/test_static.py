@@ -139,3 +139,5 @@ def test_cli(tmp_path: Path) -> None:
     document = json.loads(CliRunner().invoke(app, ["verify", str(tmp_path / "a"), "--static", "--json"]).output)
     assert document["ok"]
     assert document["gaps"] == []
+    assert "conversions and their transposes" in document["assumed"]
+    assert "conversions and their transposes" in said.output.splitlines()[1]
