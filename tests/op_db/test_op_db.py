@@ -20,6 +20,7 @@ EQUAL = [
     *(("pow", "inplace"), ("float_power", "inplace"), ("ldexp", "inplace"), ("logical_and", "inplace")),
     *(("transpose", "inplace"), ("fft.ihfft", "first"), ("index_fill", "first")),
     *(("_batch_norm_with_update", "first"), ("_native_batch_norm_legit", "first"), ("combinations", "first")),
+    ("native_batch_norm", "second"),
 ]
 #: Ops that no mesh can hold, and what the message says.
 REFUSED = {
