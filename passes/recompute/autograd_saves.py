@@ -82,6 +82,7 @@ _OURS: dict[Any, Callable[[Sequence[Value], Sequence[Value]], Saved]] = {
         tuple(range(len(ins) - 1)), own=9 * _elements(ins[-1]) + outs[0].nbytes() // 2
     ),
     ops.sum_exp: lambda ins, outs: Saved(own=_elements(ins[0]) * ins[1].dtype.itemsize),  # exponentials
+    ops.extremum: lambda ins, outs: Saved((2,), own=_elements(ins[0])),  # bools
     ops.nll_exp: lambda ins, outs: Saved(own=outs[0].nbytes() // 2),
     ops.nll_alone: lambda ins, outs: Saved(own=_elements(outs[0])),
     ops.nll_join: lambda ins, outs: Saved((0,), own=_elements(outs[0])),

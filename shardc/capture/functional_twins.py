@@ -58,7 +58,7 @@ _RENAMED = {"normal": "normal_functional"}
 _CONSTANT = {
     aten.normal_functional.default,
     aten.bernoulli.p,
-    *(getattr(aten.randint_like, overload) for overload in aten.randint_like.overloads()),
+    *(getattr(aten.randint_like, overload) for overload in aten.randint_like.overloads()),  # type: ignore[no-untyped-call]
 }
 
 
@@ -116,7 +116,7 @@ def functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def is_view(node: fx.Node) -> bool:
     """Does an in-place op only look at its tensor otherwise, as transpose_ does? It writes no number."""
-    twin = twin_of(node.target)  # type: ignore[arg-type]
+    twin = twin_of(node.target)
     return twin is not None and any(r.alias_info is not None for r in twin._schema.returns)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shardc.capture import inplace_ops
+from shardc.capture import functional_twins, inplace_ops
 from shardc.capture.hidden_layers import Hidden, UnlikeError
 from shardc.capture.inline_regions import unchanged
 from shardc.capture.inner_autograd import GRADIENT
@@ -87,7 +87,7 @@ class Copies:
         begun = False
         for n in graph.nodes:
             begun = begun or n in inside
-            if not begun or not inplace_ops.is_inplace(n):
+            if not begun or not functional_twins.is_inplace(n):
                 continue
             for m in (m for x in inplace_ops.written(n) for m in family[root[x]]):
                 if inside.get(m) != inside.get(n) or (n not in inside and not inside.keys().isdisjoint(m.users)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.capture import capture, functional_twins
-from shardc.capture.inplace_ops import is_inplace
+from shardc.capture.functional_twins import is_inplace
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 

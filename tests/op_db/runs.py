@@ -29,7 +29,8 @@ BOUND = 1e-10
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one case on one mesh. how: "equal", "refused" by name, "wrong", or "raw": an exception that is no ShardcError.
+    """Of one case on one mesh. how: "equal", "refused" by name, "wrong", "skip", or "raw": an exception that is no
+    ShardcError.
 
     gathers: collectives of forward but sums: where there is none, what came split stayed split.
     """
@@ -76,8 +77,8 @@ def by_shardc(case: Reference, mode: str, seeded: bool = False) -> Iterator[Outc
         captured = capture(case.model, batch)
     except Exception as e:
         outcome = _error("capture", e)
-        if not (seeded and "differs from the model's own" in outcome.what):
-            yield outcome
+        random = seeded and "differs from the model's own" in outcome.what
+        yield Outcome("", "skip", "random") if random else outcome
         return
     for name, spec in specs(case, mode):
         yield _on(case, name, spec, captured, batch)

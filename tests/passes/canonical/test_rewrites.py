@@ -240,18 +240,6 @@ def test_alpha_dropout_takes_torchs_two_values() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("function", "text"),
-    [
-        (lambda w: put(w, w[:, 0] > 0, torch.tensor([1]), to=1.0), "an assignment through a mask"),
-        (
-            lambda w: torch.native_batch_norm(
-                w, None, None, w.detach()[0].clone(), w.detach()[0].clone(), True, 0.1, 1e-5
-            )[0].sum(),
-            "native_batch_norm.default updates running statistics in place",
-        ),
-    ],
-)
-def test_refusals(function: Any, text: str) -> None:
-    with pytest.raises(shardc.ShardcError, match=text):
-        same(function)
+def test_refusal() -> None:
+    with pytest.raises(shardc.ShardcError, match="an assignment through a mask"):
+        same(lambda w: put(w, w[:, 0] > 0, torch.tensor([1]), to=1.0))
