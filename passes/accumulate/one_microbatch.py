@@ -202,7 +202,7 @@ class OneMicrobatch:
         """A new op before the node: the sum of x over all microbatches."""
         assert isinstance(x, fx.Node)
         if any(n.target is ops.total for n in behind([x])):
-            self._refuse(node, node)
+            self._refuse(node, node, nested=True)
         value = replace(x.meta["value"], layout=without_microbatches(x.meta["value"].layout))
         total = self._before(node, ops.total, (self.mesh_node, len(self.totals)), f"{x.name}_total", value)
         self.totals.append(x)
@@ -278,7 +278,7 @@ class OneMicrobatch:
                 return
         for x in dict.fromkeys(operands[i] for i in summed):
             if x in self.from_batch or not self._sum(x, node):
-                self._refuse(x, node)
+                self._refuse(x, node, nested=True)
                 return
         self._use_whole_sums(node, operands_of(node))
 
@@ -356,17 +356,27 @@ class OneMicrobatch:
         value: Value = node.meta["value"]
         return value.layout[AXIS]
 
-    def _refuse(self, total: fx.Node, user: fx.Node) -> None:
+    def _refuse(self, total: fx.Node, user: fx.Node, nested: bool = False) -> None:
+        """nested: what is summed takes such a sum itself."""
         value, source = total.meta["value"], source_of(user)
         shown: Value = value[0] if isinstance(value, tuple) else value
         shown = replace(shown, layout=Layout())
         code = f" ({source.shown})" if source.code else ""
+        why = ", and a gradient of every row goes through it" if requires_grad(total) else ""
+        if nested and not why:
+            why = ", and it is a sum of what takes such a sum itself (as a variance takes the mean)"
+        known = total in self.from_batch or user in self.from_batch
         error = ShardcError(
             f"{source}: a value of {shown}{code} takes all rows of the batch, and is needed before the step's last"
             " microbatch: what is computed of all rows (BatchNorm's statistics, a contrastive loss, rows that are"
-            " mixed, a maximum) is not that of microbatches, and a gradient of every row goes through it",
+            f" mixed, a maximum) is not that of microbatches{why}",
             where=self.where,
             fix=(
+                "it follows from the batch alone: compute it where the batch is made, and make it an input; or write"
+                " batch: {microbatches: 1}"
+            )
+            if known
+            else (
                 "write batch: {microbatches: 1}; where it is BatchNorm, batch_norm: local (each rank and microbatch has"
                 " its own statistics), or a layer that looks at each row by itself (LayerNorm, GroupNorm)"
             ),

@@ -56,7 +56,10 @@ NUMBER = (
     "a tensor becomes a Python number (.item(), int(), float(), tolist(), an index of one element): the program"
     f" {DEPENDS}"
 )
-KEEP = "keep it a tensor: x * n, not x * n.item(); pick rows with index_select(0, i.view(1)) or gather"
+KEEP = (
+    "keep it a tensor: x * n.detach(), not x * n.item(), as no gradient goes through a number; pick rows with"
+    " index_select(0, i.view(1)) or gather"
+)
 TEXT, PRINT = (
     f"forward formats a tensor as text, which {DEPENDS}",
     "print it outside of forward: return it from the model",

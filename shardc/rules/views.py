@@ -212,20 +212,56 @@ rule(aten.repeat_interleave.self_int, repeat_interleave, linear="0", local=local
 
 
 def cut(call: Call) -> Signature:
-    """x[a:b:c] along a dim: whole, unless the slice takes everything."""
-    x, d = call.operands[0].shape, call.dim(call.arg(1, "dim", 0))
-    names = names_of(len(x))
-    if call.results[0].shape == x and call.arg(4, "step", 1) == 1:
-        return signature_of(call, [names], [names], sizes_of(x))
-    out = list(names)
-    out[d] = ("o",)
-    return signature_of(call, [names], [out], {**sizes_of(x), "o": call.results[0].shape[d]}, {f"d{d}", "o"})
+    """x[a:b:c] along a dim. One of equal parts: the dim is (part, place in it), of every k-th entry (place, part), and
+    the place may be split; all of the dim is the tensor itself; of another range the dim is whole.
+    """
+    x, d = call.operands[0].shape, _cut_dim(call)
+    size = call.results[0].shape[d]
+    names, sizes = names_of(len(x)), sizes_of(x)
+    start, _, step = _range(call)
+    if size == x[d] and step == 1:
+        return signature_of(call, [names], [names], sizes)
+    inside, out, whole = names[d], ("o",), {f"d{d}", "o"}
+    if size and x[d] % size == 0 and (step == x[d] // size or (step == 1 and start % size == 0)):
+        inside, out, whole = ("part", "o") if step == 1 else ("o", "part"), ("o",), {"part"}
+        sizes |= {"part": x[d] // size}
+    return signature_of(
+        call,
+        [[*names[:d], inside, *names[d + 1 :]]],
+        [[*names[:d], out, *names[d + 1 :]]],
+        sizes | {"o": size},
+        whole,
+    )
+
+
+def _cut_dim(call: Call) -> int:
+    return call.dim(call.arg(1, "dim", 0))
+
+
+def _range(call: Call) -> tuple[int, int, int]:
+    """Start, stop and step of a slice, as numbers from 0 to the dim's size."""
+    size = call.operands[0].shape[_cut_dim(call)]
+    return slice(call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1)).indices(size)
+
+
+def local_range(call: Call, size: int, own: int) -> tuple[int, ...]:
+    """The numbers of a slice among a rank's places: `size` of them come out, of `own`."""
+    start, _, step = _range(call)
+    if step != 1:
+        return start, own, step
+    start = start // call.results[0].shape[_cut_dim(call)] * size
+    return start, start + size
 
 
 def local_cut(call: LocalCall) -> fx.Node:
-    """Where the sliced dim itself is split the slice took everything: nothing is left to do."""
-    d = call.call.dim(call.call.arg(1, "dim", 0))
-    return call.args[0] if call.inputs[0].shards(d) else call.same()
+    """Where the sliced dim is split: the same part of this rank's places; nothing where the slice takes everything."""
+    d = _cut_dim(call.call)
+    if not call.inputs[0].shards(d):
+        return call.same()
+    size, own = call.out_shape[d], call.inputs[0].local_shape(call.call.operands[0].shape, call.mesh)[d]
+    if size in (own, 0):  # an empty part has no rule that splits the dim
+        return call.args[0]  # type: ignore[no-any-return]
+    return call.emit(aten.slice.Tensor, (call.args[0], d, *local_range(call.call, size, own)), {})
 
 
 rule(aten.slice.Tensor, cut, linear="0", local=local_cut)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import fx
 
 from shardc.rules.notation import Signature
 from shardc.rules.op_call import Call
-from shardc.rules.registry import SignatureOf, rule
-from shardc.rules.views import cut, diagonal
+from shardc.rules.registry import LocalCall, SignatureOf, rule
+from shardc.rules.views import cut, diagonal, local_range
 
 aten = torch.ops.aten
 
@@ -21,12 +22,28 @@ def into(view: SignatureOf) -> SignatureOf:
 
     def written(call: Call) -> Signature:
         """Written into a view: dims that the view keeps may be split, in what is written as well."""
-        x, source = call.operands
-        seen = view(replace(call, args=(call.args[0], *call.args[2:]), operands=(x,), results=(source,)))
+        seen = view(_read(call))
         return replace(seen, inputs=(*seen.inputs, *seen.outputs), outputs=seen.inputs)
 
     return written
 
 
-rule(aten.slice_scatter.default, into(cut), linear="0 1")
+def _read(call: Call) -> Call:
+    """The view that the call writes into."""
+    x, source = call.operands
+    return replace(call, args=(call.args[0], *call.args[2:]), operands=(x,), results=(source,))
+
+
+def local_cut_written(call: LocalCall) -> fx.Node:
+    """Where the sliced dim is split: into the same part of this rank's places; all of it is the source itself."""
+    d = call.call.dim(call.call.arg(2, "dim", 0))
+    if not call.inputs[0].shards(d):
+        return call.same()
+    size, own = call.inputs[1].local_shape(call.call.operands[1].shape, call.mesh)[d], call.out_shape[d]
+    if own == size:
+        return call.args[1]  # type: ignore[no-any-return]
+    return call.emit(call.call.target, (*call.args[:2], d, *local_range(_read(call.call), size, own)), {})
+
+
+rule(aten.slice_scatter.default, into(cut), linear="0 1", local=local_cut_written)
 rule(aten.diagonal_scatter.default, into(diagonal), linear="0 1")

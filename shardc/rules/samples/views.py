@@ -57,6 +57,9 @@ sample(
 sample(
     aten.slice.Tensor,
     lambda t: call(t.real(4, 12), 1, 0, 6),
+    lambda t: call(t.real(4, 24), 1, 12, 24),
+    lambda t: call(t.real(4, 36), -1, 12, 24),
+    lambda t: call(t.real(36, 2), 0, 1, None, 3),
     lambda t: call(t.real(4, 12), -1, 3, 9223372036854775807),
     lambda t: call(t.real(4, 12), 1, 0, 12),
     lambda t: call(t.real(4, 12), 0, 0, 9223372036854775807),

@@ -307,6 +307,20 @@ def test_what_needs_all_rows_is_refused(loss: Any, mesh: dict[str, int]) -> None
         assert "so do" not in error.what or re.search(r"so do \S", error.what)
 
 
+def whitened(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """By a deviation of the batch's own numbers: no gradient, but a sum of what takes a mean."""
+    r = y.to(x.dtype)
+    return (m.a(x)[:, 0] * (r - r.mean()) / (r.std() + 1)).mean()
+
+
+def test_what_follows_from_the_batch_can_be_computed_before() -> None:
+    y = torch.arange(ROWS)
+    with pytest.raises(shardc.ShardcError, match="a sum of what takes such a sum itself") as e:
+        shardc.compile(Model(whitened), {"x": rows(6), "y": y}, spec("", {"dp": 2}, 2), prove=False)
+    assert "compute it where the batch is made" in str(e.value)
+    assert "gradient" not in str(e.value)
+
+
 def test_counts_are_summed_once_and_the_loss_after_the_step() -> None:
     """Over ranks: no collective in forward of a microbatch is left."""
     model, batch = Model(lambda m, x, y: F.cross_entropy(m.a(x), y, ignore_index=2)), (rows(6), torch.arange(ROWS) % 6)
