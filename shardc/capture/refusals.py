@@ -254,6 +254,11 @@ CAUSES = (
         raised=r"ScriptModule|RecursiveScriptModule|torch\.jit",
     ),
     Cause(
+        "a module holds something under the name of a method that each nn.Module has (such as `parameters`)",
+        "give that attribute another name",
+        raised=r"submodule `[^`]*`: <bound method",
+    ),
+    Cause(
         "the model copies a tensor with copy.deepcopy",
         "use x.clone()",
         raised=r"support the deepcopy protocol",
