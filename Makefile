@@ -42,7 +42,7 @@ sequences: $(READY)   ## docs/measured/sequences.md: families x methods x ranks 
 	@test -x .venv-lib/bin/python || $(PYTHON) -m venv .venv-lib
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> $$(.venv-lib/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
-	.venv-lib/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt '.[libraries]'
+	.venv-lib/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[libraries]'
 	.venv-lib/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps litgpt
 	@touch $@
 
