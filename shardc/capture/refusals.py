@@ -173,6 +173,7 @@ CAUSES = (
         code=r"\[[^\]]*:|\b(split|view|reshape|expand|narrow|zeros|ones|full|empty|rand|randn|arange)\(",
     ),
     Cause(NUMBER, KEEP, raised=DATA),
+    Cause(NUMBER, KEEP, raised=r"unhashable type: non-nested SymInt"),  # a set of such numbers
     Cause(
         "elements of a tensor are read outside of torch's ops (a tuple of tensors as an index, an extension): the"
         f" result {DEPENDS}",

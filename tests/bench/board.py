@@ -176,7 +176,7 @@ def kind_of(what: str) -> str:
     """A refusal without names, numbers and lines of one model: those of one cause read alike."""
     what = re.sub(r"\([^()]*(\([^()]*\)[^()]*)*\)", "", what)
     what = re.sub(r"\b[\w.]+\.\d[\w.]*|\[[^\]]*\]|'[^']*'|\b\d+\b", "…", what)
-    return re.sub(r"\s+", " ", what.partition(":")[0] if len(what) > 160 else what).strip()
+    return re.sub(r"\s+", " ", what)[:160].strip()
 
 
 def cell(text: str) -> str:

@@ -47,13 +47,24 @@ Versions: {versions}.
 SIGNS = {"equal": "=", "refused": "r"}
 
 
+#: Names of cases whose package is called otherwise.
+PACKAGES = {
+    "segmentation": "segmentation-models-pytorch",
+    "open_clip": "open-clip-torch",
+    "esm": "fair-esm",
+    "esm-1": "fair-esm",
+    "esm-1b": "fair-esm",
+    "esm-2": "fair-esm",
+}
+
+
 def page(cases: dict[str, libraries.Case]) -> str:
     kept = {name: rows for name, rows in board.kept(KEPT).items() if name in cases}
     every = [row for rows in kept.values() for row in _runs(rows)]
     equal = [row for row in every if row["verdict"] == "equal"]
     refused = [row for rows in kept.values() for row in rows.values() if row["verdict"] == "refused"]
     wrong = [row for row in every if row["verdict"] not in SIGNS]
-    names = dict.fromkeys(_library(name) for name in kept)
+    names = dict.fromkeys(map(_library, kept))
     listed = [
         f"- {r['model']}, {r['setting']}: {r['verdict']} {board.cell(r.get('what') or r.get('off'))}" for r in wrong
     ]
@@ -100,24 +111,14 @@ def _row(name: str, rows: dict[str, board.Row]) -> str:
 
 @functools.cache
 def _library(name: str) -> str:
-    """The library of a case: its name up to the first space or comma."""
-    return name.replace(",", " ").split()[0]
-
-
-#: Names of cases whose package is called otherwise.
-PACKAGES = {
-    "segmentation": "segmentation-models-pytorch",
-    "open_clip": "open-clip-torch",
-    "esm": "fair-esm",
-    "esm-1": "fair-esm",
-    "esm-1b": "fair-esm",
-    "esm-2": "fair-esm",
-}
+    """The package of a case: its name up to the first space or comma."""
+    first = name.replace(",", " ").split()[0]
+    return PACKAGES.get(first, first)
 
 
 def _version(name: str) -> str:
     try:
-        return version(PACKAGES.get(name, name))
+        return version(name)
     except PackageNotFoundError:
         return "?"
 
