@@ -65,9 +65,10 @@ def page(cases: dict[str, libraries.Case]) -> str:
     refused = [row for rows in kept.values() for row in rows.values() if row["verdict"] == "refused"]
     wrong = [row for row in every if row["verdict"] not in SIGNS]
     names = dict.fromkeys(map(_library, kept))
-    listed = [
+    lines = (
         f"- {r['model']}, {r['setting']}: {r['verdict']} {board.cell(r.get('what') or r.get('off'))}" for r in wrong
-    ]
+    )
+    listed = list(dict.fromkeys(lines))
     return HEAD.format(
         date=time.strftime("%Y-%m-%d"),
         torch=torch.__version__,
