@@ -1,4 +1,4 @@
-# make train | documents | generate | adapters | sequences | test | gpu | fuzz | graphs | hostile | ops | faults | lowered | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | documents | generate | adapters | sequences | libraries | families | test | gpu | fuzz | graphs | hostile | ops | faults | lowered | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 # Twice as many as two cores: tests that wait for processes leave time to others.
 JOBS ?= 4
@@ -13,7 +13,7 @@ define link
 	@for d in passes runtime specs; do ln -s ../../../$$d $(1)/shardc/$$d; done
 endef
 
-.PHONY: train documents generate adapters sequences test test-all gpu fuzz graphs hostile ops faults lowered mutants lint bench table docs types clean
+.PHONY: train documents generate adapters sequences libraries families test test-all gpu fuzz graphs hostile ops faults lowered mutants lint bench table docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -36,6 +36,21 @@ adapters: $(READY)   ## LoRA beside it on 2 processes: peft loads what was saved
 
 sequences: $(READY)   ## docs/measured/sequences.md: families x methods x ranks of `sequence:`, alone and with other sections
 	$(BIN)/python -m tests.bench.sequence_families
+
+# The libraries in an environment of their own, on top of .venv: torch, transformers and what tests run with stay as they are.
+.venv-lib/.ready: $(READY)
+	@test -x .venv-lib/bin/python || $(PYTHON) -m venv .venv-lib
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$(.venv-lib/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	.venv-lib/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[libraries]'
+	.venv-lib/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps litgpt
+	@touch $@
+
+libraries: .venv-lib/.ready   ## docs/measured/libraries.md: models of other libraries in five settings, for MINUTES; goes on where it stopped; ONLY='timm *'
+	.venv-lib/bin/python -m tests.bench.libraries --minutes $(or $(MINUTES),60) --only '$(or $(ONLY),*)'
+
+families: $(READY)   ## docs/measured/families.md: every model class of transformers, for MINUTES; goes on where it stopped; ONLY='*ForCausalLM'
+	$(BIN)/python -m tests.bench.families --minutes $(or $(MINUTES),60) --only '$(or $(ONLY),*)'
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal

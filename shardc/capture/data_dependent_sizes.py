@@ -22,7 +22,10 @@ from shardc.torch_modes import untraced
 from shardc.torch_private import pytree, tracing
 
 #: By name, as functions of torch's and as methods.
-SIZED = ("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave")
+SIZED = (
+    *("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave"),
+    "combinations",
+)
 _CALLS = {getattr(holder, name) for holder in (torch, Tensor) for name in SIZED if hasattr(holder, name)}
 #: Calls in whose arguments torch reads numbers where Python does not see it.
 _NUMBERED = {

@@ -138,7 +138,7 @@ def _reading(
         models = original.__name__ == "item" and source.is_models(sys._getframe(1).f_code.co_filename)
         compared = models and not {"<", ">"}.isdisjoint(source.of_call().code)
         if compared and (ends := constant_ends(self, {})[0]) is not None:
-            return Drawn(*(untraced(end.item) for end in ends), partial(unknown, self))
+            return Drawn(untraced(ends[0].item), untraced(ends[1].item), partial(unknown, self))
         asks = chosen is not None and original.__name__ == "__bool__"
         if chosen is not None and asks and (some := chosen.truth(self, sys._getframe(1))) is not None:
             return some

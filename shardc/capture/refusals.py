@@ -179,6 +179,7 @@ CAUSES = (
         code=r"\[[^\]]*:|\b(split|view|reshape|expand|narrow|zeros|ones|full|empty|rand|randn|arange)\(",
     ),
     Cause(NUMBER, KEEP, raised=DATA),
+    Cause(NUMBER, KEEP, raised=r"unhashable type: non-nested SymInt"),  # a set of such numbers
     Cause(
         "elements of a tensor are read outside of torch's ops (a tuple of tensors as an index, an extension): the"
         f" result {DEPENDS}",
@@ -268,6 +269,11 @@ CAUSES = (
         "a TorchScript module cannot be traced",
         "use the module that was scripted",
         raised=r"ScriptModule|RecursiveScriptModule|torch\.jit",
+    ),
+    Cause(
+        "a module holds something under the name of a method that each nn.Module has (such as `parameters`)",
+        "give that attribute another name",
+        raised=r"submodule `[^`]*`: <bound method",
     ),
     Cause(
         "the model copies a tensor with copy.deepcopy",

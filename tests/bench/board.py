@@ -74,7 +74,7 @@ def raw(error: BaseException) -> Row:
     return {"verdict": "raw", "what": f"{type(error).__name__}: {error}"[:300], "trace": "".join(lines)[-1500:]}
 
 
-def compared(one: equality.Reference, setting: str, microbatches: int = 2) -> Row:
+def compared(one: equality.Reference, setting: str, bound: float = EQUAL, microbatches: int = 2) -> Row:
     """What came of one setting: equal, refused, differs or raw, and whether the proof holds."""
     try:
         program = one.compile(spec(one.model, setting, microbatches))
@@ -83,20 +83,17 @@ def compared(one: equality.Reference, setting: str, microbatches: int = 2) -> Ro
         proof = program.prove()
     except shardc.ShardcError as e:
         if microbatches > 1 and ALL_ROWS in e.errors[0].what:
-            return compared(one, setting, 1) | {"microbatches": 1}
+            return compared(one, setting, bound, 1) | {"microbatches": 1}
         return refusal(e)
     except Exception as e:
         return raw(e)
     worst = max([of_loss, *of_grads.values()], key=lambda x: (x != x, x))
-    row = {"verdict": "equal" if worst <= EQUAL else "differs", "off": worst, "proven": bool(proof.ok)}
+    row = {"verdict": "equal" if worst <= bound else "differs", "off": worst, "proven": bool(proof.ok)}
     return row if proof.ok else {**row, "gap": str(proof.gaps[0])[:300]}
 
 
-def tried(
-    build: Callable[[], Any], loss: Any = None, settings: Iterable[str] = SETTINGS, then: Any = None
-) -> Iterator[tuple[str, Row]]:
-    """(setting, what came of it) of each; of a model that cannot be captured, one row "capture". then: more rows of
-    the reference, before the settings."""
+def tried(build: Callable[[], Any], loss: Any = None, bound: float = 0.0) -> Iterator[tuple[str, Row]]:
+    """(setting, what came of it) of each setting; before them "capture". bound: see Case."""
     start = time.monotonic()
     try:
         one = equality.reference(build, loss)
@@ -107,11 +104,9 @@ def tried(
         yield "capture", raw(e) | {"seconds": time.monotonic() - start}
         return
     yield "capture", {"verdict": "captured", "seconds": time.monotonic() - start}
-    if then is not None:
-        yield from then(one)
-    for setting in settings:
+    for setting in SETTINGS:
         start = time.monotonic()
-        yield setting, compared(one, setting) | {"seconds": time.monotonic() - start}
+        yield setting, compared(one, setting, max(bound, EQUAL)) | {"seconds": time.monotonic() - start}
 
 
 def _work(rows: Callable[[], Iterable[tuple[str, Row]]], key: str, file: Path) -> None:
@@ -176,7 +171,7 @@ def kind_of(what: str) -> str:
     """A refusal without names, numbers and lines of one model: those of one cause read alike."""
     what = re.sub(r"\([^()]*(\([^()]*\)[^()]*)*\)", "", what)
     what = re.sub(r"\b[\w.]+\.\d[\w.]*|\[[^\]]*\]|'[^']*'|\b\d+\b", "…", what)
-    return re.sub(r"\s+", " ", what.partition(":")[0] if len(what) > 160 else what).strip()
+    return re.sub(r"\s+", " ", what)[:160].strip()
 
 
 def cell(text: str) -> str:

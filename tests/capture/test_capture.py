@@ -197,7 +197,7 @@ def test_fake_and_meta_models_and_batches() -> None:
     ):
         program = capture(m, b)
         assert str(program.graph) == str(want.graph)
-        assert program.notes == want.notes  # it computes norms in float32
+        assert program.notes == want.notes  # on what it computes in float32
 
 
 def test_sources() -> None:

@@ -331,3 +331,19 @@ def test_an_input_that_decides_sizes_is_named_and_may_be_a_constant() -> None:
     model = Fixed().double()
     program = shardc.compile(model, {"x": x}, {"shardc": 1, "mesh": {"dp": 2}})
     torch.testing.assert_close(shardc.verify.simulate(program, model, {"x": x}).loss, model(x).detach())
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        i, j = torch.combinations(torch.arange(4)).T
+        y = self.fc(x)
+        return (y[:, i] - y[:, j]).square().mean()
+
+
+def test_combinations_of_constants_are_constants() -> None:
+    """torch finds them by a mask."""
+    capture(Pairs().double(), {"x": torch.randn(8, 4, 3, dtype=torch.float64)})

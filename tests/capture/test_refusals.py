@@ -120,6 +120,7 @@ VALUES: list[tuple[Function, str, str]] = [
     ),
     (lambda s, y: y.sum() * y.max().item(), "a tensor becomes a Python number (.item(), int()", "x * n.detach(), not"),
     (lambda s, y: y.sum() * sum(y[0].tolist()), "a tensor becomes a Python number", "keep it a tensor"),
+    (lambda s, y: y.sum() * len(set((y > 0).sum(1).tolist())), "a tensor becomes a Python number", "keep it a tensor"),
     (lambda s, y: y[int(y.sum(1).argmax())].sum(), "a tensor becomes a Python number", "index_select"),
     (lambda s, y: y[y.sum(1).argmax()].sum(), "a tensor becomes a Python number", "index_select"),
     (

@@ -40,11 +40,14 @@ def given(output: Any, batch: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """make: the model. batch: arguments by position, or by name. loss: of the output and the batch."""
+    """make: the model. batch: arguments by position, or by name. loss: of the output and the batch. bound: relative
+    difference that counts as equal, of a model that rounds to fewer bits itself.
+    """
 
     make: Callable[[], nn.Module]
     batch: Callable[[], tuple[Any, ...] | dict[str, Any]]
     loss: Callable[[Any, Any], Tensor] = waves
+    bound: float = 0.0
 
     def build(self) -> tuple[nn.Module, Any]:
         torch.manual_seed(0)

@@ -57,7 +57,7 @@ CASES = {
     "vit-pytorch value residual": _vit("simple_vit_with_value_residual", "SimpleViT"),
     "vit-pytorch fft": _vit("simple_vit_with_fft", "SimpleViT", freq_patch_size=8),
     "vit-pytorch hyper connections": _vit("simple_vit_with_hyper_connections", "SimpleViT", num_residual_streams=2),
-    "vit-pytorch jumbo vit": _vit("jumbo_vit", "JumboViT"),
+    "vit-pytorch jumbo vit": _vit("jumbo_vit", "JumboViT", jumbo_cls_k=2, dim=16, jumbo_ff_mult=1),
     "vit-pytorch u-vit": _vit("simple_uvit", "SimpleUViT"),
     "vit-pytorch adaptive tokens": _vit("ats_vit", max_tokens_per_depth=(16, 8)),
     "vit-pytorch t2t": row("vit_pytorch.t2t:T2TViT", image(), **_without("patch_size"), t2t_layers=((7, 4), (3, 2))),

@@ -22,7 +22,7 @@ from torch import nn
 
 @torch.library.custom_op("coverage::odd", mutates_args=())
 def odd(x: torch.Tensor) -> torch.Tensor:
-    return x.flip(0)
+    return torch.from_numpy(x.numpy(force=True)[::-1].copy())
 
 
 odd.register_fake(lambda x: torch.empty_like(x))

@@ -40,6 +40,7 @@ FIELDS: tuple[tuple[str, Any], ...] = (
     (r"n_group|topk_group|num_shared_experts|n_shared_experts", 1),
     (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
     (r"index_topk", 8),
+    (r"index_kpool.*", 4),
     (r"index_n_heads", 4),
     (r"(max_position_embeddings|n_positions|max_source_positions|max_target_positions|n_ctx|max_sequence_length)", 64),
     (r"sliding_window|attention_window|local_attention", 8),
@@ -64,7 +65,7 @@ def _value(name: str, default: Any) -> Any:
     if isinstance(default, bool) or not (default is None or isinstance(default, int)):
         return default
     if default is None and not re.search(
-        r"head_dim|key_value|lora|intermediate|window|token_id|hidden_size|vocab", name
+        r"head_dim|key_value|group|lora|intermediate|window|token_id|hidden_size|vocab", name
     ):
         return None
     found = next((value for pattern, value in FIELDS if re.fullmatch(pattern, name)), None)
@@ -179,6 +180,7 @@ def build(name: str) -> Built:
     for instead in VARIANTS:
         try:
             config = tiny(model_class.config_class, instead)
+            config.use_cache = False
             config._experts_implementation = "batched_mm"  # the default has no float64 kernel
             torch.manual_seed(0)
             model = ready(model_class(config), torch.float64)

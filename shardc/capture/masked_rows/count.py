@@ -133,4 +133,5 @@ class Count:
     def __bool__(self) -> bool:
         return self._compared(0, operator.ne)
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        raise Unfit("their number is put in a set, or is the key of a dict")
