@@ -122,8 +122,10 @@ def prove(
         try:
             with patches.swapped(model, tensors):  # backward too: a reentrant checkpoint runs the model again
                 want, *beside = eager(whole)
+                forwarded = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
                 want_grads = _grads(want, trained)
                 after = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
+                _refuse_written_in_backward(forwarded, after)
             written = {name: Source() for name, (x, version) in plain.items() if _version(x) != version}
             changed = {**written, **changed}
             if changed:
@@ -404,6 +406,19 @@ def _grads(loss: Tensor | None, trained: dict[str, Tensor]) -> dict[str, Tensor]
     for p in trained.values():
         p.grad = None
     return {name: g.to_dense() if g.is_sparse else g for name, g in grads.items()}
+
+
+def _refuse_written_in_backward(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    """Raise ShardcError for buffers that differ after backward, nan aside, from what they were before it."""
+    again = [n for n, b in after.items() if not ((b == before[n]) | (b != b)).all()]
+    if again:
+        raise ShardcError(
+            f"backward updates {', '.join(again[:3])}{' and more' if len(again) > 3 else ''}, as torch.utils.checkpoint"
+            " runs the module's forward a second time there: a batch counts twice in it",
+            where=again[0].rpartition(".")[0],
+            fix="leave that torch.utils.checkpoint out, and write the spec's section `checkpoint:` instead, which"
+            " recomputes without counting again",
+        )
 
 
 def _largest(x: Tensor) -> float:

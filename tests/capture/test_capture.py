@@ -341,6 +341,22 @@ def test_a_reentrant_checkpoint_that_trains_nothing_is_named() -> None:
         capture(also, X)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_that_updates_buffers_twice_is_named(reentrant: bool) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.norm, self.fc(x), use_reentrant=reentrant).square().sum()  # type: ignore[no-any-return]
+
+    with pytest.raises(ShardcError, match=r"norm\.running_mean, .* a batch counts twice") as e:
+        capture(Normed(), torch.randn(6, 4))
+    assert e.value.where == "norm"
+    assert "`checkpoint:`" in str(e.value)
+
+
 def test_dropout_is_proven_with_seeds() -> None:
     model, batch = zoo.bert(dropout=0.3)
     assert capture(model, batch).notes == ()
