@@ -102,6 +102,11 @@ def gathered(program: Program) -> list[str]:
     return [n for n in program.notes if "gathered" in n]
 
 
+def notes(program: Program) -> list[str]:
+    """Its notes, but for that on a model of float64 that computes in fewer bits."""
+    return [n for n in program.notes if "the weights are float64" not in n]
+
+
 def unnoticed(program: Program) -> list[str]:
     """Ops that run whole over an axis though an operand comes split there, and no note says so.
 

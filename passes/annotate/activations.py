@@ -6,8 +6,9 @@ after    pin = alias(x); y = gelu(pin)      pin's layout is the annotation
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx
@@ -44,12 +45,14 @@ def pin_activations(spec: Spec, program: Program, mesh: Mesh) -> None:
             spec.where(("activations", _key(rule))),
             quote(spec, "activations", _key(rule), dims_text(rule.dims)),
         )
-        ends = [(module, end) for module in modules for end in _boundary(nodes, module, rule.at)]
-        if modules and not ends:
-            ends = [(m, end) for m in modules if rule.at == "input" and (end := _given(program, nodes, m)) is not None]
+        batch = {x.name for x in program.inputs}
+        ends = [(module, end) for module in modules for end in _boundary(nodes, module, rule.at, _flows)]
+        if not ends:  # what the batch alone decides, as the pixels that an encoder takes, has no gradient
+            given = partial(_single, batch=batch)
+            ends = [(module, end) for module in modules for end in _boundary(nodes, module, rule.at, given)]
         if modules and not ends:
             errors.add(
-                f"the entry has no effect: no value with a gradient {'enters' if rule.at == 'input' else 'leaves'}"
+                f"the entry has no effect: no tensor {'enters' if rule.at == 'input' else 'leaves'}"
                 f" {modules[0]}" + (f" and {len(modules) - 1} more" if len(modules) > 1 else ""),
                 where=where,
                 fix="name the module that makes the value; for a tensor of the batch, `batch: {dims: ...}`",
@@ -96,8 +99,10 @@ def _insert(graph: fx.Graph, node: fx.Node, pin: _Pin, mesh: Mesh) -> None:
     new.meta = {"value": value_of(node), "source": source_of(node), "pin": pin.layout, "cause": cause}
 
 
-def _boundary(nodes: list[fx.Node], module: str, side: str) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
-    """For every call of a module: the value it returns (or takes) through which a gradient flows, and the nodes inside.
+def _boundary(
+    nodes: list[fx.Node], module: str, side: str, counts: Callable[[fx.Node], bool]
+) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
+    """For every call of a module: the value it returns (or takes) of those that count, and the nodes inside.
 
     A module that comes to nothing, as Dropout(0.0), returns what it takes.
     """
@@ -109,38 +114,31 @@ def _boundary(nodes: list[fx.Node], module: str, side: str) -> Iterator[tuple[fx
             run.append(node)
             through = None
             continue
-        if node is not None and through is not None and module in node.meta.get("through", ()) and _flows(node):
+        if node is not None and through is not None and module in node.meta.get("through", ()) and counts(node):
             through[node] = set(node.users)
         if run:
             inside = set(run)
             run = []
             if side == "output":
-                results = [n for n in inside if _flows(n) and any(u not in inside for u in n.users)]
+                results = [n for n in inside if counts(n) and any(u not in inside for u in n.users)]
                 order = {n: i for i, n in enumerate(nodes)}
                 if results:
                     yield max(results, key=order.__getitem__), inside
             else:
                 order = {n: i for i, n in enumerate(nodes)}
                 ordered = sorted(inside, key=order.__getitem__)
-                taken = [
-                    t
-                    for n in ordered
-                    for t in operands_of(n)
-                    if t not in inside and t.op != "placeholder" and _flows(t)
-                ]
+                taken = [t for n in ordered for t in operands_of(n) if t not in inside and counts(t)]
                 if taken:
                     yield taken[0], inside
     yield from (through or {}).items()
 
 
-def _given(program: Program, nodes: list[fx.Node], module: str) -> tuple[fx.Node, set[fx.Node]] | None:
-    """The tensor of the batch that a module takes, where no value with a gradient enters it; and the ops inside."""
-    inside = {n for n in nodes if (f := source_of(n).module) == module or f.startswith(f"{module}.")}
-    batch = {x.name for x in program.inputs}
-    taken = (x for n in nodes if n in inside for x in operands_of(n) if x.op == "placeholder" and x.name in batch)
-    return next(((x, inside) for x in taken), None)
-
-
 def _flows(node: fx.Node) -> bool:
+    """Whether it is computed, and a gradient flows through it."""
+    return node.op != "placeholder" and _single(node) and value_of(node).requires_grad
+
+
+def _single(node: fx.Node, batch: Collection[str] = ()) -> bool:
+    """Whether it is one tensor that is computed, or a tensor of the batch."""
     v = node.meta.get("value")
-    return v is not None and not isinstance(v, tuple) and v.requires_grad
+    return v is not None and not isinstance(v, tuple) and (node.op != "placeholder" or node.name in batch)

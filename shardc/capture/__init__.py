@@ -23,7 +23,8 @@ equal_layers            equal layers are traced once; hidden_layers: the others 
                         layer_copies: they are copied in the graph; run_of_layers: but for most of many in a row,
                         in the graph that passes run on
 random_choices          what a model's masks are, tried on random numbers; dependence: what values depend on
-inline_regions          `with torch.no_grad()` in a graph; value_checks: checks that are left out
+inline_regions          `with torch.no_grad()` in a graph; autocast_region: the casts of autocast; value_checks: checks
+                        that are left out
 inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
 flex_attention          FlexAttention as ops; attention_sinks: scores of each head beside those of keys
 foreign_parameters      parameters of nobody that the loss uses

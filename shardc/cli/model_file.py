@@ -197,11 +197,17 @@ def _existing(
     return path
 
 
+#: Every module that a file became. torch unregisters a custom op when the object that defined it is collected, even if
+#: another one has taken its place since: a file that is read again would lose its ops at some later time.
+_IMPORTED: list[ModuleType] = []
+
+
 def _import(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"shardc_model_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    _IMPORTED.append(module)
     sys.modules[spec.name] = module  # dataclasses and pickling look their module up
     sys.path.insert(0, str(path.parent.resolve()))
     with _users(path, "importing it"):

@@ -6,6 +6,7 @@ choices, strategy       the ways to run one call on one mesh axis, derived from 
 finite_padding          what padding has to hold where an op reads it
 shared_signatures       what rules of several families have in common
 samples                 calls of every op, on which its rule is proven (shardc.verify.rules)
+reduce_parts            norms, products and extrema over a dim that stays split
 
 Rules, a file a family: pointwise, reduce, views, writes, create, index, matmul, linalg, conv, norm, attention, experts,
 recurrent, random, fourier, softmax, loss, fp8. stretches: cumulative sums and convolutions along a dim that stays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from shardc.cli import app
+from shardc.cli import app, model_file
 from shardc.rules import RULES
 from shardc.rules.registry import find
 from shardc.rules.samples import SAMPLES
@@ -188,3 +189,20 @@ def test_mistakes(files: Path, args: list[str], what: str, fix: str) -> None:
     assert "Traceback" not in said
     assert what in said
     assert fix in said
+
+
+def test_a_file_that_is_read_again_keeps_its_ops(tmp_path: Path) -> None:
+    """As a rank does that reads what another one compiled, and then the model."""
+    file = tmp_path / "model_with_op.py"
+    file.write_text(
+        "import shardc, torch\n"
+        '@torch.library.custom_op("test_rules::kept", mutates_args=())\n'
+        "def kept(x: torch.Tensor) -> torch.Tensor:\n"
+        "    return x.clone()\n"
+        "kept.register_fake(torch.empty_like)\n"
+        'shardc.rule(kept, "... -> ...", linear="0", samples=[lambda: (torch.randn(4, 6),)])\n'
+    )
+    for _ in range(2):
+        model_file.imported(str(file))
+    gc.collect()
+    assert find(torch.ops.test_rules.kept.default) is not None

@@ -698,7 +698,9 @@ def test_methods_that_an_attention_does_not_have() -> None:
     assert "model.layers.0.self_attn: 8 heads, 4 of keys, do not divide over 8 ranks" in message(
         "llama", "ulysses", cp=8
     )
-    assert "written out as products and a softmax has no ring" in message("gpt_oss", "ring", cp=2)
+    assert "a ring gives its mask no gradient, or finds keys whose sequence is not split" in message(
+        "gpt_oss", "ring", cp=2
+    )
     assert "a ring gives its mask no gradient" in message("t5", "ring", cp=2)
     assert "'*.attention' matches no module that attends" in message("llama", {"*.attention": "ring"}, cp=2)
 

@@ -243,7 +243,7 @@ REFUSED: dict[str, tuple[Mods, str]] = {
     "a slice": (lambda m, batch: {"score_mod": lambda s, b, h, i, j: s + m.table[h, 1:].sum()}, "fewer indices than"),
     "a sum": (lambda m, batch: {"score_mod": lambda s, b, h, i, j: s - s.sum()}, "calls sum, which does not work"),
     "in place": (lambda m, batch: {"score_mod": lambda s, b, h, i, j: s.mul_(2)}, "changes a tensor in place"),
-    "a whole tensor": (lambda m, batch: blocks(lambda b, h, i, j: (m.slopes > 0) & (i >= j)), "plain PyTorch$"),
+    "a whole tensor": (lambda m, batch: blocks(lambda b, h, i, j: (m.slopes > 0) & (i >= j)), "to broadcast"),
 }  # fmt: skip
 
 

@@ -49,7 +49,7 @@ ASSUMPTIONS = (
         DEFINITIONS,
         (
             *("all_reduce_max", "fill_padding", "embedding_partial", "select_partial", "gather_partial", "cumsum"),
-            *("conv1d", "partial_mean", "largest", "sum_exp", "log_sum", "experts_keep"),
+            *("conv1d", "partial_mean", "largest", "sum_exp", "log_sum", "experts_keep", "top", "ties", "extremum"),
         ),
     ),
     Assumption(

@@ -309,10 +309,28 @@ def test_the_input_of_a_module_may_be_the_batchs() -> None:
     assert program.prove().ok
 
 
+def test_the_output_of_a_module_may_have_no_gradient() -> None:
+    spec = {"mesh": {"tp": 2}, "activations": {"vision": {1: "tp"}}, "batch": {"dims": {"positions": 1}}}
+    (_, head) = tower(spec).stages[0].graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert head.meta["value"].layout["tp"] == Shard(1)
+
+
 def test_an_entry_without_effect_is_an_error() -> None:
-    error = "activations.vision: the entry has no effect: no value with a gradient leaves vision"
-    with pytest.raises(ShardcError, match=error):
-        tower({"mesh": {"tp": 2}, "activations": {"vision": {1: "tp"}}})
+    """A module that takes nothing: it makes a table."""
+
+    class Table(nn.Module):
+        def forward(self) -> Tensor:
+            return torch.ones(6, 4, dtype=torch.float64)
+
+    model = Tower()
+    model.vision = nn.Sequential(model.vision, Table())
+    model.vision.forward = lambda x: model.vision[0](x) * model.vision[1]().sum()
+    batch = {"x": torch.randn(8, 6, 4).double(), "positions": torch.rand(8, 8, 6).double()}
+    spec = {"shardc": 1, "mesh": {"tp": 2}, "activations": {"vision.1:in": {0: "tp"}}}
+    with pytest.raises(
+        ShardcError, match=r"vision.1:in.*: the entry has no effect: no tensor enters vision.1\n  fix: name"
+    ):
+        shardc.compile(model, batch, spec, prove=False)
 
 
 def test_inputs_that_disagree_about_rows() -> None:

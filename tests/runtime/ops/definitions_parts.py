@@ -324,3 +324,29 @@ def kept_choices() -> None:
                 seen[row, e] = seen.get((row, e), 0) + 1
                 want.append(e if e < experts and seen[row, e] <= limit else -1)
         assert ops.experts_keep(index, experts, limit).flatten().tolist() == want
+
+
+@of("top", "ties", "extremum")
+def extrema() -> None:
+    """The largest along a split dim, with ties between ranks and on one: torch.amax, and its gradient."""
+    for n in RANKS:
+        for dtype in FLOATS:
+            for dims in ([1], [0, 1]):
+                x, s = numbers((3, 2 * n), dtype), Shard(1)
+                leaf = x.clone().requires_grad_()
+                want = leaf.amax(dims, keepdim=True)
+                g = numbers(want.shape, dtype, seed=3)
+                (of_x,) = torch.autograd.grad(want, leaf, g)
+                held = lay(x, s, n, gradient=False)
+
+                def work(mesh: LoopbackMesh) -> tuple[Tensor, Tensor]:
+                    mine = held[mesh.rank].clone().requires_grad_()
+                    largest = ops.all_reduce_max(ops.top(mine, dims), mesh, ("a",))
+                    many = mesh.all_reduce(ops.ties(mine, largest, dims), ("a",))
+                    out = ops.extremum(mine, largest, many)
+                    (grad,) = torch.autograd.grad(out, mine, strided(g))
+                    return out.detach(), grad
+
+                outs, grads = on_ranks(n, work)
+                assert all(torch.equal(o, want) for o in outs)
+                close(torch.cat(grads, 1), of_x, dtype)

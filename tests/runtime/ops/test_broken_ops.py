@@ -126,7 +126,18 @@ def with_argument(op: Op, position: int, value: Any) -> Op:
 
 CONVERSIONS = set(BY_OP)
 #: Ops whose result has no gradient, or that have none of their first tensor.
-DETACHED = {"all_reduce_max", "nll_max", "nll_top", "largest", "random", "experts_keep", "experts_route", "total"}
+DETACHED = {
+    "top",
+    "ties",
+    "all_reduce_max",
+    "nll_max",
+    "nll_top",
+    "largest",
+    "random",
+    "experts_keep",
+    "experts_route",
+    "total",
+}
 DETACHED |= {"fp8_amax", "fp8_round_grad", "attention_reach"}
 DETACHED |= {"start", "wait", "transpose", "transpose_start", "add_into", "batch_stat"}
 #: Ops that look at this rank's place, or put ranks' parts in order.
