@@ -191,9 +191,9 @@ def test_mistakes(files: Path, args: list[str], what: str, fix: str) -> None:
     assert fix in said
 
 
-def test_a_file_that_is_read_again_keeps_its_ops(tmp_path: Path) -> None:
+def test_a_file_that_is_read_again_keeps_its_ops(files: Path) -> None:
     """As a rank does that reads what another one compiled, and then the model."""
-    file = tmp_path / "model_with_op.py"
+    file = files / "model_with_op.py"
     file.write_text(
         "import shardc, torch\n"
         '@torch.library.custom_op("test_rules::kept", mutates_args=())\n'
