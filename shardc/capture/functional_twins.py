@@ -111,6 +111,12 @@ def functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
         result = call_like(graph, aten._to_copy.default, (result,), {"dtype": val.dtype}, node)
     if name in _UNSEEN and val.is_floating_point():
         result = call_like(graph, torch.ops.shardc.with_gradient_of.default, (result, x), {}, node)
+    if name in _ZEROS and val.is_floating_point():
+        floats = [n for n in node.all_input_nodes if _val(n).is_floating_point()]
+        path, *others = [call_like(graph, aten.mul.Scalar, (n, 0), {}, node, val=_val(n)) for n in floats]
+        for other in others:
+            path = call_like(graph, aten.add.Tensor, (path, other), {}, node)
+        result = call_like(graph, torch.ops.shardc.with_gradient_of.default, (result, path), {}, node)
     return result
 
 
@@ -122,6 +128,9 @@ def is_view(node: fx.Node) -> bool:
 
 #: Writes that autograd does not see: a gradient goes through as if nothing had been written.
 _UNSEEN = {"logical_and_", "logical_or_", "logical_xor_", "logical_not_"}
+#: Comparisons in place: autograd gives both operands zeros, where their twins have no gradient.
+_ZEROS = {"eq_", "ne_", "lt_", "le_", "gt_", "ge_"}
+_ZEROS |= {"not_equal_", "less_", "less_equal_", "greater_", "greater_equal_"}
 #: What to write instead of ops that have no twin.
 _INSTEAD = {
     "fill_diagonal_": "write to the diagonal: x.diagonal().fill_(value)",

@@ -359,3 +359,28 @@ def test_a_fault_of_shardc_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_eager, "interpret_all", broken)
     with pytest.raises(AssertionError, match="ours"):
         capture(Net(power), {"x": X})
+
+
+class Compared(nn.Module):
+    """Two layers whose results meet in a comparison alone, which writes to the first one's."""
+
+    def __init__(self, name: str, number: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.name, self.number = nn.Linear(4, 4), nn.Linear(4, 4), name, number
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        compared: Tensor = getattr(self.a(x) * 1.0, self.name)(0.1 if self.number else self.b(x))
+        return (compared * x).sum()
+
+
+@pytest.mark.parametrize("number", [False, True])
+@pytest.mark.parametrize("name", ["eq_", "ne_", "lt_", "le_", "gt_", "ge_", "less_", "greater_", "not_equal_"])
+def test_a_comparison_in_place_has_a_gradient_of_zeros(name: str, number: bool) -> None:
+    model, x = Compared(name, number), torch.randn(8, 4, dtype=torch.float64)
+    model(x).backward()
+    given = {n for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    sim = shardc.simulate(shardc.compile(model, x, {"shardc": 1, "mesh": {"dp": 2}}), model, x)
+    assert given == sim.grads.keys()
+    assert not any(bool(g.any()) for g in sim.grads.values())
