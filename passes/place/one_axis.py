@@ -27,7 +27,7 @@ from shardc.runtime import ops
 #: Demands go one op with a choice of its own further up in every sweep; few models change after the second.
 SWEEPS = 4
 
-#: The kinds of strategies by which ranks tell each other something: microbatches cannot.
+#: The kinds of strategies in which ranks communicate: microbatches cannot.
 _TELL = (STRETCHES, reduce_parts.PARTS)
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)

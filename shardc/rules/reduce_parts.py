@@ -23,7 +23,7 @@ from shardc.rules.strategy import Strategy
 from shardc.runtime import ops
 
 aten = torch.ops.aten
-#: The kind of these strategies. Microbatches are no ranks: they cannot tell each other anything.
+#: The kind of these strategies. Microbatches cannot communicate as ranks do.
 PARTS = "reduced parts"
 _LARGEST = {aten.amax.default, aten.max.default}
 _SMALLEST = {aten.amin.default, aten.min.default}

@@ -21,7 +21,7 @@ from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
 from shardc.runtime.ops.stretches import count
 
-#: The kind of these strategies. Microbatches are no ranks: they cannot tell each other anything.
+#: The kind of these strategies. Microbatches cannot communicate as ranks do.
 STRETCHES = "stretches"
 
 

@@ -178,10 +178,10 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
                 if name in {n for p in double.params for n in p.names}
                 else "its new value"
             )
-            told = f"{what} differs from one device by {off:.1e} relative"
+            message = f"{what} differs from one device by {off:.1e} relative"
             if (bad := broken.get(name)) is not None:
-                told = f"{what} is {bad[~bad.isfinite()][0].item()} on the ranks, and finite on one device; {op}"
-            findings.append(Finding(name, told, "a bug in shardc or in a rule of your own: please report it"))
+                message = f"{what} is {bad[~bad.isfinite()][0].item()} on the ranks, and finite on one device; {op}"
+            findings.append(Finding(name, message, "a bug in shardc or in a rule of your own: please report it"))
     return Report(tuple(findings), len(off_by), worst, time.perf_counter() - start, tuple(ways))
 
 
