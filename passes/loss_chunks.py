@@ -32,7 +32,7 @@ from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.passes.base import Pass
 from shardc.runtime import ops
-from shardc.runtime.ops.overlap import multiplies
+from shardc.runtime.ops.factors import multiplies
 
 aten = torch.ops.aten
 #: Where the spec does not say how many chunks a score has: at least so many, and at most so many logits in each.

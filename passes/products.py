@@ -34,9 +34,9 @@ from shardc.ir.stored import Param
 from shardc.passes.base import Pass
 from shardc.rules.experts import DOWN, DOWN_BIAS, TRANSPOSED, UP, UP_BIAS
 from shardc.runtime import ops
+from shardc.runtime.ops.factors import PRODUCTS, factors
 from shardc.runtime.ops.fp8 import granules
 from shardc.runtime.ops.fp8_recipe import ALIGNED, BLOCK, RECIPES, Recipe, along
-from shardc.runtime.ops.overlap import PRODUCTS, factors
 from shardc.spec.names import Names
 
 aten = torch.ops.aten

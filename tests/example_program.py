@@ -15,13 +15,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.ir.buckets import Bucket
+from shardc.ir.graph import copy_graph
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL_GRAD, Layout, Placement, Shard
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.ir.stored import Buffer, Input, Param
+from shardc.passes.lower import lower
 from shardc.runtime import ops
+from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.rng import Rng
+from shardc.spec.step_sections import Lower
 
 B, K, H, N = 8, 6, 12, 4
 aten = torch.ops.aten
@@ -144,7 +149,33 @@ def program(dp: int = 1, tp: int = 1, *, dropout: float = 0.0, dtype: torch.dtyp
     old, part = call("old", aten.mul.Tensor, given["running"], 0.9), call("part", aten.mul.Tensor, m, 0.1)
     graph.output((loss, (call("new", aten.add.Tensor, old, part),)))
     buckets = (Bucket(("dp",), dtype, ("scale", "down_weight")), Bucket(("dp",), dtype, ("up_bias", "up_weight")))
-    return Program(mesh, graph, params, buffers, inputs, (Stage(graph),), buckets)
+    made = Program(mesh, graph, params, buffers, inputs, (Stage(graph),), buckets)
+    stored = (*params, *buffers, *inputs)
+    for x in stored:
+        given[x.name].meta["value"] = x.value
+
+    def typed(rank: LoopbackMesh) -> None:
+        local = [torch.zeros(x.value.local_shape(mesh), dtype=x.dtype) for x in stored]
+        _Typed(graph if rank.rank == 0 else copy_graph(graph)).run(rank, Rng(), *local)
+
+    loopback(mesh, typed)
+    return lower(made, Lower())
+
+
+class _Typed(fx.Interpreter):
+    """Write the type of each result on one rank to its node."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__(nn.Module(), graph=graph)
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function" and "value" not in n.meta:
+            grad = n.target is not aten.detach.default and any(
+                x.meta["value"].requires_grad for x in n.all_input_nodes if "value" in x.meta
+            )
+            n.meta["value"] = Value(tuple(result.shape), result.dtype, grad)
+        return result
 
 
 def reference(steps: int = 1, **optimizer: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:

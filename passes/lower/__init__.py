@@ -54,7 +54,7 @@ class Lower(Pass):
     """Writes the two texts of every stage."""
 
     def applies(self, program: Program) -> bool:
-        return self.spec.lower is not None
+        return self.spec.lower is not None and not program.forward_only
 
     def run(self, program: Program) -> Program:
         assert self.spec.lower is not None

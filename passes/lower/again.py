@@ -6,8 +6,6 @@ comes back together, when backward wants the first of it: a *plan*.
 
     region h.0      n = norm(x)     backward wants n and g     one plan: n, g     x is kept
                     g = linear(n)
-
-(shardc.runtime.step.recompute does the same at run time, for the tensors that autograd saves.)
 """
 
 from __future__ import annotations
@@ -18,10 +16,16 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 
+from shardc.ir.conversions import CONVERSIONS
 from shardc.ir.graph import operands_of, producer_of
 from shardc.ir.program import Program
 from shardc.passes.lower.template import Made
-from shardc.runtime.step.recompute import BY_RANK
+from shardc.runtime import ops
+from shardc.runtime.ops.local_math import UNEQUAL
+
+#: Ops whose result may be their operand on some ranks and a new tensor on others: what their lines make must be kept on
+#: all ranks or none. It is small.
+_BY_RANK = {getattr(ops, row.op) for row in CONVERSIONS if "first" in (row.forward, row.backward)} | UNEQUAL
 
 
 class Wanted(NamedTuple):
@@ -102,7 +106,7 @@ class Again:
         """Have the innermost of the regions `askable` compute it again; hold it if none does. chain: those of who
         asks.
         """
-        own = w.kind == "t" and w.node.target in BY_RANK  # its code may differ from rank to rank
+        own = w.kind == "t" and w.node.target in _BY_RANK  # its code may differ from rank to rank
         region = next((r for r in askable if self._again(w, r)), None)
         if region is None or own:
             self.held.add(w)

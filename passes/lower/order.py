@@ -28,7 +28,7 @@ from shardc.passes.lower.rule import Ask, Rule
 from shardc.passes.lower.rules import Rules
 from shardc.passes.lower.template import Made
 from shardc.runtime import ops
-from shardc.runtime.ops.overlap import PRODUCTS, factors, of_matrices
+from shardc.runtime.ops.factors import PRODUCTS, factors, of_matrices
 
 Part = Literal["whole", "data", "weights", "begin", "wait"]
 

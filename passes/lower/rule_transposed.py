@@ -18,7 +18,7 @@ from shardc.passes.lower.record import Line, Ref, Type, map_refs
 from shardc.passes.lower.rule import Ask, Kind, Rule
 from shardc.passes.lower.template import Template
 from shardc.runtime import ops
-from shardc.runtime.ops.overlap import factors
+from shardc.runtime.ops.factors import factors
 
 aten = torch.ops.aten
 

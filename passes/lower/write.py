@@ -31,8 +31,7 @@ from shardc.passes.lower.rules import Facts, Rules
 from shardc.passes.lower.take_over import take_over_memory
 from shardc.passes.lower.template import Made, item_name
 from shardc.runtime import ops
-from shardc.runtime.ops.overlap import factors
-from shardc.runtime.step.recompute import of_weights
+from shardc.runtime.ops.factors import factors
 from shardc.runtime.zero.flat_partition import Flat
 from shardc.torch_private import OpOverload, add_node
 
@@ -248,7 +247,7 @@ class Writer:
 
     def _leave(self, graph: fx.Graph, saved: Found) -> dict[fx.Node, fx.Node]:
         """At the end of forward: by value that waits on the host, its handle."""
-        weights = of_weights(self._graph, self._program)
+        weights = _of_weights(self._graph, self._program)
         stays = {
             self._owner(node)
             for w, node in saved.items()
@@ -512,3 +511,14 @@ def _drop_unused(graph: fx.Graph) -> None:
     for n in reversed(list(graph.nodes)):
         if n.op == "call_function" and not n.users and n.target not in EFFECTS:
             graph.erase_node(n)
+
+
+def _of_weights(graph: fx.Graph, program: Program) -> set[fx.Node]:
+    """What follows from parameters and buffers alone: it stays on the device anyway, or its parts do."""
+    stored = {"mesh", *(p.name for p in program.params), *(b.name for b in program.buffers)}
+    weights: set[fx.Node] = set()
+    for n in graph.nodes:
+        operands = n.all_input_nodes
+        if n.name in stored if n.op == "placeholder" else operands and all(u in weights for u in operands):
+            weights.add(n)
+    return weights

@@ -32,7 +32,7 @@ from shardc.passes.annotate import fused_weights
 from shardc.passes.base import Pass
 from shardc.passes.partition.local_program import LocalProgram
 from shardc.runtime import ops
-from shardc.runtime.ops.overlap import multiplies
+from shardc.runtime.ops.factors import multiplies
 
 
 @dataclass(frozen=True)

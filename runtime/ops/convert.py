@@ -7,8 +7,8 @@ three forms in which programs call the ops:
     ops.to_partial(x, mesh, "tp")                one axis
     ops.all_gather(x, mesh, "tp", 0, 3, ())      one axis, and the digit of a dim that is cut or joined
 
-overlap=True: backward begins its sum, and waits for it when the gradients of weights are there
-(shardc.runtime.ops.overlap). fp8=(format, granule), of a gather: x is what `fp8_round` gave, and 8 bits of each number
+overlap=True: the backward graph begins its sum, and waits for it when the gradients of weights are there
+(shardc.passes.lower.order). fp8=(format, granule), of a gather: x is what `fp8_round` gave, and 8 bits of each number
 are sent, which loses nothing (shardc.runtime.ops.fp8); its gradient is not rounded.
 
 `dim`, `split` (negative: mirrored), `sections` name a digit of the *local* dim (shardc.ir.placement.Shard); padding,
@@ -26,8 +26,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardc.ir.conversions import BY_OP, Move
 from shardc.ir.placement import Shard
@@ -35,7 +33,6 @@ from shardc.ir.shard_chunks import trim, widen
 from shardc.runtime.mesh.base import Work
 from shardc.runtime.ops import fp8 as float8
 from shardc.runtime.ops import shard_parts
-from shardc.runtime.ops.overlap import begun
 
 Mesh = Any  # shardc.runtime.mesh's meshes; a protocol would only repeat their docstrings
 Record = dict[str, str]  # for the mesh's record of what ran: "direction", "tag"
@@ -45,8 +42,6 @@ Record = dict[str, str]  # for the mesh's record of what ran: "direction", "tag"
 
 
 def _all_gather(x: Tensor, mesh: Mesh, axis: str, old: Shard, new: None, record: Record) -> Tensor:
-    if mesh.step.gathers.may_end_later and not (old.sections or old.padding or old.mirrored) and mesh.size(axis) > 1:
-        return _gathered_later(x, mesh, axis, old, record)
     return trim(shard_parts.unstack(mesh.all_gather(x, axis, **record), old), old)
 
 
@@ -63,21 +58,6 @@ def _whole(messages: Tensor, x: Tensor, old: Shard, fp8: Packed) -> Tensor:
     """The value that all ranks' messages make. x: this rank's part."""
     parts = torch.stack([float8.unpacked(m, x, *fp8) for m in messages])
     return trim(shard_parts.unstack(parts, old), old)
-
-
-def _gathered_later(x: Tensor, mesh: Mesh, axis: str, old: Shard, record: Record) -> Tensor:
-    """Room for the whole value. It is there when `mesh.step.gathers.work` has ended."""
-    n = mesh.size(axis)
-    whole = x.new_empty(*x.shape[: old.dim], n * x.shape[old.dim], *x.shape[old.dim + 1 :])
-    parts = shard_parts.stacked(whole, old, n)
-    stack = parts if parts.is_contiguous() else parts.new_empty(parts.shape)
-    work = mesh.start_all_gather(x.contiguous().view(-1), stack.view(-1), axis, **record)
-
-    def join() -> None:
-        parts.copy_(stack)
-
-    mesh.step.gathers.work = work if stack is parts else Work(work, join)
-    return whole
 
 
 def _all_reduce(x: Tensor, mesh: Mesh, axes: tuple[str, ...], old: None, new: None, record: Record) -> Tensor:
@@ -124,39 +104,6 @@ _MOVES: dict[Move, Callable[..., Tensor]] = {
 def _move_of(move: Move, fp8: Packed | None) -> Callable[..., Tensor]:
     """What is done with a value. fp8: it is gathered in 8 bits."""
     return _MOVES[move] if fp8 is None else partial(_all_gather_packed, fp8=fp8)
-
-
-def _forward(
-    x: Tensor, op: str, mesh: Mesh, over: str | tuple[str, ...], old: Any, new: Any, tag: str, fp8: Packed | None
-) -> Tensor:
-    move = _move_of(BY_OP[op].forward, fp8)
-    result = move(x, mesh, over, old, new, {"direction": "forward", "tag": tag})
-    return x.view_as(x) if result is x else result
-
-
-class _Convert(Function):
-    """A conversion: forward the one move of its row, backward the other, from the new placement to the old one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        op: str,
-        mesh: Mesh,
-        over: str | tuple[str, ...],
-        old: Any,
-        new: Any,
-        tag: str,
-        fp8: Packed | None,
-    ) -> Tensor:
-        ctx.transpose = _MOVES[BY_OP[op].backward], mesh, over, new, old, {"direction": "backward", "tag": tag}
-        return _forward(x, op, mesh, over, old, new, tag, fp8)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        move, *where = ctx.transpose
-        return move(g, *where), *[None] * 7
 
 
 @dataclass(frozen=True)
@@ -208,11 +155,6 @@ _STARTS: dict[Move, Callable[..., Started]] = {
 }
 
 
-def _begun_sum(started: Started) -> tuple[Tensor, Work]:
-    """Of a sum, whose result has its place from the beginning."""
-    return started.result(), started.work
-
-
 def _convert(
     x: Tensor,
     op: str,
@@ -224,19 +166,8 @@ def _convert(
     overlap: bool = False,
     fp8: Packed | None = None,
 ) -> Tensor:
-    if not (x.requires_grad and torch.is_grad_enabled()):  # half of the host's time (38 us to 18)
-        return _forward(x, op, mesh, over, old, new, tag, fp8)
-    if overlap and mesh.members((over,) if isinstance(over, str) else over) > 1:
-        row = BY_OP[op]
-        forward: Record = {"direction": "forward", "tag": tag}
-        backward: Record = {"direction": "backward", "tag": tag}
-        return begun(
-            x,
-            lambda x: _move_of(row.forward, fp8)(x, mesh, over, old, new, forward),
-            lambda g: _begun_sum(_STARTS[row.backward](g, mesh, over, new, old, backward)),
-        )
-    result: Tensor = _Convert.apply(x, op, mesh, over, old, new, tag, fp8)  # type: ignore[no-untyped-call]
-    return result
+    result = _move_of(BY_OP[op].forward, fp8)(x, mesh, over, old, new, {"direction": "forward", "tag": tag})
+    return x.view_as(x) if result is x else result
 
 
 # --- ops: three forms of a call

@@ -16,7 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from shardc.ir.placement import Shard
 from shardc.ir.shard_chunks import chunks, widen
-from shardc.runtime.ops import saved_buffers
 from shardc.runtime.ops.host_copy import to_device
 from shardc.torch_private import FakeTensor, assert_on_device
 
@@ -162,7 +161,7 @@ class _NllParts(Function):
         local = local.masked_fill(~here, 0).unsqueeze(c)
         picked = shifted.gather(c, local).squeeze(c).masked_fill_(~here, 0)
         exps = shifted.exp_()
-        saved_buffers.save(ctx, exps, local, here)
+        ctx.save_for_backward(exps, local, here)
         ctx.c = c
         return torch.stack([exps.sum(c), picked])
 
@@ -171,7 +170,7 @@ class _NllParts(Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         exps, local, here = ctx.saved_tensors
         c = ctx.c
-        grad = saved_buffers.writable(ctx, exps).mul_(g[0].unsqueeze(c))
+        grad = exps.mul_(g[0].unsqueeze(c))
         grad.scatter_add_(c, local, torch.where(here, g[1], 0).unsqueeze(c))
         return grad, None, None, None, None
 
@@ -184,7 +183,7 @@ def nll_parts(
 
     logits [n, c/ranks, ...]: this rank's of all `classes`, split by `digits` (see `held`); target [n, ...]: global
     class indices; maximum [n, ...]: over all classes. Saves one buffer of the size of the logits. Backward works on it
-    in place (shardc.runtime.ops.saved_buffers)."""
+    in place: it runs once."""
     check_range(target, classes, "target", ignore_index)
     local, here = held(target, classes, digits, mesh)
     parts: Tensor = _NllParts.apply(logits, target, maximum, local, here & (target != ignore_index))  # type: ignore[no-untyped-call]

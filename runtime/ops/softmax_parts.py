@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardc.runtime.ops import saved_buffers
-
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What normalisers are computed in."""
@@ -30,7 +28,7 @@ class _SumExp(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, top: Tensor, dims: list[int]) -> Tensor:
         exps = (x - _finite(top)).exp_()
-        saved_buffers.save(ctx, exps)
+        ctx.save_for_backward(exps)
         ctx.dtype = x.dtype
         return exps.sum(dims, keepdim=True)
 
@@ -38,14 +36,14 @@ class _SumExp(Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         (exps,) = ctx.saved_tensors
-        return saved_buffers.writable(ctx, exps).mul_(g).to(ctx.dtype), None, None
+        return exps.mul_(g).to(ctx.dtype), None, None
 
 
 def sum_exp(x: Tensor, top: Tensor, dims: list[int]) -> Tensor:
     """This rank's summand of a normaliser: the sum of exp(x - top) along `dims`, which are kept.
 
     top: the largest elements, of all ranks. Saves one buffer of the size of x, in float32 at least. Backward works on
-    it in place (shardc.runtime.ops.saved_buffers)."""
+    it in place: it runs once."""
     sums: Tensor = _SumExp.apply(x, top, dims)  # type: ignore[no-untyped-call]
     return sums
 

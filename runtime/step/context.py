@@ -33,21 +33,6 @@ class MicrobatchContext:
     sums: Mapping[int, Any] = field(default_factory=dict)  # shardc.runtime.mesh.Work
 
 
-@dataclass
-class Gathers:
-    """Between a recomputation and the gathers that it repeats. may_end_later: the op that runs may return before its
-    gather has ended; then it leaves what has to be waited for in `work` (shardc.runtime.mesh.Work).
-    """
-
-    may_end_later: bool = False
-    work: Any = None
-
-    def taken(self) -> Any:
-        """What the op left, once."""
-        work, self.work = self.work, None
-        return work
-
-
 class StepContext:
     """Of one rank. Outside of a step there is no microbatch, and nothing is noted.
 
@@ -56,7 +41,6 @@ class StepContext:
     weight_copies: while a microbatch of several runs forward in training: what `ops.cast_once` has cast, by its tag.
     routings: what experts' routing notes, if the engine is to report it (shardc.runtime.step.expert_load).
     recomputing: forward runs once more, in backward: its collectives are recorded as "recompute".
-    gathers: then, those that may end later.
     lowered: a stage of a training step runs without autograd (shardc.runtime.step.lowered).
     repeats: the lines that run now compute again what forward has computed (shardc.runtime.step.repeated_lines).
     launch: in its backward, what begins the sums of the buckets that have all their gradients.
@@ -72,7 +56,6 @@ class StepContext:
         self.repeats = False
         self.launch: Callable[[], None] | None = None
         self.host_copies: Any = None
-        self.gathers = Gathers()
 
     @property
     def computes_again(self) -> Again:
@@ -105,11 +88,10 @@ class StepContext:
             self.repeats = False  # an error may have come from such a line
 
     @contextmanager
-    def recompute(self, microbatch: MicrobatchContext | None) -> Iterator[Gathers]:
-        """In here forward runs once more, on the microbatch of back then."""
-        now = self.microbatch, self.recomputing, self.gathers
-        self.microbatch, self.recomputing, self.gathers = microbatch, True, Gathers()
+    def recompute(self) -> Iterator[None]:
+        """In here forward's collectives run once more, in backward."""
+        before, self.recomputing = self.recomputing, True
         try:
-            yield self.gathers
+            yield
         finally:
-            self.microbatch, self.recomputing, self.gathers = now
+            self.recomputing = before

@@ -147,7 +147,7 @@ class EngineStep(EngineForward):
         self._norm.start()
         scaled = self.scaler.scale if self.scaler is not None else lambda loss: loss
         b = self.buckets
-        hooks = StepHooks(b.saving, b.start, b.start_inputs, b.pause, b.launch, b.reduce, scaled)
+        hooks = StepHooks(b.start, b.pause, b.launch, b.reduce, scaled)
         self.mesh.step.routings = [] if self._loads is not None else None
 
         def work(values: Values) -> Result:

@@ -43,14 +43,10 @@ class Interpreter:
         self.at = mesh.coordinate(self.axis) if self.axis else 0
         self.actions = self.schedule.actions[self.at]
         mine = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
-        divided = any(a.kind == "I" for a in self.actions)
         compiler = Compiler(strict=program.spec is not None and program.spec.strict) if self.compiles else None
         copies = offloaded(mesh.device, {})
         with WRITING:
-            self.stages = {
-                s: RunnableStage(program, s, mesh.device, offloaded, copies, compiler, divided=divided, ranges=ranges)
-                for s in mine
-            }
+            self.stages = {s: RunnableStage(program, s, mesh.device, copies, compiler, ranges=ranges) for s in mine}
             self.pairs = {
                 p.key: runnable_pair(program, p, self.stages, mesh.device, copies, compiler, ranges=ranges)
                 for p in program.pairs

@@ -201,7 +201,7 @@ class _Half:
         step = values["mesh"].step
         for name in self.takes - kept.keys():
             kept[name] = values[name]
-        with step.in_lowered(launch), step.recompute(step.microbatch):
+        with step.in_lowered(launch), step.recompute():
             return self.call(kept, step)
 
     def call(self, values: dict[str, Any], step: StepContext) -> Any:

@@ -20,7 +20,6 @@ from shardc.runtime.matrices.own_loop import OwnersOptimizer
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, SAME_OPTIMIZER, Fact, hashed, stated
 from shardc.runtime.offload import Offload
-from shardc.runtime.ops.saved_buffers import backward_by_user
 from shardc.runtime.rng import Rng
 from shardc.runtime.step import (
     engine_optimizer,
@@ -37,7 +36,7 @@ from shardc.runtime.step import (
 from shardc.runtime.step.communicators import runtime_mesh
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.step.module_parts import Parts
-from shardc.runtime.step.module_running import Running, Start, running_of
+from shardc.runtime.step.module_running import Running, running_of
 from shardc.runtime.step.module_state import ModuleState, check_marks, mark
 from shardc.runtime.zero.bucket_launch import Buckets
 from shardc.torch_private import current_backward
@@ -292,23 +291,22 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
         tensors = inputs.take(r.program, batch, r.mesh, local=True)
         r.buckets.reset()
         r.rng.training = self.training
-        program, run, constants = r.evaluating(batch) if not self.training else (r.program, r.run, {})
+        program, stage, constants = r.evaluating(batch) if not self.training else (r.program, r.stage, {})
         r.updates.carry_out()
         r.buckets.follow()
-        params = [r.buckets.given[p.name] for p in r.program.params]
-        stored = {**self._buffers_by_name(), **constants}
-        buffers = [stored[b.name] for b in program.buffers]
-        with op_errors.named(program.stages[0].graph), r.buckets.saving(), backward_by_user():
-            loss, news = run(r.mesh, r.rng, *params, *buffers, *tensors)
+        stored = {"mesh": r.mesh, "rng": r.rng, **r.buckets.given, **self._buffers_by_name(), **constants}
+        given = {**stored, **dict(zip((x.name for x in program.inputs), tensors, strict=True))}
+        given = {name: given[name] for name in stage.takes}
+        if torch.is_grad_enabled():
+            loss, news = r.differentiable(stage, given)
+        else:
+            with op_errors.named(stage.graph):
+                loss, news = stage.run(*given.values())
         r.updates.settle()
         if self.training:
             r.rng.step += 1
             for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=False):
                 self._replace_buffer(b.name, new.detach().clone(memory_format=torch.contiguous_format))
-        if loss.requires_grad:
-            beside = [r.buckets.owned[name] for name in r.summed if r.buckets.owned[name].requires_grad]
-            loss = Start.apply(loss, r.buckets, r.finish_backward, r.loop.note_gradient, *beside)  # type: ignore[no-untyped-call]
-            loss.register_hook(r.updates.note)
         values = outputs.combined(program, r.mesh, self._outputs(program, news))
         return outputs.result(program, r.mesh, loss, values, gather=False)
 

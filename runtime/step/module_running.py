@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx, nn
-from torch.autograd import Function
+from torch import Tensor, nn
 
 from shardc.ir.program import Program
 from shardc.runtime import state
@@ -21,45 +21,16 @@ from shardc.runtime.step import (
     state_dict_marks,
     tensor_parts,
     user_changes,
-    whole_backward,
 )
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of
 from shardc.runtime.step.given_model import GivenModel
+from shardc.runtime.step.joint_function import Joint, JointCall
 from shardc.runtime.step.loop_watch import LoopWatch
 from shardc.runtime.step.optimizer_watch import OptimizerWatch
 from shardc.runtime.step.parameter_updates import Updates
-from shardc.runtime.step.runnable import runnable
+from shardc.runtime.step.runnable import RunnableStage, only_stage
 from shardc.runtime.zero.bucket_launch import Buckets
-from shardc.torch_private import after_backward
-
-
-class Start(Function):
-    """Identity on the loss, whose backward is the first thing that runs: it opens the buckets, and closes them when all
-    is done.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        loss: Tensor,
-        buckets: Buckets,
-        finish: Callable[[], None],
-        note: Callable[[Tensor], None],
-        *beside: nn.Parameter,
-    ) -> Tensor:
-        ctx.buckets, ctx.finish, ctx.note, ctx.beside = buckets, finish, note, beside
-        return loss.clone()  # a view could not be written to: `loss += penalty`
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        whole_backward.check(ctx.beside, ctx.next_functions[0][0])
-        buckets: Buckets = ctx.buckets
-        if not buckets.active:  # of two losses in one backward, the first one opens
-            buckets.start()
-            after_backward(ctx.finish)
-        ctx.note(g)
-        return g, None, None, None, *(None for _ in ctx.beside)
 
 
 @dataclass
@@ -72,7 +43,7 @@ class Running:
     model: Any
     mesh: Any
     rng: Rng
-    run: fx.GraphModule
+    stage: RunnableStage
     buckets: Buckets
     updates: Updates
     norm: GradNorm
@@ -89,10 +60,11 @@ class Running:
     given: GivenModel
     end: End | None = None  # made when it is asked for
     unmarked: bool = False  # weights were loaded that do not say of which rank they are
-    eval: tuple[Program, fx.GraphModule, dict[str, Tensor]] | None = None
+    eval: tuple[Program, RunnableStage, dict[str, Tensor]] | None = None
+    waiting: weakref.WeakSet[JointCall] = field(default_factory=weakref.WeakSet)  # for their backward
     told: set[str] = field(default_factory=set)  # names, of user_changes.check_attributes, and kinds of `given`
 
-    def evaluating(self, batch: Any) -> tuple[Program, fx.GraphModule, dict[str, Tensor]]:
+    def evaluating(self, batch: Any) -> tuple[Program, RunnableStage, dict[str, Tensor]]:
         """What runs a forward in eval mode, and constants of its own: see shardc.runtime.step.evaluating."""
         if self.eval is None:
             program, constants = self.program, dict[str, Tensor]()
@@ -105,7 +77,7 @@ class Running:
                     self.mesh.add_groups(groups_of(program))
                 constants = state.constants(program, self.mesh)
             same = program is self.program
-            self.eval = program, self.run if same else runnable(program.stages[0], self.mesh.device, program), constants
+            self.eval = program, self.stage if same else only_stage(program, self.mesh), constants
         return self.eval
 
     def check_loaded(self) -> None:
@@ -120,6 +92,19 @@ class Running:
         """A line on the first rank's stderr."""
         if self.mesh.rank == 0:
             print(f"note: {note}", file=sys.stderr, flush=True)
+
+    def differentiable(self, stage: RunnableStage, values: Mapping[str, Any]) -> tuple[Tensor, Sequence[Tensor]]:
+        """Run a forward whose loss has a backward: (loss, news). values: what the stage takes, by name."""
+        buckets = self.buckets
+        call = JointCall(stage.joint, values, self)
+        loss, news = call.forward()
+        unsummed = [buckets.owned[name] for name in buckets.unsummed]
+        summed = [p for name in self.summed if (p := buckets.owned[name]).requires_grad]
+        result: Tensor = Joint.apply(loss, call, *unsummed, *summed)  # type: ignore[no-untyped-call]
+        if result.requires_grad:
+            self.waiting.add(call)
+            result.register_hook(self.updates.note)
+        return result, news
 
     def finish_backward(self) -> None:
         with tensor_parts.plain():
@@ -146,7 +131,7 @@ def running_of(
         model,
         mesh,
         rng,
-        runnable(program.stages[0], mesh.device, program),
+        only_stage(program, mesh),
         buckets,
         Updates(buckets),
         GradNorm(program, owned, mesh),

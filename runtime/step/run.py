@@ -1,15 +1,15 @@
 """One step of one rank under way: a loop over a list of actions (shardc.runtime.schedule), and what each kind does.
 
-A stage is a function of its rank's parameters, buffers and inputs and of values of other stages; autograd is cut at
-those. For a stage s and a microbatch m, forward keeps what the stage received (leaves) and what it made for others
-(outputs); backward starts from the gradients of the outputs, and leaves those of the leaves, to be sent back:
+A stage is two functions of its rank's parameters, buffers and inputs and of values of other stages: its forward graph,
+and its backward graph. For a stage s and a microbatch m, forward keeps what backward takes; backward starts from the
+gradients of what the stage made for others, and returns those of what it received, to be sent back:
 
-    0F0          stage 0 runs; its output h is kept, and a detached copy waits in the outbox
+    0F0          stage 0 runs; its output h waits in the outbox
     0SEND_F0>1   h leaves                             1RECV_F0<0    a receive is posted on the other rank
-                                                      1F0           waits for it: h is a leaf of stage 1
-                                                      1B0           from the loss; h.grad waits in the outbox
-    0RECV_B0<1   its receive                          1SEND_B0>0    h.grad leaves
-    0B0          backward of stage 0 from (h, its gradient)
+                                                      1F0           waits for it
+                                                      1B0           from the loss; the gradient of h waits in the outbox
+    0RECV_B0<1   its receive                          1SEND_B0>0    it leaves
+    0B0          backward of stage 0 from that gradient
 
 A program of one stage is the same loop over `F0 B0 F1 B1 ...`. A receive is posted at its place in the list and waited
 for by the action that uses it; a send is waited for, and what it sent freed, when IN_FLIGHT others have begun after it.
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -32,7 +32,6 @@ from shardc.runtime.mesh import Work
 from shardc.runtime.schedule import Action, computed
 from shardc.runtime.schedule.actions import PAIRS
 from shardc.runtime.step import op_errors
-from shardc.runtime.step.split_backward import SplitBackward
 
 if TYPE_CHECKING:
     from shardc.runtime.step.interpreter import Interpreter
@@ -46,26 +45,19 @@ Values = Sequence[Mapping[str, Any]]  # by microbatch: {placeholder: value}, but
 
 @dataclass
 class _Kept:
-    """Of one run of a stage, until its backward: what it received, and where backward begins. lowered: what its
-    backward wants, where that is a text of its own.
-    """
+    """Of one run of a stage, until its backward: the loss, if it is made here, and what backward takes, by name."""
 
-    leaves: dict[str, Tensor] = field(default_factory=dict)
-    made: dict[str, Any] = field(default_factory=dict)  # name -> where its gradient goes in
-    loss: Tensor | None = None
-    split: SplitBackward | None = None
-    lowered: dict[str, Any] | None = None
+    loss: Tensor | None
+    values: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What the engine does around forward and backward: see `shardc.runtime.zero.bucket_launch.Buckets`. launch: in a
-    lowered backward, whose text asks for it; scaled: the loss that backward begins with.
+    """What the engine does around backward: see `shardc.runtime.zero.bucket_launch.Buckets`. launch: where the backward
+    graph says so; scaled: the gradient that backward begins with.
     """
 
-    saving: Callable[..., Any]
     start: Callable[..., None]
-    start_inputs: Callable[..., None]
     pause: Callable[[], None]
     launch: Callable[[], None]
     reduce: Callable[[], None]
@@ -166,44 +158,28 @@ class Run:
 
     def forward(self, action: Action) -> None:
         stage = self.on.stages[action.stage]
-        lowered = stage.lowered if self.hooks is not None else None
-        leaves, given = self._given(action)
-        args = [given[n] for n in stage.takes]
-        wanted: dict[str, Any] | None = None
-        with self._around_forward(action):
-            if lowered is not None:
-                returned, wanted = lowered.forward(self.on.mesh, *args)
-            else:
-                with op_errors.named(stage.graph):
-                    returned = stage.run(*args)
-        self._forwarded(action, leaves, returned, wanted)
+        given = self._given(action)
+        if self.hooks is None:
+            with op_errors.named(stage.graph):
+                loss, news, *rest = stage.run(*given.values())
+            self._forwarded(action, (loss, news, rest[0] if stage.piped else ()), None)
+            return
+        with self._weight_copies(action):
+            returned, kept = stage.joint.forward(self.on.mesh, *given.values())
+        self._forwarded(action, returned, kept)
 
-    def _given(self, action: Action) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """({what a stage received for a forward}, {all that it takes})."""
+    def _given(self, action: Action) -> dict[str, Any]:
+        """All that a stage takes for a forward, by name."""
         stage, key = self.on.stages[action.stage], (action.stage, action.microbatch)
         self._received(*key, "forward")
-        under_autograd = self.hooks is not None and stage.lowered is None
-        leaves = {}
-        for name, x in self.inbox.pop(key, {}).items():
-            leaves[name] = x.detach().requires_grad_(under_autograd and stage.receives[name].requires_grad)
-        values = self.values[action.microbatch]
-        return leaves, {n: leaves[n] if n in leaves else values[n] for n in stage.takes}
+        received, values = self.inbox.pop(key, {}), self.values[action.microbatch]
+        return {n: received[n] if n in received else values[n] for n in stage.takes}
 
-    @contextmanager
-    def _around_forward(self, action: Action) -> Iterator[None]:
-        saving = self.hooks.saving((action.stage, action.microbatch)) if self.hooks is not None else nullcontext()
-        with saving, self._weight_copies(action):
-            yield
-
-    def _forwarded(
-        self, action: Action, leaves: dict[str, Tensor], returned: Any, wanted: dict[str, Any] | None
-    ) -> None:
-        """A forward has run. wanted: by its backward, of a lowered stage."""
+    def _forwarded(self, action: Action, returned: Any, kept: dict[str, Any] | None) -> None:
+        """A forward has run. kept: for its backward, in training."""
         s, m = action.stage, action.microbatch
-        stage, key = self.on.stages[s], (s, m)
-        training = self.hooks is not None
-        lowered = stage.lowered if training else None
-        loss, news, sent, *rest = returned if stage.piped or lowered else (*returned[:2], (), *returned[2:])
+        stage = self.on.stages[s]
+        loss, news, sent = returned
         if self._keep_outputs:
             for name, x in zip(stage.outputs, news[len(stage.updates) :], strict=True):
                 self.outputs.setdefault(name, {})[m] = x.detach().clone() if name in stage.copied else x.detach()
@@ -213,14 +189,9 @@ class Run:
             )
         if loss is not None:
             self.losses.append(loss.detach())
+        if kept is not None:
+            self.kept[s, m] = _Kept(loss, kept)
         out = dict(zip(stage.sends, sent, strict=True))
-        if training:
-            edges = {n: torch.autograd.graph.get_gradient_edge(x) for n, x in out.items() if x.requires_grad}
-            begin = loss if loss is not None and loss.requires_grad else None
-            split = SplitBackward(*rest) if rest and lowered is None else None
-            if lowered is not None:  # what it wants of what it received is in `wanted`
-                begin, leaves = loss, {}
-            self.kept[key] = _Kept(leaves, edges, begin, split, wanted)
         for edge in self.on.edges.values():
             if edge.source == s:
                 self._deliver(edge, m, {n: out[n].detach() for n in edge.names}, "forward")
@@ -245,128 +216,82 @@ class Run:
         if action == self.last_forward[action.stage]:
             self.weight_copies.pop(action.stage, None)
 
-    def _begin(self, kept: _Kept, key: tuple[int, int]) -> tuple[list[Any], list[Tensor | None]]:
-        """Where backward begins, and with which gradients."""
-        assert self.hooks is not None
-        self._received(*key, "backward")
-        grads = self.grads.pop(key, {})
-        tensors: list[Any] = [kept.made[n] for n in kept.made if n in grads]
-        begin: list[Tensor | None] = [grads[n] for n in kept.made if n in grads]
-        if kept.loss is not None:
-            tensors.append(self.hooks.scaled(kept.loss))
-            begin.append(None)
-        return tensors, begin
-
     def backward(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
         kept = self.kept.pop(key)
-        if kept.lowered is not None:
-            self._received(*key, "backward")
-            self._start(action)
-            grads = self._lowered_backward(kept.lowered, kept.loss, key)
-            self._lowered_weights(kept.lowered, key)
-            self._pause()
-            self._give_back(action, grads)
-            return
-        tensors, begin = self._begin(kept, key)
         self._start(action)
-        if tensors:
-            torch.autograd.backward(tensors, begin)
+        grads = self._backward(kept, key)
+        self._weights(kept, key)
         self._pause()
-        self._give_back(action, {n: x.grad for n, x in kept.leaves.items()})
+        self._give_back(action, grads)
 
-    def _lowered_backward(
-        self, kept: dict[str, Any], loss: Tensor | None, key: tuple[int, int]
-    ) -> dict[str, Tensor | None]:
-        """Of a lowered stage: the gradients of what it received. kept: what forward kept for it."""
-        lowered = self.on.stages[key[0]].lowered
-        assert lowered is not None
+    def _backward(self, kept: _Kept, key: tuple[int, int]) -> dict[str, Tensor | None]:
+        """Run a backward graph. Returns the gradients of what the stage received."""
         assert self.hooks is not None
-        begin, of_loss = self._begin_lowered(loss, key)
-        grads = lowered.backward(kept, self.values[key[1]], begin, of_loss, self.hooks.launch)
+        grads = self.on.stages[key[0]].joint.backward(
+            kept.values, self.values[key[1]], *self._begin(kept, key), self.hooks.launch
+        )
         return {n: g if g is None else g.contiguous() for n, g in grads.items()}
 
-    def _begin_lowered(self, loss: Tensor | None, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The gradients that a lowered backward begins with: of what the stage made for others, and of the loss."""
+    def _begin(self, kept: _Kept, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The gradients that a backward begins with: of what the stage made for others, and of the loss."""
         assert self.hooks is not None
-        return self.grads.pop(key, {}), None if loss is None else self.hooks.scaled(torch.ones_like(loss))
+        self._received(*key, "backward")
+        return self.grads.pop(key, {}), None if kept.loss is None else self.hooks.scaled(torch.ones_like(kept.loss))
 
     def _pair(self, forward: Action, backward: Action) -> None:
-        """Both as one text."""
+        """Run both as one graph."""
         assert self.hooks is not None
         self._set_microbatch(backward)
         theirs = self.on.mesh.step.running
         self._set_microbatch(forward)
-        leaves, given = self._given(forward)
+        given = self._given(forward)
         key = (backward.stage, backward.microbatch)
         kept = self.kept.pop(key)
-        lowered = self.on.stages[backward.stage].lowered
-        assert kept.lowered is not None
-        assert lowered is not None
-        self._received(*key, "backward")
+        begin = self.on.stages[backward.stage].joint.begin(*self._begin(kept, key))
         self._start(backward)
-        begin = lowered.begin(*self._begin_lowered(kept.loss, key))
         pair = self.on.pairs["FB", forward.stage, backward.stage]
-        with self._around_forward(forward):
+        with self._weight_copies(forward):
             (returned, wanted), grads = pair.run(
-                self.on.mesh, theirs, given, kept.lowered, self.values[key[1]], begin, self.hooks.launch
+                self.on.mesh, theirs, given, kept.values, self.values[key[1]], begin, self.hooks.launch
             )
-        self._forwarded(forward, leaves, returned, wanted)
+        self._forwarded(forward, returned, wanted)
         self._pause()
         self._give_back(backward, {n: g if g is None else g.contiguous() for n, g in grads.items()})
 
     def _forwards(self, first: Action, then: Action) -> None:
-        """Both as one text."""
+        """Run both as one graph."""
         self._set_microbatch(then)
         theirs = self.on.mesh.step.running
         self._set_microbatch(first)
-        (leaves, given), (their_leaves, values) = self._given(first), self._given(then)
+        given, values = self._given(first), self._given(then)
         pair = self.on.pairs["FF", first.stage, then.stage]
         copies = self.weight_copies.setdefault(then.stage, {})
-        with self._around_forward(first):
+        with self._weight_copies(first):
             (one, wanted), (other, their_wanted) = pair.run_forwards(self.on.mesh, theirs, given, values, copies)
         self._end_weight_copies(then)
-        self._forwarded(first, leaves, one, wanted)
-        self._forwarded(then, their_leaves, other, their_wanted)
+        self._forwarded(first, one, wanted)
+        self._forwarded(then, other, their_wanted)
 
-    def _lowered_weights(self, kept: dict[str, Any], key: tuple[int, int]) -> None:
-        """The second half of a backward that has two."""
-        lowered = self.on.stages[key[0]].lowered
-        if lowered is not None and lowered.weights is not None:
-            assert self.hooks is not None
-            lowered.weights(kept, self.values[key[1]], self.hooks.launch)
+    def _weights(self, kept: _Kept, key: tuple[int, int]) -> None:
+        """Run the second half of a backward that has two."""
+        assert self.hooks is not None
+        if (weights := self.on.stages[key[0]].joint.weights) is not None:
+            weights(kept.values, self.values[key[1]], self.hooks.launch)
 
     def inputs(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
-        kept = self.kept[key]
-        assert self.hooks is not None
-        if kept.lowered is not None:
-            self._received(*key, "backward")
-            self.hooks.start_inputs(key, action.stage)
-            self._give_back(action, self._lowered_backward(kept.lowered, kept.loss, key))
-            return
-        tensors, begin = self._begin(kept, key)
-        assert kept.split is not None
-        leaves = {n: x for n, x in kept.leaves.items() if x.requires_grad}
-        self.hooks.start_inputs(key, action.stage)
-        grads = kept.split.inputs(tensors, begin, list(leaves.values()))
-        self._give_back(action, dict(zip(leaves, grads, strict=True)))
-        kept.leaves, kept.made, kept.loss = {}, {}, None
+        self._give_back(action, self._backward(self.kept[key], key))
 
     def weights(self, action: Action) -> None:
-        kept = self.kept.pop((action.stage, action.microbatch))
+        key = (action.stage, action.microbatch)
         self._start(action)
-        if kept.lowered is not None:
-            self._lowered_weights(kept.lowered, (action.stage, action.microbatch))
-        else:
-            assert kept.split is not None
-            kept.split.weights()
+        self._weights(self.kept.pop(key), key)
         self._pause()
 
     def _start(self, action: Action) -> None:
         assert self.hooks is not None
-        key = (action.stage, action.microbatch)
-        self.hooks.start(key, stage=action.stage, first=action == self.first, last=action == self.last[action.stage])
+        self.hooks.start(stage=action.stage, first=action == self.first, last=action == self.last[action.stage])
 
     def _pause(self) -> None:
         assert self.hooks is not None

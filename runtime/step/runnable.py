@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import Pair
@@ -15,13 +16,11 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.runtime import ops
 from shardc.runtime.compiled import Compiler
-from shardc.runtime.ops.overlap import beside, multiplies
 from shardc.runtime.step import outputs
 from shardc.runtime.step.activation_offload import OffloadedTensors
+from shardc.runtime.step.bindings import bind
 from shardc.runtime.step.lowered import LoweredPair, LoweredStage
 from shardc.runtime.step.profiler_ranges import with_ranges
-from shardc.runtime.step.recompute import with_regions
-from shardc.runtime.step.split_backward import split_stage
 
 # fx writes a graph's code with notes on its nodes, and a node that gets one is not found for a moment
 # (fx.Node.__setattr__): ranks that are threads of one process, and share a program, must not look at its graphs
@@ -41,18 +40,6 @@ def on_device(graph: fx.Graph, device: torch.device | str) -> fx.Graph:
     return copy
 
 
-def _overlapped(graph: fx.Graph) -> fx.Graph:
-    """A copy of a graph whose products compute the gradients of their weights while that of their input is summed,
-    where the program says so (`overlap=True`).
-    """
-    copy = copy_graph(graph)
-    for node in copy.nodes:
-        for user in list(node.users) if node.kwargs.get("overlap") else ():
-            if multiplies(user, node):
-                user.target, user.args = beside(user.target, user.args)
-    return copy
-
-
 def _in_place(graph: fx.Graph, program: Program) -> fx.Graph:
     """A copy of a graph that writes to a cache where it stands, as nothing else looks at what was there."""
     copy, caches = copy_graph(graph), {b.name for b in program.buffers if b.cache}
@@ -63,61 +50,59 @@ def _in_place(graph: fx.Graph, program: Program) -> fx.Graph:
     return copy
 
 
-def runnable(
-    stage: Stage,
-    device: torch.device,
-    program: Program,
-    offloaded: type[OffloadedTensors] = OffloadedTensors,
-    *,
-    divided: bool = False,
-) -> fx.GraphModule:
-    """A stage as a function of its placeholders; frees each value after its last use.
-
-    offloaded: where regions with `offload: cpu` keep tensors until backward. divided: backward comes in two
-    (shardc.runtime.step.split_backward), and that of weights is late anyway."""
-    graph = stage.graph if divided else _overlapped(stage.graph)
+def runnable(stage: Stage, device: torch.device, program: Program) -> fx.GraphModule:
+    """A stage as a function of its placeholders, for what has no backward; frees each value after its last use."""
+    graph = copy_graph(stage.graph)
     if any(b.cache for b in program.buffers):
         graph = _in_place(graph, program)
     if device.type != "cpu":
         graph = on_device(graph, device)
     with WRITING:
-        return with_regions(graph, program, offloaded)
+        return fx.GraphModule(nn.Module(), bind(graph))
 
 
 class RunnableStage:
-    """One stage, compiled. divided: its backward comes in two, for inputs and for weights."""
+    """One stage: as its graph says, and as its forward and backward graphs."""
 
     def __init__(
         self,
         program: Program,
         index: int,
         device: torch.device,
-        offloaded: type[OffloadedTensors],
         copies: OffloadedTensors,
         compiler: Compiler | None,
         *,
-        divided: bool,
-        ranges: bool,
+        ranges: bool = False,
     ) -> None:
         stage = program.stages[index]
         self.takes = [n.name for n in stage.graph.find_nodes(op="placeholder")]
         self.receives, self.sends, self.updates = stage.receives, stage.sends, stage.updates
         self.outputs, self.copied = stage.outputs, outputs.views(stage)
         self.piped = bool(program.axis)
-        whole = (
-            split_stage(stage, {p.name for p in program.params}, {x.name for x in program.inputs}) if divided else stage
-        )
-        self.graph = whole.graph
-        module = runnable(whole, device, program, offloaded, divided=divided)
-        self.run: Callable[..., Any] = with_ranges(module, whole.graph) if ranges else module
-        self.lowered: LoweredStage | None = None
-        if stage.lowered is not None:
-            texts = stage.lowered.texts
-            if device.type != "cpu":
-                texts = {way: on_device(graph, device) for way, graph in texts.items()}
-            self.lowered = LoweredStage(stage, texts, copies, ranges=ranges, compiler=compiler)
+        self.graph = stage.graph
+        module = runnable(stage, device, program)
+        self.run: Callable[..., Any] = with_ranges(module, stage.graph) if ranges else module
         if not self.piped:
             self.updates = tuple(b.name for b in program.buffers if b.updated)
+        self._stage, self._device, self._copies = stage, device, copies
+        self._compiler, self._ranges = compiler, ranges
+
+    @cached_property
+    def joint(self) -> LoweredStage:
+        """Its forward and backward graphs, made when a step first runs them."""
+        assert self._stage.lowered is not None, "a program that trains has them"
+        with WRITING:
+            texts = self._stage.lowered.texts
+            if self._device.type != "cpu":
+                texts = {way: on_device(graph, self._device) for way, graph in texts.items()}
+            return LoweredStage(self._stage, texts, self._copies, ranges=self._ranges, compiler=self._compiler)
+
+
+def only_stage(program: Program, mesh: Any) -> RunnableStage:
+    """The stage of a program that has one, for a mesh's device."""
+    compiler = Compiler(strict=program.spec is not None and program.spec.strict)
+    with WRITING:
+        return RunnableStage(program, 0, mesh.device, OffloadedTensors(mesh.device, {}), compiler)
 
 
 def runnable_pair(
@@ -131,7 +116,6 @@ def runnable_pair(
     ranges: bool,
 ) -> LoweredPair:
     graph = on_device(pair.graph, device) if device.type != "cpu" else pair.graph
-    then = stages[pair.then].lowered
-    assert then is not None
+    then = stages[pair.then].joint
     one = program.stages[pair.first]
     return LoweredPair(pair.kind, graph, one, then, copies, ranges=ranges, compiler=compiler)

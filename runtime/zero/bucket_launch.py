@@ -10,8 +10,7 @@ bucket: replicated_bucket.py, sharded_state_bucket.py, sharded_grad_bucket.py, s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from shardc.ir.program import Program
 from shardc.runtime.offload import Offload
 from shardc.runtime.zero.flat_partition import Run
 from shardc.runtime.zero.gather import Gathered
-from shardc.runtime.zero.replicated_bucket import ReplicatedBucket
+from shardc.runtime.zero.replicated_bucket import ReplicatedBucket, follow
 from shardc.runtime.zero.scattered_bucket import ScatteredBucket
 from shardc.runtime.zero.sharded_bucket import ShardedBucket
 from shardc.runtime.zero.sharded_grad_bucket import ShardedGradBucket
@@ -35,9 +34,9 @@ Reduced = Callable[[Sequence[str]], None]
 class Buckets:
     """The buckets of one rank. params: whole local parameters by name, which the buckets take over, one at a time.
 
-    Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. Forward runs within
-    `saving()`. Several backwards a step, of microbatches and of a pipeline's stages: `start(...)`, backward, `pause()`
-    for each, `reduce()` after a stage's last, and `finish()`.
+    Use: `start()`, backward, `finish()`; after an update of the parameters, `publish()`. Several backwards a step, of
+    microbatches and of a pipeline's stages: `start(...)`, backward, `pause()` for each, `reduce()` after a stage's
+    last, and `finish()`.
 
     .given: what the program's graph gets, in order. .owned: what the optimizer works on, and whose `.grad` is reduced:
     the parameters, or this rank's stretch of each (1-d). .runs: which stretch, of those that are sharded.
@@ -83,7 +82,6 @@ class Buckets:
         #: Those with whole parameters that are summed in every backward; of the one that runs, what has not begun.
         self._each = [b for b in self._all if isinstance(b, ShardedGradBucket)]
         self._due: deque[ShardedGradBucket] = deque()
-        self._gathers = any(isinstance(b, ShardedParamBucket) for b in self._all)
         self._active = False
         self._flying: list[ReplicatedBucket] = []
         #: Called with a bucket's parameters whose sums are there already while backward runs; None: `finish` gives all.
@@ -92,8 +90,11 @@ class Buckets:
         self.given: dict[str, Any] = {}
         self.owned: dict[str, nn.Parameter] = {}
         for name, p in params.items() if isinstance(params, Mapping) else params:
-            self.given[name] = self._of[name].adopt(name, p) if name in self._of else p
-            self.owned[name] = p if name not in self._of else nn.Parameter()
+            if name in self._of:
+                self.given[name], self.owned[name] = self._of[name].adopt(name, p), nn.Parameter()
+                continue
+            self.given[name] = nn.Parameter(p.detach(), requires_grad=p.requires_grad) if aliased else p
+            self.owned[name] = p
         for b in self._all:
             b.ready()
             self.owned |= b.owned
@@ -152,11 +153,7 @@ class Buckets:
         """The buffers in which gradients are added up now."""
         return [buffer for b in self._all if (buffer := b.buffer) is not None]
 
-    def saving(self, run: Hashable = 0) -> AbstractContextManager[None]:
-        """Around forward. run: which one, where several wait for their backward."""
-        return self._gathered.saving(run) if self._gathers else nullcontext()
-
-    def start(self, run: Hashable = 0, stage: int = 0, first: bool = True, last: bool = True) -> None:
+    def start(self, stage: int = 0, first: bool = True, last: bool = True) -> None:
         """Before backward, or as its first act. first: of the step on this rank; last: of the step, of this stage of a
         pipeline.
         """
@@ -169,16 +166,10 @@ class Buckets:
             if last:
                 self._left[b].discard(stage)
         self._due = deque(b for b in self._each if stage in self._stages[b])
-        self._gathered.begin_backward(run, stage)
-
-    def start_inputs(self, run: Hashable, stage: int) -> None:
-        """Before the half of a backward that brings no parameter's gradient (shardc.runtime.step.split_backward)."""
-        self._gathered.begin_backward(run, (stage, "inputs"))
 
     def pause(self) -> None:
         """After a backward that others of the same step may follow."""
         self._scatter(all_of_them=True)
-        self._gathered.end_backward()
 
     def reduce(self) -> None:
         """After the last backward of a stage: begin the sums that wait for gradients which did not come."""
@@ -200,8 +191,6 @@ class Buckets:
         def arrived(p: Tensor) -> None:
             if self._active and p.grad is not None:  # an op of the user's may give None
                 bucket.put(name)
-                if not self.mesh.step.lowered:  # whose text says when
-                    self.launch()
 
         return arrived
 
@@ -242,8 +231,9 @@ class Buckets:
         under way.
         """
         self._scatter(all_of_them=True)
+        self._left = {b: set() for b in self._all}
         self._launch(all_of_them=True)
-        self._gathered.end_backward()
+        self._gathered.finish()
         left = [b for b in self._all if b not in self._done]
         for b in left:
             if isinstance(b, ScatteredBucket):
@@ -272,6 +262,21 @@ class Buckets:
         """Before a forward of a user's own loop: see ReplicatedBucket.follow."""
         for b in self._all:
             b.follow()
+        for name in self.unsummed:
+            follow(self.given[name], self.owned[name])
+
+    @property
+    def unsummed(self) -> list[str]:
+        """The parameters that are in no bucket."""
+        return [name for name in self.owned if name not in self._of]
+
+    def take_unsummed(self) -> list[Tensor | None]:
+        """The gradients of `unsummed` that a backward has put into the graph's own leaves, which lose them."""
+        leaves = [self.given[name] for name in self.unsummed]
+        grads = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return grads
 
     def narrow(self) -> None:
         """After an update, if nobody adds to gradients: they take the memory of their sums, where that is in a narrower
@@ -315,26 +320,25 @@ class Buckets:
         """{name: whole local part, as stored, detached}; a bucket is gathered when one of its names is asked for: by
         all ranks alike.
         """
-        return _Wholes(self.given, self._of)
+        return _Wholes(self.owned, self._of)
 
 
 class _Wholes(Mapping[str, Tensor]):
-    def __init__(self, local: Mapping[str, Any], of: Mapping[str, ReplicatedBucket]) -> None:
-        self._given, self._of = local, of
+    def __init__(self, owned: Mapping[str, nn.Parameter], of: Mapping[str, ReplicatedBucket]) -> None:
+        self._owned, self._of = owned, of
         self._bucket: ReplicatedBucket | None = None
         self._there: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._of:
-            value: Tensor = self._given[name].detach()
-            return value
+            return self._owned[name].detach()
         if self._bucket is not self._of[name]:
             self._there = {}  # one bucket at a time
             self._bucket, self._there = self._of[name], self._of[name].wholes()
         return self._there[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._given)
+        return iter(self._owned)
 
     def __len__(self) -> int:
-        return len(self._given)
+        return len(self._owned)

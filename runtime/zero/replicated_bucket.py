@@ -53,11 +53,7 @@ class ReplicatedBucket:
     def follow(self) -> None:
         """Parameters may have been frozen, or have got other memory (`p.data = ...`), since the last forward."""
         for name, p in self.owned.items() if self._aliased else ():
-            alias = self.params[name]
-            if alias.data_ptr() != p.data_ptr():
-                alias.data = p.data
-            if alias.requires_grad != p.requires_grad:
-                alias.requires_grad_(p.requires_grad)
+            follow(self.params[name], p)
 
     def ready(self) -> None:
         """All parameters are adopted."""
@@ -178,3 +174,11 @@ class ReplicatedBucket:
         """{name: whole local part, as stored}. Collective where it is cut."""
         self.follow()
         return {n: p.detach() for n, p in self.params.items()}
+
+
+def follow(alias: nn.Parameter, p: nn.Parameter) -> None:
+    """Let a leaf of its own be as the parameter is whose memory it has."""
+    if alias.data_ptr() != p.data_ptr():
+        alias.data = p.data
+    if alias.requires_grad != p.requires_grad:
+        alias.requires_grad_(p.requires_grad)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardc.ir.program import Program
 from shardc.runtime.mesh import Work
 from shardc.runtime.offload import Offload
-from shardc.runtime.zero.gather import Gathered, Use, views
+from shardc.runtime.zero.gather import Gathered, views
 from shardc.runtime.zero.replicated_bucket import ReplicatedBucket
 from shardc.runtime.zero.rounded_gather import RoundedGather
 from shardc.runtime.zero.scattered_bucket import ScatteredBucket
@@ -40,7 +40,6 @@ class ShardedParamBucket(ScatteredBucket):
         self._trained = False
         #: With `keep`: what was gathered, until the step's last backward.
         self._kept_whole: tuple[Tensor, Work] | None = None
-        self._anchor = torch.zeros((), device=mesh.device, requires_grad=True)
 
     def adopt(self, name: str, p: nn.Parameter) -> Any:
         if self._master is None:
@@ -74,7 +73,7 @@ class ShardedParamBucket(ScatteredBucket):
 
     def _until_step_ends(self, started: tuple[Tensor, Work]) -> tuple[Tensor, Work]:
         """The gather, kept where the bucket stays whole until a step's end."""
-        if self.spec.keep and (torch.is_grad_enabled() or self.mesh.step.lowered):
+        if self.spec.keep and self.mesh.step.lowered:
             self._kept_whole = started
         return started
 
@@ -93,13 +92,7 @@ class ShardedParamBucket(ScatteredBucket):
         return self._gathered.again(self)
 
     def used(self) -> tuple[Tensor, ...]:
-        """The gathered parameters; backward of them brings the bucket's gradients."""
-        if self._trained and torch.is_grad_enabled():
-            gathered: tuple[Tensor, ...] = Use.apply(self._anchor, self)  # type: ignore[no-untyped-call]
-            return gathered
-        return self.views()
-
-    def views(self) -> tuple[Tensor, ...]:
+        """The gathered parameters."""
         return self.parts(self._gathered.take(self))
 
     def parts(self, whole: Tensor) -> tuple[Tensor, ...]:
@@ -114,7 +107,6 @@ class ShardedParamBucket(ScatteredBucket):
 
     def arrived(self, grads: Sequence[Tensor | None]) -> None:
         """Backward has all gradients of this bucket: begin their sum, or wait for those of the microbatches to come."""
-        self._gathered.drop(self)
         for name, grad in zip(self.spec.params, grads, strict=True):
             if grad is not None:
                 self._add(name, grad)

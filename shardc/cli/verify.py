@@ -21,8 +21,8 @@ def command(
     batch: common.BatchOption = None,
     seq: common.SeqOption = None,
     seed: Annotated[int, typer.Option(help="of the random weights and inputs")] = 0,
-    lowered: Annotated[
-        bool, typer.Option("--lowered", help="also compare the step under autograd, lowered and compiled (`lower:`)")
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="also compare the compiled step (`lower:`) with the same line by line")
     ] = False,
     static: Annotated[
         bool, typer.Option("--static", help="prove it without running: any number of ranks, no weights, no devices")
@@ -61,14 +61,14 @@ def command(
             show(json.dumps({**said, "assumed": [a.name for a in ASSUMPTIONS]}) if as_json else str(proof))
             raise typer.Exit(0 if proof.ok else 1)
         with common.console.status(f"running {program.mesh.world} ranks in float64"):
-            report = program.verify(seed=seed, lowered=lowered)
+            report = program.verify(seed=seed, compiled=compiled)
         if as_json:
             document = {
                 "ok": report.ok,
                 "checked": report.checked,
                 "worst": report.worst,
                 "seconds": report.seconds,
-                "ways": [asdict(w) for w in report.ways],
+                "compiled": asdict(report.compiled) if report.compiled is not None else None,
                 "findings": [{"where": f.where, "what": f.what, "fix": f.fix} for f in report.findings],
             }
             show(json.dumps(document))

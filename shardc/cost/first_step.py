@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
+from shardc.runtime import ops
 from shardc.runtime.schedule import Action
 from shardc.runtime.step.run import StepHooks
 from shardc.runtime.zero.trained_params import trained_by
@@ -24,8 +25,8 @@ from shardc.runtime.zero.trained_params import trained_by
 
 def leaves_more(program: Program, mine: list[Stage]) -> bool:
     """Whether a step gives or leaves something beside state and gradients: outputs, and new values of buffers, which
-    other stages may get; random numbers that are kept for ops of the same sizes; the order in which ZeRO 3 gathers;
-    room in the machine's memory. mine: the stages of a rank.
+    other stages may get; random numbers that are kept for ops of the same sizes; parts of ZeRO 3; room in the machine's
+    memory. mine: the stages of a rank.
     """
     returns_more = any(s.graph.output_node().args[0][1] for s in program.stages)  # type: ignore[index]
     random = any(n.name == "rng" and n.users for s in mine for n in s.graph.find_nodes(op="placeholder"))
@@ -39,24 +40,10 @@ def give_gradients(program: Program, backwards: list[Action], given: Any, hooks:
     get, by name: parameters, or what stands for one of a bucket.
     """
     for i, a in enumerate(backwards):
-        hooks.start((a.stage, a.microbatch), stage=a.stage, first=i == 0, last=True)
+        hooks.start(stage=a.stage, first=i == 0, last=True)
         for name in trained_by(program, program.stages[a.stage]):
             p = given[name]
             p = p if isinstance(p, Tensor) else p.bucket.params[name]
-            torch.autograd.backward(_Reached.apply(p))  # type: ignore[no-untyped-call]
+            ops.put(p, torch.empty_like(p), own=True)
         hooks.pause()
     hooks.reduce()
-
-
-class _Reached(torch.autograd.Function):
-    """A number whose gradient for a parameter is of its sizes."""
-
-    @staticmethod
-    def forward(ctx: Any, p: Tensor) -> Tensor:
-        ctx.like = p.detach()
-        return p.new_empty(())
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, _: Tensor) -> Tensor:
-        return torch.empty_like(ctx.like)

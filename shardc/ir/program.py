@@ -354,15 +354,15 @@ class Program:
 
         save(self, folder)
 
-    def verify(self, *, seed: int = 0, lowered: bool = False) -> Report:
-        """Compare a step on the loopback mesh with one device, in float64. `.ok`, `.findings`, `.seconds`. lowered:
-        compare the lowered step with autograd's too, to the bit, and the compiled one. See shardc.verify.
+    def verify(self, *, seed: int = 0, compiled: bool = False) -> Report:
+        """Compare a step on the loopback mesh with one device, in float64. `.ok`, `.findings`, `.seconds`.
+        compiled: compare the compiled step too, with the same line by line. See shardc.verify.
         """
         from shardc.verify import verify
 
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ShardcError(f"{seed!r} is no seed", where="program.verify", fix="give a whole number")
-        return verify(self, seed=seed, lowered=lowered)
+        return verify(self, seed=seed, compiled=compiled)
 
     def prove(self) -> Proof:
         """Check without running, for every rank, that the program computes what one device does: values, gradients,

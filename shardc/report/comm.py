@@ -16,6 +16,7 @@ from shardc.ir.metadata import Value
 from shardc.ir.offload import HOST_LINK
 from shardc.ir.outputs import loss_axes, loss_value, sum_axes, summed
 from shardc.ir.program import Program
+from shardc.ir.stage import Stage
 from shardc.ir.units import seconds, size
 from shardc.runtime import ops
 from shardc.runtime.matrices import assumed
@@ -52,8 +53,6 @@ def comm_rows(program: Program, at: int | None = None, moved: Sequence[int] | No
 
     moved: bytes of each message that takes matrices to the optimizer's owners or back, on that rank; None: of Muon,
     where the spec says that optimizers step whole matrices (shardc.runtime.matrices.assumed).
-
-    At ZeRO 3 every bucket is counted as gathered again for backward, which one of biases alone, say, is not.
     """
     sizes_by_row: dict[tuple[str, str, str, str], list[int]] = {}
 
@@ -80,7 +79,7 @@ def comm_rows(program: Program, at: int | None = None, moved: Sequence[int] | No
                 add(c.axes, c.backward, "backward", c.cause, c.bytes, m)
             elif c is not None:
                 b = program.buckets[int(str(node.args[1]).removeprefix("bucket"))]
-                times, again = 1 if b.keep else m, 0 if b.keep or program.forward_only else m
+                times, again = 1 if b.keep else m, 0 if b.keep else m * gathered_again(stage, str(node.args[1]))
                 add(c.axes, c.kind, "forward", c.cause, c.forward_bytes, times)
                 add(c.axes, c.kind, "backward", c.cause, c.forward_bytes, again)
                 for axes, nbytes in (
@@ -131,6 +130,13 @@ def comm_rows(program: Program, at: int | None = None, moved: Sequence[int] | No
         Row(axes, kind, way, cause, len(sizes), sum(sizes)) for (axes, way, kind, cause), sizes in sizes_by_row.items()
     ]
     return sorted(rows, key=lambda r: (r.axes, rank[r.direction]))
+
+
+def gathered_again(stage: Stage, bucket: str) -> int:
+    """How often a stage's backward gathers a bucket of ZeRO 3: not where only biases are in it, say."""
+    graphs = stage.lowered.texts.values() if stage.lowered is not None else ()
+    gathers = (n for g in graphs for n in g.find_nodes(op="call_function", target=ops.regather_start))
+    return sum(n.args[1] == bucket for n in gathers)
 
 
 def host_rows(cost: Cost) -> list[Row]:

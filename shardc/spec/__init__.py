@@ -128,7 +128,7 @@ class Spec:
     loss: Loss = field(default_factory=Loss)
     precision: Precision = field(default_factory=Precision)
     optimizer: Optimizer = field(default_factory=Optimizer)
-    lower: Lower | None = None
+    lower: Lower | None = field(default_factory=Lower)
     run: Run = field(default_factory=Run)
     batch_norm: Literal["sync", "local"] = "sync"
     unknown_ops: Literal["error", "replicate"] = "error"

@@ -35,7 +35,7 @@ from shardc.spec.optimizer_section import Optimizer
 from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
 from shardc.spec.shard_section import Boundary, Dims, DimsOrWhole, ShardForm, ShardSection
-from shardc.spec.step_sections import Checkpoint, Loss, LowerSection, Pipeline
+from shardc.spec.step_sections import Checkpoint, Loss, Lower, LowerSection, Pipeline
 from shardc.spec.yaml_reader import say
 
 
@@ -127,7 +127,7 @@ class Form(Section):
     precision: Precision = Field(default=Precision(), examples=[{"compute": "bfloat16"}])
     optimizer: Optimizer = Field(default=Optimizer(), examples=[{"matrices": "whole"}])
     lower: LowerSection = Field(
-        default=None,
+        default=Lower(),
         description="true: a step runs forward and backward as two texts, without autograd",
         examples=[True],
     )

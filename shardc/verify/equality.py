@@ -49,29 +49,32 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to run the same step, compared with autograd's. loss, gradients, state: relative differences, of the last
+class Compiled:
+    """The compiled step against the same step line by line. loss, gradients, state: relative differences, of the last
     two the worst; equal: all is equal to the bit.
     """
 
-    name: str
     loss: float
     gradients: float
     state: float
     equal: bool
 
+    def __str__(self) -> str:
+        differences = f"loss {self.loss:.1e}, gradients {self.gradients:.1e}, state {self.state:.1e}"
+        return f"compiled, against the same step line by line: {'equal to the bit' if self.equal else differences}"
+
 
 @dataclass(frozen=True)
 class Report:
     """Result of `verify`. checked: number of values compared; worst: largest relative difference seen; seconds:
-    duration; ways: with `lowered`, the lowered step, and the compiled one.
+    duration; compiled: with `compiled=True`, the compiled step.
     """
 
     findings: tuple[Finding, ...]
     checked: int
     worst: float
     seconds: float
-    ways: tuple[Way, ...] = ()
+    compiled: Compiled | None = None
 
     @property
     def ok(self) -> bool:
@@ -85,19 +88,11 @@ class Report:
             return "\n".join(["not compared with one device", *map(str, self.findings)])
         head = "equal to one device" if self.ok else f"{plural(len(self.findings), 'difference')} from one device"
         lines = [f"{head}: {self.checked} values, worst relative difference {self.worst:.1e}, {self.seconds:.1f} s"]
-        return "\n".join([*lines, *_table(self.ways), *map(str, self.findings)])
+        lines += [str(self.compiled)] if self.compiled is not None else []
+        return "\n".join([*lines, *map(str, self.findings)])
 
 
-def _table(ways: tuple[Way, ...]) -> list[str]:
-    if not ways:
-        return []
-    rows: list[tuple[str, ...]] = [("against autograd", "loss", "gradients", "state"), ("autograd", "0", "0", "0")]
-    rows += [(w.name, *(f"{x:.1e}" if x else "0" for x in (w.loss, w.gradients, w.state))) for w in ways]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
+def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report:
     """Run one training step both ways and compare loss, gradients and buffers. Dropout stays on: its masks are the same
     on every mesh. Of a forward-only program: one forward, and its outputs.
 
@@ -107,8 +102,8 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
     Every dtype is widened, the casts of `precision:` too: what is checked is the algebra of the splits, not the
     rounding of 16 bits.
 
-    lowered: compare the lowered step (`lower:`) with the same program under autograd too, to the bit, and the compiled
-    one within OF_COMPILED, in the program's own dtypes; against one device pieces then run as compiled code, too.
+    compiled: run compiled regions as compiled code against one device, and compare the compiled step with the same step
+    line by line, in the program's own dtypes, within OF_COMPILED.
     Raises ShardcError for a program that trains no parameter."""
     start = time.perf_counter()
     if not program.forward_only:
@@ -121,7 +116,7 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
             "verify a smaller batch or fewer layers of the same model: rules and spec are the same",
         )
         return Report((finding,), 0, float("nan"), time.perf_counter() - start)
-    double = to_float64(program, compiled=lowered)
+    double = to_float64(program, compiled=compiled)
     why = ""
     filled = any(b.constant is None and not b.dtype.is_floating_point for b in double.buffers)
     for integers, fractions in product((0, 1) if filled else (0,), (False, True)):
@@ -156,7 +151,7 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
         one_by_one = {} if gradient is None else p.by_name(gradient)
         pairs += [(n, one_by_one.get(n), sim.grads.get(n)) for n in (p.members or (p.fqn,))]
     pairs += [(b.fqn, news[b.name].detach(), sim.state[b.fqn]) for b in double.buffers if b.updated]
-    (findings, ways), worst = _ways(program, seed) if lowered else ([], []), 0.0
+    (findings, of_compiled), worst = _compiled(program, seed) if compiled else ([], None), 0.0
     # a gradient that is zero in exact arithmetic (a key's bias: softmax does not see it) is rounding on both sides:
     # measure it against the whole gradient's size
     floor = 1e-3 * float(
@@ -182,34 +177,22 @@ def verify(program: Program, *, seed: int = 0, lowered: bool = False) -> Report:
             if (bad := broken.get(name)) is not None:
                 message = f"{what} is {bad[~bad.isfinite()][0].item()} on the ranks, and finite on one device; {op}"
             findings.append(Finding(name, message, "a bug in shardc or in a rule of your own: please report it"))
-    return Report(tuple(findings), len(off_by), worst, time.perf_counter() - start, tuple(ways))
+    return Report(tuple(findings), len(off_by), worst, time.perf_counter() - start, of_compiled)
 
 
 def _all_finite(x: Tensor) -> bool:
     return bool(x.isfinite().all())
 
 
-def _ways(program: Program, seed: int) -> tuple[list[Finding], list[Way]]:
-    """The step lowered, and compiled if it has pieces, against the step under autograd: the program's own texts, in its
-    own dtypes.
-    """
-    if all(s.lowered is None for s in program.stages):
-        what, fix = "no stage is lowered: there is nothing to compare", "write `lower: true` in the spec"
-        return [Finding("lower", what, fix)], []
+def _compiled(program: Program, seed: int) -> tuple[list[Finding], Compiled | None]:
+    """The compiled step against the same step line by line, in the program's own dtypes."""
+    if not any(pieces_of(g) for s in program.stages if s.lowered is not None for g in s.lowered.texts.values()):
+        what, fix = "nothing of this program is compiled", "write `lower: {compile: layers}` in the spec"
+        return [Finding("lower.compile", what, fix)], None
     weights, batch = random_state(program, seed), random_inputs(program, seed)
-    eager = replace(program, stages=tuple(replace(s, lowered=None) for s in program.stages), pairs=())
-    steps = {"autograd": eager, "lowered": without_pieces(program)}
-    if any(pieces_of(g) for s in program.stages if s.lowered is not None for g in s.lowered.texts.values()):
-        steps["compiled"] = program
-    ran = {name: simulate(p, weights, batch, seed=seed) for name, p in steps.items()}
-    allowed = {"lowered": 0.0, "compiled": max(OF_COMPILED.get(d, TOLERANCE) for d in _dtypes(program))}
-    findings, ways = [], []
-    for name, limit in allowed.items():
-        if name in ran:
-            way, found = _against(ran["autograd"], ran[name], name, limit)
-            ways.append(way)
-            findings += found
-    return findings, ways
+    plain = simulate(without_pieces(program), weights, batch, seed=seed)
+    compiled = simulate(program, weights, batch, seed=seed)
+    return _against(plain, compiled, max(OF_COMPILED.get(d, TOLERANCE) for d in _dtypes(program)))
 
 
 def _dtypes(program: Program) -> set[torch.dtype]:
@@ -218,24 +201,23 @@ def _dtypes(program: Program) -> set[torch.dtype]:
     return {v.dtype for v in values if v.dtype.is_floating_point}
 
 
-def _against(eager: Simulation, sim: Simulation, name: str, limit: float) -> tuple[Way, list[Finding]]:
-    """limit: relative; 0: to the bit."""
-    loss = {"loss": (eager.loss, sim.loss)}
-    grads = {f"the gradient of {n}": (eager.grads.get(n), sim.grads.get(n)) for n in eager.grads | sim.grads}
-    state = {n: (eager.state[n], sim.state[n]) for n in eager.state}
-    floor = 1e-3 * max((float(_wide(g).norm()) for g in eager.grads.values()), default=0.0) if limit else 0.0
+def _against(plain: Simulation, compiled: Simulation, limit: float) -> tuple[list[Finding], Compiled]:
+    """limit: relative."""
+    loss = {"loss": (plain.loss, compiled.loss)}
+    grads = {f"the gradient of {n}": (plain.grads.get(n), compiled.grads.get(n)) for n in plain.grads | compiled.grads}
+    state = {n: (plain.state[n], compiled.state[n]) for n in plain.state}
+    floor = 1e-3 * max((float(_wide(g).norm()) for g in plain.grads.values()), default=0.0)
     worst, equal = [], True
     findings = []
     for group in (loss, grads, state):
         off_by = {n: difference(a, b, 0.0 if n == "loss" else floor) for n, (a, b) in group.items()}
-        bits = {n: a is not None and b is not None and torch.equal(a, b) for n, (a, b) in group.items()}
-        equal = equal and all(bits.values())
+        equal = equal and all(a is not None and b is not None and torch.equal(a, b) for a, b in group.values())
         worst.append(max(off_by.values(), default=0.0))
-        fix = f"a bug in shardc: please report it, and leave {'`compile`' if limit else '`lower`'} out"
+        fix = "a bug in shardc: please report it, and leave `compile` out"
         for n, off in off_by.items():
-            if not (off <= limit if limit else bits[n]):
-                findings.append(Finding(n, f"{name}, differs from autograd's by {off:.1e} relative", fix))
-    return Way(name, worst[0], worst[1], worst[2], equal), findings
+            if not off <= limit:
+                findings.append(Finding(n, f"compiled, differs from the step line by line by {off:.1e} relative", fix))
+    return findings, Compiled(worst[0], worst[1], worst[2], equal)
 
 
 def difference(one: Tensor | None, many: Tensor | None, floor: float = 0.0) -> float:

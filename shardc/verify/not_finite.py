@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from shardc.ir.graph import source_of
+from shardc.ir.graph import copy_graph, is_call, source_of
+from shardc.ir.pieces import without_pieces
 from shardc.ir.program import Program
+from shardc.ir.stage import Lowered, Stage
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
-from shardc.runtime.step.runnable import on_device
 
 
 def op_on_ranks(program: Program, model: Any, batch: Any, seed: int) -> str:
@@ -22,28 +22,66 @@ def op_on_ranks(program: Program, model: Any, batch: Any, seed: int) -> str:
 
     The op with its module and line in the model.
     """
-    eager = replace(program, stages=tuple(replace(s, lowered=None) for s in program.stages), pairs=())
-    starts = list(accumulate((len(s.graph.nodes) for s in eager.stages), initial=0))
+    forward, backward = _Seen(), _Seen()
+    program = without_pieces(program)
+    watched = replace(program, stages=tuple(_watched(s, forward, backward) for s in program.stages), pairs=())
 
-    def work(mesh: LoopbackMesh) -> tuple[set[int], ...]:
-        engine = Engine(eager, model, None, seed, mesh=mesh, check=False)
-        looking = {s: _Looking(on_device(eager.stages[s].graph, mesh.device)) for s in engine.interpreter.stages}
-        with engine.interpreter.replaced({s: x.run for s, x in looking.items()}):
-            if eager.forward_only:
-                engine.evaluate(batch)
-            else:
-                engine.backward(batch)
-        each = [(starts[s], x.nan, x.inf, x.gradients) for s, x in looking.items()]
-        return tuple({start + i for start, *found in each for i in found[k]} for k in range(3))
+    def work(mesh: LoopbackMesh) -> None:
+        engine = Engine(watched, model, None, seed, mesh=mesh, check=False)
+        if watched.forward_only:
+            engine.evaluate(batch)
+        else:
+            engine.backward(batch)
 
-    ranks = loopback(eager.mesh, work)
-    nodes = [n for s in eager.stages for n in s.graph.nodes]
-    nan, inf, gradients = ({nodes[i] for each in ranks for i in each[k]} for k in range(3))
-    if nan:
-        return (
-            f"{_shown(_origin(next(n for n in nodes if n in nan), nan | inf))} is the first result that is not finite"
-        )
-    return _of_backward([n for n in nodes if n in gradients])
+    loopback(watched.mesh, work)
+    for s in program.stages:
+        graph = s.graph if s.lowered is None else s.lowered.forward
+        if nan := next((n for n in graph.nodes if n in forward.nan), None):
+            op = _op(_origin(nan, forward.nan | forward.inf), s)
+            return f"{op} is the first result that is not finite"
+    for s in reversed(program.stages):
+        bad = backward.nan | backward.inf
+        for graph in s.lowered.texts.values() if s.lowered is not None else ():
+            if first := next((n for n in graph.nodes if n in bad), None):
+                return f"backward of {_op(first, s)} makes the first gradient that is not finite"
+    return ""
+
+
+@dataclass
+class _Seen:
+    """Lines, of all ranks, with a result that has nan, or inf."""
+
+    nan: set[fx.Node] = field(default_factory=set)
+    inf: set[fx.Node] = field(default_factory=set)
+
+    def look(self, n: fx.Node, result: Any) -> None:
+        for x in result if isinstance(result, tuple) else (result,):
+            if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
+                for nodes, test in ((self.nan, torch.isnan), (self.inf, torch.isinf)):
+                    if bool(test(x.detach()).any()):
+                        nodes.add(n)
+
+
+def _watched(stage: Stage, forward: _Seen, backward: _Seen) -> Stage:
+    if stage.lowered is None:
+        return replace(stage, graph=_looking(stage.graph, forward))
+    first, *others = stage.lowered.texts.values()
+    return replace(stage, lowered=Lowered(_looking(first, forward), *(_looking(g, backward) for g in others)))
+
+
+def _looking(graph: fx.Graph, seen: _Seen) -> fx.Graph:
+    """A copy of a graph that looks at the result of each line."""
+    env: dict[fx.Node, fx.Node] = {}
+    copy = copy_graph(graph, env)
+    for n in graph.nodes:
+        if is_call(n):
+
+            def look(result: Any, line: fx.Node = n) -> None:
+                seen.look(line, result)
+
+            with copy.inserting_after(env[n]):
+                copy.call_function(look, (env[n],))
+    return copy
 
 
 def _origin(node: fx.Node, bad: set[fx.Node]) -> fx.Node:
@@ -53,41 +91,8 @@ def _origin(node: fx.Node, bad: set[fx.Node]) -> fx.Node:
     return node
 
 
-def _of_backward(bad: list[fx.Node]) -> str:
-    """The op that makes a gradient which is not finite of one that is: a user of the last value that has such a one."""
-    if not bad:
-        return ""
-    maker = next((u for u in bad[-1].users if u.op == "call_function"), bad[-1])
-    return f"backward of {_shown(maker)} makes the first gradient that is not finite"
-
-
-def _shown(node: fx.Node) -> str:
+def _op(line: fx.Node, stage: Stage) -> str:
+    """The op of the stage that a line belongs to, with its line in the model."""
+    name = line.meta.get("of", line.name)
+    node = next((n for n in stage.graph.nodes if n.name == name), line)
     return f"{node.name} of {source}" if str(source := source_of(node)) else node.name
-
-
-class _Looking(fx.Interpreter):
-    """nan, inf, gradients: the numbers of nodes with a result that has nan, or inf, or whose gradient has one."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        super().__init__(nn.Module(), garbage_collect_values=True, graph=graph)
-        self.nan: set[int] = set()
-        self.inf: set[int] = set()
-        self.gradients: set[int] = set()
-        self._numbers = {n: i for i, n in enumerate(graph.nodes)}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result, number = super().run_node(n), self._numbers[n]
-
-        def look(gradient: Tensor) -> None:
-            if not bool(gradient.isfinite().all()):
-                self.gradients.add(number)
-
-        for x in result if isinstance(result, tuple) else (result,):
-            if n.op != "call_function" or not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
-                continue
-            for found, test in ((self.nan, torch.isnan), (self.inf, torch.isinf)):
-                if bool(test(x).any()):
-                    found.add(number)
-            if x.requires_grad:
-                x.register_hook(look)  # type: ignore[no-untyped-call]
-        return result

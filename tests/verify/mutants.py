@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +39,9 @@ from shardc.ir.placement import Shard  # noqa: E402
 from shardc.ir.program import Program  # noqa: E402
 from shardc.ir.stage import Stage  # noqa: E402
 from shardc.ir.stored import Param  # noqa: E402
+from shardc.passes.lower import lower  # noqa: E402
 from shardc.runtime import ops  # noqa: E402
+from shardc.spec.step_sections import Lower  # noqa: E402
 from shardc.verify.static import prove  # noqa: E402
 from shardc.verify.static.conversion_types import ROWS  # noqa: E402
 from tests.verify.mutants_lowered import LOWERED  # noqa: E402
@@ -82,7 +84,12 @@ def _changed(program: Program, i: int, name: str, change: Callable[[fx.Node, Pro
     graph.lint()
     stages = list(program.stages)
     stages[i] = replace(stages[i], graph=graph, lowered=None)
-    return replace(program, stages=tuple(stages))
+    return _lowered(program, stages)
+
+
+def _lowered(program: Program, stages: Sequence[Stage]) -> Program:
+    """The program with these stages, whose forward and backward graphs are written anew."""
+    return lower(replace(program, stages=tuple(stages)), Lower())
 
 
 def is_conversion(node: fx.Node) -> bool:
@@ -560,7 +567,7 @@ def crossed(program: Program) -> Iterator[Callable[[], Program]]:
                             u.replace_input_with(y, x)
                     stages = list(program.stages)
                     stages[i] = replace(stage, graph=graph, lowered=None)
-                    return replace(program, stages=tuple(stages))
+                    return _lowered(program, stages)
 
                 yield exchange
 
@@ -600,7 +607,7 @@ def buffers(program: Program) -> Iterator[Callable[[], Program]]:
                     out.args = ((first[0], tuple(mine), *first[2:]),)
                     stages = list(program.stages)
                     stages[i] = replace(stage, graph=graph, lowered=None)
-                    return replace(program, stages=tuple(stages))
+                    return _lowered(program, stages)
 
                 yield other
 

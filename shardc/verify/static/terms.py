@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from shardc.runtime import ops
-from shardc.runtime.ops.overlap import PRODUCTS, factors
+from shardc.runtime.ops.factors import PRODUCTS, factors
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten

@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardc.cost.ledger import Ledger
 from shardc.cost.recorded import Op
 from shardc.runtime.ops import fp8, fp8_kernel, fp8_products
+from shardc.runtime.ops.factors import begun, product_of_8_bits
 from shardc.runtime.ops.fp8_recipe import RECIPES, along
-from shardc.runtime.ops.overlap import begun, product_of_8_bits
 from shardc.torch_private import TorchDispatchMode, multiplies_float8_on_cpu
 
 KERNEL = torch.ops.aten._scaled_mm_v2.default

@@ -13,7 +13,7 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime import ops
 from shardc.runtime.mesh import Work
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.ops.overlap import multiplies, product
+from shardc.runtime.ops.factors import multiplies, product
 
 aten = torch.ops.aten
 TP = Mesh((("tp", 2),))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -204,12 +205,29 @@ def test_parts_hold_no_weights_of_the_model(made: Any) -> None:
 
 
 def test_a_forward_inside_of_backward_is_refused(made: Any) -> None:
-    """torch.utils.checkpoint runs it again there, and no gradient of it would arrive."""
+    """torch.utils.checkpoint, reentrant, runs it again there, and no gradient of it would arrive."""
 
     def work(module: ShardedModule, part: Any) -> None:
-        loss = checkpoint(module, use_reentrant=False, **part)
+        anchor = torch.zeros((), requires_grad=True)
+        loss = checkpoint(lambda anchor: module(**part), anchor, use_reentrant=True)
         with pytest.raises(ShardcError, match=r"module\.forward: forward is run inside of backward"):
             loss.backward()
+
+    on_ranks(made, work)
+
+
+def test_a_checkpoint_around_a_module_changes_nothing(made: Any) -> None:
+    """It is handed nothing that autograd saves: the forward graph keeps what the backward graph takes."""
+
+    def work(module: ShardedModule, part: Any) -> None:
+        gradients = []
+        for run in (module, partial(checkpoint, module, use_reentrant=False)):
+            module._running.rng.step = 0  # the same dropout
+            run(**part).backward()
+            gradients.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
+            module.zero_grad()
+        assert gradients[0]
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
     on_ranks(made, work)
 

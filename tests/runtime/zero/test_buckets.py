@@ -14,6 +14,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
+from shardc.runtime import ops
 from shardc.runtime.mesh import RankMesh, Work
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.clip_grad_norm import GradNorm
@@ -71,11 +72,12 @@ def test_buckets_start_in_their_order_while_backward_runs() -> None:
     params, mesh = parameters(p), Watched()
     buckets = Buckets(p, params, mesh)
     buckets.start()
-    x = params["d"] * 1.0
-    x.register_hook(lambda g: mesh.events.append("d is next"))
-    for n in ("a", "b", "c"):
-        x = x * params[n]
-    backward(x.sum())
+    for n in ("c", "b", "a"):  # as a backward graph puts them
+        ops.put(params[n], torch.ones(2))
+        buckets.launch()
+    mesh.events.append("d is next")
+    ops.put(params["d"], torch.ones(2))
+    buckets.launch()
     assert mesh.events == ["start bucket0", "start bucket1", "d is next", "start bucket2"]
     mesh.events.clear()
     buckets.finish(lambda names: mesh.events.append(f"ready {' '.join(names)}"))

@@ -285,7 +285,4 @@ def test_the_report_says_what_runs(zero: int, how: dict[str, int]) -> None:
         key = (row.axes, row.direction, row.kind)
         said[key] = said.get(key, 0) + row.bytes
     ran = loopback(p.mesh, work)[0]
-    again = ("dp", "backward", "all_gather")  # of what backward needs
-    if zero == 3 and not how.get("keep"):
-        assert 0.5 * said[again] < ran.pop(again) <= said.pop(again)
     assert ran == said

@@ -5,6 +5,7 @@ step.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,11 +268,13 @@ def test_a_step_that_fails_before_its_update_leaves_the_engine_as_it_was(zero: i
                 engine.step(torch.arange(9))
             reduce = mesh.start_all_reduce, mesh.start_reduce_scatter
 
-            def stop(*args: Any, **kwargs: Any) -> Any:
-                reduce[0 if zero == 0 else 1](*args, **kwargs)
-                raise OverflowError("on purpose")
+            def stop(start: Any, *args: Any, direction: str, **kwargs: Any) -> Any:
+                work = start(*args, direction=direction, **kwargs)
+                if direction == "backward":
+                    raise OverflowError("on purpose")
+                return work
 
-            mesh.start_all_reduce = mesh.start_reduce_scatter = stop  # type: ignore[method-assign]
+            mesh.start_all_reduce, mesh.start_reduce_scatter = (partial(stop, start) for start in reduce)  # type: ignore[method-assign]
             with pytest.raises(OverflowError):
                 engine.step(ids)
             mesh.start_all_reduce, mesh.start_reduce_scatter = reduce  # type: ignore[method-assign]

@@ -1,0 +1,39 @@
+"""Products of an input and a weight, and what is which among their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.runtime.ops.fp8_products import fp8_linear
+
+aten = torch.ops.aten
+
+#: Products of an input and a weight: op -> the places of (input, weight, bias) among its arguments. The weight is
+#: [out, in] for linear, [in, out] else.
+PRODUCTS: dict[Any, tuple[int, int, int]] = {
+    aten.linear.default: (0, 1, 2),
+    aten.addmm.default: (1, 2, 0),
+    aten.mm.default: (0, 1, -1),
+    aten.matmul.default: (0, 1, -1),
+    fp8_linear: (0, 1, -1),
+}
+
+
+def factors(target: Any, args: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """(input, weight, bias or None) among a product's arguments."""
+    x, weight, bias = PRODUCTS[target]
+    return args[x], args[weight], args[bias] if 0 <= bias < len(args) else None
+
+
+def multiplies(op: fx.Node, x: fx.Node) -> bool:
+    """Is an op of a program a product with x as its input?"""
+    return op.target in PRODUCTS and not op.kwargs and factors(op.target, op.args)[0] is x
+
+
+def of_matrices(x: int, weight: int, bias: int | None) -> bool:
+    """Is a product of factors with so many dims one of rows and a matrix, whose gradients are such products too?"""
+    return x >= 2 and weight == 2 and bias in (None, 1)

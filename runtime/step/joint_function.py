@@ -1,0 +1,126 @@
+"""A module's forward and backward graphs as one autograd.Function, as AOTAutograd makes one of a compiled function.
+
+    loss = module(**part)      the forward graph has run; the loss's node keeps what the backward graph takes
+    loss.backward()            the node runs the backward graph, which puts gradients into buckets
+
+Parameters in buckets get their gradients when backward ends, as the sum over ranks. Of the others the node returns
+them, so that autograd adds them to `.grad`, calls hooks, and answers torch.autograd.grad.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
+
+from shardc.errors import ShardcError
+from shardc.torch_private import after_backward, engine_executes, keeps_graph
+
+if TYPE_CHECKING:
+    from shardc.runtime.step.lowered import LoweredStage as JointStage
+    from shardc.runtime.step.module_running import Running
+
+_AROUND = "a term that needs gradients itself (a gradient penalty) belongs into the loss function,"
+_AROUND += " shardc.compile(model, batch, spec, loss=...)"
+
+
+class JointCall:
+    """One forward of a module that waits for its backward. values: what the stage takes, by name."""
+
+    def __init__(self, stage: JointStage, values: Mapping[str, Any], running: Running) -> None:
+        self._stage, self._running, self._buckets = stage, running, running.buckets
+        rng = copy.copy(values["rng"])  # the masks of backward are those of this forward
+        self._values = {**values, "rng": rng}
+        self._versions: int | None = None
+        self._kept: dict[str, Any] | None = None
+        self._ended = False
+
+    def forward(self) -> Any:
+        """Run the forward graph: (loss, news)."""
+        returned, self._kept = self._stage.forward(self._values["mesh"], *self._values.values())
+        self._running.updates.settle()  # a gather in the background writes to parameters
+        if self._versions is None:
+            self._versions = self._now()
+        return returned[:2]
+
+    def backward(self, g: Tensor) -> list[Tensor | None]:
+        """Run the backward graph. g: the gradient of the loss. Returns gradients of `Buckets.unsummed`."""
+        self._check()
+        buckets = self._buckets
+        if not buckets.active:  # of two losses in one backward, the first one opens
+            after_backward(self._running.finish_backward)
+        alone = set(self._running.waiting) == {self}
+        buckets.start(first=not buckets.active, last=alone)
+        self._running.loop.note_gradient(g)
+        keeps = keeps_graph()
+        if self._kept is None:  # of `retain_graph=True`, which ran before
+            self.forward()
+        assert self._kept is not None
+        kept, self._kept, self._ended = self._kept, None, not keeps
+        try:
+            self._stage.backward(kept, self._values, {}, g, buckets.launch if alone else _nothing)
+            buckets.pause()
+        finally:
+            if not keeps:
+                self._running.waiting.discard(self)
+                self._values = {}
+        return buckets.take_unsummed()
+
+    def _now(self) -> int:
+        return sum(p._version for p in self._buckets.owned.values())
+
+    def _check(self) -> None:
+        if self._ended:
+            what, fix = "the backward of this loss has run already", "call module(...) again, or retain_graph=True"
+            raise ShardcError(what, where="loss.backward()", fix=fix)
+        if self._now() != self._versions:
+            what = "parameters were written to between the forward of this loss and its backward"
+            raise ShardcError(what, where="loss.backward()", fix="call optimizer.step() after loss.backward()")
+        if torch.is_grad_enabled():
+            what = "gradients that are summed over ranks have no graph of their own, by which they could be"
+            what += " differentiated"
+            raise ShardcError(what, where="loss.backward(create_graph=True)", fix=f"call loss.backward(); {_AROUND}")
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        """Refuse a backward that goes around the sums over ranks: it would bring no gradient, or this rank's part."""
+        for p in (self._buckets.owned[name] for name in self._running.summed):
+            if not p.requires_grad:
+                continue
+            runs = engine_executes(get_gradient_edge(p).node)
+            if runs is None:
+                raise ShardcError(
+                    "gradients of parameters are summed over ranks when backward() ends, and lie in .grad:"
+                    " autograd.grad would find none, or that of this rank's part alone",
+                    where="torch.autograd.grad(loss, module.parameters())",
+                    fix=f"call loss.backward() and read each p.grad; {_AROUND}",
+                )
+            if not runs:
+                raise ShardcError(
+                    "with inputs=, backward would leave out what sums gradients over ranks: none would come",
+                    where="loss.backward(inputs=...)",
+                    fix="call loss.backward(), and set the .grad that is not wanted to None",
+                )
+
+
+def _nothing() -> None:
+    pass
+
+
+class Joint(Function):
+    """The loss of a call, as a differentiable function of all parameters that train."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, call: JointCall, *params: nn.Parameter) -> Tensor:
+        ctx.call, ctx.params = call, len(params)
+        return loss.clone()  # a view could not be written to: `loss += penalty`
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        grads = ctx.call.backward(g)
+        return None, None, *grads, *[None] * (ctx.params - len(grads))
