@@ -295,7 +295,7 @@ def lowering() -> Blocks:
         gpt = module("gpt")
         program = shardc.compile(gpt.model(), gpt.batch(), "specs/gpt-sp.yaml", overrides=settings, prove=False)
     bucket = f"bucket{program.param('blocks.0.mlp.up.weight').bucket}"
-    forward, _, backward = program.lowered().partition("def stage0_backward(")
+    forward, _, backward = program.joint().partition("def stage0_backward(")
     return {
         "forward": fenced(_lines(forward, bucket), "python"),
         "backward": fenced(_lines(backward, bucket), "python"),

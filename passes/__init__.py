@@ -17,8 +17,8 @@ from shardc.passes.canonical.grouped_mm import GroupedMM
 from shardc.passes.expert_capacity import ExpertCapacity
 from shardc.passes.forward_only import ForwardOnly
 from shardc.passes.gradient_buckets import GradientBuckets
+from shardc.passes.joint import JointGraphs
 from shardc.passes.loss_chunks import LossChunks
-from shardc.passes.lower import Lower
 from shardc.passes.match_recompiled import MatchRecompiled
 from shardc.passes.matrices import Matrices
 from shardc.passes.packed_inputs import PackedInputs
@@ -76,6 +76,6 @@ PIPELINE = (
     Stage("match_recompiled", MatchRecompiled, "gives the buckets that the next pass would otherwise make"),
     Stage("gradient_buckets", GradientBuckets, "they follow the order of the final graphs, and gathers stand in them"),
     Stage("weight_casts", WeightCasts, "sharded buckets that hold the dtype of products have taken their casts out"),
-    Stage("lower", Lower, "backward's text is of all that forward and its buckets have become"),
+    Stage("joint", JointGraphs, "the backward graph is of all that forward and its buckets have become"),
     Stage("unused_axes", UnusedAxes, "only now is every axis seen that something uses"),
 )

@@ -29,6 +29,7 @@ from shardc.ir.types import behind
 from shardc.passes.base import Pass
 from shardc.runtime import ops
 from shardc.spec import Batch, Precision, Spec
+from shardc.spec.step_sections import Execution
 
 aten = torch.ops.aten
 _VIEWS = {aten.reshape.default, aten.view.default, aten.flatten.using_ints, aten._unsafe_view.default}
@@ -48,7 +49,7 @@ def spec_of(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
     zero = data.zero if data.zero == 3 else 0
     left: dict[str, bool] = {
         "checkpoint": bool(spec.checkpoint),
-        "lower": spec.lower is not None,
+        "execution": spec.execution != Execution(),
         f"data: {{zero: {data.zero}}}": data.zero in (1, 2),
         "data: {offload: {optimizer: ...}}": data.offload.optimizer != "none",
         "precision: {loss_scale: ...}": spec.precision.loss_scale is not None,
@@ -58,7 +59,7 @@ def spec_of(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
     used = replace(
         spec,
         checkpoint=(),
-        lower=None,
+        execution=Execution(),
         data=data.model_copy(update={"zero": zero, "offload": offload}),
         precision=spec.precision.model_copy(update={"loss_scale": Precision().loss_scale}),
     )

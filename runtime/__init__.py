@@ -5,7 +5,7 @@ here knows the compiler.
     mesh/        collectives by mesh axis: over torch.distributed, or between threads of one process
     schedule/    pipeline schedules as data: SCHEDULES, their text, the proof that they end
     step/        one rank's training step: engine, interpreter, module, recomputation, loss scaling
-    compiled/    pieces of lowered texts as compiled code
+    compiled/    pieces of graphs of a step as compiled code
     matrices/    optimizers that need whole matrices, each of which has an owner
     zero/        buckets of parameters: what ZeRO shards, how gradients are summed
     offload/     what is kept outside of the device

@@ -22,11 +22,11 @@ from shardc.ir.placement import PARTIAL_GRAD, Layout, Placement, Shard
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.ir.stored import Buffer, Input, Param
-from shardc.passes.lower import lower
+from shardc.passes.joint import with_joint_graphs
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.rng import Rng
-from shardc.spec.step_sections import Lower
+from shardc.spec.step_sections import Execution
 
 B, K, H, N = 8, 6, 12, 4
 aten = torch.ops.aten
@@ -159,7 +159,7 @@ def program(dp: int = 1, tp: int = 1, *, dropout: float = 0.0, dtype: torch.dtyp
         _Typed(graph if rank.rank == 0 else copy_graph(graph)).run(rank, Rng(), *local)
 
     loopback(mesh, typed)
-    return lower(made, Lower())
+    return with_joint_graphs(made, Execution())
 
 
 class _Typed(fx.Interpreter):

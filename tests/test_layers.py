@@ -41,7 +41,7 @@ FLOOR = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
 
 #: The verbs of `Program` that users call: the one exception, so that `program.save(folder)` can be written.
 VERBS = {
-    *("engine", "local", "module", "text", "forward", "lowered", "save", "verify", "prove", "cost", "html"),
+    *("engine", "local", "module", "text", "forward", "joint", "save", "verify", "prove", "cost", "html"),
     *("reshard", "to"),
 }
 

@@ -1,4 +1,4 @@
-"""Pieces of lowered texts (shardc.ir.pieces) as compiled code.
+"""Pieces of graphs of a step (shardc.ir.pieces) as compiled code.
 
 pieces      a text whose pieces are calls
 inductor    compiles each distinct piece once, by torch's Inductor

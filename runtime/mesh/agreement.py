@@ -297,15 +297,15 @@ def program_facts(program: Program, *, seed: int, **options: object) -> list[Fac
     ]
 
 
-def lowered_facts(program: Program, mesh: Any) -> list[Fact]:
+def joint_facts(program: Program, mesh: Any) -> list[Fact]:
     """The texts that this rank runs in a training step in the place of its stages' graphs, of a program on which all
     ranks agree otherwise. It need not write those of other ranks' stages for that.
     """
     at = mesh.coordinate(program.axis) if program.axis else 0
     mine = [s for i, s in enumerate(program.stages) if program.schedule is None or program.schedule.placement[i] == at]
-    texts = [str(graph) for s in mine if s.lowered is not None for graph in s.lowered.texts.values()]
+    texts = [str(graph) for s in mine if s.joint is not None for graph in s.joint.graphs.values()]
     axes = (program.axis,) if program.axis else ()
-    return [Fact("the lowered program", hashed(texts), axes, fix=SAME_PROGRAM)]
+    return [Fact("the graphs of a step", hashed(texts), axes, fix=SAME_PROGRAM)]
 
 
 def optimizer_facts(program: Program, optimizer: torch.optim.Optimizer | None) -> list[Fact]:

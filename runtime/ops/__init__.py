@@ -4,11 +4,10 @@ math of ops whose rank's part is no op of torch. A program's text says `ops.all_
 x is this rank's tensor, mesh the runtime mesh (shardc.runtime.mesh), axis / axes name mesh axes. tag: the graph node's
 name, for the record of what ran.
 
-convert           conversions between placements; shard_parts: cut and joined; overlap: a product's backward beside its
-                  collective; one_way: what communicates, one way by itself, or begun and waited for
+convert           conversions between placements; shard_parts: cut and joined; one_way: what communicates, one way by itself, or begun and waited for
 cast_once         weights in the dtype of products, one copy a step
 zero              the gathers of ZeRO 3, gradients for buckets; host_copy: copies that stop nothing
-host_handle       values that wait on the host from forward to backward, for lowered programs
+host_handle       values that wait on the host from forward to backward, for backward graphs
 random_ops        random numbers by global index; dropout, dropout_kernel: masks by the same
 attention         with dropout, or of a part of the queries: attention_blocks; attention_ring: of a part of the keys
                   too; attention_spans: which keys rows see; attention_held: which of them a rank has, and a mask shows
@@ -17,12 +16,13 @@ expert_parallel   tokens to experts and back; expert_products: what experts comp
 fp8               numbers of 8 bits: values and gradients rounded, and as bytes of a message; fp8_products: of
                   them, by fp8_kernel, as fp8_recipe says; fp8_cast: rounding, fp8_cast_kernel: the same on a GPU;
                   fp8_format: the two formats; fp8_experts: experts of them
+factors           which arguments of a product are its input, weight and bias
 linear_nll        a linear layer and its cross entropy in chunks of rows
 stretches         cumulative sums and convolutions along a dim that is split
 extremum          the largest element along dims that are split
-softmax_parts     a softmax's normaliser over dims that are split; saved_buffers: what backward writes over
+softmax_parts     a softmax's normaliser over dims that are split
 local_math        losses on split classes, look-ups in a part of a table
-taped             an op with its backward as one op, for lowered programs
+taped             an op with its backward as one op, for backward graphs
 by_storage        what is known of memory that tensors share
 torch_library     ops of torch that a captured graph cannot hold
 """
@@ -94,8 +94,8 @@ from shardc.runtime.ops.zero import (
     updated,
 )
 
-#: What lowered programs call beside the ops of others.
-OF_LOWERED = {
+#: What backward graphs call beside the ops of others.
+OF_GRAPHS = {
     *("add_into", "launch", "put", "regather_start", "regather_wait", "scatter", "taped", "untaped"),
     *("fp8_grad_of_data", "fp8_grad_of_weight", "fp8_round_grad"),
     *("start", "transpose", "transpose_start", "wait"),

@@ -8,7 +8,7 @@ three forms in which programs call the ops:
     ops.all_gather(x, mesh, "tp", 0, 3, ())      one axis, and the digit of a dim that is cut or joined
 
 overlap=True: the backward graph begins its sum, and waits for it when the gradients of weights are there
-(shardc.passes.lower.order). fp8=(format, granule), of a gather: x is what `fp8_round` gave, and 8 bits of each number
+(shardc.passes.joint.order). fp8=(format, granule), of a gather: x is what `fp8_round` gave, and 8 bits of each number
 are sent, which loses nothing (shardc.runtime.ops.fp8); its gradient is not rounded.
 
 `dim`, `split` (negative: mirrored), `sections` name a digit of the *local* dim (shardc.ir.placement.Shard); padding,
@@ -306,7 +306,7 @@ def all_reduce_max(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") 
     return mesh.all_reduce(x.detach(), axes, op="max", direction="forward", tag=tag)  # type: ignore[no-any-return]
 
 
-# --- one way by itself, and begun, as lowered programs call it (shardc.passes.lower)
+# --- one way by itself, and begun, as backward graphs call it (shardc.passes.joint)
 
 
 def _one_way(

@@ -316,7 +316,7 @@ def experts_return(rows: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str]
     return result
 
 
-# --- one way by itself, and begun, as lowered programs call it (shardc.runtime.ops.one_way)
+# --- one way by itself, and begun, as backward graphs call it (shardc.runtime.ops.one_way)
 
 
 def experts_send_start(

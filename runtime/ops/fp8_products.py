@@ -168,7 +168,7 @@ def _of_bytes(message: Tensor, format: str, shape: tuple[int, int] | torch.Size,
 def fp8_grad_of_data(
     g: Tensor, weight: Tensor, amax: Tensor, recipe: str, transposed: bool, shape: tuple[int, ...]
 ) -> Tensor:
-    """The gradient of `fp8_linear`'s x, of that shape, in a lowered program."""
+    """The gradient of `fp8_linear`'s x, of that shape, in a graph of a step."""
     return Fp8(recipe, transposed, torch.Size(shape)).of_data(g, weight, amax)
 
 

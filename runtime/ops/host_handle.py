@@ -1,4 +1,4 @@
-"""Values that wait on the host from forward to backward, as lowered programs say it (`checkpoint: {offload: cpu}`).
+"""Values that wait on the host from forward to backward, as backward graphs say it (`checkpoint: {offload: cpu}`).
 
     gelu_leaving = ops.offload_start(gelu, mesh, tag='h.0')   forward: the copy to the host begins
     gelu_host = ops.offload_wait(gelu_leaving)                it is done: the device's memory is free

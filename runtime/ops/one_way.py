@@ -1,4 +1,4 @@
-"""What is exchanged, one way by itself, at once or begun, as lowered programs call it (shardc.passes.lower):
+"""What is exchanged, one way by itself, at once or begun, as backward graphs call it (shardc.passes.joint):
 conversions between placements, and the exchanges of experts.
 
     sum = ops.transpose_start('sum_grad', g, mesh, ('tp',))        begins the backward of ops.sum_grad

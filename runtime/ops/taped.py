@@ -1,4 +1,4 @@
-"""One op under autograd, whole: what a lowered program (shardc.passes.lower) calls where an op's derivative is not
+"""One op under autograd, whole: what a graph of a step (shardc.passes.joint) calls where an op's derivative is not
 written out.
 
     y, tape = ops.taped('ops.experts_apply', (0, 2, 3), (0, 2, 3), rows, counts, up, down, ...)
@@ -35,7 +35,7 @@ def op_of(name: str) -> Callable[..., Any]:
     from shardc.runtime import ops
 
     kind, _, own = name.partition(".")
-    if kind == "ops" and own in ops.__all__ and own not in ops.OF_LOWERED:
+    if kind == "ops" and own in ops.__all__ and own not in ops.OF_GRAPHS:
         return getattr(ops, own)  # type: ignore[no-any-return]
     path = name.removeprefix("torch.ops.").split(".")
     if kind != "ops" and len(path) == 3 and all(part.isidentifier() for part in path):

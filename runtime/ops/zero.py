@@ -32,7 +32,7 @@ def updated(params: Sequence[Any], tag: str = "") -> tuple[Tensor, ...]:
     return result
 
 
-# --- backward, as lowered programs call it (shardc.passes.lower)
+# --- backward, as backward graphs call it (shardc.passes.joint)
 
 
 @dataclass(frozen=True)

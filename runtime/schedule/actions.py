@@ -5,7 +5,7 @@
     2B0             its whole backward; or, split in two:
     2I0 2W0         the gradients of its inputs, which the stage before waits for, and later those of its weights
     0F3+3B0         a forward and a backward of two microbatches, one beside the other (an overlapped pair): as one text
-    0F2+0F3         where the program is lowered (shardc.passes.lower.pair), else one after the other; or two forwards
+    0F2+0F3         one graph of both (shardc.passes.joint.pair); or two forwards
     1SEND_F0>2      what 1F0 made leaves for stage 2             2RECV_F0<1    and is received there, for 2F0
     2SEND_B0>1      the gradients of it leave for stage 1        1RECV_B0<2    and are received there, for 1B0 or 1I0
     2REDUCE         stage 2's gradients, of all microbatches now, are reduced over the data axes

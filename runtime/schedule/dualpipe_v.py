@@ -6,8 +6,7 @@ forward of one microbatch beside a backward of another, so that each hides what 
 
 The order of phases is that of torch.distributed.pipelining's ScheduleDualPipeV, after deepseek-ai/DualPipe's
 dualpipev.py. Backward is split (I, W) at the begin and at the end, where gradients of weights fill the bubble. It needs
-as many microbatches as stages; with fewer it is the order of so many, without those that are not there. Without
-`lower:` a pair runs one after the other.
+as many microbatches as stages; with fewer it is the order of so many, without those that are not there.
 """
 
 from __future__ import annotations

@@ -15,16 +15,14 @@ runnable              a stage as a function; bindings: ops by what takes the hos
 communicators         the process groups that a program needs
 context               what ops may know of the step: the microbatch, sums over microbatches
 inputs                a user's batch -> this rank's inputs
-lowered               forward and backward as two texts; early_puts: gradients of ops that are one line of them;
-                      repeated_lines: which of their ops compute something again
+joint_stage           a stage as its forward and backward graphs; joint_function: these as an autograd.Function;
+                      early_puts: gradients of ops that are one line of them; repeated_lines: which lines recompute
 step_graph            forward, backward and sums of a step as one CUDA graph
-recompute             computes values again in backward; activation_offload: keeps them on the CPU meanwhile
-split_backward        backward in two halves, for zero-bubble schedules
+activation_offload    keeps values on the CPU from forward to backward
 loss_scale            loss scaling for float16, on all ranks alike
 outputs               what a step gives beside its loss, over microbatches and ranks; means: over batches
 batch_sizes           batches of other sizes than were compiled
 clip_grad_norm        the norm of the whole gradient, and clipping by it; parameter_norms: of each parameter
-whole_backward        a module's backward that goes around the sums of gradients
 tensor_parts          parameters and gradients that know that they are a rank's part, and refuse what mixes elements;
                       part_functions: what torch's functions do with these; parameter_parts: which parameters it is
 stepped_once          an optimizer or schedule that is stepped beside the engine

@@ -1,18 +1,11 @@
 """Activation offload: tensors that wait on the CPU from forward to backward (`checkpoint: {offload: cpu}`).
 
-On CUDA the copies run on a stream of their own, overlapped with the computation, into and out of pinned memory.
-(Compare torch.autograd.graph.save_on_cpu, whose copies the computation waits for.) Under autograd: while backward works
-with one tensor, the one that it will ask for next is already copied back: known from the last backward of the same
-graph, which asked in the same order; in the first one, the one that forward kept before. So one tensor more than is
-asked for is on the device, and only the first one that backward asks for is waited for.
-
-A lowered stage says itself when copies begin and are waited for (shardc.runtime.ops.host_handle).
+On CUDA the copies run on a stream of their own, overlapped with the computation, into and out of pinned memory. The
+graphs say when copies begin and are waited for (shardc.runtime.ops.host_handle).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from typing import Any
 
 import torch
@@ -20,18 +13,12 @@ from torch import Tensor
 
 
 class OffloadedTensors:
-    """What one forward keeps on the CPU, numbered in the order in which it was kept. after: which one
-    backward asked for after it had asked for one (its number) for the n-th time; all forwards of a graph share it.
-    """
+    """Copies tensors to the CPU and back."""
 
-    def __init__(self, device: torch.device, after: dict[tuple[int, int], int]) -> None:
-        self.device, self._after = device, after
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         on_gpu = device.type == "cuda"
         self.stream: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self.ahead = on_gpu  # elsewhere copies are not in the background: to copy ahead would gain nothing
-        self._all: list[weakref.ref[OffloadedTensor]] = []
-        self._asked: tuple[int, int] | None = None  # what backward asked for last
-        self._times: Counter[int] = Counter()
 
     @staticmethod
     def useful(x: Tensor) -> bool:
@@ -72,53 +59,3 @@ class OffloadedTensors:
         """What is computed from here on comes behind a copy."""
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
-
-    def keep(self, x: Tensor, tag: str = "") -> OffloadedTensor:
-        """Begin to copy x to the CPU."""
-        kept = OffloadedTensor(x.detach(), self, len(self._all), tag)
-        self._all.append(weakref.ref(kept))
-        return kept
-
-    def asked(self, number: int) -> None:
-        """Backward has got this one. Begin to copy back what it will ask for next."""
-        if not self.ahead:
-            return
-        if self._asked is not None:
-            self._after[self._asked] = number
-        self._times[number] += 1
-        self._asked = number, self._times[number]
-        # what was recorded may be past the end (a forward that keeps fewer), and nothing was kept before the first
-        following = self._after.get(self._asked, number - 1)
-        if 0 <= following < len(self._all) and (kept := self._all[following]()) is not None:
-            kept.begin()
-
-
-class OffloadedTensor:
-    """A tensor that is kept on the CPU. All who `fetch` it at a time share one copy."""
-
-    def __init__(self, x: Tensor, among: OffloadedTensors, number: int, tag: str) -> None:
-        self._among, self._number, self._tag = among, number, tag
-        self._shared: weakref.ref[Tensor] | None = None  # what was fetched, as long as somebody works with it
-        self._coming: tuple[Tensor, Any] | None = None  # the copy that is under way, and what `wait` takes
-        self._cpu, _ = among.to_host(x, tag)
-        if among.stream is not None:
-            x.record_stream(among.stream)  # its memory is not used anew before the copy is done
-
-    def begin(self) -> None:
-        """Begin to copy it back. If it is on its device, it stays there until it is asked for."""
-        if self._coming is not None:
-            return
-        here = self._shared() if self._shared is not None else None
-        self._coming = (here, None) if here is not None else self._among.to_device(self._cpu, tag=self._tag)
-
-    def fetch(self) -> Tensor:
-        """The tensor on its device again. The one that will be asked for next begins to come."""
-        self.begin()
-        assert self._coming is not None
-        (x, copied), self._coming = self._coming, None
-        self._among.wait(copied)
-        if self._among.stream is not None:
-            x.record_stream(torch.cuda.current_stream(self._among.device))
-        self._shared = weakref.ref(x)
-        self._among.asked(self._number)
-        return x

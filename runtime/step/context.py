@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
-
-#: Who has an op of forward run again in backward: autograd, where a region's values are looked up as they are wanted
-#: (shardc.runtime.step.recompute), or a lowered text, which has lines for it; "": it is no such op.
-Again = Literal["", "autograd", "text"]
 
 #: One routing of tokens to experts on this rank: (its op, choices of its own tokens by expert and, last, those that no
 #: expert takes i64[experts + 1], rows that this rank's experts work on).
@@ -41,7 +37,7 @@ class StepContext:
     weight_copies: while a microbatch of several runs forward in training: what `ops.cast_once` has cast, by its tag.
     routings: what experts' routing notes, if the engine is to report it (shardc.runtime.step.expert_load).
     recomputing: forward runs once more, in backward: its collectives are recorded as "recompute".
-    lowered: a stage of a training step runs without autograd (shardc.runtime.step.lowered).
+    trains: a graph of a training step runs (shardc.runtime.step.joint_stage).
     repeats: the lines that run now compute again what forward has computed (shardc.runtime.step.repeated_lines).
     launch: in its backward, what begins the sums of the buckets that have all their gradients.
     host_copies: where it keeps values on the host (shardc.runtime.step.activation_offload.OffloadedTensors)."""
@@ -52,17 +48,10 @@ class StepContext:
         self.weight_copies: dict[str, Tensor] | None = None
         self.routings: list[Routing] | None = None
         self.recomputing = False
-        self.lowered = False
+        self.trains = False
         self.repeats = False
         self.launch: Callable[[], None] | None = None
         self.host_copies: Any = None
-
-    @property
-    def computes_again(self) -> Again:
-        """Whether the op that runs is one of forward, again, and who has it run."""
-        if self.lowered:
-            return "text" if self.repeats else ""
-        return "autograd" if self.recomputing else ""
 
     @property
     def running(self) -> MicrobatchContext:
@@ -77,14 +66,14 @@ class StepContext:
         self.microbatch = MicrobatchContext(index, count, tuple(totals), sums or {})
 
     @contextmanager
-    def in_lowered(self, launch: Callable[[], None] | None = None, host_copies: Any = None) -> Iterator[None]:
-        """In here a stage of a training step runs without autograd. launch: in backward; host_copies: in forward."""
-        before = self.lowered, self.launch, self.host_copies
-        self.lowered, self.launch, self.host_copies = True, launch, host_copies
+    def training(self, launch: Callable[[], None] | None = None, host_copies: Any = None) -> Iterator[None]:
+        """Around a graph of a training step. launch: in backward; host_copies: in forward."""
+        before = self.trains, self.launch, self.host_copies
+        self.trains, self.launch, self.host_copies = True, launch, host_copies
         try:
             yield
         finally:
-            self.lowered, self.launch, self.host_copies = before
+            self.trains, self.launch, self.host_copies = before
             self.repeats = False  # an error may have come from such a line
 
     @contextmanager

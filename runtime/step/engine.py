@@ -165,7 +165,7 @@ class Engine(EngineStep):
             options |= {"check_every": check_every, "routing": routing}
             facts = agreement.program_facts(program, seed=seed, **options)
             agreement.check(self.mesh, facts, "making an engine")
-            agreement.check(self.mesh, agreement.lowered_facts(program, self.mesh), "making an engine")
+            agreement.check(self.mesh, agreement.joint_facts(program, self.mesh), "making an engine")
         given = state.weights_of(program, model, weights, seed)
         self.weight_notes = given.notes
         self._told: set[str] = set()

@@ -27,7 +27,7 @@ class Interpreter:
     """The stages that this rank runs. mesh: a runtime mesh. offloaded: where regions with `offload: cpu` keep tensors
     until backward. ranges: every node is a range of torch.profiler's (shardc.runtime.step.profiler_ranges)."""
 
-    #: Pieces of lowered texts run as compiled code.
+    #: Pieces of graphs of a step run as compiled code.
     compiles = True
 
     def __init__(
@@ -44,7 +44,7 @@ class Interpreter:
         self.actions = self.schedule.actions[self.at]
         mine = [s for s, coordinate in enumerate(self.schedule.placement) if coordinate == self.at]
         compiler = Compiler(strict=program.spec is not None and program.spec.strict) if self.compiles else None
-        copies = offloaded(mesh.device, {})
+        copies = offloaded(mesh.device)
         with WRITING:
             self.stages = {s: RunnableStage(program, s, mesh.device, copies, compiler, ranges=ranges) for s in mine}
             self.pairs = {

@@ -1,4 +1,4 @@
-"""Which ops of a lowered backward compute again what forward has computed: where they run, its lines do not differ from
+"""Which ops of a backward graph compute again what forward has computed: where they run, its lines do not differ from
 others, so what runs says so to the step.
 
     t = mm(y_grad, w_t)
@@ -7,7 +7,7 @@ others, so what runs says so to the step.
     repeat(step, False)
     w_grad = mm(g_t, y_grad)
 
-Who measures a step, or runs it without data, reads it (`StepContext.computes_again`).
+Who measures a step, or runs it without data, reads it (`StepContext.repeats`).
 """
 
 from __future__ import annotations

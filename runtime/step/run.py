@@ -316,7 +316,7 @@ class Run:
 
     def _deliver(self, edge: Edge, microbatch: int, values: dict[str, Tensor], way: Way) -> None:
         """To a stage of this rank at once, without gaps in memory, as it would be sent; for another one, when its turn
-        to be sent comes. So a lowered stage knows the strides, and where stages are changes no numbers.
+        to be sent comes. So a stage knows the strides, and where stages are changes no numbers.
         """
         if (edge.target if way == "forward" else edge.source) in self.on.stages:
             self._arrived(edge, microbatch, {n: x.contiguous() for n, x in values.items()}, way)

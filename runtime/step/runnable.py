@@ -1,4 +1,4 @@
-"""A stage as a function of its placeholders, on one rank's device: as its graph says, or as its lowered texts."""
+"""A stage as a function of its placeholders, on one rank's device: as its graph says, or as its graphs of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardc.runtime.compiled import Compiler
 from shardc.runtime.step import outputs
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.bindings import bind
-from shardc.runtime.step.lowered import LoweredPair, LoweredStage
+from shardc.runtime.step.joint_stage import JointPair, JointStage
 from shardc.runtime.step.profiler_ranges import with_ranges
 
 # fx writes a graph's code with notes on its nodes, and a node that gets one is not found for a moment
@@ -88,21 +88,21 @@ class RunnableStage:
         self._compiler, self._ranges = compiler, ranges
 
     @cached_property
-    def joint(self) -> LoweredStage:
+    def joint(self) -> JointStage:
         """Its forward and backward graphs, made when a step first runs them."""
-        assert self._stage.lowered is not None, "a program that trains has them"
+        assert self._stage.joint is not None, "a program that trains has them"
         with WRITING:
-            texts = self._stage.lowered.texts
+            texts = self._stage.joint.graphs
             if self._device.type != "cpu":
                 texts = {way: on_device(graph, self._device) for way, graph in texts.items()}
-            return LoweredStage(self._stage, texts, self._copies, ranges=self._ranges, compiler=self._compiler)
+            return JointStage(self._stage, texts, self._copies, ranges=self._ranges, compiler=self._compiler)
 
 
 def only_stage(program: Program, mesh: Any) -> RunnableStage:
     """The stage of a program that has one, for a mesh's device."""
     compiler = Compiler(strict=program.spec is not None and program.spec.strict)
     with WRITING:
-        return RunnableStage(program, 0, mesh.device, OffloadedTensors(mesh.device, {}), compiler)
+        return RunnableStage(program, 0, mesh.device, OffloadedTensors(mesh.device), compiler)
 
 
 def runnable_pair(
@@ -114,8 +114,8 @@ def runnable_pair(
     compiler: Compiler | None,
     *,
     ranges: bool,
-) -> LoweredPair:
+) -> JointPair:
     graph = on_device(pair.graph, device) if device.type != "cpu" else pair.graph
     then = stages[pair.then].joint
     one = program.stages[pair.first]
-    return LoweredPair(pair.kind, graph, one, then, copies, ranges=ranges, compiler=compiler)
+    return JointPair(pair.kind, graph, one, then, copies, ranges=ranges, compiler=compiler)

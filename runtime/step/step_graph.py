@@ -1,4 +1,4 @@
-"""A step's forward, backward and sums of gradients as one CUDA graph: `lower: {graphs: true}`.
+"""A step's forward, backward and sums of gradients as one CUDA graph: `execution: {graphs: true}`.
 
 Where ops are small, a step takes as long as the host needs to start them, some 10 us each. CUDA records what a step
 starts, once; afterwards one call starts all of it (torch.cuda.CUDAGraph). What was recorded reads and writes at fixed
@@ -136,7 +136,7 @@ class StepGraphs:
         if not reason:
             return
         self._make = None
-        what = f"lower: {{graphs: true}}: {reason}; steps run op by op"
+        what = f"execution: {{graphs: true}}: {reason}; steps run op by op"
         if self.program.spec is not None and self.program.spec.strict:
             raise ShardcError(what, where="engine", fix="leave graphs out, or `strict: true`")
         self.tell(what)
@@ -230,8 +230,8 @@ _WAITING = {
 
 
 def asked(program: Program) -> bool:
-    """Does a program's spec say `lower: {graphs: true}`?"""
-    return program.spec is not None and program.spec.lower is not None and program.spec.lower.graphs
+    """Does a program's spec say `execution: {graphs: true}`?"""
+    return program.spec is not None and program.spec.execution.graphs
 
 
 def why_not(program: Program) -> str:

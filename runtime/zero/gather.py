@@ -1,6 +1,6 @@
 """ZeRO 3's gathers: parameters that exist only as parts are gathered ahead of their use, freed after it, and gathered
 again in backward. A gathered bucket is one flat tensor; ops get views of it, and it is freed when the last view is
-gone. The graphs say when a gather starts, and when it is waited for (shardc.passes.lower.write).
+gone. The graphs say when a gather starts, and when it is waited for (shardc.passes.joint.write).
 """
 
 from __future__ import annotations

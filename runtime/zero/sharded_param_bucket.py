@@ -73,7 +73,7 @@ class ShardedParamBucket(ScatteredBucket):
 
     def _until_step_ends(self, started: tuple[Tensor, Work]) -> tuple[Tensor, Work]:
         """The gather, kept where the bucket stays whole until a step's end."""
-        if self.spec.keep and self.mesh.step.lowered:
+        if self.spec.keep and self.mesh.step.trains:
             self._kept_whole = started
         return started
 
@@ -88,7 +88,7 @@ class ShardedParamBucket(ScatteredBucket):
         self._gathered.start(self)
 
     def regather(self) -> Callable[[], Tensor]:
-        """Begin to gather for a lowered backward."""
+        """Begin to gather for a backward graph."""
         return self._gathered.again(self)
 
     def used(self) -> tuple[Tensor, ...]:

@@ -46,7 +46,7 @@ from shardc.ir.outputs import Output
 from shardc.ir.pairs import Pair
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
-from shardc.ir.stage import Lowered, Region, Stage
+from shardc.ir.stage import Joint, Region, Stage
 from shardc.ir.stored import Buffer, Input, Param
 from shardc.ir.type_text import show
 from shardc.runtime import schedule
@@ -103,8 +103,8 @@ def _write(program: Program, folder: Path) -> None:
         files[f"stage{i}.py"] = emit.module(
             stage.graph, program, f"{stage.name}: what {emit.who(program, i)} of {program.mesh} runs."
         )
-        if stage.lowered is not None:
-            for way, graph in stage.lowered.texts.items():
+        if stage.joint is not None:
+            for way, graph in stage.joint.graphs.items():
                 doc = f"{stage.name}, {way} of a training step. Types are those of one rank."
                 files[f"stage{i}_{way}.py"] = emit.module(graph, program, doc)
     for p in program.pairs:
@@ -389,23 +389,23 @@ def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
     regions = {r.name for r in program.regions}
     unknown = program.spec is not None and program.spec.unknown_ops == "replicate"
 
-    def graph(name: str, types: dict[str, Value], *, piped: bool = False, lowered: bool = False) -> fx.Graph:
+    def graph(name: str, types: dict[str, Value], *, piped: bool = False, joint: bool = False) -> fx.Graph:
         return graph_of(
             files.text(name),
             program.mesh,
             types,
             files.path(name),
             piped=piped,
-            lowered=lowered,
+            joint=joint,
             regions=regions,
             unknown_ops=unknown,
         )
 
-    def lowered(stage: str) -> Lowered | None:
+    def joint_of(stage: str) -> Joint | None:
         if f"{stage}_forward.py" not in files:
             return None
         halves = [f"{stage}_{way}.py" for way in ("forward", "backward", "weights")]
-        return Lowered(*(graph(f, local, lowered=True) for f in halves if f in files or f.endswith("backward.py")))
+        return Joint(*(graph(f, local, joint=True) for f in halves if f in files or f.endswith("backward.py")))
 
     def returns(name: str, graph: fx.Graph, counts: tuple[int, ...]) -> fx.Graph:
         """Checks that a text returns so many values: see the conventions of shardc.ir.program."""
@@ -437,7 +437,7 @@ def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
         name, own = f"stage{i}.py", len(row.updates) + len(row.outputs)
         code = graph(name, local, piped=bool(program.axis))
         returns(name, code, (own, -1) if program.axis else (beside,))
-        stages.append(Stage(code, row.name, tuple(row.updates), tuple(row.outputs), lowered(f"stage{i}")))
+        stages.append(Stage(code, row.name, tuple(row.updates), tuple(row.outputs), joint_of(f"stage{i}")))
     program.stages = tuple(stages)
     giving = [s.name for s in stages if s.graph.output_node().args[0][0] is not None]  # type: ignore[index]
     if len(giving) != (not program.forward_only):
@@ -458,9 +458,9 @@ def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
     pairs = []
     for p in (Pair(*each, fx.Graph()) for each in beside_each_other):
         if (file := f"{emit.pair_name(p)}.py") in files:
-            if any(stages[s].lowered is None for s in (p.first, p.then)):
-                raise ShardcError("its stages are not lowered", where=files.path(file), fix="compile again")
-            pairs.append(replace(p, graph=paired(file, p.kind, graph(file, local, lowered=True))))
+            if any(stages[s].joint is None for s in (p.first, p.then)):
+                raise ShardcError("its stages have no backward graph", where=files.path(file), fix="compile again")
+            pairs.append(replace(p, graph=paired(file, p.kind, graph(file, local, joint=True))))
     program.pairs = tuple(pairs)
     if "counts.py" in files:
         counts = graph("counts.py", local)

@@ -8,7 +8,7 @@
 A line is one op; its comment is the type of the result (shardc.ir.type_text.show), `grad` where a gradient flows, and
 for collectives what runs forward/backward, the axes, bytes per rank and cause (`implicit` before it if no annotation
 implies it). Before that comes the region of values that backward computes again, and `kept` with those that it does
-not. Lines of a lowered stage that are compiled as one say so: `| piece 3`; those that begin
+not. Lines of a stage that are compiled as one say so: `| piece 3`; those that begin
 a copy to the host or back, its bytes and cause: `| copy 32768 "spec.yaml:9:5 checkpoint 'h.*'"`.
 `shardc.artifact.parser` reads it back: the text is the artifact, not a picture of it.
 """
@@ -51,7 +51,7 @@ aten = torch.ops.aten
 """
 #: Names that the text itself uses; fx keeps its own names off Python's keywords and builtins, and off `torch`.
 RESERVED = {"ops", "aten"}
-#: Ops of lowered programs that do something, and give nothing.
+#: Ops of backward graphs that do something, and give nothing.
 EFFECTS = {ops.launch, ops.put, ops.scatter}
 #: In the place of a type.
 NO_TENSOR = "?"
@@ -80,7 +80,7 @@ def function(
                 and "collective" not in node.meta
                 and node.name not in ("mesh", "rng")
             ):
-                lines.append(f"    {node.name},  # {value_text(node.meta['value'])}")  # of a lowered stage's backward
+                lines.append(f"    {node.name},  # {value_text(node.meta['value'])}")  # of a stage's backward
                 continue
             if node.name in RESERVED:
                 fix = "rename it in the model: programs call their ops by that name"
@@ -146,12 +146,12 @@ def module(graph: fx.Graph, program: Program, doc: str) -> str:
     return f'"""{doc}"""\n\n{HEADER}\n\n{function(graph, program)}'
 
 
-def lowered(program: Program, stage: int | None = None) -> str:
-    """The forward and backward texts of the stages that are lowered, or of one."""
+def joint(program: Program, stage: int | None = None) -> str:
+    """The forward and backward texts of the stages that are joint, or of one."""
     parts = []
     for i, s in enumerate(program.stages):
-        if stage in (None, i) and s.lowered is not None:
-            for way, graph in s.lowered.texts.items():
+        if stage in (None, i) and s.joint is not None:
+            for way, graph in s.joint.graphs.items():
                 head = f"# {s.name}, {way}: what {who(program, i)} runs; types are those of one rank"
                 parts.append(f"{head}\n{function(graph, program, f'{s.name}_{way}')}")
     for p in program.pairs:

@@ -75,7 +75,7 @@ def graph_of(
     file: str = "program",
     *,
     piped: bool = False,
-    lowered: bool = False,
+    joint: bool = False,
     regions: Collection[str] | None = None,
     unknown_ops: bool = False,
 ) -> fx.Graph:
@@ -83,12 +83,12 @@ def graph_of(
 
     types: of params, buffers and inputs, in order, by name (from the artifact's layouts); those in the text have to
     agree. piped: the function is a pipeline's stage: it takes some of them, and after them values of other stages.
-    lowered: it is a half of a lowered stage: it takes any of them, and others. regions: the names of those that there
+    joint: it is a half of a stage: it takes any of them, and others. regions: the names of those that there
     are, None: any. unknown_ops: ops without a rule may be called, too. Raises ShardcError with file and line for
     anything that `shardc.artifact.emit` would not have written. Lines are read one by one: nothing is made of those
     behind a wrong one.
     """
-    reader = _Reader(text, mesh, types, file, piped, lowered)
+    reader = _Reader(text, mesh, types, file, piped, joint)
     reader.regions, reader.unknown_ops = regions, unknown_ops
     return reader.run()
 
@@ -98,11 +98,9 @@ class MissingOpError(ShardcError):
 
 
 class _Reader:
-    def __init__(
-        self, text: str, mesh: Mesh, types: Mapping[str, Value], file: str, piped: bool, lowered: bool
-    ) -> None:
+    def __init__(self, text: str, mesh: Mesh, types: Mapping[str, Value], file: str, piped: bool, joint: bool) -> None:
         self.text, self.mesh, self.types, self.file = text, mesh, types, file
-        self.piped, self.lowered = piped or lowered, lowered
+        self.piped, self.joint = piped or joint, joint
         self.of: dict[str, Any] = {}  # the op of forward that lines of backward belong to
         self.lines = text.split("\n")
         self.graph = fx.Graph()
@@ -129,7 +127,7 @@ class _Reader:
             if not said:
                 continue
             if said.startswith("#"):
-                if self.lowered:
+                if self.joint:
                     of = _OF.match(said)
                     self.of = {"of": of[1], **({"repeats": True} if of[2] == "again" else {})} if of else {}
                     said = f"# {of[3]}" if of else said
@@ -146,7 +144,7 @@ class _Reader:
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     self._op(name, value, comment, source, line)
                 case ast.Expr(value=ast.Call(func=ast.Attribute(attr="launch" | "put" | "scatter")) as value) if (
-                    self.lowered
+                    self.joint
                 ):
                     self._op("", value, f"{NO_TENSOR} | {comment}" if comment else NO_TENSOR, source, line)
                 case ast.Delete(targets=targets):
@@ -218,7 +216,7 @@ class _Reader:
             self.env[name] = node
             node.meta = {"value": self.types.get(name), "source": Source()}
             if name not in ("mesh", "rng", *self.types):
-                if self.lowered and comment.partition(" | ")[2] == "":
+                if self.joint and comment.partition(" | ")[2] == "":
                     node.meta["value"] = self._types(comment, at)
                 else:
                     self._received(node, comment, at)
@@ -272,17 +270,17 @@ class _Reader:
             op = self._target(ast.parse(name, self.file, mode="eval").body, line) if named else None
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             op = None
-        if op is None or getattr(op, "__name__", "") in ops.OF_LOWERED:
+        if op is None or getattr(op, "__name__", "") in ops.OF_GRAPHS:
             raise self.wrong(line, f"ops.taped of {str(name)[:60]!r}: that is not an op that programs call")
 
     def _describe(self, node: fx.Node, comment: str, source: Source, line: int) -> None:
         """Set a node's type, source and collective from the comment that follows it."""
         typed, _, collective = comment.partition(" | ")
         node.meta = {"value": self._types(typed, line), "source": source, **self.of}
-        if self.lowered and (piece := _PIECE.match(collective)):
+        if self.joint and (piece := _PIECE.match(collective)):
             node.meta["piece"] = int(piece[1])
             collective = collective[piece.end() :]
-        if self.lowered and (copy := _COPY.match(collective)):
+        if self.joint and (copy := _COPY.match(collective)):
             node.meta["copy"] = HostCopy(int(copy[1]), json.loads(copy[2]))
             collective = ""
         if collective.startswith("region "):
@@ -318,7 +316,7 @@ class _Reader:
         return text[m.end() :]
 
     def _types(self, text: str, line: int) -> Any:
-        """The type of a value, or the types of several; None for what is no tensor, in a lowered stage."""
+        """The type of a value, or the types of several; None for what is no tensor, in a stage."""
         if text not in self.seen:
             try:
                 self.seen[text] = (
@@ -329,7 +327,7 @@ class _Reader:
         return self.seen[text]
 
     def _type(self, text: str) -> Value | None:
-        if text == NO_TENSOR and self.lowered:
+        if text == NO_TENSOR and self.joint:
             return None
         bare = text.removesuffix(" grad")
         shape, dtype, placements = parse_type(bare)
@@ -349,7 +347,7 @@ class _Reader:
     def _resolve(self, path: tuple[str, ...], text: str, line: int) -> Any:
         if path[:1] == ("ops",) and len(path) == 2:
             name = _RENAMED.get(path[1], path[1])
-            if name in ops.__all__ and (self.lowered or name not in ops.OF_LOWERED):
+            if name in ops.__all__ and (self.joint or name not in ops.OF_GRAPHS):
                 return getattr(ops, name)
         if path[:1] == ("aten",):
             path = ("torch", "ops", *path)
@@ -379,7 +377,7 @@ class _Reader:
             raise self.wrong(
                 line, f"{text} is not an op that programs call: name an op with its overload, such as aten.add.Tensor"
             )
-        if why := refusal(op, lowered=self.lowered, unknown=self.unknown_ops):
+        if why := refusal(op, joint=self.joint, unknown=self.unknown_ops):
             raise self.wrong(line, f"{text} {why}")
         return op
 

@@ -1,7 +1,7 @@
 """Which ops of torch a program may call. A text may be anybody's, and what is called in it runs when the program does.
 
 An op is taken if a rule knows it and it is functional: it reads tensors and numbers, changes none of them, and gives
-new ones. Halves of lowered stages also call backward ops, which have no rule: there any functional op of aten is taken.
+new ones. Halves of stages also call backward ops, which have no rule: there any functional op of aten is taken.
 A spec that says `unknown_ops: replicate` may have ops without a rule, too: of aten, or registered by the user's code.
 """
 
@@ -57,14 +57,14 @@ OF_TORCH = frozenset(
 _VALUE = re.compile(r"(?:(?:Optional|List)\[)*(?:Tensor|int|float|number|bool|complex|str|Device|SymInt)\]*")
 
 
-def refusal(op: OpOverload, *, lowered: bool, unknown: bool) -> str:
-    """Why a program may not call an op; "" if it may. lowered: in half of a lowered stage. unknown: the spec lets ops
+def refusal(op: OpOverload, *, joint: bool, unknown: bool) -> str:
+    """Why a program may not call an op; "" if it may. joint: in half of a stage. unknown: the spec lets ops
     without a rule be run whole.
     """
     if why := _effect(op):
         return f"{why}: programs call ops that only compute"
     known, namespace = registry.find(op) is not None, op.namespace
-    if known or (namespace == "aten" and (lowered or unknown)) or (unknown and namespace not in OF_TORCH):
+    if known or (namespace == "aten" and (joint or unknown)) or (unknown and namespace not in OF_TORCH):
         return ""
     return "has no rule: programs call ops that shardc knows how to split"
 

@@ -39,9 +39,7 @@ def command(
     coverage: Annotated[
         bool, typer.Option("--coverage", help="ops of a model file that no rule knows, and their lines; needs no spec")
     ] = False,
-    lowered: Annotated[
-        bool, typer.Option("--lowered", help="forward and backward of a step as texts, where the spec says `lower:`")
-    ] = False,
+    joint: Annotated[bool, typer.Option("--joint", help="the forward and backward graphs of a step")] = False,
     html: Annotated[
         Path | None, typer.Option(help="write a page to look around in: graphs, timeline, memory, proof; one HTML file")
     ] = None,
@@ -133,11 +131,11 @@ def command(
             _schedule(program, svg, as_json, show)
         elif memory:
             _memory(program, device, svg, as_json, show)
-        elif lowered:
-            text = program.lowered(stage)
+        elif joint:
+            text = program.joint(stage)
             if not text:
-                what, fix = "no stage of this program is lowered", "write `lower: true` in the spec; notes say the rest"
-                raise ShardcError(what, where="--lowered", fix=fix)
+                what, fix = "this program is forward-only: it has no backward graph", "leave --forward out"
+                raise ShardcError(what, where="--joint", fix=fix)
             show(json.dumps({"text": text}) if as_json else text)
         elif comm and svg:
             _streams(program, device, svg, as_json, show)

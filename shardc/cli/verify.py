@@ -22,7 +22,8 @@ def command(
     seq: common.SeqOption = None,
     seed: Annotated[int, typer.Option(help="of the random weights and inputs")] = 0,
     compiled: Annotated[
-        bool, typer.Option("--compiled", help="also compare the compiled step (`lower:`) with the same line by line")
+        bool,
+        typer.Option("--compiled", help="also compare the compiled step with the same line by line"),
     ] = False,
     static: Annotated[
         bool, typer.Option("--static", help="prove it without running: any number of ranks, no weights, no devices")

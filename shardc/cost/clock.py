@@ -82,7 +82,7 @@ class Clock:
     # --- computing
 
     def _compute(self, w: Op) -> None:
-        self._after_host(self.device.host_seconds(w))
+        self._after_host(self.device.host)
         begin = self.now
         self.now += self._beside_collectives(self.op_seconds(w))
         self.ran(w, begin)

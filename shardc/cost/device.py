@@ -32,12 +32,6 @@ def own_rates(op: Op) -> str:
     return op.name if op.dtype in ("", "float32") else f"{op.name} {op.dtype}"
 
 
-#: An op of a region that is not lowered takes the host so many times what another op does, beside its own time: forward
-#: notes where each tensor that autograd saves comes from, and backward finds it again. Of a Llama of width 32, whose
-#: kernels take nearly no time, 3.1: 304 such ops add 9.0 ms, and others take 7.2 us each (2026-11-27, a Xeon).
-NOTED = 3.0
-
-
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -228,11 +222,6 @@ class Device(_Section):
         if self.kind == "cpu":
             return launch + products + traffic + self.each_seconds(op)
         return max(launch, products, traffic)
-
-    def host_seconds(self, op: Op) -> float:
-        """Of the host, for an op: to start it, on a CPU beside its own time; and what recomputing it takes."""
-        start = self.host + (self.launch if self.kind == "cpu" else 0.0)
-        return self.host + (NOTED * start if op.again == "autograd" else 0.0)
 
     def cause(self, op: Op) -> Literal["compute", "memory", "launch"]:
         """What most of an op's time goes to: its products, its traffic, or to be run at all."""

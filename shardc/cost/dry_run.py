@@ -9,7 +9,6 @@ last are run; all between are alike, so `shardc.cost.peak_memory` assembles the 
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,9 +26,9 @@ from shardc.cost.recorded import DryRun, Part, Sent, Waited
 from shardc.ir.graph import copy_graph, values_of
 from shardc.ir.pieces import moved, pieces_of
 from shardc.ir.program import Program
-from shardc.ir.stage import Lowered, Stage
+from shardc.ir.stage import Joint, Stage
 from shardc.ir.stored import Buffer, Input, Param
-from shardc.passes.lower.pieces import shares_memory
+from shardc.passes.joint.pieces import shares_memory
 from shardc.passes.runner import uncollected
 from shardc.runtime import schedule as schedules
 from shardc.runtime.rng import Rng
@@ -43,7 +42,7 @@ from shardc.runtime.step.interpreter import Interpreter
 from shardc.runtime.step.run import Run, StepHooks, Values
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
 from shardc.runtime.zero.optimizer_list import as_one, class_of
-from shardc.torch_private import fake_mode, sequence_number
+from shardc.torch_private import fake_mode
 
 #: Ops of a rank's forward, over all microbatches, that are run one by one.
 OPS = 4000
@@ -71,7 +70,7 @@ def dry_run(
         rank = rank_of(program.mesh, program.axis, coordinate)
         buckets = {f"bucket{i}" for i in range(len(program.buckets))}
         mesh = FakeMesh(program.mesh, rank, ledger, streams=not cpu, buckets=buckets)
-        ledger.again = lambda: mesh.step.computes_again
+        ledger.again = lambda: mesh.step.repeats
         offload = host_memory.offload(ledger.host, cpu=cpu)
         make = optimizer if cpu or optimizer is None else _as_on_gpu(program, optimizer)
         offloaded = OffloadedTensors if cpu else host_memory.offloaded_tensors(ledger.host, ledger)
@@ -125,42 +124,27 @@ def _for_pairs(actions: Sequence[Action]) -> int:
 
 
 class _OpNames:
-    """Keeps the ledger informed which op of the program runs, and maps a node of autograd to the op it belongs to, by
-    autograd's sequence numbers, which grow.
-    """
+    """Keeps the ledger informed which op of the program runs."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.numbers: list[int] = []
-        self.ops: list[str] = []
-        ledger.op_of = self.op_of
 
     def reporter(self, name: str) -> Callable[[], None]:
         def report() -> None:
             self.ledger.op = name
-            number = sequence_number()
-            if not self.numbers or self.numbers[-1] < number:
-                self.numbers.append(number)
-                self.ops.append(name)
-            else:
-                self.ops[-1] = name
 
         report.__module__ = "shardc.cost.dry_run"
         return report
-
-    def op_of(self, number: int) -> str:
-        i = bisect_right(self.numbers, number) - 1
-        return self.ops[i] if i >= 0 else ""
 
 
 def _reporting(program: Program, names: _OpNames, mine: Sequence[int]) -> Program:
     """The program with stages that write to `names` which op runs. mine: those of the rank; others stay as they are."""
 
     def reporting(s: Stage) -> Stage:
-        texts = s.lowered.texts.values() if s.lowered is not None else ()
+        texts = s.joint.graphs.values() if s.joint is not None else ()
         ops = {n.name for n in s.graph.nodes}
-        lowered = s.lowered and Lowered(*(_with_reports(graph, names, program, ops) for graph in texts))
-        return replace(s, graph=_with_reports(s.graph, names, program), lowered=lowered)
+        joint = s.joint and Joint(*(_with_reports(graph, names, program, ops) for graph in texts))
+        return replace(s, graph=_with_reports(s.graph, names, program), joint=joint)
 
     stages = tuple(reporting(s) if i in mine else s for i, s in enumerate(program.stages))
     pairs = tuple(
@@ -171,8 +155,8 @@ def _reporting(program: Program, names: _OpNames, mine: Sequence[int]) -> Progra
 
 
 def _with_reports(graph: fx.Graph, names: _OpNames, program: Program, ops: Collection[str] = ()) -> fx.Graph:
-    """A line of a lowered text is told as the op of forward that it belongs to; `ops` are their names. A compiled piece
-    counts as one op.
+    """Report each line of a graph of a step as the op of forward that it belongs to; `ops` are their names. A compiled
+    piece counts as one op.
     """
     copy = copy_graph(graph)
     pieces = pieces_of(copy)

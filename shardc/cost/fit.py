@@ -377,6 +377,6 @@ def merged(samples: Iterable[OpSample], of_several: Callable[[Sequence[float]], 
     """One sample for each op. of_several: which of its seconds count: the least, as other load adds to it."""
     found: dict[Op, list[OpSample]] = {}
     for x in samples:
-        op = x.op._replace(of="", again="")
+        op = x.op._replace(of="", again=False)
         found.setdefault(op, []).append(replace(x, op=op))
     return [replace(some[0], seconds=of_several([x.seconds for x in some])) for some in found.values()]

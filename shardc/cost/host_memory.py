@@ -38,10 +38,6 @@ def offloaded_tensors(host: Host, ledger: Ledger | None = None) -> type[Offloade
     """
 
     class OnHost(OffloadedTensors):
-        def __init__(self, device: torch.device, after: dict[tuple[int, int], int]) -> None:
-            super().__init__(device, after)
-            self.ahead = True
-
         def host(self, x: Tensor) -> Tensor:
             return host(lambda: torch.empty_like(x))
 

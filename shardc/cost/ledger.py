@@ -24,7 +24,6 @@ from shardc.cost.growth import Growth, places_moved
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.recorded import HOST, Op, Part, Storage
 from shardc.ir.flops import aligned_of, flops_of, is_attention, masked_share, matrices_of, traffic_of
-from shardc.runtime.step.context import Again
 from shardc.torch_private import FakeTensor, TorchDispatchMode, current_backward, fake_device, pytree
 
 aten = torch.ops.aten
@@ -64,9 +63,8 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 class Ledger(TorchDispatchMode):
-    """See the module's docstring. op: name of the forward op that runs now; op_of: the forward op that an autograd node
-    belongs to, by the node's sequence number. again: who has it run once more, in backward. growth: told of all
-    calls, where what grows with rows is asked for.
+    """See the module's docstring. op: name of the forward op that runs now, or that a line of backward belongs to.
+    again: whether it runs once more, in backward. growth: gets all calls, where what grows with rows is needed.
     """
 
     def __init__(self, *, fake: bool = True, known: KnownOps | None = None, growth: Growth | None = None) -> None:
@@ -76,8 +74,7 @@ class Ledger(TorchDispatchMode):
         self.storages: dict[int, Storage] = {}  # by address of the storage
         self.kind = "temporaries"
         self.op = ""
-        self.op_of: Callable[[int], str] = lambda number: ""
-        self.again: Callable[[], Again] = lambda: ""
+        self.again: Callable[[], bool] = lambda: False
         self._refs: dict[int, Any] = {}
         self._fusing: list[Op] | None = None
         self._known = known if known is not None else KnownOps()
@@ -101,7 +98,7 @@ class Ledger(TorchDispatchMode):
         ops, self._fusing = self._fusing or [], None
         if ops:
             dtype = next((x.dtype for x in ops if "float" in x.dtype), ops[0].dtype)
-            again = ops[0].again if all(x.again for x in ops) else ""
+            again = all(x.again for x in ops)
             self.parts[-1].work.append(Op(sum(x.flops for x in ops), traffic, dtype, name="fused", again=again))
 
     def live(self) -> list[Storage]:
@@ -153,11 +150,7 @@ class Ledger(TorchDispatchMode):
         self._refs[key] = weakref.ref(untyped, freed)
 
     def _op(self) -> str:
-        return self._forward_op() if current_backward() is None else f"backward of {self._forward_op()}"
-
-    def _forward_op(self) -> str:
-        number = current_backward()
-        return self.op if number is None else self.op_of(number)
+        return self.op if current_backward() is None else f"backward of {self.op}"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.fake and func in _VALUE_READS:
@@ -182,8 +175,8 @@ class Ledger(TorchDispatchMode):
             self._growth.called(len(part.work), op, moved, self._stored(operands), self._stored(results))
         if op is not None:
             if op.flops:
-                op = op._replace(of=self._forward_op())
-            self.ran(op._replace(again=again) if (again := self.again()) else op)
+                op = op._replace(of=self.op)
+            self.ran(op._replace(again=True) if self.again() else op)
         return result
 
     def _stored(self, tensors: Iterable[Tensor]) -> list[tuple[Storage | None, int]]:

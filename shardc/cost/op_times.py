@@ -89,8 +89,6 @@ def _op(value: dict[str, Any]) -> Op:
     for name in ("shape", "matrices"):
         if name in said:
             said[name] = tuple(said[name])
-    if said.get("again") is True:  # as it was written before lowered steps had any
-        said["again"] = "autograd"
     return Op(**said)
 
 
@@ -103,7 +101,7 @@ class OpTimes(Ledger):
         super().__init__(fake=False)
         self.device, self.mesh = device, mesh
         if mesh is not None:
-            self.again = lambda: mesh.step.computes_again
+            self.again = lambda: mesh.step.repeats
         self._found: dict[tuple[str, Op], OpTime] = {}
         self._last: Callable[[], float] = float
         self._waiting: list[tuple[str, Op, Callable[[], float]]] = []  # for the device

@@ -16,7 +16,6 @@ from shardc.runtime.schedule.actions import PAIRS, Action
 if TYPE_CHECKING:
     import torch
 
-    from shardc.runtime.step.context import Again
 
 #: Kinds in the order in which they are shown.
 KINDS = (
@@ -58,7 +57,7 @@ class Storage:
 class Op(NamedTuple):
     """An op that ran. traffic: bytes of memory that it reads and writes. dtype: the name of its first floating
     operand's, "bfloat16"; of a product with scales for blocks, that of the scales. name: as torch calls it, "mm";
-    again: where it is of forward, and runs in backward, by whom.
+    again: it is of forward, and runs once more in backward.
 
     of, shape: of an op with products, the program's op that it belongs to, and its result's shape. matrices: (how many,
     rows, columns) of the products' results, of attention the scores. attention: it is a kernel for it; masked: flops of
@@ -79,7 +78,7 @@ class Op(NamedTuple):
     attention: bool = False
     masked: int = 0
     name: str = ""
-    again: Again = ""
+    again: bool = False
     still: int = 0
     grows: int | None = 0
     aligned: int = 16

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardc.cost.device import NOTED, Device
+from shardc.cost.device import Device
 from shardc.cost.fit import Fitted, LinkSample, OpSample, fit, merged
 from shardc.cost.op_times import MeasuredStep
 from shardc.errors import ShardcError
@@ -60,21 +60,19 @@ class RunLog:
         names = {"memory": "memory_mb", "reserved": "reserved_mb"}
         return {k: max(float(x[n]) for x in self.lines) * 2**20 for k, n in names.items() if n in self.lines[-1]}
 
-    def host(self, collective: float = 0.0, launch: float = 0.0) -> float | None:
+    def host(self, collective: float = 0.0) -> float | None:
         """Seconds that the host takes for an op. On a CPU, what is left of a step beside its ops and waits; on a GPU,
         where the host is what a step waits for, all of a step; else None: it may take anything less. collective:
-        seconds that it takes for a collective; launch: that an op takes at least. An op that is computed again counts
-        as `Device.host_seconds` counts it.
+        seconds that it takes for a collective.
         """
         first = [s for s in self.timed if s.rank == 0]
         each = [(sum(x.seconds for x in s.ops) + collective * len(s.waits), sum(x.count for x in s.ops)) for s in first]
         if not each or not all(count for _, count in each):
             return None
-        again = NOTED * median(sum(x.count for x in s.ops if x.op.again == "autograd") for s in first)
-        busy, count = median(busy for busy, _ in each), median(count for _, count in each) + again
+        busy, count = median(busy for busy, _ in each), median(count for _, count in each)
         left = self.seconds - busy - sum(self.waited.values())
         if self.timed[0].kind == "cpu":
-            return max(left - again * launch, 0.0) / count
+            return max(left, 0.0) / count
         return self.seconds / count if left > 0.1 * self.seconds else None
 
     def ops(self) -> list[OpSample]:
@@ -142,7 +140,7 @@ def fitted_to(base: Device, logs: Sequence[RunLog]) -> Fitted:
     ops = merged((x for log in logs for x in log.ops()), median)
     found = fit(base, ops, [x for log in logs for x in log.links(base.skew if log.skew is None else log.skew)])
     source = f"{base.source}; fitted to {', '.join(str(log.folder) for log in logs)} ({date.today()}): {found}"
-    each = [seconds for log in logs if (seconds := log.host(base.host_collective, base.launch)) is not None]
+    each = [seconds for log in logs if (seconds := log.host(base.host_collective)) is not None]
     host = min(each, default=found.device.host)
     skew = min((x for log in logs if (x := log.skew) is not None), default=found.device.skew)
     return replace(found, device=found.device.model_copy(update={"source": source, "host": host, "skew": skew}))

@@ -2,7 +2,7 @@
 
 A compiled program must not depend on the device that it will run on, so passes know one machine. What to split, to keep
 and to compute again follows from ratios of it: what else could be done in the time in which one byte is moved. What
-runs beside what (shardc.passes.lower.overlap) follows from seconds. Ratios are rounded. Choices between splits differ
+runs beside what (shardc.passes.joint.overlap) follows from seconds. Ratios are rounded. Choices between splits differ
 by factors, and a figure that follows a data sheet to three digits would change programs without making them faster.
 What a step takes on a given device, in seconds, is another question: shardc.cost answers it, from devices/*.yaml.
 

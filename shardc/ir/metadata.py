@@ -20,10 +20,10 @@ All keys of `node.meta` that passes may rely on
         "region"      name of the innermost Region that the op is in (shardc.ir.stage)
         "kept"        names of those of its regions that keep its result
         "again"       how often backward repeats the op, on collectives
-    in the graphs of lowered stages' backward
+    in the graphs of stages' backward
         "of"          name of the op of forward that a line belongs to; "repeats": whether the line runs it again
-    in both graphs of lowered stages, as they are compiled
-        "like"        what lines have in common that are equal but for names: the same object (shardc.passes.lower)
+    in both graphs of stages, as they are compiled
+        "like"        what lines have in common that are equal but for names: the same object (shardc.passes.joint)
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ HOST_LINK = ("host link",)
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A line of a lowered stage begins to copy a value from the device's memory to the host's, or back (`checkpoint:
+    """A line of a stage begins to copy a value from the device's memory to the host's, or back (`checkpoint:
     {offload: cpu}`). bytes: of one rank. cause: the spec line.
     """
 

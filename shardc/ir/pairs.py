@@ -1,4 +1,4 @@
-"""The text of an overlapped pair, and what its names say (shardc.passes.lower.pair makes it)."""
+"""The text of an overlapped pair, and what its names say (shardc.passes.joint.pair makes it)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Pieces of a lowered text: lines that stand together, and that a compiler may run as one (`lower: {compile: layers}`).
+"""Pieces of a graph: lines that stand together, and that a compiler may run as one (`execution: {compile: layers}`).
 
 The lines of a piece carry its number (`meta["piece"]`), follow each other, and stand in the order in which they run
-without a compiler: so a text with pieces is a text as any other. shardc.passes.lower.pieces chooses them;
+without a compiler: so a text with pieces is a text as any other. shardc.passes.joint.pieces chooses them;
 shardc.runtime.compiled runs them.
 """
 
@@ -15,7 +15,7 @@ from torch import fx
 
 from shardc.ir.graph import copy_graph, is_call
 from shardc.ir.program import Program
-from shardc.ir.stage import Lowered
+from shardc.ir.stage import Joint
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def pieces_of(graph: fx.Graph) -> list[Piece]:
 
 
 def without_pieces(program: Program) -> Program:
-    """The same program, whose lowered texts run line by line."""
+    """The same program, whose graphs of a step run line by line."""
 
     def plain(graph: fx.Graph) -> fx.Graph:
         copy = copy_graph(graph)
@@ -57,10 +57,10 @@ def without_pieces(program: Program) -> Program:
             n.meta.pop("piece", None)
         return copy
 
-    stages = [s.lowered and Lowered(*map(plain, s.lowered.texts.values())) for s in program.stages]
+    stages = [s.joint and Joint(*map(plain, s.joint.graphs.values())) for s in program.stages]
     return replace(
         program,
-        stages=tuple(replace(s, lowered=x) for s, x in zip(program.stages, stages, strict=True)),
+        stages=tuple(replace(s, joint=x) for s, x in zip(program.stages, stages, strict=True)),
         pairs=tuple(replace(p, graph=plain(p.graph)) for p in program.pairs),
     )
 

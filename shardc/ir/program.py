@@ -306,13 +306,13 @@ class Program:
 
         return emit.text(self, NOTHING if full else fold(self))
 
-    def lowered(self, stage: int | None = None) -> str:
+    def joint(self, stage: int | None = None) -> str:
         """Where the spec says `lower:`: the text of the forward and the backward that a training step runs, of all
-        stages or of one. "" of a program that is not lowered.
+        stages or of one. "" of a forward-only program.
         """
         from shardc.artifact import emit
 
-        return emit.lowered(self, stage)
+        return emit.joint(self, stage)
 
     def __str__(self) -> str:
         return self.text()

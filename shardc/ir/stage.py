@@ -5,7 +5,7 @@ Without a pipeline there is one stage, which every rank runs; a pipeline's ranks
     stage0 --- Edge(0, 1): names and types of values, whose gradients go back ---> stage1
       |
       +-- regions: ops whose results backward computes again
-      +-- lowered: the same as two functions, forward and backward, without autograd (`lower:`)
+      +-- joint: the same as two functions, forward and backward, without autograd (`lower:`)
 
 Conventions of the graphs, of stages and of the whole model: shardc.ir.program.
 """
@@ -43,8 +43,8 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Lowered:
-    """A stage as two functions, without autograd (shardc.passes.lower). Types are those of one rank.
+class Joint:
+    """A stage as two functions, without autograd (shardc.passes.joint). Types are those of one rank.
 
     forward: takes what the stage takes, and returns `(loss, news and outputs, what other stages take, what backward
         wants of it)`; of what does not exist None or ().
@@ -56,34 +56,34 @@ class Lowered:
 
     forward: fx.Graph
     backward: fx.Graph
-    # no default of the class: it would stand where a DeferredLowered has none yet
+    # no default of the class: it would stand where a DeferredJoint has none yet
     weights: fx.Graph | None = field(default_factory=lambda: None)
 
     @property
-    def texts(self) -> dict[str, fx.Graph]:
+    def graphs(self) -> dict[str, fx.Graph]:
         """All of them, by name."""
         second = {} if self.weights is None else {"weights": self.weights}
         return {"forward": self.forward, "backward": self.backward, **second}
 
 
-class DeferredLowered(Lowered):
+class DeferredJoint(Joint):
     """Texts that are written when they are first looked at: of a pipeline's stages a rank runs a few, and what does not
     train runs none.
 
-    write: gives them; lock: is held meanwhile, as ranks may be threads. Once they are written it is a `Lowered` as any
+    write: gives them; lock: is held meanwhile, as ranks may be threads. Once they are written it is a `Joint` as any
     other.
     """
 
-    def __init__(self, write: Callable[[], Lowered], lock: AbstractContextManager[object]) -> None:
+    def __init__(self, write: Callable[[], Joint], lock: AbstractContextManager[object]) -> None:
         self.__dict__.update(_write=write, _lock=lock)  # its fields are missing until they are made
 
     def __getattr__(self, name: str) -> Any:
-        if name not in Lowered.__dataclass_fields__:
+        if name not in Joint.__dataclass_fields__:
             raise AttributeError(name)
         with self.__dict__["_lock"]:
-            if type(self) is DeferredLowered:
+            if type(self) is DeferredJoint:
                 self.__dict__.update(vars(self.__dict__["_write"]()), _write=None)
-                self.__class__ = Lowered  # type: ignore[assignment]
+                self.__class__ = Joint  # type: ignore[assignment]
         return self.__dict__[name]
 
 
@@ -92,14 +92,14 @@ class Stage:
     """What one rank runs. graph: local sizes, explicit collectives; see the module's docstring for its conventions.
 
     updates: the buffers of which a pipeline's stage computes the new value; outputs: the program's outputs that it
-    computes. lowered: what a training step runs in its place, if the spec says `lower:`.
+    computes. joint: what a training step runs in its place, if the spec says `lower:`.
     """
 
     graph: fx.Graph
     name: str = "stage0"
     updates: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    lowered: Lowered | None = None
+    joint: Joint | None = None
 
     def __repr__(self) -> str:
         return f"<Stage {self.name}: {sum(n.op == 'call_function' for n in self.graph.nodes)} ops>"

@@ -107,7 +107,7 @@ def _price(library: Library, spec: Spec, batch: int) -> Priced:
     rows = batch // each * some
     if batch % (each * spec.data_ranks):
         return _whole(library, spec, batch)  # compile raises the error
-    side_by_side = spec.lower is not None and spec.lower.overlap != "none"  # a pair costs what its text takes
+    side_by_side = spec.execution.overlap != "none"  # a pair costs what its text takes
     if side_by_side or not library.records.treats_layers_alike(spec):
         return _whole(library, spec, batch)
     p, bucket = spec.pipeline, _bucket(spec) if _summing(spec) > 1 else 0.0
@@ -115,7 +115,7 @@ def _price(library: Library, spec: Spec, batch: int) -> Priced:
         less.pop("pipeline", None)
         stage, few = library.alone(less, rows, bucket)
         return _composed(library, spec, batch, [stage], few, schedules.alone(each), ())
-    pairs = p.schedule in schedules.SCHEDULES and schedules.SCHEDULES[p.schedule].pairs and spec.lower is not None
+    pairs = p.schedule in schedules.SCHEDULES and schedules.SCHEDULES[p.schedule].pairs
     if layers is None or p.schedule not in schedules.SCHEDULES or pairs:  # a pair costs what its text takes
         return _whole(library, spec, batch)
     stages = library.pipelined(less, rows, p.axis)

@@ -179,7 +179,7 @@ class Meter(Clock):
             total = host = ahead = 0.0
             for op in ops:
                 _, seconds, what = self._priced(op)
-                host += self.device.host_seconds(op)
+                host += self.device.host
                 ahead = max(ahead, host - total)
                 total += seconds
                 spent[what] = spent.get(what, 0.0) + seconds

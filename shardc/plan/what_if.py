@@ -46,9 +46,9 @@ def _specs(spec: Spec) -> Iterator[tuple[str, Spec]]:
     now = spec.to_dict()
     if spec.checkpoint:
         yield "nothing computed again (no checkpoint:)", Spec.load({k: v for k, v in now.items() if k != "checkpoint"})
-    if spec.lower is None or spec.lower.compile == "none":
-        lower = {**(spec.lower.model_dump() if spec.lower else {}), "compile": "layers"}
-        yield "element-wise work compiled (lower: {compile: layers})", Spec.load({**now, "lower": lower})
+    if spec.execution.compile == "none":
+        execution = {**spec.execution.model_dump(), "compile": "layers"}
+        yield "element-wise work compiled (execution: {compile: layers})", Spec.load({**now, "execution": execution})
 
 
 def _others(d: Device) -> Iterator[tuple[str, Device]]:

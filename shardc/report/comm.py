@@ -134,7 +134,7 @@ def comm_rows(program: Program, at: int | None = None, moved: Sequence[int] | No
 
 def gathered_again(stage: Stage, bucket: str) -> int:
     """How often a stage's backward gathers a bucket of ZeRO 3: not where only biases are in it, say."""
-    graphs = stage.lowered.texts.values() if stage.lowered is not None else ()
+    graphs = stage.joint.graphs.values() if stage.joint is not None else ()
     gathers = (n for g in graphs for n in g.find_nodes(op="call_function", target=ops.regather_start))
     return sum(n.args[1] == bucket for n in gathers)
 

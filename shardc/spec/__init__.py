@@ -7,7 +7,7 @@ fields.py        kinds of values, such as an axis          names.py           pa
 
 The grammar of the sections:
 shard_section.py       shard, activations, outputs         batch_section.py       batch, sequence
-data_section.py        data: gradients, ZeRO, offload      step_sections.py       pipeline, checkpoint, loss, lower
+data_section.py        data: gradients, ZeRO, offload      step_sections.py       pipeline, checkpoint, loss, execution
 module_sections.py     experts, adapters                   precision_section.py   precision, products of 8 bits
 optimizer_section.py   matrices that an optimizer sees     run_section.py         run, how `shardc run` trains
 """
@@ -40,7 +40,7 @@ from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
 from shardc.spec.schema import Form, On
 from shardc.spec.shard_section import DimShard, Style, Use
-from shardc.spec.step_sections import Checkpoint, Loss, Lower, Pipeline
+from shardc.spec.step_sections import Checkpoint, Execution, Loss, Pipeline
 from shardc.spec.yaml_reader import Document, Places, say
 
 __all__ = [
@@ -50,9 +50,9 @@ __all__ = [
     "Checkpoint",
     "Data",
     "DimShard",
+    "Execution",
     "Expert",
     "Loss",
-    "Lower",
     "On",
     "Optimizer",
     "OutputRule",
@@ -128,7 +128,7 @@ class Spec:
     loss: Loss = field(default_factory=Loss)
     precision: Precision = field(default_factory=Precision)
     optimizer: Optimizer = field(default_factory=Optimizer)
-    lower: Lower | None = field(default_factory=Lower)
+    execution: Execution = field(default_factory=Execution)
     run: Run = field(default_factory=Run)
     batch_norm: Literal["sync", "local"] = "sync"
     unknown_ops: Literal["error", "replicate"] = "error"
@@ -360,7 +360,7 @@ _SECTIONS = (
     "loss",
     "precision",
     "optimizer",
-    "lower",
+    "execution",
     "run",
     "batch_norm",
     "unknown_ops",

@@ -3,7 +3,7 @@
 The sections are in files of their own (shardc.spec). Short forms are expanded before they are checked:
 
     shard: {"*.o_proj": row}   ->  {rules: {"*.o_proj": {style: row}}}      data: {axis: dp}  ->  {axis: [dp]}
-    outputs: {logits: whole}   ->  {logits: None}                           lower: true       ->  lower: {}
+    outputs: {logits: whole}   ->  {logits: None}
 
 A field's `description` and `examples` are shown by editors and in error messages.
 """
@@ -35,7 +35,7 @@ from shardc.spec.optimizer_section import Optimizer
 from shardc.spec.precision_section import Precision
 from shardc.spec.run_section import Run
 from shardc.spec.shard_section import Boundary, Dims, DimsOrWhole, ShardForm, ShardSection
-from shardc.spec.step_sections import Checkpoint, Loss, Lower, LowerSection, Pipeline
+from shardc.spec.step_sections import Checkpoint, Execution, Loss, Pipeline
 from shardc.spec.yaml_reader import say
 
 
@@ -126,11 +126,7 @@ class Form(Section):
     loss: Loss = Field(default=Loss(), examples=[{"chunks": 8}])
     precision: Precision = Field(default=Precision(), examples=[{"compute": "bfloat16"}])
     optimizer: Optimizer = Field(default=Optimizer(), examples=[{"matrices": "whole"}])
-    lower: LowerSection = Field(
-        default=Lower(),
-        description="true: a step runs forward and backward as two texts, without autograd",
-        examples=[True],
-    )
+    execution: Execution = Field(default=Execution(), examples=[{"compile": "layers"}])
     run: Run = Field(default=Run(), examples=[{"steps": 1000, "save": "runs/a"}])
     batch_norm: Literal["sync", "local"] = Field(
         default="sync", description="sync = exactly the single device's statistics"

@@ -1,8 +1,8 @@
-"""`pipeline`, `checkpoint`, `loss` and `lower`: how ranks run a step of what they have, and what they compute twice."""
+"""`pipeline`, `checkpoint`, `loss` and `execution`: how ranks run a step, and what they compute twice."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -52,10 +52,10 @@ class Loss(Section):
     )
 
 
-class Lower(Section):
-    """Forward and backward of a training step as two texts, run without autograd. compile: runs of element-wise ops and
-    reductions of equal layers are compiled once, by torch's Inductor; needs a C++ compiler, or Triton on a GPU. graphs:
-    a GPU starts what is recorded of them by one call of the host.
+class Execution(Section):
+    """How ranks run the forward and backward graphs of a step. compile: runs of element-wise ops and reductions of
+    equal layers are compiled once, by torch's Inductor; needs a C++ compiler, or Triton on a GPU. graphs: a GPU starts
+    what is recorded of them by one call of the host.
     """
 
     compile: Literal["none", "layers"] = Field(
@@ -73,30 +73,6 @@ class Lower(Section):
         description="forward and backward are recorded as one CUDA graph, and started by one call; on a GPU",
         examples=[True],
     )
-
-
-_LOWER: dict[str, Any] = {
-    "anyOf": [
-        {"type": "boolean"},
-        {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {
-                "compile": {"enum": ["none", "layers"], "default": "none"},
-                "overlap": {"enum": ["none", "microbatches", "forwards"], "default": "none"},
-                "graphs": {"type": "boolean", "default": False},
-            },
-        },
-    ]
-}
-
-
-def _lower(value: Any) -> Any:
-    """`true` is short for `{}`, `false` for no section."""
-    return {} if value is True else None if value is False else value
-
-
-LowerSection = Annotated[Lower | None, BeforeValidator(_lower), WithJsonSchema(_LOWER)]
 
 
 class Checkpoint(Section):

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from shardc.ir.graph import copy_graph, is_call, source_of
 from shardc.ir.pieces import without_pieces
 from shardc.ir.program import Program
-from shardc.ir.stage import Lowered, Stage
+from shardc.ir.stage import Joint, Stage
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 
@@ -35,13 +35,13 @@ def op_on_ranks(program: Program, model: Any, batch: Any, seed: int) -> str:
 
     loopback(watched.mesh, work)
     for s in program.stages:
-        graph = s.graph if s.lowered is None else s.lowered.forward
+        graph = s.graph if s.joint is None else s.joint.forward
         if nan := next((n for n in graph.nodes if n in forward.nan), None):
             op = _op(_origin(nan, forward.nan | forward.inf), s)
             return f"{op} is the first result that is not finite"
     for s in reversed(program.stages):
         bad = backward.nan | backward.inf
-        for graph in s.lowered.texts.values() if s.lowered is not None else ():
+        for graph in s.joint.graphs.values() if s.joint is not None else ():
             if first := next((n for n in graph.nodes if n in bad), None):
                 return f"backward of {_op(first, s)} makes the first gradient that is not finite"
     return ""
@@ -63,10 +63,10 @@ class _Seen:
 
 
 def _watched(stage: Stage, forward: _Seen, backward: _Seen) -> Stage:
-    if stage.lowered is None:
+    if stage.joint is None:
         return replace(stage, graph=_looking(stage.graph, forward))
-    first, *others = stage.lowered.texts.values()
-    return replace(stage, lowered=Lowered(_looking(first, forward), *(_looking(g, backward) for g in others)))
+    first, *others = stage.joint.graphs.values()
+    return replace(stage, joint=Joint(_looking(first, forward), *(_looking(g, backward) for g in others)))
 
 
 def _looking(graph: fx.Graph, seen: _Seen) -> fx.Graph:

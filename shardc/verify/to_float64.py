@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from shardc.ir.graph import copy_graph, map_value
+from shardc.ir.pieces import without_pieces
 from shardc.ir.program import Program
+from shardc.ir.stage import Joint
 from shardc.ir.stored import Buffer
-from shardc.passes.lower import lower
-from shardc.spec.step_sections import Lower
 
 
 def _wide(x: Any) -> Any:
@@ -34,8 +34,8 @@ def graph_to_float64(graph: fx.Graph) -> fx.Graph:
 
 
 def to_float64(program: Program, *, compiled: bool = False) -> Program:
-    """The same program with every floating dtype float64, every complex one complex128. Stages that were lowered are
-    lowered again; compiled: with pieces that run as compiled code, if the program's do.
+    """The same program with every floating dtype float64, every complex one complex128. compiled: with
+    pieces that run as compiled code, if the program's do.
     """
 
     def typed(x: Any) -> Any:
@@ -49,8 +49,8 @@ def to_float64(program: Program, *, compiled: bool = False) -> Program:
     double = replace(
         program,
         graph=graph_to_float64(program.graph),
-        stages=tuple(replace(s, graph=graph_to_float64(s.graph), lowered=None) for s in program.stages),
-        pairs=(),
+        stages=tuple(replace(s, graph=graph_to_float64(s.graph), joint=_joint(s.joint)) for s in program.stages),
+        pairs=tuple(replace(p, graph=graph_to_float64(p.graph)) for p in program.pairs),
         prologue=first and replace(first, graph=graph_to_float64(first.graph)),
         params=tuple(map(typed, program.params)),
         buffers=tuple(map(buffer, program.buffers)),
@@ -58,7 +58,8 @@ def to_float64(program: Program, *, compiled: bool = False) -> Program:
         outputs=tuple(map(typed, program.outputs)),
         buckets=tuple(replace(typed(b), compute=None) for b in program.buckets),
     )
-    how = (program.spec.lower if program.spec is not None else None) or Lower()
-    if not compiled:
-        how = how.model_copy(update={"compile": "none"})
-    return lower(double, how) if any(s.lowered is not None for s in program.stages) else double
+    return double if compiled else without_pieces(double)
+
+
+def _joint(joint: Joint | None) -> Joint | None:
+    return joint and Joint(*map(graph_to_float64, joint.graphs.values()))

@@ -93,7 +93,7 @@ def test_ops_are_those_that_a_rule_knows_and_that_only_compute(op: str, why: str
 def test_lowered_halves_call_backward_ops_that_have_no_rule(originals: list[Path]) -> None:
     text = (originals[2] / "stage0_backward.py").read_text()
     assert "_backward" in text
-    assert shardc.load(originals[2]).stages[0].lowered is not None
+    assert shardc.load(originals[2]).stages[0].joint is not None
 
 
 @pytest.mark.parametrize("unknown", ["error", "replicate"])

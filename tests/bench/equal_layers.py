@@ -5,9 +5,9 @@
 
 One process, one thread, nothing computed; of the repetitions the least. "all layers": the passes up to partition run on
 all layers, as they do where layers are not alike (shardc.passes.distinct_layers). "and a rank's code": with what the
-first engine makes of the program on one rank, weights aside: a lowered stage's texts are written then.
+first engine makes of the program on one rank, weights aside: a stage's texts are written then.
 
---pieces: with `lower: {compile: layers}`, of a GPT of 256 that fits here, from the model to the end of its first step,
+--pieces: with `execution: {compile: layers}`, of a GPT of 256 that fits here, from the model to the end of its first step,
 with nothing on disk; each in a process of its own, with the C++ compiler's seconds.
 """
 
@@ -73,7 +73,7 @@ def measured(layers: int, reps: int) -> tuple[float, ...]:
             began = time.process_time()
             shardc.compile(subject, batch, SPEC, captured=captured, prove=False)
             least(1, began)
-        for i, spec in ((2, SPEC), (3, SPEC | {"lower": True})):
+        for i, spec in ((2, SPEC), (3, SPEC | {})):
             began = time.process_time()
             program = shardc.compile(subject, batch, spec, captured=captured, prove=False)
             least(i, began)
@@ -93,7 +93,7 @@ def first_step(layers: int) -> float:
     ids = torch.randint(1024, (4, 128))
     batch = {"ids": ids, "targets": ids.roll(1)}
     subject = GPT3(layers, 256, 4, 128, 1024)
-    program = shardc.compile(subject, batch, {"shardc": 1, "mesh": {"dp": 1}, "lower": {"compile": "layers"}})
+    program = shardc.compile(subject, batch, {"shardc": 1, "mesh": {"dp": 1}, "execution": {"compile": "layers"}})
     program.engine(subject).step(batch)
     return used() - began
 

@@ -6,7 +6,7 @@ One thread, float32. The three take turns, one step each, round after round, in 
 does meanwhile falls on all alike. A ratio is the median over rounds of (this step / the step under autograd), in
 seconds of the CPU. Which of the engines was made first makes up to 2 % of a step, as it lies elsewhere in memory: so
 processes, in which another one is made first, give the median, and the lowest and the highest. Prints a table for
-docs/lowering.md.
+docs/joint.md.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from shardc.capture import capture  # noqa: E402
 from shardc.ir.graph import values_of  # noqa: E402
 from shardc.ir.pieces import moved, pieces_of  # noqa: E402
 from shardc.ir.units import size  # noqa: E402
-from shardc.passes.lower.pieces import shares_memory  # noqa: E402
-from shardc.passes.lower.record import is_view  # noqa: E402
+from shardc.passes.joint.pieces import shares_memory  # noqa: E402
+from shardc.passes.joint.record import is_view  # noqa: E402
 from shardc.runtime.compiled import inductor  # noqa: E402
 from shardc.runtime.compiled.pieces import piece_text  # noqa: E402
 from shardc.torch_private import kernels_of  # noqa: E402
@@ -130,7 +130,7 @@ def compared(name: str, rounds: int, number: int) -> Compared:
     for engine in engines.values():
         engine.close()
     ratios = {way: statistics.median(a / b for a, b in zip(took[way], took["autograd"], strict=True)) for way in WAYS}
-    pieces = [p for s in programs["compiled"].stages for g in s.lowered.texts.values() for p in pieces_of(g)]  # type: ignore[union-attr]
+    pieces = [p for s in programs["compiled"].stages for g in s.joint.graphs.values() for p in pieces_of(g)]  # type: ignore[union-attr]
     of_text = {piece_text(p).key: sum(not is_view(n.target) for n in p.lines) for p in pieces}
     traffic = [
         moved(p, lambda n: sum(v.nbytes() for v in values_of(n) if v is not None), shares_memory) for p in pieces

@@ -49,7 +49,7 @@ HEAD = """\
 Made by `make gpu` (tests/bench/gpu.py) on {machine}, torch {torch}, Python {python}. One Llama ({size}),
 AdamW, one process, no mesh: what shardc's program costs on a device beside the model as it is. Medians of {rounds} steps each, each contender's taken in turns with the plain model's; peak memory is the
 allocator's, of each contender alone. *host*: until the call returns, which may be before the device is done. *TFLOP/s*: 6 × parameters + 12 × layers × hidden × sequence for each
-token (PaLM, appendix B), over the step. *small*: {small}, whose ops take less time than the host needs to start them. *graph*: `lower: {{graphs: true}}`. *predicted*: `program.cost` with this machine as `shardc device --measure` finds it.
+token (PaLM, appendix B), over the step. *small*: {small}, whose ops take less time than the host needs to start them. *graph*: `execution: {{graphs: true}}`. *predicted*: `program.cost` with this machine as `shardc device --measure` finds it.
 
 | setting | contender | step, ms | / plain | host, ms | TFLOP/s | peak, GiB | / plain | loss |
 |---|---|---:|---:|---:|---:|---:|---:|---:|
@@ -141,7 +141,7 @@ def rows(
     """The table's lines of a setting, as they are found. source: the model whose weights all begin with."""
     batch = llama.batch()
     spec = {"shardc": 1, "mesh": {"dp": 1}, **SETTINGS[setting][0]}
-    ways: dict[str, Any] = {"shardc": None, "shardc, lowered": {}, "shardc, graph": {"graphs": True}}
+    ways: dict[str, Any] = {"shardc": {}, "shardc, graph": {"graphs": True}}
     if compiles:
         compiled = {"compile": "layers"}
         ways |= {"shardc, compiled": compiled, "shardc, compiled, graph": {**compiled, "graphs": True}}
@@ -166,7 +166,7 @@ def rows(
         try:
             x = looked_at(make, beside, batch, device, rounds)
         except Exception as e:  # a peer that does not run here; shardc has to
-            if name in ("shardc", "shardc, lowered"):
+            if name in ("shardc", "shardc"):
                 raise
             yield f"| {setting} | {name} | {type(e).__name__}: {str(e).splitlines()[0][:80]} | | | | | | |"
             continue

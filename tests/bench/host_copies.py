@@ -1,4 +1,4 @@
-"""Copies of `checkpoint: {offload: cpu}` on `h100-80g`: the table of docs/lowering.md. Nothing is computed.
+"""Copies of `checkpoint: {offload: cpu}` on `h100-80g`: the table of docs/joint.md. Nothing is computed.
 
 python tests/bench/host_copies.py
 """
@@ -22,9 +22,9 @@ from shardc.ir.offload import HOST_LINK  # noqa: E402
 REGION = {"match": "h.*", "save": ["linear"]}
 HOST = REGION | {"offload": "cpu"}
 ROWS: dict[str, dict[str, Any]] = {
-    "lowered, all on the device": {"checkpoint": [REGION], "lower": True},
+    "lowered, all on the device": {"checkpoint": [REGION]},
     "under autograd": {"checkpoint": [HOST]},
-    "lowered": {"checkpoint": [HOST], "lower": True},
+    "lowered": {"checkpoint": [HOST]},
 }
 
 

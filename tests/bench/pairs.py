@@ -1,4 +1,4 @@
-"""What is hidden of communication, by the simulation of streams on h100-80g: tables of docs/lowering.md. `alone`: within a
+"""What is hidden of communication, by the simulation of streams on h100-80g: tables of docs/joint.md. `alone`: within a
 microbatch; else beside a backward, or a forward, of another one. Nothing is computed: tensors have no data.
 
     .venv/bin/python tests/bench/pairs.py [alone] [llama] [mixtral] [dualpipe-v]        some minutes, 3 GB

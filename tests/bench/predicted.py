@@ -126,8 +126,8 @@ def settings(model: New, world: int = 2) -> Iterator[tuple[str, dict[str, Any]]]
     yield "checkpoint", dp | {"checkpoint": [{"match": model.layers}]}
     yield "checkpoint, cheap", dp | {"checkpoint": [{"match": model.layers, "recompute": "cheap"}], "data": {"zero": 3}}
     yield "bfloat16", dp | {"precision": {"compute": "bfloat16"}, "data": {"zero": 1}}
-    yield "lower", dp | {"lower": True, "data": {"zero": 2}}
-    yield "lower, checkpoint", dp | {"lower": True, "checkpoint": [{"match": model.layers}]}
+    yield "lower", dp | {"data": {"zero": 2}}
+    yield "lower, checkpoint", dp | {"checkpoint": [{"match": model.layers}]}
 
 
 def memory(name: str, label: str) -> Peak:

@@ -246,11 +246,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "mesh": {"dp": 1},
         "checkpoint": [{"match": "h.*", "save": ["linear"], "offload": "cpu"}],
     },
-    "activations on the host, lowered": {
+    "activations on the host, microbatches": {
         "mesh": {"dp": 2},
         "batch": {"microbatches": 2},
         "checkpoint": [{"match": "h.*", "save": ["linear", "attention"], "offload": "cpu"}],
-        "lower": True,
     },
 }
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import shardc
 from shardc.cost import device
-from shardc.cost.device import NOTED
-from shardc.cost.recorded import Op
 from shardc.ir.program import Program
 
 
 def compiled(graphs: bool, **sections: Any) -> Program:
     layers = (nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(4))
     model = nn.Sequential(*layers)
-    spec = {"shardc": 1, "mesh": {"dp": 1}, "lower": {"graphs": graphs}} | sections
+    spec = {"shardc": 1, "mesh": {"dp": 1}, "execution": {"graphs": graphs}} | sections
     return shardc.compile(model, {"input": torch.zeros(4, 16)}, spec, loss=lambda y, batch: y.sum(), prove=False)
 
 
@@ -45,18 +42,3 @@ def test_a_product_whose_rows_begin_anywhere() -> None:
     assert gpu.product_seconds(op._replace(aligned=2, dtype="float32")) == gpu.product_seconds(
         op._replace(dtype="float32")
     )
-
-
-def test_what_is_computed_again_takes_the_host_longer() -> None:
-    gpu = device("h100-80g").model_copy(update={"host": 1e-3})  # the host is what a step waits for
-    cpu = gpu.model_copy(update={"kind": "cpu", "launch": 2e-3})
-    for lower, by, more in ((False, "autograd", NOTED), (True, "text", 0)):
-        program = compiled(False, lower=lower, checkpoint=[{"match": "{0,1,2,3}"}])
-        cost = program.cost(gpu)
-        ops = [w for _, part in cost.dry_runs[0].actions for w in part.work if isinstance(w, Op)]
-        again = [op for op in ops if op.again]
-        assert {op.again for op in again} == {by}
-        assert cost.step_seconds >= 1e-3 * (len(ops) + more * len(again))
-        assert gpu.host_seconds(again[0]) == pytest.approx(1e-3 * (1 + more))
-        assert cpu.host_seconds(again[0]) == pytest.approx(1e-3 + 3e-3 * more)
-        assert gpu.host_seconds(ops[0]) == 1e-3

@@ -1,4 +1,4 @@
-"""Pieces of a lowered step, compiled by Triton, against the same step line by line: numbers, masks, memory."""
+"""Pieces of a step, compiled by Triton, against the same step line by line: numbers, masks, memory."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_compiled_masks_are_the_kernels(gpu: str) -> None:
 def test_a_compiled_step(gpu: str, precision: dict[str, str], bound: float) -> None:
     torch.manual_seed(0)
     model, batch = Layers(), {"x": torch.randn(16, 256, 512)}
-    spec = {"shardc": 1, "mesh": {"dp": 1}, "precision": precision, "lower": {"compile": "layers"}}
+    spec = {"shardc": 1, "mesh": {"dp": 1}, "precision": precision, "execution": {"compile": "layers"}}
     program = shardc.compile(model, batch, spec, prove=False)
-    assert "| piece 0" in program.lowered()
+    assert "| piece 0" in program.joint()
     mesh = TorchMesh(program.mesh, device=torch.device(gpu))
     found, peaks = [], []
     for p in (without_pieces(program), program):

@@ -93,7 +93,7 @@ def collectives(rank: int, device: str, port: int) -> None:
 
 
 def recorded(mesh: TorchMesh) -> None:
-    """NCCL's work in a CUDA graph, as `lower: {graphs: true}` records it."""
+    """NCCL's work in a CUDA graph, as `execution: {graphs: true}` records it."""
     x, whole, part = (torch.zeros(6, device=mesh.device) for _ in range(3))
 
     def sends() -> None:

@@ -57,7 +57,7 @@ def specs(case: Reference, mode: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if mode == "inplace":
         return
     if rows % 2 == 0:
-        yield "dp2 lowered", on({"dp": 2}, lower=True)
+        yield "dp2 lowered", on({"dp": 2})
     others = [(n, d) for n, p in params.items() if n != "p0" and p.ndim for d in splits(p)]
     for name, d in others[:3]:
         yield f"tp2 {name}.{d}", on({"tp": 2}, name, d)

@@ -162,7 +162,6 @@ def test_what_trains_is_left_out_and_told_once() -> None:
         "mesh": {"dp": 2},
         "data": {"zero": 1},
         "checkpoint": [{"match": "h.*"}],
-        "lower": True,
         "precision": {"compute": "float16", "loss_scale": "dynamic"},
     }
     program = shardc.compile(model, batch, {"shardc": 1, **spec}, forward=True)

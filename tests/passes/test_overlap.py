@@ -1,4 +1,4 @@
-"""Collectives of a lowered text begin early and end late: less time in the open, no more memory, the same lines."""
+"""Collectives of a graph of a step begin early and end late: less time in the open, no more memory, the same lines."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import shardc
-from shardc.passes.lower.memory import Sizes
-from shardc.passes.lower.rank import Rank
-from shardc.passes.lower.seconds import Seconds, collective_seconds
+from shardc.passes.joint.memory import Sizes
+from shardc.passes.joint.rank import Rank
+from shardc.passes.joint.seconds import Seconds, collective_seconds
 from shardc.report.comm import timed
 from tests import zoo
 
-overlap: Any = importlib.import_module("shardc.passes.lower.overlap")
+overlap: Any = importlib.import_module("shardc.passes.joint.overlap")
 
 WIDTH = 8192
 
@@ -72,7 +72,7 @@ def test_backward_waits_for_less_than_half_of_what_it_waits_for_under_autograd(p
 
 def test_an_order_keeps_the_lines_and_takes_no_more_memory(program: Any) -> None:
     seconds, sizes = Seconds(program, Rank(program)), Sizes(program)
-    for graph in program.stages[0].lowered.texts.values():
+    for graph in program.stages[0].joint.graphs.values():
         text = overlap.Text(graph, seconds, sizes)
         most = text.uses.peak(text.nodes)
         for reserve in overlap.RESERVES:
@@ -89,12 +89,12 @@ def test_an_order_keeps_the_lines_and_takes_no_more_memory(program: Any) -> None
 
 def test_where_all_hangs_on_sums_of_buckets_no_gradient_is_put_off() -> None:
     """They are the text's last and longest: whatever is put off has them begin later."""
-    spec = {"shardc": 1, "mesh": {"dp": 8, "tp": 2}, "shard": {"use": "structure"}, "lower": True}
+    spec = {"shardc": 1, "mesh": {"dp": 8, "tp": 2}, "shard": {"use": "structure"}}
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
     with torch.device("meta"):
         model, x = nn.Sequential(*layers).to("meta"), torch.empty(16, WIDTH)
     program = shardc.compile(model, x, spec, loss=lambda y, _: y.square().mean(), prove=False)
-    text = overlap.Text(program.stages[0].lowered.backward, Seconds(program, Rank(program)), Sizes(program))
+    text = overlap.Text(program.stages[0].joint.backward, Seconds(program, Rank(program)), Sizes(program))
     most = text.uses.peak(text.nodes)
     first, *others = (overlap.fitting(text, reserve, most)[1] for reserve in overlap.RESERVES)
     assert text.may_put_off
@@ -106,16 +106,16 @@ def test_a_product_of_the_input_takes_what_one_of_its_microbatch_does() -> None:
     """The type of an input is that of the whole step's."""
     with torch.device("meta"):
         model, x = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))), torch.empty(64 * WIDTH, WIDTH)
-    spec = {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": 8}, "lower": True}
+    spec = {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": 8}}
     program = shardc.compile(model, x, spec, loss=lambda y, _: y.square().mean(), prove=False)
     seconds = Seconds(program, Rank(program))
-    first, second = (n for n in program.stages[0].lowered.forward.nodes if n.target is torch.ops.aten.linear.default)
+    first, second = (n for n in program.stages[0].joint.forward.nodes if n.target is torch.ops.aten.linear.default)
     assert first.args[0].op == "placeholder"
     assert seconds.of(first) == seconds.of(second)
 
 
 def test_every_start_has_its_wait(program: Any) -> None:
-    for graph in program.stages[0].lowered.texts.values():
+    for graph in program.stages[0].joint.graphs.values():
         starts = [n for n in graph.nodes if n.target in overlap.STARTS]
         assert starts
         assert all(len(n.users) == 1 and next(iter(n.users)).target in overlap.WAITS for n in starts)
@@ -135,7 +135,7 @@ def test_what_lines_take_is_found_once_for_all_equal_layers() -> None:
     def runs(layers: int) -> int:
         model, batch = zoo.gpt(layers=layers, dropout=0.1)
         with mock.patch.object(Seconds, "_run", autospec=True, side_effect=Seconds._run) as found:
-            shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}, "lower": True}, prove=False)
+            shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, prove=False)
         return found.call_count
 
     assert runs(2) == runs(5)

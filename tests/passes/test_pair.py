@@ -18,9 +18,9 @@ from shardc.cost.kept_activations import storages
 from shardc.cost.peak_memory import memory
 from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import prefix_of
-from shardc.passes.lower.memory import Sizes
-from shardc.passes.lower.rank import Rank
-from shardc.passes.lower.seconds import Seconds
+from shardc.passes.joint.memory import Sizes
+from shardc.passes.joint.rank import Rank
+from shardc.passes.joint.seconds import Seconds
 from shardc.plan import traces
 from shardc.report.comm import timed
 from shardc.runtime import ops
@@ -31,8 +31,8 @@ from tests.passes.test_lower import SP, TP, built, compiled, equal_to_the_bit, m
 from tests.passes.test_overlap import Block, Routed
 from tests.zoo import hf, hf_more
 
-overlap: Any = importlib.import_module("shardc.passes.lower.overlap")
-pair: Any = importlib.import_module("shardc.passes.lower.pair")
+overlap: Any = importlib.import_module("shardc.passes.joint.overlap")
+pair: Any = importlib.import_module("shardc.passes.joint.pair")
 
 SIDE = {"overlap": "microbatches"}
 FORWARDS = {"overlap": "forwards"}
@@ -124,7 +124,7 @@ def test_a_pair_has_the_lines_of_both_texts_and_takes_no_more_memory(case: str) 
     program = compiled(name, spec, lower=lower)
     seconds, sizes = Seconds(program, Rank(program)), Sizes(program)
     for p in program.pairs:
-        forward, other = program.stages[p.first].lowered, program.stages[p.then].lowered
+        forward, other = program.stages[p.first].joint, program.stages[p.then].joint
         assert forward is not None
         assert other is not None
         prefix = prefix_of(p.kind, forward.forward)
@@ -148,23 +148,23 @@ def test_a_backward_in_two_halves_is_whole_in_a_pair() -> None:
     """The gradient of a linear layer's result is held until the second half, for that of the weight, where that takes
     no more memory than not to hold it.
     """
-    program = compiled("gpt", DUAL, lower=True)
-    lowered = program.stages[1].lowered
-    assert lowered is not None
-    assert lowered.weights is not None
-    first, second = ([n.name for n in g.nodes if n.op == "call_function"] for g in (lowered.backward, lowered.weights))
+    program = compiled("gpt", DUAL)
+    joint = program.stages[1].joint
+    assert joint is not None
+    assert joint.weights is not None
+    first, second = ([n.name for n in g.nodes if n.op == "call_function"] for g in (joint.backward, joint.weights))
     seconds, sizes = Seconds(program, Rank(program)), Sizes(program)
-    for n in lowered.forward.nodes:  # what its tapes take is known from forward's lines
+    for n in joint.forward.nodes:  # what its tapes take is known from forward's lines
         seconds.of(n)
     peaks = []
     for early in (True, False):
-        text = overlap.Text(pair._of_halves(lowered, lowered.weights, early=early), seconds, sizes)
+        text = overlap.Text(pair._of_halves(joint, joint.weights, early=early), seconds, sizes)
         names = [n.name for n in text.nodes]
         assert [n for n in names if n in first] == first
         assert [n for n in names if n in second] == second
         assert (names == [*first, *second]) != early
         peaks.append(text.uses.peak(text.nodes))
-    text = overlap.Text(pair._whole(lowered, seconds, sizes), seconds, sizes)
+    text = overlap.Text(pair._whole(joint, seconds, sizes), seconds, sizes)
     assert text.uses.peak(text.nodes) == peaks[1 if overlap.within(peaks[1], peaks[0]) else 0]
 
 
@@ -187,10 +187,10 @@ def test_names_of_the_two_halves_do_not_meet() -> None:
 
 
 def test_pairs_come_back_from_disk_and_are_proven(tmp_path: Path) -> None:
-    program = compiled(*CASES["dualpipe-v"][:2], lower=True)
+    program = compiled(*CASES["dualpipe-v"][:2])
     program.save(tmp_path / "out")
     there = shardc.load(tmp_path / "out")
-    assert there.lowered() == program.lowered()
+    assert there.joint() == program.joint()
     assert {f.name for f in (tmp_path / "out").glob("pair_*")} == {
         f"pair_{f}_{b}.py" for f, b in ((0, 3), (1, 2), (2, 1), (3, 0))
     }
@@ -207,7 +207,7 @@ def test_two_forwards_come_back_from_disk_and_are_proven(tmp_path: Path) -> None
     assert [str(a) for a in schedule_of(program).actions[0]][:6] == ["0F0+0F1", "0B0", "0B1", "0F2+0F3", "0B2", "0B3"]
     program.save(tmp_path / "out")
     there = shardc.load(tmp_path / "out")
-    assert there.lowered() == program.lowered()
+    assert there.joint() == program.joint()
     assert there.prove().ok
 
     def other_mesh(graph: Any) -> None:

@@ -146,7 +146,7 @@ MESHES: tuple[dict[str, Any], ...] = (
     {"mesh": {"tp": 2}, "shard": {"use": "structure"}},
     {"mesh": {"tp": 2}, "shard": {"use": "structure"}, "activations": SEQUENCE},
     {"mesh": {"tp": 3}, "shard": {"use": "structure"}, "uneven": "pad"},
-    {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}, "data": {"zero": 3}, "lower": True},
+    {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}, "data": {"zero": 3}},
     {"mesh": {"dp_outer": 2, "dp": 2}, "data": {"axis": ["dp_outer", "dp"], "zero": 2}},
     {"mesh": {"dp": 5}, "uneven": "pad", "data": {"zero": 3}},
     {"mesh": {"cp": 2}, "sequence": {"axis": "cp"}, "checkpoint": [{"match": "up.*", "save": []}]},

@@ -63,7 +63,7 @@ MESHES: tuple[dict[str, Any], ...] = (
     {"mesh": {"dp": 2}, "experts": [{"match": "*", "axis": "dp"}]},
     {"mesh": {"dp": 2, "tp": 2}, "shard": COLUMNS, "data": {"zero": 3}},
     {"mesh": {"ep": 2, "tp": 2}, "experts": [ON], "shard": COLUMNS},
-    {"mesh": {"ep": 2, "dp": 2}, "experts": [ON], "data": {"zero": 3}, "lower": True},
+    {"mesh": {"ep": 2, "dp": 2}, "experts": [ON], "data": {"zero": 3}},
 )
 
 

@@ -84,17 +84,15 @@ TOGETHER: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "pp, zb-v": ({"pp": 2, "cp": 2}, PP | {"pipeline": {"axis": "pp", "stages": 4, "schedule": "zb-v"}}),
     "dp, tp, pp": ({"pp": 2, "dp": 2, "cp": 2, "tp": 2}, TP | PP),
     "zero 1": ({"dp": 2, "cp": 2}, {"data": {"zero": 1}}),
-    "zero 2, lowered": ({"dp": 2, "cp": 2}, {"data": {"zero": 2}, "lower": True}),
+    "zero 2": ({"dp": 2, "cp": 2}, {"data": {"zero": 2}}),
     "zero 3": ({"dp": 2, "cp": 4}, {"data": {"zero": 3}}),
     "zero 3 over cp": ({"cp": 4}, {"data": {"zero": 3}}),
     "zero 3 over cp, copies over dp": ({"dp": 2, "cp": 2}, {"data": {"zero": 3, "axis": ["dp", "cp"]}}),
     "recomputed": ({"cp": 2}, AGAIN),
-    "recomputed, lowered": ({"cp": 2}, AGAIN | {"lower": True}),
     "microbatches": ({"cp": 2, "dp": 2}, {"batch": {"microbatches": 4}}),
     "padded": ({"cp": 3}, {"uneven": "pad"}),
     "padded, no zigzag": ({"cp": 3}, {"uneven": "pad", "balance": "none"}),
     "padded, dp, zero 3": ({"dp": 2, "cp": 3}, {"uneven": "pad", "data": {"zero": 3}}),
-    "padded, lowered": ({"cp": 3}, {"uneven": "pad", "lower": True}),
     "padded, tp": ({"cp": 3, "tp": 2}, TP | {"uneven": "pad"}),
     "the loss in chunks": ({"cp": 2}, {"loss": {"chunks": 4}}),
     "eight ranks": ({"cp": 8}, {}),
@@ -146,8 +144,8 @@ TWO_AXES: dict[str, tuple[str, dict[str, int], Any, dict[str, Any]]] = {
         "pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2},
         "checkpoint": [{"match": "model.layers.*", "save": []}],
     }),
-    "zero 3 over both, lowered": ("llama", {"far": 2, "near": 2}, ["ring", "ulysses"], {
-        "data": {"zero": 3, "axis": ["far", "near"]}, "lower": True,
+    "zero 3 over both": ("llama", {"far": 2, "near": 2}, ["ring", "ulysses"], {
+        "data": {"zero": 3, "axis": ["far", "near"]},
     }),
     "padded": ("llama", {"far": 3, "near": 2}, ["ring", "ulysses"], {"uneven": "pad"}),
 }  # fmt: skip
@@ -270,7 +268,7 @@ STRETCHES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Any]] = {
 }
 SPLIT_TWICE: dict[str, tuple[dict[str, int], Any, dict[str, Any]]] = {
     "cp": ({"cp": 4}, "cp", {}),
-    "two axes, lowered": ({"far": 2, "near": 2}, ["far", "near"], {"lower": True}),
+    "two axes": ({"far": 2, "near": 2}, ["far", "near"], {}),
     "dp, microbatches": ({"dp": 2, "cp": 2}, "cp", {"batch": {"microbatches": 2}}),
 }
 

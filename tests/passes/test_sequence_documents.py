@@ -70,7 +70,7 @@ PACKED_WITH: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp": ({"cp": 2, "tp": 2}, TP),
     "pp": ({"pp": 2, "cp": 2}, PP),
     "pp, ids of floats": ({"pp": 2, "cp": 2}, PP),
-    "zero 3, lowered": ({"cp": 4}, {"data": {"zero": 3}, "lower": True}),
+    "zero 3": ({"cp": 4}, {"data": {"zero": 3}}),
     "recomputed": ({"cp": 2}, {"checkpoint": [{"match": "layers.*", "save": []}]}),
     "microbatches": ({"cp": 2}, {"batch": {"microbatches": 4}}),
     "padded": ({"cp": 5}, {"uneven": "pad"}),

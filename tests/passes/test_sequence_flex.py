@@ -172,9 +172,9 @@ SPLITS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp": ({"tp": 4}, TP),
     "dp, tp, microbatches": ({"dp": 2, "tp": 2}, TP | {"batch": {"microbatches": 2}}),
     "pp": ({"pp": 2, "tp": 2}, TP | PP),
-    "zero 3, recomputed, lowered": (
+    "zero 3, recomputed": (
         {"dp": 2, "tp": 2},
-        TP | {"data": {"zero": 3}, "checkpoint": [{"match": "layers.*", "save": []}], "lower": True},
+        TP | {"data": {"zero": 3}, "checkpoint": [{"match": "layers.*", "save": []}]},
     ),
 }
 
@@ -194,10 +194,10 @@ def test_without_a_split_sequence(name: str, what: str) -> None:
     [
         ({"cp": 2, "tp": 2}, TP),
         ({"pp": 2, "cp": 2}, PP),
-        ({"dp": 2, "cp": 2}, {"data": {"zero": 3}, "lower": True}),
+        ({"dp": 2, "cp": 2}, {"data": {"zero": 3}}),
         ({"cp": 3}, {"uneven": "pad"}),
     ],
-    ids=["tp", "pp", "zero 3, lowered", "padded"],
+    ids=["tp", "pp", "zero 3", "padded"],
 )
 def test_with_a_split_sequence(name: str, mesh: dict[str, int], more: dict[str, Any]) -> None:
     check(reference(name), mesh, "auto", **more)

@@ -151,7 +151,7 @@ def test_of_chunks_that_divide_states_alone_are_sent() -> None:
 TOGETHER: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp": ({"cp": 2, "tp": 2}, TP),
     "pp": ({"pp": 2, "cp": 2}, PP),
-    "zero 3 over cp, lowered": ({"cp": 4}, {"data": {"zero": 3}, "lower": True}),
+    "zero 3 over cp": ({"cp": 4}, {"data": {"zero": 3}}),
     "dp behind cp, microbatches": ({"cp": 2, "dp": 2}, {"batch": {"microbatches": 2}}),
     "recomputed": ({"cp": 2}, {"checkpoint": [{"match": "layers.*", "save": []}]}),
     "two axes": ({"far": 2, "near": 2}, {"axis": ["far", "near"]}),

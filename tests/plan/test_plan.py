@@ -577,9 +577,9 @@ def test_what_another_spec_would_help() -> None:
     by = {x["what"]: x for x in priced(spec, what_if=True).what_if}
     again, compiled = (next(x for what, x in by.items() if part in what) for part in ("again", "compiled"))
     assert again["step_seconds"] == priced({k: v for k, v in spec.items() if k != "checkpoint"}).best.step_seconds
-    assert compiled["step_seconds"] == priced({**spec, "lower": {"compile": "layers"}}).best.step_seconds
+    assert compiled["step_seconds"] == priced({**spec, "execution": {"compile": "layers"}}).best.step_seconds
     assert max(again["ratio"], compiled["ratio"]) < 1
-    lowered = priced({"shardc": 1, "mesh": {"dp": 2}, "lower": {"compile": "layers"}}, what_if=True)
+    lowered = priced({"shardc": 1, "mesh": {"dp": 2}, "execution": {"compile": "layers"}}, what_if=True)
     assert not [x for x in lowered.what_if if "again" in x["what"] or "compiled" in x["what"]]
 
 
@@ -907,7 +907,12 @@ def wide(experts: bool) -> Planner:
 @pytest.mark.parametrize("overlap", ["microbatches", "forwards"])
 def test_a_given_spec_with_pairs_is_priced_as_they_run(overlap: str) -> None:
     model, batch = zoo.gpt(torch.float32, layers=1)
-    spec: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": 2}, "lower": {"overlap": overlap}}
+    spec: dict[str, Any] = {
+        "shardc": 1,
+        "mesh": {"dp": 2},
+        "batch": {"microbatches": 2},
+        "execution": {"overlap": overlap},
+    }
     found = shardc.plan(model, batch, device="h100-80g", given=spec).best
     whole = shardc.compile(model, batch, spec, prove=False).cost("h100-80g")
     assert found.step_seconds == pytest.approx(whole.step_seconds)

@@ -108,7 +108,7 @@ def test_logits_stay_split(what: str, spec: str) -> None:
 @pytest.mark.parametrize("what", ["all of them", "policy", "distillation"])
 def test_lowered(what: str) -> None:
     one = reference(LOSSES[what])
-    program = one.compile({"shardc": 1, "mesh": {"tp": 4}, "shard": {"head": "column"}, "lower": True})
+    program = one.compile({"shardc": 1, "mesh": {"tp": 4}, "shard": {"head": "column"}})
     assert_equal(shardc.verify.simulate(program, one.model, one.batch), one.loss, one.grads)
 
 

@@ -1,4 +1,4 @@
-"""Pieces of lowered texts, compiled: numbers, masks, what is freed when, what is compiled once, what is refused.
+"""Pieces of graphs of a step, compiled: numbers, masks, what is freed when, what is compiled once, what is refused.
 
 Most tests put a stand-in where the compiler is (tests/stand_in_compiler.py). One compiles.
 """
@@ -27,7 +27,7 @@ from tests.passes.test_lower import SPECS, built, compiled, momentum, same
 module: Any = importlib.import_module("shardc.runtime.compiled.pieces")
 cut, inductor = stand_in_compiler.cut, stand_in_compiler.inductor
 CASES = ("sp", "zero 3", "zero bubbles, v, zero 3, recomputed", "precision")
-LAYERS = {"lower": {"compile": "layers"}}
+LAYERS = {"execution": {"compile": "layers"}}
 
 
 @pytest.fixture
@@ -47,10 +47,9 @@ def test_pieces_give_the_same_bits(case: str, stand_in: list[int]) -> None:
     name, spec = SPECS[case]
     model, batch, _ = built(name)
     program = compiled(name, spec, **LAYERS)
-    pieces = [p for s in program.stages if s.lowered for g in s.lowered.texts.values() for p in pieces_of(g)]
+    pieces = [p for s in program.stages if s.joint for g in s.joint.graphs.values() for p in pieces_of(g)]
     want, have = (
-        shardc.verify.simulate(p, model, batch, steps=2, optimizer=momentum)
-        for p in (compiled(name, spec, lower=True), program)
+        shardc.verify.simulate(p, model, batch, steps=2, optimizer=momentum) for p in (compiled(name, spec), program)
     )
     assert bool(stand_in) == bool(pieces)
     assert torch.equal(have.loss, want.loss)
@@ -77,7 +76,7 @@ def test_masks_are_those_of_dropout() -> None:
 
 
 def pieces(program: Any) -> list[Any]:
-    return [p for s in program.stages for g in s.lowered.texts.values() for p in pieces_of(g)]
+    return [p for s in program.stages for g in s.joint.graphs.values() for p in pieces_of(g)]
 
 
 def test_equal_layers_have_equal_pieces(small_pieces: None) -> None:
@@ -110,8 +109,8 @@ def test_pieces_come_back_from_disk_and_count_as_one_op(small_pieces: None, tmp_
     program = compiled("gpt", SPECS["sp"][1], **LAYERS)
     program.save(tmp_path / "out")
     loaded = shardc.load(tmp_path / "out")
-    assert loaded.lowered() == program.lowered()
-    assert "| piece 0" in loaded.lowered()
+    assert loaded.joint() == program.joint()
+    assert "| piece 0" in loaded.joint()
     fused, plain = (p.cost("h100-80g") for p in (program, without_pieces(program)))
     assert fused.step_seconds < plain.step_seconds
     assert fused.memory.peak <= plain.memory.peak
@@ -128,7 +127,7 @@ def test_without_a_compiler_lines_run_one_by_one(
     stand_in: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, batch, _ = built("gpt")
-    want = shardc.verify.simulate(compiled("gpt", SPECS["dp"][1], lower=True), model, batch)
+    want = shardc.verify.simulate(compiled("gpt", SPECS["dp"][1]), model, batch)
     program = compiled("gpt", SPECS["dp"][1], **LAYERS)
     monkeypatch.setattr(inductor, "no_compiler", lambda device: "there is no C++ compiler")
     monkeypatch.setattr(inductor, "_TOLD", set())

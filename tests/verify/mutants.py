@@ -39,12 +39,12 @@ from shardc.ir.placement import Shard  # noqa: E402
 from shardc.ir.program import Program  # noqa: E402
 from shardc.ir.stage import Stage  # noqa: E402
 from shardc.ir.stored import Param  # noqa: E402
-from shardc.passes.lower import lower  # noqa: E402
+from shardc.passes.joint import with_joint_graphs  # noqa: E402
 from shardc.runtime import ops  # noqa: E402
-from shardc.spec.step_sections import Lower  # noqa: E402
+from shardc.spec.step_sections import Execution  # noqa: E402
 from shardc.verify.static import prove  # noqa: E402
 from shardc.verify.static.conversion_types import ROWS  # noqa: E402
-from tests.verify.mutants_lowered import LOWERED  # noqa: E402
+from tests.verify.mutants_joint import OF_GRAPHS  # noqa: E402
 
 aten = torch.ops.aten
 #: (a program, with copies of its graphs that may be changed) -> broken programs, lazily: a thunk each.
@@ -83,13 +83,13 @@ def _changed(program: Program, i: int, name: str, change: Callable[[fx.Node, Pro
         raise NothingError
     graph.lint()
     stages = list(program.stages)
-    stages[i] = replace(stages[i], graph=graph, lowered=None)
+    stages[i] = replace(stages[i], graph=graph, joint=None)
     return _lowered(program, stages)
 
 
 def _lowered(program: Program, stages: Sequence[Stage]) -> Program:
     """The program with these stages, whose forward and backward graphs are written anew."""
-    return lower(replace(program, stages=tuple(stages)), Lower())
+    return with_joint_graphs(replace(program, stages=tuple(stages)), Execution())
 
 
 def is_conversion(node: fx.Node) -> bool:
@@ -566,7 +566,7 @@ def crossed(program: Program) -> Iterator[Callable[[], Program]]:
                         if u not in users_x:
                             u.replace_input_with(y, x)
                     stages = list(program.stages)
-                    stages[i] = replace(stage, graph=graph, lowered=None)
+                    stages[i] = replace(stage, graph=graph, joint=None)
                     return _lowered(program, stages)
 
                 yield exchange
@@ -606,7 +606,7 @@ def buffers(program: Program) -> Iterator[Callable[[], Program]]:
                     mine[k], mine[k + 1] = mine[k + 1], mine[k]
                     out.args = ((first[0], tuple(mine), *first[2:]),)
                     stages = list(program.stages)
-                    stages[i] = replace(stage, graph=graph, lowered=None)
+                    stages[i] = replace(stage, graph=graph, joint=None)
                     return _lowered(program, stages)
 
                 yield other
@@ -633,8 +633,8 @@ def noticed_by_run(program: Program) -> bool:
 def tried(
     programs: Iterator[tuple[str, Program]], each: int, *, run: bool, seed: int = 0
 ) -> tuple[dict[str, Counted], list[str], list[str]]:
-    """Counts by kind; the mutants that the proof missed; the programs that it did not prove as they are. Of a lowered
-    program, its lowered texts are broken.
+    """Counts by kind; the mutants that the proof missed; the programs that it did not prove as they are. Stages
+    are broken, with their graphs of a step, and these alone.
     """
     counts: dict[str, Counted] = defaultdict(Counted)
     missed, alarms = [], []
@@ -644,7 +644,7 @@ def tried(
         if not (proof := prove(program)).ok:
             alarms.append(f"{name}: {proof}")
             continue
-        for what, make in (LOWERED if any(s.lowered is not None for s in program.stages) else KINDS).items():
+        for what, make in (KINDS | OF_GRAPHS).items():
             try:
                 mutants = list(make(program))
             except NothingError:
@@ -670,7 +670,7 @@ def tried(
     return counts, missed, alarms
 
 
-#: Meshes besides those of tests/bench/lowered.py, for the models that take them.
+#: Meshes besides those of tests/verify/settings.py, for the models that take them.
 MORE: dict[str, dict[str, Any]] = {
     "dp=2, ep=2": {"mesh": {"dp": 2, "ep": 2}, "experts": [{"match": "*.experts", "axis": "ep"}]},
     "cp=2, ring": {"mesh": {"cp": 2}, "sequence": {"axis": "cp", "method": "ring"}},
@@ -695,7 +695,7 @@ def programs(names: list[str], wanted: str = "*", done: Collection[str] = ()) ->
     from fnmatch import fnmatch
 
     from tests import zoo
-    from tests.bench.lowered import builders, settings
+    from tests.verify.settings import builders, settings
 
     for name in names:
         with zoo.Wide(), warnings.catch_warnings():
@@ -703,17 +703,14 @@ def programs(names: list[str], wanted: str = "*", done: Collection[str] = ()) ->
             model, batch = builders()[name]()
             for setting, spec in (settings(model) | MORE).items():
                 if fnmatch(setting, wanted):
-                    for lower in (False, True):
-                        label = f"{name}, {setting}{', lowered' if lower else ''}"
-                        if label in done:
-                            continue
-                        try:
-                            program = shardc.compile(model, batch, {"shardc": 1, "lower": lower, **spec}, prove=False)
-                        except shardc.ShardcError:
-                            continue
-                        if lower and all(s.lowered is None for s in program.stages):
-                            continue
-                        yield label, program
+                    label = f"{name}, {setting}"
+                    if label in done:
+                        continue
+                    try:
+                        program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
+                    except shardc.ShardcError:
+                        continue
+                    yield label, program
 
 
 def kept_in(
@@ -776,7 +773,7 @@ def main() -> None:
     if options.write and whole:
         page = ROOT / "docs" / "proof.md"
         head, _, rest = page.read_text().partition(BEGIN)
-        meshes = f"on the settings of `tests/bench/lowered.py` and {len(MORE)} more"
+        meshes = f"on the settings of `tests/verify/settings.py` and {len(MORE)} more"
         where = f"{options.models}, {meshes}, {time.strftime('%Y-%m-%d')}:"
         page.write_text(f"{head}{BEGIN}\n{where}\n\n{text}\n{END}{rest.partition(END)[2]}")
     print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)

@@ -17,8 +17,8 @@ from shardc.ir.graph import copy_graph
 from shardc.ir.program import Program
 from shardc.verify.static import prove, prove_within
 from tests import zoo
-from tests.bench.lowered import builders, settings
 from tests.verify import mutants
+from tests.verify.settings import builders, settings
 from tests.zoo import plain
 
 TP, MICRO, ZERO3 = "dp=2, tp=2", "dp=2, tp=2, zero 1, 2 microbatches", "dp=2, tp=2, zero 3, recompute cheap"
@@ -121,12 +121,20 @@ def test_it_gives_up_in_time() -> None:
     assert prove_within(program("gpt", TP), 0.0) is None
 
 
+def test_a_gradient_that_stops_on_its_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs and what they are compared with ask the same rules, which would be wrong in both."""
+    monkeypatch.setattr("shardc.passes.joint.rules.CONVERSIONS", {})
+    split = {"shard": {"*.fc": "column", "*.out": "row"}, "activations": {"drop": {1: "tp"}, "h.*": {1: "tp"}}}
+    assert "the chain rule stops here" in str(program("gpt", TP, **split).prove())
+
+
 @pytest.mark.parametrize("spec", [TP, ZB_V], ids=["tp", "zb-v"])
-def test_lowered_texts_are_proven(spec: dict[str, Any]) -> None:
-    plain, lowered = program("gpt", spec).prove(), program("gpt", spec, lower=True).prove()
-    assert lowered.ok, lowered
-    assert lowered.texts > plain.texts
-    assert lowered.lines > 3 * plain.lines
+def test_graphs_of_a_step_are_proven(spec: dict[str, Any]) -> None:
+    proven = program("gpt", spec)
+    proof, forward = proven.prove(), replace(proven, stages=tuple(replace(s, joint=None) for s in proven.stages))
+    assert proof.ok, proof
+    assert proof.texts > forward.prove().texts
+    assert proof.lines > 3 * forward.prove().lines
 
 
 def test_cli(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The proof without running: every rank's program is type-checked against the model as one device runs it.
 
 What is trusted: the rules of ops (each is proven by itself, shardc.verify.rules), the table of conversions
-(shardc.ir.conversions), and of lowered programs the derivative of each call by itself (shardc.passes.lower.rules: it is
+(shardc.ir.conversions), and of backward graphs the derivative of each call by itself (shardc.passes.joint.rules: it is
 what autograd runs). What is checked: everything that the compiler made of them. No code of placement, partition or the
 passes after them is used, so that a mistake there is not made twice.
 
@@ -16,7 +16,7 @@ gradient_sums      every parameter's gradient ends summed over exactly the right
 matrix_owners      each matrix of an optimizer over whole matrices has one owner, and its elements come there and back
 terms              values as ops on ops, down to what a text is given
 chain_rule         a stage's gradients as such terms, by the chain rule
-lowered            the texts of a lowered stage: they compute its results and these gradients
+joint_graphs       the graphs of a stage: they compute its results and these gradients
 pair_halves        the text of an overlapped pair as two of them
 assumptions        what is taken for true, each with the test that checks it
 proof              the whole program: texts, microbatches, stages, schedule, buckets; the verdict

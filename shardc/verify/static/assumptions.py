@@ -108,15 +108,15 @@ ASSUMPTIONS = (
         ("gather_start", "gather_wait", "updated"),
     ),
     Assumption(
-        "lowered lines",
+        "lines of graphs",
         "An op with its backward as one op, gradients that are handed over, and gathers in backward are autograd's.",
-        "tests/passes/test_lower.py::test_a_lowered_step_is_autograds_to_the_bit",
+        "tests/passes/test_joint.py::test_one_ranks_step_is_eagers_to_the_bit",
         ("taped", "untaped", "put", "launch", "scatter", "regather_start", "regather_wait"),
     ),
     Assumption(
         "copies on the host",
         "What waits on the host comes back as it was.",
-        "tests/passes/test_lowered_offload.py::test_it_is_autograds_step_to_the_bit_in_no_more_memory",
+        "tests/passes/test_joint_offload.py::test_it_is_the_step_without_offload_in_no_more_memory",
         ("offload_start", "offload_wait", "reload_start", "reload_wait"),
     ),
     Assumption(

@@ -18,10 +18,10 @@ from shardc.ir.placement import REPLICATE, Partial
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.ir.units import plural
-from shardc.passes.lower.rules import Rules
+from shardc.passes.joint.rules import Rules
 from shardc.runtime import ops
 from shardc.runtime.schedule import proof as schedule_proof
-from shardc.verify.static import assumptions, gradient_sums, lowered, matrix_owners
+from shardc.verify.static import assumptions, gradient_sums, joint_graphs, matrix_owners
 from shardc.verify.static.op_types import misfit
 from shardc.verify.static.same_values import Model
 from shardc.verify.static.statement import Claim, mesh_of, normal, of_input, with_partial_grad
@@ -95,7 +95,7 @@ def prove_within(program: Program, seconds: float) -> Proof | None:
     except TooLongError:
         return None
     took = time.perf_counter() - start
-    texts = sum(1 + len(s.lowered.texts if s.lowered is not None else ()) for s in program.stages) + len(program.pairs)
+    texts = sum(1 + len(s.joint.graphs if s.joint is not None else ()) for s in program.stages) + len(program.pairs)
     return Proof(gaps, checker.lines, texts, program.mesh.world, took)
 
 
@@ -138,7 +138,7 @@ class _Checker:
         for name, what in matrix_owners.wrong(program, self.until):
             yield Gap(name, what)
         yield from self._pipeline()
-        yield from self._lowered()
+        yield from self._joint()
 
     def _stored(self, x: Any, node: fx.Node) -> Claim:
         """What a placeholder holds: the gradient of a parameter is a summand where it is summed later."""
@@ -307,20 +307,20 @@ class _Checker:
             for error in e.errors:
                 yield Gap("schedule", error.what, right=error.fix or "")
 
-    def _lowered(self) -> Iterator[Gap]:
-        """The texts that a lowered step runs in the place of a stage's, and of two stages'."""
+    def _joint(self) -> Iterator[Gap]:
+        """The texts that a step runs in the place of a stage's, and of two stages'."""
         rules = Rules(self.program)
         for stage in self.program.stages:
-            if stage.lowered is not None:
-                self.lines += sum(map(_calls, stage.lowered.texts.values()))
-                for w in lowered.wrong(self.program, stage, rules, self.until):
-                    yield self._of_lowered(stage.name, w)
+            if stage.joint is not None:
+                self.lines += sum(map(_calls, stage.joint.graphs.values()))
+                for w in joint_graphs.wrong(self.program, stage, rules, self.until):
+                    yield self._of_joint(stage.name, w)
         for p in self.program.pairs:
             self.lines += _calls(p.graph)
-            for w in lowered.wrong_in_pair(self.program, p, rules, self.until):
-                yield self._of_lowered(emit.pair_name(p), w)
+            for w in joint_graphs.wrong_in_pair(self.program, p, rules, self.until):
+                yield self._of_joint(emit.pair_name(p), w)
 
-    def _of_lowered(self, name: str, w: lowered.Wrong) -> Gap:
+    def _of_joint(self, name: str, w: joint_graphs.Wrong) -> Gap:
         if w.line is None:
             return Gap(f"{name}, {w.text}", w.what, right=w.right)
         line = _line(w.line.graph, self.program, w.line)

@@ -4,7 +4,7 @@
 
 A term is a number: each distinct one is kept once, so that a comparison takes no time. Normal forms make terms equal
 that are: a collective in two lines and in one; a value that has been on the host; a sum in whatever order and memory
-(the last bits are the business of `verify --lowered`); two transposes or reshapes in a row; a product of rows and that
+(the last bits are the business of tests); two transposes or reshapes in a row; a product of rows and that
 of a matrix; the transpose of a product; what is computed a second time.
 """
 

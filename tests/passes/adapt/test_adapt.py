@@ -29,7 +29,7 @@ ALL_LINEAR = "*.{q,k,v,o,gate,up,down}_proj"
 FAMILIES: dict[str, tuple[dict[str, Any], str, str, float]] = {
     "llama": ({"mesh": {"dp": 2, "tp": 2}, **TP, "data": {"zero": 3}}, ALL_LINEAR, "lora", 0.1),
     "gpt2": ({"mesh": {"pp": 2, "tp": 2}, **TP, **PP}, "*.{c_attn,c_proj,c_fc}", "rslora", 0.1),
-    "gpt": ({"mesh": {"dp": 2, "tp": 2}, **TP, "data": {"zero": 2}, "lower": True}, "h.*.{qkv,proj,fc}", "dora", 0.1),
+    "gpt": ({"mesh": {"dp": 2, "tp": 2}, **TP, "data": {"zero": 2}}, "h.*.{qkv,proj,fc}", "dora", 0.1),
     "qwen3": ({"mesh": {"pp": 2, "dp": 2}, **PP, "data": {"zero": 1}}, ALL_LINEAR, "dora", 0.0),
     "phi3": ({"mesh": {"dp": 2, "tp": 2}, **TP, "data": {"zero": 1}}, "*.{qkv_proj,o_proj}", "lora", 0.0),
     "gpt_neox": ({"mesh": {"tp": 4}, **TP, "checkpoint": [{"match": "gpt_neox.layers.*"}]}, "*.dense*", "dora", 0.0),

@@ -369,7 +369,7 @@ def test_zero_3_gathers_are_messages_with_their_weights() -> None:
 SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("moe", {"mesh": {"ep": 2}, "shard": {"up": {0: "ep"}, "down": {0: "ep"}}}),
     "one device": ("mlp", {"mesh": {}}),
-    "lowered": ("gpt", {"mesh": {"dp": 2}, "lower": True}),
+    "lowered": ("gpt", {"mesh": {"dp": 2}}),
     "sequence": ("gpt", {"mesh": {"dp": 2, "cp": 2}, "sequence": {"axis": "cp"}}),
 }
 

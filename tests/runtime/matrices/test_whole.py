@@ -108,7 +108,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "dp": {"mesh": {"dp": 2}, "data": {"bucket_mb": 1e-4}},
     "uneven": {"mesh": {"dp": 2, "tp": 3}, "shard": TP, "uneven": "pad", "data": {"zero": 1}},
     "hsdp": {"mesh": {"dp_outer": 2, "dp": 2}, "data": {"axis": ["dp_outer", "dp"], "zero": 3}},
-    "lowered": {"mesh": {"dp": 2, "tp": 2}, "shard": TP, "lower": True, "data": {"zero": 2}},
+    "lowered": {"mesh": {"dp": 2, "tp": 2}, "shard": TP, "data": {"zero": 2}},
     "ep and dp": {"mesh": {"dp": 2, "ep": 2}, "experts": EP, "data": {"zero": 1}, "batch": {"microbatches": 2}},
     "pp alone": {"mesh": {"pp": 2}, "pipeline": {"axis": "pp", "cut": ["layers.1"]}},
 }

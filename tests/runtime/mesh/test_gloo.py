@@ -61,7 +61,7 @@ def test_real_processes_run_two_microbatches_side_by_side(overlap: str, tmp_path
     model, batch, loss, grads = reference("gpt")
     with zoo.Wide():
         spec = spec_of("gpt", {"dp": 1, "tp": 2}, sequence=True)
-        side = {"batch": {"microbatches": 4}, "lower": {"overlap": overlap}}
+        side = {"batch": {"microbatches": 4}, "execution": {"overlap": overlap}}
         program = shardc.compile(model, batch, {**spec, **side}, prove=False)
     assert program.pairs
     equal(program, "gpt", loss, grads, tmp_path)

@@ -50,7 +50,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "zero 1": {"mesh": {"dp": 2}, "data": {"zero": 1}, "batch": {"microbatches": 2}},
     "zero 3": {"mesh": {"dp": 2, "tp": 2}, **SPLIT, "data": {"zero": 3}},
     "pp": {"mesh": {"pp": 2, "tp": 2}, **SPLIT, "pipeline": {"axis": "pp", "cut": ["down"]}},
-    "lowered": {"mesh": {"dp": 2, "tp": 2}, **SPLIT, "data": {"zero": 3}, "lower": True},
+    "lowered": {"mesh": {"dp": 2, "tp": 2}, **SPLIT, "data": {"zero": 3}},
 }
 SPECS["pp"] |= {"batch": {"microbatches": 2}}
 

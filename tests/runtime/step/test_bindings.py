@@ -114,14 +114,12 @@ def test_a_rank_runs_bindings_and_the_program_keeps_overloads(lower: bool, monke
     assert torch.nn.functional.linear in ran
     assert not ran & _BINDINGS.keys()
     stage = program.stages[0]
-    texts = stage.lowered.texts.values() if stage.lowered is not None else [stage.graph]
+    texts = stage.joint.graphs.values() if stage.joint is not None else [stage.graph]
     assert aten.linear.default in {n.target for g in texts for n in g.nodes}
 
 
 def test_gradients_of_ops_with_several_results_are_taken_over_as_they_are() -> None:
     """Those of a norm's weights are nobody else's: `.grad` is what the op made, not a copy."""
-    program = shardc.compile(
-        Net(), {"x": torch.randn(4, 8)}, {"shardc": 1, "mesh": {"dp": 1}, "lower": True}, prove=False
-    )
-    text = program.lowered()
+    program = shardc.compile(Net(), {"x": torch.randn(4, 8)}, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
+    text = program.joint()
     assert text.count("ops.put(") == text.count("own=True") == 6

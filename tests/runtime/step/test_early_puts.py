@@ -51,7 +51,7 @@ def test_a_recurrent_layer_takes_about_autograds_memory(kind: Any, spec: str) ->
     model, program = captured(kind)
     eager, lowered = (
         shardc.compile(model, BATCH, {"shardc": 1, **SPECS[spec], **more}, captured=program, prove=False)
-        for more in ({}, {"lower": True})
+        for more in ({}, {})
     )
     peaks = [p.cost("h100-80g").ranks[0].memory.peak for p in (eager, lowered)]
     assert peaks[1] <= peaks[0] + model.layers.bias_ih_l0.nbytes  # type: ignore[operator, union-attr]

@@ -25,7 +25,6 @@ SPECS: dict[str, dict[str, Any]] = {
         "data": {"zero": 3},
         "pipeline": {"axis": "pp", "cut": ["h.1"], "schedule": "1f1b"},
         "batch": {"microbatches": 2},
-        "lower": True,
     },
 }
 

@@ -1,4 +1,4 @@
-"""Of a lowered step, as of one under autograd, it is known which ops of backward compute something again."""
+"""Of a step, as of one under autograd, it is known which ops of backward compute something again."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def test_an_error_in_between() -> None:
 
     def step(mesh: Any) -> str:
         engine = program.engine(model, mesh=mesh)
-        with mesh.step.in_lowered():
+        with mesh.step.training():
             mesh.step.repeats = True
-        with mesh.step.in_lowered():
+        with mesh.step.training():
             assert mesh.step.computes_again == ""
         engine.step(batch)
         return str(mesh.step.computes_again)

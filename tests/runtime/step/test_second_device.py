@@ -84,10 +84,9 @@ def test_models_split_by_tensors_and_data(name: str) -> None:
         {
             "mesh": {"dp": 2},
             "checkpoint": [{"match": "model.layers.*", "save": ["linear", "attention"], "offload": "cpu"}],
-            "lower": True,
         },
     ],
-    ids=["zero 3, recompute", "zero 1", "zero 2, tp", "pad", "pipeline", "on the host, lowered"],
+    ids=["zero 3, recompute", "zero 1", "zero 2, tp", "pad", "pipeline", "on the host"],
 )
 def test_features(spec: dict[str, Any]) -> None:
     _, waits = losses_and_waits(zoo.ALL["llama"], spec)

@@ -170,7 +170,10 @@ def test_of_a_language_model(graphs: list[RecordedOps]) -> None:
 
 def test_there_are_none_on_a_cpu(capfd: pytest.CaptureFixture[str]) -> None:
     alike(trained({}, {"graphs": True}), trained({}, True))
-    assert "lower: {graphs: true}: there are none on a device of kind cpu; steps run op by op" in capfd.readouterr().err
+    assert (
+        "execution: {graphs: true}: there are none on a device of kind cpu; steps run op by op"
+        in capfd.readouterr().err
+    )
     with pytest.raises(ShardcError, match="there are none on a device of kind cpu"):
         trained({"strict": True}, {"graphs": True})
 

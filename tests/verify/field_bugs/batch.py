@@ -63,7 +63,7 @@ ALL_ROWS = [
         "NovaSky-AI/SkyRL pull 925",
         "microbatches and workers with fewer tokens weighed more",
         "all tokens",
-        on("dp=2", lower=True, **MICRO),
+        on("dp=2", **MICRO),
     ),
     Bug(
         "huggingface/trl pull 3938",
@@ -106,7 +106,7 @@ STATE = [
         "lucidrains/vector-quantize-pytorch pull 17",
         "every replica had a codebook of its own",
         "codebook",
-        on("dp=3", uneven="pad", lower=True),
+        on("dp=3", uneven="pad"),
     ),
     Bug(
         "lucidrains/vector-quantize-pytorch issues 162",
@@ -148,7 +148,7 @@ STATE = [
         "pytorch/pytorch issues 11476",
         "replicas lost the vector that each forward updates",
         "spectral norm",
-        on("dp=2 tp=2", lower=True),
+        on("dp=2 tp=2"),
     ),
     Bug(
         "pytorch/pytorch issues 110363",
@@ -166,7 +166,7 @@ STATE = [
         "pytorch/pytorch issues 22095",
         "a module with a buffer could not be called twice",
         "buffer twice",
-        on("dp=2", lower=True, **MICRO),
+        on("dp=2", **MICRO),
     ),
     Bug(
         "pytorch/pytorch issues 96136",

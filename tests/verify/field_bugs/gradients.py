@@ -16,7 +16,7 @@ DERIVATIVES = [
         "pytorch/pytorch issues 19024",
         "losses of a WGAN exploded on several GPUs",
         "gradient penalty",
-        on("dp=2 tp=2", lower=True),
+        on("dp=2 tp=2"),
     ),
     Bug(
         "pytorch/pytorch issues 63929",
@@ -42,7 +42,7 @@ DERIVATIVES = [
         "pytorch/pytorch issues 128949",
         "with unused parameters ranks drifted apart, without an error",
         "unused",
-        on("dp=2", lower=True),
+        on("dp=2"),
         optimizer="adam",
     ),
     Bug(
@@ -67,7 +67,7 @@ DERIVATIVES = [
         "deepspeedai/DeepSpeed issues 3895",
         "stages could not send positions and masks, which have no gradient",
         "skip",
-        on("pp=2 dp=2", **PIPE, lower=True),
+        on("pp=2 dp=2", **PIPE),
     ),
 ]
 
@@ -84,7 +84,7 @@ OPS = [
         "pytorch/pytorch pull 173936",
         "places of the largest were reduced over ranks by their maximum",
         "straight through",
-        on("tp=4", lower=True, **BY_NAME),
+        on("tp=4", **BY_NAME),
     ),
     Bug(
         "intel/torch-xpu-ops issues 3505",

@@ -1,4 +1,4 @@
-"""The texts of a lowered stage: forward computes what the stage does, backward its gradients by the chain rule.
+"""The texts of a stage: forward computes what the stage does, backward its gradients by the chain rule.
 
 Each text is read as terms (shardc.verify.static.terms). So it does not matter what is kept and what is computed again,
 which line comes when, and where a sum is written; that no line reads memory that another one took over is looked at by
@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ir.graph import operands_of
+from shardc.ir.graph import is_call, operands_of, values_of
 from shardc.ir.metadata import Value
 from shardc.ir.pairs import Pair, prefix_of
 from shardc.ir.program import Program
-from shardc.ir.stage import Lowered, Stage
-from shardc.passes.lower.record import is_view
-from shardc.passes.lower.rules import Rules
+from shardc.ir.stage import Joint, Stage
+from shardc.passes.joint import types_of
+from shardc.passes.joint.record import is_view
+from shardc.passes.joint.rules import Rules
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 from shardc.verify.static.chain_rule import ChainRule, Results
@@ -58,18 +59,31 @@ class Wrong:
 
 
 def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf) -> Iterator[Wrong]:
-    """What is wrong in the lowered texts of a stage. rules: the derivatives, kept from stage to stage. until: when to
+    """Find what is wrong in the joint graph of a stage. rules: the derivatives, kept from stage to stage. until: when to
     give up, on time.perf_counter.
     """
-    assert stage.lowered is not None
+    assert stage.joint is not None
+    yield from _without_gradient(program, stage, rules)
     terms = Terms()
     expected = ChainRule(program, stage, rules, terms, until).results()
     yield from _Texts(program, stage, terms, expected).wrong()
-    for name, graph in stage.lowered.texts.items():
+    for name, graph in stage.joint.graphs.items():
         for node, what in _overwritten(graph):
             yield Wrong(name, node, what)
         for node, what in _unfinished(graph):
             yield Wrong(name, node, what)
+
+
+def _without_gradient(program: Program, stage: Stage, rules: Rules) -> Iterator[Wrong]:
+    """Find values that need a gradient, as the stage's own graph says, and have none where it is differentiated: the
+    chain rule would stop there in what is proven and in what it is compared with.
+    """
+    types, _ = types_of(program, stage.graph, rules)
+    for n in filter(is_call, stage.graph.nodes):
+        for i, value in enumerate(values_of(n)):
+            known = types.get((n, i))
+            if value is not None and value.requires_grad and known is not None and not known.grad:
+                yield Wrong("backward", n, "it needs a gradient, and the chain rule stops here")
 
 
 def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = math.inf) -> Iterator[Wrong]:
@@ -77,18 +91,18 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
     stage's own; and no line of it takes over memory that another line, of either half, still reads.
     """
     one, other = program.stages[pair.first], program.stages[pair.then]
-    assert one.lowered is not None
-    assert other.lowered is not None
+    assert one.joint is not None
+    assert other.joint is not None
     try:
-        first, then = halves(program, pair.graph, prefix_of(pair.kind, one.lowered.forward))
+        first, then = halves(program, pair.graph, prefix_of(pair.kind, one.joint.forward))
     except MixedError as e:
         yield Wrong("pair", e.line, "it takes a value of the other microbatch", "one of its own half")
         return
-    with_first = replace(one, lowered=replace(one.lowered, forward=first))
+    with_first = replace(one, joint=replace(one.joint, forward=first))
     if pair.kind == "FB":
-        with_then, second = replace(other, lowered=Lowered(other.lowered.forward, then)), "backward"
+        with_then, second = replace(other, joint=Joint(other.joint.forward, then)), "backward"
     else:
-        with_then, second = replace(other, lowered=replace(other.lowered, forward=then)), "second forward"
+        with_then, second = replace(other, joint=replace(other.joint, forward=then)), "second forward"
     for stage, half in ((with_first, "forward"), (with_then, second)):
         terms = Terms()
         expected = ChainRule(program, stage, rules, terms, until).results()
@@ -101,9 +115,9 @@ class _Texts:
     """One stage's texts as terms, beside what they should be."""
 
     def __init__(self, program: Program, stage: Stage, terms: Terms, expected: Results) -> None:
-        assert stage.lowered is not None
+        assert stage.joint is not None
         self._program, self._stage, self._terms, self._expected = program, stage, terms, expected
-        self._texts = stage.lowered.texts
+        self._texts = stage.joint.graphs
         self._env: dict[str, dict[fx.Node, Term]] = {name: {} for name in self._texts}
         #: A line of any text that computes a term.
         self._line_of: dict[int, tuple[str, fx.Node]] = {}
@@ -144,7 +158,7 @@ class _Texts:
                 self._line_of.setdefault(env[n].number, (text, n))
 
     def _shape(self, n: fx.Node) -> tuple[int, ...] | None:
-        """Of one tensor: types of lowered texts are those of a rank."""
+        """Of one tensor: types of graphs of a step are those of a rank."""
         value = n.meta.get("value")
         return tuple(value.shape) if isinstance(value, Value) else None
 

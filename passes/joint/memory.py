@@ -1,4 +1,4 @@
-"""The bytes that are alive while the lines of a lowered text run, in any order of them."""
+"""The bytes that are alive while the lines of a graph of a step run, in any order of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardc.ir.buckets import Bucket
 from shardc.ir.conversions import BY_OP
 from shardc.ir.graph import values_of
 from shardc.ir.program import Program
-from shardc.passes.lower.record import is_view
-from shardc.passes.lower.seconds import Work
+from shardc.passes.joint.record import is_view
+from shardc.passes.joint.seconds import Work
 from shardc.runtime import ops
 from shardc.runtime.zero.flat_partition import Flat
 from shardc.torch_private import OpOverload

@@ -1,4 +1,4 @@
-"""Lower: each stage becomes a forward and a backward text, which a training step runs without autograd.
+"""Write the joint graph of each stage: a forward and a backward graph, which a training step runs.
 
     template    a call without its graph: equal for calls of equal layers
     record      runs one call under autograd on tensors without data, and writes down what torch runs
@@ -14,7 +14,7 @@
     pair        a forward and a backward of two microbatches, or two forwards, as one text
     pieces      which lines are compiled as one
 
-docs/lowering.md shows both texts of a layer.
+docs/joint.md shows both texts of a layer.
 """
 
 from __future__ import annotations
@@ -29,41 +29,40 @@ from torch import fx
 from shardc.errors import ShardcError
 from shardc.ir.graph import is_call, producer_of
 from shardc.ir.program import Program
-from shardc.ir.stage import DeferredLowered, Lowered, Stage
+from shardc.ir.stage import DeferredJoint, Joint, Stage
 from shardc.passes.base import Pass
-from shardc.passes.lower.memory import Sizes
-from shardc.passes.lower.offload import arrange_copies
-from shardc.passes.lower.order import Backward
-from shardc.passes.lower.overlap import overlap_collectives
-from shardc.passes.lower.pair import pairs_of
-from shardc.passes.lower.pieces import mark_pieces
-from shardc.passes.lower.record import Type
-from shardc.passes.lower.rules import Facts, Rules
-from shardc.passes.lower.seconds import Seconds
-from shardc.passes.lower.template import Made
-from shardc.passes.lower.write import Writer
+from shardc.passes.joint.memory import Sizes
+from shardc.passes.joint.offload import arrange_copies
+from shardc.passes.joint.order import Backward
+from shardc.passes.joint.overlap import overlap_collectives
+from shardc.passes.joint.pair import pairs_of
+from shardc.passes.joint.pieces import mark_pieces
+from shardc.passes.joint.record import Type
+from shardc.passes.joint.rules import Facts, Rules
+from shardc.passes.joint.seconds import Seconds
+from shardc.passes.joint.template import Made
+from shardc.passes.joint.write import Writer
 from shardc.passes.recompute.autograd_saves import SavedOf
 from shardc.passes.runner import uncollected
 from shardc.runtime import ops
-from shardc.spec.step_sections import Lower as How
+from shardc.spec.step_sections import Execution
 from shardc.torch_modes import untraced
 
 
 @dataclass(frozen=True)
-class Lower(Pass):
+class JointGraphs(Pass):
     """Writes the two texts of every stage."""
 
     def applies(self, program: Program) -> bool:
-        return self.spec.lower is not None and not program.forward_only
+        return not program.forward_only
 
     def run(self, program: Program) -> Program:
-        assert self.spec.lower is not None
-        if self.spec.lower.overlap != "none":
-            self._check_overlap(program, self.spec.lower.overlap)
-        return lower(program, self.spec.lower)
+        if self.spec.execution.overlap != "none":
+            self._check_overlap(program, self.spec.execution.overlap)
+        return with_joint_graphs(program, self.spec.execution)
 
     def _check_overlap(self, program: Program, how: str) -> None:
-        where = self.spec.where(("lower", "overlap"))
+        where = self.spec.where(("execution", "overlap"))
         if program.schedule is not None:
             what = f"`overlap: {how}` is without a pipeline, whose schedule says what runs beside what"
             fix = "`pipeline: {schedule: dualpipe-v}`, and leave `overlap` out"
@@ -73,11 +72,13 @@ class Lower(Pass):
             raise ShardcError(what, where=where, fix="`batch: {microbatches: 2}`, or leave `overlap` out")
 
 
-def lower(program: Program, how: How) -> Program:
-    """The program with its stages lowered. how: the spec's section. Texts are written when somebody looks at them."""
+def with_joint_graphs(program: Program, how: Execution) -> Program:
+    """Give each stage its forward and backward graph, which are written when somebody looks at them. how: the spec's
+    section.
+    """
     texts, lock = Texts(program, how), RLock()
-    lowered = (DeferredLowered(partial(_now, texts.of, i), lock) for i in range(len(program.stages)))
-    made = replace(program, stages=tuple(replace(s, lowered=x) for s, x in zip(program.stages, lowered, strict=True)))
+    joint = (DeferredJoint(partial(_now, texts.of, i), lock) for i in range(len(program.stages)))
+    made = replace(program, stages=tuple(replace(s, joint=x) for s, x in zip(program.stages, joint, strict=True)))
     pairs = pairs_of(made, texts.seconds, texts.sizes, _wanted_pairs(made, how))
     for p in pairs:
         if how.compile == "layers":
@@ -85,10 +86,10 @@ def lower(program: Program, how: How) -> Program:
     return replace(made, pairs=pairs)
 
 
-def _now(write: Callable[[int], Lowered], stage: int) -> Lowered:
+def _now(write: Callable[[int], Joint], stage: int) -> Joint:
     """As in `shardc.compile`, whatever modes of torch are on where somebody looks at a text."""
 
-    def quickly() -> Lowered:
+    def quickly() -> Joint:
         with uncollected():
             return write(stage)
 
@@ -99,7 +100,7 @@ def _now(write: Callable[[int], Lowered], stage: int) -> Lowered:
 _PAIR: dict[str, str] = {"microbatches": "FB", "forwards": "FF"}
 
 
-def _wanted_pairs(program: Program, how: How) -> tuple[tuple[str, int, int], ...]:
+def _wanted_pairs(program: Program, how: Execution) -> tuple[tuple[str, int, int], ...]:
     """Which texts a step runs side by side: see `shardc.runtime.schedule.Schedule.pairs`."""
     if program.schedule is not None:
         return program.schedule.pairs()
@@ -109,20 +110,20 @@ def _wanted_pairs(program: Program, how: How) -> tuple[tuple[str, int, int], ...
 class Texts:
     """The texts of a program's stages, each written once. how: the spec's section."""
 
-    def __init__(self, program: Program, how: How) -> None:
+    def __init__(self, program: Program, how: Execution) -> None:
         self._program, self._how, self._rules = program, how, Rules(program)
         self.seconds, self.sizes = Seconds(program, self._rules.rank), Sizes(program)
-        self._written: dict[int, tuple[Lowered, int]] = {}
-        self._done: dict[int, Lowered] = {}
+        self._written: dict[int, tuple[Joint, int]] = {}
+        self._done: dict[int, Joint] = {}
 
-    def of(self, stage: int) -> Lowered:
+    def of(self, stage: int) -> Joint:
         """Of one stage, finished."""
         if stage not in self._done:
-            lowered, _ = self._with_backward(stage)
-            overlap_collectives(lowered.forward, self.seconds, self.sizes, self._room())
-            for text in lowered.texts.values() if self._how.compile == "layers" else ():
+            joint, _ = self._with_backward(stage)
+            overlap_collectives(joint.forward, self.seconds, self.sizes, self._room())
+            for text in joint.graphs.values() if self._how.compile == "layers" else ():
                 mark_pieces(text, self.sizes)
-            self._done[stage] = lowered
+            self._done[stage] = joint
         return self._done[stage]
 
     def _room(self) -> int:
@@ -132,21 +133,21 @@ class Texts:
         if not any(r.offload for r in self._program.regions):
             return 0
         every = [self._with_backward(i) for i in range(len(self._program.stages))]
-        leaving = any(n.target is ops.offload_start for lowered, _ in every for n in lowered.forward.nodes)
+        leaving = any(n.target is ops.offload_start for joint, _ in every for n in joint.forward.nodes)
         return min(peak for _, peak in every) if leaving else 0
 
-    def _with_backward(self, stage: int) -> tuple[Lowered, int]:
+    def _with_backward(self, stage: int) -> tuple[Joint, int]:
         """Of one stage, with all lines moved but those of forward; and the least peak of its backward's texts."""
         if stage not in self._written:
-            lowered = self._in_order_of_writing(self._program.stages[stage])
-            for n in lowered.forward.nodes:  # what tapes take is known from forward's lines
+            joint = self._in_order_of_writing(self._program.stages[stage])
+            for n in joint.forward.nodes:  # what tapes take is known from forward's lines
                 self.seconds.of(n)
-            backward = [text for name, text in lowered.texts.items() if name != "forward"]
+            backward = [text for name, text in joint.graphs.items() if name != "forward"]
             peaks = [overlap_collectives(text, self.seconds, self.sizes) for text in backward]
-            self._written[stage] = lowered, min(peaks)
+            self._written[stage] = joint, min(peaks)
         return self._written[stage]
 
-    def _in_order_of_writing(self, stage: Stage) -> Lowered:
+    def _in_order_of_writing(self, stage: Stage) -> Joint:
         program, rules, seconds, sizes = self._program, self._rules, self.seconds, self.sizes
         types, facts = types_of(program, stage.graph, rules)
         returned: tuple[fx.Node | None, ...] = stage.graph.output_node().args[0]  # type: ignore[assignment]
@@ -159,10 +160,10 @@ class Texts:
         actions = [a for each in program.schedule.actions for a in each] if program.schedule is not None else []
         divided = any(a.kind == "I" and program.stages[a.stage] is stage for a in actions)
         writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left)
-        lowered = writer.lowered((lambda n: sizes.bytes_of(n) + seconds.held(n)) if divided else None)
-        for text in lowered.texts.values():
+        joint = writer.joint((lambda n: sizes.bytes_of(n) + seconds.held(n)) if divided else None)
+        for text in joint.graphs.values():
             arrange_copies(text, seconds, sizes)
-        return lowered
+        return joint
 
 
 def types_of(program: Program, graph: fx.Graph, rules: Rules) -> tuple[dict[Made, Type | None], dict[fx.Node, Facts]]:

@@ -15,19 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from shardc.ir.graph import values_of
 from shardc.ir.program import Program
-from shardc.passes.lower.rank import Rank
-from shardc.passes.lower.record import Type, memory_of
-from shardc.passes.lower.rule import Ask, Rule
-from shardc.passes.lower.rule_fp8 import product, rounded
-from shardc.passes.lower.rule_taped import taped
-from shardc.passes.lower.rule_traced import traced
-from shardc.passes.lower.rule_transposed import (
+from shardc.passes.joint.rank import Rank
+from shardc.passes.joint.record import Type, memory_of
+from shardc.passes.joint.rule import Ask, Rule
+from shardc.passes.joint.rule_fp8 import product, rounded
+from shardc.passes.joint.rule_taped import taped
+from shardc.passes.joint.rule_traced import traced
+from shardc.passes.joint.rule_transposed import (
     CONVERSIONS,
     EXCHANGES,
     LINEAR,
@@ -37,7 +38,7 @@ from shardc.passes.lower.rule_transposed import (
     transposed,
     waited,
 )
-from shardc.passes.lower.template import Template, template
+from shardc.passes.joint.template import Template, template
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
@@ -114,14 +115,17 @@ class Rules:
             xs = [t.empty() for t in operands]
             made = self.rank.run(call, xs)
         ragged = call.target in _RAGGED or (call.target is not ops.experts_combine and any(t.ragged for t in operands))
-        types = tuple(replace(Type.of(y), ragged=ragged) if isinstance(y, Tensor) else None for y in made)
+        passed_on = call.target in CONVERSIONS and operands[0].grad  # they are functions without autograd
+        types = tuple(
+            replace(t, grad=t.grad or passed_on, ragged=ragged) if (t := _type(y)) is not None else None for y in made
+        )
         memory = {memory_of(x): i for i, x in reversed(list(enumerate(xs)))}
         return Facts(types, tuple(memory.get(memory_of(y), -1) if isinstance(y, Tensor) else -1 for y in made))
 
     # --- backward
 
     def rule(self, node: fx.Node, ask: Ask, part: str = "whole") -> Rule:
-        """The derivative of a call, or a part of it (shardc.passes.lower.order)."""
+        """The derivative of a call, or a part of it (shardc.passes.joint.order)."""
         call = self.template(node)
         key = (part, call.key, ask)
         if key not in self._rules:
@@ -143,3 +147,7 @@ class Rules:
             return call.target in _OF_TORCH
         with_dtype = call.target in _BY_DEVICE_AND_DTYPE and len(call.args) + len(call.kwargs) > 2
         return not (call.target in BY_DEVICE or call.target in _BY_DATA or with_dtype)
+
+
+def _type(x: Any) -> Type | None:
+    return Type.of(x) if isinstance(x, Tensor) else None

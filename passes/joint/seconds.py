@@ -1,4 +1,4 @@
-"""What a line of a lowered text takes: seconds on the assumed machine (shardc.ir.assumed_machine), and bytes.
+"""What a line of a graph of a step takes: seconds on the assumed machine (shardc.ir.assumed_machine), and bytes.
 
 A call's floating-point operations and memory traffic are counted once for every distinct one, by running it on tensors
 without data. That is rough, and enough to say what fits beside a collective; what a step takes on a given device, with
@@ -28,8 +28,8 @@ from shardc.ir.metadata import Collective, Value
 from shardc.ir.offload import HostCopy
 from shardc.ir.pairs import role
 from shardc.ir.program import Program
-from shardc.passes.lower.rank import Rank
-from shardc.passes.lower.rules import BY_DEVICE
+from shardc.passes.joint.rank import Rank
+from shardc.passes.joint.rules import BY_DEVICE
 from shardc.runtime import ops
 from shardc.runtime.ops.taped import tensors_in
 from shardc.torch_private import OpOverload, TorchDispatchMode

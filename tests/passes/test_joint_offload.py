@@ -1,4 +1,4 @@
-"""Values of `checkpoint: {offload: cpu}` as lines of a lowered step: autograd's step to the bit, no more memory, copies
+"""Values of `checkpoint: {offload: cpu}` as lines of a step: autograd's step to the bit, no more memory, copies
 that nothing waits for where there is something to compute. The CPU plays the device: copies are real.
 """
 
@@ -19,18 +19,18 @@ from shardc.cost.device_file import device
 from shardc.ir.graph import copy_graph
 from shardc.ir.offload import HOST_LINK
 from shardc.ir.program import Program
-from shardc.passes.lower.memory import Sizes
-from shardc.passes.lower.rank import Rank
-from shardc.passes.lower.seconds import Seconds
+from shardc.passes.joint.memory import Sizes
+from shardc.passes.joint.rank import Rank
+from shardc.passes.joint.seconds import Seconds
 from shardc.report.comm import comm_table
 from shardc.runtime import ops
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from tests import stand_in_compiler
 from tests.bench.host_copies import Blocks
 from tests.passes.test_lower import PP, SP, TP, built, compiled, equal_to_the_bit, momentum
-from tests.verify.mutants_lowered import LOWERED
+from tests.verify.mutants_joint import LOWERED
 
-overlap: Any = importlib.import_module("shardc.passes.lower.overlap")
+overlap: Any = importlib.import_module("shardc.passes.joint.overlap")
 
 
 def region(**how: Any) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def test_it_is_autograds_step_to_the_bit_in_no_more_memory(
     name, spec, lower = CASES[case]
     model, batch, _ = built(name)
     eager, program = compiled(name, spec), compiled(name, spec, lower=lower)
-    assert all(s.lowered is not None for s in program.stages)
+    assert all(s.joint is not None for s in program.stages)
     proof = program.prove()
     assert proof.ok, str(proof)
     want = shardc.verify.simulate(eager, model, batch, steps=2, optimizer=momentum)
@@ -129,14 +129,14 @@ def test_it_is_autograds_step_to_the_bit_in_no_more_memory(
 
 
 def lines(program: Program, text: str, target: Any) -> list[fx.Node]:
-    lowered = program.stages[0].lowered
-    assert lowered is not None
-    return [n for n in lowered.texts[text].nodes if n.target is target]
+    joint = program.stages[0].joint
+    assert joint is not None
+    return [n for n in joint.graphs[text].nodes if n.target is target]
 
 
 def test_what_the_text_says() -> None:
-    program = compiled("gpt", {**TP, **region(save=["linear"])}, lower=True)
-    forward, _, backward = program.lowered().partition("_backward(")
+    program = compiled("gpt", {**TP, **region(save=["linear"])})
+    forward, _, backward = program.joint().partition("_backward(")
     assert re.search(
         r"linear_2_leaving = ops.offload_start\(linear_2, mesh, tag='h.0'\)  # \? \| copy 65536 \"spec: checkpoint",
         forward,
@@ -152,10 +152,10 @@ def test_what_the_text_says() -> None:
 
 def test_it_comes_back_from_disk(tmp_path: Path, moved: list[torch.Size]) -> None:
     model, batch, _ = built("gpt")
-    program = compiled("gpt", {**TP, **region(save=["linear"])}, lower=True)
+    program = compiled("gpt", {**TP, **region(save=["linear"])})
     program.save(tmp_path / "out")
     loaded = shardc.load(tmp_path / "out")
-    assert loaded.lowered() == program.lowered()
+    assert loaded.joint() == program.joint()
     assert loaded.prove().ok
     want, have = (shardc.verify.simulate(p, model, batch) for p in (program, loaded))
     assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
@@ -188,7 +188,7 @@ def test_what_is_wanted_elsewhere_too_stays(moved: list[torch.Size]) -> None:
     torch.manual_seed(0)
     model, batch = Shared().double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
     checkpoint = [{"match": "a", "save": ["linear"], "offload": "cpu"}]
-    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}, "lower": True, "checkpoint": checkpoint})
+    program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}, "checkpoint": checkpoint})
     assert [str(n.args[0]) for n in lines(program, "forward", ops.offload_start)] == ["linear_1"]
     assert shardc.verify.simulate(program, model, batch).loss.isfinite()
 
@@ -200,7 +200,7 @@ def test_copies_run_beside_computing() -> None:
     batch = {"x": torch.empty(8192, 8192, device="meta")}
     checkpoint = [{"match": "h.*", "save": ["linear"], "offload": "cpu"}]
     spec = {"shardc": 1, "mesh": {"dp": 1}, "precision": {"compute": "bfloat16"}, "checkpoint": checkpoint}
-    program = shardc.compile(model, batch, {**spec, "lower": True}, prove=False)
+    program = shardc.compile(model, batch, {**spec}, prove=False)
     eager = shardc.compile(model, batch, spec, prove=False)
     theirs, ours = eager.cost("h100-80g"), program.cost("h100-80g")
     copied = sum(s.seconds for s in ours.spans()[0] if s.record.axes == HOST_LINK)
@@ -208,10 +208,10 @@ def test_copies_run_beside_computing() -> None:
     assert ours.memory.peak <= theirs.memory.peak
     # of a text by itself: each copy back begins before something that is computed, but for the first
     seconds, sizes = Seconds(program, Rank(program)), Sizes(program)
-    lowered = program.stages[0].lowered
-    assert lowered is not None
-    overlap.Text(lowered.forward, seconds, sizes)
-    text = overlap.Text(lowered.backward, seconds, sizes)
+    joint = program.stages[0].joint
+    assert joint is not None
+    overlap.Text(joint.forward, seconds, sizes)
+    text = overlap.Text(joint.backward, seconds, sizes)
     adjacent = [n for n in text.nodes if n.target is not ops.reload_start]
     for n in [n for n in text.nodes if n.target is ops.reload_start]:
         (wait,) = n.users
@@ -250,14 +250,14 @@ def test_the_proof_notices(kind: str, case: str) -> None:
 
 
 def test_the_proof_says_what_is_missing() -> None:
-    program = compiled("gpt", {**TP, **region(save=["linear"])}, lower=True)
+    program = compiled("gpt", {**TP, **region(save=["linear"])})
     stage = program.stages[0]
-    assert stage.lowered is not None
-    graph = copy_graph(stage.lowered.backward)
+    assert stage.joint is not None
+    graph = copy_graph(stage.joint.backward)
     wait = next(n for n in graph.nodes if n.target is ops.reload_wait)
     wait.replace_all_uses_with(wait.args[0])
     graph.erase_node(wait)
-    broken = replace(program, stages=(replace(stage, lowered=replace(stage.lowered, backward=graph)),))
+    broken = replace(program, stages=(replace(stage, joint=replace(stage.joint, backward=graph)),))
     said = str(broken.prove())
     assert "what it begins is waited for 0 times" in said
     assert "reads what is still on its way" in said

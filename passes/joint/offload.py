@@ -10,7 +10,7 @@
     gelu = ops.reload_wait(gelu_coming)                             its first use
 
 Forward: copies leave in the order in which the values are used last, as that memory is free first. (Other lines may
-stand between the last use and the wait: shardc.passes.lower.overlap puts them there, where memory allows.)
+stand between the last use and the wait: shardc.passes.joint.overlap puts them there, where memory allows.)
 
 Backward has a copy back for each op that wants the value, and one tensor more on the device than is used, as autograd
 would (shardc.runtime.step.activation_offload). Its peak of live bytes is the bound for what comes then:
@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from shardc.passes.lower.memory import COPIES, Sizes, Uses
-from shardc.passes.lower.seconds import Seconds, Work
+from shardc.passes.joint.memory import COPIES, Sizes, Uses
+from shardc.passes.joint.seconds import Seconds, Work
 from shardc.runtime import ops
 
 #: Where a line comes: before the line of this number, of those that copy nothing; among those there, by the rest.
@@ -39,7 +39,7 @@ _Place = tuple[int, int, int]
 
 
 def arrange_copies(graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
-    """Move the lines that copy, in a text that has them where they were written (shardc.passes.lower.write), and give
+    """Move the lines that copy, in a text that has them where they were written (shardc.passes.joint.write), and give
     them their bytes.
     """
     begun = [n for n in graph.nodes if n.target in COPIES]

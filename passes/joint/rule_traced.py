@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.passes.lower.rank import Rank
-from shardc.passes.lower.record import Line, Recorder, Ref, Type, is_view, map_refs
-from shardc.passes.lower.rule import Ask, Rule
-from shardc.passes.lower.template import Template
+from shardc.passes.joint.rank import Rank
+from shardc.passes.joint.record import Line, Recorder, Ref, Type, is_view, map_refs
+from shardc.passes.joint.rule import Ask, Rule
+from shardc.passes.joint.template import Template
 
 aten = torch.ops.aten
 

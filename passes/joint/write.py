@@ -3,7 +3,7 @@
 forward     the stage's ops, those whose backward wants more than operands and results as the ops that they consist
             of; it also returns what backward wants
 backward    the lines of every event; what is computed again or gathered again, where it is first wanted; what waits on
-            the host, for each event that wants it (shardc.passes.lower.offload moves these lines)
+            the host, for each event that wants it (shardc.passes.joint.offload moves these lines)
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from shardc.ir.graph import is_call, producer_of, source_of
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.offload import HostCopy
 from shardc.ir.program import Program
-from shardc.ir.stage import Lowered
+from shardc.ir.stage import Joint
 from shardc.ir.types import op_name
-from shardc.passes.lower.again import Again, Plan, Wanted
-from shardc.passes.lower.halves import halves_of
-from shardc.passes.lower.order import BucketComplete, Complete, Event, GatheredComplete, Gradient, RuleRuns
-from shardc.passes.lower.record import Line, Ref, Type, is_view, map_refs
-from shardc.passes.lower.rules import Facts, Rules
-from shardc.passes.lower.take_over import take_over_memory
-from shardc.passes.lower.template import Made, item_name
+from shardc.passes.joint.again import Again, Plan, Wanted
+from shardc.passes.joint.halves import halves_of
+from shardc.passes.joint.order import BucketComplete, Complete, Event, GatheredComplete, Gradient, RuleRuns
+from shardc.passes.joint.record import Line, Ref, Type, is_view, map_refs
+from shardc.passes.joint.rules import Facts, Rules
+from shardc.passes.joint.take_over import take_over_memory
+from shardc.passes.joint.template import Made, item_name
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import factors
 from shardc.runtime.zero.flat_partition import Flat
@@ -75,7 +75,7 @@ class Writer:
         self._reloaded: dict[fx.Node, fx.Node] = {}
         self._reloading: dict[str, Any] = {}
 
-    def lowered(self, held: Callable[[fx.Node], int] | None = None) -> Lowered:
+    def joint(self, held: Callable[[fx.Node], int] | None = None) -> Joint:
         """held: backward is to be in two halves; gives bytes of a value or a tape, sees forward's taped ops first."""
         forward, saved = self._write_forward()
         self._write_backward(saved)
@@ -94,7 +94,7 @@ class Writer:
         output.args = ((*returned, tuple(n for n in kept if n.name in taken)),)
         _drop_unused(forward)
         forward.lint()
-        return Lowered(forward, *halves)
+        return Joint(forward, *halves)
 
     # --- what backward wants
 

@@ -1,4 +1,4 @@
-"""A lowered stage (shardc.passes.lower) as two functions, and an overlapped pair as one: none runs under autograd.
+"""The joint graph of a stage (shardc.passes.joint) as two functions, and an overlapped pair as one.
 
 forward(*what the stage takes)   -> loss, news, what other stages take; and what backward wants, kept by name
 backward({name: value})          -> gradients of what was received; it takes each value out of the dict, so that
@@ -27,8 +27,8 @@ from shardc.runtime.step.profiler_ranges import with_ranges
 from shardc.runtime.step.repeated_lines import tell_repeated
 
 
-class LoweredStage:
-    """stage: with `lowered`; texts: its graphs, for the device; compiler: of their pieces, if they are compiled;
+class JointStage:
+    """stage: with `joint`; texts: its graphs, for the device; compiler: of their pieces, if they are compiled;
     copies: to the host and back. weights: the second half of backward, if it has one.
     """
 
@@ -63,7 +63,7 @@ class LoweredStage:
     @torch.no_grad()
     def forward(self, mesh: Any, *values: Any) -> tuple[Any, dict[str, Any]]:
         """((loss, news, sent), what backward wants). values: what the stage takes."""
-        with mesh.step.in_lowered(host_copies=self._copies), op_errors.named(self._forward_graph):
+        with mesh.step.training(host_copies=self._copies), op_errors.named(self._forward_graph):
             *returned, kept = self._forward(*values)
         return tuple(returned), dict(zip(self._kept, kept, strict=True))
 
@@ -94,8 +94,8 @@ class LoweredStage:
         return dict(zip(self.received, returned, strict=True))
 
 
-class LoweredPair:
-    """The forward of one microbatch and the backward or the forward of another as one text (shardc.passes.lower.pair).
+class JointPair:
+    """The forward of one microbatch and the backward or the forward of another as one text (shardc.passes.joint.pair).
     graph: for the device; forward, then: the stages of its halves; compiler: of its pieces, if they are compiled;
     copies: to the host and back.
     """
@@ -105,15 +105,15 @@ class LoweredPair:
         kind: str,
         graph: fx.Graph,
         forward: Stage,
-        then: LoweredStage,
+        then: JointStage,
         copies: OffloadedTensors,
         *,
         ranges: bool,
         compiler: Compiler | None = None,
     ) -> None:
         self._copies = copies
-        assert forward.lowered is not None
-        self._prefix = prefix_of(kind, forward.lowered.forward)
+        assert forward.joint is not None
+        self._prefix = prefix_of(kind, forward.joint.forward)
         self._then = then
         returned: Any = graph.output_node().args[0]
         halves = returned[:1] if kind == "FB" else returned
@@ -132,7 +132,7 @@ class LoweredPair:
         begin: Mapping[str, Tensor],
         launch: Callable[[], None],
     ) -> tuple[tuple[Any, dict[str, Any]], dict[str, Tensor | None]]:
-        """(what forward returns, as of LoweredStage.forward; the gradients of what backward's stage received).
+        """(what forward returns, as of JointStage.forward; the gradients of what backward's stage received).
 
         given: what forward's stage takes. microbatch, kept, values: backward's, what its forward kept for it, which is
         used up, and what its stage takes; begin: gradients of what it made for others, and of the loss, by the names of
@@ -143,7 +143,7 @@ class LoweredPair:
         kept |= begin
         here = self._taken(given, view, values, kept)
         kept.clear()
-        with mesh.step.in_lowered(launch, self._copies), view.step.in_lowered(launch):
+        with mesh.step.training(launch, self._copies), view.step.training(launch):
             returned, grads = self._text.call(here, mesh.step)
         return self._forward(0, returned), dict(zip(self._then.received, grads, strict=True))
 
@@ -156,14 +156,14 @@ class LoweredPair:
         values: Mapping[str, Any],
         weight_copies: dict[str, Tensor],
     ) -> tuple[tuple[Any, dict[str, Any]], ...]:
-        """What each forward returns, as of LoweredStage.forward. given: what the first one's stage takes. microbatch,
+        """What each forward returns, as of JointStage.forward. given: what the first one's stage takes. microbatch,
         values: the second's, and what its stage takes; weight_copies: those that microbatches share, of its stage.
         """
         view = mesh.beside()
         view.step.microbatch, view.step.routings = microbatch, mesh.step.routings
         view.step.weight_copies = weight_copies
         here = self._taken(given, view, values, {})
-        with mesh.step.in_lowered(host_copies=self._copies), view.step.in_lowered(host_copies=self._copies):
+        with mesh.step.training(host_copies=self._copies), view.step.training(host_copies=self._copies):
             returned = self._text.call(here, mesh.step)
         return tuple(self._forward(i, half) for i, half in enumerate(returned))
 
@@ -201,7 +201,7 @@ class _Half:
         step = values["mesh"].step
         for name in self.takes - kept.keys():
             kept[name] = values[name]
-        with step.in_lowered(launch), step.recompute():
+        with step.training(launch), step.recompute():
             return self.call(kept, step)
 
     def call(self, values: dict[str, Any], step: StepContext) -> Any:

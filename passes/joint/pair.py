@@ -14,7 +14,7 @@ gradients, of buckets and of collectives within each half: the numbers are those
 Buckets of ZeRO 3 that both want are gathered by each, as one after the other; by a second forward, when the first
 one's gather has ended.
 
-The order is the list scheduler's (shardc.passes.lower.overlap), from two beginnings: one half and then the other, and
+The order is the list scheduler's (shardc.passes.joint.overlap), from two beginnings: one half and then the other, and
 both at once, each as far along as the other in simulated time. Memory never exceeds that of one and then the other. New
 values of buffers, which a forward by itself hands over when it ends, are there until the text ends: where that is more,
 backward comes first.
@@ -32,10 +32,10 @@ from torch import fx
 from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import Pair, prefix_of, shared
 from shardc.ir.program import Program
-from shardc.ir.stage import Lowered
-from shardc.passes.lower.memory import Memory, Sizes
-from shardc.passes.lower.overlap import Clock, Line, Text, best_order, within
-from shardc.passes.lower.seconds import Seconds
+from shardc.ir.stage import Joint
+from shardc.passes.joint.memory import Memory, Sizes
+from shardc.passes.joint.overlap import Clock, Line, Text, best_order, within
+from shardc.passes.joint.seconds import Seconds
 from shardc.runtime import ops
 from shardc.torch_private import add_node
 
@@ -46,10 +46,10 @@ LEADS = (0.0, 1.0, 2.0, 4.0)
 def pairs_of(
     program: Program, seconds: Seconds, sizes: Sizes, wanted: Sequence[tuple[str, int, int]]
 ) -> tuple[Pair, ...]:
-    """A text for each of these (kind, stage of the first half, of the second), where both stages are lowered."""
+    """A text for each of these (kind, stage of the first half, of the second), where both stages are here."""
     found = []
     for kind, f, t in wanted:
-        forward, other = program.stages[f].lowered, program.stages[t].lowered
+        forward, other = program.stages[f].joint, program.stages[t].joint
         if forward is not None and other is not None:
             prefix = prefix_of(kind, forward.forward)
             second = _whole(other, seconds, sizes) if kind == "FB" else other.forward
@@ -97,32 +97,32 @@ def _named(node: fx.Node, name: str) -> fx.Node:
     return node
 
 
-def _whole(lowered: Lowered, seconds: Seconds, sizes: Sizes) -> fx.Graph:
+def _whole(joint: Joint, seconds: Seconds, sizes: Sizes) -> fx.Graph:
     """Backward, of which a schedule with zero bubbles has two halves: one behind the other, unless what the second one
     takes is too much to be held for it.
     """
-    if lowered.weights is None:
-        return lowered.backward
-    as_autograd, apart = (_of_halves(lowered, lowered.weights, early=early) for early in (True, False))
+    if joint.weights is None:
+        return joint.backward
+    as_autograd, apart = (_of_halves(joint, joint.weights, early=early) for early in (True, False))
     texts = [Text(graph, seconds, sizes) for graph in (as_autograd, apart)]
     least, held = (text.uses.peak(text.nodes) for text in texts)
     return apart if within(held, least) else as_autograd
 
 
-def _of_halves(lowered: Lowered, weights: fx.Graph, *, early: bool) -> fx.Graph:
+def _of_halves(joint: Joint, weights: fx.Graph, *, early: bool) -> fx.Graph:
     """Both halves of backward. early: lines of the second one come as soon as what they take is there, as they do under
     autograd; else behind the first one.
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     by_name: dict[str, fx.Node] = {}
-    halves = lowered.backward, weights
+    halves = joint.backward, weights
     for half in halves:
         for n in half.find_nodes(op="placeholder"):
-            if n.name not in by_name and not (half is weights and n.name in _handed_on(lowered)):
+            if n.name not in by_name and not (half is weights and n.name in _handed_on(joint)):
                 by_name[n.name] = graph.node_copy(n)
     rest = deque(n for n in weights.nodes if n.op == "call_function")
-    of_first = [n for n in lowered.backward.nodes if n.op == "call_function"]
+    of_first = [n for n in joint.backward.nodes if n.op == "call_function"]
     wanted = Counter(n.args[0].name for n in of_first if n.target is ops.untaped)
 
     def ready(n: fx.Node) -> bool:
@@ -143,15 +143,15 @@ def _of_halves(lowered: Lowered, weights: fx.Graph, *, early: bool) -> fx.Graph:
             add(rest.popleft())
     for n in rest:
         add(n)
-    env |= {n: by_name[n.name] for n in lowered.backward.find_nodes(op="placeholder")}
-    received: Any = lowered.backward.output_node().args[0]
+    env |= {n: by_name[n.name] for n in joint.backward.find_nodes(op="placeholder")}
+    received: Any = joint.backward.output_node().args[0]
     graph.output(fx.map_arg(received[0], env.__getitem__))
     return graph
 
 
-def _handed_on(lowered: Lowered) -> set[str]:
+def _handed_on(joint: Joint) -> set[str]:
     """What the second half of backward gets from the first one."""
-    returned: Any = lowered.backward.output_node().args[0]
+    returned: Any = joint.backward.output_node().args[0]
     return {n.name for n in returned[1]}
 
 

@@ -1,4 +1,4 @@
-"""Lowered programs broken on purpose: one of the two texts of a stage is changed, the stage itself is as it was.
+"""Joint programs broken on purpose: one of the two texts of a stage is changed, the stage itself is as it was.
 
 tests.verify.mutants counts who notices them.
 """
@@ -24,8 +24,8 @@ aten = torch.ops.aten
 
 Thunk = Callable[[], Program | None]
 Kind = Callable[[Program], Iterator[Thunk]]
-#: (a lowered program) -> broken programs, lazily: a thunk each, which may find that there is nothing to break.
-LOWERED: dict[str, Kind] = {}
+#: (a graph of a step) -> broken programs, lazily: a thunk each, which may find that there is nothing to break.
+OF_GRAPHS: dict[str, Kind] = {}
 
 
 def kind(
@@ -36,12 +36,12 @@ def kind(
     def register(change: Callable[[fx.Node], bool | None]) -> None:
         def mutants(program: Program) -> Iterator[Thunk]:
             for i, stage in enumerate(program.stages):
-                for text, graph in stage.lowered.texts.items() if stage.lowered is not None else ():
+                for text, graph in stage.joint.graphs.items() if stage.joint is not None else ():
                     for node in graph.nodes if text in texts else ():
                         if wanted(node):
                             yield lambda i=i, text=text, name=node.name: _changed(program, i, text, name, change)  # type: ignore[misc]
 
-        LOWERED[name] = mutants
+        OF_GRAPHS[name] = mutants
 
     return register
 
@@ -50,8 +50,8 @@ def _changed(
     program: Program, i: int, text: str, name: str, change: Callable[[fx.Node], bool | None]
 ) -> Program | None:
     stage = program.stages[i]
-    assert stage.lowered is not None
-    graph = copy_graph(stage.lowered.texts[text])
+    assert stage.joint is not None
+    graph = copy_graph(stage.joint.graphs[text])
     if change(next(n for n in graph.nodes if n.name == name)) is False:
         return None
     try:
@@ -59,7 +59,7 @@ def _changed(
     except RuntimeError:  # it reads what is not there yet
         return None
     stages = list(program.stages)
-    stages[i] = replace(stage, lowered=replace(stage.lowered, **{text: graph}))
+    stages[i] = replace(stage, joint=replace(stage.joint, **{text: graph}))
     return replace(program, stages=tuple(stages))
 
 
@@ -78,7 +78,7 @@ def _alike(n: fx.Node) -> fx.Node | None:
     return next((x for x in before if _tensor(x) is not None and _tensor(x) == _tensor(n)), None)
 
 
-@kind("lowered: a summand of a gradient lost", _calls(aten.add.Tensor, ops.add_into))
+@kind("joint: a summand of a gradient lost", _calls(aten.add.Tensor, ops.add_into))
 def _(n: fx.Node) -> bool | None:
     if len(n.args) != 2 or not isinstance(n.args[1], fx.Node):
         return False
@@ -87,7 +87,7 @@ def _(n: fx.Node) -> bool | None:
     return None
 
 
-@kind("lowered: a summand counted twice", _calls(aten.add.Tensor))
+@kind("joint: a summand counted twice", _calls(aten.add.Tensor))
 def _(n: fx.Node) -> bool | None:
     if len(n.args) != 2 or not isinstance(n.args[1], fx.Node):
         return False
@@ -95,7 +95,7 @@ def _(n: fx.Node) -> bool | None:
     return None
 
 
-@kind("lowered: factors of a product exchanged", _calls(aten.mm.default))
+@kind("joint: factors of a product exchanged", _calls(aten.mm.default))
 def _(n: fx.Node) -> bool | None:
     x, w = n.args
     same = _tensor(x) is not None and _tensor(x).shape == _tensor(w).shape  # type: ignore[union-attr]
@@ -105,7 +105,7 @@ def _(n: fx.Node) -> bool | None:
     return None
 
 
-@kind("lowered: gradient put to another parameter", _calls(ops.put))
+@kind("joint: gradient put to another parameter", _calls(ops.put))
 def _(n: fx.Node) -> bool | None:
     param: Any = n.args[0]
     for other in n.graph.nodes:
@@ -117,18 +117,18 @@ def _(n: fx.Node) -> bool | None:
     return False
 
 
-@kind("lowered: gradient not put", _calls(ops.put))
+@kind("joint: gradient not put", _calls(ops.put))
 def _(n: fx.Node) -> None:
     n.graph.erase_node(n)
 
 
-@kind("lowered: gradient put twice", _calls(ops.put))
+@kind("joint: gradient put twice", _calls(ops.put))
 def _(n: fx.Node) -> None:
     with n.graph.inserting_after(n):
         n.graph.node_copy(n, lambda x: x)
 
 
-@kind("lowered: a bucket's sum begun too early", _calls(ops.launch))
+@kind("joint: a bucket's sum begun too early", _calls(ops.launch))
 def _(n: fx.Node) -> bool | None:
     first = next((x for x in n.graph.nodes if x.target is ops.put), None)
     if first is None:
@@ -137,18 +137,18 @@ def _(n: fx.Node) -> bool | None:
     return None
 
 
-@kind("lowered: a bucket's sum not begun", _calls(ops.launch, ops.scatter))
+@kind("joint: a bucket's sum not begun", _calls(ops.launch, ops.scatter))
 def _(n: fx.Node) -> None:
     n.graph.erase_node(n)
 
 
-@kind("lowered: a bucket's sum begun twice", _calls(ops.launch, ops.scatter))
+@kind("joint: a bucket's sum begun twice", _calls(ops.launch, ops.scatter))
 def _(n: fx.Node) -> None:
     with n.graph.inserting_after(n):
         n.graph.node_copy(n, lambda x: x)
 
 
-@kind("lowered: gradients of a gathered bucket exchanged", _calls(ops.scatter))
+@kind("joint: gradients of a gathered bucket exchanged", _calls(ops.scatter))
 def _(n: fx.Node) -> bool | None:
     grads: Any = list(n.args[1])  # type: ignore[arg-type]
     for i, a in enumerate(grads):
@@ -160,7 +160,7 @@ def _(n: fx.Node) -> bool | None:
     return False
 
 
-@kind("lowered: collective of backward left out", _calls(ops.transpose, ops.transpose_start))
+@kind("joint: collective of backward left out", _calls(ops.transpose, ops.transpose_start))
 def _(n: fx.Node) -> bool | None:
     x: Any = n.args[1]
     waits = [u for u in n.users if u.target is ops.wait]
@@ -171,13 +171,13 @@ def _(n: fx.Node) -> bool | None:
     return None
 
 
-@kind("lowered: read before the collective has ended", _calls(ops.wait), ("forward", "backward", "weights"))
+@kind("joint: read before the collective has ended", _calls(ops.wait), ("forward", "backward", "weights"))
 def _(n: fx.Node) -> None:
     n.replace_all_uses_with(n.args[0])  # type: ignore[arg-type]
     n.graph.erase_node(n)
 
 
-@kind("lowered: another value comes back from the host", _calls(ops.reload_start))
+@kind("joint: another value comes back from the host", _calls(ops.reload_start))
 def _(n: fx.Node) -> bool | None:
     (wait,) = n.users
     for other in n.graph.nodes:
@@ -190,7 +190,7 @@ def _(n: fx.Node) -> bool | None:
 
 
 @kind(
-    "lowered: not waited for on the way to the host or back",
+    "joint: not waited for on the way to the host or back",
     _calls(ops.offload_wait, ops.reload_wait),
     ("forward", "backward", "weights"),
 )
@@ -207,7 +207,7 @@ def _(n: fx.Node) -> None:
         n.graph.erase_node(n)
 
 
-@kind("lowered: on the host is what another value has left", _calls(ops.offload_start), ("forward",))
+@kind("joint: on the host is what another value has left", _calls(ops.offload_start), ("forward",))
 def _(n: fx.Node) -> bool | None:
     other = _alike(n.args[0])  # type: ignore[arg-type]
     if other is None:
@@ -217,7 +217,7 @@ def _(n: fx.Node) -> bool | None:
 
 
 @kind(
-    "lowered: another value of the same shape",
+    "joint: another value of the same shape",
     lambda n: n.op == "call_function" and isinstance(n.target, OpOverload),
     ("forward", "backward", "weights"),
 )
@@ -230,7 +230,7 @@ def _(n: fx.Node) -> bool | None:
     return False
 
 
-@kind("lowered: saved value of another layer", lambda n: n.op == "placeholder" and _tensor(n) is not None)
+@kind("joint: saved value of another layer", lambda n: n.op == "placeholder" and _tensor(n) is not None)
 def _(n: fx.Node) -> bool | None:
     other = _alike(n)
     if other is None or other.op != "placeholder" or not n.users:
@@ -239,7 +239,7 @@ def _(n: fx.Node) -> bool | None:
     return None
 
 
-@kind("lowered: recomputed with another draw", lambda n: n.target is ops.dropout)
+@kind("joint: recomputed with another draw", lambda n: n.target is ops.dropout)
 def _(n: fx.Node) -> bool | None:
     numbers = [i for i, a in enumerate(n.args) if isinstance(a, int) and not isinstance(a, bool)]
     if not numbers:
@@ -248,7 +248,7 @@ def _(n: fx.Node) -> bool | None:
     return None
 
 
-@kind("lowered: written to memory that is still read", _calls(aten.add.Tensor))
+@kind("joint: written to memory that is still read", _calls(aten.add.Tensor))
 def _(n: fx.Node) -> bool | None:
     x = n.args[0]
     later = list(n.graph.nodes)
@@ -259,7 +259,7 @@ def _(n: fx.Node) -> bool | None:
     return None
 
 
-@kind("lowered: result of the other output", lambda n: n.target is operator.getitem)
+@kind("joint: result of the other output", lambda n: n.target is operator.getitem)
 def _(n: fx.Node) -> bool | None:
     for u in n.args[0].users:  # type: ignore[union-attr]
         if u is not n and u.target is operator.getitem and _tensor(u) is not None and _tensor(u) == _tensor(n):

@@ -29,9 +29,9 @@ from shardc.artifact.emit import EFFECTS
 from shardc.ir.conversions import BY_OP, SENT
 from shardc.ir.metadata import Collective
 from shardc.ir.offload import HOST_LINK
-from shardc.passes.lower.memory import GATHERS, STARTS, WAITS, Memory, Sizes, Step, Uses
-from shardc.passes.lower.rule_transposed import CONVERSIONS, EXCHANGES
-from shardc.passes.lower.seconds import Seconds, Work
+from shardc.passes.joint.memory import GATHERS, STARTS, WAITS, Memory, Sizes, Step, Uses
+from shardc.passes.joint.rule_transposed import CONVERSIONS, EXCHANGES
+from shardc.passes.joint.seconds import Seconds, Work
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload, add_node
 
@@ -90,7 +90,7 @@ def fitting(text: Text, reserve: int, most: tuple[int, int]) -> tuple[list[fx.No
 
 
 def within(bytes_: tuple[int, int], most: tuple[int, int]) -> bool:
-    """Are both peaks (shardc.passes.lower.memory) at most those?"""
+    """Are both peaks (shardc.passes.joint.memory) at most those?"""
     return bytes_[0] <= most[0] and bytes_[1] <= most[1]
 
 

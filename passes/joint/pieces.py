@@ -9,7 +9,7 @@
 
 Element-wise ops, reductions, and views between them that follow each other are a piece; what computes otherwise, what
 communicates and what waits ends it. So what hides a collective, and when memory is freed, stays as the scheduler
-(shardc.passes.lower.overlap) has left it. Lines move only within what that allows: a reduction up to the piece whose
+(shardc.passes.joint.overlap) has left it. Lines move only within what that allows: a reduction up to the piece whose
 values it reads, if its result is small beside them; a small gradient's `put` behind the piece that makes it. Equal
 layers give equal pieces, as nothing but the lines around it decides about a piece.
 """
@@ -27,8 +27,8 @@ from shardc.artifact.emit import EFFECTS
 from shardc.ir.graph import values_of
 from shardc.ir.pairs import role
 from shardc.ir.pieces import moved, piece_of
-from shardc.passes.lower.memory import Sizes
-from shardc.passes.lower.record import is_view
+from shardc.passes.joint.memory import Sizes
+from shardc.passes.joint.record import is_view
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
