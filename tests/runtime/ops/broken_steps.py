@@ -57,18 +57,24 @@ def ways(name: str, op: Op) -> Iterator[tuple[str, Op]]:
     if name == "scatter":
         yield "nothing", nothing
         yield "twice the gradients", lambda params, grads, **_: op(params, [g + g for g in grads])
+        yield "a conjugate too many", lambda params, grads, **_: op(params, [g.conj() for g in grads])
         yield "the first gradient alone", lambda params, grads, **_: op(params, [grads[0], *[None] * (len(grads) - 1)])
     if name == "launch":
         yield "nothing", nothing
     if name == "put":
         yield "nothing", nothing
         yield "twice the gradient", lambda p, g, **how: op(p, g + g, **how)
+        yield "a conjugate too many", lambda p, g, **how: op(p, g.conj().resolve_conj(), **how)
         yield "written over what is there", lambda p, g, **_: setattr(p, "grad", g)
         yield "never copied", lambda p, g, **_: op(p, g, own=True)
         yield "always copied", lambda p, g, **_: op(p, g)
     if name == "taped":
         yield "no gradient", lambda op_name, _, *rest: op(op_name, (), *rest)
     if name == "untaped":
+        yield (
+            "a conjugate too many",
+            lambda t, g, *rest, **how: op(t, [x if x is None else x.conj() for x in g], *rest, **how),
+        )
         yield (
             "what was there before is forgotten",
             lambda t, g, b, *rest, **how: op(t, g, [None] * len(b), *rest, **how),

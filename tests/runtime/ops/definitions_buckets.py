@@ -17,7 +17,7 @@ from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh
 from shardc.runtime.zero.bucket_launch import Buckets
 from tests import example_program
-from tests.runtime.ops.definitions import FLOATS, RANKS, numbers, of, on_ranks, strided
+from tests.runtime.ops.definitions import COMPLEX, FLOATS, RANKS, numbers, of, on_ranks, strided
 
 #: By bucket, parameters of sizes that no number of ranks divides, one without elements for most ranks.
 SHAPES = {"a": (5, 3), "b": (), "c": (7,), "d": (2, 1, 3)}
@@ -33,10 +33,14 @@ def gradient(name: str, rank: int, dtype: torch.dtype) -> Tensor:
     return strided(numbers(SHAPES[name], dtype, seed=10 + 4 * rank + ord(name) - ord("a")))
 
 
-def program(n: int, zero: int, dtype: torch.dtype) -> Program:
+#: (of parameters as they are stored, in which ops have them)
+DTYPES = (*((dtype, None) for dtype in (*FLOATS, *COMPLEX)), (torch.float32, torch.bfloat16))
+
+
+def program(n: int, zero: int, dtype: torch.dtype, compute: torch.dtype | None) -> Program:
     """Parameters in two buckets, that ZeRO of this level has over an axis of n ranks."""
     params = tuple(Param(name, name, shape, dtype, reduce=("a",)) for name, shape in SHAPES.items())
-    buckets = tuple(Bucket(("a",), dtype, names, "a" if zero else "", zero) for names in BUCKETS)
+    buckets = tuple(Bucket(("a",), dtype, names, "a" if zero else "", zero, compute) for names in BUCKETS)
     return Program(Mesh((("a", n),)), example_program.program().graph, params, (), (), buckets=buckets)
 
 
@@ -50,18 +54,19 @@ def check(levels: tuple[int, ...], work: Work) -> None:
     then each rank has its stretch of their sum.
     """
     for n in RANKS:
-        for dtype in FLOATS:
+        for dtype, compute in DTYPES:
             for zero in levels:
-                made, values = program(n, zero, dtype), whole(dtype)
+                narrow = compute if zero and compute is not None else dtype
+                made, values = program(n, zero, dtype, compute), whole(dtype)
 
                 def on_rank(mesh: LoopbackMesh) -> tuple[Any, ...]:
                     buckets = Buckets(made, {k: nn.Parameter(x.clone()) for k, x in values.items()}, mesh)
-                    grads = {name: gradient(name, mesh.rank, dtype) for name in SHAPES}
+                    grads = {name: gradient(name, mesh.rank, narrow) for name in SHAPES}
                     given = [[buckets.given[name] for name in names] for names in BUCKETS]
                     params = work(mesh, buckets, given, grads)
                     for found, name in zip(params, SHAPES, strict=True):
-                        assert torch.equal(found.detach(), values[name])
-                        assert found.dtype == dtype
+                        assert found.dtype == narrow
+                        assert torch.equal(found.detach().to(dtype), values[name])
                     runs = {k: buckets.runs[k] if zero else None for k in SHAPES}
                     return tuple((runs[name], buckets.owned[name].grad) for name in SHAPES)
 
@@ -151,9 +156,9 @@ def handed_over() -> None:
 def after_updates() -> None:
     """Each rank updates its stretch: then all have all of it."""
     for n in RANKS:
-        for dtype in FLOATS:
+        for dtype, compute in DTYPES:
             for zero in (1, 2):
-                made, values = program(n, zero, dtype), whole(dtype)
+                made, values = program(n, zero, dtype, compute), whole(dtype)
 
                 def work(mesh: LoopbackMesh) -> tuple[Tensor, ...]:
                     buckets = Buckets(made, {k: nn.Parameter(x.clone()) for k, x in values.items()}, mesh)
@@ -168,4 +173,4 @@ def after_updates() -> None:
                     return tuple(p for names in BUCKETS for p in ops.updated([buckets.given[k] for k in names]))
 
                 for parts, x in zip(on_ranks(n, work), values.values(), strict=True):
-                    assert all(torch.equal(p, 1 - x) for p in parts)
+                    assert all(p.dtype == (compute or dtype) and torch.equal(p.to(dtype), 1 - x) for p in parts)
