@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardc.ir.buckets import Bucket
+from shardc.ir.buckets import Bucket, Rounded
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
@@ -96,6 +97,35 @@ def gathered() -> None:
         return params
 
     check((3,), work)
+    gathered_in_8_bits()
+
+
+def gathered_in_8_bits() -> None:
+    """Of parameters that ops want rounded alone, whole, with a scale for each row or for all of it."""
+    granules = {"a": (1, 0), "b": (0, 0)}
+    for n in RANKS:
+        for dtype, compute in ((torch.float32, None), (torch.float32, torch.bfloat16)):
+            values = {k: numbers((5, 4), dtype, seed=i) / 3 for i, k in enumerate(granules)}
+            values["a"][0] *= 2.0**-20  # a row that is nothing beside the others
+            params = tuple(Param(name, name, (5, 4), dtype, reduce=("a",)) for name in granules)
+            how = tuple(Rounded("e4m3", granule) for granule in granules.values())
+            bucket = Bucket(("a",), dtype, tuple(granules), "a", 3, compute, rounded=how)
+            made = replace(program(n, 3, dtype, None), params=params, buckets=(bucket,))
+
+            def work(mesh: LoopbackMesh) -> tuple[Tensor, ...]:
+                buckets = Buckets(made, {k: nn.Parameter(x.clone()) for k, x in values.items()}, mesh)
+                given = [buckets.given[name] for name in granules]
+                with torch.no_grad():
+                    forward = ops.gather_wait(ops.gather_start(given))
+                return *forward, *ops.regather_wait(ops.regather_start(given))
+
+            stored = [x.to(compute or dtype) for x in values.values()]
+            wanted = [
+                ops.fp8_round(x, ops.fp8_amax(x, granule), "e4m3", granule)
+                for x, granule in zip(stored, granules.values(), strict=True)
+            ]
+            for parts, want in zip(on_ranks(n, work), wanted * 2, strict=True):
+                assert all(p.dtype == want.dtype and torch.equal(p, want) for p in parts)
 
 
 @of("regather_start", "regather_wait", "scatter")
