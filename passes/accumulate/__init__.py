@@ -42,6 +42,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from shardc.errors import Errors
 from shardc.ir.graph import placeholders
 from shardc.ir.mesh import MICROBATCH as AXIS
 from shardc.ir.mesh import Mesh
@@ -50,16 +51,8 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.ir.stored import Input
 from shardc.passes.accumulate.one_microbatch import OneMicrobatch, without_microbatches
+from shardc.passes.annotate.inputs import disagreements
 from shardc.passes.base import Pass
-from shardc.spec import Spec
-
-
-def widened(spec: Spec) -> Spec:
-    """The spec with its microbatches as one more axis, the innermost of those that split the batch."""
-    if spec.batch.microbatches == 1:
-        return spec
-    mesh = Mesh((*spec.mesh.axes, (AXIS, spec.batch.microbatches)))
-    return replace(spec, mesh=mesh, batch=spec.batch.model_copy(update={"axes": (*spec.data_axes, AXIS)}))
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,12 @@ class Accumulate(Pass):
         mesh, where = program.mesh, self.spec.where(("batch", "microbatches"))
         (stage,) = program.stages
         writer = OneMicrobatch(stage.graph, mesh, {p.name for p in program.params}, where)
-        graph, prologue = writer.run()
+        errors = Errors()
+        with errors.collect():
+            graph, prologue = writer.run()
+        if errors.found:  # of an input whose rows are another dim, sums may look like sums of rows
+            errors.found[:0] = disagreements(self.spec, program).values()
+            errors.raise_any()
         rest = Mesh(tuple((a, n) for a, n in mesh.axes if a != AXIS))
         stripped = {x.name: without_microbatches(x.layout) for x in program.stored}
         program = program.with_layouts(stripped)

@@ -21,7 +21,7 @@ from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, Partia
 from shardc.ir.types import behind, requires_grad
 from shardc.passes.accumulate.sum_after_step import CONVERTERS, sum_after_step
 from shardc.rules import registry
-from shardc.rules.op_call import call_of
+from shardc.rules.op_call import call_of, rounds
 from shardc.runtime import ops
 
 #: Conversions that only look at which microbatch it is, and what becomes of them. The step's loss is the sum of the
@@ -265,7 +265,9 @@ class OneMicrobatch:
                 self.summands.add(node)
                 return
             rule = registry.find(node.target)
-            for group in sorted(rule.groups(call_of(node)) if rule is not None else (), key=len):
+            # of a loss that is rounded last a step adds what is rounded: to find the sum takes a forward more
+            whole = rounds(node) and any(u.op != "output" for u in node.users)
+            for group in sorted(rule.groups(call_of(node)) if rule is not None and not whole else (), key=len):
                 if summed <= set(group) and not any(
                     x in self.whole_sums for i, x in enumerate(operands) if i not in group
                 ):

@@ -30,13 +30,12 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
-from shardc.passes.accumulate import widened
 from shardc.passes.annotate import kv_heads, model_plan, padding, structure, to_spec
 from shardc.passes.annotate.activations import pin_activations
 from shardc.passes.annotate.attention_bands import use_bands
 from shardc.passes.annotate.causal_convs import use_conv1d
 from shardc.passes.annotate.experts import Experts
-from shardc.passes.annotate.inputs import batch_axes, disagreements, input_layouts
+from shardc.passes.annotate.inputs import batch_axes, disagreements, input_layouts, widened
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.outputs import generated, wanted_outputs
 from shardc.passes.annotate.sequence import mark_methods, split_ids
@@ -89,7 +88,7 @@ class Annotate(Pass):
             axes, unsplit = batch_axes(spec, program, mesh)
             notes += unsplit
             layouts |= input_layouts(spec, program, mesh, axes)
-            notes += [f"{spec.where(('batch',))}: {d.what}: {d.fix}" for d in disagreements(spec, program).values()]
+            notes += [f"{d.where}: {d.what}: {d.fix}" for d in disagreements(spec, program).values()]
         with errors.collect():
             pin_activations(spec, program, mesh)
         values = self.options.forward is True

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from shardc.errors import Errors
+from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import placeholders
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.patterns import did_you_mean, match
@@ -30,6 +30,14 @@ def with_microbatches(spec: Spec, program: Program) -> Spec:
     whole = max((shape[d] for shape, d in dims if d is not None and d < len(shape)), default=1)
     count = -(-whole // (spec.data_ranks * rows))
     return replace(spec, batch=spec.batch.model_copy(update={"rows": None, "microbatches": count}))
+
+
+def widened(spec: Spec) -> Spec:
+    """The spec with its microbatches as one more axis, the innermost of those that split the batch."""
+    if spec.batch.microbatches == 1:
+        return spec
+    mesh = Mesh((*spec.mesh.axes, (MICROBATCH, spec.batch.microbatches)))
+    return replace(spec, mesh=mesh, batch=spec.batch.model_copy(update={"axes": (*spec.data_axes, MICROBATCH)}))
 
 
 def batch_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], list[str]]:
@@ -61,25 +69,18 @@ def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
     return None if rows(x) == 1 < max(map(rows, program.inputs)) else named(x)
 
 
-@dataclass(frozen=True)
-class Disagreement:
-    """An input with other rows than the most inputs, one of whose other dims has as many, such as positions of shape
-    [3, rows, length].
+def disagreements(spec: Spec, program: Program) -> dict[str, ShardcError]:
+    """By its name, each input with other rows than the most inputs, one of whose other dims has as many, such as
+    positions of shape [3, rows, length].
     """
-
-    what: str
-    fix: str
-
-
-def disagreements(spec: Spec, program: Program) -> dict[str, Disagreement]:
-    """By the input's name."""
     sized = [(_input_name(x), x.shape, _batch_dim(spec, program, x)) for x in program.inputs]
     rows = {name: shape[d] for name, shape, d in sized if d is not None and d < len(shape)}
     most = max(rows.values(), key=lambda n: (list(rows.values()).count(n), n), default=0)
     return {
-        name: Disagreement(
+        name: ShardcError(
             f"{name!r} has {rows[name]} rows (dim {d}), but {next(n for n in rows if rows[n] == most)!r} has {most}",
-            f"if the rows of {name!r} are its dim {shape.index(most)}, write"
+            where=spec.where(("batch",)),
+            fix=f"if the rows of {name!r} are its dim {shape.index(most)}, write"
             f" `batch: {{dims: {{{name}: {shape.index(most)}}}}}`",
         )
         for name, shape, d in sized

@@ -147,6 +147,7 @@ def rewritten(
 def _rewritten(emit: Emit, node: fx.Node, env: dict[fx.Node, Any]) -> Result:
     """The node, or one per result, that replaces `node` in the new graph."""
     emit.source = node.meta["source"]
+    emit.mark = {"mixed": True} if "mixed" in node.meta else {}
     if node.target is operator.getitem and isinstance(parts := env[node.all_input_nodes[0]], tuple):
         part = parts[int(node.args[1])]  # type: ignore[arg-type]
         if part is None:

@@ -96,6 +96,7 @@ class Emit:
     def __init__(self, graph: fx.Graph, rng: fx.Node, chunks: tuple[int, int] = (1, 1)) -> None:
         self.graph, self.rng, self.chunks = graph, rng, chunks
         self.source = Source()
+        self.mark: dict[str, bool] = {}  # that of a cast of mixed precision, where the op is one (shardc.ir.metadata)
         self.inferred: dict[Any, Any] = {}  # types of results, by call
         self.known: dict[fx.Node, Tensor | None] = {}
         self.decomposed: dict[str, fx.GraphModule | None] = {}  # calls that were decomposed (decompose.py)
@@ -129,7 +130,7 @@ class Emit:
         args, kwargs = (x,), {"dtype": dtype}
         name = f"{x.name}_{DTYPES.get(dtype, 'cast')}"
         node = self.graph.call_function(aten._to_copy.default, args, {**kwargs}, name=name)
-        node.meta = {"value": values.infer(aten._to_copy.default, args, kwargs), "source": self.source}
+        node.meta = {"value": values.infer(aten._to_copy.default, args, kwargs), "source": self.source, **self.mark}
         return node
 
     def detach(self, x: fx.Node) -> fx.Node:

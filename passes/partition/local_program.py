@@ -168,6 +168,8 @@ class LocalProgram:
             new = rule.local(call)
         else:
             new = emit(node.target, tuple(args), kwargs)
+            if "mixed" in node.meta:
+                new.meta["mixed"] = True
         if isinstance(node.meta["value"], tuple):
             for user in node.users:
                 if user.target is operator.getitem:

@@ -25,6 +25,7 @@ from shardc.passes.place import scans, storing
 from shardc.passes.place.one_axis import Axis
 from shardc.passes.place.refuse import refuse_pins, refuse_uneven
 from shardc.rules.choices import Choices, choices_of
+from shardc.rules.op_call import rounds
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Place(Pass):
         mesh, program = program.mesh, replace(program, graph=copy_graph(program.graph))
         cache: dict[Any, Choices] = {}
         choices = {
-            node: choices_of(node, cache)
+            node: _of_whole_sums(choices_of(node, cache)) if rounds(node) else choices_of(node, cache)
             for node in program.graph.nodes
             if node.op == "call_function" and node.target is not operator.getitem
         }
@@ -69,3 +70,8 @@ class Place(Pass):
         refuse_pins(program, mesh)
         refuse_uneven(program, mesh, choices, tokens)
         return program
+
+
+def _of_whole_sums(choices: Choices) -> Choices:
+    """The choices that take no summands."""
+    return replace(choices, rule=replace(choices.rule, linear=(), linear_of=None))

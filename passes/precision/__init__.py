@@ -327,6 +327,7 @@ class _Writer:
                 )
             else:
                 new = self._emit(v, aten._to_copy.default, node, dtype=dtype)
+                new.meta["mixed"] = True
             self.casts[node, dtype] = new
         return self.casts[node, dtype]
 

@@ -12,6 +12,7 @@ otherwise, and it may lack a default.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -111,13 +112,30 @@ def functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
         result = call_like(graph, aten._to_copy.default, (result,), {"dtype": val.dtype}, node)
     if name in _UNSEEN and val.is_floating_point():
         result = call_like(graph, torch.ops.shardc.with_gradient_of.default, (result, x), {}, node)
-    if name in _ZEROS and val.is_floating_point():
-        floats = [n for n in node.all_input_nodes if _val(n).is_floating_point()]
-        path, *others = [call_like(graph, aten.mul.Scalar, (n, 0), {}, node, val=_val(n)) for n in floats]
-        for other in others:
-            path = call_like(graph, aten.add.Tensor, (path, other), {}, node)
-        result = call_like(graph, torch.ops.shardc.with_gradient_of.default, (result, path), {}, node)
     return result
+
+
+def with_zeros(
+    graph: fx.Graph, node: fx.Node, value: fx.Node, flows: Callable[[fx.Node], bool], *, whole: bool = True
+) -> fx.Node:
+    """What an in-place op writes, with the gradient of zeros that autograd gives to what is written over or compared;
+    at the insertion point. value: what its functional twin gives; flows: does a gradient flow through a value? whole:
+    all of a tensor is written; else a gradient flows to the rest of it anyway.
+    """
+    name = node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
+    over = node.all_input_nodes if name in _ZEROS else node.all_input_nodes[: name in _WRITTEN_OVER and whole]
+    over = [n for n in over if _continuous(n)]
+    if not _continuous(value) or not any(map(flows, over)):
+        return value
+    kept = [value] if value.target is aten.expand.default and flows(value) else []  # what is copied has its own
+    path, *terms = *kept, *(call_like(graph, aten.mul.Scalar, (n, 0), {}, node, val=_val(n)) for n in over)
+    for term in terms:
+        path = call_like(graph, aten.add.Tensor, (path, term), {}, node)
+    return call_like(graph, torch.ops.shardc.with_gradient_of.default, (value, path), {}, node)
+
+
+def _continuous(node: fx.Node) -> bool:
+    return bool(_val(node).is_floating_point() or _val(node).is_complex())
 
 
 def is_view(node: fx.Node) -> bool:
@@ -128,9 +146,12 @@ def is_view(node: fx.Node) -> bool:
 
 #: Writes that autograd does not see: a gradient goes through as if nothing had been written.
 _UNSEEN = {"logical_and_", "logical_or_", "logical_xor_", "logical_not_"}
-#: Comparisons in place: autograd gives both operands zeros, where their twins have no gradient.
-_ZEROS = {"eq_", "ne_", "lt_", "le_", "gt_", "ge_"}
+#: Autograd gives all their operands zeros, where their twins have no gradient: comparisons, draws.
+_ZEROS = {"eq_", "ne_", "lt_", "le_", "gt_", "ge_", "bernoulli_"}
 _ZEROS |= {"not_equal_", "less_", "less_equal_", "greater_", "greater_equal_"}
+#: What does not read what it writes over, to which autograd gives zeros.
+_WRITTEN_OVER = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_"}
+_WRITTEN_OVER |= {"exponential_", "geometric_", "log_normal_", "cauchy_"}
 #: What to write instead of ops that have no twin.
 _INSTEAD = {
     "fill_diagonal_": "write to the diagonal: x.diagonal().fill_(value)",

@@ -15,9 +15,16 @@ import torch
 from torch import fx
 
 from shardc.capture import view_writes
-from shardc.capture.functional_twins import functional, is_inplace, is_view, new_statistics, updates_statistics
+from shardc.capture.functional_twins import (
+    functional,
+    is_inplace,
+    is_view,
+    new_statistics,
+    updates_statistics,
+    with_zeros,
+)
 from shardc.errors import ShardcError
-from shardc.ir import source
+from shardc.ir import source, types
 from shardc.ir.graph import call_like
 from shardc.torch_private import OpOverload
 
@@ -76,6 +83,10 @@ def remove_inplace(
         changes = written(node)
         with graph.inserting_before(node):
             values = new_statistics(graph, node) if updates_statistics(node) else [functional(graph, node)]
+            base = root.get(changes[0], changes[0])
+            whole = node not in shared or changes[0].meta["val"].numel() == base.meta["val"].numel()
+            if node not in cut and not updates_statistics(node):
+                values = [with_zeros(graph, node, values[0], lambda n: _flows(n, params, cut), whole=whole)]
             *new, result = values if len(values) > 1 else [values[0], values[0]]
             stored.update(() if is_view(node) else values)
             changed = dict(zip(changes, new, strict=True))
@@ -130,6 +141,18 @@ def _with_gradient(graph: fx.Graph, params: Mapping[fx.Node, str], cut: set[fx.N
         ):
             smooth.add(node)
     return smooth
+
+
+def _flows(x: fx.Node, params: Mapping[fx.Node, str], cut: set[fx.Node]) -> bool:
+    """Does a gradient flow through a value, in a graph without the in-place ops before it?"""
+    todo, seen = [x], set[fx.Node]()
+    while todo:
+        if (node := todo.pop()) in params:
+            return True
+        if node not in seen and node not in cut and not types.cuts(node.target):
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    return False
 
 
 def _detached(x: fx.Node, grads: set[fx.Node]) -> bool:

@@ -15,6 +15,7 @@ All keys of `node.meta` that passes may rely on
         "strategies"  {axis: Strategy by which the op runs}
         "why"         {axis: why placement chose that strategy}
         "spec_line"   the spec line that inserted the op
+        "mixed"       True, on casts of mixed precision: alone among casts to fewer bits they may round summands
     in the graphs of stages
         "collective"  Collective, on nodes that communicate
         "region"      name of the innermost Region that the op is in (shardc.ir.stage)

@@ -32,12 +32,15 @@ def op_name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
+def cuts(target: Any) -> bool:
+    """Has an op's result no gradient whatever its arguments have? (dtypes aside)"""
+    name = op_name(target)
+    return name in _CUTS or name.endswith(_LIKE[0]) or name.startswith(_LIKE[1])
+
+
 def carries_gradient(target: Any, args: Any, kwargs: Any) -> bool:
     """Does a result of this call depend differentiably on an argument that requires a gradient? (dtypes aside)"""
-    name = op_name(target)
-    if name in _CUTS or name.endswith(_LIKE[0]) or name.startswith(_LIKE[1]):
-        return False
-    return any(requires_grad(n) for n in nodes_in((args, kwargs)))
+    return not cuts(target) and any(requires_grad(n) for n in nodes_in((args, kwargs)))
 
 
 def nodes_in(x: Any) -> Iterable[fx.Node]:

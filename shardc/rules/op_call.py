@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
-from shardc.ir.graph import values_of
+from shardc.ir.graph import operands_of, values_of
 from shardc.ir.metadata import Value
 
 
@@ -40,6 +41,19 @@ class Operand:
     """Stands for the i-th tensor operand in `Call.args`."""
 
     index: int
+
+
+def rounds(node: fx.Node) -> bool:
+    """Does a call of the model's cut off digits, as `.half()` does? On one device it rounds a sum, so it may not act on
+    the summands. Casts of mixed precision may: what they cut off is not the model's.
+    """
+    if "mixed" in node.meta:
+        return False
+    operands, results = (
+        [torch.finfo(v.dtype) for v in values if v.dtype.is_floating_point or v.dtype.is_complex]
+        for values in ([v for n in operands_of(node) for v in values_of(n)], values_of(node))
+    )
+    return any(y.eps > x.eps or y.max < x.max for x in operands for y in results)
 
 
 def call_of(node: fx.Node) -> Call:

@@ -10,8 +10,7 @@ import pytest
 from shardc.ir.conversions import BY_OP
 from shardc.runtime import ops
 from shardc.verify.static.assumptions import ASSUMPTIONS, DEFINITIONS, Assumption, short
-from tests.runtime.ops import definitions_attention, definitions_losses, definitions_parts  # noqa: F401 (they register their checks)
-from tests.runtime.ops.definitions import CHECKS
+from tests.runtime.ops.checks import CHECKS
 from tests.verify.test_static import TP, program
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -92,31 +92,31 @@ ASSUMPTIONS = (
     Assumption(
         "products of 8 bits",
         "Products of rounded numbers are those of a part, or summands.",
-        "tests/passes/test_products.py::test_equal_to_one_device",
+        DEFINITIONS,
         ("fp8_linear", "fp8_pack", "fp8_grad_of_data", "fp8_grad_of_weight"),
     ),
     Assumption(
         "experts of 8 bits",
         "An expert of rounded numbers is two layers of them.",
-        "tests/passes/test_products_experts.py::test_equal_to_one_device",
+        DEFINITIONS,
         ("fp8_experts", "fp8_experts_apply"),
     ),
     Assumption(
         "parameters in parts",
         "ZeRO's gathers give whole parameters, and what is scattered is the sum of all gradients.",
-        "tests/runtime/zero/test_steps.py::test_steps_equal_one_device",
+        DEFINITIONS,
         ("gather_start", "gather_wait", "updated"),
     ),
     Assumption(
         "lines of graphs",
         "An op with its backward as one op, gradients that are handed over, and gathers in backward are autograd's.",
-        "tests/passes/test_joint.py::test_one_ranks_step_is_eagers_to_the_bit",
+        DEFINITIONS,
         ("taped", "untaped", "put", "launch", "scatter", "regather_start", "regather_wait"),
     ),
     Assumption(
         "copies on the host",
         "What waits on the host comes back as it was.",
-        "tests/passes/test_joint_offload.py::test_it_is_the_step_without_offload_in_no_more_memory",
+        DEFINITIONS,
         ("offload_start", "offload_wait", "reload_start", "reload_wait"),
     ),
     Assumption(

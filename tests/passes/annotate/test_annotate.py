@@ -340,3 +340,9 @@ def test_inputs_that_disagree_about_rows() -> None:
         tower({"mesh": {"dp": 2}})
     assert any(re.search(f"{differs}: {fix}", note) for note in tower({"mesh": {"dp": 3}, "uneven": "pad"}).notes)
     assert not tower({"mesh": {"dp": 2}, "batch": {"dims": {"positions": 1}}}).notes
+    # with microbatches a sum over what are no rows would be one of all
+    micro = {"mesh": {"dp": 1}, "batch": {"microbatches": 2}}
+    differs = r"'positions' has 4 rows \(dim 0\), but 'x' has 8"
+    with pytest.raises(ShardcError, match=rf"^spec: batch: {differs}\n  fix: {fix}\n.*takes all rows of the batch"):
+        tower(micro, (4, 8, 6))
+    assert not tower({**micro, "batch": {"microbatches": 2, "dims": {"positions": 1}}}, (4, 8, 6)).notes

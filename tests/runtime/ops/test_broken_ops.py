@@ -18,8 +18,8 @@ from shardc.ir import conversions, shard_chunks
 from shardc.ir.conversions import BY_OP, Move
 from shardc.runtime import ops
 from shardc.runtime.ops import convert, local_math, shard_parts
-from tests.runtime.ops import definitions, definitions_attention, definitions_losses, definitions_parts  # noqa: F401 (they register theirs)
-from tests.runtime.ops.definitions import CHECKS
+from tests.runtime.ops import broken_steps
+from tests.runtime.ops.checks import CHECKS
 
 Op = Callable[..., Any]
 #: What an op raises where it meets what no op like it should.
@@ -140,6 +140,7 @@ DETACHED = {
 }
 DETACHED |= {"fp8_amax", "fp8_round_grad", "attention_reach"}
 DETACHED |= {"start", "wait", "transpose", "transpose_start", "add_into", "batch_stat"}
+DETACHED |= {"fp8_pack", "fp8_grad_of_data", "fp8_grad_of_weight", *broken_steps.OPS}
 #: Ops that look at this rank's place, or put ranks' parts in order.
 PLACED = {
     "fill_padding",
@@ -154,6 +155,8 @@ PLACED = {
 PLACED |= {"nll_parts", "linear_nll", "attention"}
 # where one rank brings a value, or counts, it may be any of them
 PLACED |= {n for n in CONVERSIONS if not {BY_OP[n].forward, BY_OP[n].backward} <= {"all_reduce", "identity", "first"}}
+#: Ops of numbers of 8 bits, and which argument is the axes over which they find scales together.
+AXES = {"fp8_grad": 5, "fp8_round_grad": 5, "fp8_experts": 12, "fp8_experts_apply": 11}
 #: Ops of complex numbers with a gradient.
 COMPLEX = {*CONVERSIONS, "fill_padding", "select_partial", "gather_partial", "cumsum", "partial_mean"}
 
@@ -163,7 +166,7 @@ def ways(name: str) -> Iterator[tuple[str, Op]]:
     op = getattr(ops, name)
     if name == "nll_top":  # any number that exponentials do not overflow beside
         yield "a number that is far off", result(op, lambda x: x - 1000)
-    elif name not in {"start", "transpose_start", "wait", "batch_stat"}:
+    elif name not in {"start", "transpose_start", "wait", "batch_stat", *broken_steps.WITHOUT_TENSORS}:
         yield "twice the result", result(op, twice)
     if name not in DETACHED:
         yield "twice the gradient", first_tensor(op, lambda g, _: g + g)
@@ -179,8 +182,17 @@ def ways(name: str) -> Iterator[tuple[str, Op]]:
         yield "ranks in another order", on_mesh(op, _Turned)
     if name in CONVERSIONS and {BY_OP[name].forward, BY_OP[name].backward} & {"all_reduce", "reduce_scatter"}:
         yield "means for sums", on_mesh(op, _Mean)
-    if name in {"fp8_grad", "fp8_round_grad"}:
-        yield "a scale of each rank", with_argument(op, 5, ())
+    if name in AXES:
+        yield "a scale of each rank", with_argument(op, AXES[name], ())
+    if name in {"fp8_linear", "fp8_grad_of_data", "fp8_grad_of_weight"}:
+        at = {"fp8_linear": 4, "fp8_grad_of_data": 4, "fp8_grad_of_weight": 3}[name]
+        yield "the weight the other way round", lambda *a: op(*a[:at], not a[at], *a[at + 1 :])
+    if name == "fp8_linear":
+        yield "a weight that is not rounded", lambda x, w, _, __, turned, *___: x @ (w if turned else w.T)
+        yield "bytes that are not read", with_argument(op, 5, None)
+    if name == "fp8_pack":
+        yield "no scales", lambda x, *a: torch.cat([(made := op(x, *a))[: x.numel()], 0 * made[x.numel() :]])
+    yield from broken_steps.ways(name, op)
     if name == "attention":
         yield "not causal", with_argument(op, 5, False)
     if name == "fill_padding":

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.ops import definitions_attention, definitions_losses, definitions_parts  # noqa: F401 (they register theirs)
-from tests.runtime.ops.definitions import CHECKS
+from tests.runtime.ops.checks import CHECKS
 
 
 @pytest.mark.every_case
