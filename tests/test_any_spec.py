@@ -1,5 +1,5 @@
 """Any spec that compiles gives what one device gives: random meshes, splits, annotations, schedules, ZeRO,
-recomputation, on the host or not, padding, lowered or not, in pieces or not.
+recomputation, on the host or not, padding, in pieces or not.
 
 Two steps with dropout and momentum, against the same program on one rank. A few specs of a few models here;
 `make fuzz` tries many, their price and artifacts as well, of every model (`make fuzz EXAMPLES=200 MODELS='gpt unet'`).
@@ -172,14 +172,14 @@ def specs(draw: Any, model: nn.Module, batch: Any) -> dict[str, Any]:
         if len(str(spec)) % 2:  # not drawn, as that would be other examples everywhere
             spec["checkpoint"][0]["offload"] = "cpu"
     if draw(st.booleans()):
-        ways: tuple[Any, ...] = (True, True, {"compile": "layers"})
+        ways: tuple[Any, ...] = ({}, {}, {"compile": "layers"})
         if microbatches > 1 and "pp" not in mesh:
             ways += ({"overlap": "microbatches"}, {"overlap": "microbatches", "compile": "layers"})
             if len(str(spec)) % 2:  # not drawn, as above
                 ways = (*ways[:3], {"overlap": "forwards"}, {"overlap": "forwards", "compile": "layers"})
-        spec["lower"] = draw(st.sampled_from(ways))
+        spec["execution"] = draw(st.sampled_from(ways))
         if len(str(spec)) % 3 == 0:  # not drawn, as above
-            spec["lower"] = {**({} if spec["lower"] is True else spec["lower"]), "graphs": True}
+            spec["execution"] = {**spec["execution"], "graphs": True}
     if draw(st.integers(0, 3)) == 0:
         spec["precision"] = {"products": draw(st.sampled_from(("fp8-rowwise", "mxfp8", "fp8-tensorwise")))}
     if draw(st.integers(0, 3)) == 0:

@@ -1,4 +1,4 @@
-"""Equal layers are folded in capture and in the passes up to partition: the program, lowered and not, is that of a
+"""Equal layers are folded in capture and in the passes up to partition: the program is that of a
 compile which folds nothing, to the letter, and so are the numbers of a step, to the bit.
 """
 
@@ -66,15 +66,14 @@ def test_a_program_is_that_of_a_compile_that_folds_nothing(family: str, setting:
         once = capture(model, batch, prove=False)
         with mock.patch.object(equal_layers, "_layers", return_value=()):
             each = capture(model, batch, prove=False)
-        for lower in (False, True):
-            spec = {"shardc": 1, **spec_of(setting, model), "lower": lower}
-            with mock.patch.object(distinct_layers, "restored", wraps=distinct_layers.restored) as restored:
-                folded = shardc.compile(model, batch, spec, captured=once, prove=False)
-            assert restored.called
-            with mock.patch.object(distinct_layers, "cuts", return_value=()):
-                whole = shardc.compile(model, batch, spec, captured=each, prove=False)
-            assert folded.text(full=True) == whole.text(full=True)
-            assert not lower or folded.joint() == whole.joint()
-            one, other = (step(p, model, batch) for p in (folded, whole))
-            assert one.keys() == other.keys()
-            assert [n for n, x in one.items() if not torch.equal(x, other[n])] == []
+        spec = {"shardc": 1, **spec_of(setting, model)}
+        with mock.patch.object(distinct_layers, "restored", wraps=distinct_layers.restored) as restored:
+            folded = shardc.compile(model, batch, spec, captured=once, prove=False)
+        assert restored.called
+        with mock.patch.object(distinct_layers, "cuts", return_value=()):
+            whole = shardc.compile(model, batch, spec, captured=each, prove=False)
+        assert folded.text(full=True) == whole.text(full=True)
+        assert folded.joint() == whole.joint()
+        one, other = (step(p, model, batch) for p in (folded, whole))
+        assert one.keys() == other.keys()
+        assert [n for n, x in one.items() if not torch.equal(x, other[n])] == []

@@ -31,15 +31,15 @@ from tests.spec import hostile as specs
 
 #: What refusing one may take; a program that is read takes the time that its text takes.
 SECONDS, BYTES, HANG = 0.05, 50 << 20, 30
-LOWERED = "shardc: 1\nmesh: {dp: 2, tp: 2}\nshard: {use: structure}\ndata: {zero: 3}\nlower: true\n"
+ZERO_3 = "shardc: 1\nmesh: {dp: 2, tp: 2}\nshard: {use: structure}\ndata: {zero: 3}\n"
 Attack = Callable[[Path], None]
 
 
 def originals(folder: Path) -> list[Path]:
-    """Compiled folders: split and padded, a pipeline with a schedule, a lowered one."""
+    """Compiled folders: split and padded, a pipeline with a schedule, ZeRO 3."""
     model, batch, captured = specs.subject()
     made = []
-    for i, text in enumerate((*specs.RIGHT[:2], LOWERED)):
+    for i, text in enumerate((*specs.RIGHT[:2], ZERO_3)):
         made.append(folder / f"right{i}")
         shardc.compile(model, batch, Spec.parse(text, "spec.yaml"), captured=captured, prove=False).save(made[-1])
     return made

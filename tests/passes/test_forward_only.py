@@ -163,10 +163,11 @@ def test_what_trains_is_left_out_and_told_once() -> None:
         "data": {"zero": 1},
         "checkpoint": [{"match": "h.*"}],
         "precision": {"compute": "float16", "loss_scale": "dynamic"},
+        "execution": {"compile": "layers"},
     }
     program = shardc.compile(model, batch, {"shardc": 1, **spec}, forward=True)
     (note,) = [n for n in program.notes if n.startswith("forward only")]
-    for name in ("checkpoint", "lower", "zero: 1", "loss_scale"):
+    for name in ("checkpoint", "execution", "zero: 1", "loss_scale"):
         assert name in note
     assert not program.regions
     assert not program.buckets

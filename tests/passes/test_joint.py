@@ -109,10 +109,10 @@ def built(name: str) -> tuple[nn.Module, Any, Program]:
         return model, batch, capture(model, batch)
 
 
-def compiled(name: str, spec: dict[str, Any], **lower: Any) -> Program:
+def compiled(name: str, spec: dict[str, Any], **more: Any) -> Program:
     model, batch, captured = built(name)
     with zoo.Wide():
-        return shardc.compile(model, batch, {"shardc": 1, **spec, **lower}, captured=captured)
+        return shardc.compile(model, batch, {"shardc": 1, **spec, **more}, captured=captured)
 
 
 def compiled_of(name: str, model: nn.Module, batch: Any) -> Program:
@@ -388,7 +388,7 @@ class _Permuted(nn.Module):
         return x.square().mean()
 
 
-@torch.library.custom_op("test_lower::straight_through", mutates_args=())
+@torch.library.custom_op("test_joint::straight_through", mutates_args=())
 def _straight_through(x: Tensor) -> Tensor:
     return x.round()
 

@@ -1,5 +1,5 @@
-"""Values of `checkpoint: {offload: cpu}` as lines of a step: autograd's step to the bit, no more memory, copies
-that nothing waits for where there is something to compute. The CPU plays the device: copies are real.
+"""Values of `checkpoint: {offload: cpu}` as lines of the graphs: the step without offload to the bit, no more memory,
+copies that nothing waits for where there is something to compute. The CPU plays the device: copies are real.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from shardc.runtime import ops
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from tests import stand_in_compiler
 from tests.bench.host_copies import Blocks
-from tests.passes.test_lower import PP, SP, TP, built, compiled, equal_to_the_bit, momentum
-from tests.verify.mutants_joint import LOWERED
+from tests.passes.test_joint import PP, SP, TP, built, compiled, momentum, same
+from tests.verify.mutants_joint import OF_GRAPHS
 
 overlap: Any = importlib.import_module("shardc.passes.joint.overlap")
 
@@ -38,17 +38,17 @@ def region(**how: Any) -> dict[str, Any]:
 
 
 MICRO = {"batch": {"microbatches": 4}}
-#: (model, spec, lower)
-CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
-    "tp, linear": ("gpt", {**TP, **region(save=["linear"])}, True),
-    "sp, cheap": ("gpt", {**SP, **region(recompute="cheap")}, True),
-    "everything kept": ("gpt", {**TP, **region(save=["linear", "attention", "matmul", "norm", "collective"])}, True),
+#: (model, spec, execution)
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "tp, linear": ("gpt", {**TP, **region(save=["linear"])}, {}),
+    "sp, cheap": ("gpt", {**SP, **region(recompute="cheap")}, {}),
+    "everything kept": ("gpt", {**TP, **region(save=["linear", "attention", "matmul", "norm", "collective"])}, {}),
     "nothing kept, zero 3": (
         "gpt",
         {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.01}, **region(save=[])},
-        True,
+        {},
     ),
-    "one layer of two": ("gpt", {**TP, "checkpoint": [{"match": "h.0", "save": ["linear"], "offload": "cpu"}]}, True),
+    "one layer of two": ("gpt", {**TP, "checkpoint": [{"match": "h.0", "save": ["linear"], "offload": "cpu"}]}, {}),
     "nested": (
         "gpt",
         {
@@ -58,16 +58,16 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
                 {"match": "h.*.fc", "save": []},
             ],
         },
-        True,
+        {},
     ),
     "precision": (
         "gpt",
         {"mesh": {"dp": 2}, "precision": {"compute": "bfloat16"}, **MICRO, **region(recompute="cheap")},
-        True,
+        {},
     ),
     "side by side": ("gpt", {**TP, **MICRO, **region(save=["linear"])}, {"overlap": "microbatches"}),
     "pieces": ("gpt", {**TP, **region(save=["linear", "norm"])}, {"compile": "layers"}),
-    "1f1b": ("gpt", {**PP, **region(save=["linear"])}, True),
+    "1f1b": ("gpt", {**PP, **region(save=["linear"])}, {}),
     "zero bubbles, v": (
         "gpt",
         {
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
             "pipeline": {"axis": "pp", "stages": 4, "schedule": "zb-v"},
             **region(recompute="cheap"),
         },
-        True,
+        {},
     ),
     "dualpipe-v": (
         "gpt",
@@ -85,10 +85,10 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
             **MICRO,
             **region(save=["linear", "attention"]),
         },
-        True,
+        {},
     ),
-    "experts": ("moe", {**TP, "checkpoint": [{"match": "*", "save": ["linear", "matmul"], "offload": "cpu"}]}, True),
-    "recurrent": ("lstm", {"mesh": {"dp": 2}, "checkpoint": [{"match": "*", "save": [], "offload": "cpu"}]}, True),
+    "experts": ("moe", {**TP, "checkpoint": [{"match": "*", "save": ["linear", "matmul"], "offload": "cpu"}]}, {}),
+    "recurrent": ("lstm", {"mesh": {"dp": 2}, "checkpoint": [{"match": "*", "save": [], "offload": "cpu"}]}, {}),
 }
 
 
@@ -108,24 +108,26 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_autograds_step_to_the_bit_in_no_more_memory(
+def test_it_is_the_step_without_offload_in_no_more_memory(
     case: str, moved: list[torch.Size], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in_compiler.put_in(monkeypatch)
-    name, spec, lower = CASES[case]
+    name, spec, execution = CASES[case]
     model, batch, _ = built(name)
-    eager, program = compiled(name, spec), compiled(name, spec, lower=lower)
-    assert all(s.joint is not None for s in program.stages)
+    here = {**spec, "checkpoint": [{k: v for k, v in r.items() if k != "offload"} for r in spec["checkpoint"]]}
+    plain, program = (compiled(name, each, execution=execution) for each in (here, spec))
     proof = program.prove()
     assert proof.ok, str(proof)
-    want = shardc.verify.simulate(eager, model, batch, steps=2, optimizer=momentum)
-    moved.clear()
-    equal_to_the_bit(want, shardc.verify.simulate(program, model, batch, steps=2, optimizer=momentum))
+    want = shardc.verify.simulate(plain, model, batch, steps=2, optimizer=momentum)
+    assert not moved
+    have = shardc.verify.simulate(program, model, batch, steps=2, optimizer=momentum)
     assert moved
-    theirs, ours = eager.cost().memory, program.cost().memory
-    if lower is True:  # two microbatches at once take more
-        assert ours.peak <= theirs.peak
-    assert 0 < ours.host <= theirs.host or lower is not True
+    assert torch.equal(have.loss, want.loss)
+    assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
+    assert [n for n, x in want.state.items() if not same(have.state[n], x)] == []
+    theirs, ours = plain.cost().memory, program.cost().memory
+    assert ours.peak <= theirs.peak
+    assert ours.host > theirs.host
 
 
 def lines(program: Program, text: str, target: Any) -> list[fx.Node]:
@@ -201,11 +203,9 @@ def test_copies_run_beside_computing() -> None:
     checkpoint = [{"match": "h.*", "save": ["linear"], "offload": "cpu"}]
     spec = {"shardc": 1, "mesh": {"dp": 1}, "precision": {"compute": "bfloat16"}, "checkpoint": checkpoint}
     program = shardc.compile(model, batch, {**spec}, prove=False)
-    eager = shardc.compile(model, batch, spec, prove=False)
-    theirs, ours = eager.cost("h100-80g"), program.cost("h100-80g")
+    ours = program.cost("h100-80g")
     copied = sum(s.seconds for s in ours.spans()[0] if s.record.axes == HOST_LINK)
-    assert 0 < ours.exposed["host link"] < min(0.25 * copied, theirs.exposed["host link"])
-    assert ours.memory.peak <= theirs.memory.peak
+    assert 0 < ours.exposed["host link"] < 0.25 * copied
     # of a text by itself: each copy back begins before something that is computed, but for the first
     seconds, sizes = Seconds(program, Rank(program)), Sizes(program)
     joint = program.stages[0].joint
@@ -219,9 +219,8 @@ def test_copies_run_beside_computing() -> None:
     assert text.simulate(text.nodes) < text.simulate(adjacent)
 
 
-@pytest.mark.parametrize("lower", [False, True])
-def test_copies_have_a_price(lower: bool) -> None:
-    program = compiled("gpt", {**TP, **region(save=["linear"])}, lower=lower)
+def test_copies_have_a_price() -> None:
+    program = compiled("gpt", {**TP, **region(save=["linear"])})
     cost = program.cost("h100-80g")
     spans = [s for s in cost.spans()[0] if s.record.axes == HOST_LINK]
     assert {s.record.kind for s in spans} == {"offload", "reload"}
@@ -235,15 +234,15 @@ def test_copies_have_a_price(lower: bool) -> None:
 # --- the proof
 
 
-KINDS = [k for k in LOWERED if "host" in k]
+KINDS = [k for k in OF_GRAPHS if "host" in k]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["tp, linear", "zero bubbles, v", "experts"])
 def test_the_proof_notices(kind: str, case: str) -> None:
-    name, spec, lower = CASES[case]
-    program = compiled(name, spec, lower=lower)
-    mutants = [m for m in (thunk() for thunk in LOWERED[kind](program)) if m is not None]
+    name, spec, execution = CASES[case]
+    program = compiled(name, spec, execution=execution)
+    mutants = [m for m in (thunk() for thunk in OF_GRAPHS[kind](program)) if m is not None]
     assert mutants or case != "tp, linear"
     for mutant in mutants[:3]:
         assert not mutant.prove().ok

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from shardc.passes.joint.seconds import Seconds, collective_seconds
 from shardc.report.comm import timed
 from tests import zoo
 
+joint: Any = importlib.import_module("shardc.passes.joint")
 overlap: Any = importlib.import_module("shardc.passes.joint.overlap")
 
 WIDTH = 8192
@@ -41,7 +43,7 @@ class Model(nn.Module):
         return self.blocks(x).square().mean()
 
 
-def compiled(lower: bool, **more: Any) -> Any:
+def compiled(**more: Any) -> Any:
     """Sequence-parallel: all_gather and reduce_scatter around every pair of products."""
     with torch.device("meta"):
         model = Model()
@@ -50,7 +52,6 @@ def compiled(lower: bool, **more: Any) -> Any:
         "mesh": {"tp": 8},
         "shard": {"*.up": "column", "*.down": "row"},
         "activations": {"blocks.*.norm": {0: "tp"}},
-        "lower": lower,
         **more,
     }
     return shardc.compile(model, {"x": torch.empty(8192, WIDTH, device="meta")}, spec, prove=False)
@@ -58,16 +59,28 @@ def compiled(lower: bool, **more: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def program() -> Any:
-    return compiled(True)
+    return compiled()
 
 
-def test_backward_waits_for_less_than_half_of_what_it_waits_for_under_autograd(program: Any) -> None:
+def without_overlap(program: Any) -> Any:
+    """The same program, each of whose collectives is waited for where it is begun."""
+
+    def as_written(graph: Any, seconds: Seconds, sizes: Sizes, room: int = 0) -> int:
+        text = overlap.Text(graph, seconds, sizes)
+        return int(text.uses.peak(text.nodes))
+
+    with mock.patch.object(joint, "overlap_collectives", as_written):
+        plain = joint.with_joint_graphs(replace(program, pairs=()), program.spec.execution)
+        assert all(s.joint.graphs for s in plain.stages)
+    return plain
+
+
+def test_backward_waits_for_less_than_half_of_what_it_waits_for_without_overlap(program: Any) -> None:
     def exposed(p: Any) -> float:
         return sum(t.exposed for (_, way, *_), t in timed(p.cost("h100-80g")).items() if way == "backward")
 
-    lowered, eager = exposed(program), exposed(compiled(False))
-    assert eager > 0
-    assert lowered < eager / 2
+    plain = exposed(without_overlap(program))
+    assert 0 < exposed(program) < plain / 2
 
 
 def test_an_order_keeps_the_lines_and_takes_no_more_memory(program: Any) -> None:
@@ -167,20 +180,18 @@ class Routed(nn.Module):
 
 
 def test_exchanges_of_experts_run_beside_a_shared_expert() -> None:
-    def exposed(lower: bool) -> float:
-        with torch.device("meta"):
-            model = Routed()
-        spec = {
-            "shardc": 1,
-            "mesh": {"ep": 8},
-            "experts": [{"match": "blocks.*", "axis": "ep"}],
-            "precision": {"compute": "bfloat16"},
-            "lower": lower,
-        }
-        program = shardc.compile(model, {"x": torch.empty(8 * 4096, 4096, device="meta")}, spec, prove=False)
+    with torch.device("meta"):
+        model = Routed()
+    spec = {
+        "shardc": 1,
+        "mesh": {"ep": 8},
+        "experts": [{"match": "blocks.*", "axis": "ep"}],
+        "precision": {"compute": "bfloat16"},
+    }
+    program = shardc.compile(model, {"x": torch.empty(8 * 4096, 4096, device="meta")}, spec, prove=False)
+
+    def exposed(program: Any) -> float:
         rows = timed(program.cost("h100-80g")).items()
         return sum(t.exposed for (axis, _, kind, *_), t in rows if (axis, kind) == ("ep", "all_to_all"))
 
-    eager = exposed(False)
-    assert eager > 0
-    assert exposed(True) < eager / 2
+    assert 0 < exposed(program) < exposed(without_overlap(program)) / 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from shardc.runtime import ops
 from shardc.runtime.schedule import of as schedule_of
 from shardc.verify.static.pair_halves import halves
 from tests import zoo
-from tests.passes.test_lower import SP, TP, built, compiled, equal_to_the_bit, momentum
+from tests.passes.test_joint import SP, TP, built, compiled, momentum, same
 from tests.passes.test_overlap import Block, Routed
 from tests.zoo import hf, hf_more
 
@@ -79,26 +81,31 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
         {**TP, **MICRO, "checkpoint": [{"match": "h.*", "save": ["linear"], "offload": "cpu"}]},
         FORWARDS,
     ),
-    "dualpipe-v": ("gpt", DUAL, True),
+    "dualpipe-v": ("gpt", DUAL, {}),
     "dualpipe-v, zero 3": (
         "gpt",
         {**DUAL, "mesh": {"pp": 2, "dp": 2}, "data": {"zero": 3, "bucket_mb": 0.01}},
-        True,
+        {},
     ),
-    "dualpipe-v, tied, sp": ("llama", {**DUAL, "mesh": {"pp": 2, "tp": 2}, "shard": {"use": "structure"}}, True),
-    "dualpipe-v, passed on": ("linear_attention", DUAL, True),
+    "dualpipe-v, tied, sp": ("llama", {**DUAL, "mesh": {"pp": 2, "tp": 2}, "shard": {"use": "structure"}}, {}),
+    "dualpipe-v, passed on": ("linear_attention", DUAL, {}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_side_by_side_is_one_after_the_other_to_the_bit(case: str) -> None:
-    name, spec, lower = CASES[case]
+    name, spec, how = CASES[case]
     model, batch, _ = built(name)
-    program, one_by_one = compiled(name, spec, lower=lower), compiled(name, spec)
+    program = compiled(name, spec, execution=how)
+    one_by_one = replace(program, pairs=())
     assert program.pairs, program.notes
     assert {p.key for p in program.pairs} == set(schedule_of(program).pairs())
     want, have = (shardc.verify.simulate(p, model, batch, steps=2, optimizer=momentum) for p in (one_by_one, program))
-    equal_to_the_bit(want, have)
+    assert torch.equal(have.loss, want.loss)
+    assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
+    assert [n for n, x in want.state.items() if not same(have.state[n], x)] == []
+    sent = [Counter((c.kind, c.axis, c.bytes, c.direction) for c in sim.comms) for sim in (want, have)]
+    assert not sent[1] - sent[0]
 
 
 @pytest.mark.parametrize("how", [SIDE, FORWARDS])
@@ -112,7 +119,7 @@ def test_experts_side_by_side(how: Any) -> None:
             "experts": [{"match": "*.mlp.experts", "axis": "ep"}],
             "batch": {"microbatches": 2},
         }
-        program = shardc.compile(model, batch, {**spec, "lower": how})
+        program = shardc.compile(model, batch, {**spec, "execution": how})
         plain = shardc.compile(model, batch, spec)
     want, have = (shardc.verify.simulate(p, model, batch) for p in (plain, program))
     assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
@@ -120,8 +127,8 @@ def test_experts_side_by_side(how: Any) -> None:
 
 @pytest.mark.parametrize("case", ["zero 3, cheap", "forwards, zero 3", "dualpipe-v"])
 def test_a_pair_has_the_lines_of_both_texts_and_takes_no_more_memory(case: str) -> None:
-    name, spec, lower = CASES[case]
-    program = compiled(name, spec, lower=lower)
+    name, spec, how = CASES[case]
+    program = compiled(name, spec, execution=how)
     seconds, sizes = Seconds(program, Rank(program)), Sizes(program)
     for p in program.pairs:
         forward, other = program.stages[p.first].joint, program.stages[p.then].joint
@@ -129,13 +136,13 @@ def test_a_pair_has_the_lines_of_both_texts_and_takes_no_more_memory(case: str) 
         assert other is not None
         prefix = prefix_of(p.kind, forward.forward)
         first, then = halves(program, p.graph, prefix)
-        second = [g for w, g in other.texts.items() if (w == "forward") == (p.kind == "FF")]
+        second = [g for w, g in other.graphs.items() if (w == "forward") == (p.kind == "FF")]
         for half, texts in ((first, [forward.forward]), (then, second)):
             lines = sorted(n.name for text in texts for n in text.nodes if n.op == "call_function")
             assert sorted(n.name for n in half.nodes if n.op == "call_function") == lines
-        for text in forward.texts.values():  # what its tapes take is known from forward's lines
+        for text in forward.graphs.values():  # what its tapes take is known from forward's lines
             overlap.Text(text, seconds, sizes)
-        for text in other.texts.values():
+        for text in other.graphs.values():
             overlap.Text(text, seconds, sizes)
         whole = pair._whole(other, seconds, sizes) if p.kind == "FB" else other.forward
         one_by_one = overlap.Text(pair._joined(program, forward.forward, whole, prefix), seconds, sizes)
@@ -181,7 +188,8 @@ def test_names_of_the_two_halves_do_not_meet() -> None:
         model, batch = Model().double(), {"x": torch.randn(8, 8, dtype=torch.float64)}
         spec = {"shardc": 1, "mesh": {"dp": 2}, "batch": {"microbatches": 2}}
         want, have = (
-            shardc.simulate(shardc.compile(model, batch, spec | more), model, batch) for more in ({}, {"lower": SIDE})
+            shardc.simulate(shardc.compile(model, batch, spec | more), model, batch)
+            for more in ({}, {"execution": SIDE})
         )
     assert [n for n, g in want.grads.items() if not torch.equal(have.grads[n], g)] == []
 
@@ -195,7 +203,7 @@ def test_pairs_come_back_from_disk_and_are_proven(tmp_path: Path) -> None:
         f"pair_{f}_{b}.py" for f, b in ((0, 3), (1, 2), (2, 1), (3, 0))
     }
     assert there.prove().ok
-    assert there.verify(lowered=True).ok
+    assert there.verify().ok
     file = tmp_path / "out" / "pair_1_2.py"
     file.write_text(re.sub(r"    return .*\n", "    return (None, ())\n", file.read_text()))
     with pytest.raises(shardc.ShardcError, match="does not return what a forward and a backward do"):
@@ -203,7 +211,7 @@ def test_pairs_come_back_from_disk_and_are_proven(tmp_path: Path) -> None:
 
 
 def test_two_forwards_come_back_from_disk_and_are_proven(tmp_path: Path) -> None:
-    program = compiled(*CASES["forwards, zero 3"][:2], lower=FORWARDS)
+    program = compiled(*CASES["forwards, zero 3"][:2], execution=FORWARDS)
     assert [str(a) for a in schedule_of(program).actions[0]][:6] == ["0F0+0F1", "0B0", "0B1", "0F2+0F3", "0B2", "0B3"]
     program.save(tmp_path / "out")
     there = shardc.load(tmp_path / "out")
@@ -229,8 +237,6 @@ def test_two_forwards_come_back_from_disk_and_are_proven(tmp_path: Path) -> None
 
 def _broken(program: Any, change: Any) -> list[str]:
     """What the proof says of a program whose first pair has one line changed."""
-    from dataclasses import replace
-
     p = program.pairs[0]
     graph = copy_graph(p.graph)
     change(graph)
@@ -238,7 +244,7 @@ def _broken(program: Any, change: Any) -> list[str]:
 
 
 def test_a_pair_that_mixes_its_microbatches_is_not_proven() -> None:
-    program = compiled(*CASES["tp"][:2], lower=SIDE)
+    program = compiled(*CASES["tp"][:2], execution=SIDE)
 
     def other_mesh(graph: Any) -> None:
         mesh = {n.name: n for n in graph.nodes}["mesh"]
@@ -265,7 +271,7 @@ def test_a_pair_that_mixes_its_microbatches_is_not_proven() -> None:
 @pytest.mark.parametrize("how", [SIDE, FORWARDS])
 def test_overlap_is_refused_where_nothing_runs_beside(spec: dict[str, Any], said: str, how: dict[str, str]) -> None:
     with pytest.raises(shardc.ShardcError, match=f"overlap: {how['overlap']}.*{said}"):
-        compiled("gpt", spec, lower=how)
+        compiled("gpt", spec, execution=how)
 
 
 class _Mean(nn.Module):
@@ -277,9 +283,9 @@ class _Mean(nn.Module):
         return self.blocks(x).square().mean()
 
 
-def _waited(model: nn.Module, width: int, spec: dict[str, Any], lower: Any) -> tuple[float, float]:
+def _waited(model: nn.Module, width: int, spec: dict[str, Any], how: Any) -> tuple[float, float]:
     """(seconds of waiting for collectives, peak bytes) of a step."""
-    full = {"shardc": 1, **spec, "batch": {"microbatches": 4}, "lower": lower}
+    full = {"shardc": 1, **spec, "batch": {"microbatches": 4}, "execution": how}
     program = shardc.compile(model, {"x": torch.empty(4 * 8192, width, device="meta")}, full, prove=False)
     cost = program.cost("h100-80g")
     return sum(t.exposed for t in timed(cost).values()), cost.memory.peak
@@ -293,7 +299,7 @@ def test_forward_waits_for_less_than_half_beside_a_backward() -> None:
         "shard": {"*.up": "column", "*.down": "row"},
         "activations": {"blocks.*.norm": {0: "tp"}},
     }
-    alone, _ = _waited(model, 8192, spec, True)
+    alone, _ = _waited(model, 8192, spec, {})
     beside, _ = _waited(model, 8192, spec, SIDE)
     assert beside < alone / 2
 
@@ -307,14 +313,14 @@ def test_a_forward_waits_for_less_beside_another_and_takes_no_more_memory_than_b
         "activations": {"blocks.*.norm": {0: "tp"}},
     }
 
-    def waited(lower: Any) -> tuple[float, int]:
-        full = {"shardc": 1, **spec, "batch": {"microbatches": 2}, "lower": lower}
+    def waited(how: Any) -> tuple[float, int]:
+        full = {"shardc": 1, **spec, "batch": {"microbatches": 2}, "execution": how}
         batch = {"x": torch.empty(2 * 8192, 8192, device="meta")}
         cost = shardc.compile(model, batch, full, prove=False).cost("h100-80g")
         forward = sum(t.exposed for (_, way, *_), t in timed(cost).items() if way == "forward")
         return forward, cost.memory.peak
 
-    (alone, one), (beside, both) = waited(True), waited(FORWARDS)
+    (alone, one), (beside, both) = waited({}), waited(FORWARDS)
     assert beside < alone / 3
     assert one < both < 2 * one
 
@@ -325,9 +331,11 @@ def test_new_values_of_buffers_do_not_add_to_a_pairs_peak() -> None:
         model, x = _Mean(nn.Sequential(*(nn.BatchNorm1d(64) for _ in range(4)))), torch.empty(32, 64)
     spec: dict[str, Any] = {"shardc": 1, **DUAL, "batch": {"microbatches": 8}, "batch_norm": "local"}
 
-    def peak(lower: bool) -> int:
-        program = shardc.compile(model, {"x": x}, {**spec, "lower": lower}, prove=False)
-        assert bool(program.pairs) == lower
+    paired = shardc.compile(model, {"x": x}, spec, prove=False)
+    assert paired.pairs
+
+    def peak(pairs: bool) -> int:
+        program = paired if pairs else replace(paired, pairs=())
         return memory(dry_run(program, 0), schedule_of(program).actions[0]).peak
 
     assert peak(True) <= peak(False)
@@ -341,14 +349,14 @@ def test_exchanges_of_experts_run_beside_the_other_microbatch() -> None:
         "experts": [{"match": "blocks.*", "axis": "ep"}],
         "precision": {"compute": "bfloat16"},
     }
-    eager, _ = _waited(model, 4096, spec, False)
+    alone, _ = _waited(model, 4096, spec, {})
     beside, _ = _waited(model, 4096, spec, SIDE)
-    assert beside < eager / 2
+    assert beside < alone / 2
 
 
-@pytest.mark.parametrize(("spec", "how"), [(TP | MICRO, SIDE), (DUAL, True)])
+@pytest.mark.parametrize(("spec", "how"), [(TP | MICRO, SIDE), (DUAL, {})])
 def test_closed_forms_are_those_of_a_microbatch_by_itself(spec: dict[str, Any], how: Any) -> None:
-    cost = compiled("gpt", spec, lower=how).cost("h100-80g")
+    cost = compiled("gpt", spec, execution=how).cost("h100-80g")
     forms = cost.forms(sequence=16)
     assert forms.value(forms.flops) * 4 == cost.ranks[0].flops
     (kept,) = {sum(x.nbytes for x in storages(r)) for r in cost.dry_runs[:1]}
@@ -356,7 +364,7 @@ def test_closed_forms_are_those_of_a_microbatch_by_itself(spec: dict[str, Any], 
 
 
 def test_dry_runs_with_pairs_are_kept_as_they_are() -> None:
-    program = compiled("gpt", {"mesh": {"dp": 2}, **MICRO}, lower=SIDE)
+    program = compiled("gpt", {"mesh": {"dp": 2}, **MICRO}, execution=SIDE)
     (run,) = program.cost("h100-80g").dry_runs
     back = traces.decoded(json.loads(json.dumps(traces.encoded(run))))
     assert [str(a) for a, _ in back.actions] == [str(a) for a, _ in run.actions]

@@ -524,7 +524,7 @@ def spec_of(c: Captured, rng: random.Random, *, most: int) -> dict[str, Any]:
             {"match": f"m{rng.randrange(MODULES)}", "save": rng.choice(([], ["linear"], ["collective"]))}
         ]
     if rng.random() < 0.1:
-        spec["lower"] = True
+        pass  # a number is drawn, so that the graphs of a seed stay the same
     if "pp" in mesh:
         spec["pipeline"] = {"axis": "pp", "cut": [rng.choice(list(ends)[1:] or ["m1"])]}
         spec["batch"] = {"dims": dims, "microbatches": 2} if dims else {}

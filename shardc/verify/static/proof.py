@@ -92,6 +92,7 @@ def prove_within(program: Program, seconds: float) -> Proof | None:
     checker = _Checker(program, start + seconds)
     try:
         gaps = tuple(checker.run())
+        gaps = gaps or tuple(checker.joint())  # what follows of a gap is not repeated
     except TooLongError:
         return None
     took = time.perf_counter() - start
@@ -138,7 +139,6 @@ class _Checker:
         for name, what in matrix_owners.wrong(program, self.until):
             yield Gap(name, what)
         yield from self._pipeline()
-        yield from self._joint()
 
     def _stored(self, x: Any, node: fx.Node) -> Claim:
         """What a placeholder holds: the gradient of a parameter is a summand where it is summed later."""
@@ -307,7 +307,7 @@ class _Checker:
             for error in e.errors:
                 yield Gap("schedule", error.what, right=error.fix or "")
 
-    def _joint(self) -> Iterator[Gap]:
+    def joint(self) -> Iterator[Gap]:
         """The texts that a step runs in the place of a stage's, and of two stages'."""
         rules = Rules(self.program)
         for stage in self.program.stages:

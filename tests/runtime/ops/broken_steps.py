@@ -40,7 +40,7 @@ class _Still:
     """A mesh on which nothing moves to the host."""
 
     def __init__(self, mesh: Any) -> None:
-        self.step, self.host_copies = self, OffloadedTensors(mesh.device, {})
+        self.step, self.host_copies = self, OffloadedTensors(mesh.device)
 
 
 def ways(name: str, op: Op) -> Iterator[tuple[str, Op]]:

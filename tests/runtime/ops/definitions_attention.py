@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shardc.ir.placement import Shard
 from shardc.ir.shard_chunks import chunks
-from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh
 from shardc.runtime.rng import Rng
+from tests.differentiable import ops
 from tests.runtime.ops.definitions import RANKS, close, numbers, of, on_ranks, same, strided, wide
 
 NARROW = (torch.float64, torch.float32, torch.bfloat16)

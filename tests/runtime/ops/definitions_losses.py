@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from shardc.ir.placement import Shard
 from shardc.ir.shard_chunks import chunks, trim, unchunk, widen
-from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh
+from tests.differentiable import ops
 from tests.runtime.ops.definitions import FLOATS, RANKS, close, numbers, of, on_ranks, strided, wide
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from shardc.ir.mesh import Mesh
-from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.activation_offload import OffloadedTensors
-from tests.runtime.ops.definitions import COMPLEX, FLOATS, RANKS, WHOLE, numbers, of, strided
+from tests.differentiable import ops
+from tests.runtime.ops.definitions import COMPLEX, FLOATS, WHOLE, numbers, of, strided
 
 ALONE = Mesh((("a", 1),))
 #: (op, tensors of these shapes, what else it takes, those that get gradients, those that backward is given again).
@@ -87,18 +87,6 @@ def recorded(through: Through = lambda tape: tape) -> None:
 @of("taped", "untaped")
 def taped() -> None:
     recorded()
-    for n in RANKS:  # an op that communicates
-
-        def work(mesh: LoopbackMesh) -> Tensor:
-            x, g = numbers((3, 4), torch.float64, seed=mesh.rank), numbers((3, 4), torch.float64, seed=9 + mesh.rank)
-            y, tape = ops.taped("ops.sum_grad", (0,), (), x, mesh, ("a",), tag="node")
-            assert torch.equal(y, x)
-            (grad,) = ops.untaped(tape, (g,), (None,), ())
-            assert grad is not None
-            return grad
-
-        total = torch.stack([numbers((3, 4), torch.float64, seed=9 + rank) for rank in range(n)]).sum(0)
-        assert all(torch.equal(grad, total) for grad in loopback(Mesh((("a", n),)), work))
 
 
 class Moving(OffloadedTensors):
@@ -108,7 +96,7 @@ class Moving(OffloadedTensors):
 
 
 def moving(mesh: LoopbackMesh) -> None:
-    mesh.step.host_copies = Moving(torch.device("cpu"), {})
+    mesh.step.host_copies = Moving(torch.device("cpu"))
 
 
 @of("offload_start", "offload_wait", "reload_start", "reload_wait")

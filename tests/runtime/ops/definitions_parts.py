@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shardc.ir.placement import Shard
 from shardc.ir.shard_chunks import chunks, widen
-from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh
 from shardc.runtime.rng import Rng
+from tests.differentiable import ops
 from tests.runtime.ops.definitions import (
     COMPLEX,
     FLOATS,

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.ir.mesh import Mesh
-from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.rng import Rng
 from shardc.verify.simulate import simulate
 from tests import equality, live_bytes
+from tests.differentiable import ops
 from tests.live_bytes import Live
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardc.ir import conversions, shard_chunks
 from shardc.ir.conversions import BY_OP, Move
 from shardc.runtime import ops
-from shardc.runtime.ops import convert, local_math, shard_parts
+from shardc.runtime.ops import convert, local_math, one_way, shard_parts
 from tests.runtime.ops import broken_steps
 from tests.runtime.ops.checks import CHECKS
 
@@ -125,6 +125,7 @@ def with_argument(op: Op, position: int, value: Any) -> Op:
 
 
 CONVERSIONS = set(BY_OP)
+SUMS = {"all_reduce", "reduce_scatter"}
 #: Ops whose result has no gradient, or that have none of their first tensor.
 DETACHED = {
     "top",
@@ -138,7 +139,7 @@ DETACHED = {
     "experts_route",
     "total",
 }
-DETACHED |= {"fp8_amax", "fp8_round_grad", "attention_reach"}
+DETACHED |= {"gather_start", "gather_wait", "fp8_amax", "fp8_round_grad", "attention_reach"}
 DETACHED |= {"start", "wait", "transpose", "transpose_start", "add_into", "batch_stat"}
 DETACHED |= {"fp8_pack", "fp8_grad_of_data", "fp8_grad_of_weight", *broken_steps.OPS}
 #: Ops that look at this rank's place, or put ranks' parts in order.
@@ -158,7 +159,7 @@ PLACED |= {n for n in CONVERSIONS if not {BY_OP[n].forward, BY_OP[n].backward} <
 #: Ops of numbers of 8 bits, and which argument is the axes over which they find scales together.
 AXES = {"fp8_grad": 5, "fp8_round_grad": 5, "fp8_experts": 12, "fp8_experts_apply": 11}
 #: Ops of complex numbers with a gradient.
-COMPLEX = {*CONVERSIONS, "fill_padding", "select_partial", "gather_partial", "cumsum", "partial_mean"}
+COMPLEX = {"fill_padding", "select_partial", "gather_partial", "cumsum", "partial_mean"}
 
 
 def ways(name: str) -> Iterator[tuple[str, Op]]:
@@ -168,19 +169,14 @@ def ways(name: str) -> Iterator[tuple[str, Op]]:
         yield "a number that is far off", result(op, lambda x: x - 1000)
     elif name not in {"start", "transpose_start", "wait", "batch_stat", *broken_steps.WITHOUT_TENSORS}:
         yield "twice the result", result(op, twice)
-    if name not in DETACHED:
+    if name not in DETACHED | CONVERSIONS:  # whose transposes are ops: TRANSPOSES
         yield "twice the gradient", first_tensor(op, lambda g, _: g + g)
         yield "no gradient", first_tensor(op, lambda g, _: torch.zeros_like(g))
-    if name in CONVERSIONS and BY_OP[name].backward != "first":
-        yield (
-            "the first rank's gradient alone",
-            first_tensor(op, lambda g, mesh: g if mesh.coordinate("a") == 0 else torch.zeros_like(g)),
-        )
     if name in COMPLEX:
         yield "a conjugate too many", first_tensor(op, lambda g, _: g.conj().resolve_conj())
     if name in PLACED:
         yield "ranks in another order", on_mesh(op, _Turned)
-    if name in CONVERSIONS and {BY_OP[name].forward, BY_OP[name].backward} & {"all_reduce", "reduce_scatter"}:
+    if name in CONVERSIONS and BY_OP[name].forward in SUMS:
         yield "means for sums", on_mesh(op, _Mean)
     if name in AXES:
         yield "a scale of each rank", with_argument(op, AXES[name], ())
@@ -234,6 +230,34 @@ def test_every_op_is_broken_somehow() -> None:
 @pytest.mark.parametrize(("name", "how", "broken"), BROKEN, ids=[f"{name}, {how}" for name, how, _ in BROKEN])
 def test_a_broken_op_is_noticed(name: str, how: str, broken: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, name, broken)
+    assert noticed(name)
+
+
+#: What is done to the gradient that a conversion's transpose gives; change(gradient, the mesh).
+TRANSPOSES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "twice the gradient": lambda g, _: g + g,
+    "no gradient": lambda g, _: torch.zeros_like(g),
+    "the first rank's gradient alone": lambda g, mesh: g if mesh.coordinate("a") == 0 else torch.zeros_like(g),
+    "a conjugate too many": lambda g, _: g.conj().resolve_conj(),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("how", [*TRANSPOSES, "means for sums"])
+@pytest.mark.parametrize("name", BY_OP)
+def test_a_broken_transpose_is_noticed(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "the first rank's gradient alone" and BY_OP[name].backward == "first":
+        return  # it is what the transpose does
+    if how == "means for sums" and BY_OP[name].backward not in SUMS:
+        return
+    transpose = one_way._TRANSPOSED[name]
+
+    def broken(g: Tensor, mesh: Any, *args: Any, **named: Any) -> Tensor:
+        if how == "means for sums":
+            return transpose(g, _Mean(mesh), *args, **named)
+        return TRANSPOSES[how](transpose(g, mesh, *args, **named), mesh)
+
+    monkeypatch.setitem(one_way._TRANSPOSED, name, broken)
     assert noticed(name)
 
 

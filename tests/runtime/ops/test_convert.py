@@ -18,10 +18,10 @@ from shardc.ir.conversions import CONVERSIONS, Conversion
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Partial, PartialGrad, Placement, Shard
 from shardc.ir.shard_chunks import chunks, trim, unchunk, widen
-from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.ops import shard_parts
 from shardc.runtime.rng import Rng
+from tests.differentiable import ops
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

@@ -15,7 +15,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardc.cost.ledger import Ledger
 from shardc.cost.recorded import Op
 from shardc.runtime.ops import fp8, fp8_kernel, fp8_products
-from shardc.runtime.ops.factors import begun, product_of_8_bits
 from shardc.runtime.ops.fp8_recipe import RECIPES, along
 from shardc.torch_private import TorchDispatchMode, multiplies_float8_on_cpu
 
@@ -78,37 +77,6 @@ def test_the_kernel_is_what_runs_without_one(
     for a, b in zip(found[1], right[1], strict=True):
         largest = b.abs().max()
         assert bool(((a - b).abs() <= b.abs() / 128 + largest * 1e-5).all())  # the last of a bfloat16's 8 bits
-
-
-def test_a_sum_over_ranks_begins_before_the_weights_gradient() -> None:
-    """As of other products (test_overlap.py): the two halves are those of the whole."""
-    torch.manual_seed(0)
-    recipe = RECIPES["fp8-tensorwise"]
-    x, weight = real(32, 64), real(96, 64)
-    x = fp8.fp8_round(x, fp8.fp8_amax(x, recipe.x), "e4m3", recipe.x)
-    amax, g = fp8.fp8_amax(weight, recipe.weight), real(32, 96)
-    g = fp8.fp8_round(g, fp8.fp8_amax(g, recipe.grad), "e5m2", recipe.grad)
-    order: list[str] = []
-
-    class Done:
-        def wait(self) -> None:
-            order.append("wait")
-
-    def grads(product: Callable[..., Tensor], over: bool) -> tuple[Tensor, ...]:
-        leaf, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        w.register_hook(lambda _: order.append("weight"))
-
-        def start(g: Tensor) -> Any:
-            order.append("begin")
-            return g, Done()
-
-        x_each = begun(leaf, lambda t: t, start) if over else leaf
-        y = product(x_each, w, amax, "fp8-tensorwise", False, fp8_products.fp8_pack(x, "e4m3", (0, 0)))
-        return torch.autograd.grad(y, (leaf, w), g)
-
-    apart = grads(product_of_8_bits, over=True)
-    assert order == ["begin", "weight", "wait"]
-    assert all(map(torch.equal, apart, grads(fp8_products.fp8_linear, over=False)))
 
 
 def test_backward_keeps_bytes_of_the_input_and_the_weight_itself() -> None:

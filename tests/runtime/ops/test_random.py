@@ -16,11 +16,11 @@ from shardc.capture import capture
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.passes.canonical import Canonical
-from shardc.runtime import ops
 from shardc.runtime.rng import Rng
 from shardc.spec import Spec
 from shardc.verify.reference import interpret
 from tests import zoo
+from tests.differentiable import ops
 from tests.zoo import hf
 
 ROWS, WIDE = 8, 16

@@ -285,7 +285,7 @@ BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "loss scale": ({"data": {"zero": 1}, "precision": FP16}, {"precision": FP16}),
     "adapters": ({"data": {"zero": 3}, "adapters": LORA}, {"data": {"zero": 1}, "adapters": LORA}),
-    "lower": ({"data": {"zero": 2}}, {"data": {"zero": 3}, **STAGES}),
+    "stages": ({"data": {"zero": 2}}, {"data": {"zero": 3}, **STAGES}),
     "recomputation": ({"data": {"zero": 3}, "checkpoint": [{"match": "layers.*", "save": []}]}, {}),
 }
 

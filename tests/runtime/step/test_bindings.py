@@ -97,25 +97,24 @@ class Net(nn.Module):
         return (self.down(self.up(self.norm(x)).relu()) + x).square().sum()
 
 
-@pytest.mark.parametrize("lower", [False, True])
-def test_a_rank_runs_bindings_and_the_program_keeps_overloads(lower: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_runs_bindings_and_the_program_keeps_overloads(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[fx.Graph] = []
 
     def watched(graph: fx.Graph) -> fx.Graph:
         made.append(bind(graph))
         return graph
 
-    for module in ("recompute", "lowered"):
+    for module in ("joint_stage",):
         monkeypatch.setattr(f"shardc.runtime.step.{module}.bind", watched)
     batch = {"x": torch.randn(4, 8)}
-    program = shardc.compile(Net(), batch, {"shardc": 1, "mesh": {"dp": 1}, "lower": lower}, prove=False)
+    program = shardc.compile(Net(), batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
     program.engine(Net()).step(batch)
     ran = {n.target for g in made for n in g.nodes}
     assert torch.nn.functional.linear in ran
     assert not ran & _BINDINGS.keys()
     stage = program.stages[0]
-    texts = stage.joint.graphs.values() if stage.joint is not None else [stage.graph]
-    assert aten.linear.default in {n.target for g in texts for n in g.nodes}
+    assert stage.joint is not None
+    assert aten.linear.default in {n.target for g in stage.joint.graphs.values() for n in g.nodes}
 
 
 def test_gradients_of_ops_with_several_results_are_taken_over_as_they_are() -> None:

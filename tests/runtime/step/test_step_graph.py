@@ -52,7 +52,7 @@ def normed(step: int, rows: int = 8) -> dict[str, Tensor]:
 
 
 SPECS: dict[str, dict[str, Any]] = {
-    "lowered": {},
+    "plain": {},
     "microbatches": {"batch": {"microbatches": 2}, "batch_norm": "local"},
     "zero 1": {"data": {"zero": 1}},
     "zero 2, bfloat16": {"data": {"zero": 2}, "precision": {"compute": "bfloat16"}},
@@ -62,10 +62,12 @@ SPECS: dict[str, dict[str, Any]] = {
 Look = Callable[[Any, int], None]
 
 
-def trained(spec: dict[str, Any], lower: Any, look: Look = lambda engine, step: None, **options: Any) -> list[Any]:
+def trained(spec: dict[str, Any], graphs: bool, look: Look = lambda engine, step: None, **options: Any) -> list[Any]:
     torch.manual_seed(0)
     model = Normed()
-    program = shardc.compile(model, normed(0), {"shardc": 1, "mesh": {"dp": 1}, "lower": lower, **spec}, prove=False)
+    program = shardc.compile(
+        model, normed(0), {"shardc": 1, "mesh": {"dp": 1}, "execution": {"graphs": graphs}, **spec}, prove=False
+    )
     torch.manual_seed(1)
     engine = program.engine(Normed(), lambda ps: torch.optim.AdamW(ps, lr=1e-2), **options)
     found: list[Any] = []
@@ -85,10 +87,10 @@ def alike(a: list[Any], b: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_equal_to_op_by_op(name: str, graphs: list[RecordedOps]) -> None:
-    options = {"clip_norm": 0.1} if name == "lowered" else {}
-    expected = trained(SPECS[name], True, **options)
+    options = {"clip_norm": 0.1} if name == "plain" else {}
+    expected = trained(SPECS[name], False, **options)
     assert not graphs
-    alike(trained(SPECS[name], {"graphs": True}, **options), expected)
+    alike(trained(SPECS[name], True, **options), expected)
     assert [g.replays for g in graphs] == [STEPS - step_graph.WARM]
 
 
@@ -103,8 +105,8 @@ def test_what_a_user_does_between_steps(graphs: list[RecordedOps]) -> None:
             with torch.no_grad():
                 next(iter(engine.params.values())).mul_(0.5)
 
-    expected = trained({}, True, look)
-    alike(trained({}, {"graphs": True}, look), expected)
+    expected = trained({}, False, look)
+    alike(trained({}, True, look), expected)
     assert [g.replays for g in graphs] == [STEPS - step_graph.WARM]
 
 
@@ -117,7 +119,7 @@ def test_sizes_that_come_in_turns(graphs: list[RecordedOps], monkeypatch: pytest
         for rows in (6, 7) if step < STEPS - 1 else (7,) * 7:
             engine.step(normed(step + 10, rows))
 
-    alike(trained({}, {"graphs": True}, look), trained({}, True, look))
+    alike(trained({}, True, look), trained({}, False, look))
     assert len(graphs) == 3
     assert [g.replays > 0 for g in graphs] == [True] * 3
 
@@ -131,7 +133,7 @@ def test_what_looks_at_ops_sees_them(graphs: list[RecordedOps]) -> None:
                 engine.step(normed(step))
             seen.extend(e.key for e in profile.key_averages())
 
-    alike(trained({}, {"graphs": True}, look), trained({}, True, look))
+    alike(trained({}, True, look), trained({}, False, look))
     assert "aten::linear" in seen
     assert [g.replays for g in graphs] == [STEPS - step_graph.WARM]
 
@@ -150,7 +152,7 @@ def test_who_looks_in_another_thread_is_not_asked(graphs: list[RecordedOps]) -> 
     thread.start()
     begun.wait()
     try:
-        trained({}, {"graphs": True})
+        trained({}, True)
     finally:
         done.set()
         thread.join()
@@ -159,9 +161,11 @@ def test_who_looks_in_another_thread_is_not_asked(graphs: list[RecordedOps]) -> 
 
 def test_of_a_language_model(graphs: list[RecordedOps]) -> None:
     found = []
-    for lower in (True, {"graphs": True}):
+    for recorded in (False, True):
         model, batch = zoo.gpt(dropout=0.1)
-        program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 1}, "lower": lower}, prove=False)
+        program = shardc.compile(
+            model, batch, {"shardc": 1, "mesh": {"dp": 1}, "execution": {"graphs": recorded}}, prove=False
+        )
         engine = program.engine(model, lambda ps: torch.optim.SGD(ps, lr=0.1))
         found.append([engine.step(batch) for _ in range(STEPS)])
     alike(*found)
@@ -169,13 +173,13 @@ def test_of_a_language_model(graphs: list[RecordedOps]) -> None:
 
 
 def test_there_are_none_on_a_cpu(capfd: pytest.CaptureFixture[str]) -> None:
-    alike(trained({}, {"graphs": True}), trained({}, True))
+    alike(trained({}, True), trained({}, False))
     assert (
         "execution: {graphs: true}: there are none on a device of kind cpu; steps run op by op"
         in capfd.readouterr().err
     )
     with pytest.raises(ShardcError, match="there are none on a device of kind cpu"):
-        trained({"strict": True}, {"graphs": True})
+        trained({"strict": True}, True)
 
 
 def test_what_cannot_be_recorded_runs_op_by_op(
@@ -185,5 +189,5 @@ def test_what_cannot_be_recorded_runs_op_by_op(
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(RecordedOps, "recording", fails)
-    alike(trained({}, {"graphs": True}), trained({}, True))
+    alike(trained({}, True), trained({}, False))
     assert "CUDA cannot record this step (operation not permitted when stream is capturing)" in capfd.readouterr().err
