@@ -19,8 +19,6 @@ from shardc.passes.joint.rule_transposed import Lines
 from shardc.passes.joint.template import Template
 from shardc.runtime import ops
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True)
 class _Saved:
@@ -34,9 +32,11 @@ class _Saved:
 
 
 def taped(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -> Rule:
-    """Operands are counted by their place here: one that stands in two places is two. types: of the results."""
+    """Operands are counted by their place; of one that has two, the first has the gradient of both, which autograd adds
+    up in the order in which it comes to them inside of the op. types: of the results.
+    """
     apart, places = call.apart()
-    needs = tuple(k for k, i in enumerate(places) if ask.wanted[i])
+    needs = tuple(k for k, i in enumerate(places) if ask.wanted[i] and i not in places[:k])
     saved = _saved(rank, apart, places, needs, ask)
     w = Lines(rank, call, ask)
     args = (target_text(call.target), needs, saved.again, *call.args)
@@ -45,12 +45,7 @@ def taped(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) ->
     tape = w.put(Line(0, operator.getitem, (first, len(types))))
     split = len(w.lines)
     grads = tuple(Ref("g", i) if t is not None else None for i, t in enumerate(ask.tangents))
-    fresh: set[int] = set()
-    before: list[Ref | None] = []
-    for k in needs:  # what an operand has goes in once
-        i = places[k]
-        before.append(Ref("p", i) if ask.before[i] is not None and i not in fresh else None)
-        fresh.add(i)
+    before = [Ref("p", places[k]) if ask.before[places[k]] is not None else None for k in needs]
     operands = tuple(Ref("x", places[k]) for k in saved.again)
     zeros = () if saved.known else (("zeros", True),)  # else the text would take what is None for a gradient
     back = w.put(Line(0, ops.untaped, (tape, grads, tuple(before), operands), zeros, saved.grads))
@@ -58,10 +53,7 @@ def taped(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) ->
     kinds: list[Type | None] = [None] * len(ask.operands)
     for n, k in enumerate(needs):
         i, t = places[k], saved.grads[n]
-        one = w.put(Line(0, operator.getitem, (back, n), (), t))
-        had = found[i]
-        found[i] = one if had is None else w.put(Line(0, aten.add.Tensor, (had, one), (), t))
-        kinds[i] = t
+        found[i], kinds[i] = w.put(Line(0, operator.getitem, (back, n), (), t)), t
     return Rule(tuple(w.lines[:split]), tuple(made), tuple(w.lines[split:]), tuple(found), tuple(kinds), "taped")
 
 
@@ -75,7 +67,8 @@ def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, 
 
     try:
         with rank.mode:
-            xs = [replace(ask.operands[i], grad=k in needs).empty() for k, i in enumerate(places)]
+            first = {i: replace(ask.operands[i], grad=k in needs).empty() for k, i in reversed(list(enumerate(places)))}
+            xs = [first[i] for i in places]
             with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
                 made = rank.run(call, xs)
             gs = [None if t is None else replace(t, grad=False).empty() for t in ask.tangents]
@@ -83,7 +76,7 @@ def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, 
             found = torch.autograd.grad(
                 [y for y, _ in pairs], [xs[k] for k in needs], [g for _, g in pairs], allow_unused=True
             )
-        again = tuple(k for k, x in enumerate(xs) if memory_of(x) in packed)
+        again = tuple(k for k, x in enumerate(xs) if memory_of(x) in packed and places[k] not in places[:k])
         return _Saved(again, tuple(None if x is None else Type.of(x) for x in found), True)
     except Exception:  # whatever torch's Python, or a user's op, raises on tensors without data
         like = (ask.operands[places[k]] for k in needs)

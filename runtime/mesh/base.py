@@ -105,7 +105,7 @@ class RankMesh(ABC):
     def _note(self, kind: str, axes: tuple[str, ...], nbytes: int, direction: str, tag: str) -> None:
         self.activity.begin(kind, axes, tag)
         if self.recording:
-            direction = "recompute" if self.step.recomputing and direction == "forward" else direction
+            direction = "recompute" if self.step.in_backward and direction == "forward" else direction
             self.records.append(CommRecord(kind, axes, nbytes, direction, tag))
 
     def _timed(self, kind: str, axes: tuple[str, ...], nbytes: int) -> AbstractContextManager[None]:

@@ -4,7 +4,8 @@ math of ops whose rank's part is no op of torch. A program's text says `ops.all_
 x is this rank's tensor, mesh the runtime mesh (shardc.runtime.mesh), axis / axes name mesh axes. tag: the graph node's
 name, for the record of what ran.
 
-convert           conversions between placements; shard_parts: cut and joined; one_way: what communicates, one way by itself, or begun and waited for
+convert           conversions between placements; shard_parts: cut and joined; one_way: what communicates, one way by
+                  itself, or begun and waited for
 cast_once         weights in the dtype of products, one copy a step
 zero              the gathers of ZeRO 3, gradients for buckets; host_copy: copies that stop nothing
 host_handle       values that wait on the host from forward to backward, for backward graphs

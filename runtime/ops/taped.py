@@ -147,7 +147,10 @@ def record(
     given = list(tensors_in((args, kwargs)))
     with torch.enable_grad():
         itself = {i for i in needs if lets_go and _parameter(i, given)}
-        opened = [_opened(x) if i in needs and i not in itself else x for i, x in enumerate(given)]
+        of_needs = {i: given[i] if i in itself else _opened(given[i]) for i in needs}
+        # an operand that has two places is one: autograd adds up the gradients of both
+        same = {id(given[i]): x for i, x in reversed(of_needs.items())}
+        opened = [of_needs[i] if i in of_needs else same.get(id(x), x) for i, x in enumerate(given)]
     places = ByStorage[list[int]]()
     for i in again:
         if given[i].layout is torch.strided:

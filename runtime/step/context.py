@@ -36,7 +36,7 @@ class StepContext:
     sums: while the interpreter runs a forward of all microbatches for `ops.summed`: what they add up to so far.
     weight_copies: while a microbatch of several runs forward in training: what `ops.cast_once` has cast, by its tag.
     routings: what experts' routing notes, if the engine is to report it (shardc.runtime.step.expert_load).
-    recomputing: forward runs once more, in backward: its collectives are recorded as "recompute".
+    in_backward: a backward graph runs: collectives of forward, once more, are recorded as "recompute".
     trains: a graph of a training step runs (shardc.runtime.step.joint_stage).
     repeats: the lines that run now compute again what forward has computed (shardc.runtime.step.repeated_lines).
     launch: in its backward, what begins the sums of the buckets that have all their gradients.
@@ -47,7 +47,7 @@ class StepContext:
         self.sums: dict[int, Tensor] | None = None
         self.weight_copies: dict[str, Tensor] | None = None
         self.routings: list[Routing] | None = None
-        self.recomputing = False
+        self.in_backward = False
         self.trains = False
         self.repeats = False
         self.launch: Callable[[], None] | None = None
@@ -77,10 +77,10 @@ class StepContext:
             self.repeats = False  # an error may have come from such a line
 
     @contextmanager
-    def recompute(self) -> Iterator[None]:
-        """In here forward's collectives run once more, in backward."""
-        before, self.recomputing = self.recomputing, True
+    def backward(self) -> Iterator[None]:
+        """Around a backward graph."""
+        before, self.in_backward = self.in_backward, True
         try:
             yield
         finally:
-            self.recomputing = before
+            self.in_backward = before

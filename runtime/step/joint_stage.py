@@ -139,7 +139,7 @@ class JointPair:
         its text; launch: begins the sums of buckets that are complete.
         """
         view = mesh.beside()
-        view.step.recomputing, view.step.microbatch = True, microbatch
+        view.step.in_backward, view.step.microbatch = True, microbatch
         kept |= begin
         here = self._taken(given, view, values, kept)
         kept.clear()
@@ -201,7 +201,7 @@ class _Half:
         step = values["mesh"].step
         for name in self.takes - kept.keys():
             kept[name] = values[name]
-        with step.training(launch), step.recompute():
+        with step.training(launch), step.backward():
             return self.call(kept, step)
 
     def call(self, values: dict[str, Any], step: StepContext) -> Any:

@@ -103,7 +103,7 @@ class Running:
         result: Tensor = Joint.apply(loss, call, *unsummed, *summed)  # type: ignore[no-untyped-call]
         if result.requires_grad:
             self.waiting.add(call)
-            result.register_hook(self.updates.note)
+            result.register_hook(self.updates.note)  # type: ignore[no-untyped-call]
         return result, news
 
     def finish_backward(self) -> None:

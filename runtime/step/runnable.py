@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import Pair
 from shardc.ir.program import Program
@@ -90,7 +91,9 @@ class RunnableStage:
     @cached_property
     def joint(self) -> JointStage:
         """Its forward and backward graphs, made when a step first runs them."""
-        assert self._stage.joint is not None, "a program that trains has them"
+        if self._stage.joint is None:
+            what = "the program has no backward graph: an earlier version of shardc wrote it"
+            raise ShardcError(what, where=self._stage.name, fix="compile again")
         with WRITING:
             texts = self._stage.joint.graphs
             if self._device.type != "cpu":

@@ -60,6 +60,7 @@ class FolderFiles:
     def __init__(self, folder: Path, *, trust: bool) -> None:
         self.folder, self.trust = folder, trust
         self._held: dict[str, bytes] = {}
+        self.edited: set[str] = set()  # names of files that were edited after they were written
         try:
             self._held[MANIFEST] = disk_calls.read_file(folder / MANIFEST, LIMIT)
         except (FileNotFoundError, NotADirectoryError):
@@ -90,6 +91,7 @@ class FolderFiles:
             except OSError as e:
                 errors.found.append(self._unreadable(name, e))
             else:
+                self.edited |= {name} if actual != expected else set()
                 if actual != expected and not self.trust:
                     fix = "compile again, or load it with trust=True (--trust)"
                     errors.add(f"{name} was edited after it was written", where=str(path), fix=fix)

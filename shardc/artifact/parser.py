@@ -28,20 +28,11 @@ from shardc.runtime.ops import torch_library  # noqa: F401 (it registers torch.o
 from shardc.torch_private import OpOverload
 
 _OF = re.compile(r"# (\w+) (backward|again), (.*)$")
-#: `unasked` is what earlier versions wrote for `implicit`.
-_COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (?:(\d{1,18})/)?(\d{1,18}) (implicit |unasked )?(\".*\")$")
+_COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (?:(\d{1,18})/)?(\d{1,18}) (implicit )?(\".*\")$")
 _NAME = r'"(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-f]{4})*"'  # as JSON writes strings
 _REGION = re.compile(rf"({_NAME})(?: kept ({_NAME}(?: {_NAME})*))?(?: again (\d{{1,9}}))?(?: \| |$)")
 _PIECE = re.compile(r"piece (\d{1,9})(?: \| |$)")
 _COPY = re.compile(rf"copy (\d{{1,18}}) ({_NAME})$")
-#: Ops that programs written by earlier versions call by another name.
-_RENAMED = {
-    "vary": "sum_grad",
-    "unvary": "first_grad",
-    "all_gather_varying": "all_gather_partial_grad",
-    "shard_varying": "shard_partial_grad",
-    "varying_to_partial": "partial_grad_to_partial",
-}
 _PREAMBLE = set(HEADER.splitlines())
 _ARGUMENT = re.compile(r"    (\w+),(?:\s*# ?(.*))?$", re.ASCII)
 #: What a collective may be called: moves, what runs between stages, and what there is none of.
@@ -345,10 +336,9 @@ class _Reader:
         return self.targets[path]
 
     def _resolve(self, path: tuple[str, ...], text: str, line: int) -> Any:
-        if path[:1] == ("ops",) and len(path) == 2:
-            name = _RENAMED.get(path[1], path[1])
-            if name in ops.__all__ and (self.joint or name not in ops.OF_GRAPHS):
-                return getattr(ops, name)
+        of_ours = path[:1] == ("ops",) and len(path) == 2
+        if of_ours and path[1] in ops.__all__ and (self.joint or path[1] not in ops.OF_GRAPHS):
+            return getattr(ops, path[1])
         if path[:1] == ("aten",):
             path = ("torch", "ops", *path)
         # an op, not what the objects that hold ops can do: load a library, name the files that were loaded

@@ -70,7 +70,7 @@ def dry_run(
         rank = rank_of(program.mesh, program.axis, coordinate)
         buckets = {f"bucket{i}" for i in range(len(program.buckets))}
         mesh = FakeMesh(program.mesh, rank, ledger, streams=not cpu, buckets=buckets)
-        ledger.again = lambda: mesh.step.repeats
+        ledger.again, ledger.in_backward = lambda: mesh.step.repeats, lambda: mesh.step.in_backward
         offload = host_memory.offload(ledger.host, cpu=cpu)
         make = optimizer if cpu or optimizer is None else _as_on_gpu(program, optimizer)
         offloaded = OffloadedTensors if cpu else host_memory.offloaded_tensors(ledger.host, ledger)

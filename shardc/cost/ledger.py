@@ -24,7 +24,7 @@ from shardc.cost.growth import Growth, places_moved
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.recorded import HOST, Op, Part, Storage
 from shardc.ir.flops import aligned_of, flops_of, is_attention, masked_share, matrices_of, traffic_of
-from shardc.torch_private import FakeTensor, TorchDispatchMode, current_backward, fake_device, pytree
+from shardc.torch_private import FakeTensor, TorchDispatchMode, fake_device, pytree
 
 aten = torch.ops.aten
 #: Ops that read a tensor's value: what they return for a tensor without data.
@@ -64,7 +64,8 @@ def _name_of(dtype: torch.dtype) -> str:
 
 class Ledger(TorchDispatchMode):
     """See the module's docstring. op: name of the forward op that runs now, or that a line of backward belongs to.
-    again: whether it runs once more, in backward. growth: gets all calls, where what grows with rows is needed.
+    again: whether it runs once more, in backward; in_backward: whether a backward graph runs. growth: gets all calls,
+    where what grows with rows is needed.
     """
 
     def __init__(self, *, fake: bool = True, known: KnownOps | None = None, growth: Growth | None = None) -> None:
@@ -75,6 +76,7 @@ class Ledger(TorchDispatchMode):
         self.kind = "temporaries"
         self.op = ""
         self.again: Callable[[], bool] = lambda: False
+        self.in_backward: Callable[[], bool] = lambda: False
         self._refs: dict[int, Any] = {}
         self._fusing: list[Op] | None = None
         self._known = known if known is not None else KnownOps()
@@ -150,7 +152,7 @@ class Ledger(TorchDispatchMode):
         self._refs[key] = weakref.ref(untyped, freed)
 
     def _op(self) -> str:
-        return self.op if current_backward() is None else f"backward of {self.op}"
+        return f"backward of {self.op}" if self.in_backward() else self.op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.fake and func in _VALUE_READS:

@@ -27,7 +27,7 @@ from shardc.cost.ledger import Ledger
 from shardc.cost.recorded import Op
 from shardc.runtime.mesh.base import RankMesh
 from shardc.runtime.mesh.waits import Wait, event
-from shardc.torch_private import busy_gpu, current_backward, pytree
+from shardc.torch_private import busy_gpu, pytree
 
 #: Calls by which is found out what measuring an op adds to it.
 CALLS = 200
@@ -101,7 +101,7 @@ class OpTimes(Ledger):
         super().__init__(fake=False)
         self.device, self.mesh = device, mesh
         if mesh is not None:
-            self.again = lambda: mesh.step.repeats
+            self.again, self.in_backward = lambda: mesh.step.repeats, lambda: mesh.step.in_backward
         self._found: dict[tuple[str, Op], OpTime] = {}
         self._last: Callable[[], float] = float
         self._waiting: list[tuple[str, Op, Callable[[], float]]] = []  # for the device
@@ -186,7 +186,7 @@ class OpTimes(Ledger):
     def ran(self, op: Op) -> None:
         if op.name.startswith("c10d::") or (self.mesh is not None and self.mesh.waits.inside):
             return
-        part = "update" if self._updates else "forward" if current_backward() is None else "backward"
+        part = "update" if self._updates else "backward" if self.in_backward() else "forward"
         if self.device.type == "cpu":
             self._note(part, op._replace(of=""), self._last())
         else:

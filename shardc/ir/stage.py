@@ -24,8 +24,7 @@ from shardc.ir.metadata import Value
 
 @dataclass(frozen=True)
 class Region:
-    """Ops whose results are computed again in backward, so that they need not be kept (shardc.passes.recompute,
-    shardc.runtime.step.recompute).
+    """Ops whose results are computed again in backward, so that they need not be kept (shardc.passes.recompute).
 
     name: the FQN of the module, with the number of its call after the first ("encoder.layer@2"). parent: name of the
     region around it.

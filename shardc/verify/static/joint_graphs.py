@@ -59,8 +59,8 @@ class Wrong:
 
 
 def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf) -> Iterator[Wrong]:
-    """Find what is wrong in the joint graph of a stage. rules: the derivatives, kept from stage to stage. until: when to
-    give up, on time.perf_counter.
+    """Find what is wrong in the joint graph of a stage. rules: the derivatives, kept from stage to stage. until: when
+    to give up, on time.perf_counter.
     """
     assert stage.joint is not None
     yield from _without_gradient(program, stage, rules)

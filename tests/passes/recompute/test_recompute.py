@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,7 +23,6 @@ from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
-from shardc.runtime.step.recompute import Saved, _calling
 from tests import equality, zoo
 from tests.test_equal import spec_of
 
@@ -273,12 +272,6 @@ def test_backward_twice() -> None:
 
     once, twice = loopback(program.mesh, run)[0]
     assert torch.equal(twice, 2 * once)
-    saved, x = Saved(), torch.ones(2)
-    saved.put(x)
-    assert saved.get() is x
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="a tensor that backward needs was modified in place"):
-        saved.get()
 
 
 # --- what stands in the program
@@ -478,7 +471,7 @@ class Stack(nn.Module):
     [
         ([], 32, 35),  # two results a block; on the way back the gradient, and what comes of it
         ([{"match": "layers.*"}], 16, 20),  # one a block; its two results while it is in backward
-        ([{"match": "layers.*", "save": ["linear"]}], 48, 50),  # ReLU's results can be had from the linear ones'
+        ([{"match": "layers.*", "save": ["linear"]}], 32, 35),  # ReLU's results come of the linear ones'
         ([{"match": "layers"}], 1, 35),
         ([{"match": "layers"}, {"match": "layers.*"}], 1, 20),  # blocks' inputs first, then block by block
     ],
@@ -555,25 +548,3 @@ def test_an_op_that_looks_at_values_is_taken_to_keep_its_operands() -> None:
     )
     sim = one.on({"shardc": 1, "mesh": {"dp": 2}, "checkpoint": [{"match": "vocoder"}]})
     equality.assert_equal(sim, one.loss, one.grads)
-
-
-def test_an_op_is_called_with_each_value_in_its_place() -> None:
-    """Values that stand alone, in lists, under names, and twice."""
-
-    def op(*args: Any, **named: Any) -> Any:
-        return args, named
-
-    graph = fx.Graph()
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-    for args, named in (
-        ((x, y), {}),
-        ((x, x, [y]), {}),
-        ((x, [x]), {}),
-        ((1, x, [2, 3]), {}),
-        ((x,), {"k": y}),
-        ((x,), {"k": 1}),
-        (([x, y], 1), {}),
-    ):
-        node = graph.call_function(op, args, named)
-        expected = fx.map_arg((node.args, node.kwargs), lambda n: n.name)
-        assert _calling(node)([n.name for n in node.all_input_nodes]) == expected
