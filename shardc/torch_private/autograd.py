@@ -29,27 +29,12 @@ def foreach_for(cls: type[Tensor]) -> None:
         _foreach_supported_types.append(cls)
 
 
-def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """(pack, unpack) of the `torch.autograd.graph.saved_tensors_hooks` that are open now. Only the innermost ones are
-    ever called by autograd: hooks that work within others have to pass on themselves what they do not take.
-    """
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
-
-
 def set_sequence_number(node: Any, number: int) -> None:
     """Give a node of autograd's that is a Function another number: of those that are ready, backward runs that of the
     greatest first.
     """
     node.first_number = node._sequence_nr()
     node._set_sequence_nr(number)
-
-
-def sequence_number() -> int:
-    """Number that the next node of autograd's graph gets on this thread: nodes that an op makes lie between two calls
-    around it.
-    """
-    return int(torch._C._autograd._get_sequence_nr())
 
 
 def current_backward() -> int | None:

@@ -6,6 +6,7 @@ buffer."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass, replace
@@ -164,7 +165,7 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
     broken = {name: x for name, x in values.items() if not _all_finite(x)}
     op = op_on_ranks(double, weights, batch, seed) if broken else ""
     for name, off in off_by:
-        worst = off if not off <= worst else worst  # nan, too
+        worst = max(worst, off, key=lambda x: math.inf if math.isnan(x) else x)
         if not off <= TOLERANCE:
             what = (
                 f"the {name.partition(' ')[0]}"

@@ -575,7 +575,7 @@ def test_memory_that_runs_out_is_told_with_what_a_step_needs(files: Path) -> Non
     assert call("compile", "model.py", "spec.yaml", "-o", "out").exit_code == 0
     said = worker._expected(worker.Job(program="out", model="model.py"))
     assert re.fullmatch(
-        r"by calculation a step holds [\d.]+ KiB on a rank at its peak, at backward of Net \(model\.py:\d+\)", said
+        r"by calculation a step holds [\d.]+ KiB on a rank at its peak, at backward of down \(model\.py:\d+\)", said
     )
 
 
