@@ -301,7 +301,9 @@ def joint() -> Blocks:
         "forward": _of_layer(forward),
         "backward": _of_layer(backward),
         "zero": _with(stored, rf"\b{bucket}(_|\b)|= .*{weight}_whole\b|{weight}_whole_grad ="),
-        "recompute": _with(_joint("checkpoint=[{match: blocks.*, save: [linear]}]"), r"^(gelu|linear_2|linear_2_grad) ="),
+        "recompute": _with(
+            _joint("checkpoint=[{match: blocks.*, save: [linear]}]"), r"^(gelu|linear_2|linear_2_grad) ="
+        ),
         "host": _with(_joint(host), r"linear_2(_\w+)? = ops|^gelu ="),
         "overlap": _with(beside[0], ""),
         "pieces": _with(compiled, rf"\| {piece}$"),

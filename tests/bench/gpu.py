@@ -1,5 +1,5 @@
-"""Write docs/measured/gpu.md: a Llama on one GPU, as the plain model, under torch.compile, and as shardc's program: under
-autograd, lowered, and lowered with compiled pieces. `make gpu` runs it on a machine with a GPU.
+"""Write docs/measured/gpu.md: a Llama on one GPU, as the plain model, under torch.compile, and as shardc's program: line
+by line, with compiled pieces, and as one CUDA graph. `make gpu` runs it on a machine with a GPU.
 
 `--device cpu`: tries the harness on the CPU, with a model whose figures say nothing; prints, and writes nothing.
 """
@@ -147,7 +147,9 @@ def rows(
         ways |= {"shardc, compiled": compiled, "shardc, compiled, graph": {**compiled, "graphs": True}}
     if device.type == "cpu":
         ways = {name: how for name, how in ways.items() if "graph" not in name}
-    programs = {name: shardc.compile(source, batch, {**spec, "lower": how}, prove=False) for name, how in ways.items()}
+    programs = {
+        name: shardc.compile(source, batch, {**spec, "execution": how}, prove=False) for name, how in ways.items()
+    }
     mesh = TorchMesh(programs["shardc"].mesh, device=device)
     beside = partial(plain, llama, source, device, setting, compiled=False)
     makes: dict[str, Callable[[], Step]] = {"plain": beside}
@@ -166,7 +168,7 @@ def rows(
         try:
             x = looked_at(make, beside, batch, device, rounds)
         except Exception as e:  # a peer that does not run here; shardc has to
-            if name in ("shardc", "shardc"):
+            if name == "shardc":
                 raise
             yield f"| {setting} | {name} | {type(e).__name__}: {str(e).splitlines()[0][:80]} | | | | | | |"
             continue
