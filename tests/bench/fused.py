@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import llama as of_bench
 import mixtral as of_experts
 import torch
-from torch import Tensor, nn
+from elementwise import ElementWise
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -48,29 +49,6 @@ HEAD = """\
 |---|---:|---:|---:|---:|---:|---:|---:|---:|
 """
 Built = tuple[nn.Module, Any]
-
-
-class ElementWise(nn.Module):
-    """A gated mixture of what transformers' blocks write out: RMS norm, rotation, gelu by tanh, dropout, gates. One
-    small product a layer.
-    """
-
-    def __init__(self, layers: int = 4, width: int = 256) -> None:
-        super().__init__()
-        self.mix = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        angle = torch.arange(x.shape[1]).float()[:, None] / 100 * torch.linspace(1, 0.1, half)
-        cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
-        for mix, scale in zip(self.mix, self.scales, strict=True):
-            y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale
-            y = y * cos + torch.cat([-y[..., half:], y[..., :half]], -1) * sin
-            y = mix(y)
-            y = 0.5 * y * (1 + torch.tanh(0.79788456 * (y + 0.044715 * y * y * y)))
-            x = x + nn.functional.dropout(y * torch.sigmoid(x), 0.1, self.training)
-        return x.square().mean()
 
 
 def element_wise() -> Built:
