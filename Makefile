@@ -1,4 +1,4 @@
-# make train | documents | generate | adapters | sequences | libraries | families | test | gpu | fuzz | graphs | hostile | ops | faults | lowered | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
+# make train | documents | generate | adapters | sequences | libraries | families | test | gpu | fuzz | graphs | hostile | ops | faults | mutants | lint | bench | table | docs: each sets up what it needs, once per change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 # Twice as many as two cores: tests that wait for processes leave time to others.
 JOBS ?= 4
@@ -13,7 +13,7 @@ define link
 	@for d in passes runtime specs; do ln -s ../../../$$d $(1)/shardc/$$d; done
 endef
 
-.PHONY: train documents generate adapters sequences libraries families test test-all gpu fuzz graphs hostile ops faults lowered mutants lint bench table docs types clean
+.PHONY: train documents generate adapters sequences libraries families test test-all gpu fuzz graphs hostile ops faults mutants lint bench table docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -88,9 +88,6 @@ faults: $(READY)   ## damaged and hostile checkpoints, faults at every call that
 	$(BIN)/python tests/cli/kill.py
 	$(BIN)/python -m tests.cli.fault_table
 	$(BIN)/torchrun --nproc-per-node 4 --module tests.runtime.mesh.differences
-
-lowered: $(READY)   ## every model of the zoo, lowered and under autograd: equal to the bit, and peaks of memory; ONLY='gpt*' for some
-	$(BIN)/python tests/bench/lowered.py --only '$(or $(ONLY),*)'
 
 mutants: $(READY)   ## programs broken in every way that we thought of, and who notices: EACH of a kind, model and setting; MODELS; KEPT=FILE: in pieces of MINUTES
 	$(BIN)/python -m tests.verify.mutants --write --each $(or $(EACH),2) --models '$(or $(MODELS),gpt llama bert t5 mixtral resnet lstm vit unet mamba)' $(if $(KEPT),--kept $(KEPT) --minutes $(or $(MINUTES),5))

@@ -283,35 +283,57 @@ def _meshes(compiled: Callable[[dict[str, Any]], Any]) -> str:
     return table(head, rows)
 
 
-# --- lowering.md: a linear layer of examples/gpt.py
+# --- joint.md: a linear layer of examples/gpt.py
 
 
-def lowering() -> Blocks:
-    """The lines of one column-parallel layer, forward and backward, under sequence parallelism and ZeRO 3."""
+def joint() -> Blocks:
+    """The lines of one column-parallel layer, forward and backward, and what sections of the spec change in them."""
+    forward, _, backward = _joint().partition("def stage0_backward(")
+    weight, host = "blocks_0_mlp_up_weight", "checkpoint=[{match: blocks.*, save: [linear], offload: cpu}]"
+    stored = _joint("data.zero=3", "data.bucket_mb=0.1")
+    (bucket,) = re.findall(rf"= ops.gather_start\(\({weight},\), '(bucket\d+)'", stored)
+    compiled = _joint("execution.compile=layers")
+    (piece,) = re.findall(r"blocks_0_mlp_up_bias_grad = .* \| (piece \d+)", compiled)
+    pair = _joint("batch.microbatches=2", "execution.overlap=microbatches").partition("def pair_0_0(")[2]
+    beside = re.search(r"linear_3_sum_start = ops.start.*?linear_3_sum = ops.wait[^\n]*", pair, re.DOTALL)
+    assert beside is not None
+    blocks = {
+        "forward": _of_layer(forward),
+        "backward": _of_layer(backward),
+        "zero": _with(stored, rf"\b{bucket}(_|\b)|= .*{weight}_whole\b|{weight}_whole_grad ="),
+        "recompute": _with(
+            _joint("checkpoint=[{match: blocks.*, save: [linear]}]"), r"^(gelu|linear_2|linear_2_grad) ="
+        ),
+        "host": _with(_joint(host), r"linear_2(_\w+)? = ops|^gelu ="),
+        "overlap": _with(beside[0], ""),
+        "pieces": _with(compiled, rf"\| {piece}$"),
+    }
+    return {name: fenced(text, "python") for name, text in blocks.items()}
+
+
+def _joint(*settings: str) -> str:
     import shardc
 
-    settings = ("data.zero=3", "data.bucket_mb=0.1", "lower=true")
     with inside(ROOT):
         gpt = module("gpt")
-        program = shardc.compile(gpt.model(), gpt.batch(), "specs/gpt-sp.yaml", overrides=settings, prove=False)
-    bucket = f"bucket{program.param('blocks.0.mlp.up.weight').bucket}"
-    forward, _, backward = program.joint().partition("def stage0_backward(")
-    return {
-        "forward": fenced(_lines(forward, bucket), "python"),
-        "backward": fenced(_lines(backward, bucket), "python"),
-    }
+        return shardc.compile(gpt.model(), gpt.batch(), "specs/gpt.yaml", overrides=settings, prove=False).joint()
 
 
-def _lines(text: str, bucket: str) -> str:
-    """Those of the layer, and those that gather its weight; without `del`."""
-    kept, said, before, ours = [], "", "", False
+def _with(text: str, pattern: str) -> str:
+    """The lines with a pattern, without `del` and comments."""
+    lines = (line for line in map(str.strip, text.splitlines()) if not line.startswith(("del ", "# ", "return ")))
+    return "\n".join(line for line in lines if re.search(pattern, line))
+
+
+def _of_layer(text: str) -> str:
+    """Those of the layer, without `del`. Which line of the model they belong to is said once."""
+    kept, ours = [], False
     for line in map(str.strip, text.splitlines()):
         if line.startswith("# "):
-            said, ours = line, "blocks.0.mlp.up (" in line
-        elif (ours or re.search(rf"\b{bucket}(_|\b)", line)) and not line.startswith("del "):
-            if ours and said != before:
-                kept.append(said)
-                before = said
+            ours = "blocks.0.mlp.up (" in line
+            if ours and not any(k.startswith("# ") for k in kept):
+                kept.append(line)
+        elif (ours and not line.startswith("del ")) or line.startswith("ops.launch("):
             kept.append(line)
     return "\n".join(kept)
 
@@ -426,7 +448,7 @@ PAGES: dict[str, Callable[[], Blocks]] = {
     "algebra.md": algebra,
     "experts.md": experts,
     "field-bugs.md": field_bugs,
-    "lowering.md": lowering,
+    "joint.md": joint,
     "proof.md": proof,
     "reshard.md": reshard,
     "spec.md": spec,

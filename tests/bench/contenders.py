@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import elementwise
+import gpt
 import llama
-from torch import Tensor
+import mixtral
+from torch import Tensor, nn
 
 Step = Callable[[dict[str, Tensor]], float]
 
 
 @dataclass(frozen=True)
 class Ours:
-    """A compiled program: a ready spec, its mesh, and what of the spec is set otherwise."""
+    """A compiled program: a ready spec (or none), its mesh, and what of the spec is set otherwise."""
 
     spec: str
     mesh: dict[str, int]
@@ -40,6 +43,14 @@ class Group:
 
 #: of a pipeline's step
 MICROBATCHES = 4
+
+#: What is compiled by Inductor, ours and torch's.
+COMPILED: dict[str, Callable[[], nn.Module]] = {
+    "GPT": gpt.model,
+    "Llama": llama.model,
+    "Mixtral": mixtral.model,
+    "element-wise": elementwise.model,
+}
 
 SHARDC = {
     "shardc tp=2": Ours("llama", {"dp": 1, "tp": 2}),
@@ -65,6 +76,11 @@ SHARDC = {
     "shardc unchecked": Ours("llama", {"dp": 2, "tp": 1}, (), (("check", 0),)),
     "shardc checked": Ours("llama", {"dp": 2, "tp": 1}),
     "shardc replicas compared every step": Ours("llama", {"dp": 2, "tp": 1}, (), (("check_every", 1),)),
+    **{
+        f"shardc compiled {model}, {where}": Ours("", {"dp": dp}, ("execution.compile=layers",))
+        for model in COMPILED
+        for where, dp in (("one device", 1), ("dp=2", 2))
+    },
     **{f"shardc zero {z}": Ours("llama", {"dp": 2, "tp": 1}, (f"data.zero={z}",)) for z in range(4)},
 }
 
@@ -90,7 +106,19 @@ PARTS = {
         Group("shardc replicas compared every step", ("shardc unchecked",), 1.00),
     ),
     "pipeline": tuple(Group(f"shardc {s}", (f"pipelining {s}",), 1.00) for s in ("gpipe", "1f1b", "interleaved")),
+    **{
+        f"compiled-{model}": (
+            Group(f"shardc compiled {model}, one device", (f"torch.compile {model}, one device",), 1.00),
+            Group(f"shardc compiled {model}, dp=2", (f"torch.compile {model}, DDP",), 1.00),
+        )
+        for model in COMPILED
+    },
 }
+
+
+def ranks(name: str) -> int:
+    """Processes of a contender."""
+    return 1 if name.endswith("one device") else 2
 
 
 def of_experts(name: str) -> bool:
@@ -99,14 +127,15 @@ def of_experts(name: str) -> bool:
 
 def model(name: str) -> Any:
     """What a contender trains."""
-    import mixtral
-
+    for word, make in COMPILED.items():
+        if f" {word}," in name:
+            return make()
     return mixtral.model() if of_experts(name) else llama.model()
 
 
 def prepare(name: str, files: Path) -> Callable[[Any], Step]:
     """Import what a contender needs, which is not its memory; what this gives builds it from a model on the running
-    world of 2 ranks.
+    world of its ranks.
 
     files: where the parent has put the compiled programs.
     """

@@ -181,7 +181,6 @@ def settings(model: Model) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "float32", {}
     yield "bfloat16", BFLOAT16
     yield "bfloat16, checkpoint", BFLOAT16 | {"checkpoint": [{"match": model.layers}]}
-    yield "bfloat16, lower", BFLOAT16 | {}
     yield "bfloat16, graph", BFLOAT16 | {"execution": {"graphs": True}}
     yield "bfloat16, compile", BFLOAT16 | {"execution": {"compile": "layers"}}
     yield "bfloat16, compile, graph", BFLOAT16 | {"execution": {"compile": "layers", "graphs": True}}

@@ -1,4 +1,4 @@
-"""Copies of `checkpoint: {offload: cpu}` on `h100-80g`: the table of docs/joint.md. Nothing is computed.
+"""Copies of `checkpoint: {offload: cpu}` on `h100-80g`: a table of docs/measured/joint.md. Nothing is computed.
 
 python tests/bench/host_copies.py
 """
@@ -22,9 +22,8 @@ from shardc.ir.offload import HOST_LINK  # noqa: E402
 REGION = {"match": "h.*", "save": ["linear"]}
 HOST = REGION | {"offload": "cpu"}
 ROWS: dict[str, dict[str, Any]] = {
-    "lowered, all on the device": {"checkpoint": [REGION]},
-    "under autograd": {"checkpoint": [HOST]},
-    "lowered": {"checkpoint": [HOST]},
+    "all on the device": {"checkpoint": [REGION]},
+    "`offload: cpu`": {"checkpoint": [HOST]},
 }
 
 

@@ -38,7 +38,7 @@ that holds a tensor of a real step, from the op that makes it until it is freed 
 the loopback mesh; of ranks that do the same, the one that needs most. The worst of {count} predictions is off by {worst:.2f} %.
 
 The prediction is made without weights or processes: the engine runs one rank's step on tensors without data (shardc/cost/dry_run.py),
-so what autograd keeps, what a checkpoint computes again, how buckets fill and what a schedule keeps alive are not modelled, they happen.
+so what is kept for backward, what a checkpoint computes again, how buckets fill and what a schedule keeps alive are not modelled, they happen.
 What can differ is what such a dry run cannot see:
 
 - *The device.* Both columns are a GPU's step as a CPU can play it: AdamW updates all parameters at once (`fused`), offloaded tensors are in

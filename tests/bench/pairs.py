@@ -1,4 +1,5 @@
-"""What is hidden of communication, by the simulation of streams on h100-80g: tables of docs/joint.md. `alone`: within a
+"""What is hidden of communication, by the simulation of streams on h100-80g: tables of
+docs/measured/joint.md. `alone`: within a
 microbatch; else beside a backward, or a forward, of another one. Nothing is computed: tensors have no data.
 
     .venv/bin/python tests/bench/pairs.py [alone] [llama] [mixtral] [dualpipe-v]        some minutes, 3 GB
@@ -84,43 +85,34 @@ def row(name: str, make: Any, rows: int, spec: dict[str, Any]) -> None:
     print(f"| {name} | {step} | {' | '.join(cells)} | {cost.memory.peak / 1e9:.2f} |", flush=True)
 
 
-def alone(lower: bool) -> None:
+def alone() -> None:
     """One microbatch, and what each of its layers adds."""
     figures = []
     for layers in (LAYERS // 2, LAYERS):
-        cost, takes, waits = simulated(lambda layers=layers: llama(layers), 1, 1, {**LLAMA, "lower": lower})
+        cost, takes, waits = simulated(lambda layers=layers: llama(layers), 1, 1, LLAMA)
         of = (cost.step_seconds, takes["all"], waits["forward"], waits["backward"], waits["all"])
         figures.append(([1e3 * x for x in of], cost.memory.peak))
     (few, _), (many, peak) = figures
     cells = [f"{b:.2f} ({(b - a) / (LAYERS - LAYERS // 2):.2f})" for a, b in zip(few, many, strict=True)]
-    print(f"| {'lowered' if lower else 'autograd'} | {' | '.join(cells)} | {peak / 1e9:.3f} |", flush=True)
+    print(f"| {' | '.join(cells)} | {peak / 1e9:.3f} |", flush=True)
 
 
 def main(wanted: list[str]) -> None:
     if not wanted or "alone" in wanted:
-        print("| one microbatch | step, ms (a layer) | collectives | waited for, forward | backward | all | peak, GB |")
-        print("|---|---:|---:|---:|---:|---:|---:|")
-        for lower in (False, True):
-            alone(lower)
+        print("| step, ms (a layer) | collectives | waited for, forward | backward | all | peak, GB |")
+        print("|---:|---:|---:|---:|---:|---:|")
+        alone()
         if wanted == ["alone"]:
             return
     print("| | step, ms | waited for, forward, ms | backward | all_to_all | all | peak, GB |")
     print("|---|---:|---:|---:|---:|---:|---:|")
-    side: dict[str, Any] = {"overlap": "microbatches"}
-    two: dict[str, Any] = {"overlap": "forwards"}
-    ways: dict[str, Any] = {"autograd": False, "lowered": True, "side by side": side, "two forwards": two}
+    ways = {"alone": "none", "side by side": "microbatches", "two forwards": "forwards"}
     for name, make, rows, spec in (("llama", llama, 1, LLAMA), ("mixtral", mixtral, 8, MIXTRAL)):
-        for way, lower in ways.items() if not wanted or name in wanted else ():
-            row(f"{name}, {way}", make, rows, {**spec, "lower": lower})
+        for way, overlap in ways.items() if not wanted or name in wanted else ():
+            row(f"{name}, {way}", make, rows, {**spec, "execution": {"overlap": overlap}})
     if not wanted or "dualpipe-v" in wanted:
-        for schedule, lower in (("zb-v", True), ("dualpipe-v", False), ("dualpipe-v", True)):
-            pipeline = {**DUAL["pipeline"], "schedule": schedule}
-            row(
-                f"llama, {schedule}{', lowered' if lower else ''}",
-                llama,
-                1,
-                {**DUAL, "pipeline": pipeline, "lower": lower},
-            )
+        for schedule in ("zb-v", "dualpipe-v"):
+            row(f"llama, {schedule}", llama, 1, {**DUAL, "pipeline": {**DUAL["pipeline"], "schedule": schedule}})
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 DDP              pytorch.org/tutorials/intermediate/ddp_tutorial.html, with gradients as views of buckets
 ZeRO optimizer   pytorch.org/tutorials/recipes/zero_redundancy_optimizer.html, beside DDP
 DeepSpeed        deepspeed.ai/getting-started, with torch's own optimizer and the bucket size of the others
+torch.compile    docs.pytorch.org/docs/stable/generated/torch.compile.html: of the model, or of DDP around it
 FSDP2            pytorch.org/tutorials/intermediate/FSDP_tutorial.html: fully_shard of each block and the root, or of the root alone
 """
 
@@ -25,6 +26,8 @@ def prepare(name: str) -> Callable[[Any], Step]:
     kind, _, how = name.partition(" ")
     if name == "DDP":
         return ddp
+    if kind == "torch.compile":
+        return _compiled if name.endswith("one device") else lambda model: ddp(model, compiled=True)
     if kind == "DDP,":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -40,9 +43,18 @@ def prepare(name: str) -> Callable[[Any], Step]:
     return lambda model: _fsdp(model, by_block=how == "by block")
 
 
-def ddp(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer] = llama.optimizer) -> Step:
+def ddp(
+    model: nn.Module,
+    make: Callable[[Any], torch.optim.Optimizer] = llama.optimizer,
+    *,
+    compiled: bool = False,
+) -> Step:
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _loop(wrapped, make(wrapped.parameters()))
+    return _loop(torch.compile(wrapped) if compiled else wrapped, make(wrapped.parameters()))
+
+
+def _compiled(model: nn.Module) -> Step:
+    return _loop(torch.compile(model), llama.optimizer(model.parameters()))
 
 
 def _fsdp(model: Any, *, by_block: bool) -> Step:

@@ -1,8 +1,8 @@
 """How long the proof of a program for thousands of ranks takes (`program.prove()`, `shardc verify --static`), and how much
 memory. Nothing is asserted; docs/proof.md has the figures.
 
-    python tests/bench/prove_large.py llama-405b [--layers 126] [--lower]     8,192 ranks: tp 8, sp, pp 16, dp 64
-    python tests/bench/prove_large.py deepseek-v3 [--layers 61]               2,048 ranks: ep 64, pp 16, dp 2
+    python tests/bench/prove_large.py llama-405b [--layers 126]      8,192 ranks: tp 8, sp, pp 16, dp 64
+    python tests/bench/prove_large.py deepseek-v3 [--layers 61]      2,048 ranks: ep 64, pp 16, dp 2
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ def main() -> None:
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--rows", type=int, default=2048)
-    parser.add_argument("--lower", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -70,7 +69,7 @@ def main() -> None:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         ids = torch.zeros(options.rows, 4096, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
-    program = shardc.compile(model, batch, {"shardc": 1, "lower": options.lower, **spec}, prove=False)
+    program = shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False)
     compiled = time.process_time()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"compiled in {compiled - started:.0f} s of CPU, {memory / 2**20:.2f} GiB", flush=True)

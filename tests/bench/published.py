@@ -5,7 +5,7 @@ tuned to match.
     .venv/bin/python tests/bench/published.py --only 175B      prints those whose name has it; --parts: of what they consist
 
 The GPTs are those of `tests/gpt3.py`: attention is written out, as it was in those papers. Llamas are transformers'. Each
-is priced op by op and lowered with its element-wise work compiled, which is nearer to what those programs are.
+is priced op by op and with its element-wise work compiled, which is nearer to what those programs are.
 """
 
 from __future__ import annotations

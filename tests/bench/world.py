@@ -1,4 +1,4 @@
-"""Two processes that are one contender, and do as ordered, in turn with those of other contenders.
+"""Processes that are one contender, and do as ordered, in turn with those of other contenders.
 
 No contender shares a process with another: what one does to its process (DeepSpeed replaces functions of torch) is no
 other's. Who has no order sleeps. Processes are forks of one that has imported what all need.
@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-RANKS = 2
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -29,6 +28,8 @@ class World:
     it: ours keeps it (shardc.runtime.mesh.allocator)."""
 
     def __init__(self, name: str, files: Path, *, frugal: bool = False) -> None:
+        from contenders import ranks
+
         self.name = name
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
@@ -36,9 +37,11 @@ class World:
         )
         meeting = files / f"meeting-{time.time_ns()}"
         self._ends, self._processes = [], []
-        for rank in range(RANKS):
+        for rank in range(ranks(name)):
             end, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, name, files, meeting, frugal, theirs), daemon=True)
+            process = context.Process(
+                target=_work, args=(rank, ranks(name), name, files, meeting, frugal, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._ends.append(end)
@@ -71,7 +74,7 @@ class World:
 # --- in each process
 
 
-def _work(rank: int, name: str, files: Path, meeting: Path, frugal: bool, orders: Connection) -> None:
+def _work(rank: int, ranks: int, name: str, files: Path, meeting: Path, frugal: bool, orders: Connection) -> None:
     import torch
     import torch.distributed as dist
 
@@ -82,13 +85,13 @@ def _work(rank: int, name: str, files: Path, meeting: Path, frugal: bool, orders
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
         "DS_ACCELERATOR": "cpu",
     }
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # peers use names of torch that it has renamed
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     worker = _Worker(name, files)
     while True:
         try:

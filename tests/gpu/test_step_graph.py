@@ -32,10 +32,10 @@ SPECS |= {
 
 def compiled(name: str, graphs: bool) -> tuple[Any, Any, Program]:
     case, spec = SPECS[name]
-    lower = {"graphs": graphs, "compile": "layers" if "compiled" in name else "none"}
+    execution = {"graphs": graphs, "compile": "layers" if "compiled" in name else "none"}
     with zoo.Wide():
         model, batch = CASES[case].build()
-        return model, batch, shardc.compile(model, batch, {"shardc": 1, **spec, "lower": lower}, prove=False)
+        return model, batch, shardc.compile(model, batch, {"shardc": 1, **spec, "execution": execution}, prove=False)
 
 
 def trained(name: str, rank: int, gpu: str, graphs: bool) -> dict[str, Tensor]:
