@@ -67,6 +67,7 @@ from shardc.torch_private.processes import (
 )
 from shardc.torch_private.replacements import (
     plain_checkpoints,
+    plain_indexing,
     replaced_engine,
     replaced_flex_attention,
     replaced_packing,
@@ -135,6 +136,7 @@ __all__ = [
     "outer_hooks",
     "overload_of",
     "plain_checkpoints",
+    "plain_indexing",
     "process_groups",
     "pytree",
     "quick_walks",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,8 @@ from tests.zoo.hf import build as build_row
 
 #: Parameters of a tiny model at most: several copies in float64 are made of it.
 LARGEST = 40_000_000
+#: Seconds of the processor after which no further config is tried.
+SECONDS = 20
 
 
 @functools.cache
@@ -59,7 +62,10 @@ def build(name: str) -> Built:
     with mock.patch("torch.jit.script", lambda function: function):
         model_class: Any = getattr(transformers, name)
     errors: list[Exception] = []
+    start = time.process_time()
     for config in hf_configs.ways(model_class.config_class, _like(model_class)):
+        if errors and (isinstance(errors[-1], ImportError) or time.process_time() - start > SECONDS):
+            break
         try:
             model = _model(model_class, config())
         except Exception as e:
@@ -102,7 +108,7 @@ def _fitting(model: Any, of: Batch) -> Batch:
     try:
         output = model(**given)
     except Exception as e:
-        if (better := hf_batches.mended(given, e)) is None:
+        if (better := hf_batches.mended(model, given, e)) is None:
             raise
         return _fitting(model, better)
     loss = getattr(output, "loss", None)

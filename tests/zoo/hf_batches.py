@@ -43,6 +43,8 @@ def _pictures(of: Batch) -> Iterator[Batch]:
 
 def _sounds(of: Batch, known: Any) -> Iterator[Batch]:
     """Spectra with frames before bins, and with a mask of frames."""
+    if "input_values" in of and of["input_values"].dim() == 2:
+        yield {**of, "input_values": of["input_values"][:, None]}  # one channel
     if "input_features" not in of:
         return
     turned = {**of, "input_features": of["input_features"].transpose(1, 2).contiguous()}
@@ -53,9 +55,15 @@ def _sounds(of: Batch, known: Any) -> Iterator[Batch]:
             yield {**spectra, name: torch.ones(BATCH, frames, dtype=torch.long)}
 
 
-def mended(of: Batch, error: Exception) -> Batch | None:
-    """The batch that an error asks for: as many places of images in the text, as many frames."""
+def mended(model: Any, of: Batch, error: Exception) -> Batch | None:
+    """The batch that an error asks for: an argument that it names, as many places of images in the text, as many
+    frames.
+    """
     said = str(error)
+    absent = inspect.signature(model.forward).parameters.keys() - of.keys()
+    named = {n: make for n, make in ARGUMENTS.items() if n in absent and re.search(rf"\b{n}\b", said)}
+    if named:
+        return {**of, **{n: make(model.config) for n, make in named.items()}}
     if (found := re.search(r"tokens: (\d+), features:? (\d+)", said)) and "input_ids" in of:
         there, n = int(found[1]) // BATCH, int(found[2]) // BATCH
         if there < n:
@@ -152,6 +160,11 @@ def _clips(config: Any) -> Tensor:
 
 #: Arguments that some forwards cannot do without.
 ARGUMENTS: dict[str, Callable[[Any], Tensor]] = {
+    "pixel_values": lambda config: _images(config),
+    "visual_feats": lambda config: random(BATCH, 4, config.visual_feat_dim),
+    "visual_pos": lambda config: random(BATCH, 4, config.visual_pos_dim),
+    "visual_embeds": lambda config: random(BATCH, 4, config.visual_embedding_dim),
+    "flattened_patches": lambda config: _flattened(getattr(config, "vision_config", config)),
     "lang_ids": lambda config: torch.zeros(BATCH, dtype=torch.long),
     "pixel_values_videos": _clips,
     "qformer_input_ids": lambda config: tokens(VOCAB - 24, 4),
@@ -160,10 +173,28 @@ ARGUMENTS: dict[str, Callable[[Any], Tensor]] = {
     ),
     "task_inputs": lambda config: tokens(VOCAB - 24, 4),
     "bool_masked_pos": lambda config: (torch.arange(_patches(config)) % 2).bool().expand(BATCH, -1),
-    "inputs_embeds": lambda config: random(BATCH, SEQ, config.hidden_size),
-    "query_embeds": lambda config: random(BATCH, SEQ, config.hidden_size),
-    "hidden_states": lambda config: random(BATCH, SEQ, config.hidden_size),
+    "inputs_embeds": lambda config: _words(config),
+    "query_embeds": lambda config: _words(config),
+    "hidden_states": lambda config: _of_grid(config) if hasattr(config, "spatial_merge_size") else _words(config),
+    "grid_thw": lambda config: torch.tensor([[1, 4, 4]] * BATCH),
 }
+
+
+def _words(config: Any) -> Tensor:
+    return random(BATCH, SEQ, config.hidden_size)
+
+
+def _of_grid(config: Any) -> Tensor:
+    """Pixels of the patches of all images, 4 x 4 of each."""
+    channels = getattr(config, "in_channels", None) or getattr(config, "in_chans", None) or 3
+    return random(16 * BATCH, channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2)
+
+
+def _flattened(config: Any) -> Tensor:
+    """Pixels of patches behind their row and column."""
+    place = torch.arange(SEQ)
+    places = torch.stack([place // 4, place % 4], 1).double().expand(BATCH, -1, -1)
+    return torch.cat([places, random(BATCH, SEQ, 3 * config.patch_size**2)], 2)
 
 
 def _patches(config: Any) -> int:
