@@ -327,22 +327,21 @@ class _Call:
         return ys, paths, [None if g is None else g.detach() for g in grads]
 
     def is_derivative(self) -> bool:
-        """Whether backward is what autograd makes of the forward, on random numbers in float64: ones of any size, or
-        small and positive where those leave what the forward is defined on. Where neither gives numbers, nothing is
-        known.
+        """Whether backward is what autograd makes of the forward, on random numbers in float64: ones of any size with
+        whole numbers of 0, or small and positive ones with 1. Numbers that leave what the forward is defined on say
+        nothing, nor do those that make a gradient zero, as a mask of zeros does.
         """
         if sum(x.numel() for x in (*self.tensors, *self.outs)) > TRY_LIMIT:
             return False
         for near in (False, True):
             generator = torch.Generator().manual_seed(0)
-            xs = [_some(x, generator) for x in self.tensors]
-            xs = [0.1 * (x if x.is_complex() else x.abs()) if near and _differentiable(x) else x for x in xs]
+            xs = [_some(x, generator, near) for x in self.tensors]
             try:
                 with torch.random.fork_rng(devices=[]):
                     mine, theirs = self.both_gradients(xs, generator)
             except Exception:  # the user's own code, on random numbers: then nothing is known
-                return False
-            if all(bool(g.isfinite().all()) for g in (*mine, *theirs) if g is not None):
+                continue
+            if all(bool(g.isfinite().all() and g.any()) for g in (*mine, *theirs) if g is not None):
                 return all(_close(a, b) for a, b in zip(mine, theirs, strict=True))
         return False
 
@@ -381,13 +380,16 @@ def _differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _some(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Random numbers in float64 or complex128, random truth values, zeros for indices."""
+def _some(x: Tensor, generator: torch.Generator, near: bool = False) -> Tensor:
+    """Random numbers in float64 or complex128, random truth values, zeros for indices. near: small and positive
+    numbers, and ones.
+    """
     if x.dtype == torch.bool:
         return torch.randint(2, x.shape, generator=generator).bool()
     if not _differentiable(x):
-        return torch.zeros(x.shape, dtype=x.dtype)
-    return torch.randn(x.shape, generator=generator, dtype=torch.complex128 if x.is_complex() else torch.float64)
+        return torch.full(x.shape, int(near), dtype=x.dtype)
+    found = torch.randn(x.shape, generator=generator, dtype=torch.complex128 if x.is_complex() else torch.float64)
+    return found if not near else 0.1 * (found if x.is_complex() else found.abs())
 
 
 def _close(a: Tensor | None, b: Tensor | None) -> bool:
