@@ -166,14 +166,19 @@ def run(cases: dict[str, Callable[[], Any]], file: Path, minutes: float, each: f
 
 def reasons(rows: Iterable[Row]) -> list[str]:
     """Rows of a table of refusals by kind: how many, an example, and the fix that its error names."""
-    kinds: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["verdict"] == "refused":
-            kinds.setdefault(kind_of(row["what"]), []).append(row)
     return [
         f"| {len(of)} | {cell(kind)} ({cell(of[0]['model'])}: {cell(of[0]['where'])}) | {cell(of[0]['fix'])} |"
-        for kind, of in sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+        for kind, of in by_kind(rows, "refused")
     ]
+
+
+def by_kind(rows: Iterable[Row], verdict: str) -> list[tuple[str, list[Row]]]:
+    """The rows of a verdict, those of one cause together; most rows first."""
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["verdict"] == verdict:
+            kinds.setdefault(kind_of(row["what"]), []).append(row)
+    return sorted(kinds.items(), key=lambda kind: -len(kind[1]))
 
 
 def kind_of(what: str) -> str:

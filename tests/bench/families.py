@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import functools
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -57,6 +58,12 @@ Refused, by reason, and what lifts it:
 | classes | why | what lifts it |
 |---:|---|---|
 {why}
+
+Not built, by reason (a package that is not installed, or no rule for a config or batch):
+
+| classes | why | which |
+|---:|---|---|
+{unbuilt_why}
 
 | model type | equal | refused | not built | neither |
 |---|---|---|---|---|
@@ -165,8 +172,18 @@ def page() -> str:
         drawn=sum("drawn" in r for r in kept.values()),
         named="\n".join(named),
         why="\n".join(board.reasons(kept.values())),
+        unbuilt_why="\n".join(
+            f"| {len(of)} | {board.cell(kind)} | {board.cell(', '.join(r['model'] for r in of))} |"
+            for kind, of in board.by_kind(map(_plain, kept.values()), "not built")
+        ),
         rows="\n".join(table),
     )
+
+
+def _plain(row: board.Row) -> board.Row:
+    """A row whose missing package is its reason, whatever class wants it."""
+    package = re.search(r"requires the (\S+) library|No module named '(\w+)'", row.get("what", ""))
+    return {**row, "what": f"{package[1] or package[2]} is not installed"} if package else row
 
 
 def _named(types: tuple[str, ...], by_kind: Any, kept: dict[str, board.Row]) -> str:
