@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.torch_modes import untraced
-from shardc.torch_private import FakeTensor, OpOverload, traced_constant, traced_node
+from shardc.torch_private import FakeTensor, OpOverload, traced_constant, traced_node, transforming
 
 #: What a constant that forward makes, as by `torch.tensor(...)`, goes through first: it is no tensor of somebody's.
 FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
@@ -37,8 +37,8 @@ def constant_value(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[Tensor 
 
 def constant_ends(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[tuple[Tensor, Tensor] | None, set[fx.Node]]:
     """As `constant_value`: the value with the least and with the greatest uniform random numbers."""
-    if not isinstance(x, FakeTensor):
-        return (x, x), set()
+    if not isinstance(x, FakeTensor):  # in vmap it is one of many
+        return None if transforming() else (x, x), set()
     node = traced_node(x)
     if node is None:
         return None, set()

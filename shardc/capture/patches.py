@@ -27,6 +27,7 @@ from shardc.torch_private import (
     fake_mode,
     fake_tensor,
     plain_checkpoints,
+    plain_indexing,
     replaced_packing,
 )
 
@@ -161,6 +162,7 @@ def export_patches(side: list[autograd_function.SideTerm]) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
         stack.enter_context(replaced_packing(packed))
         stack.enter_context(plain_checkpoints())
+        stack.enter_context(plain_indexing())
         stack.enter_context(mock.patch.object(Tensor, "requires_grad_", switch))
         # distributions check the values of their arguments, on which a captured graph cannot branch; eager runs still
         # do

@@ -24,8 +24,8 @@ from shardc.torch_private import DATA_DEPENDENT
 DATA = "data-dependent"  # in `Cause.raised`: any error of tracing that means that Python read a tensor's value
 MASK = "keep the size and mask instead: torch.where(mask, x, 0), and divide sums by mask.sum()"
 MASKED_MEAN = (
-    "keep the size: x[mask].mean() is x.masked_fill(~mask, 0).sum() / mask.sum(), with mask of x's shape; of a cross"
-    " entropy, give what is not to count the label -100 (its ignore_index)"
+    "take a sum, a mean or a loss of x[mask], or keep the size: x[mask].max() is x.masked_fill(~mask, -inf).max(), with"
+    " mask of x's shape; of a cross entropy, give what is not to count the label -100 (its ignore_index)"
 )
 
 

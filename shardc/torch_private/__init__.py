@@ -65,6 +65,7 @@ from shardc.torch_private.processes import (
 )
 from shardc.torch_private.replacements import (
     plain_checkpoints,
+    plain_indexing,
     replaced_engine,
     replaced_flex_attention,
     replaced_packing,
@@ -132,6 +133,7 @@ __all__ = [
     "norms",
     "overload_of",
     "plain_checkpoints",
+    "plain_indexing",
     "process_groups",
     "pytree",
     "quick_walks",

@@ -44,6 +44,14 @@ def plain_checkpoints() -> AbstractContextManager[Any]:
     return mock.patch.object(torch.utils.checkpoint, later if hasattr(torch.utils.checkpoint, later) else name, nothing)
 
 
+def plain_indexing() -> AbstractContextManager[Any]:
+    """While open, masks that `torch.vmap` makes of single positions (transformers' do) index by an ordinary op. Export
+    leaves torch's own in the graph as a call of a Python object.
+    """
+    name = "torch._dynamo._trace_wrapped_higher_order_op.mod_index"
+    return mock.patch(name, lambda x, indices: torch.ops.aten.index(x, indices))
+
+
 def replaced_packing(function: Callable[..., Any]) -> AbstractContextManager[Any]:
     """While open, torch.nn.utils.rnn packs padded sequences by `function(original, input, lengths, batch_first)`."""
     original = torch._VF._pack_padded_sequence

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 import shardc
-from tests import equality
+from tests import equality, zoo
 
 Row = dict[str, Any]
 #: setting -> sections of a spec; `layers` stands for a pattern of the model's own.
@@ -117,6 +117,14 @@ def _work(rows: Callable[[], Iterable[tuple[str, Row]]], key: str, file: Path) -
                 out.write(json.dumps({"model": key, "setting": setting, **row}) + "\n")
 
 
+def _import_once() -> None:
+    """Import what a compilation needs, for all processes that begin from this one: most of a tiny model's seconds are
+    such imports. No backward: a process that begins after one waits for threads that it has not.
+    """
+    model, batch = zoo.mlp()
+    shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, prove=False).cost("h100-80g")
+
+
 def in_own_process(rows: Callable[[], Iterable[tuple[str, Row]]], key: str, file: Path, seconds: float) -> None:
     """Add what `rows` gives to the file, for `seconds` at most."""
     process = multiprocessing.get_context("fork").Process(target=_work, args=(rows, key, file))
@@ -146,6 +154,7 @@ def run(cases: dict[str, Callable[[], Any]], file: Path, minutes: float, each: f
     file.parent.mkdir(exist_ok=True)
     done = {} if again else kept(file)
     until = time.monotonic() + 60 * minutes
+    _import_once()
     for key, rows in cases.items():
         if time.monotonic() > until:
             return
@@ -157,14 +166,19 @@ def run(cases: dict[str, Callable[[], Any]], file: Path, minutes: float, each: f
 
 def reasons(rows: Iterable[Row]) -> list[str]:
     """Rows of a table of refusals by kind: how many, an example, and the fix that its error names."""
-    kinds: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["verdict"] == "refused":
-            kinds.setdefault(kind_of(row["what"]), []).append(row)
     return [
         f"| {len(of)} | {cell(kind)} ({cell(of[0]['model'])}: {cell(of[0]['where'])}) | {cell(of[0]['fix'])} |"
-        for kind, of in sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+        for kind, of in by_kind(rows, "refused")
     ]
+
+
+def by_kind(rows: Iterable[Row], verdict: str) -> list[tuple[str, list[Row]]]:
+    """The rows of a verdict, those of one cause together; most rows first."""
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["verdict"] == verdict:
+            kinds.setdefault(kind_of(row["what"]), []).append(row)
+    return sorted(kinds.items(), key=lambda kind: -len(kind[1]))
 
 
 def kind_of(what: str) -> str:

@@ -11,15 +11,18 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import functools
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import shardc
+from shardc.ir.program import Program
 from tests import equality, zoo
 from tests.bench import board
 from tests.libraries import waves
@@ -27,6 +30,10 @@ from tests.zoo import hf_any
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT, KEPT = ROOT / "docs" / "measured" / "families.md", ROOT / "build" / "families.jsonl"
+SPEC: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}
+ALONE: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 1}}
+#: What is said of a model that has no weight to split.
+NOTHING = "finds nothing to split"
 #: What people ask for by name -> the model types of transformers that are it.
 NAMED = {
     "DeepSeek V4": ("deepseek_v4",),
@@ -39,7 +46,8 @@ HEAD = """\
 
 Made by `make families` on {date}, transformers {version}: {classes} classes, of which {tried} were tried: {equal} equal to one device and proven, {refused} refused by name,
 {unbuilt} not built (the rules of tests/zoo/hf_any.py make no tiny model or batch that its own code runs), {wrong} neither. The others: `make families`, which goes on where it stopped.
-Tiny models, random weights, float64, dp = 2 × tp = 2 by `use: structure`; equal: loss and every gradient within {equal_to:.0e}, relatively; {within} of them within {rtol:.0e}. Each was priced for 4 devices (`program.cost("h100-80g")`).
+Tiny models, random weights, float64, dp = 2 × tp = 2 by `use: structure`; equal: loss and every gradient within {equal_to:.0e}, relatively; {within} of them within {rtol:.0e}.
+{whole} have no weight that structure could split, and ran on dp = 4; {drawn} draw random numbers in every step, and were compared with their program of one rank. Each was priced for 4 devices (`program.cost("h100-80g")`).
 
 | asked for | in transformers {version} |
 |---|---|
@@ -50,6 +58,12 @@ Refused, by reason, and what lifts it:
 | classes | why | what lifts it |
 |---:|---|---|
 {why}
+
+Not built, by reason (a package that is not installed, or no rule for a config or batch):
+
+| classes | why | which |
+|---:|---|---|
+{unbuilt_why}
 
 | model type | equal | refused | not built | neither |
 |---|---|---|---|---|
@@ -83,9 +97,13 @@ def rows(name: str) -> Iterator[tuple[str, board.Row]]:
 def _tried(build: Any) -> board.Row:
     try:
         one = equality.reference(build, default_or_waves)
-        program = one.compile({"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}})
+        program, split = _compiled(one)
         sim = shardc.verify.simulate(program, one.model, one.batch)
         of_loss, of_grads = equality.differences(sim, one.loss, one.grads)
+        drawn = of_loss > board.EQUAL and _draws(one)
+        if drawn:
+            alone = shardc.verify.simulate(one.compile(ALONE), one.model, one.batch)
+            of_loss, of_grads = equality.differences(sim, alone.loss, alone.grads)
         proof, price = program.prove(), program.cost("h100-80g")
     except shardc.ShardcError as e:
         return board.refusal(e)
@@ -95,11 +113,30 @@ def _tried(build: Any) -> board.Row:
     fine = worst <= board.EQUAL and proof.ok
     row = {
         "verdict": "equal" if fine else "differs",
+        **{name: True for name, holds in (("drawn", drawn), ("whole", not split)) if holds},
         "off": worst,
         "proven": bool(proof.ok),
         "step": price.step_seconds,
     }
     return row if proof.ok else {**row, "what": str(proof.gaps[0])[:300]}
+
+
+def _compiled(one: equality.Reference) -> tuple[Program, bool]:
+    """The program on dp x tp, and whether a weight is split; on dp alone, if structure finds none that can be."""
+    try:
+        return one.compile(SPEC), True
+    except shardc.ShardcError as e:
+        if NOTHING not in e.errors[0].what:
+            raise
+        return one.compile(ALONE | {"mesh": {"dp": 4}}), False
+
+
+def _draws(one: equality.Reference) -> bool:
+    """Does the model give another loss with another seed?"""
+    with zoo.Wide(), torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(1)
+        loss = default_or_waves(one.model(**one.batch), one.batch)
+    return float((loss - one.loss).abs()) > board.EQUAL * float(one.loss.abs())
 
 
 def page() -> str:
@@ -131,10 +168,22 @@ def page() -> str:
         equal_to=board.EQUAL,
         rtol=equality.RTOL,
         within=sum(r["verdict"] == "equal" and r["off"] <= equality.RTOL for r in kept.values()),
+        whole=sum("whole" in r for r in kept.values()),
+        drawn=sum("drawn" in r for r in kept.values()),
         named="\n".join(named),
         why="\n".join(board.reasons(kept.values())),
+        unbuilt_why="\n".join(
+            f"| {len(of)} | {board.cell(kind)} | {board.cell(', '.join(r['model'] for r in of))} |"
+            for kind, of in board.by_kind(map(_plain, kept.values()), "not built")
+        ),
         rows="\n".join(table),
     )
+
+
+def _plain(row: board.Row) -> board.Row:
+    """A row whose missing package is its reason, whatever class wants it."""
+    package = re.search(r"requires the (\S+) library|No module named '(\w+)'", row.get("what", ""))
+    return {**row, "what": f"{package[1] or package[2]} is not installed"} if package else row
 
 
 def _named(types: tuple[str, ...], by_kind: Any, kept: dict[str, board.Row]) -> str:

@@ -208,6 +208,26 @@ class Again(Fn):
         return found
 
 
+class Angles(Fn):
+    """As YOSO's attention: no derivative of its forward, which is nan on random numbers, as acos is beyond 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+        near = (1 - torch.acos(x @ weight.t()) / math.pi) ** 3 * mask
+        ctx.save_for_backward(x, weight, near)
+        return near @ weight
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, weight, near = ctx.saved_tensors
+        weighted = (g @ weight.t()) * near
+        return weighted @ (1.5 * weight), weighted.t() @ (1.5 * x) + near.t() @ g, None
+
+
+def _angles(x: Tensor, m: Any, mask: float) -> Tensor:
+    return Angles.apply(F.normalize(x, dim=-1), F.normalize(m.other + 1, dim=-1), torch.full((BATCH, 1), mask))
+
+
 def _smuggled(x: Tensor, m: Any) -> Tensor:
     return Smuggled.apply(x, x.square().mean() + m.other.sum())
 
@@ -228,6 +248,8 @@ MIDDLES: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "scaled": lambda x, m: Scaled.apply(x, m.other[2]),
     "pair": _pair,
     "softmax": lambda x, m: Layered.apply(x),
+    "angles": lambda x, m: _angles(x, m, 1.0),
+    "masked angles": lambda x, m: _angles(x, m, 1),  # whole numbers are tried as 0
     "again": lambda x, m: Again.apply(x),
     "twice": lambda x, m: Gelu.apply(Reversed.apply(Rounded.apply(x), 2.0)),
 }

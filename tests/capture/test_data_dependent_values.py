@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.capture import capture
 from shardc.capture.data_dependent_values import ctc_loss
+from tests import equality
 
 aten = torch.ops.aten
 
@@ -347,3 +348,23 @@ class Pairs(nn.Module):
 def test_combinations_of_constants_are_constants() -> None:
     """torch finds them by a mask."""
     capture(Pairs().double(), {"x": torch.randn(8, 4, 3, dtype=torch.float64)})
+
+
+def test_a_mask_of_single_positions_by_vmap() -> None:
+    """As transformers makes masks that read a tensor of the batch: index by index, under torch.vmap."""
+    from transformers.masking_utils import TransformGetItemToIndex
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+            each = torch.vmap(torch.vmap(lambda b, i: kept[b, i], (None, 0)), (0, None))
+            with TransformGetItemToIndex():
+                mask = each(torch.arange(8), torch.arange(6))
+            return torch.where(mask[..., None], self.up(x), 0).sin().sum()
+
+    kept = torch.arange(8)[:, None] > torch.arange(6)
+    one = equality.reference(lambda: (Masked().double(), {"x": torch.randn(8, 6, 4).double(), "kept": kept}))
+    equality.assert_equal(one.on({"shardc": 1, "mesh": {"dp": 2}}), one.loss, one.grads)

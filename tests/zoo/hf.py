@@ -209,12 +209,7 @@ def build(family: Family, dtype: torch.dtype = torch.float64, **config: Any) -> 
 
     with mock.patch("torch.jit.script", lambda function: function):  # what it compiles, `zoo.Wide` would not reach
         model_class: Any = getattr(transformers, family.model)
-    config_class: Any = model_class.config_class
-    renamed, known = config_class.attribute_map, inspect.signature(config_class.__init__).parameters
-    own = {**family.config, **config}
-    common = {renamed.get(k, k): v for k, v in SIZES.items() if k not in own}
-    found = config_class(**{k: v for k, v in common.items() if k in known and k not in own}, **own)
-    _never_drop(found)
+    found = tiny(family, model_class.config_class, **config)
     torch.manual_seed(0)
     model = ready(model_class(found), dtype)
     batch = {
@@ -223,10 +218,20 @@ def build(family: Family, dtype: torch.dtype = torch.float64, **config: Any) -> 
     return model, batch
 
 
-def _never_drop(config: Any) -> None:
+def tiny(family: Family, config_class: Any, **config: Any) -> Any:
+    """A family's config. config: fields that override the row's."""
+    renamed, known = config_class.attribute_map, inspect.signature(config_class.__init__).parameters
+    own = {**family.config, **config}
+    common = {renamed.get(k, k): v for k, v in SIZES.items() if k not in own}
+    found = config_class(**{k: v for k, v in common.items() if k in known and k not in own}, **own)
+    never_drop(found)
+    return found
+
+
+def never_drop(config: Any) -> None:
     """Every probability of dropping something is zero, also in the configs within."""
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):
-            _never_drop(value)
+            never_drop(value)
         elif "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)

@@ -21,6 +21,7 @@ is right for any loop.
     rows.py, count.py    what the model sees in place of chosen rows, and of their number
     __init__.py          `ChosenRows`, the mode under which the model is traced: calls that choose, read and join rows
     kinds.py             what they are to the model's `isinstance`
+    reductions.py        sums, means and losses of them
     writes.py            writing them back to a tensor
     rowwise.py           is a call one on each row by itself? by the rules
     traced.py            what the graph in the making says of a tensor
@@ -53,6 +54,7 @@ from shardc.capture.masked_rows.arguments import (
     start_of,
 )
 from shardc.capture.masked_rows.count import Count, Term
+from shardc.capture.masked_rows.reductions import behind, reduced
 from shardc.capture.masked_rows.rows import Pick, Rows
 from shardc.capture.masked_rows.rowwise import follow
 from shardc.capture.masked_rows.traced import key_of, node_of, of_numbers
@@ -67,6 +69,7 @@ aten = torch.ops.aten
 UNROLLED = 1024
 _WHERE: set[Any] = {torch.where, Tensor.where}
 _NONZERO: set[Any] = {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere}
+_SELECT: set[Any] = {torch.masked_select, Tensor.masked_select}
 _LIKE: set[Any] = {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.Tensor.new_empty}
 _CAT: set[Any] = {torch.cat, torch.concat, torch.concatenate}
 _SPLIT: set[Any] = {torch.split, Tensor.split, Tensor.split_with_sizes, torch.split_with_sizes}
@@ -80,6 +83,7 @@ class ChosenRows(KnownSizes):
         super().__init__(known)
         self.picks: dict[Any, Pick] = {}
         self.guards = Guards()
+        self.means: set[fx.Node] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -97,6 +101,8 @@ class ChosenRows(KnownSizes):
                 return False
             masks = [i for i in as_tuple(args[1]) if isinstance(i, Tensor) and i.dtype == torch.bool and i.dim()]
             return bool(masks) and any(self.known(m) is None for m in masks)
+        if func in _SELECT:
+            return len(args) == 2 and args[0].shape == args[1].shape and self.known(args[1]) is None
         if func in _NONZERO or (func in _WHERE and len(args) == 1):
             return isinstance(args[0], FakeTensor) and self.known(args[0]) is None
         if func in (torch.bincount, Tensor.bincount):
@@ -107,7 +113,7 @@ class ChosenRows(KnownSizes):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = as_rows((args, kwargs))
-        if func is Tensor.__getitem__:
+        if func is Tensor.__getitem__ or func in _SELECT:
             rows = self._picked(args[0], args[1])
             if isinstance(args[0], Tensor) and isinstance(rows, Rows):
                 rows.read = args[0], node_of(args[0])
@@ -124,6 +130,8 @@ class ChosenRows(KnownSizes):
             return self._cat(*args, **kwargs)
         if func in _SPLIT and not isinstance(args[0], Rows):
             return self._split(*args, **kwargs)
+        if (value := reduced(func, args, kwargs)) is not None:
+            return value
         result = self._rowwise(func, args, kwargs)
         old = args[0]
         adds = func in _ADDS and len(args) == 2 and not kwargs and isinstance(old, Rows) and isinstance(result, Rows)
@@ -287,12 +295,15 @@ class ChosenRows(KnownSizes):
 
     def _rowwise(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call on all rows, if it is one on each."""
-        rows = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Rows)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        rows = [x for x in leaves if isinstance(x, Rows)]
         if not rows:
             raise Unfit(f"their number goes into {getattr(func, '__name__', func)}")
         masks = {id(r.pick.mask) for r in rows}
         if len(masks) > 1:
             raise Unfit("they meet other ones")
+        if self.means and any(isinstance(x, FakeTensor) and behind(node_of(x), self.means) for x in leaves):
+            raise Unfit("they meet their mean, which is nan without rows")
         pick = rows[0].pick
         sizes = getattr(func, "__name__", "") in _SIZED
         args, kwargs = pytree.tree_map(lambda x: _whole(x, pick, sizes), (args, kwargs))
