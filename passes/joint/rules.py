@@ -64,6 +64,11 @@ _OF_8_BITS = {ops.fp8_round: rounded, ops.fp8_grad: rounded, ops.fp8_linear: pro
 _PARTS = {"whole": None, "data": of_data, "weights": of_weights, "begin": begun, "wait": waited}
 
 
+#: Of ops of torch, of all programs of this process: they hang on no mesh.
+_FACTS: dict[Hashable, Facts] = {}
+_RULES: dict[Hashable, Rule] = {}
+
+
 @dataclass(frozen=True)
 class Facts:
     """Of a call's forward. types: of the results; views: for each the operand whose memory it is on some rank, or
@@ -80,14 +85,13 @@ class Rules:
     def __init__(self, program: Program) -> None:
         self._program, self.rank = program, Rank(program)
         self._templates: dict[fx.Node, Template] = {}
-        self._numbers: dict[Hashable, int] = {}  # of distinct calls
         self._facts: dict[Hashable, Facts] = {}
         self._rules: dict[Hashable, Rule] = {}
 
     def template(self, node: fx.Node) -> Template:
         """The call without its graph."""
         if node not in self._templates:
-            self._templates[node] = template(node, self._numbers)
+            self._templates[node] = template(node)
         return self._templates[node]
 
     # --- forward
@@ -99,10 +103,14 @@ class Rules:
         call = self.template(node)
         key = (call.key, tuple(operands))
         if key not in self._facts:
+            known = _FACTS.get(key) if isinstance(call.target, OpOverload) else None
             try:
-                self._facts[key] = self._run(call, operands)
+                self._facts[key] = known or self._run(call, operands)
             except Exception:  # code that was not written for tensors without data: what is known of its results
                 self._facts[key] = self._by_value(node, operands)
+            else:
+                if isinstance(call.target, OpOverload):
+                    _FACTS[key] = self._facts[key]
         return self._facts[key]
 
     def _by_value(self, node: fx.Node, operands: Sequence[Type]) -> Facts:
@@ -131,7 +139,13 @@ class Rules:
         if key not in self._rules:
             by_hand = transposed if call.target in CONVERSIONS or call.target in LINEAR | EXCHANGES.keys() else None
             by_hand = _OF_8_BITS.get(call.target) or _PARTS[part] or by_hand
-            self._rules[key] = by_hand(self.rank, call, ask) if by_hand is not None else self._derive(node, call, ask)
+            of_torch = isinstance(call.target, OpOverload)
+            rule = _RULES.get(key) if of_torch else None
+            if rule is None:
+                rule = by_hand(self.rank, call, ask) if by_hand is not None else self._derive(node, call, ask)
+            self._rules[key] = rule
+            if of_torch:
+                _RULES[key] = rule
         return self._rules[key]
 
     def _derive(self, node: fx.Node, call: Template, ask: Ask) -> Rule:

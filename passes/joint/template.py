@@ -10,6 +10,7 @@ ran, and the number of its stream of random numbers.
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterator
 from functools import cache
@@ -29,7 +30,7 @@ class Template(NamedTuple):
     """target(*args, **kwargs), with Refs in the place of nodes and names. kwargs: by name, in alphabetical order.
 
     operands: what Ref("x", i) stands for in this call: its distinct tensors; names: what Ref("n", i) stands for. key:
-    equal for calls of a program that are equal but for operands and names.
+    equal for calls that are equal but for operands and names.
     """
 
     target: Any
@@ -61,8 +62,13 @@ class Template(NamedTuple):
         return self._replace(args=args, kwargs={k: map_refs(a, put) for k, a in self.kwargs.items()}), places
 
 
-def template(node: fx.Node, numbers: dict[Hashable, int]) -> Template:
-    """Of a call in a graph. numbers: of the distinct calls so far."""
+#: Of the distinct calls of this process.
+_NUMBERS: dict[Hashable, int] = {}
+_NEXT = itertools.count()
+
+
+def template(node: fx.Node) -> Template:
+    """Of a call in a graph."""
     order = {n: i for i, n in enumerate(dict.fromkeys(operands_of(node)))}
     at, called = _named(node.target)
     names: list[Any] = []
@@ -81,7 +87,7 @@ def template(node: fx.Node, numbers: dict[Hashable, int]) -> Template:
     args = tuple(name(a) if i in at else put(a) for i, a in enumerate(node.args))
     kwargs = {k: name(node.kwargs[k]) if k in called else put(node.kwargs[k]) for k in sorted(node.kwargs)}
     operands = tuple(map(producer_of, order))
-    key = numbers.setdefault((node.target, _key(args), *_items(kwargs)), len(numbers))
+    key = _NUMBERS.setdefault((node.target, _key(args), *_items(kwargs)), next(_NEXT))
     return Template(node.target, operands, args, kwargs, tuple(names), key)
 
 
