@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import elementwise
-import gpt
+import compiled_models
 import llama
 import mixtral
 from torch import Tensor, nn
@@ -46,10 +45,10 @@ MICROBATCHES = 4
 
 #: What is compiled by Inductor, ours and torch's.
 COMPILED: dict[str, Callable[[], nn.Module]] = {
-    "GPT": gpt.model,
+    "GPT": compiled_models.gpt,
     "Llama": llama.model,
     "Mixtral": mixtral.model,
-    "element-wise": elementwise.model,
+    "element-wise": compiled_models.element_wise,
 }
 
 SHARDC = {

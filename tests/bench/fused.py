@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import llama as of_bench
 import mixtral as of_experts
 import torch
-from elementwise import ElementWise
+from compiled_models import ElementWise
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]

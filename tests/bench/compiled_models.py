@@ -1,4 +1,6 @@
-"""A model whose time is element-wise work: what a compiler fuses, with one small product a layer."""
+"""What compiled steps train beside the Llama and the Mixtral: a GPT, and a model whose time is element-wise work. No
+dropout, whose masks would be others for others. Batches and optimizer are llama's.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,31 @@ from types import SimpleNamespace
 import llama
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutput
 
 
+def gpt() -> nn.Module:
+    s = llama.SIZE
+    config = GPT2Config(
+        vocab_size=s.vocab,
+        n_embd=s.hidden,
+        n_head=s.heads,
+        n_layer=s.layers,
+        n_positions=s.seq,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config).train()
+
+
 class ElementWise(nn.Module):
-    """A gated mixture of what transformers' blocks write out: RMS norm, rotation, gelu by tanh, dropout, gates."""
+    """A gated mixture of what transformers' blocks write out: RMS norm, rotation, gelu by tanh, dropout, gates. One
+    small product a layer.
+    """
 
     def __init__(self, layers: int = 4, width: int = 256, dropout: float = 0.1) -> None:
         super().__init__()
@@ -33,8 +55,7 @@ class ElementWise(nn.Module):
 
 
 class OfIds(nn.Module):
-    """The same on the benchmark's batches: a number for each token, times a vector. No dropout, whose masks would be
-    others for others."""
+    """The same on the benchmark's batches: a number for each token, times a vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,5 +68,5 @@ class OfIds(nn.Module):
         return CausalLMOutput(loss=self.layers(x[..., None] * self.vector))
 
 
-def model() -> nn.Module:
+def element_wise() -> nn.Module:
     return OfIds().train()
