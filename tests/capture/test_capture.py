@@ -404,7 +404,7 @@ def _experts(self: Net, y: Tensor) -> Tensor:
 
 
 def _masked(self: Net, y: Tensor) -> Tensor:
-    return y[y > 0].sum()
+    return y[y > 0].max()
 
 
 def _range(self: Net, y: Tensor) -> Tensor:
@@ -418,11 +418,11 @@ def _range(self: Net, y: Tensor) -> Tensor:
     [
         (_branch, "a branch depends on a tensor's value", "if y.sum() > 0:"),
         (_item, "a tensor becomes a Python number", "y.sum() * y.max().item()"),
-        (_experts, "the loop over experts depends on a tensor's value", "rows = torch.where(chosen == expert)[0]"),
+        (_experts, "the loop over experts depends on a tensor's value", "y[rows] * y[rows].mean(0)"),
         (
             _masked,
             "indexing by a condition has a result whose size depends on a tensor's value",
-            "return y[y > 0].sum()",
+            "return y[y > 0].max()",
         ),
         (_range, "the length of a loop depends on a tensor's value", "for _ in range(int(y.sum())):"),
     ],

@@ -61,9 +61,9 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [*LOSSES, "alignment"])
 def test_chosen_rows_end_in_a_reduction(name: str) -> None:
-    one = equality.reference(lambda: build(LOSSES[name]))
+    one = equality.reference(lambda: build(LOSSES.get(name, alignment)))
     specs: tuple[dict[str, Any], ...] = (
         {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}},
         {"mesh": {"dp": 4}, "batch": {"microbatches": 2}},
@@ -75,12 +75,21 @@ def test_chosen_rows_end_in_a_reduction(name: str) -> None:
         assert program.prove().ok
 
 
+def alignment(z: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """As transformers' models of speech do: labels are chosen anywhere in their row, and none of some rows."""
+    kept = m & (y != 0)
+    log_probs = torch.cat([z, z.flip(1)], 1).log_softmax(-1).transpose(0, 1)
+    frames = torch.full((z.shape[0],), 8)
+    return F.ctc_loss(log_probs, y.masked_select(kept), frames, kept.sum(-1), reduction="sum", zero_infinity=True)
+
+
 @pytest.mark.parametrize(
     "loss",
     [
         lambda z, y, m: (z[m] - z[m].mean(0)).pow(2).sum(),  # a mean of nothing is nan, and would be a gradient's
         lambda z, y, m: F.cross_entropy(z[m], y[y > 1][: m.sum()]),
         lambda z, y, m: z[m].sum() / z[m].shape[0],
+        lambda z, y, m: F.ctc_loss(z.transpose(0, 1), y[m], torch.full((8,), 4), (y > 2).sum(-1)),
     ],
 )
 def test_what_needs_more_than_a_reduction_is_refused(loss: Loss) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from shardc.capture.masked_rows.arguments import along
 from shardc.capture.masked_rows.rows import Rows
-from shardc.capture.masked_rows.traced import node_of
+from shardc.capture.masked_rows.traced import counts, node_of
 from shardc.capture.masked_rows.unfit import Unfit
 
 _SUMS: set[Any] = {torch.sum, Tensor.sum}
@@ -36,6 +36,8 @@ def reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor 
     """The value of a call that reduces chosen rows; None for a call that keeps them, or is none of these."""
     if func in _SUMS or func in _MEANS:
         return _total(func in _MEANS, *args, **kwargs)
+    if func is F.ctc_loss and isinstance(args[1], Rows):
+        return _alignment(*args, **kwargs)
     how = kwargs.get("reduction", "mean")
     if how not in ("sum", "mean") or len(args) != 2:
         return None
@@ -49,6 +51,16 @@ def reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor 
         return None
     labels = torch.where(along(y.pick.mask, 0, y.ndim), y.full, kwargs.get("ignore_index", -100))
     return func(x.full, labels, **kwargs)  # type: ignore[no-any-return]
+
+
+def _alignment(log_probs: Tensor, targets: Rows, frames: Any, lengths: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """CTC of the labels that a mask of [rows, labels] keeps: moved to the front of their row, as padded ones are."""
+    mask = targets.pick.mask.reshape(targets.pick.grid)
+    if mask.dim() != 2 or targets.ndim != 1 or not counts(lengths, mask):
+        raise Unfit("their lengths are not their numbers in each row")
+    order = torch.sort((~mask).long(), dim=-1, stable=True).indices
+    kept = torch.where(mask, targets.full.reshape(mask.shape), 0).gather(1, order)
+    return F.ctc_loss(log_probs, kept, frames, lengths, *args, **kwargs)
 
 
 def _total(of_mean: bool, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor | None:

@@ -45,6 +45,19 @@ def _structure(node: fx.Node) -> Any:
     return (node.target, *map(_frozen, node.args), *((k, _frozen(v)) for k, v in node.kwargs.items()))
 
 
+def counts(x: Any, mask: Tensor) -> bool:
+    """Is it the number of true values in each row of a mask?"""
+    node = traced_node(x) if isinstance(x, Tensor) else None
+    if (
+        node is None
+        or node.target is not torch.ops.aten.sum.dim_IntList
+        or node.args[1] not in ([-1], [mask.dim() - 1])
+    ):
+        return False
+    summed = node.args[0]
+    return isinstance(summed, fx.Node) and _structure(summed) == key_of(mask)
+
+
 def _bool(node: fx.Node) -> bool:
     return getattr(node.meta.get("val"), "dtype", None) == torch.bool
 
