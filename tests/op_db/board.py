@@ -69,7 +69,7 @@ HEAD = """\
 # Operators
 
 Made by `make ops` on {date} with torch {torch}: {ops} ops of PyTorch's operator database (`op_db`, float64), each in a model whose loss weighs all of its results, against one device: the loss and
-every gradient within {bound:g}, relatively. Compiled for rows over 2 ranks (also lowered), each dim that divides over 2 (of the first operand and of others), padded over 3, and rows × a dim; two samples, the second compiled
+every gradient within {bound:g}, relatively. Compiled for rows over 2 ranks, each dim that divides over 2 (of the first operand and of others), padded over 3, and rows × a dim; two samples, the second compiled
 on other values than it runs on, and the op in place.
 
 | | shardc | DTensor |

@@ -1,6 +1,6 @@
 """What becomes of a case on meshes: by shardc, and by DTensor on the same ones.
 
-dp2, dp2 lowered    rows of the batch over 2 ranks         tp2 p0.1         dim 1 of parameter p0 over 2 ranks
+dp2                 rows of the batch over 2 ranks         tp2 p0.1         dim 1 of parameter p0 over 2 ranks
 dp3 padded          rows over 3, padded                    tp3 padded p0.1  over 3, padded
 dp2 x tp2 p0.1      both
 """
@@ -56,8 +56,6 @@ def specs(case: Reference, mode: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"tp2 p0.{d}", on({"tp": 2}, "p0", d)
     if mode == "inplace":
         return
-    if rows % 2 == 0:
-        yield "dp2 lowered", on({"dp": 2})
     others = [(n, d) for n, p in params.items() if n != "p0" and p.ndim for d in splits(p)]
     for name, d in others[:3]:
         yield f"tp2 {name}.{d}", on({"tp": 2}, name, d)

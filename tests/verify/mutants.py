@@ -84,10 +84,10 @@ def _changed(program: Program, i: int, name: str, change: Callable[[fx.Node, Pro
     graph.lint()
     stages = list(program.stages)
     stages[i] = replace(stages[i], graph=graph, joint=None)
-    return _lowered(program, stages)
+    return _with_graphs(program, stages)
 
 
-def _lowered(program: Program, stages: Sequence[Stage]) -> Program:
+def _with_graphs(program: Program, stages: Sequence[Stage]) -> Program:
     """The program with these stages, whose forward and backward graphs are written anew."""
     return with_joint_graphs(replace(program, stages=tuple(stages)), Execution())
 
@@ -567,7 +567,7 @@ def crossed(program: Program) -> Iterator[Callable[[], Program]]:
                             u.replace_input_with(y, x)
                     stages = list(program.stages)
                     stages[i] = replace(stage, graph=graph, joint=None)
-                    return _lowered(program, stages)
+                    return _with_graphs(program, stages)
 
                 yield exchange
 
@@ -607,7 +607,7 @@ def buffers(program: Program) -> Iterator[Callable[[], Program]]:
                     out.args = ((first[0], tuple(mine), *first[2:]),)
                     stages = list(program.stages)
                     stages[i] = replace(stage, graph=graph, joint=None)
-                    return _lowered(program, stages)
+                    return _with_graphs(program, stages)
 
                 yield other
 
