@@ -67,7 +67,7 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_passes_are_told_and_timed() -> None:
     told: list[str] = []
     program = shardc.compile(*zoo.mlp(), {"shardc": 1, "mesh": {"dp": 2}}, on_pass=told.append)
-    after = ["canonical", "unknown_ops", "annotate", "place", "partition", "gradient_buckets", "unused_axes"]
+    after = ["canonical", "unknown_ops", "annotate", "place", "partition", "gradient_buckets", "joint", "unused_axes"]
     assert told == ["capture", *after]
     assert list(program.meta["pass_seconds"]) == told
 

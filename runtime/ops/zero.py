@@ -75,6 +75,8 @@ def put(param: Tensor, grad: Tensor, *, own: bool = False) -> None:
     it otherwise; here the caller holds it, so the text says. Where a bucket waits for it, which copies it to its own
     place, that would be one copy too many in any case.
     """
+    if not param.requires_grad:  # it was frozen since
+        return
     arrived: Any = getattr(param, "_post_accumulate_grad_hooks", None)
     plain = param.grad is None and not param._backward_hooks and param.dtype == grad.dtype
     if plain and param.shape == grad.shape and (arrived or (own and param.stride() == grad.stride())):

@@ -22,6 +22,7 @@ from shardc.ir import source
 from shardc.ir.graph import source_of
 from shardc.ir.types import op_name
 from shardc.runtime import ops
+from shardc.runtime.ops.taped import op_of
 
 aten = torch.ops.aten
 
@@ -171,17 +172,24 @@ def _index_error(error: IndexError, node: fx.Node | None, values: dict[str, Any]
     said = (str(error).strip() or "no more is known").splitlines()[0]
     target: Any = node.target if node is not None else None
     operands = node.all_input_nodes if node is not None else []
+    args: Any = node.args if node is not None else ()
+    if target is ops.taped:  # (op, needs, again, its own arguments)
+        target, args = op_of(args[0]), args[3:]
     if node is not None and target in (aten.embedding.default, ops.embedding_partial):
         table, ids = operands[:2]
-        rows = node.args[4] if target is ops.embedding_partial else values[table.name].shape[0]
+        rows = args[4] if target is ops.embedding_partial else values[table.name].shape[0]
         what = outside(values[ids.name], int(str(rows)))
         return lookup_error(what or said, _input_of(ids), where)
-    if node is not None and target in (ops.nll, ops.nll_parts):
+    if node is not None and target in _OF_LABELS:
         logits, labels = (values[n.name] for n in operands[:2])
-        classes = node.args[5] if target is ops.nll_parts else logits.shape[1 if logits.dim() > 1 else 0]
+        classes = args[5] if target is ops.nll_parts else logits.shape[1 if logits.dim() > 1 else 0]
         return label_error(outside(labels, int(str(classes)), -100) or said, where)
     fix = "check the ids in the batch against the sizes of what they are looked up in"
     return OutOfRangeError(f"an index is out of range: {said}", where=where, fix=fix)
+
+
+#: Ops whose second operand is labels.
+_OF_LABELS = {ops.nll, ops.nll_parts, aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 
 
 def _input_of(node: fx.Node) -> str:

@@ -15,7 +15,9 @@ import shardc
 from shardc.cost.dry_run import dry_run
 from shardc.ir.graph import calls, copy_graph
 from shardc.ir.program import Program
+from shardc.passes.joint import with_joint_graphs
 from shardc.runtime import ops
+from shardc.spec.step_sections import Execution
 from shardc.verify.simulate import simulate
 from tests import live_bytes, zoo
 
@@ -53,7 +55,7 @@ def each_its_own(program: Program) -> Program:
                 n.target, n.kwargs = torch.ops.aten._to_copy.default, {"dtype": n.args[2]}
                 n.args = n.args[:1]
         stages.append(replace(stage, graph=graph))
-    return replace(program, stages=tuple(stages))
+    return with_joint_graphs(replace(program, stages=tuple(stages)), Execution())
 
 
 def casts(program: Program) -> list[Any]:

@@ -82,7 +82,8 @@ def test_dump_writes_a_text_for_every_pass_and_the_differences(tmp_path: Path) -
         "04-place.txt",
         "05-partition.txt",
         "06-gradient_buckets.txt",
-        "07-unused_axes.txt",
+        "07-joint.txt",
+        "08-unused_axes.txt",
     ]
     assert [n for n in names if n.endswith(".diff")] == [n.replace("txt", "diff") for n in texts[1:]]
     assert "+    x" not in (tmp_path / "04-place.diff").read_text()

@@ -47,9 +47,6 @@ def ways(name: str, op: Op) -> Iterator[tuple[str, Op]]:
     """(how, the broken op) for an op."""
     if name == "gather_start":
         yield "not begun", lambda params, **_: params[0].bucket
-    if name == "gather_wait":
-        yield "no gradient", lambda bucket: tuple(x.detach() for x in op(bucket))
-        yield "twice the gradient", lambda bucket: _Twice.apply(*op(bucket))  # type: ignore[no-untyped-call]
     if name == "regather_start":
         yield "not begun", lambda params, **_: Gathering(params[0].bucket, lambda: params[0].bucket.regather()())
     if name in {"gather_wait", "regather_wait", "updated"}:

@@ -150,7 +150,7 @@ def test_an_error_in_a_stage_names_stage_microbatch_and_action_and_ends_all_rank
         engine = p.engine(small()[0], mesh=mesh)
         if mesh.coordinate("pp") == 1 and mesh.coordinate("dp") == 1:
             stage = engine.interpreter.stages[1]
-            whole, seen = stage.run, []
+            whole, seen = stage.joint.forward, []
 
             def broken(*args: Any) -> Any:
                 seen.append(1)
@@ -158,7 +158,7 @@ def test_an_error_in_a_stage_names_stage_microbatch_and_action_and_ends_all_rank
                     raise FloatingPointError("the model's own")
                 return whole(*args)
 
-            stage.run = broken  # type: ignore[assignment]
+            stage.joint.forward = broken  # type: ignore[method-assign]
         engine.step(small()[1])
 
     with pytest.raises(FloatingPointError, match="the model's own") as e:

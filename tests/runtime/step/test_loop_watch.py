@@ -215,8 +215,11 @@ def test_a_backward_around_the_sums(spec: str, how: str) -> None:
             loss.backward(inputs=params)
             return
         asked = params if how == "grad" else params[:1]
+        if how == "inputs":
+            module(**module.local(BATCH)).backward(inputs=params)  # nothing is left out
+            assert all(p.grad is not None for p in params)
         backward = (
-            functools.partial(loss.backward, inputs=params)
+            functools.partial(loss.backward, inputs=asked)
             if how == "inputs"
             else functools.partial(loss.backward, create_graph=True)
             if how == "create_graph"
