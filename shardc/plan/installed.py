@@ -29,7 +29,9 @@ def shardc_source() -> str:
 
 def installed() -> list[str]:
     """Names and versions of installed packages, as their folders say, of Python and of shardc's source."""
-    folders = {Path(p or ".") for p in sys.path}
+    folders = {
+        Path(p or ".") for p in sys.path if Path(p).name != "_vendor"
+    }  # which setuptools adds when it is imported
     found = {x.name for folder in folders if folder.is_dir() for x in folder.glob("*.dist-info")}
     return [sys.version, shardc_source(), *sorted(found)]
 

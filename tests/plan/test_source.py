@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from shardc.cli import app
 from shardc.plan.disk_cache import DiskCache
 from shardc.plan.few_layers import Subject
+from shardc.plan.installed import installed
 from shardc.plan.source import Source
 
 CONFIG = {
@@ -48,6 +49,14 @@ def test_the_same_question_in_another_process_loads_no_torch(tmp_path: Path, mon
     assert other.pop("seconds") > 0
     assert one == other
     assert second.stderr.splitlines()[-1] == "[]"
+
+
+def test_what_setuptools_brings_along_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = installed()
+    for folder, counts in (("_vendor", False), ("site", True)):
+        (tmp_path / folder / "thing-1.dist-info").mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        assert (installed() != before) == counts
 
 
 class Net(nn.Module):
