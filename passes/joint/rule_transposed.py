@@ -97,7 +97,9 @@ def of_weights(rank: Rank, call: Template, ask: Ask) -> Rule:
         one, other = (back, rows) if call.target is aten.linear.default else (rows, back)
         grads[weight.index] = w.call(aten.mm.default, w.call(aten.t.default, one), other)
     if bias is not None and ask.wanted[bias.index]:
-        grads[bias.index] = w.call(aten.sum.dim_IntList, back, [0])
+        shape = list(ask.operands[bias.index].shape)
+        dims = [0] if shape == [g.shape[-1]] else [0, 1]  # one number is added to all columns
+        grads[bias.index] = w.call(aten.reshape.default, w.call(aten.sum.dim_IntList, back, dims), shape)
     return w.rule(grads, "product")
 
 

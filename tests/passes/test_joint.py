@@ -452,6 +452,24 @@ def test_sums_take_no_memory_that_others_look_at(model: Any, shape: tuple[int, .
     )
 
 
+class _OneBias(nn.Module):
+    """A bias of one number, beside a product whose input's gradient is summed over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+        self.bias = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, self.a(x), self.weight).square().mean()
+
+
+def test_a_bias_of_one_number_beside_a_sum_over_ranks() -> None:
+    spec = {"shardc": 1, "mesh": {"tp": 2}, "shard": {"weight": {1: "tp"}}}
+    report = shardc.compile(_OneBias(), {"x": torch.randn(4, 8)}, spec).verify()
+    assert report.ok, report
+
+
 class _Turned(nn.Module):
     """Stages hand on what is a view of another layout, whose gradient goes to kernels that read memory as it lies."""
 

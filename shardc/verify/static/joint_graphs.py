@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ir.graph import is_call, operands_of, values_of
+from shardc.ir.graph import operands_of
 from shardc.ir.metadata import Value
 from shardc.ir.pairs import Pair, prefix_of
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint, Stage
 from shardc.passes.joint import types_of
 from shardc.passes.joint.record import is_view
+from shardc.passes.joint.rule_transposed import CONVERSIONS
 from shardc.passes.joint.rules import Rules
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
@@ -75,15 +76,15 @@ def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf)
 
 
 def _without_gradient(program: Program, stage: Stage, rules: Rules) -> Iterator[Wrong]:
-    """Find values that need a gradient, as the stage's own graph says, and have none where it is differentiated: the
-    chain rule would stop there in what is proven and in what it is compared with.
+    """Find conversions whose result needs a gradient, as the stage's own graph says, and has none where the graph is
+    differentiated: the chain rule would stop there in what is proven and in what it is compared with. (Of torch's ops
+    autograd itself says which results have one.)
     """
     types, _ = types_of(program, stage.graph, rules)
-    for n in filter(is_call, stage.graph.nodes):
-        for i, value in enumerate(values_of(n)):
-            known = types.get((n, i))
-            if value is not None and value.requires_grad and known is not None and not known.grad:
-                yield Wrong("backward", n, "it needs a gradient, and the chain rule stops here")
+    for n in stage.graph.nodes:
+        known = types.get((n, 0)) if n.target in CONVERSIONS else None
+        if known is not None and n.meta["value"].requires_grad and not known.grad:
+            yield Wrong("backward", n, "it needs a gradient, and the chain rule stops here")
 
 
 def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = math.inf) -> Iterator[Wrong]:
