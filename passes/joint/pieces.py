@@ -1,4 +1,4 @@
-"""Which lines of a text become one piece, to be compiled as one (`lower: {compile: layers}`).
+"""Which lines of a text become one piece, to be compiled as one (`execution: {compile: layers}`).
 
     gelu_grad = gelu_backward(g, up)         piece 7
     bias_grad = sum(gelu_grad, [0])          piece 7: moved up, as it only reads what the piece has just made

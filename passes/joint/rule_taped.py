@@ -49,12 +49,12 @@ def taped(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) ->
     operands = tuple(Ref("x", places[k]) for k in saved.again)
     zeros = () if saved.known else (("zeros", True),)  # else the text would take what is None for a gradient
     back = w.put(Line(0, ops.untaped, (tape, grads, tuple(before), operands), zeros, saved.grads))
-    found: list[Ref | None] = [None] * len(ask.operands)
+    of_operands: list[Ref | None] = [None] * len(ask.operands)
     kinds: list[Type | None] = [None] * len(ask.operands)
     for n, k in enumerate(needs):
         i, t = places[k], saved.grads[n]
-        found[i], kinds[i] = w.put(Line(0, operator.getitem, (back, n), (), t)), t
-    return Rule(tuple(w.lines[:split]), tuple(made), tuple(w.lines[split:]), tuple(found), tuple(kinds), "taped")
+        of_operands[i], kinds[i] = w.put(Line(0, operator.getitem, (back, n), (), t)), t
+    return Rule(tuple(w.lines[:split]), tuple(made), tuple(w.lines[split:]), tuple(of_operands), tuple(kinds), "taped")
 
 
 def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, ...], ask: Ask) -> _Saved:
@@ -73,11 +73,11 @@ def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, 
                 made = rank.run(call, xs)
             gs = [None if t is None else replace(t, grad=False).empty() for t in ask.tangents]
             pairs = [(y, g) for y, g in zip(made, gs, strict=True) if g is not None]
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 [y for y, _ in pairs], [xs[k] for k in needs], [g for _, g in pairs], allow_unused=True
             )
         again = tuple(k for k, x in enumerate(xs) if memory_of(x) in packed and places[k] not in places[:k])
-        return _Saved(again, tuple(None if x is None else Type.of(x) for x in found), True)
+        return _Saved(again, tuple(None if x is None else Type.of(x) for x in gradients), True)
     except Exception:  # whatever torch's Python, or a user's op, raises on tensors without data
         like = (ask.operands[places[k]] for k in needs)
         return _Saved(tuple(range(len(places))), tuple(Type.contiguous(t.shape, t.dtype) for t in like), False)

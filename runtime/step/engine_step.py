@@ -152,10 +152,10 @@ class EngineStep(EngineForward):
 
         def work(values: Values) -> Result:
             interpreter.count(values)
-            found = interpreter.step(values, hooks)
+            result = interpreter.step(values, hooks)
             if self._graphs is not None:
                 self.buckets.finish()
-            return found
+            return result
 
         if self._graphs is not None:
             of_the_host = id(interpreter), self.scaler.factor if self.scaler is not None else None

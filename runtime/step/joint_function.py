@@ -76,15 +76,23 @@ class JointCall:
 
     def _check(self) -> None:
         if self._ended:
-            what, fix = "the backward of this loss has run already", "call module(...) again, or retain_graph=True"
-            raise ShardcError(what, where="loss.backward()", fix=fix)
+            raise ShardcError(
+                "the backward of this loss has run already",
+                where="loss.backward()",
+                fix="call module(...) again, or loss.backward(retain_graph=True) before",
+            )
         if self._now() != self._versions:
-            what = "parameters were written to between the forward of this loss and its backward"
-            raise ShardcError(what, where="loss.backward()", fix="call optimizer.step() after loss.backward()")
+            raise ShardcError(
+                "parameters were written to between the forward of this loss and its backward",
+                where="loss.backward()",
+                fix="call optimizer.step() after loss.backward()",
+            )
         if torch.is_grad_enabled():
-            what = "gradients that are summed over ranks have no graph of their own, by which they could be"
-            what += " differentiated"
-            raise ShardcError(what, where="loss.backward(create_graph=True)", fix=f"call loss.backward(); {_AROUND}")
+            raise ShardcError(
+                "gradients of a program have no graph, by which they could be differentiated",
+                where="loss.backward(create_graph=True)",
+                fix=f"call loss.backward(); {_AROUND}",
+            )
         self._check_whole()
 
     def _check_whole(self) -> None:

@@ -92,8 +92,11 @@ class RunnableStage:
     def joint(self) -> JointStage:
         """Its forward and backward graphs, made when a step first runs them."""
         if self._stage.joint is None:
-            what = "the program has no backward graph: an earlier version of shardc wrote it"
-            raise ShardcError(what, where=self._stage.name, fix="compile again")
+            raise ShardcError(
+                "the program has no backward graph: an earlier version of shardc wrote it",
+                where=self._stage.name,
+                fix="compile again",
+            )
         with WRITING:
             texts = self._stage.joint.graphs
             if self._device.type != "cpu":

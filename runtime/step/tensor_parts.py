@@ -205,7 +205,7 @@ def _call(func: Any, args: Any, kwargs: Mapping[str, Any], caller: _Caller) -> A
         _refuse_scaler()
     with plain():
         if first.split_dims == frozenset() or _calls_others(func, name):
-            return func(*args, **kwargs)  # (autograd.grad: shardc.runtime.step.whole_backward looks at it)
+            return func(*args, **kwargs)  # (autograd.grad: shardc.runtime.step.joint_function checks it)
         if any(isinstance(x, SumOfParts) for x in _parts_in((args, kwargs))):
             return _of_sums(func, does, args, kwargs, caller)
         return _of_parts(func, does, args, kwargs, caller)

@@ -98,6 +98,8 @@ class Buckets:
         for b in self._all:
             b.ready()
             self.owned |= b.owned
+        #: The parameters that are in no bucket.
+        self.unsummed = [name for name in self.owned if name not in self._of]
         self.runs: dict[str, Run] = {n: run for b in self._all for n, run in b.runs.items()}
         for b in (*self._once, *self._each):
             for name, p in b.params.items():
@@ -253,8 +255,8 @@ class Buckets:
         sums = [(b, b.sums) for b in self._all]
 
         def again() -> None:
-            for b, found in sums:
-                b.sums = found
+            for b, sums_of in sums:
+                b.sums = sums_of
 
         return again
 
@@ -264,11 +266,6 @@ class Buckets:
             b.follow()
         for name in self.unsummed:
             follow(self.given[name], self.owned[name])
-
-    @property
-    def unsummed(self) -> list[str]:
-        """The parameters that are in no bucket."""
-        return [name for name in self.owned if name not in self._of]
 
     def take_unsummed(self) -> list[Tensor | None]:
         """The gradients of `unsummed` that a backward has put into the graph's own leaves, which lose them."""

@@ -406,8 +406,11 @@ def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
             return None
         halves = [f"{stage}_{way}.py" for way in ("forward", "backward", "weights")]
         if f"{stage}.py" in files.edited and files.edited.isdisjoint(halves):
-            what = f"{stage}.py was edited, and {halves[0]} and {halves[1]}, which a training step runs, were not"
-            raise ShardcError(what, where=files.path(f"{stage}.py"), fix="edit all of them, or compile again")
+            raise ShardcError(
+                f"{stage}.py was edited, and {halves[0]} and {halves[1]}, which a training step runs, were not",
+                where=files.path(f"{stage}.py"),
+                fix="edit all of them, or compile again",
+            )
         return Joint(*(graph(f, local, joint=True) for f in halves if f in files or f.endswith("backward.py")))
 
     def returns(name: str, graph: fx.Graph, counts: tuple[int, ...]) -> fx.Graph:

@@ -134,8 +134,11 @@ def command(
         elif joint:
             text = program.joint(stage)
             if not text:
-                what, fix = "this program is forward-only: it has no backward graph", "leave --forward out"
-                raise ShardcError(what, where="--joint", fix=fix)
+                raise ShardcError(
+                    "this program is forward-only: it has no backward graph",
+                    where="--joint",
+                    fix="leave --forward out",
+                )
             show(json.dumps({"text": text}) if as_json else text)
         elif comm and svg:
             _streams(program, device, svg, as_json, show)

@@ -307,7 +307,7 @@ class Program:
         return emit.text(self, NOTHING if full else fold(self))
 
     def joint(self, stage: int | None = None) -> str:
-        """Where the spec says `lower:`: the text of the forward and the backward that a training step runs, of all
+        """The text of the forward and the backward graph that a training step runs, of all
         stages or of one. "" of a forward-only program.
         """
         from shardc.artifact import emit

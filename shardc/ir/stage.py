@@ -5,7 +5,7 @@ Without a pipeline there is one stage, which every rank runs; a pipeline's ranks
     stage0 --- Edge(0, 1): names and types of values, whose gradients go back ---> stage1
       |
       +-- regions: ops whose results backward computes again
-      +-- joint: the same as two functions, forward and backward, without autograd (`lower:`)
+      +-- joint: its forward and its backward graph, which a training step runs
 
 Conventions of the graphs, of stages and of the whole model: shardc.ir.program.
 """
@@ -91,7 +91,7 @@ class Stage:
     """What one rank runs. graph: local sizes, explicit collectives; see the module's docstring for its conventions.
 
     updates: the buffers of which a pipeline's stage computes the new value; outputs: the program's outputs that it
-    computes. joint: what a training step runs in its place, if the spec says `lower:`.
+    computes. joint: what a training step runs in its place; None of a forward-only program.
     """
 
     graph: fx.Graph

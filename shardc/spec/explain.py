@@ -88,8 +88,10 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
         inside = f" in `{dotted(path[:-1])}`" if len(path) > 1 else ""
         what = f"unknown {'key' if inside else 'section'} {say(path[-1])}{inside}"
         if path == ("lower",):
-            what = "`lower` is no section any more: each training step runs a forward and a backward graph"
-            return what, "leave it out; its options are those of `execution`, e.g. `execution: {compile: layers}`"
+            return (
+                "`lower` is no section any more: each training step runs a forward and a backward graph",
+                "leave it out; its options are those of `execution`, e.g. `execution: {compile: layers}`",
+            )
         homes = [name for name, f in Form.model_fields.items() if path[-1] in _keys(f.annotation)]
         if homes and not nearest(str(path[-1]), known):
             return what, f"it is a key of {' and of '.join(f'`{h}`' for h in homes)}"

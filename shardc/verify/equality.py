@@ -188,8 +188,8 @@ def _all_finite(x: Tensor) -> bool:
 def _compiled(program: Program, seed: int) -> tuple[list[Finding], Compiled | None]:
     """The compiled step against the same step line by line, in the program's own dtypes."""
     if not any(pieces_of(g) for s in program.stages if s.joint is not None for g in s.joint.graphs.values()):
-        what, fix = "nothing of this program is compiled", "write `execution: {compile: layers}` in the spec"
-        return [Finding("execution.compile", what, fix)], None
+        fix = "write `execution: {compile: layers}` in the spec"
+        return [Finding("execution.compile", "nothing of this program is compiled", fix)], None
     weights, batch = random_state(program, seed), random_inputs(program, seed)
     plain = simulate(without_pieces(program), weights, batch, seed=seed)
     compiled = simulate(program, weights, batch, seed=seed)

@@ -24,18 +24,6 @@ def nothing(*_: Any, **__: Any) -> None:
     """What does nothing."""
 
 
-class _Twice(torch.autograd.Function):
-    """Values, whose gradients are doubled."""
-
-    @staticmethod
-    def forward(ctx: Any, *values: Tensor) -> Any:
-        return tuple(x.view_as(x) for x in values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return tuple(g + g for g in grads)
-
-
 class _Still:
     """A mesh on which nothing moves to the host."""
 
