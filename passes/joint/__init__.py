@@ -5,6 +5,7 @@
     rules       the derivative of one call, found once for every distinct one; rule_traced, rule_transposed, rule_taped:
                 in one of three ways, rule_fp8 of products of 8 bits; rank: the rank on which calls run; rule: what is
                 found
+    saved       what the backward of a call keeps of it, which `checkpoint` and cost ask
     order       which rule runs when, and what is added to what: as autograd would
     again       which values backward keeps, and which it computes again
     write       the two graphs; take_over: in whose memory sums are; halves: backward as two, where a schedule asks
@@ -27,7 +28,7 @@ from threading import RLock
 from torch import fx
 
 from shardc.errors import ShardcError
-from shardc.ir.graph import is_call, producer_of
+from shardc.ir.graph import producer_of
 from shardc.ir.program import Program
 from shardc.ir.stage import DeferredJoint, Joint, Stage
 from shardc.passes.base import Pass
@@ -37,12 +38,10 @@ from shardc.passes.joint.order import Backward
 from shardc.passes.joint.overlap import overlap_collectives
 from shardc.passes.joint.pair import pairs_of
 from shardc.passes.joint.pieces import mark_pieces
-from shardc.passes.joint.record import Type
-from shardc.passes.joint.rules import Facts, Rules
+from shardc.passes.joint.rules import Rules
+from shardc.passes.joint.saved import types_of
 from shardc.passes.joint.seconds import Seconds
-from shardc.passes.joint.template import Made
 from shardc.passes.joint.write import Writer
-from shardc.passes.recompute.autograd_saves import SavedOf
 from shardc.passes.runner import uncollected
 from shardc.runtime import ops
 from shardc.spec.step_sections import Execution
@@ -164,22 +163,3 @@ class Texts:
         for text in joint.graphs.values():
             arrange_copies(text, seconds, sizes)
         return joint
-
-
-def types_of(program: Program, graph: fx.Graph, rules: Rules) -> tuple[dict[Made, Type | None], dict[fx.Node, Facts]]:
-    """The type of every value on one rank, and what is known of every call."""
-    local = SavedOf(program)
-    trained = {p.name for p in program.params if p.requires_grad}
-    types: dict[Made, Type | None] = {}
-    facts: dict[fx.Node, Facts] = {}
-    for n in graph.nodes:
-        if n.op == "placeholder":
-            if n.meta.get("value") is not None:
-                (v,) = local.types(n)
-                grad = n.name in trained or ("collective" in n.meta and v.requires_grad)
-                types[n, 0] = Type.contiguous(v.shape, v.dtype, grad)
-        elif is_call(n):
-            operands = [t for made in rules.template(n).operands if (t := types[made]) is not None]
-            facts[n] = rules.facts(n, operands)
-            types.update({(n, i): t for i, t in enumerate(facts[n].types)})
-    return types, facts

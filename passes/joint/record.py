@@ -8,6 +8,7 @@ A *line* is one op of torch's, after autograd has done its part; what stands in 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,10 @@ class Type:
     def value(self) -> Value:
         """What a node of this type carries: the same object on every one."""
         return Value(self.shape, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).requires_grad_(self.grad)

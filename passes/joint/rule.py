@@ -33,6 +33,7 @@ class Ask(NamedTuple):
 class Rule:
     """forward: what runs in place of the call; None: the call itself. results: where its results are then. backward:
     lines behind those of forward; grads: of each operand all that it has by now; None: nothing. types: of these.
+    own: bytes of what an opaque op saves beside its operands and results.
     """
 
     forward: tuple[Line, ...] | None
@@ -41,6 +42,7 @@ class Rule:
     grads: tuple[Ref | None, ...]
     types: tuple[Type | None, ...]
     kind: Kind
+    own: int = 0
 
     @cached_property
     def wants(self) -> tuple[Ref, ...]:

@@ -23,12 +23,13 @@ from shardc.runtime import ops
 @dataclass(frozen=True)
 class _Saved:
     """again: the places of the operands that autograd saves; grads: types of the gradients of those that want one;
-    known: both were found out, and are no guess.
+    known: both were found out, and are no guess; own: bytes of what it saves beside operands and results.
     """
 
     again: tuple[int, ...]
     grads: tuple[Type | None, ...]
     known: bool
+    own: int = 0
 
 
 def taped(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -> Rule:
@@ -54,15 +55,23 @@ def taped(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) ->
     for n, k in enumerate(needs):
         i, t = places[k], saved.grads[n]
         of_operands[i], kinds[i] = w.put(Line(0, operator.getitem, (back, n), (), t)), t
-    return Rule(tuple(w.lines[:split]), tuple(made), tuple(w.lines[split:]), tuple(of_operands), tuple(kinds), "taped")
+    return Rule(
+        tuple(w.lines[:split]),
+        tuple(made),
+        tuple(w.lines[split:]),
+        tuple(of_operands),
+        tuple(kinds),
+        "taped",
+        saved.own,
+    )
 
 
 def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, ...], ask: Ask) -> _Saved:
     """As found on tensors without data. Of what does not run on them: all operands, and gradients like them."""
-    packed: list[StorageWeakRef] = []
+    packed: dict[StorageWeakRef, int] = {}
 
     def pack(x: Tensor) -> Tensor:
-        packed.append(memory_of(x))
+        packed[memory_of(x)] = x.untyped_storage().nbytes()
         return x.detach() if x.grad_fn is not None else x
 
     try:
@@ -77,7 +86,9 @@ def _saved(rank: Rank, call: Template, places: Sequence[int], needs: tuple[int, 
                 [y for y, _ in pairs], [xs[k] for k in needs], [g for _, g in pairs], allow_unused=True
             )
         again = tuple(k for k, x in enumerate(xs) if memory_of(x) in packed and places[k] not in places[:k])
-        return _Saved(again, tuple(None if x is None else Type.of(x) for x in gradients), True)
+        elsewhere = {memory_of(x) for x in (*xs, *made) if isinstance(x, Tensor)}
+        own = sum(nbytes for memory, nbytes in packed.items() if memory not in elsewhere)
+        return _Saved(again, tuple(None if x is None else Type.of(x) for x in gradients), True, own)
     except Exception:  # whatever torch's Python, or a user's op, raises on tensors without data
         like = (ask.operands[places[k]] for k in needs)
         return _Saved(tuple(range(len(places))), tuple(Type.contiguous(t.shape, t.dtype) for t in like), False)

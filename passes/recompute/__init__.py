@@ -3,7 +3,7 @@
 The spec calls it `checkpoint:`, as torch does (activation checkpointing). Checkpoints that are files are saved by
 shardc.runtime.state.
 
-    before   h = layer_norm(x, w)            h.0.ln_1        autograd keeps x, w
+    before   h = layer_norm(x, w)            h.0.ln_1        backward keeps x, w
              q = linear(h, w2)               h.0.attn.qkv    ... h, w2
     after    the same ops, each with its region:
              h = layer_norm(x, w)            | region "h.0"
@@ -22,7 +22,6 @@ proportions of shardc.ir.assumed_machine.
 region_choice   decides what one region keeps
 kinds           what `save` and `recompute` may call an op
 fewest_bytes    what is kept where `recompute` says which ops may run again
-autograd_saves  what autograd keeps of a call
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Region
 from shardc.ir.units import size
 from shardc.passes.base import Pass
-from shardc.passes.recompute.autograd_saves import SavedOf
+from shardc.passes.joint.rules import Rules
 from shardc.passes.recompute.region_choice import Alike, Choice, StageGraph
 from shardc.spec import Checkpoint as Entry
 
@@ -65,9 +64,9 @@ class Recompute(Pass):
         order = sorted(
             regions.values(), key=lambda r: r.name.count(".")
         )  # outer ones first: their names are the beginnings of others
-        saved, alike = SavedOf(program), Alike({})
+        rules, alike = Rules(program), Alike({})
         for stage in stages:
-            graph = StageGraph(stage.graph, replace(program, regions=tuple(order)), saved)
+            graph = StageGraph(stage.graph, replace(program, regions=tuple(order)), rules)
             for region in order[::-1]:  # what an inner region holds, an outer one may compute again
                 if members := graph.members(region.name):
                     outcome = Choice(graph, region.name, entry[region.name], members, alike).run()

@@ -12,10 +12,10 @@ from typing import Any
 from torch import fx
 
 from shardc.ir.assumed_machine import FLOPS_PER_LINK_BYTE, FLOPS_PER_MEMORY_BYTE
-from shardc.ir.graph import operands_of
 from shardc.ir.metadata import Collective
 from shardc.ir.program import Program
-from shardc.passes.recompute.autograd_saves import Saved, SavedOf
+from shardc.passes.joint.rules import Rules
+from shardc.passes.joint.saved import LocalTypes, saved_of
 from shardc.passes.recompute.fewest_bytes import STATISTIC, MinCut
 from shardc.passes.recompute.kinds import CHEAP, kinds
 from shardc.rules import registry
@@ -28,12 +28,13 @@ ROUTING = (ops.experts_route, ops.experts_keep, ops.attention_reach)
 
 
 class StageGraph:
-    """A stage's graph with what autograd keeps of every op. base: the node that a node is a view of, itself if none."""
+    """A stage's graph with what backward keeps of every op. base: the node that a node is a view of, itself if none."""
 
-    def __init__(self, graph: fx.Graph, program: Program, saved: SavedOf) -> None:
+    def __init__(self, graph: fx.Graph, program: Program, rules: Rules) -> None:
         self.nodes = list(graph.nodes)
-        self._types = saved
-        self.saved: dict[fx.Node, Saved] = {}
+        self._types = LocalTypes(program)
+        inside = any("region" in n.meta for n in self.nodes)
+        self.saved = saved_of(program, graph, rules) if inside else {}
         self.base: dict[fx.Node, fx.Node] = {}
         stored = {"mesh", *(p.name for p in program.params), *(b.name for b in program.buffers)}
         self.weights: set[fx.Node] = set()
@@ -41,7 +42,6 @@ class StageGraph:
         self.parents = {r.name: r.parent for r in program.regions}
         self.held: dict[str, frozenset[fx.Node]] = {}  # by region, of those that are decided
         self._costs: dict[fx.Node, float] = {}
-        inside = any("region" in n.meta for n in self.nodes)
         for n in self.nodes:
             self.base[n] = n
             if n.op == "placeholder":
@@ -55,12 +55,10 @@ class StageGraph:
             if n.target is operator.getitem:
                 whole: Any = n.args[0]
                 views = self.saved[whole].views if whole in self.saved else ()
-                viewed = views[n.args[1]] if isinstance(n.args[1], int) and n.args[1] < len(views) else -1
-                self.base[n] = self.base[operands_of(whole)[viewed]] if viewed >= 0 else n
-                continue
-            self.saved[n] = saved(n)
-            if len(self.saved[n].views) == 1 and self.saved[n].views[0] >= 0:
-                self.base[n] = self.base[operands_of(n)[self.saved[n].views[0]]]
+                viewed = views[n.args[1]] if isinstance(n.args[1], int) and n.args[1] < len(views) else None
+            else:
+                (viewed,) = self.saved[n].views if len(self.saved[n].views) == 1 else (None,)
+            self.base[n] = n if viewed is None else self.base[viewed]
 
     def members(self, region: str) -> list[fx.Node]:
         """The ops of a region, and of those in it, in order."""
@@ -76,7 +74,7 @@ class StageGraph:
         """Bytes of a node's own result on one rank: none of its own if it is a view."""
         if self.base[node] is not node:
             return 0
-        return sum(v.nbytes() for v in self._types.types(node))
+        return sum(v.nbytes() for v in self._types.of(node))
 
     def read(self, node: fx.Node) -> int:
         """Bytes of an op's operands on one rank."""
@@ -155,7 +153,7 @@ class Choice:
         return outcome
 
     def _wanted(self) -> None:
-        """What autograd keeps of the region's ops: results of nodes, and what ops made for themselves; and what inner
+        """What backward keeps of the region's ops: results of nodes, and what ops made for themselves; and what inner
         regions hold.
         """
         self.wanted: dict[fx.Node, None] = {}
@@ -164,8 +162,7 @@ class Choice:
             saved = self.graph.saved.get(n)
             if saved is None or n.meta["region"] != self.region:
                 continue
-            operands = operands_of(n)
-            self.wanted |= {self.graph.base[operands[i]]: None for i in saved.operands}
+            self.wanted |= {self.graph.base[x]: None for x in saved.operands}
             if saved.results:
                 self.wanted[n] = None
             if saved.own:
@@ -305,5 +302,5 @@ class Choice:
 
     def _solid(self, n: fx.Node) -> bool:
         """Is an op's result always a tensor of its own, on every rank? Views are for free."""
-        views = self.graph.saved[n].views if n in self.graph.saved else (0,)
-        return n.target not in UNEQUAL and all(viewed < 0 for viewed in views)
+        views = self.graph.saved[n].views if n in self.graph.saved else (n,)
+        return n.target not in UNEQUAL and all(viewed is None for viewed in views)

@@ -4,7 +4,7 @@
     3.50 MiB   gate_proj linear   bf16[4096, 1792]     wanted by act_fn silu; down_proj linear: after silu, mul
 
 Which tensors there are is what a dry run kept (shardc.cost.dry_run). Why is read from the program: an op wants what
-autograd would keep of it (shardc.passes.recompute.autograd_saves); where a region computes that again, its op is
+its backward keeps of it (shardc.passes.joint.saved); where a region computes that again, its op is
 reached from what is kept, through the ops that run again.
 """
 
@@ -18,11 +18,12 @@ import torch
 from torch import fx
 
 from shardc.cost.recorded import DryRun, Part, Storage
-from shardc.ir.graph import operands_of, source_of
+from shardc.ir.graph import source_of
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.types import op_name
-from shardc.passes.recompute.autograd_saves import SavedOf
+from shardc.passes.joint.rules import Rules
+from shardc.passes.joint.saved import LocalTypes, Saved, saved_of
 
 
 @dataclass(frozen=True)
@@ -73,28 +74,28 @@ def forwards(r: DryRun) -> Iterator[tuple[int, Part]]:
 
 def kept(program: Program, r: DryRun) -> list[Kept]:
     """Of one microbatch on the dry run's rank, in the order in which it is made."""
-    saved = SavedOf(program)
+    types, rules = LocalTypes(program), Rules(program)
     made = storages(r)
-    graphs = [_Graph(stage.graph, saved, {x.op for x in made}) for stage in program.stages]
+    graphs = [_Graph(saved_of(program, stage.graph, rules), {x.op for x in made}) for stage in program.stages]
     nodes = {n.name: (n, graph) for graph in graphs for n in graph.saved}
     found = []
     for x in made:
         if x.op not in nodes or x.dtype is None:
             continue
         node, graph = nodes[x.op]
-        result = any(v.nbytes() == x.nbytes for v in saved.types(node))
+        result = any(v.nbytes() == x.nbytes for v in types.of(node))
         wants = tuple(graph.wants(node)) if result else ()
         found.append(Kept(x.op, op_name(node.target), source_of(node), x.nbytes, x.shape, x.dtype, not result, wants))
     return found
 
 
 class _Graph:
-    """A stage. saved: what autograd keeps of each op; again: the ops that run again; held: names of ops that made what
+    """A stage. saved: what backward keeps of each op; again: the ops that run again; held: names of ops that made what
     is kept.
     """
 
-    def __init__(self, graph: fx.Graph, saved: SavedOf, held: set[str]) -> None:
-        self.saved = {n: saved(n) for n in graph.nodes if n.op == "call_function"}
+    def __init__(self, saved: dict[fx.Node, Saved], held: set[str]) -> None:
+        self.saved = saved
         self.again: set[fx.Node] = set()
         for n in reversed(list(self.saved)):
             of = self.saved[n]
@@ -102,20 +103,19 @@ class _Graph:
                 self.again.add(n)
                 taken = n.all_input_nodes
             else:
-                taken = [operands_of(n)[i] for i in of.operands]
+                taken = list(of.operands)
             for x in taken:  # what is not kept, and was made in a region, is made again
-                while self._views(x):
-                    x = (
-                        operands_of(x)[self.saved[x].views[0]]
-                        if x.target is not operator.getitem
-                        else x.all_input_nodes[0]
-                    )
+                while (viewed := self._viewed(x)) is not None:
+                    x = viewed
                 if x in self.saved and x.name not in held and "region" in x.meta:
                     self.again.add(x)
 
-    def _views(self, x: fx.Node) -> bool:
+    def _viewed(self, x: fx.Node) -> fx.Node | None:
+        """Return the operand that a result is a part, or a view, of."""
+        if x.target is operator.getitem:
+            return x.all_input_nodes[0]
         of = self.saved.get(x)
-        return of is not None and (x.target is operator.getitem or (len(of.views) == 1 and of.views[0] >= 0))
+        return of.views[0] if of is not None and len(of.views) == 1 else None
 
     def wants(self, node: fx.Node) -> list[Want]:
         """Ops that want a node's result, or what follows from it through views and ops that run again."""
@@ -126,10 +126,16 @@ class _Graph:
         waiting: list[tuple[fx.Node, tuple[str, ...]]] = [(node, ())]
         while waiting:
             x, after = waiting.pop(0)
-            for user in (u for u in x.users if u in self.saved):
-                if any(operands_of(user)[i] is x for i in self.saved[user].operands):
-                    wants.setdefault(user.name, Want(user.name, op_name(user.target), source_of(user), after))
-                if user not in seen and (self._views(user) or user in self.again):
+            for user in x.users:
+                if user.target is operator.getitem and user not in seen:
                     seen.add(user)
-                    waiting.append((user, after if self._views(user) else (*after, op_name(user.target))))
+                    waiting.append((user, after))
+                if user not in self.saved:
+                    continue
+                if x in self.saved[user].operands:
+                    wants.setdefault(user.name, Want(user.name, op_name(user.target), source_of(user), after))
+                views = self._viewed(user) is not None
+                if user not in seen and (views or user in self.again):
+                    seen.add(user)
+                    waiting.append((user, after if views else (*after, op_name(user.target))))
         return list(wants.values())

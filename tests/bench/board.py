@@ -149,8 +149,17 @@ def kept(file: Path) -> dict[str, dict[str, Row]]:
     return found
 
 
-def run(cases: dict[str, Callable[[], Any]], file: Path, minutes: float, each: float, again: bool = False) -> None:
-    """Try the cases that the file has not, until the minutes are over. each: seconds at most of one case."""
+def run(
+    cases: dict[str, Callable[[], Any]],
+    file: Path,
+    minutes: float,
+    each: float,
+    again: bool = False,
+    load: Callable[[str], Any] = str,
+) -> None:
+    """Try the cases that the file has not, until the minutes are over. each: seconds at most of one case; load: called
+    with a case's key before its process is forked, so that the next cases find what it imports.
+    """
     file.parent.mkdir(exist_ok=True)
     done = {} if again else kept(file)
     until = time.monotonic() + 60 * minutes
@@ -159,6 +168,7 @@ def run(cases: dict[str, Callable[[], Any]], file: Path, minutes: float, each: f
         if time.monotonic() > until:
             return
         if key not in done:
+            load(key)
             in_own_process(rows, key, file, each)
             last = " ".join(f"{s}:{r['verdict']}" for s, r in kept(file).get(key, {}).items())
             print(f"{key:40} {last}", flush=True)

@@ -20,10 +20,10 @@ from torch import fx
 from shardc.ir.graph import is_call, producer_of
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
-from shardc.passes.joint import types_of
 from shardc.passes.joint.record import Line, Ref, Type, map_refs
 from shardc.passes.joint.rule import Ask, Rule
 from shardc.passes.joint.rules import Rules
+from shardc.passes.joint.saved import types_of
 from shardc.passes.joint.template import Made, item_name
 from shardc.runtime import ops
 from shardc.verify.static.terms import Term, Terms

@@ -22,10 +22,10 @@ from shardc.ir.metadata import Value
 from shardc.ir.pairs import Pair, prefix_of
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint, Stage
-from shardc.passes.joint import types_of
 from shardc.passes.joint.record import is_view
 from shardc.passes.joint.rule_transposed import CONVERSIONS
 from shardc.passes.joint.rules import Rules
+from shardc.passes.joint.saved import types_of
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 from shardc.verify.static.chain_rule import ChainRule, Results
