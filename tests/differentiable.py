@@ -1,30 +1,30 @@
 """Conversions between placements under autograd, for tests of ops that are composed of them.
 
 A program differentiates its graphs before it runs (shardc.passes.joint): ops are functions, and their transposes are
-too. Here each conversion is an autograd.Function of the two.
+too. Here each conversion is a pair of the two.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import Function
 
 from shardc.ir.conversions import BY_OP
 from shardc.runtime import ops as plain
+from shardc.runtime.ops.with_backward import with_backward
 
 
-class _Converted(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        ctx.op, ctx.args, ctx.kwargs = op, args, {k: v for k, v in kwargs.items() if k == "tag"}
-        result: Tensor = getattr(plain, op)(x, *args, **kwargs)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return plain.transpose(ctx.op, g, *ctx.args, **ctx.kwargs), None, None, None
+def _converted(op: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    tag = {k: v for k, v in kwargs.items() if k == "tag"}
+    result: Tensor = with_backward(
+        lambda x: (getattr(plain, op)(x, *args, **kwargs), ()),
+        lambda needs, g: (plain.transpose(op, g, *args, **tag),),
+        x,
+        once=False,
+    )
+    return result
 
 
 class _Ops:
@@ -33,7 +33,7 @@ class _Ops:
     def __getattr__(self, name: str) -> Any:
         if name not in BY_OP:
             return getattr(plain, name)
-        return lambda x, *args, **kwargs: _Converted.apply(x, name, args, kwargs)  # type: ignore[no-untyped-call]
+        return partial(_converted, name)
 
 
 ops: Any = _Ops()

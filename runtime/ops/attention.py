@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardc.runtime.ops import attention_blocks
 from shardc.runtime.ops.attention_blocks import Drop
@@ -30,6 +28,7 @@ from shardc.runtime.ops.attention_held import Held, reach_of
 from shardc.runtime.ops.attention_ring import Ring, ring_attention
 from shardc.runtime.ops.attention_spans import ALL, CAUSAL, QUERIES, Band, Span, stretches
 from shardc.runtime.ops.dropout import dropped
+from shardc.runtime.ops.with_backward import with_backward
 from shardc.runtime.rng import Digits, Paddings, Rng
 
 
@@ -107,46 +106,43 @@ def _rows(mask: Tensor | None, rows: slice) -> Tensor | None:
     return mask if mask is None or rows == slice(None) else mask[..., rows, :]
 
 
-class _Attention(Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: _Options) -> Tensor:
-        ctx.save_for_backward(q, k, v, mask)
-        ctx.options = o
-        out = q.new_zeros((*o.rows.shape, v.shape[-1]))  # rows of padding are in no span
-        for place in _blocks(o, q, k, mask):
-            rows, keys = place.rows, place.keys
-            block = q[..., rows, :], k[..., keys, :], v[..., keys, :], _rows(mask, place.seen)
-            out[..., rows, :] = _block(o, place, *block)
-        return out
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: _Options
+) -> tuple[Tensor, tuple[Tensor | _Options | None, ...]]:
+    out = q.new_zeros((*o.rows.shape, v.shape[-1]))  # rows of padding are in no span
+    for place in _blocks(o, q, k, mask):
+        rows, keys = place.rows, place.keys
+        block = q[..., rows, :], k[..., keys, :], v[..., keys, :], _rows(mask, place.seen)
+        out[..., rows, :] = _block(o, place, *block)
+    return out, (q, k, v, mask, o)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        operands: tuple[Tensor | None, ...] = ctx.saved_tensors
-        q, k, _, mask = ctx.saved_tensors
-        o: _Options = ctx.options
-        # sums over blocks, in float32 at least
-        totals = [
-            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if x is not None and needed else None
-            for x, needed in zip(operands, ctx.needs_input_grad, strict=False)
+
+def _attention_backward(
+    needs: Sequence[bool], g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: _Options
+) -> tuple[Tensor | None, ...]:
+    operands = q, k, v, mask
+    # sums over blocks, in float32 at least
+    totals = [
+        torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if x is not None and needed else None
+        for x, needed in zip(operands, needs, strict=False)
+    ]
+    for place in _blocks(o, q, k, mask):
+        rows, _, keys, seen = place
+        columns = slice(None)
+        of_mask = (...,) if seen == columns else (..., seen, columns)
+        parts = (..., rows, columns), (..., keys, columns), (..., keys, columns), of_mask
+        leaves = [
+            None if x is None else x[part].detach().requires_grad_(total is not None)
+            for x, part, total in zip(operands, parts, totals, strict=True)
         ]
-        for place in _blocks(o, q, k, mask):
-            rows, _, keys, seen = place
-            columns = slice(None)
-            of_mask = (...,) if seen == columns else (..., seen, columns)
-            parts = (..., rows, columns), (..., keys, columns), (..., keys, columns), of_mask
-            leaves = [
-                None if x is None else x[part].detach().requires_grad_(total is not None)
-                for x, part, total in zip(operands, parts, totals, strict=True)
-            ]
-            with torch.enable_grad():
-                out = _block(o, place, *leaves)  # type: ignore[arg-type]
-            wanted = [x for x in leaves if x is not None and x.requires_grad]
-            grads = iter(torch.autograd.grad(out, wanted, g[..., rows, :]))
-            for total, part in zip(totals, parts, strict=True):
-                if total is not None:
-                    total[part] += next(grads)
-        return *(None if t is None or x is None else t.to(x.dtype) for t, x in zip(totals, operands, strict=True)), None
+        with torch.enable_grad():
+            out = _block(o, place, *leaves)  # type: ignore[arg-type]
+        wanted = [x for x in leaves if x is not None and x.requires_grad]
+        grads = iter(torch.autograd.grad(out, wanted, g[..., rows, :]))
+        for total, part in zip(totals, parts, strict=True):
+            if total is not None:
+                total[part] += next(grads)
+    return tuple(None if t is None or x is None else t.to(x.dtype) for t, x in zip(totals, operands, strict=True))
 
 
 def attention(
@@ -207,7 +203,7 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     every = [Span(0, 0, q.shape[-2])] if rows_held is None else rows_held
     options = _Options(p, is_causal, scale, rng.words(q.device), rows.view(held[:-1]), columns, index, every)
-    result: Tensor = _Attention.apply(q, k, v, mask, options)  # type: ignore[no-untyped-call]
+    result: Tensor = with_backward(_attention, _attention_backward, q, k, v, mask, options)
     return result
 
 

@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardc.runtime.ops.attention_spans import ALL, CAUSAL, QUERIES, UPPER, Band, Block, Span, blocks
 from shardc.runtime.ops.dropout import dropped
+from shardc.runtime.ops.with_backward import with_backward
 
 aten = torch.ops.aten
 
@@ -200,31 +199,36 @@ class Joined:
         mine.copy_(both)
 
 
-class _WholeKeys(Function):
+def _whole_keys(
+    q: Tensor, k: Tensor, v: Tensor, plan: list[Block], rule: Rule
+) -> tuple[Tensor, tuple[Tensor | list[Block] | Rule, ...]]:
     """Queries of a rank against all keys."""
+    joined = Joined(q, v.shape[-1])
+    for rows, keys, band in plan:
+        part = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        joined.add(rows, *forward(rule.of(rows, keys), *part, band))
+    out = joined.out.to(q.dtype)
+    return out, (q, k, v, out, joined.lse, plan, rule)
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: list[Block], rule: Rule) -> Tensor:
-        joined = Joined(q, v.shape[-1])
-        for rows, keys, band in plan:
-            part = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-            joined.add(rows, *forward(rule.of(rows, keys), *part, band))
-        out = joined.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, joined.lse)
-        ctx.plan, ctx.rule = plan, rule
-        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        totals = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]  # sums over blocks
-        for r, c, band in ctx.plan:
-            part = q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], lse[:, :, r]
-            grads = backward(ctx.rule.of(r, c), g[:, :, r], *part, band)
-            for total, at, grad in zip(totals, (r, c, c), grads, strict=True):
-                total[:, :, at] += grad
-        return *(t.to(x.dtype) for t, x in zip(totals, (q, k, v), strict=True)), None, None
+def _whole_keys_backward(
+    needs: Any,
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: list[Block],
+    rule: Rule,
+) -> tuple[Tensor, ...]:
+    totals = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]  # sums over blocks
+    for r, c, band in plan:
+        part = q[:, :, r], k[:, :, c], v[:, :, c], out[:, :, r], lse[:, :, r]
+        grads = backward(rule.of(r, c), g[:, :, r], *part, band)
+        for total, at, grad in zip(totals, (r, c, c), grads, strict=True):
+            total[:, :, at] += grad
+    return tuple(t.to(x.dtype) for t, x in zip(totals, (q, k, v), strict=True))
 
 
 def leading(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> tuple[int, ...]:
@@ -268,5 +272,5 @@ def of_rows(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     plan = list(blocks(rows, [Span(0, 0, k.shape[-2])], band))
     heads = as_heads(q, k, v, grouped=grouped)
-    out: Tensor = _WholeKeys.apply(*heads, plan, Rule(scale))  # type: ignore[no-untyped-call]
+    out: Tensor = with_backward(_whole_keys, _whole_keys_backward, *heads, plan, Rule(scale))
     return out.reshape(*leading(q, k, v, grouped=grouped), q.shape[-2], v.shape[-1])

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardc.runtime.mesh.base import Work
 from shardc.runtime.ops import attention_blocks
 from shardc.runtime.ops.attention_blocks import Drop, Joined, Rule
 from shardc.runtime.ops.attention_spans import Band, Block, Reach, Span, between, blocks, seen
+from shardc.runtime.ops.with_backward import with_backward
 
 Mesh = Any
 
@@ -140,55 +139,61 @@ def _home(ring: Ring, grads: _Part, i: int, dtype: torch.dtype) -> _Arriving:
     return _exchange(ring, grads, grads.spans, to, ring.sees(source, r), source, "backward")
 
 
-class _Ring(Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, ring: Ring) -> Tensor:
-        joined, own = Joined(q, v.shape[-1]), _Part(k, v, list(ring.keys[ring.here]))
-        steps = ring.steps()
-        part = own
-        for at in range(len(steps) + 1):
-            arriving = _travel(ring, own, steps[at], "forward") if at < len(steps) else None
-            of = _of_keys(rule, part.spans)
-            for rows, keys, band in ring.blocks(part.spans):
-                block = q[:, :, rows], part.k[:, :, keys], part.v[:, :, keys]
-                joined.add(rows, *attention_blocks.forward(of.of(rows, keys), *block, band))
-            if arriving is not None:
-                part = arriving.wait()
-        out = joined.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, mask, out, joined.lse)
-        ctx.rule, ctx.ring = Rule(rule.scale, None, rule.drop), ring
-        return out
+def _ring(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule, ring: Ring
+) -> tuple[Tensor, tuple[Any, ...]]:
+    joined, own = Joined(q, v.shape[-1]), _Part(k, v, list(ring.keys[ring.here]))
+    steps = ring.steps()
+    part = own
+    for at in range(len(steps) + 1):
+        arriving = _travel(ring, own, steps[at], "forward") if at < len(steps) else None
+        of = _of_keys(rule, part.spans)
+        for rows, keys, band in ring.blocks(part.spans):
+            block = q[:, :, rows], part.k[:, :, keys], part.v[:, :, keys]
+            joined.add(rows, *attention_blocks.forward(of.of(rows, keys), *block, band))
+        if arriving is not None:
+            part = arriving.wait()
+    out = joined.out.to(q.dtype)
+    return out, (q, k, v, mask, out, joined.lse, Rule(rule.scale, None, rule.drop), ring)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        q, k, v, mask, out, lse = ctx.saved_tensors
-        ring: Ring = ctx.ring
-        rule = Rule(ctx.rule.scale, mask, ctx.rule.drop)
-        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows that see nothing: their weights are exp(-inf) = 0
-        own = _Part(k, v, list(ring.keys[ring.here]))
-        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        steps = ring.steps()
-        part, step, home = own, 0, None
-        for at in range(len(steps) + 1):
-            arriving = _travel(ring, own, steps[at], "backward") if at < len(steps) else None
-            of = _of_keys(rule, part.spans)
-            zeros = [torch.zeros_like(x, dtype=lse.dtype) for x in (part.k, part.v)]
-            grads = _Part(zeros[0], zeros[1], part.spans)
-            into = (dk, dv) if step == 0 else (grads.k, grads.v)
-            for r, c, band in ring.blocks(part.spans):
-                block = q[:, :, r], part.k[:, :, c], part.v[:, :, c], out[:, :, r], lse[:, :, r]
-                one = attention_blocks.backward(of.of(r, c), g[:, :, r], *block, band)
-                for total, where, grad in zip((dq, *into), (r, c, c), one, strict=True):
-                    total[:, :, where] += grad
-            if home is not None:
-                _add(dk, dv, home)
-            home = _home(ring, grads, step, k.dtype) if step else None
-            if arriving is not None:
-                part, step = arriving.wait(), steps[at]
+
+def _ring_backward(
+    needs: Any,
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    rule: Rule,
+    ring: Ring,
+) -> tuple[Tensor, ...]:
+    rule = Rule(rule.scale, mask, rule.drop)
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows that see nothing: their weights are exp(-inf) = 0
+    own = _Part(k, v, list(ring.keys[ring.here]))
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    steps = ring.steps()
+    part, step, home = own, 0, None
+    for at in range(len(steps) + 1):
+        arriving = _travel(ring, own, steps[at], "backward") if at < len(steps) else None
+        of = _of_keys(rule, part.spans)
+        zeros = [torch.zeros_like(x, dtype=lse.dtype) for x in (part.k, part.v)]
+        grads = _Part(zeros[0], zeros[1], part.spans)
+        into = (dk, dv) if step == 0 else (grads.k, grads.v)
+        for r, c, band in ring.blocks(part.spans):
+            block = q[:, :, r], part.k[:, :, c], part.v[:, :, c], out[:, :, r], lse[:, :, r]
+            one = attention_blocks.backward(of.of(r, c), g[:, :, r], *block, band)
+            for total, where, grad in zip((dq, *into), (r, c, c), one, strict=True):
+                total[:, :, where] += grad
         if home is not None:
             _add(dk, dv, home)
-        return *(t.to(x.dtype) for t, x in zip((dq, dk, dv), (q, k, v), strict=True)), None, None, None
+        home = _home(ring, grads, step, k.dtype) if step else None
+        if arriving is not None:
+            part, step = arriving.wait(), steps[at]
+    if home is not None:
+        _add(dk, dv, home)
+    return tuple(t.to(x.dtype) for t, x in zip((dq, dk, dv), (q, k, v), strict=True))
 
 
 def _add(dk: Tensor, dv: Tensor, home: _Arriving) -> None:
@@ -218,5 +223,5 @@ def ring_attention(
 
     mask: as in `Rule`, of this rank's rows and all keys; it gets no gradient. Returns f[b, h, s, e].
     """
-    out: Tensor = _Ring.apply(q, k, v, mask, Rule(scale, mask, drop), ring)  # type: ignore[no-untyped-call]
+    out: Tensor = with_backward(_ring, _ring_backward, q, k, v, mask, Rule(scale, mask, drop), ring)
     return out

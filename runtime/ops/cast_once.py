@@ -14,20 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-
-class _CastOnce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, copy: Tensor) -> Tensor:
-        ctx.dtype = x.dtype
-        return copy.detach()  # a tensor of this microbatch's own, in the copy's memory
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g.to(ctx.dtype), None
+from shardc.runtime.ops.with_backward import with_backward
 
 
 def cast_once(x: Tensor, mesh: Any, dtype: torch.dtype, tag: str = "") -> Tensor:
@@ -39,5 +27,10 @@ def cast_once(x: Tensor, mesh: Any, dtype: torch.dtype, tag: str = "") -> Tensor
         return x.to(dtype)
     if tag not in copies:
         copies[tag] = x.detach().to(dtype)
-    result: Tensor = _CastOnce.apply(x, copies[tag])  # type: ignore[no-untyped-call]
+    # a tensor of this microbatch's own, in the copy's memory
+    result: Tensor = with_backward(lambda x, copy: (copy.detach(), (x.dtype,)), _wide, x, copies[tag])
     return result
+
+
+def _wide(needs: Any, g: Tensor, dtype: torch.dtype) -> tuple[Tensor]:
+    return (g.to(dtype),)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from shardc.errors import ShardcError
+from shardc.runtime.ops.with_backward import with_backward
 from shardc.runtime.rng import BLOCK, Digits, Paddings, Rng, bits, key
 
 torch.library.define(
@@ -72,21 +72,12 @@ def _(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int, p: f
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-class _Dropped(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
-        ctx.where = where  # no saved tensors: nothing that a region would have to compute again
-        dropped: Tensor = torch.ops.shardc.dropout(x, *where)
-        return dropped
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return dropped(g, *ctx.where), *[None] * len(ctx.where)
-
-
-def dropped(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int, p: float) -> Tensor:
-    """`torch.ops.shardc.dropout`, with its gradient."""
-    result: Tensor = _Dropped.apply(x, words, rows, columns, stream, p)  # type: ignore[no-untyped-call]
+def dropped(x: Tensor, *where: Any) -> Tensor:
+    """`torch.ops.shardc.dropout`, with its gradient. where: words, rows, columns, stream, p."""
+    # `where` is no tensor that is saved: nothing that a region would have to compute again
+    result: Tensor = with_backward(
+        lambda x: (torch.ops.shardc.dropout(x, *where), ()), lambda needs, g: (dropped(g, *where),), x, once=False
+    )
     return result
 
 

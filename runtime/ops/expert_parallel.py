@@ -33,14 +33,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardc.ir.mesh import Mesh as RankLayout
 from shardc.ir.placement import Layout, Shard
 from shardc.runtime.mesh.base import Work
 from shardc.runtime.ops.convert import Started
 from shardc.runtime.ops.host_copy import to_device, to_host
+from shardc.runtime.ops.with_backward import with_backward
 from shardc.torch_private import FakeTensor
 
 Mesh = Any
@@ -262,38 +261,6 @@ def _by_token(rows: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
     return each.view(tokens, k, rows.shape[1]).sum(1) if k > 1 else each
 
 
-class _Send(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, order: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], k: int, tag: str
-    ) -> Tensor:
-        ctx.save_for_backward(order, counts)
-        ctx.how = mesh, axes, k, tag, x.shape[0]
-        return _there(_chosen(x, order, k), counts, mesh, axes, "forward", tag)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        order, counts = ctx.saved_tensors
-        mesh, axes, k, tag, tokens = ctx.how
-        g = experts_send_transposed(g, order, counts, mesh, axes, k, tokens=tokens, tag=tag)
-        return g, *[None] * 6
-
-
-class _Return(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str) -> Tensor:
-        ctx.save_for_backward(counts)
-        ctx.how = mesh, axes, tag
-        return _back(rows, counts, mesh, axes, "forward", tag)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        mesh, axes, tag = ctx.how
-        return experts_return_transposed(g, ctx.saved_tensors[0], mesh, axes, tag=tag), *[None] * 4
-
-
 def by_pair(rows: Tensor, order: Tensor, n: int) -> Tensor:
     """[n, h]: the rows in the order of pairs, zeros for those that went nowhere."""
     whole = rows.new_empty if order.numel() == n else rows.new_zeros
@@ -306,13 +273,28 @@ def experts_send(
     """f[rows, h]: the tokens that the experts here have to work on, of all ranks of `axes`, sorted by expert. k:
     choices of a token.
     """
-    result: Tensor = _Send.apply(x, order, counts, mesh, tuple(axes), k, tag)  # type: ignore[no-untyped-call]
+    axes, tokens = tuple(axes), x.shape[0]
+
+    def forward(x: Tensor, order: Tensor, counts: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return _there(_chosen(x, order, k), counts, mesh, axes, "forward", tag), (order, counts)
+
+    def backward(needs: Any, g: Tensor, order: Tensor, counts: Tensor) -> tuple[Tensor]:
+        return (experts_send_transposed(g, order, counts, mesh, axes, k, tokens=tokens, tag=tag),)
+
+    result: Tensor = with_backward(forward, backward, x, order, counts)
     return result
 
 
 def experts_return(rows: Tensor, counts: Tensor, mesh: Mesh, axes: Sequence[str], *, tag: str = "") -> Tensor:
     """f[pairs, h]: what the experts made of this rank's pairs, in their `order`."""
-    result: Tensor = _Return.apply(rows, counts, mesh, tuple(axes), tag)  # type: ignore[no-untyped-call]
+    axes = tuple(axes)
+
+    def backward(needs: Any, g: Tensor, counts: Tensor) -> tuple[Tensor]:
+        return (experts_return_transposed(g, counts, mesh, axes, tag=tag),)
+
+    result: Tensor = with_backward(
+        lambda rows, counts: (_back(rows, counts, mesh, axes, "forward", tag), (counts,)), backward, rows, counts
+    )
     return result
 
 
@@ -365,30 +347,27 @@ def weighted_sum(each: Tensor, weights: Tensor) -> Tensor:
     return (each * weights.unsqueeze(-1)).sum(1).to(each.dtype)
 
 
-class _Combine(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-        t, k = weights.shape
-        each = by_pair(rows, order, t * k).view(t, k, -1)
-        ctx.save_for_backward(each, order, weights)
-        return weighted_sum(each, weights)
+def _combine(rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    t, k = weights.shape
+    each = by_pair(rows, order, t * k).view(t, k, -1)
+    return weighted_sum(each, weights), (each, order, weights)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        each, order, weights = ctx.saved_tensors
-        k = weights.shape[1]
-        rows = of_weights = None
-        if ctx.needs_input_grad[0]:
-            chosen = weights.reshape(-1).index_select(0, order).unsqueeze(-1)
-            rows = (g.index_select(0, order // k) * chosen).to(each.dtype)
-        if ctx.needs_input_grad[2]:
-            wide = torch.promote_types(g.dtype, weights.dtype)
-            of_weights = torch.bmm(each.to(wide), g.to(wide).unsqueeze(-1)).squeeze(-1).to(weights.dtype)
-        return rows, None, of_weights
+
+def _combine_backward(
+    needs: Sequence[bool], g: Tensor, each: Tensor, order: Tensor, weights: Tensor
+) -> tuple[Tensor | None, ...]:
+    k = weights.shape[1]
+    rows = of_weights = None
+    if needs[0]:
+        chosen = weights.reshape(-1).index_select(0, order).unsqueeze(-1)
+        rows = (g.index_select(0, order // k) * chosen).to(each.dtype)
+    if needs[2]:
+        wide = torch.promote_types(g.dtype, weights.dtype)
+        of_weights = torch.bmm(each.to(wide), g.to(wide).unsqueeze(-1)).squeeze(-1).to(weights.dtype)
+    return rows, None, of_weights
 
 
 def experts_combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """f[t, h]: the sum over each token's choices of weight * row; choices that went nowhere give nothing."""
-    result: Tensor = _Combine.apply(rows, order, weights)  # type: ignore[no-untyped-call]
+    result: Tensor = with_backward(_combine, _combine_backward, rows, order, weights)
     return result

@@ -9,18 +9,17 @@ compute again what the activation makes of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardc.runtime.ops import expert_activation
 from shardc.runtime.ops.expert_parallel import by_pair, experts_route, rows_by_expert, weighted_sum
 from shardc.runtime.ops.grouped_mm import Groups, grad_of_bias, grad_of_rows, grad_of_weight, product
+from shardc.runtime.ops.with_backward import with_backward
 
 Between = Callable[[Tensor], Tensor]
 
@@ -44,7 +43,8 @@ def experts(
     order, counts = experts_route(index, None, (), up.shape[0], ())
     groups = Groups(tuple(rows_by_expert(order, counts)), x.device)
     between = expert_activation.read(activation) if isinstance(activation, str) else activation
-    result: Tensor = _Local.apply(x, order, weights, up, down, up_bias, down_bias, groups, between, transposed)  # type: ignore[no-untyped-call]
+    tensors, how = (x, order, weights, up, down, up_bias, down_bias), (groups, between, transposed)
+    result: Tensor = with_backward(_local, _local_backward, *tensors, *how)
     return result
 
 
@@ -61,7 +61,8 @@ def experts_apply(
     """f[rows, h]: what the experts here make of their rows, which are sorted by expert."""
     groups = Groups(tuple(rows_by_expert(rows, counts)), rows.device)
     between = expert_activation.read(activation) if isinstance(activation, str) else activation
-    result: Tensor = _Apply.apply(rows, up, down, up_bias, down_bias, groups, between, transposed)  # type: ignore[no-untyped-call]
+    how = (groups, between, transposed)
+    result: Tensor = with_backward(_apply, _apply_backward, rows, up, down, up_bias, down_bias, *how)
     return result
 
 
@@ -109,83 +110,74 @@ class _Layer:
             return leaf, self.between(leaf)
 
 
-class _Apply(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        up: Tensor,
-        down: Tensor,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        *how: Any,
-    ) -> Tensor:
-        layer = _Layer(up, down, *how)
-        first = layer.first(rows, up_bias)
-        ctx.save_for_backward(rows, up, down, first)
-        ctx.how = how
-        return layer.second(first, down_bias).to(rows.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        rows, up, down, first = ctx.saved_tensors
-        layer, g = _Layer(up, down, *ctx.how), g.to(down.dtype)
-        first, made = layer.again(first)
-        of_made = grad_of_rows(g, down, layer.groups, layer.transposed)
-        activated = made.detach().to(down.dtype)
-        grads = layer.grads(rows, first, made, of_made, activated, g, ctx.needs_input_grad)
-        of_bias = grad_of_bias(g, layer.groups) if ctx.needs_input_grad[4] else None
-        return *grads, of_bias, None, None, None
+def _apply(
+    rows: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, *how: Any
+) -> tuple[Tensor, tuple[Any, ...]]:
+    layer = _Layer(up, down, *how)
+    first = layer.first(rows, up_bias)
+    return layer.second(first, down_bias).to(rows.dtype), (rows, up, down, first, *how)
 
 
-class _Local(Function):
-    """All experts are here: nothing is sent, and so nothing but tokens and the first product's result is kept.
+def _apply_backward(
+    needs: Sequence[bool], g: Tensor, rows: Tensor, up: Tensor, down: Tensor, first: Tensor, *how: Any
+) -> tuple[Tensor | None, ...]:
+    layer, g = _Layer(up, down, *how), g.to(down.dtype)
+    first, made = layer.again(first)
+    of_made = grad_of_rows(g, down, layer.groups, layer.transposed)
+    grads = layer.grads(rows, first, made, of_made, made.detach().to(down.dtype), g, needs)
+    return *grads, grad_of_bias(g, layer.groups) if needs[4] else None
 
-    The gradient of a choice's weight is <g, down @ a>, of the activation's result a: <down.T @ g, a>, and down.T @ g is
-    what the gradient of a needs anyway. So what the experts made is not kept.
+
+def _local(
+    x: Tensor,
+    order: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    *how: Any,
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """All experts are here: nothing is sent, and so nothing but tokens and the first product's result is kept."""
+    layer, (t, k) = _Layer(up, down, *how), weights.shape
+    first = layer.first(x.index_select(0, order // k), up_bias)
+    made = layer.second(first, down_bias).to(x.dtype)
+    y = weighted_sum(by_pair(made, order, t * k).view(t, k, -1), weights)
+    return y, (x, order, weights, up, down, down_bias, first, *how)
+
+
+def _local_backward(
+    needs: Sequence[bool],
+    g: Tensor,
+    x: Tensor,
+    order: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    down_bias: Tensor | None,
+    first: Tensor,
+    *how: Any,
+) -> tuple[Tensor | None, ...]:
+    """The gradient of a choice's weight is <g, down @ a>, of the activation's result a: <down.T @ g, a>, and down.T @ g
+    is what the gradient of a needs anyway. So what the experts made is not kept.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        order: Tensor,
-        weights: Tensor,
-        up: Tensor,
-        down: Tensor,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        *how: Any,
-    ) -> Tensor:
-        layer, (t, k) = _Layer(up, down, *how), weights.shape
-        first = layer.first(x.index_select(0, order // k), up_bias)
-        ctx.save_for_backward(x, order, weights, up, down, down_bias, first)
-        ctx.how = how
-        made = layer.second(first, down_bias).to(x.dtype)
-        return weighted_sum(by_pair(made, order, t * k).view(t, k, -1), weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, order, weights, up, down, down_bias, first = ctx.saved_tensors
-        layer, (t, k), needs = _Layer(up, down, *ctx.how), weights.shape, ctx.needs_input_grad
-        token = order // k
-        g = g.index_select(0, token).to(down.dtype)  # of what a token's experts made, but for the weight
-        chosen = weights.reshape(-1).index_select(0, order).unsqueeze(-1)
-        first, made = layer.again(first)
-        back = grad_of_rows(g, down, layer.groups, layer.transposed)
-        a, wide = made.detach(), torch.promote_types(g.dtype, weights.dtype)
-        of_weights = None
-        if needs[2]:
-            each = (a.to(wide) * back.to(wide)).sum(-1)
-            if down_bias is not None:
-                each = each + (g.to(wide) * layer.groups.rows_of(down_bias).to(wide)).sum(-1)
-            of_weights = each.new_zeros(t * k).index_copy_(0, order, each).view(t, k).to(weights.dtype)
-        asked = needs[0], needs[3], needs[4], needs[5]
-        of_rows, of_up, of_down, of_up_bias = layer.grads(
-            x.index_select(0, token), first, made, back * chosen, (a * chosen).to(down.dtype), g, asked
-        )
-        of_bias = grad_of_bias((g * chosen).to(down.dtype), layer.groups) if needs[6] else None
-        of_x = by_pair(of_rows, order, t * k).view(t, k, -1).sum(1) if of_rows is not None else None
-        return of_x, None, of_weights, of_up, of_down, of_up_bias, of_bias, None, None, None
+    layer, (t, k) = _Layer(up, down, *how), weights.shape
+    token = order // k
+    g = g.index_select(0, token).to(down.dtype)  # of what a token's experts made, but for the weight
+    chosen = weights.reshape(-1).index_select(0, order).unsqueeze(-1)
+    first, made = layer.again(first)
+    back = grad_of_rows(g, down, layer.groups, layer.transposed)
+    a, wide = made.detach(), torch.promote_types(g.dtype, weights.dtype)
+    of_weights = None
+    if needs[2]:
+        each = (a.to(wide) * back.to(wide)).sum(-1)
+        if down_bias is not None:
+            each = each + (g.to(wide) * layer.groups.rows_of(down_bias).to(wide)).sum(-1)
+        of_weights = each.new_zeros(t * k).index_copy_(0, order, each).view(t, k).to(weights.dtype)
+    wanted = needs[0], needs[3], needs[4], needs[5]
+    of_rows, of_up, of_down, of_up_bias = layer.grads(
+        x.index_select(0, token), first, made, back * chosen, (a * chosen).to(down.dtype), g, wanted
+    )
+    of_bias = grad_of_bias((g * chosen).to(down.dtype), layer.groups) if needs[6] else None
+    of_x = by_pair(of_rows, order, t * k).view(t, k, -1).sum(1) if of_rows is not None else None
+    return of_x, None, of_weights, of_up, of_down, of_up_bias, of_bias

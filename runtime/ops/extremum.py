@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+
+from shardc.runtime.ops.with_backward import with_backward
 
 
 def top(x: Tensor, dims: list[int]) -> Tensor:
@@ -23,22 +23,13 @@ def ties(x: Tensor, top: Tensor, dims: list[int]) -> Tensor:
     return (x.detach() == top).sum(dims, keepdim=True).to(torch.promote_types(x.dtype, torch.float32))
 
 
-class _Extremum(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, top: Tensor, ties: Tensor) -> Tensor:
-        ctx.save_for_backward(x == top, ties)
-        return top.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        largest, ties = ctx.saved_tensors
-        return (g / ties).to(g.dtype) * largest, None, None
-
-
 def extremum(x: Tensor, top: Tensor, ties: Tensor) -> Tensor:
     """`top`, the largest elements of all ranks. Its gradient goes to the elements that are as large, in equal parts, as
     that of torch.amax does. ties: how many there are on all ranks. Saves one bool for each element of x.
     """
-    result: Tensor = _Extremum.apply(x, top, ties)  # type: ignore[no-untyped-call]
+    result: Tensor = with_backward(lambda x, top, ties: (top.clone(), (x == top, ties)), _to_largest, x, top, ties)
     return result
+
+
+def _to_largest(needs: Any, g: Tensor, largest: Tensor, ties: Tensor) -> tuple[Tensor]:
+    return ((g / ties).to(g.dtype) * largest,)

@@ -28,10 +28,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardc.runtime.ops.fp8_cast import blocks, cast, of_columns, scaled, wide
+from shardc.runtime.ops.with_backward import with_backward
 
 Granule = Sequence[int]
 
@@ -49,42 +48,15 @@ def fp8_amax(x: Tensor, granule: Granule) -> Tensor:
     return largest.to(wide)
 
 
-class _Round(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, amax: Tensor, format: str, granule: Granule) -> Tensor:
-        return cast(x, amax, format, granule, "values")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g, None, None, None
-
-
 def fp8_round(x: Tensor, amax: Tensor, format: str, granule: Granule) -> Tensor:
     """x as float8 holds it, in the dtype of x. amax: of each granule; its gradient is that of x.
 
     format: "e4m3" or "e5m2". A granule in which something is not finite becomes nan.
     """
-    result: Tensor = _Round.apply(x, amax, format, granule)  # type: ignore[no-untyped-call]
+    result: Tensor = with_backward(
+        lambda x, amax: (cast(x, amax, format, granule, "values"), ()), lambda needs, g: (g,), x, amax
+    )
     return result
-
-
-#: How a gradient is rounded: format, granule, mesh, axes over which granules are split, tag.
-_How = tuple[str, Granule, Any, tuple[str, ...], str]
-
-
-class _RoundGrad(Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor | None, how: _How) -> Tensor:
-        ctx.how = how
-        ctx.save_for_backward(weights)
-        return y.view_as(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        (weights,) = ctx.saved_tensors
-        return fp8_round_grad(g, weights, *ctx.how), None, None
 
 
 def fp8_grad(
@@ -105,7 +77,11 @@ def fp8_grad(
     """
     if not (torch.is_grad_enabled() and y.requires_grad):
         return y
-    result: Tensor = _RoundGrad.apply(y, weights, (format, granule, mesh, axes, tag))  # type: ignore[no-untyped-call]
+
+    def backward(needs: Any, g: Tensor, weights: Tensor | None) -> tuple[Tensor]:
+        return (fp8_round_grad(g, weights, format, granule, mesh, axes, tag),)
+
+    result: Tensor = with_backward(lambda y, weights: (y.view_as(y), (weights,)), backward, y, weights)
     return result
 
 

@@ -10,16 +10,16 @@ x: torch has a grouped product of 8 bits for some GPUs, which is not called here
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardc.runtime.ops import expert_activation, fp8
 from shardc.runtime.ops.expert_parallel import experts_combine, experts_route, experts_send, rows_by_expert
 from shardc.runtime.ops.fp8_cast import exponents, scaled
 from shardc.runtime.ops.grouped_mm import Groups, grad_of_rows, grad_of_weight, product
+from shardc.runtime.ops.with_backward import with_backward
 
 
 def fp8_experts(
@@ -68,10 +68,10 @@ def fp8_experts_apply(
     def layer(x: Tensor, weight: Tensor, amax: Tensor, over: tuple[str, ...]) -> Tensor:
         granule = (1, 0, 1) if transposed else (1, 1, 0)
         rounded = fp8.fp8_round(weight, amax, "e4m3", granule)
-        y: Tensor = _Grouped.apply(x, rounded, groups, transposed)  # type: ignore[no-untyped-call]
+        y: Tensor = with_backward(_grouped, _grouped_backward, x, rounded, groups, transposed)
         if y.requires_grad:
             scales = groups.rows_of(exponents(amax.reshape(amax.shape[0], -1), "e4m3"))
-            y = _RoundGrad.apply(y, scales, mesh, over, tag)  # type: ignore[no-untyped-call]
+            y = with_backward(lambda y, scales: (y.view_as(y), (scales, mesh, over, tag)), _round_grad, y, scales)
         return y
 
     first = layer(rows, up, up_amax, axes)
@@ -82,39 +82,22 @@ def fp8_experts_apply(
     return layer(fp8.fp8_round(between, amax, "e4m3", (1, 0)), down, down_amax, ())
 
 
-class _Grouped(Function):
-    """rows f[n, a] of sorted experts times their weights."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, groups: Groups, transposed: bool) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.how = groups, transposed
-        return product(rows, weight, None, groups, transposed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        rows, weight = ctx.saved_tensors
-        of_rows = grad_of_rows(g, weight, *ctx.how) if ctx.needs_input_grad[0] else None
-        of_weight = grad_of_weight(g, rows, weight, *ctx.how) if ctx.needs_input_grad[1] else None
-        return of_rows, of_weight, None, None
+def _grouped(rows: Tensor, weight: Tensor, groups: Groups, transposed: bool) -> tuple[Tensor, tuple[Any, ...]]:
+    """Rows f[n, a] of sorted experts times their weights."""
+    return product(rows, weight, None, groups, transposed), (rows, weight, groups, transposed)
 
 
-class _RoundGrad(Function):
-    """y itself. Its gradient is rounded by rows, with the scales of its expert's weight in it (see `fp8_grad`)."""
+def _grouped_backward(
+    needs: Sequence[bool], g: Tensor, rows: Tensor, weight: Tensor, groups: Groups, transposed: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    of_rows = grad_of_rows(g, weight, groups, transposed) if needs[0] else None
+    return of_rows, grad_of_weight(g, rows, weight, groups, transposed) if needs[1] else None
 
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, scales: Tensor, mesh: Any, axes: tuple[str, ...], tag: str) -> Tensor:
-        ctx.save_for_backward(scales)
-        ctx.how = mesh, axes, tag
-        return y.view_as(y)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        (scales,), (mesh, axes, tag) = ctx.saved_tensors, ctx.how
-        g = scaled(g, -scales, (1, 1))
-        amax = fp8.fp8_amax(g, (1, 0))
-        if axes:
-            amax = mesh.all_reduce(amax, axes, op="max", direction="backward", tag=tag)
-        return scaled(fp8.fp8_round(g, amax, "e4m3", (1, 0)), scales, (1, 1)), None, None, None, None
+def _round_grad(needs: Any, g: Tensor, scales: Tensor, mesh: Any, axes: tuple[str, ...], tag: str) -> tuple[Tensor]:
+    """Round a gradient by rows, with the scales of its expert's weight in it (see `fp8_grad`)."""
+    g = scaled(g, -scales, (1, 1))
+    amax = fp8.fp8_amax(g, (1, 0))
+    if axes:
+        amax = mesh.all_reduce(amax, axes, op="max", direction="backward", tag=tag)
+    return (scaled(fp8.fp8_round(g, amax, "e4m3", (1, 0)), scales, (1, 1)),)

@@ -19,19 +19,18 @@ second time, as backward's kernel wants the other order of its memory anyway.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardc.runtime.ops import fp8
 from shardc.runtime.ops.fp8_cast import cast
 from shardc.runtime.ops.fp8_format import FORMATS
 from shardc.runtime.ops.fp8_kernel import Narrow, has_kernel, multiplied
 from shardc.runtime.ops.fp8_recipe import BLOCK, RECIPES, Recipe, along
+from shardc.runtime.ops.with_backward import with_backward
 
 
 def fp8_pack(x: Tensor, format: str, granule: fp8.Granule, amax: Tensor | None = None) -> Tensor:
@@ -49,24 +48,18 @@ def fp8_linear(
     weight: f[out, in]; transposed: f[in, out]. amax: its `fp8_amax`. kept: what `fp8_pack` made of x, which counts in
     the place of x: x itself is then what gradients flow through.
     """
-    result: Tensor = _Linear.apply(x, weight, amax, kept, Fp8(recipe, transposed, x.shape))  # type: ignore[no-untyped-call]
+    by = Fp8(recipe, transposed, x.shape)
+
+    def forward(x: Tensor, weight: Tensor, amax: Tensor, kept: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return by.product(x, weight, amax, kept), (x if kept is None else kept, weight, amax)
+
+    def backward(
+        needs: Sequence[bool], g: Tensor, x: Tensor, weight: Tensor, amax: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return by.of_data(g, weight, amax) if needs[0] else None, by.of_weight(g, x) if needs[1] else None
+
+    result: Tensor = with_backward(forward, backward, x, weight, amax, kept)
     return result
-
-
-class _Linear(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, amax: Tensor, kept: Tensor | None, by: Fp8) -> Tensor:
-        ctx.save_for_backward(x if kept is None else kept, weight, amax)
-        ctx.by = by
-        return by.product(x, weight, amax, kept)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, weight, amax = ctx.saved_tensors
-        of_x = ctx.by.of_data(g, weight, amax) if ctx.needs_input_grad[0] else None
-        of_weight = ctx.by.of_weight(g, x) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, None, None, None
 
 
 @dataclass(frozen=True)

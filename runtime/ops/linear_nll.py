@@ -11,15 +11,15 @@ weight over chunks, in float32 at least. So nothing but the operands and a numbe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardc.runtime.ops.local_math import Digits, Mesh, check_range, fill_padding, held
+from shardc.runtime.ops.with_backward import with_backward
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, fill: Any) -> Tensor:
@@ -27,57 +27,56 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, 
     return logits if fill is None else fill(logits)
 
 
-class _LinearNll(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        local: Tensor,
-        here: Tensor,
-        chunks: int,
-        dtype: torch.dtype,
-        fill: Any,
-    ) -> Tensor:
-        ctx.rows = max(-(-x.shape[0] // chunks), 1)
-        ctx.dtype, ctx.fill = dtype, fill
-        out = x.new_empty((2, x.shape[0]), dtype=dtype)
-        for top in range(0, x.shape[0], ctx.rows):
-            rows = slice(top, top + ctx.rows)
-            logits = _logits(x[rows], weight, bias, dtype, fill)
-            out[1, rows] = logits.gather(1, local[rows].unsqueeze(1)).squeeze(1).masked_fill_(~here[rows], 0)
-            largest = logits.amax(1).clamp_min_(torch.finfo(dtype).min)  # a rank may have padding alone: -inf
-            out[0, rows] = logits.sub_(largest.unsqueeze(1)).exp_().sum(1).log_().add_(largest)
-            del logits
-        ctx.save_for_backward(x, weight, bias, local, here, out[0].clone())
-        return out
+#: Rows of a chunk, dtype of logits, what fills padded classes.
+_How = tuple[int, torch.dtype, Any]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, weight, bias, local, here, normaliser = ctx.saved_tensors
-        normaliser = normaliser.clamp_min(torch.finfo(ctx.dtype).min)
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        of_x = torch.empty_like(x) if needs_x else None
-        of_weight = torch.zeros_like(weight, dtype=_sums(weight)) if needs_weight else None
-        of_bias = torch.zeros_like(bias, dtype=_sums(bias)) if needs_bias else None
-        for top in range(0, x.shape[0], ctx.rows):
-            rows = slice(top, top + ctx.rows)
-            grad = _logits(x[rows], weight, bias, ctx.dtype, ctx.fill)
-            grad.sub_(normaliser[rows].unsqueeze(1)).exp_().mul_(g[0, rows].unsqueeze(1))
-            grad.scatter_add_(1, local[rows].unsqueeze(1), torch.where(here[rows], g[1, rows], 0).unsqueeze(1))
-            grad = grad.to(x.dtype)
-            if of_x is not None:
-                of_x[rows] = grad @ weight
-            if of_weight is not None:
-                _add_product(of_weight, grad.t(), x[rows])
-            if of_bias is not None:
-                of_bias += grad.sum(0, dtype=of_bias.dtype)
-            del grad
-        of_weight = of_weight.to(weight.dtype) if of_weight is not None else None
-        of_bias = of_bias.to(bias.dtype) if of_bias is not None else None
-        return of_x, of_weight, of_bias, None, None, None, None, None
+
+def _stats(
+    x: Tensor, weight: Tensor, bias: Tensor | None, local: Tensor, here: Tensor, how: _How
+) -> tuple[Tensor, tuple[Any, ...]]:
+    size, dtype, fill = how
+    out = x.new_empty((2, x.shape[0]), dtype=dtype)
+    for top in range(0, x.shape[0], size):
+        rows = slice(top, top + size)
+        logits = _logits(x[rows], weight, bias, dtype, fill)
+        out[1, rows] = logits.gather(1, local[rows].unsqueeze(1)).squeeze(1).masked_fill_(~here[rows], 0)
+        largest = logits.amax(1).clamp_min_(torch.finfo(dtype).min)  # a rank may have padding alone: -inf
+        out[0, rows] = logits.sub_(largest.unsqueeze(1)).exp_().sum(1).log_().add_(largest)
+        del logits
+    return out, (x, weight, bias, local, here, out[0].clone(), how)
+
+
+def _stats_backward(
+    needs: Sequence[bool],
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    local: Tensor,
+    here: Tensor,
+    normaliser: Tensor,
+    how: _How,
+) -> tuple[Tensor | None, ...]:
+    size, dtype, fill = how
+    normaliser = normaliser.clamp_min(torch.finfo(dtype).min)
+    of_x = torch.empty_like(x) if needs[0] else None
+    of_weight = torch.zeros_like(weight, dtype=_sums(weight)) if needs[1] else None
+    of_bias = torch.zeros_like(bias, dtype=_sums(bias)) if needs[2] and bias is not None else None
+    for top in range(0, x.shape[0], size):
+        rows = slice(top, top + size)
+        grad = _logits(x[rows], weight, bias, dtype, fill)
+        grad.sub_(normaliser[rows].unsqueeze(1)).exp_().mul_(g[0, rows].unsqueeze(1))
+        grad.scatter_add_(1, local[rows].unsqueeze(1), torch.where(here[rows], g[1, rows], 0).unsqueeze(1))
+        grad = grad.to(x.dtype)
+        if of_x is not None:
+            of_x[rows] = grad @ weight
+        if of_weight is not None:
+            _add_product(of_weight, grad.t(), x[rows])
+        if of_bias is not None:
+            of_bias += grad.sum(0, dtype=of_bias.dtype)
+        del grad
+    of_weight = of_weight.to(weight.dtype) if of_weight is not None else None
+    return of_x, of_weight, of_bias.to(bias.dtype) if of_bias is not None and bias is not None else None
 
 
 def _sums(x: Tensor) -> torch.dtype:
@@ -119,9 +118,9 @@ def linear_nll(
     def fill(logits: Tensor) -> Tensor:
         return fill_padding(logits, mesh, *padding)
 
-    stats: Tensor = _LinearNll.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, local.masked_fill(~here, 0), here, chunks, dtype, fill if padding else None
-    )
+    how = max(-(-x.shape[0] // chunks), 1), dtype, fill if padding else None
+    tensors = x, weight, bias, local.masked_fill(~here, 0), here
+    stats: Tensor = with_backward(_stats, _stats_backward, *tensors, how)
     return stats
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardc.ir.placement import Shard
 from shardc.ir.shard_chunks import chunks, widen
 from shardc.runtime.ops.host_copy import to_device
+from shardc.runtime.ops.with_backward import with_backward
 from shardc.torch_private import FakeTensor, assert_on_device
 
 Mesh = Any
@@ -114,25 +113,18 @@ def total(mesh: Mesh, index: int, axes: tuple[str, ...] = (), tag: str = "") -> 
     return result
 
 
-class _Summed(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, index: int) -> Tensor:
-        sums = mesh.step.sums
-        if sums is None:
-            return mesh.step.running.totals[index].clone()  # type: ignore[no-any-return]
-        sums[index] = sums[index] + x if index in sums else x
-        return x.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g, None, None
-
-
 def summed(x: Tensor, mesh: Mesh, index: int) -> Tensor:
     """The sum of x over a step's microbatches, which a forward of all computed before (Interpreter.count). Backward:
     identity, so that each microbatch has the gradient of its summand."""
-    result: Tensor = _Summed.apply(x, mesh, index)  # type: ignore[no-untyped-call]
+
+    def forward(x: Tensor) -> tuple[Tensor, tuple[()]]:
+        sums = mesh.step.sums
+        if sums is None:
+            return mesh.step.running.totals[index].clone(), ()
+        sums[index] = sums[index] + x if index in sums else x
+        return x.clone(), ()
+
+    result: Tensor = with_backward(forward, lambda needs, g: (g,), x)
     return result
 
 
@@ -153,26 +145,19 @@ def nll_max(logits: Tensor) -> Tensor:
     return logits.detach().amax(1 if logits.dim() > 1 else 0)
 
 
-class _NllParts(Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, maximum: Tensor, local: Tensor, here: Tensor) -> Tensor:
-        c = 1 if logits.dim() > 1 else 0
-        shifted = logits - maximum.unsqueeze(c)
-        local = local.masked_fill(~here, 0).unsqueeze(c)
-        picked = shifted.gather(c, local).squeeze(c).masked_fill_(~here, 0)
-        exps = shifted.exp_()
-        ctx.save_for_backward(exps, local, here)
-        ctx.c = c
-        return torch.stack([exps.sum(c), picked])
+def _nll_parts(logits: Tensor, maximum: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    c = 1 if logits.dim() > 1 else 0
+    shifted = logits - maximum.unsqueeze(c)
+    local = local.masked_fill(~here, 0).unsqueeze(c)
+    picked = shifted.gather(c, local).squeeze(c).masked_fill_(~here, 0)
+    exps = shifted.exp_()
+    return torch.stack([exps.sum(c), picked]), (exps, local, here, c)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        exps, local, here = ctx.saved_tensors
-        c = ctx.c
-        grad = exps.mul_(g[0].unsqueeze(c))
-        grad.scatter_add_(c, local, torch.where(here, g[1], 0).unsqueeze(c))
-        return grad, None, None, None, None
+
+def _nll_parts_backward(needs: Any, g: Tensor, exps: Tensor, local: Tensor, here: Tensor, c: int) -> tuple[Tensor]:
+    grad = exps.mul_(g[0].unsqueeze(c))
+    grad.scatter_add_(c, local, torch.where(here, g[1], 0).unsqueeze(c))
+    return (grad,)
 
 
 def nll_parts(
@@ -186,7 +171,8 @@ def nll_parts(
     in place: it runs once."""
     check_range(target, classes, "target", ignore_index)
     local, here = held(target, classes, digits, mesh)
-    parts: Tensor = _NllParts.apply(logits, target, maximum, local, here & (target != ignore_index))  # type: ignore[no-untyped-call]
+    here = here & (target != ignore_index)
+    parts: Tensor = with_backward(_nll_parts, _nll_parts_backward, logits, maximum, local, here)
     return parts
 
 

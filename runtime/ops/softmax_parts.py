@@ -6,12 +6,10 @@ All of it in float32 at least, as torch's kernels do."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+
+from shardc.runtime.ops.with_backward import with_backward
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -24,27 +22,17 @@ def largest(x: Tensor, dims: list[int]) -> Tensor:
     return x.detach().amax(dims, keepdim=True).to(wide(x.dtype))
 
 
-class _SumExp(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, top: Tensor, dims: list[int]) -> Tensor:
-        exps = (x - _finite(top)).exp_()
-        ctx.save_for_backward(exps)
-        ctx.dtype = x.dtype
-        return exps.sum(dims, keepdim=True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        (exps,) = ctx.saved_tensors
-        return exps.mul_(g).to(ctx.dtype), None, None
-
-
 def sum_exp(x: Tensor, top: Tensor, dims: list[int]) -> Tensor:
     """This rank's summand of a normaliser: the sum of exp(x - top) along `dims`, which are kept.
 
     top: the largest elements, of all ranks. Saves one buffer of the size of x, in float32 at least. Backward works on
     it in place: it runs once."""
-    sums: Tensor = _SumExp.apply(x, top, dims)  # type: ignore[no-untyped-call]
+
+    def forward(x: Tensor, top: Tensor) -> tuple[Tensor, tuple[Tensor, torch.dtype]]:
+        exps = (x - _finite(top)).exp_()
+        return exps.sum(dims, keepdim=True), (exps, x.dtype)
+
+    sums: Tensor = with_backward(forward, lambda needs, g, exps, dtype: (exps.mul_(g).to(dtype),), x, top)
     return sums
 
 

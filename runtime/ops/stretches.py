@@ -20,11 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardc.ir.placement import Shard
 from shardc.ir.shard_chunks import chunks
+from shardc.runtime.ops.with_backward import with_backward
 
 Mesh = Any
 #: (axis, split) of each shard of a dim, split negative where it is mirrored.
@@ -36,22 +35,6 @@ def count(digits: Digits, mesh: Any) -> int:
     return max(abs(split) * int(mesh.size(axis)) for axis, split in digits)
 
 
-class _Table(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, own: list[int], size: int, mesh: Mesh, axes: tuple[str, ...], tag: str) -> Any:
-        ctx.own, ctx.mesh, ctx.axes, ctx.tag = own, mesh, axes, tag
-        table = rows.new_zeros(size, *rows.shape[1:])
-        for i, place in enumerate(own):
-            table[place] = rows[i]
-        return mesh.all_reduce(table, axes, tag=tag)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        whole = ctx.mesh.all_reduce(g.contiguous(), ctx.axes, direction="backward", tag=ctx.tag)
-        return _at(whole, ctx.own), None, None, None, None, None
-
-
 def _table(rows: Tensor, mesh: Mesh, digits: Digits, tag: str) -> tuple[Tensor, list[int]]:
     """([all stretches, ...], the places of this rank's in it). rows: [this rank's stretches, ...]."""
     size = count(digits, mesh)
@@ -60,7 +43,17 @@ def _table(rows: Tensor, mesh: Mesh, digits: Digits, tag: str) -> tuple[Tensor, 
         own = chunks(own, Shard.of_signed(0, split), mesh.size(axis))[mesh.coordinate(axis)]
     places = own.tolist()
     axes = tuple(mesh.layout.merge([a for a in mesh.layout.names if a in dict(digits)]))
-    table: Tensor = _Table.apply(rows, places, size, mesh, axes, tag)  # type: ignore[no-untyped-call]
+
+    def forward(rows: Tensor) -> tuple[Tensor, tuple[()]]:
+        table = rows.new_zeros(size, *rows.shape[1:])
+        for i, place in enumerate(places):
+            table[place] = rows[i]
+        return mesh.all_reduce(table, axes, tag=tag), ()
+
+    def backward(needs: Any, g: Tensor) -> tuple[Tensor]:
+        return (_at(mesh.all_reduce(g.contiguous(), axes, direction="backward", tag=tag), places),)
+
+    table: Tensor = with_backward(forward, backward, rows)
     return table, places
 
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from shardc.errors import ShardcError
 from shardc.runtime.ops.by_storage import ByStorage
+from shardc.runtime.ops.with_backward import with_backward
 from shardc.torch_private import OpOverload, set_sequence_number
 
 
@@ -67,34 +67,37 @@ def _replaced(a: Any, those: Iterator[Tensor]) -> Any:
     return a
 
 
-class _Opened(Function):
-    """The place of an operand in autograd's graph, which does not hold the operand, as a leaf would. The way back ends
-    before it, or in it: then `take`, an attribute of this node, gets the operand's gradient.
+def _opened(x: Tensor) -> Tensor:
+    """Return the place of an operand in autograd's graph, which does not hold the operand, as a leaf would. The way
+    back ends before it, or in it: then the function in the node's box gets the operand's gradient.
     """
 
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor | None) -> Any:
+    def hand_over(needs: Any, g: Tensor | None, box: list[Callable[[Tensor], None]]) -> tuple[()]:
         if g is not None:
-            ctx.take(g)
-        return None, None
+            box[0](g)
+        return ()
+
+    anchor = torch.empty(0, device=x.device, requires_grad=True)
+    place: Tensor = with_backward(lambda anchor, x: (x.view_as(x), ([],)), hand_over, anchor, x, once=False)
+    return place
 
 
-class _Closed(Function):
-    """The place of a result: backward begins with its gradient, which is in `box`, and lets go of it there."""
+def _closed(y: Tensor) -> Tensor:
+    """Return the place of a result: backward begins with its gradient, which is in the node's box, and lets go of it
+    there.
+    """
 
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        ctx.box = []
-        return y.new_empty(0)
+    def begin(needs: Any, g: Tensor, box: list[Tensor]) -> tuple[Tensor]:
+        return (box.pop(),)
 
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
-        return ctx.box.pop()
+    place: Tensor = with_backward(lambda y: (y.new_empty(0), ([],)), begin, y, once=False)
+    return place
+
+
+def _box(node: Any) -> list[Any] | None:
+    """Of the node of `_opened` or `_closed`."""
+    others = getattr(node, "others", ())
+    return others[-1] if others and isinstance(others[-1], list) else None
 
 
 class Own:
@@ -188,7 +191,7 @@ def record(
     for i, y in reversed(list(enumerate(results))):  # so that the first one's is the last, which backward runs first
         if isinstance(y, Tensor) and y.requires_grad:
             with torch.enable_grad():
-                begins[i] = get_gradient_edge(_Closed.apply(y) if lets_go else y)  # type: ignore[no-untyped-call]
+                begins[i] = get_gradient_edge(_closed(y) if lets_go else y)
     like: list[Callable[[], Tensor]] = [
         partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in (given[i] for i in needs)
     ]
@@ -205,11 +208,6 @@ def _parameter(i: int, given: Sequence[Tensor]) -> bool:
     """
     x = given[i]
     return isinstance(x, nn.Parameter) and x.requires_grad and x.is_leaf and sum(y is x for y in given) == 1
-
-
-def _opened(x: Tensor) -> Tensor:
-    anchor = torch.empty(0, device=x.device, requires_grad=True)
-    return _Opened.apply(anchor, x)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _within(x: Tensor, places: Sequence[int], given: Sequence[Tensor]) -> int | None:
@@ -322,9 +320,10 @@ def _lend(tape: Tape, operands: list[Tensor]) -> None:
 
 def _handed(begin: Any, g: Tensor) -> Tensor:
     """What backward begins with at the place of a result."""
-    if not hasattr(begin.node, "box"):
+    box = _box(begin.node)
+    if box is None:
         return g
-    begin.node.box.append(g)
+    box.append(g)
     return g.new_empty(0)
 
 
@@ -339,6 +338,8 @@ def _place(end: Any, take: Callable[[Tensor], None]) -> Tensor:
     """
     if (leaf := _leaf_of(end)) is not None:
         return leaf
-    end.node.take = take
+    box = _box(end.node)
+    assert box is not None
+    box.append(take)
     set_sequence_number(end.node, _FIRST)
     return end.node.next_functions[0][0].variable  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""A module's forward and backward graphs as one autograd.Function, as AOTAutograd makes one of a compiled function.
+"""A module's forward and backward graphs as a differentiable function, as AOTAutograd makes one of a compiled model.
 
     loss = module(**part)      the forward graph has run; the loss's node keeps what the backward graph takes
     loss.backward()            the node runs the backward graph, which puts gradients into buckets
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from shardc.errors import ShardcError
+from shardc.runtime.ops.with_backward import with_backward
 from shardc.torch_private import after_backward, engine_executes, keeps_graph
 
 if TYPE_CHECKING:
@@ -120,15 +120,15 @@ def _nothing() -> None:
     pass
 
 
-class Joint(Function):
-    """The loss of a call, as a differentiable function of all parameters that train."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, call: JointCall, *params: nn.Parameter) -> Tensor:
-        ctx.call, ctx.params = call, len(params)
-        return loss.clone()  # a view could not be written to: `loss += penalty`
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        grads = ctx.call.backward(g)
-        return None, None, *grads, *[None] * (ctx.params - len(grads))
+def differentiable(loss: Tensor, call: JointCall, *params: nn.Parameter) -> Tensor:
+    """Return the loss of a call, as a differentiable function of all parameters that train; first those that are in no
+    bucket.
+    """
+    result: Tensor = with_backward(
+        lambda loss, *params: (loss.clone(), ()),  # a view could not be written to: `loss += penalty`
+        lambda needs, g: (None, *call.backward(g)),
+        loss,
+        *params,
+        once=False,  # JointCall refuses, and says what to do
+    )
+    return result

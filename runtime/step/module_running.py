@@ -25,7 +25,7 @@ from shardc.runtime.step import (
 from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.step.communicators import groups_of
 from shardc.runtime.step.given_model import GivenModel
-from shardc.runtime.step.joint_function import Joint, JointCall
+from shardc.runtime.step.joint_function import JointCall, differentiable
 from shardc.runtime.step.loop_watch import LoopWatch
 from shardc.runtime.step.optimizer_watch import OptimizerWatch
 from shardc.runtime.step.parameter_updates import Updates
@@ -100,7 +100,7 @@ class Running:
         loss, news = call.forward()
         unsummed = [buckets.owned[name] for name in buckets.unsummed]
         summed = [p for name in self.summed if (p := buckets.owned[name]).requires_grad]
-        result: Tensor = Joint.apply(loss, call, *unsummed, *summed)  # type: ignore[no-untyped-call]
+        result = differentiable(loss, call, *unsummed, *summed)
         if result.requires_grad:
             self.waiting.add(call)
             result.register_hook(self.updates.note)  # type: ignore[no-untyped-call]

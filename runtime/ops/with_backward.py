@@ -1,0 +1,56 @@
+"""Ops with a backward of their own: a pair of functions, and the one autograd.Function that runs such pairs.
+
+    forward(*args)             (the result or results, what backward takes: tensors and whatever else)
+    backward(needs, g, *kept)  gradients of the first arguments, in order; needs: by argument, whether one is wanted
+
+Graphs of a step run such an op whole (shardc.runtime.ops.taped), or call what its backward consists of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+Backward = Callable[..., Sequence[Tensor | None]]
+
+
+class WithBackward(Function):
+    """Run a pair under autograd. others: of what backward takes, what is no tensor, by place."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Callable[..., Any], backward: Backward, once: bool, *args: Any) -> Any:
+        made, kept = forward(*args)
+        ctx.saves = any(isinstance(x, Tensor) for x in kept)  # else torch would refuse to run backward twice
+        if ctx.saves:
+            ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in kept))
+        ctx.others = tuple(None if isinstance(x, Tensor) else x for x in kept)
+        ctx.run, ctx.once = backward, once
+        ctx.set_materialize_grads(False)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor | None) -> Any:
+        return _once(ctx, *gs) if ctx.once else _gradients(ctx, *gs)
+
+
+def _gradients(ctx: Any, *gs: Tensor | None) -> Any:
+    kept = ctx.others
+    if ctx.saves:
+        kept = (other if x is None else x for x, other in zip(ctx.saved_tensors, kept, strict=True))
+    _, _, _, *needs = ctx.needs_input_grad
+    grads = ctx.run(needs, *gs, *kept)
+    return None, None, None, *grads, *[None] * (len(needs) - len(grads))
+
+
+_once: Any = once_differentiable(_gradients)
+
+
+def with_backward(forward: Callable[..., Any], backward: Backward, *args: Any, once: bool = True) -> Any:
+    """Return what `forward` makes of the arguments; its gradient is `backward`'s. once: backward cannot be
+    differentiated, which torch then says; else it runs as it is, and may look.
+    """
+    return WithBackward.apply(forward, backward, once, *args)  # type: ignore[no-untyped-call]
