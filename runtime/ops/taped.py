@@ -13,19 +13,19 @@ the op made for its backward alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from shardc.errors import ShardcError
 from shardc.runtime.ops.by_storage import ByStorage
 from shardc.runtime.ops.with_backward import with_backward
-from shardc.torch_private import OpOverload, set_sequence_number
+from shardc.torch_private import OpOverload
 
 
 def op_of(name: str) -> Callable[..., Any]:
@@ -68,36 +68,14 @@ def _replaced(a: Any, those: Iterator[Tensor]) -> Any:
 
 
 def _opened(x: Tensor) -> Tensor:
-    """Return the place of an operand in autograd's graph, which does not hold the operand, as a leaf would. The way
-    back ends before it, or in it: then the function in the node's box gets the operand's gradient.
-    """
-
-    def hand_over(needs: Any, g: Tensor | None, box: list[Callable[[Tensor], None]]) -> tuple[()]:
-        if g is not None:
-            box[0](g)
-        return ()
-
+    """Return the place of an operand in autograd's graph: the way back ends before it. A leaf would hold the operand."""
     anchor = torch.empty(0, device=x.device, requires_grad=True)
-    place: Tensor = with_backward(lambda anchor, x: (x.view_as(x), ([],)), hand_over, anchor, x, once=False)
+    place: Tensor = with_backward(lambda anchor, x: (x.view_as(x), ()), _ends_here, anchor, x)
     return place
 
 
-def _closed(y: Tensor) -> Tensor:
-    """Return the place of a result: backward begins with its gradient, which is in the node's box, and lets go of it
-    there.
-    """
-
-    def begin(needs: Any, g: Tensor, box: list[Tensor]) -> tuple[Tensor]:
-        return (box.pop(),)
-
-    place: Tensor = with_backward(lambda y: (y.new_empty(0), ([],)), begin, y, once=False)
-    return place
-
-
-def _box(node: Any) -> list[Any] | None:
-    """Of the node of `_opened` or `_closed`."""
-    others = getattr(node, "others", ())
-    return others[-1] if others and isinstance(others[-1], list) else None
+def _ends_here(needs: Any, g: Tensor) -> tuple[()]:
+    return ()
 
 
 class Own:
@@ -131,26 +109,15 @@ class Tape:
         return [own for ref in self.saved if (own := ref()) is not None]
 
 
-#: Number of a node that runs before others that are ready.
-_FIRST = 2**64 - 1
-
 _Seen = tuple[Own, tuple[int, ...], torch.Size, tuple[int, ...], int]
 
 
 def taped(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """(the op's result or results, a tape). needs: the tensors among its arguments that get gradients; again: those
     that `untaped` is given again."""
-    return record(op, needs, again, args, kwargs)
-
-
-def record(
-    op: str, needs: Sequence[int], again: Sequence[int], args: Any, kwargs: Any, *, lets_go: bool = False
-) -> tuple[Any, ...]:
-    """`taped`. lets_go: backward is `back`, with `takes`, and need not hold gradients of results while it runs."""
     given = list(tensors_in((args, kwargs)))
     with torch.enable_grad():
-        itself = {i for i in needs if lets_go and _parameter(i, given)}
-        of_needs = {i: given[i] if i in itself else _opened(given[i]) for i in needs}
+        of_needs = {i: _opened(given[i]) for i in needs}
         # an operand that has two places is one: autograd adds up the gradients of both
         same = {id(given[i]): x for i, x in reversed(of_needs.items())}
         opened = [of_needs[i] if i in of_needs else same.get(id(x), x) for i, x in enumerate(given)]
@@ -187,11 +154,7 @@ def record(
     with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
         made = op_of(op)(*args, **kwargs)
     results = tuple(made) if isinstance(made, (tuple, list)) else (made,)
-    begins: list[Any] = [None] * len(results)
-    for i, y in reversed(list(enumerate(results))):  # so that the first one's is the last, which backward runs first
-        if isinstance(y, Tensor) and y.requires_grad:
-            with torch.enable_grad():
-                begins[i] = get_gradient_edge(_closed(y) if lets_go else y)
+    begins = [get_gradient_edge(y) if isinstance(y, Tensor) and y.requires_grad else None for y in results]
     like: list[Callable[[], Tensor]] = [
         partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in (given[i] for i in needs)
     ]
@@ -199,15 +162,6 @@ def record(
     tape = Tape(begins, ends, like, tuple(again), operands, saved)
     given.clear()  # autograd holds `pack`, which would hold what it was given
     return (*(y.detach() if isinstance(y, Tensor) else y for y in results), tape)
-
-
-def _parameter(i: int, given: Sequence[Tensor]) -> bool:
-    """Check that an operand is a parameter itself, and is given once. Then autograd gives it its gradient, as it does
-    without tapes. A view of a parameter that was made under `no_grad` looks like a leaf too, but has no place in
-    autograd's graph.
-    """
-    x = given[i]
-    return isinstance(x, nn.Parameter) and x.requires_grad and x.is_leaf and sum(y is x for y in given) == 1
 
 
 def _within(x: Tensor, places: Sequence[int], given: Sequence[Tensor]) -> int | None:
@@ -257,46 +211,19 @@ def untaped(
     what gets no gradient gets zeros; only: of these alone, counted among those that need one (all others: None); keep:
     the tape stays, for the others.
     """
-    return back(tape, list(grads), before, list(operands), {}, zeros=zeros, only=only, keep=keep)
-
-
-def back(
-    tape: Tape,
-    grads: list[Tensor | None],
-    before: Sequence[Tensor | None],
-    operands: list[Tensor],
-    takes: Mapping[int, Callable[[Tensor], None]],
-    *,
-    zeros: bool = False,
-    only: Sequence[int] = (),
-    keep: bool = False,
-) -> tuple[Tensor | None, ...]:
-    """`untaped`, of what `record` made. takes: of gradients that are not returned, what gets them as soon as they are
-    there; where the operand is a parameter itself, autograd gives it its gradient. The lists are empty then; operands,
-    and gradients of results where `record` was told so, are let go of when autograd does not want them any more.
-    """
     wanted = only or range(len(tape.ends))
-    _lend(tape, operands)
+    for at, x in zip(tape.again, operands, strict=True):
+        if (place := tape.operands.get(at)) is not None:
+            place.tensor = x
     begin = [(tape.ends[k], p) for k in wanted if (p := before[k]) is not None]
-    begin += [(y, _handed(y, g)) for y, g in zip(tape.begins, grads, strict=True) if y is not None and g is not None]
-    grads.clear()
+    begin += [(y, g) for y, g in zip(tape.begins, grads, strict=True) if y is not None and g is not None]
     found: list[Tensor | None] = [None] * len(tape.ends)
     if begin:
         starts, values = zip(*begin, strict=True)
-        del begin
         ends = [tape.ends[k] for k in wanted]
-        if takes and all(k in takes for k, end in zip(wanted, ends, strict=True) if _leaf_of(end) is not None):
-            inputs = [
-                _place(end, takes.get(k, partial(found.__setitem__, k))) for k, end in zip(wanted, ends, strict=True)
-            ]
-            torch.autograd.backward(starts, values, retain_graph=keep, inputs=inputs)
-        else:
-            gradients = torch.autograd.grad(starts, ends, values, retain_graph=keep, allow_unused=True)
-            for k, g in zip(wanted, gradients, strict=True):
-                if k in takes:
-                    takes[k](g)
-                else:
-                    found[k] = g
+        gradients = torch.autograd.grad(starts, ends, values, retain_graph=keep, allow_unused=True)
+        for k, g in zip(wanted, gradients, strict=True):
+            found[k] = g
     for k in wanted if zeros else ():
         found[k] = tape.zeros[k]() if found[k] is None else found[k]
     for place in tape.operands.values():
@@ -308,38 +235,3 @@ def back(
             own.tensor = None
     tape.lent = ()
     return tuple(found)
-
-
-def _lend(tape: Tape, operands: list[Tensor]) -> None:
-    """Give a tape the operands that it wants again; the list is empty then."""
-    for at in reversed(tape.again):
-        x = operands.pop()
-        if (place := tape.operands.get(at)) is not None:
-            place.tensor = x
-
-
-def _handed(begin: Any, g: Tensor) -> Tensor:
-    """What backward begins with at the place of a result."""
-    box = _box(begin.node)
-    if box is None:
-        return g
-    box.append(g)
-    return g.new_empty(0)
-
-
-def _leaf_of(end: Any) -> Tensor | None:
-    """The parameter that an operand is, if it is one: `end` is its place then."""
-    return getattr(end.node, "variable", None)
-
-
-def _place(end: Any, take: Callable[[Tensor], None]) -> Tensor:
-    """Where autograd is to go for the gradient of an operand: the operand, or what is behind its node, which hands the
-    gradient over as soon as it is there, as a leaf does.
-    """
-    if (leaf := _leaf_of(end)) is not None:
-        return leaf
-    box = _box(end.node)
-    assert box is not None
-    box.append(take)
-    set_sequence_number(end.node, _FIRST)
-    return end.node.next_functions[0][0].variable  # type: ignore[no-any-return]

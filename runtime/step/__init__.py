@@ -15,8 +15,8 @@ runnable              a stage as a function; bindings: ops by what takes the hos
 communicators         the process groups that a program needs
 context               what ops may know of the step: the microbatch, sums over microbatches
 inputs                a user's batch -> this rank's inputs
-joint_stage           a stage as its forward and backward graphs; joint_function: these as an autograd.Function;
-                      early_puts: gradients of ops that are one line of them; repeated_lines: which lines recompute
+joint_stage           a stage as its forward and backward graphs; joint_function: these as a differentiable
+                      function; repeated_lines: which lines recompute
 step_graph            forward, backward and sums of a step as one CUDA graph
 activation_offload    keeps values on the CPU from forward to backward
 loss_scale            loss scaling for float16, on all ranks alike

@@ -22,7 +22,6 @@ from shardc.runtime.step import op_errors
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.bindings import bind
 from shardc.runtime.step.context import MicrobatchContext, StepContext
-from shardc.runtime.step.early_puts import EarlyPuts
 from shardc.runtime.step.profiler_ranges import with_ranges
 from shardc.runtime.step.repeated_lines import tell_repeated
 
@@ -49,14 +48,11 @@ class JointStage:
         self._forward_graph = forward
         kept: Any = forward.output_node().args[0]
         self._kept = [n.name for n in kept[3]]
-        puts = EarlyPuts(*texts.values())
-        whole = copy_graph(with_pieces(forward, compiler))
-        puts.insert(whole)
-        self._forward = fx.GraphModule(nn.Module(), bind(whole))
+        self._forward = fx.GraphModule(nn.Module(), bind(copy_graph(with_pieces(forward, compiler))))
         if ranges:
             self._forward = with_ranges(self._forward, forward)
-        self._backward = _Half(backward, puts, compiler, ranges=ranges)
-        self.weights = _Half(texts["weights"], puts, compiler, ranges=ranges) if "weights" in texts else None
+        self._backward = _Half(backward, compiler, ranges=ranges)
+        self.weights = _Half(texts["weights"], compiler, ranges=ranges) if "weights" in texts else None
         given: Any = backward.output_node().args[0]
         self._handed_on = [n.name for n in given[1]] if self.weights is not None else []
 
@@ -119,7 +115,7 @@ class JointPair:
         halves = returned[:1] if kind == "FB" else returned
         #: Of each forward, the names of what it keeps.
         self._kept = [[n.name.removeprefix(self._prefix) for n in half[3]] for half in halves]
-        self._graph, self._text = graph, _Half(graph, EarlyPuts(graph), compiler, ranges=ranges)
+        self._graph, self._text = graph, _Half(graph, compiler, ranges=ranges)
 
     @torch.no_grad()
     def run(
@@ -190,9 +186,9 @@ class JointPair:
 class _Half:
     """A text of backward, as a function of a dict from which it takes what it needs. takes: names."""
 
-    def __init__(self, graph: fx.Graph, puts: EarlyPuts, compiler: Compiler | None, *, ranges: bool) -> None:
+    def __init__(self, graph: fx.Graph, compiler: Compiler | None, *, ranges: bool) -> None:
         self._graph, self.takes = graph, {n.name for n in graph.find_nodes(op="placeholder")}
-        module = _taking(with_pieces(graph, compiler), puts)
+        module = _taking(with_pieces(graph, compiler))
         self._run = with_ranges(module, graph) if ranges else module
 
     @torch.no_grad()
@@ -215,7 +211,7 @@ class _Half:
 _STEP = "the step"
 
 
-def _taking(graph: fx.Graph, puts: EarlyPuts) -> fx.GraphModule:
+def _taking(graph: fx.Graph) -> fx.GraphModule:
     """A graph as a function of one dict, which takes values out of it."""
     copy = fx.Graph()
     values = copy.placeholder("values")
@@ -226,5 +222,4 @@ def _taking(graph: fx.Graph, puts: EarlyPuts) -> fx.GraphModule:
     }
     copy_graph(graph, env, into=copy)
     tell_repeated(copy, step)
-    puts.insert(copy)
     return fx.GraphModule(nn.Module(), bind(copy))

@@ -28,7 +28,6 @@ from shardc.torch_private.autograd import (
     engine_executes,
     foreach_for,
     keeps_graph,
-    set_sequence_number,
     step_hooks,
 )
 from shardc.torch_private.fake_tensors import (
@@ -141,7 +140,6 @@ __all__ = [
     "replaced_flex_attention",
     "replaced_packing",
     "replaced_trunc_normal",
-    "set_sequence_number",
     "silent",
     "stands_for_gpu",
     "step_hooks",

@@ -29,20 +29,12 @@ def foreach_for(cls: type[Tensor]) -> None:
         _foreach_supported_types.append(cls)
 
 
-def set_sequence_number(node: Any, number: int) -> None:
-    """Give a node of autograd's that is a Function another number: of those that are ready, backward runs that of the
-    greatest first.
-    """
-    node.first_number = node._sequence_nr()
-    node._set_sequence_nr(number)
-
-
 def current_backward() -> int | None:
     """Inside of a backward pass: the number of the node that runs; else None. Anomaly mode knows it too, but keeps
     stacks of all ops.
     """
     node = torch._C._current_autograd_node()
-    return int(getattr(node, "first_number", None) or node._sequence_nr()) if node is not None else None
+    return int(node._sequence_nr()) if node is not None else None
 
 
 def engine_executes(node: Any) -> bool | None:
