@@ -68,7 +68,7 @@ def _replaced(a: Any, those: Iterator[Tensor]) -> Any:
 
 
 def _opened(x: Tensor) -> Tensor:
-    """Return the place of an operand in autograd's graph: the way back ends before it. A leaf would hold the operand."""
+    """Return the place of an operand in autograd's graph: backward ends before it. A leaf would hold the operand."""
     anchor = torch.empty(0, device=x.device, requires_grad=True)
     place: Tensor = with_backward(lambda anchor, x: (x.view_as(x), ()), _ends_here, anchor, x)
     return place

@@ -38,11 +38,13 @@ def command(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """List the rules of ops: what may be split. --check proves them: forward, backward, on 2, 3, 4, 6 parts and on two
-    axes.
+    """List the rules of ops: what may be split. --check proves those of a file: forward, backward, on 2, 3, 4, 6 parts
+    and on two axes.
     """
     with reporting(debug, as_json) as show:
         from shardc.report.rule_table import TAGGED, check_text, row, rule_table
+        from shardc.rules.sample_calls import SAMPLES
+        from shardc.verify.rules import name_of
 
         rules = _rules(ops or [], file)
         rows = [row(op, r) for op, r in rules.items()]
@@ -50,6 +52,13 @@ def command(
             table = rule_table(rows) + ("" if ops or file else TAGGED)
             show(json.dumps([asdict(r) for r in rows]) if as_json else table)
             return
+        if unproven := [op for op in rules if op not in SAMPLES]:
+            raise ShardcError(
+                f"there is no sample call of {name_of(unproven[0])} on which its rule could be proven",
+                where="shardc rules --check",
+                fix="name a file that registers rules with samples (--file); those of shardc's own rules are in its"
+                " tests: pytest tests/rules",
+            )
         started = time.perf_counter()
         reports = _check(list(rules))
         seconds = time.perf_counter() - started
@@ -64,7 +73,7 @@ def command(
 def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
     """The rules that the command names, by op: of patterns, else those that the file registers, else all."""
     from shardc.rules import RULES
-    from shardc.rules.samples import SAMPLES
+    from shardc.rules.sample_calls import SAMPLES
     from shardc.verify.rules import name_of
 
     before = set(RULES)
@@ -91,11 +100,10 @@ def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
 def _select(patterns: Sequence[str]) -> tuple[dict[Any, Rule], list[str]]:
     """Ops whose name matches one of the globs, with their rules, and the patterns that match none.
 
-    Without patterns: all ops with a line of their own, and the elementwise ops recognized by torch's tag that have
-    samples."""
+    Without patterns: all ops with a rule of their own, and those that have samples."""
     from shardc.rules import RULES
     from shardc.rules.registry import find
-    from shardc.rules.samples import SAMPLES
+    from shardc.rules.sample_calls import SAMPLES
 
     listed: dict[Any, Rule] = {op: r for op in {**RULES, **SAMPLES} if (r := find(op)) is not None}
     if not patterns:

@@ -13,7 +13,6 @@ from typing import Any
 
 from shardc import errors
 from shardc.rules.registry import Rule
-from shardc.rules.samples import SAMPLES
 from shardc.verify.rules import OpReport, name_of
 
 #: Findings of one op that are printed; the rest is counted.
@@ -26,8 +25,8 @@ class RuleRow:
     """One rule. notation, linear: as they were written, or `<name>` of the function of a call that makes them.
 
     about: `<name>` -> the first paragraph of the function's docstring, in a line. family: its file in shardc/rules, or
-    "own". extras: besides the notation: local | extra | flops. where: file:line that registered it. samples: how many
-    calls prove it."""
+    "own". extras: besides the notation: local | extra | flops. where: file:line that registered it.
+    """
 
     op: str
     notation: str
@@ -36,7 +35,6 @@ class RuleRow:
     family: str
     extras: tuple[str, ...]
     where: str
-    samples: int
 
 
 def named(function: Callable[[Any], Any]) -> str:
@@ -55,9 +53,7 @@ def row(op: Any, rule: Rule) -> RuleRow:
     linear = named(rule.linear_of) if rule.linear_of else " | ".join(" ".join(map(str, g)) for g in rule.linear)
     extras = tuple(n for n in ("local", "extra", "flops") if getattr(rule, n) is not None)
     text = rule.text if isinstance(rule.notation, str) else named(rule.notation)
-    return RuleRow(
-        name_of(op), text, linear, about, "own" if own else path.stem, extras, where, len(SAMPLES.get(op, ()))
-    )
+    return RuleRow(name_of(op), text, linear, about, "own" if own else path.stem, extras, where)
 
 
 def rule_table(rows: Iterable[RuleRow]) -> str:

@@ -19,8 +19,7 @@ from shardc.rules import registry
 from shardc.rules.notation import Notation, parse
 from shardc.rules.op_call import Call
 from shardc.rules.registry import RULES, ExtraOf, LocalOf, Rule, SignatureOf
-from shardc.rules.samples.make import SAMPLES
-from shardc.rules.samples.own import Given, as_sample
+from shardc.rules.sample_calls import SAMPLES, Given, as_sample
 from shardc.torch_private import OpOverload, overload_of
 
 

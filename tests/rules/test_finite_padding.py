@@ -16,11 +16,11 @@ from torch.nn import functional as F
 import shardc
 from shardc.ir.placement import Shard
 from shardc.rules.finite_padding import Padded, fills, finite
-from shardc.rules.samples import Sample, Tensors, call
 from shardc.torch_private import OpOverload
 from shardc.verify.rules.case import Case, NoCallError, UnfitError
 from shardc.verify.rules.prove import strategies
 from tests import equality
+from tests.rules.samples import Sample, Tensors, call
 
 aten = torch.ops.aten
 KINDS: dict[str, Callable[[Tensors], Tensor]] = {

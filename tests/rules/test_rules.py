@@ -15,9 +15,9 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Shard
 from shardc.ir.shard_chunks import chunks
 from shardc.rules import RULES, Rule, Strategy, find, rule
-from shardc.rules.samples import SAMPLES, Tensors, call
 from shardc.rules.views import walk
 from shardc.verify.rules import KNOWN, Case, check_op, differs, dual, name_of, prove, spread, too_strict
+from tests.rules.samples import SAMPLES, Tensors, call
 
 aten = torch.ops.aten
 

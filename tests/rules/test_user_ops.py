@@ -16,7 +16,7 @@ import shardc
 from shardc import ShardcError
 from shardc.rules import RULES
 from shardc.rules.registry import find
-from shardc.rules.samples import SAMPLES
+from tests.rules.samples import SAMPLES
 
 
 @torch.library.custom_op("shardc_tests::scaled", mutates_args=())

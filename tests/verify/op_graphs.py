@@ -2,7 +2,7 @@
 
     python -m tests.verify.op_graphs --seconds 600 [--seed 0] [--ranks 64]
 
-A graph is made of sample calls of the rules (shardc.rules.samples): operands become results of earlier calls where
+A graph is made of sample calls of the rules (tests.rules.samples): operands become results of earlier calls where
 their shapes can be made to fit, by views, reductions, slices and broadcasts, or parameters, buffers, inputs. Numbers
 are small integers in float64, so that sums are exact in every order: then loss and gradients have to be equal to the
 bit. Where an op leaves the integers they have to agree to 1e-11. The static checker has to prove every program. A case
@@ -36,9 +36,9 @@ from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.stored import Buffer, Input, Param
 from shardc.ir.types import of_tensor, typed
-from shardc.rules.samples import RNG, SAMPLES, Sample, Tensors
 from shardc.torch_private import OpOverload
 from shardc.verify.rules.case import MISFIT, TRUSTING, UNDEFINED
+from tests.rules.samples import RNG, SAMPLES, Sample, Tensors
 
 aten = torch.ops.aten
 RTOL = 1e-11

@@ -24,7 +24,7 @@ from shardc.passes.partition.local_program import LocalProgram
 from shardc.rules.choices import Choices
 from shardc.rules.op_call import Call, Operand, call_of
 from shardc.rules.registry import Rule, find
-from shardc.rules.samples import RNG, Sample, Tensors
+from shardc.rules.sample_calls import RNG, Sample, Tensors
 from shardc.rules.strategy import Strategy
 from shardc.runtime.rng import Rng
 from shardc.verify.rules.compare import RTOL, Memo, continuous, differs, dual, gradients, on_ranks, run_nodes

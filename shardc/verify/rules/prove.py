@@ -11,7 +11,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL, Layout, Placement, Shard
 from shardc.rules.choices import Choices
 from shardc.rules.registry import Rule
-from shardc.rules.samples import Sample
+from shardc.rules.sample_calls import Sample
 from shardc.rules.strategy import Strategy
 from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, call_text, name_of
 

@@ -10,7 +10,7 @@ from typing import Any
 from shardc.rules.choices import Choices
 from shardc.rules.notation import Operand, Signature
 from shardc.rules.registry import Rule
-from shardc.rules.samples import Sample
+from shardc.rules.sample_calls import Sample
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.verify.rules.case import TRUSTING, UNDEFINED, Case, Finding, call_text, name_of
 from shardc.verify.rules.prove import summable

@@ -6,8 +6,7 @@ from typing import Any
 
 from shardc.errors import Errors, ShardcError
 from shardc.rules import registry
-from shardc.rules.samples.make import SAMPLES
-from shardc.rules.samples.own import as_sample
+from shardc.rules.sample_calls import SAMPLES, as_sample
 from shardc.rules.user_ops import resolve_op
 from shardc.verify.rules.case import Finding
 from shardc.verify.rules.survey import check_op

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardc.rules.samples.fp8 import with_amax
-from shardc.rules.samples.make import Arguments, Tensors, call, sample
+from shardc.rules.sample_calls import Arguments, Tensors, call, sample
 from shardc.runtime import ops
+from tests.rules.samples.fp8 import with_amax
 
 GATED = "a, b = halves(x); c = silu(a); mul(c, b)"
 STRIPED = "a, b = stripes(x); c = sigmoid(a); d = add(b, 1); mul(c, d)"
