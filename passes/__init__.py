@@ -33,7 +33,7 @@ from shardc.passes.unknown_ops import UnknownOps
 from shardc.passes.unused_axes import UnusedAxes
 from shardc.passes.weight_casts import WeightCasts
 
-__all__ = ["CAPTURE", "LAST_OF_DISTINCT", "PIPELINE", "Options", "Pass", "Stage"]
+__all__ = ["CAPTURE", "PIPELINE", "Options", "Pass", "Stage"]
 
 #: The name of what comes before the first stage: the model becomes a program.
 CAPTURE = "capture"
@@ -46,9 +46,6 @@ class Stage(NamedTuple):
     make: type[Pass]
     why: str
 
-
-#: The last stage that may run on a few of many equal layers (shardc.passes.distinct_layers): later ones look at all.
-LAST_OF_DISTINCT = "partition"
 
 PIPELINE = (
     # the global graph, of one device

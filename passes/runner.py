@@ -13,7 +13,6 @@ from typing import Any
 from torch import fx
 
 from shardc.errors import ShardcError
-from shardc.ir.deferred_graph import is_written
 from shardc.ir.program import Program
 from shardc.passes.dump import dump
 from shardc.runtime.step import op_errors
@@ -52,7 +51,7 @@ class Runner:
                 raise op_errors.out_of_memory(e, f"compile, {name}", fix=LESS_TO_COMPILE) from e
             raise
         self.seconds[name] = round(time.perf_counter() - start, 3)
-        for graph in filter(is_written, (program.graph, *(s.graph for s in program.stages))):
+        for graph in (program.graph, *(s.graph for s in program.stages)):
             check_placeholders(graph, program, piped=bool(program.axis) and graph is not program.graph)
             if id(graph) not in self._checked:
                 check(graph, typed=name != "capture")

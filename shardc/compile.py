@@ -10,10 +10,9 @@ global graph of one device                 one rank's program
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,10 +29,9 @@ from shardc.errors import ShardcError
 from shardc.ir.generation import Step
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.program import Program
-from shardc.passes import CAPTURE, LAST_OF_DISTINCT, PIPELINE, Options, Stage, forward_only, runner
+from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner
 from shardc.passes.annotate import model_plan
 from shardc.passes.annotate.inputs import with_microbatches
-from shardc.passes.distinct_layers import run_on_distinct
 from shardc.runtime.state import quantized
 from shardc.spec import Spec
 from shardc.spec.names import Names
@@ -104,18 +102,10 @@ def compile(
         # no record of what a checkpoint trained: it was captured with the loss, in training mode
         program = replace(program, eval_mode=False, recorded=lambda: None, notes=(*program.notes, *notes))
 
-    def through(stages: Sequence[Stage], program: Program) -> Program:
-        for stage in stages:
-            step = stage.make(spec, options)
-            if step.applies(program):
-                program = passes.run(stage.name, step.run, program)
-        return program
-
-    at = 1 + [stage.name for stage in PIPELINE].index(LAST_OF_DISTINCT)
-    run = partial(through, PIPELINE[:at])
-    all_layers = dump is not None or compatible_with is not None  # texts of all are asked for, or an order of buckets
-    program = run(program) if all_layers else run_on_distinct(program, spec, run)
-    program = through(PIPELINE[at:], program)
+    for stage in PIPELINE:
+        step = stage.make(spec, options)
+        if step.applies(program):
+            program = passes.run(stage.name, step.run, program)
 
     meta = program.meta | {
         "model": type(model).__name__,

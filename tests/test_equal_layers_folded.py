@@ -15,11 +15,9 @@ from torch import Tensor, nn
 import shardc
 from shardc.capture import capture, equal_layers
 from shardc.ir.program import Program
-from shardc.passes import distinct_layers
 from tests import zoo
 from tests.zoo import hf, hf_more
 
-#: The fewest of which the passes see fewer.
 LAYERS = 5
 SPLIT: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}
 PIPED: dict[str, Any] = {**SPLIT, "mesh": {"pp": 2, "tp": 2}, "batch": {"microbatches": 2}}
@@ -67,11 +65,7 @@ def test_a_program_is_that_of_a_compile_that_folds_nothing(family: str, setting:
         with mock.patch.object(equal_layers, "_layers", return_value=()):
             each = capture(model, batch, prove=False)
         spec = {"shardc": 1, **spec_of(setting, model)}
-        with mock.patch.object(distinct_layers, "restored", wraps=distinct_layers.restored) as restored:
-            folded = shardc.compile(model, batch, spec, captured=once, prove=False)
-        assert restored.called
-        with mock.patch.object(distinct_layers, "cuts", return_value=()):
-            whole = shardc.compile(model, batch, spec, captured=each, prove=False)
+        folded, whole = (shardc.compile(model, batch, spec, captured=c, prove=False) for c in (once, each))
         assert folded.text(full=True) == whole.text(full=True)
         assert folded.joint() == whole.joint()
         one, other = (step(p, model, batch) for p in (folded, whole))

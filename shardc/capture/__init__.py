@@ -63,7 +63,6 @@ from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf, check_loss
 from shardc.capture.loss import default_loss as default_loss
 from shardc.capture.masked_rows.unfit import DrawnError, because
 from shardc.errors import ShardcError
-from shardc.ir.deferred_graph import like
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.generation import Step
 from shardc.ir.graph import placeholders, source_of
@@ -160,7 +159,7 @@ def capture(
         program = expert_loops.with_experts(program)
     program.recorded = ForwardRecord.later(program)
     if loss is not None:
-        unread = {name for name, n in placeholders(like(program.graph)).items() if not n.users}
+        unread = {name for name, n in placeholders(program.graph).items() if not n.users}
         keys = {i.path[0] for i in program.inputs if i.name in unread} & keys_of_loss(model, batch)
         program.notes += tuple(
             f"{key}: neither forward nor the loss reads this key of the batch" for key in sorted(map(str, keys))
@@ -186,7 +185,7 @@ def capture(
 
 def _constants(program: Program) -> list[TensorRead]:
     """The tensors that forward and the loss read, and that are neither the model's nor the batch's."""
-    nodes = placeholders(like(program.graph))
+    nodes = placeholders(program.graph)
     return [
         TensorRead.of(b.constant, source_of(user).line)
         for b in program.buffers

@@ -210,18 +210,10 @@ def _renamer(first: str, layer: str) -> Callable[[str], str]:
 
 class Lifted:
     """Writes the copies that a graph is to have into the one that it is lifted to. stored: the placeholder there of
-    every parameter and buffer, by its names. gone: the calls whose copies are left out; stand_for: by call, one that is
-    left out whose results its own are.
+    every parameter and buffer, by its names.
     """
 
-    def __init__(
-        self,
-        copies: Copies,
-        stored: Mapping[str, fx.Node],
-        gone: Collection[fx.Node] = (),
-        stand_for: Mapping[fx.Node, fx.Node] | None = None,
-    ) -> None:
-        self._gone, self._stand_for = set(gone), stand_for or {}
+    def __init__(self, copies: Copies, stored: Mapping[str, fx.Node]) -> None:
         self._copies, self._weights, self._constants = copies.found, _Weights(stored), copies.constants
         self._of: dict[fx.Node, list[str]] = {}  # the layers that an op is in
         for first, nodes in copies.segments.items():
@@ -240,8 +232,6 @@ class Lifted:
         """
         if call.target is not EQUAL_LAYER:
             return call.target is operator.getitem and call.args[0] in self._copies
-        if call in self._gone:
-            return True
         copy = self._copies[call]
         renamed = _renamer(copy.first, copy.layer)
         new = {env[x]: env[y] for x, y in copy.operands.items()} | self._weights.of(copy.first, copy.layer)
@@ -254,7 +244,6 @@ class Lifted:
             meta = n.meta | {"source": moved}
             new[n] = add_node(graph, "call_function", n.target, args, kwargs, name=name, meta=meta)
             self.add(call, new[n], name)  # it may be in an equal layer of an outer list
-        for of in (call, self._stand_for.get(call)):
-            for user in of.users if of is not None else ():
-                env[user] = new[env[copy.results[int(user.args[1])]]]  # type: ignore[arg-type]
+        for user in call.users:
+            env[user] = new[env[copy.results[int(user.args[1])]]]  # type: ignore[arg-type]
         return True

@@ -5,9 +5,8 @@ batch, typed nodes that know their module and line.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,12 +16,10 @@ from torch.export.graph_signature import InputKind
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.constants import contents
 from shardc.capture.export import Exported
-from shardc.capture.layer_copies import Copies, Lifted
-from shardc.capture.run_of_layers import Run, longest_run
+from shardc.capture.layer_copies import Lifted
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
-from shardc.ir.deferred_graph import DeferredGraph, FewerLayers
 from shardc.ir.graph import placeholders, source_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
@@ -114,22 +111,15 @@ def lift(
             inputs.append(Input(node.name, path, tuple(x.shape), x.dtype))
             env[exported_nodes[spec.arg.name]] = node
 
-    held: list[Param | Buffer] = [*params, *buffers]
-    by_name = {n: x for x in held for n in x.names}
-    run = longest_run(exported.graph, made.copies, made.updated.values())
-    fewer = None if run is None else run.fewer(fx.Graph(), by_name, made.copies)
-    if fewer is not None and any(old.users for old, node in env.items() if node.name in fewer.stored):
-        fewer = None  # something else uses them, too
-    updated = tuple(b for b in buffers if b.updated)
-    writer = _Writer(exported.graph, made.copies, graph, env, by_fqn, updated, fresh, len(made.beside), with_loss)
-    if run is None or fewer is None:
-        loss, kept = writer.write(graph)
-        whole = graph
-    else:
-        loss, kept = writer.write(fewer.graph, run, fewer.stored)
-        if (longer := run.with_more()) is not None:
-            fewer = replace(fewer, more=partial(_with_more, writer, longer, by_name))
-        whole = DeferredGraph(writer.write, fewer.graph, fewer)
+    results = _copy(exported.graph, graph, env, Lifted(made.copies, by_fqn))
+    first = len(results) - len(made.beside)
+    loss = results[first - 1] if with_loss else None
+    owners = {n: b for b in buffers if b.updated for n in (b.fqn, *b.aliases)}
+    news = {owners[fqn].name: env.get(node, node) for fqn, node in fresh.items()}
+    with_news = tuple(_detached(graph, news[b.name]) for b in buffers if b.updated)
+    kept = tuple(_detached(graph, n) for n in results[first:] if n is not None)
+    graph.output((loss, (*with_news, *kept)))
+    graph.lint()
     if loss is not None and not values.requires_grad(loss) and any(p.requires_grad for p in params):
         what = "the loss depends on no trainable parameter"
         fix = "check that nothing between the parameters and the loss is detached, or computed under no_grad"
@@ -141,7 +131,7 @@ def lift(
     meta, shared = {"model": type(model).__name__}, _shared_modules(model)
     return Program(
         Mesh(()),
-        whole,
+        graph,
         tuple(params),
         tuple(buffers),
         tuple(inputs),
@@ -149,57 +139,6 @@ def lift(
         meta=meta,
         shared_modules=shared,
     )
-
-
-@dataclass(frozen=True)
-class _Writer:
-    """Writes the graph of a program. given: a graph of its placeholders; env: those in the exported one, with theirs;
-    by_fqn: of parameters and buffers. updated: the buffers that get a new value; news: that, by the model's names;
-    beside: how many values stand beside the loss.
-    """
-
-    exported: fx.Graph
-    copies: Copies
-    given: fx.Graph
-    env: Mapping[fx.Node, fx.Node]
-    by_fqn: Mapping[str, fx.Node]
-    updated: tuple[Buffer, ...]
-    news: Mapping[str, fx.Node]
-    beside: int
-    with_loss: bool
-
-    def write(
-        self, graph: fx.Graph, run: Run | None = None, left_out: Collection[str] = ()
-    ) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
-        """The loss and what stands beside it. graph: an empty one, or `given`; run: equal layers most of which are left
-        out, with the parameters and buffers of these names.
-        """
-        nodes = {
-            n: n if graph is self.given else add_node(graph, "placeholder", n.target, (), name=n.name, meta=n.meta)
-            for n in self.given.find_nodes(op="placeholder")
-            if n.name not in left_out
-        }
-        env = {old: nodes[n] for old, n in self.env.items() if n in nodes}
-        by_fqn = {fqn: nodes[n] for fqn, n in self.by_fqn.items() if n in nodes}
-        gone, stand_for = ((), None) if run is None else (run.gone, run.stand_for)
-        results = _copy(self.exported, graph, env, Lifted(self.copies, by_fqn, gone, stand_for))
-        first = len(results) - self.beside
-        loss, values_beside = results[first - 1] if self.with_loss else None, results[first:]
-        owners = {n: b for b in self.updated for n in (b.fqn, *b.aliases)}
-        news = {owners[fqn].name: env.get(node, node) for fqn, node in self.news.items()}
-        with_news = tuple(_detached(graph, news[b.name]) for b in self.updated)
-        kept = tuple(_detached(graph, n) for n in values_beside if n is not None)
-        graph.output((loss, (*with_news, *kept)))
-        graph.lint()
-        return loss, kept
-
-
-def _with_more(writer: _Writer, run: Run, by_name: Mapping[str, Param | Buffer]) -> FewerLayers:
-    """The graph of another run of the same layers, of which more stay."""
-    fewer = run.fewer(fx.Graph(), by_name, writer.copies)
-    assert fewer is not None, "of the layers that are left out with a shorter run"
-    writer.write(fewer.graph, run, fewer.stored)
-    return fewer
 
 
 def _shared_modules(model: nn.Module) -> tuple[tuple[str, ...], ...]:

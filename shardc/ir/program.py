@@ -31,7 +31,6 @@ from torch import fx
 from shardc.errors import ShardcError
 from shardc.ir.adapters import Adapter
 from shardc.ir.buckets import Bucket
-from shardc.ir.deferred_graph import output_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
 from shardc.ir.offload import OffloadPlaces
@@ -165,7 +164,7 @@ class Program:
     @property
     def forward_only(self) -> bool:
         """Does it give outputs alone? Nothing runs backward then: no value has a gradient, and there is no loss."""
-        output: Any = output_of(self.graph)
+        output: Any = next(iter(self.graph.find_nodes(op="output")), None)
         return output is not None and output.args[0][0] is None
 
     @property

@@ -3,9 +3,9 @@
     python tests/bench/equal_layers.py [--layers 2,8,32,80] [--reps 3]
     python tests/bench/equal_layers.py --pieces [--layers 2,32]
 
-One process, one thread, nothing computed; of the repetitions the least. "all layers": the passes up to partition run on
-all layers, as they do where layers are not alike (shardc.passes.distinct_layers). "and a rank's code": with what the
-first engine and its first step make of the program on one rank, weights aside: a stage's graphs are written then.
+One process, one thread, nothing computed; of the repetitions the least. "and a rank's code": with
+what the first engine and its first step make of the program on one rank, weights aside: a stage's graphs are written
+then.
 
 --pieces: with `execution: {compile: layers}`, of a GPT of 256 that fits here, from the model to the end of its first step,
 with nothing on disk; each in a process of its own, with the C++ compiler's seconds.
@@ -24,7 +24,6 @@ import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -34,7 +33,6 @@ sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
 from shardc.capture import capture  # noqa: E402
-from shardc.passes import distinct_layers  # noqa: E402
 from shardc.runtime.mesh.loopback import loopback  # noqa: E402
 from shardc.runtime.step.interpreter import Interpreter  # noqa: E402
 from tests.gpt3 import GPT3  # noqa: E402
@@ -58,9 +56,9 @@ def model(layers: int) -> tuple[torch.nn.Module, Any]:
 
 
 def measured(layers: int, reps: int) -> tuple[float, ...]:
-    """Capture, the passes on all layers, the passes, and these with a rank's code."""
+    """Capture, the passes, and these with a rank's code."""
     subject, batch = model(layers)
-    best = [float("inf")] * 4
+    best = [float("inf")] * 3
 
     def least(i: int, began: float) -> None:
         best[i] = min(best[i], time.process_time() - began)
@@ -69,15 +67,11 @@ def measured(layers: int, reps: int) -> tuple[float, ...]:
         began = time.process_time()
         captured = capture(subject, batch, prove=False)
         least(0, began)
-        with mock.patch.object(distinct_layers, "cuts", return_value=()):
-            began = time.process_time()
-            shardc.compile(subject, batch, SPEC, captured=captured, prove=False)
-            least(1, began)
         began = time.process_time()
         program = shardc.compile(subject, batch, SPEC, captured=captured, prove=False)
-        least(2, began)
+        least(1, began)
         loopback(program.mesh, lambda mesh, program=program: mesh.rank or written(Interpreter(program, mesh)))
-        least(3, began)
+        least(2, began)
     return tuple(best)
 
 
@@ -130,11 +124,11 @@ def main() -> None:
             print(f"| {layers} | {first_step_apart(layers)} |", flush=True)
         return
     measured(2, 1)
-    print("| equal layers | capture | passes, on all layers | passes | capture and passes | and a rank's code |")
-    print("|---:|---:|---:|---:|---:|---:|", flush=True)
+    print("| equal layers | capture | passes | capture and passes | and a rank's code |")
+    print("|---:|---:|---:|---:|---:|", flush=True)
     for layers in map(int, options.layers.split(",")):
-        captured, whole, passes, ran = measured(layers, options.reps)
-        cells = captured, whole, passes, captured + passes, captured + ran
+        captured, passes, ran = measured(layers, options.reps)
+        cells = captured, passes, captured + passes, captured + ran
         print(f"| {layers} | {' | '.join(f'{x:.2f}' for x in cells)} |", flush=True)
 
 
