@@ -23,6 +23,7 @@ stretches         cumulative sums and convolutions along a dim that is split
 extremum          the largest element along dims that are split
 softmax_parts     a softmax's normaliser over dims that are split
 local_math        losses on split classes, look-ups in a part of a table
+with_backward     ops with a backward of their own: pairs of functions, and the one autograd.Function that runs them
 taped             an op with its backward as one op, for backward graphs
 by_storage        what is known of memory that tensors share
 torch_library     ops of torch that a captured graph cannot hold

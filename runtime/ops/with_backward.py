@@ -29,15 +29,14 @@ class WithBackward(Function):
             ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in kept))
         ctx.others = tuple(None if isinstance(x, Tensor) else x for x in kept)
         ctx.run, ctx.once = backward, once
-        ctx.set_materialize_grads(False)
         return made
 
     @staticmethod
-    def backward(ctx: Any, *gs: Tensor | None) -> Any:
+    def backward(ctx: Any, *gs: Tensor) -> Any:
         return _once(ctx, *gs) if ctx.once else _gradients(ctx, *gs)
 
 
-def _gradients(ctx: Any, *gs: Tensor | None) -> Any:
+def _gradients(ctx: Any, *gs: Tensor) -> Any:
     kept = ctx.others
     if ctx.saves:
         kept = (other if x is None else x for x, other in zip(ctx.saved_tensors, kept, strict=True))
