@@ -26,7 +26,7 @@ from typing import Any
 from torch import fx
 
 from shardc.artifact.emit import EFFECTS
-from shardc.ir.conversions import BY_OP, SENT
+from shardc.ir.conversions import BY_OP, COLLECTIVES
 from shardc.ir.metadata import Collective
 from shardc.ir.offload import HOST_LINK
 from shardc.passes.joint.memory import GATHERS, STARTS, WAITS, Memory, Sizes, Step, Uses
@@ -112,7 +112,7 @@ def _split(graph: fx.Graph, seconds: Seconds) -> None:
 
 def _communicates(op: str, *, back: bool) -> bool:
     row = BY_OP.get(op)
-    return row is None or (row.backward if back else row.forward) in SENT
+    return row is None or (row.backward if back else row.forward) in COLLECTIVES
 
 
 @dataclass(slots=True)

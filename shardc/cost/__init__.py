@@ -29,8 +29,8 @@ extrapolate   models of many layers from models of few
 
 from typing import TYPE_CHECKING
 
-from shardc.cost.device import Device
 from shardc.cost.device_file import device, known_devices, names
+from shardc.machine.device import Device
 from shardc.names_loaded_later import names_loaded_later
 
 if TYPE_CHECKING:

@@ -32,12 +32,13 @@ from torch import fx
 
 from shardc.cost.closed_form_work import bytes_by_collective, flops_by_layer
 from shardc.cost.kept_activations import forwards, storages
-from shardc.cost.recorded import DryRun, Storage
+from shardc.cost.recorded import DryRun
 from shardc.cost.size_symbols import LayerSums, Symbols
 from shardc.ir.graph import source_of, value_of
 from shardc.ir.layers import layer_of
 from shardc.ir.metadata import Collective
 from shardc.ir.program import Program
+from shardc.machine.work import Storage
 from shardc.runtime import ops
 
 

@@ -14,7 +14,7 @@ import sympy  # type: ignore[import-untyped]
 from sympy import Expr, Integer
 from torch import fx
 
-from shardc.cost.recorded import DryRun, Op, Sent
+from shardc.cost.recorded import DryRun
 from shardc.cost.size_symbols import LayerSums, Symbols
 from shardc.ir.buckets import Bucket
 from shardc.ir.comm_record import CommRecord
@@ -22,6 +22,7 @@ from shardc.ir.graph import operands_of, source_of, values_of
 from shardc.ir.layers import layer_of
 from shardc.ir.offload import HOST_LINK
 from shardc.ir.program import Program
+from shardc.machine.work import Op, Sent
 
 
 def flops_by_layer(r: DryRun, symbols: Symbols, nodes: Mapping[str, fx.Node]) -> LayerSums:

@@ -14,13 +14,13 @@ import sympy  # type: ignore[import-untyped]
 from sympy import Expr, Integer, Symbol
 from torch import fx
 
-from shardc.cost.recorded import Storage
 from shardc.errors import ShardcError
 from shardc.ir.graph import operands_of, values_of
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.ir.types import op_name
+from shardc.machine.work import Storage
 from shardc.runtime.step.inputs import name_of
 
 #: Sizes that are a small multiple of the hidden one are written as such: 3h of a fused qkv, 4h of an MLP.

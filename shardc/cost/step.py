@@ -8,22 +8,23 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from shardc.cost.clock import Clock
 from shardc.cost.closed_form_memory import Symbolic, symbolic
-from shardc.cost.collective_seconds import collective_seconds
-from shardc.cost.device import Device
 from shardc.cost.dry_run import dry_run
 from shardc.cost.kept_activations import Kept, kept
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.peak_memory import Memory, memory, reserved
 from shardc.cost.premises import premises
-from shardc.cost.recorded import DryRun, Part, parts
+from shardc.cost.recorded import DryRun, parts
 from shardc.cost.streams import Span, Streams
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.units import seconds as duration
 from shardc.ir.units import si, size
+from shardc.machine.clock import Clock
+from shardc.machine.collectives import collective_seconds
+from shardc.machine.device import Device
+from shardc.machine.work import Part
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Costs, Schedule, Timeline
 from shardc.runtime.schedule.actions import COMPUTE, PAIRS

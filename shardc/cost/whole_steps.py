@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional
 
-from shardc.cost.clock import Clock
-from shardc.cost.device import Device, Reference
 from shardc.cost.machine_speed import timer, usual
 from shardc.cost.recorded import DryRun, parts
 from shardc.ir.program import Program
+from shardc.machine.clock import Clock
+from shardc.machine.device import Device, Reference
 from shardc.runtime import schedule as schedules
 from shardc.runtime.mesh.loopback import loopback
 

@@ -16,12 +16,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.cost.clock import Clock
-from shardc.cost.device import Device
-from shardc.cost.recorded import KINDS, DryRun, Op, Part, Sent, Storage, Waited
+from shardc.cost.recorded import KINDS, DryRun
 from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import Mesh
 from shardc.ir.offload import HOST_LINK
+from shardc.machine.clock import Clock
+from shardc.machine.device import Device
+from shardc.machine.work import Op, Part, Sent, Storage, Waited
 from shardc.runtime.schedule.actions import PAIRS
 from shardc.spec import Spec
 

@@ -23,9 +23,9 @@ from shardc.cost import Cost, device
 from shardc.cost.device_file import measured_file
 from shardc.cost.dry_run import dry_run
 from shardc.cost.extrapolate import extrapolate, layer_lists, with_layers
-from shardc.cost.recorded import Op
-from shardc.ir.flops import traffic_of
 from shardc.ir.program import Program
+from shardc.machine.flops import traffic_of
+from shardc.machine.work import Op
 from tests import live_bytes, zoo
 from tests.gpt3 import gpt3
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from shardc.cost.device import Device, Link
+from shardc.machine.device import Device, Link
 
 
 def collective_seconds(device: Device, kind: str, nbytes: float, ranks: tuple[int, ...]) -> float:

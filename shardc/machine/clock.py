@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from shardc.cost.collective_seconds import collective_seconds, reach
-from shardc.cost.device import Device
-from shardc.cost.flights import Flight, Flights
-from shardc.cost.recorded import Op, Part, Sent, Waited
 from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import Mesh
 from shardc.ir.offload import HOST_LINK
+from shardc.machine.collectives import collective_seconds, reach
+from shardc.machine.device import Device
+from shardc.machine.flights import Flight, Flights
+from shardc.machine.work import Op, Part, Sent, Waited
 
 
 @dataclass
