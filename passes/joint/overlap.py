@@ -380,23 +380,15 @@ class Scheduler:
         if more:
             self._put_off = sorted((*self._put_off, *more), key=_PLACE)
             self._seconds_put_off = sum(map(_SECONDS, self._put_off))
-        if self._seconds_put_off > ahead:
-            self._no_longer_put_off(ahead)
+        self._no_longer_put_off(ahead)
         for at in aside:
             heapq.heappush(ready, at)
 
     def _no_longer_put_off(self, ahead: float) -> None:
-        """Of the lines that are put off the oldest run, until `ahead` seconds are left."""
-        lines, left = self._put_off, self._seconds_put_off
-        stay = len(lines)
-        for i, line in enumerate(lines):
-            if left <= ahead:
-                stay = i
-                break
-            left -= line.seconds
-            self._emit(line)
-        self._put_off = lines[stay:]
-        self._seconds_put_off = sum(map(_SECONDS, self._put_off))
+        """Of the lines that are put off the oldest run, as long as `ahead` seconds are left."""
+        while self._put_off and self._seconds_put_off - self._put_off[0].seconds >= ahead:
+            self._emit(self._put_off.pop(0))
+            self._seconds_put_off = sum(map(_SECONDS, self._put_off))
 
     def _take_back(self) -> None:
         """Lines that were put off are among those that could run again."""

@@ -207,7 +207,7 @@ def test_svg_has_one_width_and_a_time_axis(stages: int, microbatches: int) -> No
     assert float(root.attrib["width"]) == drawn.WIDTH
     for x in root.iter(f"{SPACE}rect"):
         assert float(x.get("x", 0)) + float(x.attrib["width"]) <= drawn.WIDTH
-    assert any((x.text or "").startswith("time in µs, on h100") for x in root.iter(f"{SPACE}text"))
+    assert any((x.text or "").startswith("time in s, on h100-80g") for x in root.iter(f"{SPACE}text"))
 
 
 def test_json() -> None:
