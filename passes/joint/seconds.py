@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, fx
 
 from shardc.artifact.emit import target_text
+from shardc.ir.comm_record import CommRecord
 from shardc.ir.graph import is_call, map_value, values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.metadata import Collective, Value
-from shardc.ir.offload import HostCopy
+from shardc.ir.metadata import Value
+from shardc.ir.offload import HOST_LINK
 from shardc.ir.pairs import role
 from shardc.ir.program import Program
 from shardc.machine.assumed import ASSUMED
-from shardc.machine.collectives import collective_seconds
+from shardc.machine.clock import Clock
 from shardc.machine.flops import op_of
 from shardc.machine.work import Op
 from shardc.passes.joint.rank import Rank
@@ -84,7 +85,8 @@ class Seconds:
         self._rank = rank
         #: By name, of one microbatch: an input's type is that of the whole step's.
         self._inputs = {x.name: x.local_shape(program.mesh, program.microbatches) for x in program.inputs}
-        self._sent: dict[tuple[str, tuple[str, ...], int], float] = {}
+        #: On which nothing runs: lines are run on fresh ones.
+        self.clock = Clock(ASSUMED, program.mesh, 0)
         self._found: dict[str, Work] = {}
         self._back: dict[str, Work] = {}  # of taped calls: their backward
         self._tapes: dict[str, str] = {}  # by the tape's name: the call's key
@@ -133,17 +135,16 @@ class Seconds:
             return self._of_tape(x).moved
         return sum(v.nbytes(self._layout) for v in values_of(x) if v is not None)
 
-    def copied(self, c: HostCopy) -> float:
-        """Of such a copy, on a stream of its own."""
-        return ASSUMED.copy_seconds(c.bytes)
-
-    def sent(self, c: Collective) -> float:
-        """Of the collective of a line."""
-        key = c.kind, c.axes, c.forward_bytes
-        if key not in self._sent:
-            ranks = self._layout.group(0, c.axes)
-            self._sent[key] = collective_seconds(ASSUMED, c.kind, c.forward_bytes, ranks) if c.kind != "none" else 0.0
-        return self._sent[key]
+    def sent(self, n: fx.Node) -> tuple[CommRecord | None, float]:
+        """(the collective or the copy of a line, its seconds alone)"""
+        copy, c = n.meta.get("copy"), n.meta.get("collective")
+        if copy is not None:
+            record = CommRecord("copy", HOST_LINK, copy.bytes, "")
+        elif c is not None and c.kind != "none":
+            record = CommRecord(c.kind, c.axes, c.forward_bytes, "")
+        else:
+            return None, 0.0
+        return record, self.clock.alone(record)[0]
 
     def _on_meta(self, n: fx.Node) -> Work | None:
         """Of an op of torch's, on the meta device, which takes a third of the time; None: it wants fake tensors."""

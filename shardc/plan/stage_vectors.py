@@ -152,7 +152,7 @@ class Meter(Clock):
         for w in found[1]:
             if not isinstance(w, _Stretch):
                 self._communicate(w)
-            elif self.device.reaches.computing < 1.0 and self._flights.last(but=HOST_LINK) > self.now:
+            elif self.device.reaches.computing < 1.0 and self._flights.last(HOST_LINK) > self.now:
                 for op in w.ops:
                     self._compute(op)
             else:
@@ -228,8 +228,8 @@ class Meter(Clock):
         fixed = self.alone(replace(record, bytes=0))[0] + self.device.skew
         self.fixed[self.cause(record)] += min(seconds, fixed)
 
-    def _send(self, w: Sent) -> None:
-        super()._send(w)
+    def send(self, w: Sent) -> None:
+        super().send(w)
         if w.key is None:
             self.sure[self.cause(w.record)] += self.alone(w.record)[0]
 
