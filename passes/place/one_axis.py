@@ -42,8 +42,8 @@ class Axis:
 
     1. `_choose`, front to back: each op takes its cheapest strategy. Candidates are those that take an operand as it is
        available, those that make a result as a user demanded it in the last sweep, and to run replicated. The price is
-       in bytes that a rank sends: conversions of operands and to demanded results, forward and backward
-       (shardc.passes.place.transfer_cost), and the work that a replicated op repeats on every rank, as bytes.
+       in bytes that a rank sends: conversions of operands and to demanded results, forward and backward, and the work
+       that a replicated op repeats on every rank, as bytes (shardc.passes.place.transfer_cost).
     2. `_collect_demands`, back to front: what each op needs of its operands. An op that could serve its users'
        demand for no more than the conversion costs passes it on to its own operands: so demands travel up through ops
        that only follow, and the next sweep sees them where there is a choice.
