@@ -73,7 +73,7 @@ def best_order(text: Text, most: tuple[int, int]) -> list[fx.Node]:
     return best
 
 
-def fitting(text: Text, reserve: int, most: tuple[int, int]) -> tuple[list[fx.Node], Clock]:
+def fitting(text: Text, reserve: int, most: tuple[int, int]) -> tuple[list[fx.Node], LineClock]:
     """(an order that takes no more memory, what it takes). Where one does, it meets the text's own order: at a line
     that has too much beside it, all lines before it in the text come before it.
     """
@@ -117,9 +117,9 @@ def _communicates(op: str, *, back: bool) -> bool:
 @dataclass(slots=True)
 class Line:
     """place: its number in the text. seconds, sends: of computing, and of what it sends; step: what it does to memory.
-    waits: place of the line that it waits for, or -1; begins: is it one that others wait for? stops:
-    does the rank stand still while it sends? leads: to a collective, or to what the text returns; before, after: places
-    of lines that have to come so.
+    waits: place of the line that it waits for, or -1; begins: is it one that others wait for? stops: does the rank
+    stand still while it sends? settles: does it wait for the sum of the bucket before? leads: to a collective, or to
+    what the text returns; before, after: places of lines that have to come so.
     """
 
     place: int
@@ -130,6 +130,7 @@ class Line:
     waits: int
     begins: bool
     stops: bool
+    settles: bool
     before: list[int]
     after: list[int] = field(default_factory=list)
     leads: bool = False
@@ -144,7 +145,7 @@ class Text:
     def __init__(self, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
         self.nodes: list[fx.Node] = [n for n in graph.nodes if n.op == "call_function"]
         self.place = {n: i for i, n in enumerate(self.nodes)}
-        work, self.clock = {n: seconds.of(n) for n in graph.nodes}, seconds.clock
+        work, self._priced = {n: seconds.of(n) for n in graph.nodes}, seconds.clock
         self.uses = Uses(graph, sizes, work)
         self.lines = [self._line(n, work[n], seconds) for n in self.nodes]
         for pinned, earlier in self._pinned():
@@ -164,13 +165,15 @@ class Text:
     def _line(self, n: fx.Node, work: Work, seconds: Seconds) -> Line:
         at, before = self.place[n], [self.place[x] for x in self.uses.taken[n] if x in self.place]
         if isinstance(n.target, OpOverload):
-            return Line(at, work.seconds, 0.0, None, self.uses.steps[n], -1, False, False, before)
+            return Line(at, work.seconds, 0.0, None, self.uses.steps[n], -1, False, False, False, before)
         record, sends = seconds.sent(n)
         waits = self.place.get(n.args[0], -1) if n.target in WAITS else -1  # type: ignore[arg-type]
         begins = n.target in STARTS
         stops = bool(sends) and not begins and n.target not in EFFECTS
+        bucket = self.uses.sizes.buckets.get(self.uses.steps[n].sums)
+        settles = bucket is not None and bucket.each
         sent = Sent(record, None if stops else at) if record is not None and sends else None
-        return Line(at, work.seconds, sends, sent, self.uses.steps[n], waits, begins, stops, before)
+        return Line(at, work.seconds, sends, sent, self.uses.steps[n], waits, begins, stops, settles, before)
 
     def _pinned(self) -> list[tuple[fx.Node, fx.Node]]:
         """(line, one that has to come before it): a bucket is gathered, and a value comes back from the host, no
@@ -218,21 +221,38 @@ class Text:
         """Seconds of the text on the assumed machine."""
         return self.timed(order).end
 
-    def timed(self, order: Sequence[fx.Node]) -> Clock:
+    def clock(self) -> LineClock:
+        """At the text's begin."""
+        return LineClock(self._priced.device, self._priced.mesh, self._priced.rank, _known=self._priced._known)
+
+    def timed(self, order: Sequence[fx.Node]) -> LineClock:
         """The clock behind the last line."""
-        clock = self.clock.fresh()
+        clock = self.clock()
         for n in order:
-            run(clock, self.lines[self.place[n]])
+            clock.line(self.lines[self.place[n]])
         return clock
 
 
-def run(clock: Clock, line: Line) -> None:
-    """Run a line on a clock."""
-    if line.waits >= 0:
-        clock.wait(line.waits)
-    clock.compute(line.seconds)
-    if line.sent is not None:
-        clock.send(line.sent)
+@dataclass
+class LineClock(Clock):
+    """The streams of one rank that runs a text. summing: place of the line that began the last sum of a bucket that is
+    summed in every backward.
+    """
+
+    summing: int = -1
+
+    def line(self, line: Line) -> None:
+        """Run a line. Where such a sum has begun, the one before it is waited for, whose buffer is then free
+        (shardc.runtime.zero.bucket_launch).
+        """
+        if line.waits >= 0:
+            self.wait(line.waits)
+        self.compute(line.seconds)
+        if line.sent is not None:
+            self.send(line.sent)
+        if line.settles:
+            self.wait(self.summing)
+            self.summing = line.place
 
 
 class Scheduler:
@@ -245,7 +265,7 @@ class Scheduler:
         places = {p for n in meets for p in (text.place[n], text.place[n] + 1)}
         self._parts = list(itertools.pairwise(sorted({0, *places, len(text.nodes)})))
         self._end = 0  # of the part of the text that is being ordered
-        self.clock, self._memory = text.clock.fresh(), Memory(text.uses)
+        self.clock, self._memory = text.clock(), Memory(text.uses)
         self._order: list[int] = []
         self.alive: list[tuple[int, int]] = []
         self._done = bytearray(len(text.nodes))
@@ -282,7 +302,7 @@ class Scheduler:
             self._catch_up(ahead)
 
     def _emit(self, line: Line) -> None:
-        run(self.clock, line)
+        self.clock.line(line)
         self.alive.append(self._memory.run(line.step))
         self._order.append(line.place)
         self._done[line.place] = True

@@ -47,10 +47,6 @@ class Clock:
         """When all has ended, collectives that nobody waits for, too."""
         return max(self.now, self._flights.last())
 
-    def fresh(self) -> Clock:
-        """One that begins, and knows what collectives take."""
-        return Clock(self.device, self.mesh, self.rank, _known=self._known)
-
     def run(self, part: Part) -> float:
         """Seconds that a part takes."""
         begin = self.now
