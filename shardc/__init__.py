@@ -4,6 +4,7 @@ Public names are loaded when they are first used (PEP 562), so that `import shar
 
 compile       a model and a spec -> a program; recompile: for a batch of other sizes
 ir            what a program is                        spec       what users write
+machine       seconds and bytes of ops and collectives on a device
 capture       the model as a graph                     passes     the stages of compilation
 rules         what may be split in an op               verify     programs and rules against one device
 runtime       what runs on a rank                      artifact   a program on disk

@@ -22,7 +22,7 @@ from typing import Any
 from torch.fx import operator_schemas
 
 import shardc
-import shardc.cost.device  # first: where classes of pydantic are made, the text of their types is evaluated
+import shardc.machine.device  # first: where classes of pydantic are made, the text of their types is evaluated
 
 #: Events of Python's audit hooks.
 FORBIDDEN = (

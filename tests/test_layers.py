@@ -21,6 +21,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "torch_private"),
     ("text_file", "torch_modes"),
     ("ir",),
+    ("machine",),
     ("call_arguments", "names_loaded_later"),
     ("runtime",),
     ("spec",),  # it lists what the runtime can do: the schedules

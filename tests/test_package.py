@@ -37,7 +37,7 @@ def test_every_folder_with_modules_is_a_package_that_is_installed() -> None:
 
 def test_the_data_files_are_installed() -> None:
     data = {p: [f for g in globs for f in folder(p).glob(g)] for p, globs in SETUPTOOLS["package-data"].items()}
-    assert {f.name for f in data["shardc.cost"]} >= {"h100-80g.yaml", "a100-80g.yaml", "h200.yaml"}
+    assert {f.name for f in data["shardc.machine"]} >= {"h100-80g.yaml", "a100-80g.yaml", "h200.yaml"}
     assert {f.name for f in data["shardc.specs"]} >= {"gpt.yaml", "llama.yaml", "mixtral.yaml"}
     listed = {f for files in data.values() for f in files}
     tops = [ROOT / name for name in SETUPTOOLS["package-dir"].values()]

@@ -53,7 +53,7 @@ def arrange_copies(graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
     if any(n.target is ops.offload_start for n in begun):
         _leave(graph, lines, begun, Uses(graph, sizes, work))
     else:
-        _Back(graph, lines, begun, sizes, work).arrange(lambda n: seconds.copied(n.meta["copy"]))
+        _Back(graph, lines, begun, sizes, work).arrange(lambda n: seconds.sent(n)[1])
 
 
 def _wait_of(start: fx.Node) -> fx.Node:

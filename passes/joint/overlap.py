@@ -26,9 +26,10 @@ from typing import Any
 from torch import fx
 
 from shardc.artifact.emit import EFFECTS
-from shardc.ir.conversions import BY_OP, SENT
+from shardc.ir.conversions import BY_OP, COLLECTIVES
 from shardc.ir.metadata import Collective
-from shardc.ir.offload import HOST_LINK
+from shardc.machine.clock import Clock
+from shardc.machine.work import Sent
 from shardc.passes.joint.memory import GATHERS, STARTS, WAITS, Memory, Sizes, Step, Uses
 from shardc.passes.joint.rule_transposed import CONVERSIONS, EXCHANGES
 from shardc.passes.joint.seconds import Seconds, Work
@@ -67,14 +68,12 @@ def best_order(text: Text, most: tuple[int, int]) -> list[fx.Node]:
     least = text.simulate(best)
     for reserve in RESERVES if text.may_put_off else RESERVES[:1]:
         order, clock = fitting(text, reserve, most)
-        if (took := clock.end()) < least:
-            best, least = order, took
-        if clock.hangs_on_sums():
-            break
+        if clock.end < least:
+            best, least = order, clock.end
     return best
 
 
-def fitting(text: Text, reserve: int, most: tuple[int, int]) -> tuple[list[fx.Node], Clock]:
+def fitting(text: Text, reserve: int, most: tuple[int, int]) -> tuple[list[fx.Node], LineClock]:
     """(an order that takes no more memory, what it takes). Where one does, it meets the text's own order: at a line
     that has too much beside it, all lines before it in the text come before it.
     """
@@ -100,7 +99,7 @@ def _split(graph: fx.Graph, seconds: Seconds) -> None:
         back = n.target is ops.transpose
         op = n.args[0] if back else (CONVERSIONS | EXCHANGES).get(n.target)
         c: Collective | None = n.meta.get("collective")
-        if op is None or c is None or not seconds.sent(c) or not _communicates(op, back=back):
+        if op is None or c is None or not seconds.sent(n)[1] or not _communicates(op, back=back):
             continue
         target: Any = ops.transpose_start if back else ops.start
         args = n.args if back else (op, *n.args)
@@ -112,25 +111,26 @@ def _split(graph: fx.Graph, seconds: Seconds) -> None:
 
 def _communicates(op: str, *, back: bool) -> bool:
     row = BY_OP.get(op)
-    return row is None or (row.backward if back else row.forward) in SENT
+    return row is None or (row.backward if back else row.forward) in COLLECTIVES
 
 
 @dataclass(slots=True)
 class Line:
-    """place: its number in the text. seconds, sends: of computing, and of what it sends, on this stream; step: what it
-    does to memory. waits: place of the line that it waits for, or -1; begins: is it one that others wait for? stops:
-    does the rank stand still while it sends? leads: to a collective, or to what the text returns; before, after: places
-    of lines that have to come so.
+    """place: its number in the text. seconds, sends: of computing, and of what it sends; step: what it does to memory.
+    waits: place of the line that it waits for, or -1; begins: is it one that others wait for? stops: does the rank
+    stand still while it sends? settles: does it wait for the sum of the bucket before? leads: to a collective, or to
+    what the text returns; before, after: places of lines that have to come so.
     """
 
     place: int
     seconds: float
     sends: float
-    stream: Any
+    sent: Sent | None
     step: Step
     waits: int
     begins: bool
     stops: bool
+    settles: bool
     before: list[int]
     after: list[int] = field(default_factory=list)
     leads: bool = False
@@ -145,7 +145,7 @@ class Text:
     def __init__(self, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
         self.nodes: list[fx.Node] = [n for n in graph.nodes if n.op == "call_function"]
         self.place = {n: i for i, n in enumerate(self.nodes)}
-        work = {n: seconds.of(n) for n in graph.nodes}
+        work, self._priced = {n: seconds.of(n) for n in graph.nodes}, seconds.clock
         self.uses = Uses(graph, sizes, work)
         self.lines = [self._line(n, work[n], seconds) for n in self.nodes]
         for pinned, earlier in self._pinned():
@@ -164,15 +164,16 @@ class Text:
 
     def _line(self, n: fx.Node, work: Work, seconds: Seconds) -> Line:
         at, before = self.place[n], [self.place[x] for x in self.uses.taken[n] if x in self.place]
-        copy, c = n.meta.get("copy"), n.meta.get("collective")
         if isinstance(n.target, OpOverload):
-            return Line(at, work.seconds, 0.0, None, self.uses.steps[n], -1, False, False, before)
-        sends = seconds.copied(copy) if copy is not None else seconds.sent(c) if c is not None else 0.0
-        stream = HOST_LINK if copy is not None else c.axes if c is not None else None
+            return Line(at, work.seconds, 0.0, None, self.uses.steps[n], -1, False, False, False, before)
+        record, sends = seconds.sent(n)
         waits = self.place.get(n.args[0], -1) if n.target in WAITS else -1  # type: ignore[arg-type]
         begins = n.target in STARTS
         stops = bool(sends) and not begins and n.target not in EFFECTS
-        return Line(at, work.seconds, sends, stream, self.uses.steps[n], waits, begins, stops, before)
+        bucket = self.uses.sizes.buckets.get(self.uses.steps[n].sums)
+        settles = bucket is not None and bucket.each
+        sent = Sent(record, None if stops else at) if record is not None and sends else None
+        return Line(at, work.seconds, sends, sent, self.uses.steps[n], waits, begins, stops, settles, before)
 
     def _pinned(self) -> list[tuple[fx.Node, fx.Node]]:
         """(line, one that has to come before it): a bucket is gathered, and a value comes back from the host, no
@@ -217,57 +218,41 @@ class Text:
         return found
 
     def simulate(self, order: Sequence[fx.Node]) -> float:
-        """Seconds of the text on the assumed machine: computing, one stream for each group of axes, and one for copies
-        to the host and back.
-        """
-        return self.timed(order).end()
+        """Seconds of the text on the assumed machine."""
+        return self.timed(order).end
 
-    def timed(self, order: Sequence[fx.Node]) -> Clock:
+    def clock(self) -> LineClock:
+        """At the text's begin."""
+        return LineClock(self._priced.device, self._priced.mesh, self._priced.rank, _known=self._priced._known)
+
+    def timed(self, order: Sequence[fx.Node]) -> LineClock:
         """The clock behind the last line."""
-        clock = Clock()
+        clock = self.clock()
         for n in order:
-            clock.run(self.lines[self.place[n]])
+            clock.line(self.lines[self.place[n]])
         return clock
 
 
-class Clock:
-    """now: seconds of computing and waiting so far."""
+@dataclass
+class LineClock(Clock):
+    """The streams of one rank that runs a text. summing: place of the line that began the last sum of a bucket that is
+    summed in every backward.
+    """
 
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.ends: dict[int, float] = {}  # of collectives
-        self._streams: dict[Any, float] = {}
-        self._waited = False
-        self._full: dict[Any, bool] = {}  # by stream: see `hangs_on_sums`
+    summing: int = -1
 
-    def run(self, line: Line) -> None:
-        if line.waits >= 0 and (end := self.ends[line.waits]) > self.now:
-            self.now, self._waited = end, True
-        self.now += line.seconds
-        if line.sends:
-            free = self._streams.get(line.stream)
-            if free is None:
-                self._full[line.stream] = not (line.begins or line.stops or self._waited)
-                free = self.now
-            elif free < self.now:
-                self._full[line.stream] = False
-                free = self.now
-            self._streams[line.stream] = self.ends[line.place] = end = free + line.sends
-            if line.stops:
-                self.now, self._waited = end, True
-        elif line.begins:
-            self.ends[line.place] = self.now
-
-    def hangs_on_sums(self) -> bool:
-        """Does a stream end last that first had a sum of a bucket, before anything was waited for, and has sent ever
-        since? To put gradients off would only have it begin later.
+    def line(self, line: Line) -> None:
+        """Run a line. Where such a sum has begun, the one before it is waited for, whose buffer is then free
+        (shardc.runtime.zero.bucket_launch).
         """
-        last = max(self._streams, key=self._streams.__getitem__, default=None)
-        return last is not None and self._streams[last] >= self.now and self._full[last]
-
-    def end(self) -> float:
-        """When all is done, sums of buckets too."""
-        return max(self.now, *self._streams.values(), 0.0)
+        if line.waits >= 0:
+            self.wait(line.waits)
+        self.compute(line.seconds)
+        if line.sent is not None:
+            self.send(line.sent)
+        if line.settles:
+            self.wait(self.summing)
+            self.summing = line.place
 
 
 class Scheduler:
@@ -280,7 +265,7 @@ class Scheduler:
         places = {p for n in meets for p in (text.place[n], text.place[n] + 1)}
         self._parts = list(itertools.pairwise(sorted({0, *places, len(text.nodes)})))
         self._end = 0  # of the part of the text that is being ordered
-        self.clock, self._memory = Clock(), Memory(text.uses)
+        self.clock, self._memory = text.clock(), Memory(text.uses)
         self._order: list[int] = []
         self.alive: list[tuple[int, int]] = []
         self._done = bytearray(len(text.nodes))
@@ -317,7 +302,7 @@ class Scheduler:
             self._catch_up(ahead)
 
     def _emit(self, line: Line) -> None:
-        self.clock.run(line)
+        self.clock.line(line)
         self.alive.append(self._memory.run(line.step))
         self._order.append(line.place)
         self._done[line.place] = True
@@ -331,13 +316,12 @@ class Scheduler:
 
     def _fill(self, wait: Line) -> None:
         """While the collective that a line waits for is under way, others run."""
-        end = self.clock.ends[wait.waits]
-        if self.clock.now >= end:
+        if not self.clock.left(wait.waits):
             return
         self._take_back()
         limit = min(wait.place + WINDOW, self._end - 1)
         aside: list[int] = []
-        while self._ready and self.clock.now < end:
+        while self._ready and self.clock.left(wait.waits):
             at = heapq.heappop(self._ready)
             if self._done[at]:
                 continue
@@ -357,7 +341,7 @@ class Scheduler:
 
     def _would_wait(self, line: Line) -> bool:
         """Does the rank stand still for it? It may begin any collective: all ranks run the same text."""
-        return self.clock.ends[line.waits] > self.clock.now if line.waits >= 0 else line.stops
+        return self.clock.left(line.waits) > 0 if line.waits >= 0 else line.stops
 
     def _catch_up(self, ahead: float) -> None:
         """Run lines that others have overtaken, oldest first; of gradients of weights `ahead` seconds are put off."""
@@ -380,23 +364,15 @@ class Scheduler:
         if more:
             self._put_off = sorted((*self._put_off, *more), key=_PLACE)
             self._seconds_put_off = sum(map(_SECONDS, self._put_off))
-        if self._seconds_put_off > ahead:
-            self._no_longer_put_off(ahead)
+        self._no_longer_put_off(ahead)
         for at in aside:
             heapq.heappush(ready, at)
 
     def _no_longer_put_off(self, ahead: float) -> None:
-        """Of the lines that are put off the oldest run, until `ahead` seconds are left."""
-        lines, left = self._put_off, self._seconds_put_off
-        stay = len(lines)
-        for i, line in enumerate(lines):
-            if left <= ahead:
-                stay = i
-                break
-            left -= line.seconds
-            self._emit(line)
-        self._put_off = lines[stay:]
-        self._seconds_put_off = sum(map(_SECONDS, self._put_off))
+        """Of the lines that are put off the oldest run, as long as `ahead` seconds are left."""
+        while self._put_off and self._seconds_put_off - self._put_off[0].seconds >= ahead:
+            self._emit(self._put_off.pop(0))
+            self._seconds_put_off = sum(map(_SECONDS, self._put_off))
 
     def _take_back(self) -> None:
         """Lines that were put off are among those that could run again."""

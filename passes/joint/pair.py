@@ -34,7 +34,7 @@ from shardc.ir.pairs import Pair, prefix_of, shared
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint
 from shardc.passes.joint.memory import Memory, Sizes
-from shardc.passes.joint.overlap import Clock, Line, Text, best_order, within
+from shardc.passes.joint.overlap import Line, Text, best_order, within
 from shardc.passes.joint.seconds import Seconds
 from shardc.runtime import ops
 from shardc.torch_private import add_node
@@ -234,11 +234,11 @@ def _side_by_side(text: Text, most: tuple[int, int], lead: float) -> list[fx.Nod
     """
     halves = [_Half(text, back=back) for back in (False, True)]
     most_ahead = lead / max(1, *(h.sends for h in halves))
-    memory, clock, order = Memory(text.uses), Clock(), list[fx.Node]()
+    memory, clock, order = Memory(text.uses), text.clock(), list[fx.Node]()
     gathered: set[Any] = set()  # buckets that a forward gathers now: the other half may not begin to
 
     def urgent(h: _Half) -> tuple[float, bool, float]:
-        waits = max(clock.ends[h.next.waits] - clock.now, 0.0) if h.next.waits >= 0 else 0.0
+        waits = clock.left(h.next.waits)
         ahead = max(h.done / h.takes - other.done / other.takes for other in halves if other is not h)
         return waits, ahead > most_ahead, h.lead[h.next.place]
 
@@ -257,7 +257,7 @@ def _side_by_side(text: Text, most: tuple[int, int], lead: float) -> list[fx.Nod
         elif n.target is ops.gather_wait:
             gathered.discard(n.args[0].args[1])  # type: ignore[union-attr]
         memory.run(half.next.step)
-        clock.run(half.next)
+        clock.line(half.next)
         order.append(n)
         half.run()
     return order

@@ -1,16 +1,12 @@
-"""What a line of a graph of a step takes: seconds on the assumed machine (shardc.ir.assumed_machine), and bytes.
+"""What a line of a graph of a step takes: seconds on the assumed machine (shardc.machine.assumed), and bytes.
 
-A call's floating-point operations and memory traffic are counted once for every distinct one, by running it on tensors
-without data. That is rough, and enough to say what fits beside a collective; what a step takes on a given device, with
-what hides which collective, says shardc.cost.
+Every distinct call runs once, on tensors without data, and counts as in a dry run (shardc.cost).
 """
 
 from __future__ import annotations
 
-import math
 import operator
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,15 +15,17 @@ import torch
 from torch import Tensor, fx
 
 from shardc.artifact.emit import target_text
-from shardc.ir import assumed_machine as machine
-from shardc.ir.conversions import SENT
-from shardc.ir.flops import flops_of, traffic_of
+from shardc.ir.comm_record import CommRecord
 from shardc.ir.graph import is_call, map_value, values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.metadata import Collective, Value
-from shardc.ir.offload import HostCopy
+from shardc.ir.metadata import Value
+from shardc.ir.offload import HOST_LINK
 from shardc.ir.pairs import role
 from shardc.ir.program import Program
+from shardc.machine.assumed import ASSUMED
+from shardc.machine.clock import Clock
+from shardc.machine.flops import op_of
+from shardc.machine.work import Op
 from shardc.passes.joint.rank import Rank
 from shardc.passes.joint.rules import BY_DEVICE
 from shardc.runtime import ops
@@ -57,8 +55,8 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (traffic := traffic_of(func, args, kwargs or {}, result)) is not None:
-            self.seconds += seconds(flops_of(func, args, kwargs or {}, result), traffic)
+        if (op := op_of(func, args, kwargs or {}, result)) is not None:
+            self.seconds += ASSUMED.op_seconds(op)
         if not func.is_view:
             taken = {x.untyped_storage()._cdata for x in tensors_in((args, kwargs or {}))}
             for x in tensors_in(result):
@@ -79,21 +77,6 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.most = max(self.most, self.live)
 
 
-def seconds(flops: float, traffic: float) -> float:
-    """Of one op: flops, or bytes read and written, whichever takes longer."""
-    return max(flops / machine.USUAL_FLOPS, traffic / (machine.MEMORY * machine.REACHED), machine.LAUNCH)
-
-
-def collective_seconds(kind: str, nbytes: float, ranks: Sequence[int]) -> float:
-    """Of one collective among these ranks of the world. nbytes: as in shardc.ir.metadata.Collective."""
-    n = len(ranks)
-    if n == 1 or kind not in SENT:
-        return 0.0
-    together = len({r // machine.NODE for r in ranks}) == 1
-    link, latency = (machine.NVLINK, machine.NVLINK_LATENCY) if together else (machine.NETWORK, machine.NETWORK_LATENCY)
-    return SENT[kind] * (latency * math.ceil(math.log2(n)) + nbytes * (n - 1) / n / (link * machine.REACHED))
-
-
 class Seconds:
     """Of the lines of one program's texts. rank: on which they are run."""
 
@@ -102,6 +85,8 @@ class Seconds:
         self._rank = rank
         #: By name, of one microbatch: an input's type is that of the whole step's.
         self._inputs = {x.name: x.local_shape(program.mesh, program.microbatches) for x in program.inputs}
+        #: On which nothing runs: lines are run on fresh ones.
+        self.clock = Clock(ASSUMED, program.mesh, 0)
         self._found: dict[str, Work] = {}
         self._back: dict[str, Work] = {}  # of taped calls: their backward
         self._tapes: dict[str, str] = {}  # by the tape's name: the call's key
@@ -150,13 +135,16 @@ class Seconds:
             return self._of_tape(x).moved
         return sum(v.nbytes(self._layout) for v in values_of(x) if v is not None)
 
-    def copied(self, c: HostCopy) -> float:
-        """Of such a copy, on a stream of its own."""
-        return machine.LAUNCH + c.bytes / (machine.HOST_LINK * machine.REACHED)
-
-    def sent(self, c: Collective) -> float:
-        """Of the collective of a line."""
-        return collective_seconds(c.kind, c.forward_bytes, self._layout.group(0, c.axes))
+    def sent(self, n: fx.Node) -> tuple[CommRecord | None, float]:
+        """(the collective or the copy of a line, its seconds alone)"""
+        copy, c = n.meta.get("copy"), n.meta.get("collective")
+        if copy is not None:
+            record = CommRecord("copy", HOST_LINK, copy.bytes, "")
+        elif c is not None and c.kind != "none":
+            record = CommRecord(c.kind, c.axes, c.forward_bytes, "")
+        else:
+            return None, 0.0
+        return record, self.clock.alone(record)[0]
 
     def _on_meta(self, n: fx.Node) -> Work | None:
         """Of an op of torch's, on the meta device, which takes a third of the time; None: it wants fake tensors."""
@@ -189,7 +177,7 @@ class Seconds:
                     made = target(*args, **kwargs)
             except Exception:  # code that was not written for tensors without data: it moves what it takes and gives
                 values = [v for x in (*n.all_input_nodes, n) for v in values_of(x) if v is not None]
-                guess = seconds(0, sum(v.nbytes(self._layout) for v in values))
+                guess = ASSUMED.op_seconds(Op(0, sum(v.nbytes(self._layout) for v in values), ""))
                 self._back[key] = Work(2 * guess)
                 return Work(guess)
             inside = count.most - count.live

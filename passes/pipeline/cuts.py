@@ -4,10 +4,10 @@ A graph's *main* ops are those that depend on both parameters and the batch, in 
 position among them. What only depends on one of the two (masks, rotary tables; normed weights) is made wherever it is
 used, and cannot be cut.
 
-Cost is counted in bytes of memory traffic. A product of two matrices counts as the traffic that takes as long;
-parameters, as what an optimizer's step reads and writes of them, spread over the microbatches. What crosses a cut is
-sent while the stages compute: it costs what takes longer than that, and of cuts that are nearly as even the one is
-taken over which least crosses."""
+Cost is counted in seconds on the machine that passes assume (shardc.machine.assumed). Parameters count as what an
+optimizer's step reads and writes of them, spread over the microbatches. What crosses a cut is sent while the stages
+compute: it costs what takes longer than that, and of cuts that are nearly as even the one is taken over which least
+crosses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from itertools import accumulate, pairwise
 from torch import fx
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.assumed_machine import MEMORY_BYTES_PER_NETWORK_BYTE, PEAK_FLOPS_PER_MEMORY_BYTE
-from shardc.ir.graph import operands_of, source_of, values_of
+from shardc.ir.graph import source_of, values_of
 from shardc.ir.layers import layer_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import did_you_mean, enclosing, match
-from shardc.rules import registry
-from shardc.rules.op_call import call_of
+from shardc.machine.assumed import STAGES, byte_seconds, work_seconds
+from shardc.rules.work import rank_seconds
 from shardc.runtime import ops
 from shardc.runtime.schedule import default_stages
 from shardc.spec import Spec
@@ -62,7 +61,7 @@ class Ops:
         """What it costs to send what crosses a cut there and its gradients back, each while the stages compute forward
         and backward: 3 times the work of forward.
         """
-        return MEMORY_BYTES_PER_NETWORK_BYTE * self.crossing[cut] / 3
+        return byte_seconds("send_recv", STAGES) * self.crossing[cut] / 3
 
     @staticmethod
     def of(main: Sequence[fx.Node], mesh: Mesh, microbatches: int) -> Ops:
@@ -71,13 +70,10 @@ class Ops:
         seen: set[fx.Node] = set()
         work = []
         for i, n in enumerate(main):
-            traffic = sum(v.nbytes(mesh) for x in (*operands_of(n), n) for v in values_of(x))
-            rule = registry.find(n.target)
-            flops = rule.flops(call_of(n)) / mesh.world if rule is not None and rule.flops is not None else 0
             fresh = [x for x in _weights(n, position) if x not in seen]
             seen |= set(fresh)
             update = UPDATE * sum(x.meta["value"].nbytes(mesh) for x in fresh) / microbatches
-            work.append(max(traffic, flops / PEAK_FLOPS_PER_MEMORY_BYTE) + update)
+            work.append(rank_seconds(n, mesh) + work_seconds(0.0, update))
             last = max((position[u] for u in users(n) if u in position), default=i)
             nbytes = sum(v.nbytes(mesh) for v in values_of(n))
             change[i + 1] += nbytes
@@ -257,7 +253,7 @@ def even(ops: Ops, n: int) -> list[int]:
     a = 0
     for left in range(n - 1, 0, -1):  # stages after this one
         fits = [c for c in range(a + 1, limit.furthest(a) + 1) if limit.may(c) and limit.allows(c, left)]
-        share = max((limit.begins[-1] - limit.begins[a]) / (left + 1), 1.0)
+        share = max((limit.begins[-1] - limit.begins[a]) / (left + 1), 1e-12)
         least = max(min(ops.crossing[c] for c in fits), 1)
         off = {c: abs(limit.begins[c] - limit.begins[a] - share) / share for c in fits}
         a = min(fits, key=lambda c: off[c] + CROSSING * ops.crossing[c] / least + INSIDE * _inside(ops, c))

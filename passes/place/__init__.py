@@ -7,7 +7,7 @@ one_axis        how strategies are chosen on one axis, greedily
 storing         what that makes of parameters and buffers, and which annotations it goes back to
 scans           what reads a whole sequence that the axis splits, split by another dim instead
 refuse          annotated splits that could not be carried out
-transfer_cost   what conversions cost, in bytes that one rank sends
+transfer_cost   what conversions and repeated work cost
 """
 
 from __future__ import annotations

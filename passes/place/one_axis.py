@@ -6,17 +6,17 @@ import math
 import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from torch import fx
 
-from shardc.ir.assumed_machine import FLOPS_PER_LINK_BYTE
 from shardc.ir.graph import producer_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.outputs import SMALL
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partial, Placement, Shard
 from shardc.ir.program import Program
-from shardc.passes.place.transfer_cost import MESSAGE, REPEATED, TOUCH, UNDO, transfer
+from shardc.machine.assumed import LARGE
+from shardc.passes.place.transfer_cost import MESSAGE, REPEATED, UNDO, Prices
 from shardc.rules import attention_methods, reduce_parts, softmax
 from shardc.rules.attention import RING, sent_by_ring
 from shardc.rules.choices import Choices
@@ -42,8 +42,8 @@ class Axis:
 
     1. `_choose`, front to back: each op takes its cheapest strategy. Candidates are those that take an operand as it is
        available, those that make a result as a user demanded it in the last sweep, and to run replicated. The price is
-       in bytes that a rank sends: conversions of operands and to demanded results, forward and backward
-       (shardc.passes.place.transfer_cost), and the work that a replicated op repeats on every rank, as bytes.
+       in bytes that a rank sends: conversions of operands and to demanded results, forward and backward, and the work
+       that a replicated op repeats on every rank, as bytes (shardc.passes.place.transfer_cost).
     2. `_collect_demands`, back to front: what each op needs of its operands. An op that could serve its users'
        demand for no more than the conversion costs passes it on to its own operands: so demands travel up through ops
        that only follow, and the next sweep sees them where there is a choice.
@@ -98,6 +98,11 @@ class Axis:
     sizes: dict[Key, float] = field(default_factory=dict)
     #: Of a value in a placement: its cost (`_cheapest`), and how deep that looked.
     known_costs: dict[tuple[Key, Placement], tuple[int, float]] = field(default_factory=dict)
+
+    @cached_property
+    def prices(self) -> Prices:
+        """Microbatches send nothing, and are priced as devices of one node."""
+        return Prices.among(tuple(range(min(self.n, LARGE.node))) if self.of_time else self.mesh.group(0, (self.name,)))
 
     @property
     def of_time(self) -> bool:
@@ -334,7 +339,7 @@ class Axis:
         if node in self.from_parameters and forms[0] in (REPLICATE, PARTIAL_GRAD) and free:
             return 0.0  # its gradient has to be reduced anyway, and a weight that is only used split is stored split
         v, nbytes = values_of(node)[i], self.size(operand)
-        cost = min(transfer(v, p, need, self.n, nbytes, self._packed(operand)) for p in forms)
+        cost = min(self.prices.transfer(v, p, need, nbytes, self._packed(operand)) for p in forms)
         if not isinstance(forms[0], Shard):
             return cost
         kept = node in self.annotated or self.of_time
@@ -357,11 +362,11 @@ class Axis:
             nbytes = self.size((node, i))
             forms: list[Placement] = [out]
             for need in sorted(later, key=lambda p: p != REPLICATE):  # what is converted for one user serves the next
-                cost += min(transfer(v, p, need, self.n, nbytes, self._packed((node, i))) for p in forms)
+                cost += min(self.prices.transfer(v, p, need, nbytes, self._packed((node, i))) for p in forms)
                 forms.append(need)
             # handing a partial value on only puts its sum off; all outputs are summed together, at no cost of their own
             if isinstance(out, Partial) and not later and node not in self.summed_after:
-                cost += transfer(v, out, REPLICATE, self.n, self._smallest_sum(node))
+                cost += self.prices.transfer(v, out, REPLICATE, self._smallest_sum(node))
         return cost
 
     def _operand_cost(self, operand: Key, need: Placement, user: fx.Node) -> float:
@@ -397,11 +402,11 @@ class Axis:
         if strategy.kind == softmax.PARTS:  # the largest element and the sum, of each softmax
             v = choices.call.operands[0]
             each = self.size(operands[0]) / softmax.elements(choices.call)
-            return 2 * transfer(v, PARTIAL, REPLICATE, self.n, each)
+            return 2 * self.prices.transfer(v, PARTIAL, REPLICATE, each)
         if strategy.kind == reduce_parts.PARTS:  # a number of each rank, or two numbers, for each of the result's
-            return 2 * transfer(choices.call.results[0], PARTIAL, REPLICATE, self.n, self.size((node, 0)))
+            return 2 * self.prices.transfer(choices.call.results[0], PARTIAL, REPLICATE, self.size((node, 0)))
         if strategy.kind in ("replicate", "partial_grad", "partial"):
-            return (3 * choices.flops / FLOPS_PER_LINK_BYTE + TOUCH * choices.touched) * (self.n - 1) / self.n
+            return self.prices.work(3 * choices.flops, choices.touched) * (self.n - 1) / self.n
         return 0.0
 
     def price(self, nodes: Collection[fx.Node] | None = None) -> float:
@@ -473,8 +478,8 @@ class Axis:
             return chosen
         made = node, 0
         size, packed = self.size(made), self._packed(made)
-        now = transfer(values_of(node)[0], chosen.outputs[0], wanted, self.n, size, packed)
-        return other if self._extra_cost(node, other, chosen, depth=8) <= now else chosen
+        now = self.prices.transfer(values_of(node)[0], chosen.outputs[0], wanted, size, packed)
+        return other if self._extra_cost(node, other, chosen, depth=8) <= now * (1 + 1e-9) else chosen
 
     def _extra_cost(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
         """What more an op's operands cost with another strategy; the ops that make them may change theirs as well."""

@@ -29,7 +29,6 @@ from torch import fx
 from shardc.ir.graph import source_of, values_of
 from shardc.ir.placement import REPLICATE, Partial, Placement, Shard
 from shardc.passes.place.one_axis import Axis, Key
-from shardc.passes.place.transfer_cost import transfer
 from shardc.rules.strategy import Strategy
 from shardc.rules.stretches import STRETCHES
 
@@ -165,7 +164,7 @@ def _ways(axis: Axis, region: Region, inner: tuple[int, ...]) -> Iterator[tuple[
         dims = [d for d in range(len(v.shape)) if d != made.dim]
         for shard in (Shard(d, digit) for d in dims for digit in _digits(axis, seed, d, inner)):
             # what is sent may become less, as other values may be turned in its place; but not by that much
-            if transfer(v, made, shard, axis.n, axis.size(seed)) > 2 * now:
+            if axis.prices.transfer(v, made, shard, axis.size(seed)) > 2 * now:
                 continue
             ops = _follow(axis, region, seed, shard)
             if ops and ops not in known:

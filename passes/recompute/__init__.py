@@ -16,8 +16,7 @@ have to run again that `recompute` does not name. All other values are computed 
 of several entries may be nested.
 
 The budget is a share of the bytes that backward would keep of the region without a checkpoint. It is spent as in a
-knapsack: first on what saves most work for its bytes, where work is flops, memory touched and bytes sent, in the
-proportions of shardc.ir.assumed_machine.
+knapsack: first on what saves most seconds for its bytes, on the machine that passes assume (shardc.machine.assumed).
 
 region_choice   decides what one region keeps
 kinds           what `save` and `recompute` may call an op

@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ir.assumed_machine import FLOPS_PER_LINK_BYTE, FLOPS_PER_MEMORY_BYTE
 from shardc.ir.metadata import Collective
 from shardc.ir.program import Program
+from shardc.machine.assumed import byte_seconds
 from shardc.passes.joint.rules import Rules
 from shardc.passes.joint.saved import LocalTypes, saved_of
 from shardc.passes.recompute.fewest_bytes import STATISTIC, MinCut
 from shardc.passes.recompute.kinds import CHEAP, kinds
-from shardc.rules import registry
+from shardc.rules.work import seconds
 from shardc.runtime import ops
 from shardc.runtime.ops.local_math import UNEQUAL
 from shardc.spec import Checkpoint as Entry
@@ -32,7 +32,7 @@ class StageGraph:
 
     def __init__(self, graph: fx.Graph, program: Program, rules: Rules) -> None:
         self.nodes = list(graph.nodes)
-        self._types = LocalTypes(program)
+        self._types, self._mesh = LocalTypes(program), program.mesh
         inside = any("region" in n.meta for n in self.nodes)
         self.saved = saved_of(program, graph, rules) if inside else {}
         self.base: dict[fx.Node, fx.Node] = {}
@@ -81,7 +81,7 @@ class StageGraph:
         return sum(v.nbytes() for v in self._types.call(node).operands)
 
     def cost(self, node: fx.Node) -> float:
-        """What it takes to run an op again, in flops."""
+        """Seconds that it takes to run an op again."""
         if node not in self._costs:
             self._costs[node] = self._cost(node)
         return self._costs[node]
@@ -89,18 +89,15 @@ class StageGraph:
     def _cost(self, node: fx.Node) -> float:
         if self.base[node] is not node or node.target is operator.getitem:
             return 0.0
-        rule, call = registry.find(node.target), self._types.call(node)
-        flops = rule.flops(call) if rule is not None and rule.flops is not None else 0
-        touched = float(sum(v.nbytes() for v in (*call.operands, *call.results)))
-        collective: Collective | None = node.meta.get("collective")
-        sent = collective.forward_bytes if collective is not None and collective.kind != "none" else 0
-        return flops + FLOPS_PER_MEMORY_BYTE * touched + FLOPS_PER_LINK_BYTE * sent
+        c: Collective | None = node.meta.get("collective")
+        sent = c.forward_bytes * byte_seconds(c.kind, self._mesh.group(0, c.axes)) if c and c.kind != "none" else 0.0
+        return seconds(self._types.call(node)) + sent
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What comes of a choice. kept, dropped: bytes; again: the collectives that are repeated; cost: of computing again,
-    in flops; held: values, but for parameters.
+    in seconds; held: values, but for parameters.
     """
 
     kept: int

@@ -17,7 +17,7 @@ from shardc.artifact.emit import HEADER, NO_TENSOR, value_text
 from shardc.artifact.program_ops import refusal
 from shardc.artifact.tables import axis_fault, layout_of
 from shardc.errors import ShardcError
-from shardc.ir.conversions import SENT
+from shardc.ir.conversions import COLLECTIVES
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.offload import HostCopy
@@ -36,7 +36,7 @@ _COPY = re.compile(rf"copy (\d{{1,18}}) ({_NAME})$")
 _PREAMBLE = set(HEADER.splitlines())
 _ARGUMENT = re.compile(r"    (\w+),(?:\s*# ?(.*))?$", re.ASCII)
 #: What a collective may be called: moves, what runs between stages, and what there is none of.
-_KINDS = {*SENT, "send_recv", "none"}
+_KINDS = {*COLLECTIVES, "send_recv", "none"}
 #: Parts of a line: Python makes up to a kilobyte of each. A stage of 126 layers returns some four thousand.
 PARTS = 30_000
 LENGTH = 1_000_000

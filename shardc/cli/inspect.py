@@ -239,7 +239,7 @@ def _schedule(program: Program, svg: Path | None, as_json: bool, show: common.Sh
 
     drawn = timeline.timeline(program)
     if svg:
-        svg.write_text(timeline.svg(drawn, timeline.SECONDS), encoding="utf-8")
+        svg.write_text(timeline.svg(drawn, seconds=True), encoding="utf-8")
     if as_json:
         show(json.dumps(timeline.to_json(drawn)))
     elif svg:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from shardc.cost.device import Device
 from shardc.cost.device_file import device, measured_file, names
-from shardc.ir.flops import flops_of
 from shardc.ir.program import Program
+from shardc.machine.device import Device
+from shardc.machine.flops import flops_of
 from shardc.report.comm import comm_rows
 from shardc.runtime.mesh import RankMesh
 from shardc.torch_private import TorchDispatchMode
@@ -50,7 +50,7 @@ def timed_ops(log: Path, step: int, mesh: RankMesh) -> Iterator[None]:
 
 def peak_flops(program: Program, where: torch.device) -> float | None:
     """Of this rank's device, a second, in the dtype that products are computed in: as `shardc device --measure` found,
-    or of the file in shardc/cost/devices that has its name; None where neither knows it.
+    or of the file in shardc/machine/devices that has its name; None where neither knows it.
     """
     known = _known(where)
     if known is None:

@@ -1,16 +1,13 @@
 """What a program takes before it runs anywhere: memory, operations, communication, time.
 
-device        what a device does in a second, and what an op takes of it; device_file: finds and reads one; measure:
-              this machine's numbers
-collective_seconds
-              how long one collective takes on it
-recorded      what a dry run found out: storages, ops, collectives, as plain values
+device_file   finds and reads a device (shardc.machine says what ops and collectives take on it); measure: this
+              machine's numbers
+recorded      what a dry run found out, as plain values
 dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory; which bytes
               are parameters, gradients, optimizer state, activations; first_step: what it makes the state with
 ledger        counts the storages and ops of a dry run; known_ops: what it has seen of them already;
               growth: what of them grows with the rows of a batch
-peak_memory   of the whole schedule, from a dry run; clock: its time, from the same; flights: collectives that are under
-              way or queued, and share links
+peak_memory   of the whole schedule, from a dry run
 step          all of it: `program.cost(device)`; premises: what the step computes that it prices, in words
 kept_activations
               what a forward keeps for its backward, tensor by tensor, and which ops want it
@@ -21,16 +18,13 @@ op_times      what each op of a real step takes; tour: pieces of models to measu
 fit           a device's numbers from measured ops and collectives
 caching_allocator
               what torch's allocator takes of a GPU for it
-closed_form_memory, closed_form_work
-              what is kept, computed and sent, in batch, sequence, hidden, layers and the mesh's sizes;
-              size_symbols: the names of these
 extrapolate   models of many layers from models of few
 """
 
 from typing import TYPE_CHECKING
 
-from shardc.cost.device import Device
 from shardc.cost.device_file import device, known_devices, names
+from shardc.machine.device import Device
 from shardc.names_loaded_later import names_loaded_later
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The description of a device, by name or from a YAML file.
 
-device("h100-80g")    of this package: shardc/cost/devices
+device("h100-80g")    of this package: shardc/machine/devices
 device("mine.yaml")   a file
 device("cpu")         as measured by `shardc device --measure`; also "cuda"
 of_spec(spec)         what a spec's `device:` names
@@ -17,9 +17,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shardc import text_file
-from shardc.cost.device import Device, Link, OpRates, Outside, Products, Reaches, Reference
 from shardc.errors import Errors, ShardcError
 from shardc.ir.patterns import nearest
+from shardc.machine.device import Device, Link, OpRates, Outside, Products, Reaches, Reference
 from shardc.spec import Spec
 
 #: The devices of this machine, whose files are made by measuring.
@@ -32,7 +32,7 @@ def names() -> list[str]:
     """The devices of this package."""
     return sorted(
         p.name.removesuffix(".yaml")
-        for p in resources.files("shardc.cost").joinpath("devices").iterdir()
+        for p in resources.files("shardc.machine").joinpath("devices").iterdir()
         if p.name.endswith(".yaml")
     )
 
@@ -55,7 +55,7 @@ def device(name: str | Path | Device) -> Device:
     if isinstance(name, Device):
         return name
     text, where = _text(name)
-    example = "see shardc/cost/devices/h100-80g.yaml"
+    example = "see shardc/machine/devices/h100-80g.yaml"
     try:
         value: Any = yaml.safe_load(text)
     except yaml.YAMLError as e:
@@ -143,4 +143,4 @@ def _text(name: str | Path) -> tuple[str, str]:
             where="device",
             fix=_did_you_mean(str(name)) + f"name one of {', '.join([*names(), *MEASURED])}, or a YAML file",
         )
-    return resources.files("shardc.cost").joinpath("devices", f"{name}.yaml").read_text(), f"{name}.yaml"
+    return resources.files("shardc.machine").joinpath("devices", f"{name}.yaml").read_text(), f"{name}.yaml"

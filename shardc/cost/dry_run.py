@@ -22,12 +22,13 @@ from shardc.cost.fake_mesh import FakeMesh, rank_of
 from shardc.cost.growth import Growth
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.ledger import Ledger
-from shardc.cost.recorded import DryRun, Part, Sent, Waited
+from shardc.cost.recorded import DryRun
 from shardc.ir.graph import copy_graph, values_of
 from shardc.ir.pieces import moved, pieces_of
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint, Stage
 from shardc.ir.stored import Buffer, Input, Param
+from shardc.machine.work import Part, Sent, Waited
 from shardc.passes.joint.pieces import shares_memory
 from shardc.passes.runner import uncollected
 from shardc.runtime import schedule as schedules

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardc.cost.ledger import Ledger
-from shardc.cost.recorded import Sent, Waited
 from shardc.ir.mesh import Mesh
+from shardc.machine.work import Sent, Waited
 from shardc.runtime.mesh import Work
 from shardc.runtime.mesh.shapes import ShapeMesh
 

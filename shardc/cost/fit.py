@@ -30,9 +30,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shardc.cost.collective_seconds import collective_seconds, reach
-from shardc.cost.device import Device, Link, OpRates, Products, format_of, own_rates
-from shardc.cost.recorded import Op
+from shardc.machine.collectives import collective_seconds, reach
+from shardc.machine.device import Device, Link, OpRates, Products, format_of, own_rates
+from shardc.machine.work import Op
 
 #: One of so many shapes is held back.
 HELD = 4

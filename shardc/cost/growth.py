@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardc.cost.recorded import Op, Part, Storage
-from shardc.ir.flops import moved_by
+from shardc.machine.flops import moved_by
+from shardc.machine.work import Op, Part, Storage
 from shardc.torch_private import pytree
 
 #: Kinds of which nothing grows with rows. (Sums of what comes back from other ranks count as gradients, too.)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shardc.cost.ledger import Ledger
-from shardc.cost.recorded import Sent, Waited
 from shardc.ir.comm_record import CommRecord
 from shardc.ir.offload import HOST_LINK, OffloadPlaces
+from shardc.machine.work import Sent, Waited
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Mover
 from shardc.runtime.offload.storage import Place, Slot

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from shardc.cost.recorded import DryRun, Part, Storage
+from shardc.cost.recorded import DryRun
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.types import op_name
+from shardc.machine.work import Part, Storage
 from shardc.passes.joint.rules import Rules
 from shardc.passes.joint.saved import LocalTypes, Saved, saved_of
 

@@ -12,7 +12,6 @@ shardc.cost.dry_run for parameters, gradients and the optimizer's state.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,8 +21,9 @@ from torch import Tensor
 
 from shardc.cost.growth import Growth, places_moved
 from shardc.cost.known_ops import KnownOps
-from shardc.cost.recorded import HOST, Op, Part, Storage
-from shardc.ir.flops import aligned_of, flops_of, is_attention, masked_share, matrices_of, traffic_of
+from shardc.cost.recorded import HOST
+from shardc.machine.flops import op_of
+from shardc.machine.work import Op, Part, Storage
 from shardc.torch_private import FakeTensor, TorchDispatchMode, fake_device, pytree
 
 aten = torch.ops.aten
@@ -55,11 +55,6 @@ _LARGEST: dict[Any, Callable[..., Any]] = {
         lambda grad, log_probs, *_: torch.empty_like(log_probs),
     ),
 }
-
-
-@functools.cache
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Ledger(TorchDispatchMode):
@@ -165,7 +160,7 @@ class Ledger(TorchDispatchMode):
             result, (op, moved) = known
         else:
             result = self.call(func, args, kwargs)
-            op = _op(func, args, kwargs, result)
+            op = op_of(func, args, kwargs, result)
             moved = places_moved(func, args, kwargs, result, operands)
             if call is not None:
                 self._known.remember(*call, result, (op, moved))
@@ -196,26 +191,3 @@ class Ledger(TorchDispatchMode):
 
 def _tensors(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-
-
-def _op(func: Any, args: Any, kwargs: Any, result: Any) -> Op | None:
-    """What a call computes and moves, if that is anything."""
-    if (traffic := traffic_of(func, args, kwargs, result)) is None:
-        return None
-    operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    results = _tensors(result)
-    floating = [x.dtype for x in (*operands, *results) if x.dtype.is_floating_point]
-    dtype, name = floating[0] if floating else results[0].dtype, func._schema.name.removeprefix("aten::")
-    op = Op(flops_of(func, args, kwargs, result), traffic, _name_of(dtype), name=name)
-    if not op.flops:
-        return op
-    attention = is_attention(func)
-    scales = [x for x in floating if x is torch.float8_e8m0fnu]  # of blocks
-    return op._replace(
-        dtype=_name_of(scales[0] if scales else dtype),
-        shape=tuple(map(int, results[0].shape)),
-        matrices=matrices_of(func, args, result),
-        aligned=aligned_of(func, args, result),
-        attention=attention,
-        masked=int(op.flops * masked_share(func, args, kwargs)) if attention else 0,
-    )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from shardc.cost.device import Reference
+from shardc.machine.device import Reference
 
 #: Rows of the product's matrices; elements that are added up; calls of an op that takes next to nothing.
 PRODUCT, ELEMENTS, CALLS = 192, 2**18, 50

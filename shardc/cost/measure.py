@@ -35,12 +35,12 @@ import torch
 from torch import distributed as dist
 
 from shardc.cost import whole_steps
-from shardc.cost.device import Device, Link, Products
 from shardc.cost.fit import LinkSample, fit
 from shardc.cost.machine_speed import busy
 from shardc.cost.tour import SIZES, Tour, tour
 from shardc.cost.whole_steps import Compile
 from shardc.ir.mesh import Mesh
+from shardc.machine.device import Device, Link, Products
 from shardc.runtime.mesh import TorchMesh, own_cores
 from shardc.runtime.mesh.base import Work
 

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from shardc.cost.ledger import Ledger
-from shardc.cost.recorded import Op
+from shardc.machine.work import Op
 from shardc.runtime.mesh.base import RankMesh
 from shardc.runtime.mesh.waits import Wait, event
 from shardc.torch_private import busy_gpu, pytree

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardc.cost.caching_allocator import Block, CachingAllocator
-from shardc.cost.recorded import HOST, KINDS, RESIDENT, DryRun, Part, Storage, parts
+from shardc.cost.recorded import HOST, KINDS, RESIDENT, DryRun, parts
 from shardc.ir.units import size
+from shardc.machine.work import Part, Storage
 from shardc.runtime.schedule import Action
 
 #: Points that a curve is drawn with, at most.

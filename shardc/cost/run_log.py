@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardc.cost.device import Device
 from shardc.cost.fit import Fitted, LinkSample, OpSample, fit, merged
 from shardc.cost.op_times import MeasuredStep
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.machine.device import Device
 
 #: First steps of a run, or of its part after a resume, that are slower: memory is taken, pieces are compiled.
 WARM = 2

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from shardc.cost.clock import Clock
-from shardc.cost.closed_form_memory import Symbolic, symbolic
-from shardc.cost.collective_seconds import collective_seconds
-from shardc.cost.device import Device
 from shardc.cost.dry_run import dry_run
 from shardc.cost.kept_activations import Kept, kept
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.peak_memory import Memory, memory, reserved
 from shardc.cost.premises import premises
-from shardc.cost.recorded import DryRun, Part, parts
+from shardc.cost.recorded import DryRun, parts
 from shardc.cost.streams import Span, Streams
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.units import seconds as duration
 from shardc.ir.units import si, size
+from shardc.machine.clock import Clock
+from shardc.machine.collectives import collective_seconds
+from shardc.machine.device import Device
+from shardc.machine.work import Part
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Costs, Schedule, Timeline
 from shardc.runtime.schedule.actions import COMPUTE, PAIRS
@@ -155,21 +155,6 @@ class Cost:
         """The module and line of every op of the program, by its name."""
         graphs = (s.graph for s in self.program.stages)
         return {n.name: source_of(n) for graph in graphs for n in graph.nodes if n.op == "call_function"}
-
-    @cached_property
-    def symbolic(self) -> Symbolic:
-        """Closed forms in the model's sizes, as sympy expressions. Raises ShardcError where two sizes are equal."""
-        return self.forms()
-
-    def forms(self, **sizes: int) -> Symbolic:
-        """Closed forms with named sizes (batch, sequence, hidden, heads, vocab, ...). See closed_form_memory."""
-        first, *_ = self.dry_runs
-        if any(len(a.parts) > 1 for a, _ in first.actions):  # of one microbatch: as if each ran by itself
-            schedule = self.program.schedule
-            program = replace(self.program, pairs=(), schedule=schedule.apart() if schedule is not None else None)
-            alone = dry_run(program, first.at, cpu=self.device.kind == "cpu")
-            first = replace(first, actions=alone.actions)
-        return symbolic(self.program, [first], sizes)
 
 
 def cost(program: Program, device: Device, optimizer: OptimizerOf | None, on: OnRank, **options: Any) -> Cost:

@@ -7,10 +7,10 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from shardc.cost.clock import Clock
-from shardc.cost.flights import Flight
-from shardc.cost.recorded import Op, Part
 from shardc.ir.comm_record import CommRecord
+from shardc.machine.clock import Clock
+from shardc.machine.flights import Flight
+from shardc.machine.work import Op, Part
 
 _ACTION = re.compile(r"\d+(F|B|I|W)\d*(\+\d+B)?")
 #: What runs in a pair of two microbatches.

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardc.cost.device import Reference
 from shardc.cost.fit import OpSample, merged
 from shardc.cost.machine_speed import timer, usual
 from shardc.cost.op_times import OpTimes
+from shardc.machine.device import Reference
 from shardc.runtime import ops
 from shardc.runtime.mesh.allocator import keep_freed
 from shardc.runtime.rng import Rng

@@ -21,14 +21,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardc.cost.clock import Clock
-from shardc.cost.device import Device
 from shardc.cost.op_times import MeasuredStep
-from shardc.cost.recorded import Op, Part, parts
+from shardc.cost.recorded import parts
 from shardc.cost.run_log import RunLog
 from shardc.cost.step import Cost
 from shardc.errors import ShardcError
 from shardc.ir.comm_record import CommRecord
+from shardc.machine.clock import Clock
+from shardc.machine.device import Device
+from shardc.machine.work import Op, Part
 from shardc.runtime import schedule as schedules
 
 PEAK, BELOW, MEMORY, SMALL = "products at the peak", "below the peak", "memory-bound ops", "small ops"

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional
 
-from shardc.cost.clock import Clock
-from shardc.cost.device import Device, Reference
 from shardc.cost.machine_speed import timer, usual
 from shardc.cost.recorded import DryRun, parts
 from shardc.ir.program import Program
+from shardc.machine.clock import Clock
+from shardc.machine.device import Device, Reference
 from shardc.runtime import schedule as schedules
 from shardc.runtime.mesh.loopback import loopback
 
@@ -48,8 +48,8 @@ HEADS, CLASSES, MICROBATCHES = 4, 500, 4
 #: Seconds of the host for a collective, where the search begins.
 COLLECTIVE = 5e-5
 #: How much the numbers are drawn to those measured apart; the most rounds of finding them, and the gain of one that
-#: another one follows; the difference that shows a slope.
-DRAWN, ROUNDS, GAIN, SMALL = 0.001, 15, 0.002, 0.02
+#: another one follows; the difference that shows a slope, across the kinks where something else is waited for.
+DRAWN, ROUNDS, GAIN, SMALL = 0.001, 15, 0.002, 0.05
 #: A step is far off by more than this, as a logarithm of a ratio.
 LARGE = 0.1
 #: Of its rate, a rank computes so much beside a collective: where it seems to be less, other work had the cores.

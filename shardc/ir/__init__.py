@@ -17,5 +17,4 @@ layers          what names say of repeated layers; patterns: globs over a model'
 comm_record     one collective of a run
 units           bytes, rates and counts for people
 matrices        what an optimizer over whole matrices sees, and who steps which
-assumed_machine what the compiler weighs work against communication by; flops: of one op
 """

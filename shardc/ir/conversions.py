@@ -33,9 +33,9 @@ from shardc.ir.placement import Partial, PartialGrad, Placement, Replicate, Shar
 #: "pad" puts a part among zeros, "first" keeps the first rank's tensor and zeroes the others', "identity" keeps all.
 Move = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice", "pad", "first", "identity"]
 
-#: What one of n ranks sends in a collective, in units of (n-1)/n of the whole tensor: what the other ranks have of it.
-#: An all_to_all sends that of the rank's own part, the n-th of it.
-SENT = {"all_gather": 1, "all_reduce": 2, "all_to_all": 1, "reduce_scatter": 1}
+#: What one of n ranks sends in each, in units of (n-1)/n of the whole tensor; in an all_to_all, of the rank's own part,
+#: the n-th of it. (For this page; what they take: shardc.machine.collectives.)
+COLLECTIVES = {"all_gather": 1, "all_reduce": 2, "all_to_all": 1, "reduce_scatter": 1}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Conversion:
 
     forward, backward: the move of the value, and of its gradient. suffix: ends the name of the result (`proj_sum`).
     distance: where a value exists in several forms, the one whose distances add up to the least is converted.
-    reason: why a program needs it. deferred: what it makes later ops send, in the units of `SENT`; part of its price.
+    reason: why a program needs it. deferred: what it makes later ops send, in all_gathers; part of its price.
     joint: one call converts several axes, in one collective.
     """
 
@@ -61,20 +61,20 @@ class Conversion:
 
     def collectives(self, *, gradient: bool) -> tuple[str, str]:
         """What communicates forward and backward; "none" if nothing. gradient: whether one flows through the value."""
-        backward = self.backward if gradient and self.backward in SENT else "none"
-        return self.forward if self.forward in SENT else "none", backward
+        backward = self.backward if gradient and self.backward in COLLECTIVES else "none"
+        return self.forward if self.forward in COLLECTIVES else "none", backward
 
-    def price(self, nbytes: float, n: int, *, gradient: bool, packed: float = 1.0) -> float:
-        """Bytes that each of n ranks sends to convert a tensor of `nbytes`, forward and backward, now and later.
+    def price(self, each: Mapping[str, float], *, gradient: bool, packed: float = 1.0) -> float:
+        """Add up the collectives of one byte of the whole tensor, forward and backward, now and later.
 
-        packed: the share of them that a gather in forward sends of what is rounded to 8 bits.
+        each: the price of a byte in a collective, by kind. packed: the share of the bytes that a gather in forward
+        sends of what is rounded to 8 bits.
         """
-        part = nbytes * (n - 1) / n
-        price = self.deferred * part
-        for kind, share in zip(self.collectives(gradient=gradient), (packed, 1.0), strict=True):
-            if kind != "none":
-                price += SENT[kind] * part / (n if kind == "all_to_all" else 1) * (share if kind == "all_gather" else 1)
-        return price
+        forward, backward = self.collectives(gradient=gradient)
+        share = packed if forward == "all_gather" else 1.0
+        now = share * each[forward] if forward != "none" else 0.0
+        later = self.deferred * each["all_gather"] if self.deferred else 0.0
+        return now + later + (each[backward] if backward != "none" else 0.0)
 
 
 # A table reads by its columns, hence no formatter.
@@ -163,7 +163,9 @@ def markdown() -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in CONVERSIONS:
-        sent = [f"{SENT.get(move, 0)}{'/n' if move == 'all_to_all' else ''}" for move in (row.forward, row.backward)]
+        sent = [
+            f"{COLLECTIVES.get(move, 0)}{'/n' if move == 'all_to_all' else ''}" for move in (row.forward, row.backward)
+        ]
         cells = (row.source.__name__, row.target.__name__, f"`{row.op}`", row.forward, row.backward, " + ".join(sent))
         lines.append(f"| {' | '.join(cells)} | `x_{row.suffix}` | {row.reason} |")
     return "\n".join(lines)

@@ -417,7 +417,7 @@ class Program:
         on: Callable[[str, int, int], None] = lambda rank, done, total: None,
     ) -> Cost:
         """What a step takes on each rank: `.memory` (`.peak` in bytes, by kind, the op at the peak), `.flops`, `.comm`
-        {(axis, kind): bytes}, `.step_seconds`; `.symbolic`: closed forms. No weights, devices or processes are needed.
+        {(axis, kind): bytes}, `.step_seconds`. No weights, devices or processes are needed.
         See shardc.cost.
 
         device: a name ("a100-80g", "h100-80g", "h200"), a YAML file, or a shardc.cost.Device; default: the spec's

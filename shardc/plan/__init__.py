@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardc.call_arguments import checked
-from shardc.cost.device import Device
 from shardc.cost.device_file import chosen
 from shardc.errors import ShardcError
+from shardc.machine.device import Device
 from shardc.plan import clusters
 from shardc.plan.disk_cache import DiskCache, folder
 from shardc.plan.headroom import HEADROOM, usable

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardc.cost.device import Device
+from shardc.machine.device import Device
 from shardc.plan.dry_runs import Stages
 from shardc.plan.exact_price import beside_layers, computing
 from shardc.plan.records import Weights

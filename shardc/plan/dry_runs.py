@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from shardc.cost.collective_seconds import places
-from shardc.cost.device import Device
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.machine.collectives import places
+from shardc.machine.device import Device
 from shardc.plan.facts import Facts
 from shardc.plan.highest_moment import Moments, moments, raised
 from shardc.plan.records import Rank, Records, Weights

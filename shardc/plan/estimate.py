@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardc.cost.collective_seconds import collective_seconds
 from shardc.ir.mesh import Mesh
+from shardc.machine.collectives import collective_seconds
 from shardc.plan.columns import COLLECTIVES, OF_EXPERTS, Columns
 from shardc.plan.data_sums import exposed, passing
 from shardc.plan.dry_runs import Library, Stages

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from shardc.cost.collective_seconds import collective_seconds
 from shardc.cost.recorded import parts
 from shardc.ir.layers import layer_of
+from shardc.machine.collectives import collective_seconds
 from shardc.plan.dry_runs import Library, Stages, fill
 from shardc.plan.records import spec_text
 from shardc.plan.reserved_bytes import Few, outside, reserved

@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from shardc.cost.recorded import HOST, DryRun, Part, Storage
+from shardc.cost.recorded import HOST, DryRun
+from shardc.machine.work import Part, Storage
 
 
 def become(shorter: DryRun, longer: DryRun) -> dict[Storage, Storage]:

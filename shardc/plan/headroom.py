@@ -5,8 +5,8 @@ What the allocator takes beside live bytes, and what libraries take, counts by i
 
 from __future__ import annotations
 
-from shardc.cost.device import Device
 from shardc.errors import ShardcError
+from shardc.machine.device import Device
 
 #: The share that is left, where nobody says another one.
 HEADROOM = 0.0

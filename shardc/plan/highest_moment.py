@@ -19,7 +19,8 @@ from difflib import SequenceMatcher
 
 import numpy as np
 
-from shardc.cost.recorded import KINDS, DryRun, Part, Storage
+from shardc.cost.recorded import KINDS, DryRun
+from shardc.machine.work import Part, Storage
 from shardc.plan.growing_blocks import become, growing
 from shardc.plan.stage_vectors import BYTES, HIGH, Key, Stage, Vector, kind_of, parts_of
 

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from shardc.cost.device import Device
 from shardc.cost.premises import gradients_norm
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
+from shardc.machine.device import Device
 from shardc.plan.disk_cache import DiskCache
 from shardc.plan.dry_runs import Library
 from shardc.plan.estimate import Rough

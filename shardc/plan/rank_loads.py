@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.cost.device import Device
-from shardc.cost.recorded import Op
+from shardc.machine.device import Device
+from shardc.machine.work import Op
 from shardc.plan.dry_runs import Library, Stages
 from shardc.plan.exact_price import balanced, beside_layers, computing, once_a_step, spread
 from shardc.plan.records import Weights

@@ -17,9 +17,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardc.cost.caching_allocator import CachingAllocator
-from shardc.cost.device import Device
 from shardc.cost.peak_memory import reserve
-from shardc.cost.recorded import HOST, DryRun, Part, Storage
+from shardc.cost.recorded import HOST, DryRun
+from shardc.machine.device import Device
+from shardc.machine.work import Part, Storage
 from shardc.plan.growing_blocks import become, growing, with_sizes, without
 from shardc.plan.stage_vectors import SHARED
 from shardc.runtime import schedule as schedules

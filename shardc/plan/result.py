@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardc.cost.device import Device
 from shardc.errors import ShardcError
 from shardc.ir.units import seconds, size
+from shardc.machine.device import Device
 from shardc.plan.exact_price import Priced
 from shardc.spec import Spec
 

@@ -16,12 +16,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.cost.clock import Clock
-from shardc.cost.device import Device
-from shardc.cost.recorded import KINDS, DryRun, Op, Part, Sent, Storage, Waited
+from shardc.cost.recorded import KINDS, DryRun
 from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import Mesh
 from shardc.ir.offload import HOST_LINK
+from shardc.machine.clock import Clock
+from shardc.machine.device import Device
+from shardc.machine.work import Op, Part, Sent, Storage, Waited
 from shardc.runtime.schedule.actions import PAIRS
 from shardc.spec import Spec
 
@@ -151,7 +152,7 @@ class Meter(Clock):
         for w in found[1]:
             if not isinstance(w, _Stretch):
                 self._communicate(w)
-            elif self.device.reaches.computing < 1.0 and self._flights.last(but=HOST_LINK) > self.now:
+            elif self.device.reaches.computing < 1.0 and self._flights.last(HOST_LINK) > self.now:
                 for op in w.ops:
                     self._compute(op)
             else:
@@ -227,8 +228,8 @@ class Meter(Clock):
         fixed = self.alone(replace(record, bytes=0))[0] + self.device.skew
         self.fixed[self.cause(record)] += min(seconds, fixed)
 
-    def _send(self, w: Sent) -> None:
-        super()._send(w)
+    def send(self, w: Sent) -> None:
+        super().send(w)
         if w.key is None:
             self.sure[self.cause(w.record)] += self.alone(w.record)[0]
 

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardc.cost.recorded import DryRun, Op, Part, Sent, Storage, Waited
+from shardc.cost.recorded import DryRun
 from shardc.ir.comm_record import CommRecord
+from shardc.machine.work import Op, Part, Sent, Storage, Waited
 from shardc.runtime.schedule import Action
 from shardc.runtime.schedule.actions import PAIRS
 

@@ -11,9 +11,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from shardc.cost.device import Device
 from shardc.cost.device_file import device, names
 from shardc.errors import ShardcError
+from shardc.machine.device import Device
 from shardc.plan.dry_runs import Library
 from shardc.plan.exact_price import Priced, price
 from shardc.spec import Spec

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardc.cost.device import Device
 from shardc.cost.device_file import MEASURED
 from shardc.ir.units import si, size
+from shardc.machine.device import Device
 
 HEAD = ("device", "memory", "bf16", "memory rate", "link in node", "link between", "node", "source")
 

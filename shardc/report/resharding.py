@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardc.cost.collective_seconds import collective_seconds
-from shardc.cost.device import Device
 from shardc.cost.device_file import device
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.ir.units import plural, seconds, size
+from shardc.machine.collectives import collective_seconds
+from shardc.machine.device import Device
 from shardc.runtime.reshard.moves import BUCKET, Kept, Wanted
 from shardc.runtime.reshard.places import Lying, Plan
 from shardc.runtime.reshard.routes import messages

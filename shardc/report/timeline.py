@@ -13,21 +13,14 @@ from typing import Any
 from rich.text import Text
 from torch import fx
 
-from shardc.ir.assumed_machine import (
-    MEMORY,
-    MEMORY_BYTES_PER_NETWORK_BYTE,
-    NETWORK,
-    PEAK_FLOPS,
-    PEAK_FLOPS_PER_MEMORY_BYTE,
-)
-from shardc.ir.graph import operands_of, values_of
+from shardc.ir.graph import operands_of
 from shardc.ir.program import Program
 from shardc.ir.types import requires_grad
-from shardc.ir.units import si, size
+from shardc.machine.assumed import ASSUMED, STAGES, byte_seconds
 from shardc.report.colours import BLUE, CYAN, GREEN, INK, LINE, SOFT, VIOLET, YELLOW
 from shardc.report.svg import CHARACTER, Picture, cut, ticks
-from shardc.rules import registry
 from shardc.rules.op_call import call_of
+from shardc.rules.work import flops, rank_seconds
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Action, Costs, Schedule, Slot, Timeline
 
@@ -53,10 +46,6 @@ _NAMES = {
 _LETTERS = {"FB": "F+B", "FF": "F+F"}
 
 
-#: Seconds of a unit of a program's costs: a byte of memory traffic.
-SECONDS = 1 / MEMORY
-
-
 def timeline(program: Program) -> Timeline:
     """Of one step, with the costs of the program's stages. A program without a pipeline is one stage."""
     schedule = schedules.of(program)
@@ -64,14 +53,12 @@ def timeline(program: Program) -> Timeline:
 
 
 def costs(program: Program) -> Costs:
-    """What each stage costs by its products, and by the bytes that its ops move where that takes longer: as
-    `shardc.passes.pipeline.cuts` counts.
-
-    In bytes of memory traffic of one rank. Backward of a product is a product for each operand that has a gradient: for
-    weights in W."""
+    """What each stage costs one rank, in seconds, as `shardc.passes.pipeline.cuts` counts. Backward of a product is a
+    product for each operand that has a gradient: for weights in W.
+    """
     found = [_cost(s.graph, program) for s in program.stages]
     transfer = {
-        (e.source, e.target): MEMORY_BYTES_PER_NETWORK_BYTE * float(sum(v.nbytes(program.mesh) for v in e.values))
+        (e.source, e.target): byte_seconds("send_recv", STAGES) * sum(v.nbytes(program.mesh) for v in e.values)
         for e in program.edges
     }
     forward, inputs, weights = zip(*found, strict=True)
@@ -81,7 +68,6 @@ def costs(program: Program) -> Costs:
 def _cost(graph: fx.Graph, program: Program) -> tuple[float, float, float]:
     """(forward, gradients of inputs, gradients of weights)."""
     params = {p.name for p in program.params}
-    inner = program.mesh.world // (program.mesh.size(program.axis) if program.axis else 1)
     of_weights: set[fx.Node] = {
         n for n in graph.find_nodes(op="placeholder") if n.name in params
     }  # what depends on nothing else
@@ -94,13 +80,11 @@ def _cost(graph: fx.Graph, program: Program) -> tuple[float, float, float]:
             continue
         if operands_of(n) and all(x in of_weights for x in operands_of(n)):
             of_weights.add(n)
-        traffic = sum(v.nbytes(program.mesh) for x in (*operands_of(n), n) for v in values_of(x))
-        rule = registry.find(n.target)
-        flops = rule.flops(call_of(n)) / inner if rule is not None and rule.flops is not None else 0.0
-        work = max(traffic, flops / PEAK_FLOPS_PER_MEMORY_BYTE)
+        work = rank_seconds(n, program.mesh)
         forward += work
         wanting = [x in of_weights for x in operands_of(n) if requires_grad(x)]
-        each = wanting if flops else [all(wanting)] if wanting else []  # any other op reads its gradients once
+        # an op that is no product reads its gradients once
+        each = wanting if flops(call_of(n)) else [all(wanting)] if wanting else []
         weights += work * sum(each)
         inputs += work * (len(each) - sum(each))
     return forward, inputs, weights
@@ -146,14 +130,11 @@ def text(t: Timeline, *, width: int | None = None) -> Text:
 
 #: Pixels of the picture, and of what is beside the rows.
 WIDTH, _LEFT, _RIGHT = 1100, 130, 96
-#: What the costs of a program count as: see shardc.ir.assumed_machine.
-ASSUMED = f"an H100 at its peak: {si(PEAK_FLOPS, 'FLOP/s')}, memory {size(MEMORY)}/s, between stages {size(NETWORK)}/s"
 
 
-def svg(t: Timeline, unit: float | None = None) -> str:
-    """A complete SVG file. Titles show each action's name, start and end.
-
-    unit: seconds of one unit of the timeline's costs, as those of a program (`SECONDS`); None: the axis counts units.
+def svg(t: Timeline, *, seconds: bool = False) -> str:
+    """A complete SVG file. Titles show each action's name, start and end. seconds: these are the costs, as those of a
+    program; else the axis counts units.
     """
     s = t.schedule
     row, top = 26, 52
@@ -171,7 +152,7 @@ def svg(t: Timeline, unit: float | None = None) -> str:
         for slot in slots:
             _slot(picture, s, slot, y, row, scale, chunks.index(slot.action.stage) / len(chunks))
         picture.text(right + 10, y + 15, f"{100 * t.bubble(rank):.1f} %, {t.live[rank]}")
-    _axis(picture, t, top + row * s.ranks, scale, unit)
+    _axis(picture, t, top + row * s.ranks, scale, seconds)
     picture.legend(_LEFT, top + row * s.ranks + 50, ((_FILLS[kind], _NAMES[kind]) for kind in _kinds(t)))
     return str(picture)
 
@@ -189,20 +170,17 @@ def _slot(picture: Picture, s: Schedule, slot: Slot, y: float, row: int, scale: 
         picture.text(x + wide / 2, y + 15, shown, size=11, anchor="middle", fill=INK)
 
 
-def _axis(picture: Picture, t: Timeline, y: float, scale: float, unit: float | None) -> None:
+def _axis(picture: Picture, t: Timeline, y: float, scale: float, seconds: bool) -> None:
     """Round times below the rows, and what they are times of."""
     factor, name = 1.0, "units of the costs given"
-    if unit is not None:
-        factor, name = next(
-            (u, n) for u, n in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if t.end * unit * u >= 1 or u == 1e6
-        )
-        factor *= unit
+    if seconds:
+        factor, name = next((u, n) for u, n in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if t.end * u >= 1 or u == 1e6)
+        name += f", on {ASSUMED.name}"
     for time in ticks(t.end * factor, 8):
         x = _LEFT + time / factor * scale
         picture.line(x, y, x, y + 5, stroke=SOFT)
         picture.text(x, y + 17, f"{time:,.6g}", size=10, anchor="middle", kind="soft")
-    on = f", on {ASSUMED}" if unit is not None else ""
-    picture.text(_LEFT, y + 36, f"time in {name}{on}", size=11, kind="soft")
+    picture.text(_LEFT, y + 36, f"time in {name}", size=11, kind="soft")
 
 
 def to_json(t: Timeline) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardc.cost import device, run_log
-from shardc.cost.device import Link
+from shardc.machine.device import Link
 from tests import warm
 
 MODEL = """

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.cost.device import Device
+from shardc.machine.device import Device
 
 Paths = NDArray[np.int64]  # [messages, links of the longest way], -1: no link
 

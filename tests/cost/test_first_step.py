@@ -11,8 +11,9 @@ import pytest
 import shardc
 from shardc.cost import first_step
 from shardc.cost.dry_run import dry_run
-from shardc.cost.recorded import DryRun, Op
+from shardc.cost.recorded import DryRun
 from shardc.ir.program import Program
+from shardc.machine.work import Op
 from shardc.runtime.step.engine_optimizer import adamw
 from tests import zoo
 

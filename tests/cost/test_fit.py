@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 import shardc
 from shardc.cli import app
 from shardc.cost import device, run_log, waterfall, whole_steps
-from shardc.cost.collective_seconds import collective_seconds
-from shardc.cost.device import Device, Link, OpRates, Products, Reaches, Reference
 from shardc.cost.fit import LinkSample, OpSample, fit
 from shardc.cost.op_times import MeasuredStep, OpTime, OpTimes, file_of
-from shardc.cost.recorded import Op
 from shardc.cost.tour import _host, _in_one_dtype, _pieces
 from shardc.cost.whole_steps import _softened
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.machine.collectives import collective_seconds
+from shardc.machine.device import Device, Link, OpRates, Products, Reaches, Reference
+from shardc.machine.work import Op
 from shardc.runtime.mesh.waits import Wait
 
 F32, F64, BF16 = "float32", "float64", "bfloat16"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardc.cost.recorded import Op
+from shardc.machine.work import Op
 from shardc.plan.few_layers import Subject
 from shardc.plan.records import Rank, Records
 from shardc.plan.source import Source

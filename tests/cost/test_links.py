@@ -7,12 +7,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardc.cost.collective_seconds import collective_seconds, reach
-from shardc.cost.device import Device, Link
 from shardc.cost.device_file import device, names
-from shardc.cost.flights import Flight, Flights
-from shardc.cost.recorded import Op
 from shardc.ir.comm_record import CommRecord
+from shardc.machine.collectives import collective_seconds, reach
+from shardc.machine.device import Device, Link
+from shardc.machine.flights import Flight, Flights
+from shardc.machine.work import Op
 from tests.cost.link_simulator import Links, Machine, padded
 
 PODS = device("h100-80g").model_copy(
@@ -147,7 +147,7 @@ def test_stages_send_side_by_side(stages: int, level: int) -> None:
 
 
 def test_two_collectives_at_once_share_their_links() -> None:
-    """As the clock of a step has it (shardc.cost.flights): equal parts, until the shorter one ends."""
+    """As the clock of a step has it (shardc.machine.flights): equal parts, until the shorter one ends."""
     machine = device("h100-80g")
     m = Machine(machine, 64)
     ranks = np.arange(64)

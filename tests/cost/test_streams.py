@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc.cost.clock import Clock
-from shardc.cost.device import Device, Reaches
-from shardc.cost.flights import Flight, Flights
-from shardc.cost.recorded import Op, Part, Sent, Waited
 from shardc.cost.streams import Streams
 from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import Mesh
+from shardc.machine.clock import Clock
+from shardc.machine.device import Device, Reaches
+from shardc.machine.flights import Flight, Flights
+from shardc.machine.work import Op, Part, Sent, Waited
 from shardc.report import comm_table
 from tests.cost.link_simulator import Links, padded
 

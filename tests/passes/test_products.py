@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost import kept_activations
-from shardc.cost.recorded import Op
 from shardc.ir.metadata import Collective
 from shardc.ir.program import Program
+from shardc.machine.work import Op
 from shardc.report.comm import comm_rows
 from shardc.runtime import launch, ops
 from shardc.runtime.ops import fp8, fp8_products

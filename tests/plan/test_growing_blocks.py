@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shardc.cost import device
-from shardc.cost.recorded import DryRun, Part, Storage
+from shardc.cost.recorded import DryRun
+from shardc.machine.work import Part, Storage
 from shardc.plan.exact_price import _whole, price
 from shardc.plan.growing_blocks import become, growing, with_sizes, without
 from shardc.plan.space import Choice, spec

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from shardc.cost.recorded import DryRun, Part, Storage
+from shardc.cost.recorded import DryRun
+from shardc.machine.work import Part, Storage
 from shardc.plan.exact_price import _whole
 from shardc.plan.highest_moment import between_copies, moments, raised
 from shardc.plan.space import spec

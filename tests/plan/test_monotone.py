@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.cost import Device, device
-from shardc.cost.device import Outside
+from shardc.machine.device import Outside
 from shardc.plan.few_layers import Subject
 from shardc.plan.planner import Planner
 from shardc.plan.records import Records

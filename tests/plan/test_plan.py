@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 import shardc.nn
 from shardc.cli import app
 from shardc.cost import Device, device
-from shardc.cost.device import Link, Outside
 from shardc.cost.recorded import KINDS
+from shardc.machine.device import Link, Outside
 from shardc.plan import Candidate, Plan
 from shardc.plan.estimate import Estimates, Rough
 from shardc.plan.exact_price import Priced, price

@@ -17,12 +17,13 @@ from transformers import GenerationConfig
 
 import shardc
 from shardc.cost import device
-from shardc.cost.clock import Clock
 from shardc.cost.dry_run import dry_run
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.peak_memory import reserved
-from shardc.cost.recorded import DryRun, Op
+from shardc.cost.recorded import DryRun
 from shardc.ir.program import Program
+from shardc.machine.clock import Clock
+from shardc.machine.work import Op
 from shardc.plan import compiled_ranks, traces
 from shardc.plan.disk_cache import DiskCache, folder
 from shardc.plan.fingerprint import Unknown, fingerprint

@@ -203,11 +203,11 @@ def test_svg() -> None:
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 4), (16, 16), (64, 64)])
 def test_svg_has_one_width_and_a_time_axis(stages: int, microbatches: int) -> None:
     t = clock("1f1b", stages, microbatches)
-    root = ElementTree.fromstring(drawn.svg(t, drawn.SECONDS))
+    root = ElementTree.fromstring(drawn.svg(t, seconds=True))
     assert float(root.attrib["width"]) == drawn.WIDTH
     for x in root.iter(f"{SPACE}rect"):
         assert float(x.get("x", 0)) + float(x.attrib["width"]) <= drawn.WIDTH
-    assert any((x.text or "").startswith("time in µs, on an H100") for x in root.iter(f"{SPACE}text"))
+    assert any((x.text or "").startswith("time in s, on h100-80g") for x in root.iter(f"{SPACE}text"))
 
 
 def test_json() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.ir.conversions import BY_OP, SENT, Conversion
+from shardc.ir.conversions import BY_OP, COLLECTIVES, Conversion
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Partial, PartialGrad, Placement, Shard
 from shardc.ir.shard_chunks import chunks, widen
@@ -160,18 +160,18 @@ def conversion(name: str) -> None:
                 def work(mesh: LoopbackMesh) -> tuple[Any, ...]:
                     mine, g = xs[mesh.rank].clone(memory_format=torch.preserve_format), gs[mesh.rank]
                     found = [getattr(ops, name)(mine, mesh, *args, tag="node")]
-                    if row.forward in SENT:
+                    if row.forward in COLLECTIVES:
                         found.append(ops.wait(ops.start(name, mine.detach(), mesh, *args, tag="node")))
                     if flows:
                         found.append(ops.transpose(name, g, mesh, *args, tag="node"))
-                    if flows and row.backward in SENT:
+                    if flows and row.backward in COLLECTIVES:
                         found.append(ops.wait(ops.transpose_start(name, g, mesh, *args, tag="node")))
                     assert torch.equal(mine, xs[mesh.rank]), "it writes to its operand"
                     return tuple(found)
 
                 values, *rest = on_ranks(n, work)
                 same(values, x, new, gradient=False)
-                if row.forward in SENT:
+                if row.forward in COLLECTIVES:
                     same(rest.pop(0), x, new, gradient=False)
                 for grads in rest:
                     same(grads, g, old, gradient=True)

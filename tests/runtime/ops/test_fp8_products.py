@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardc.cost.ledger import Ledger
-from shardc.cost.recorded import Op
+from shardc.machine.work import Op
 from shardc.runtime.ops import fp8, fp8_kernel, fp8_products
 from shardc.runtime.ops.fp8_recipe import RECIPES, along
 from shardc.torch_private import TorchDispatchMode, multiplies_float8_on_cpu

@@ -12,8 +12,8 @@ from torch import nn
 import shardc
 from shardc.cost import waterfall
 from shardc.cost.op_times import OpTimes
-from shardc.cost.recorded import Op
 from shardc.ir.program import Program
+from shardc.machine.work import Op
 from shardc.runtime.mesh.loopback import loopback
 
 PIPE: dict[str, Any] = {"mesh": {"pp": 2}, "batch": {"microbatches": 4}}

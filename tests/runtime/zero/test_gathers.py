@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import shardc
 from shardc.cost import dry_run
 from shardc.cost.ledger import Ledger
-from shardc.cost.recorded import Op, Part, Sent, Waited
 from shardc.ir.program import Program
+from shardc.machine.work import Op, Part, Sent, Waited
 
 
 class Block(nn.Module):

@@ -14,9 +14,8 @@
 
 (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; Sanders, Speck and
 Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", which NCCL's trees follow.) All
-groups of a mesh do the same at the same time, so each has its own ranks' links and no others. Placement weighs the same
-bytes without a device: shardc.passes.place.transfer_cost. Held against a simulation of links, and against published
-measurements, in tests/cost/test_links.py.
+groups of a mesh do the same at the same time, so each has its own ranks' links and no others. Held against a simulation
+of links, and against published measurements, in tests/cost/test_links.py.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from shardc.cost.device import Device, Link
+from shardc.machine.device import Device, Link
 
 
 def collective_seconds(device: Device, kind: str, nbytes: float, ranks: tuple[int, ...]) -> float:

@@ -1,9 +1,12 @@
-"""Floating-point operations and memory traffic of an op, forward or backward: torch's own counts, and those that it
-lacks.
+"""Count an op's floating-point operations and its memory traffic: torch's own counts, and those that it lacks.
+
+`op_of` puts all that a device's seconds depend on into one record: what a compiler's pass asks of a line of a graph,
+and a dry run or a real step of a call, is the same `Op`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,9 +15,38 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from shardc.machine.work import Op
 from shardc.torch_private import pytree
 
 aten = torch.ops.aten
+
+
+def op_of(func: Any, args: Any, kwargs: Any, result: Any) -> Op | None:
+    """What a call computes and moves, if that is anything."""
+    if (traffic := traffic_of(func, args, kwargs, result)) is None:
+        return None
+    operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+    floating = [x.dtype for x in (*operands, *results) if x.dtype.is_floating_point]
+    dtype, name = floating[0] if floating else results[0].dtype, func._schema.name.removeprefix("aten::")
+    op = Op(flops_of(func, args, kwargs, result), traffic, _name_of(dtype), name=name)
+    if not op.flops:
+        return op
+    attention = is_attention(func)
+    scales = [x for x in floating if x is torch.float8_e8m0fnu]  # of blocks
+    return op._replace(
+        dtype=_name_of(scales[0] if scales else dtype),
+        shape=tuple(map(int, results[0].shape)),
+        matrices=matrices_of(func, args, result),
+        aligned=aligned_of(func, args, result),
+        attention=attention,
+        masked=int(op.flops * masked_share(func, args, kwargs)) if attention else 0,
+    )
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:

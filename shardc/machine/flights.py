@@ -90,8 +90,8 @@ class Flights:
             f.left, f.end, f.ended = 0.0, self.now, True
         queue.clear()
 
-    def last(self, but: tuple[str, ...]) -> float:
-        """When the last one ends, of all groups but one."""
+    def last(self, but: tuple[str, ...] = ()) -> float:
+        """When the last one ends, of all groups but that."""
         if but not in self._last:  # each op asks, and only a start changes it
             self._last[but] = max((flight.end for axes, flight in self._ends.items() if axes != but), default=0.0)
         return self._last[but]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardc.ir.flops import aligned_of, flops_of
+from shardc.machine.flops import aligned_of, flops_of
 
 aten = torch.ops.aten
 PRODUCTS = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from shardc.cost.collective_seconds import collective_seconds, reach
-from shardc.cost.device import Device
-from shardc.cost.flights import Flight, Flights
-from shardc.cost.recorded import Op, Part, Sent, Waited
 from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import Mesh
 from shardc.ir.offload import HOST_LINK
+from shardc.machine.collectives import collective_seconds, reach
+from shardc.machine.device import Device
+from shardc.machine.flights import Flight, Flights
+from shardc.machine.work import Op, Part, Sent, Waited
 
 
 @dataclass
@@ -42,6 +42,11 @@ class Clock:
     def waited(self) -> float:
         return sum(self.exposed.values())
 
+    @property
+    def end(self) -> float:
+        """When all has ended, collectives that nobody waits for, too."""
+        return max(self.now, self._flights.last())
+
     def run(self, part: Part) -> float:
         """Seconds that a part takes."""
         begin = self.now
@@ -54,9 +59,9 @@ class Clock:
 
     def _communicate(self, w: Sent | Waited) -> None:
         if isinstance(w, Sent):
-            self._send(w)
-        elif w.key in self._under_way:
-            self._until(self._under_way.pop(w.key))
+            self.send(w)
+        else:
+            self.wait(w.key)
 
     # --- what a clock that keeps more than times sees
 
@@ -84,8 +89,12 @@ class Clock:
     def _compute(self, w: Op) -> None:
         self._after_host(self.device.host)
         begin = self.now
-        self.now += self._beside_collectives(self.op_seconds(w))
+        self.compute(self.op_seconds(w))
         self.ran(w, begin)
+
+    def compute(self, seconds: float) -> None:
+        """Run what takes so long alone."""
+        self.now += self._beside_collectives(seconds)
 
     def _after_host(self, seconds: float) -> None:
         """What comes next does not begin before the host has taken so long for it."""
@@ -105,12 +114,13 @@ class Clock:
         rate = self.device.reaches.computing
         if rate == 1.0:
             return seconds
-        busy = max(self._flights.last(but=HOST_LINK) - self.now, 0.0)
+        busy = max(self._flights.last(HOST_LINK) - self.now, 0.0)
         return seconds / rate if seconds <= busy * rate else busy + seconds - busy * rate
 
     # --- sending
 
-    def _send(self, w: Sent) -> None:
+    def send(self, w: Sent) -> None:
+        """Begin a collective; wait for it, if it has no key."""
         at_once = w.key is None and self.device.kind == "cpu"  # then what the host does is in the collective's seconds
         if w.record.axes != HOST_LINK and not at_once:
             self._after_host(self.device.host_collective)
@@ -125,6 +135,15 @@ class Clock:
             self._until(flight)
         else:
             self._under_way[w.key] = flight
+
+    def left(self, key: int) -> float:
+        """Seconds until the collective of that key ends, if it is under way."""
+        return max(self._under_way[key].end - self.now, 0.0) if key in self._under_way else 0.0
+
+    def wait(self, key: int) -> None:
+        """Wait for the collective of that key, if it is under way."""
+        if key in self._under_way:
+            self._until(self._under_way.pop(key))
 
     def _until(self, flight: Flight) -> None:
         if flight.end > self.now:

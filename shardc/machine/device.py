@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from shardc.cost.recorded import Op
 from shardc.errors import ShardcError
 from shardc.ir.units import plural
+from shardc.machine.work import Op
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
