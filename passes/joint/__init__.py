@@ -2,20 +2,20 @@
 
     template    a call without its graph: equal for calls of equal layers
     record      runs one call under autograd on tensors without data, and writes down what torch runs
-    rules       the derivative of one call, found once for every distinct one; rule_traced, rule_transposed, rule_taped:
-                in one of three ways, rule_fp8 of products of 8 bits; rank: the rank on which calls run; rule: what is
-                found
+    rules       the derivative of one call, found once for every distinct one; rule_traced, rule_transposed,
+                rule_opaque: in one of three ways, rule_fp8 of products of 8 bits; rank: the rank on which calls run;
+                rule: what a derivative is
     saved       what the backward of a call keeps of it, which `checkpoint` and cost ask
     order       which rule runs when, and what is added to what: as autograd would
-    again       which values backward keeps, and which it computes again
+    recompute   which values backward keeps, and which it recomputes
     write       the two graphs; take_over: in whose memory sums are; halves: backward as two, where a schedule asks
     offload     where copies to the host and back stand (`checkpoint: {offload: cpu}`)
     overlap     collectives in two, and lines in an order that hides them; seconds: what a line takes;
                 memory: the bytes that are alive
-    pair        a forward and a backward of two microbatches, or two forwards, as one text
+    pair        a forward and a backward of two microbatches, or two forwards, as one graph
     pieces      which lines are compiled as one
 
-docs/joint.md shows both texts of a layer.
+docs/joint.md shows both graphs of a layer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from shardc.torch_modes import untraced
 
 @dataclass(frozen=True)
 class JointGraphs(Pass):
-    """Writes the two texts of every stage."""
+    """Write the two graphs of every stage."""
 
     def applies(self, program: Program) -> bool:
         return not program.forward_only
@@ -75,18 +75,18 @@ def with_joint_graphs(program: Program, how: Execution) -> Program:
     """Give each stage its forward and backward graph, which are written when somebody looks at them. how: the spec's
     section.
     """
-    texts, lock = Texts(program, how), RLock()
-    joint = (DeferredJoint(partial(_now, texts.of, i), lock) for i in range(len(program.stages)))
+    graphs, lock = Graphs(program, how), RLock()
+    joint = (DeferredJoint(partial(_now, graphs.of, i), lock) for i in range(len(program.stages)))
     made = replace(program, stages=tuple(replace(s, joint=x) for s, x in zip(program.stages, joint, strict=True)))
-    pairs = pairs_of(made, texts.seconds, texts.sizes, _wanted_pairs(made, how))
+    pairs = pairs_of(made, graphs.seconds, graphs.sizes, _wanted_pairs(made, how))
     for p in pairs:
         if how.compile == "layers":
-            mark_pieces(p.graph, texts.sizes)
+            mark_pieces(p.graph, graphs.sizes)
     return replace(made, pairs=pairs)
 
 
 def _now(write: Callable[[int], Joint], stage: int) -> Joint:
-    """As in `shardc.compile`, whatever modes of torch are on where somebody looks at a text."""
+    """As in `shardc.compile`, whatever modes of torch are on where somebody looks at a graph."""
 
     def quickly() -> Joint:
         with uncollected():
@@ -100,14 +100,14 @@ _PAIR: dict[str, str] = {"microbatches": "FB", "forwards": "FF"}
 
 
 def _wanted_pairs(program: Program, how: Execution) -> tuple[tuple[str, int, int], ...]:
-    """Which texts a step runs side by side: see `shardc.runtime.schedule.Schedule.pairs`."""
+    """Which graphs a step runs side by side: see `shardc.runtime.schedule.Schedule.pairs`."""
     if program.schedule is not None:
         return program.schedule.pairs()
     return ((_PAIR[how.overlap], 0, 0),) if how.overlap in _PAIR and program.microbatches > 1 else ()
 
 
-class Texts:
-    """The texts of a program's stages, each written once. how: the spec's section."""
+class Graphs:
+    """The graphs of a program's stages, each written once. how: the spec's section."""
 
     def __init__(self, program: Program, how: Execution) -> None:
         self._program, self._how, self._rules = program, how, Rules(program)
@@ -120,8 +120,8 @@ class Texts:
         if stage not in self._done:
             joint, _ = self._with_backward(stage)
             overlap_collectives(joint.forward, self.seconds, self.sizes, self._room())
-            for text in joint.graphs.values() if self._how.compile == "layers" else ():
-                mark_pieces(text, self.sizes)
+            for graph in joint.graphs.values() if self._how.compile == "layers" else ():
+                mark_pieces(graph, self.sizes)
             self._done[stage] = joint
         return self._done[stage]
 
@@ -136,13 +136,13 @@ class Texts:
         return min(peak for _, peak in every) if leaving else 0
 
     def _with_backward(self, stage: int) -> tuple[Joint, int]:
-        """Of one stage, with all lines moved but those of forward; and the least peak of its backward's texts."""
+        """Of one stage, with all lines moved but those of forward; and the least peak of its backward's graphs."""
         if stage not in self._written:
             joint = self._in_order_of_writing(self._program.stages[stage])
             for n in joint.forward.nodes:  # what tapes take is known from forward's lines
                 self.seconds.of(n)
-            backward = [text for name, text in joint.graphs.items() if name != "forward"]
-            peaks = [overlap_collectives(text, self.seconds, self.sizes) for text in backward]
+            backward = [graph for name, graph in joint.graphs.items() if name != "forward"]
+            peaks = [overlap_collectives(graph, self.seconds, self.sizes) for graph in backward]
             self._written[stage] = joint, min(peaks)
         return self._written[stage]
 
@@ -160,6 +160,6 @@ class Texts:
         divided = any(a.kind == "I" and program.stages[a.stage] is stage for a in actions)
         writer = Writer(program, stage.graph, rules, facts, backward.events, begin, backward.left)
         joint = writer.joint((lambda n: sizes.bytes_of(n) + seconds.held(n)) if divided else None)
-        for text in joint.graphs.values():
-            arrange_copies(text, seconds, sizes)
+        for graph in joint.graphs.values():
+            arrange_copies(graph, seconds, sizes)
         return joint

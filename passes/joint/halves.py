@@ -1,8 +1,8 @@
 """Backward in two halves, for schedules that put the second one off (zb-h1, zb-v): what the gradients of received
 values hang on, and the rest, which is for weights.
 
-An op whose backward is one line (`ops.untaped`) makes gradients for both. Those for weights then wait for the second
-half, or that line runs in each half, as it does under autograd, and what it takes waits: whatever is less.
+An op whose backward is one line (`ops.opaque_backward`) makes gradients for both. Those for weights then wait for the
+second half, or that line runs in each half, as it does under autograd, and what it takes waits: whatever is less.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _reload_in_each_half(graph: fx.Graph) -> None:
 def _untape_in_each_half(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> None:
     """What is taken by a line that both halves want waits between them, where that is less than what it makes."""
     first = _of_received(graph)
-    for n in [n for n in graph.nodes if n.target is ops.untaped and n in first]:
+    for n in [n for n in graph.nodes if n.target is ops.opaque_backward and n in first]:
         later = {u: int(u.args[1]) for u in n.users if u not in first}
         now = tuple(int(u.args[1]) for u in n.users if u in first)
         tape: Any = n.args[0]

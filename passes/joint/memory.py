@@ -39,7 +39,7 @@ def _copies(start: fx.Node) -> bool:
 
 
 class Sizes:
-    """What values of one program's texts take, on one rank. stays: parameters, buffers and inputs, by name, and the
+    """What values of one program's graphs take, on one rank. stays: parameters, buffers and inputs, by name, and the
     copies of weights that microbatches share.
     """
 
@@ -126,7 +126,7 @@ class Step:
 
 
 class Uses:
-    """Whose memory each value of a graph is in, and how often it is used. What the text returns is used to its end."""
+    """Whose memory each value of a graph is in, and how often it is used. What the graph returns is used to its end."""
 
     def __init__(self, graph: fx.Graph, sizes: Sizes, work: Mapping[fx.Node, Work]) -> None:
         self.sizes, self._work = sizes, work
@@ -169,13 +169,14 @@ class Uses:
         """Is it one of an op's several results, each with memory of its own?"""
         of: Any = n.args[0] if n.target is operator.getitem else None
         return of is not None and (
-            of.target in (ops.taped, ops.untaped) or (isinstance(of.target, OpOverload) and not is_view(of.target))
+            of.target in (ops.opaque, ops.opaque_backward)
+            or (isinstance(of.target, OpOverload) and not is_view(of.target))
         )
 
     def _picked(self, n: fx.Node) -> None:
         """What the op has made, and was its own so far, is this one's."""
         of: Any = n.args[0]
-        tape = self._work[of].tape if of.target is ops.taped and n.meta["value"] is None else 0
+        tape = self._work[of].tape if of.target is ops.opaque and n.meta["value"] is None else 0
         self.bytes[n] += tape
         self.bytes[of] = max(self.bytes[of] - self.bytes[n], 0)
         self._added[n] = 0
@@ -215,7 +216,7 @@ class Uses:
         step = Step(added + self._work[n].inside, added - self._parts_gone.get(n, 0) - unused, uses)
         if isinstance(n.target, OpOverload):
             return step
-        if n.target is ops.put:
+        if n.target is ops.accumulate:
             step.fills, step.own = self.sizes.bucket_of(n), bool(n.kwargs.get("own"))
             step.put = 0 if step.fills else self.sizes.bytes_of(n.args[1])  # type: ignore[arg-type]
         elif n.target is ops.scatter:
@@ -245,11 +246,11 @@ def _shares(target: Any) -> bool:
 
 
 class Memory:
-    """live: bytes of what the text takes from forward and makes itself, at some point of an order; gradients: of those
+    """live: bytes of what the graph takes from forward and makes itself, at some point of an order; gradients: of those
     that are complete, in the first backward of a step.
 
-    A bucket that is summed in every backward has a buffer, from its first gradient (ops.put) or its last (ops.scatter)
-    on, until the next one's sum has begun (shardc.runtime.zero.bucket_launch).
+    A bucket that is summed in every backward has a buffer, from its first gradient (ops.accumulate) or its last
+    (ops.scatter) on, until the next one's sum has begun (shardc.runtime.zero.bucket_launch).
     """
 
     def __init__(self, uses: Uses) -> None:

@@ -39,7 +39,7 @@ _Place = tuple[int, int, int]
 
 
 def arrange_copies(graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
-    """Move the lines that copy, in a text that has them where they were written (shardc.passes.joint.write), and give
+    """Move the lines that copy, in a graph that has them where they were written (shardc.passes.joint.write), and give
     them their bytes.
     """
     begun = [n for n in graph.nodes if n.target in COPIES]
@@ -100,7 +100,7 @@ class _Reload:
 
 
 class _Back:
-    """A text of backward. live: by line, the bytes that are alive, in the first backward of a step and in a later one;
+    """A graph of backward. live: by line, the bytes that are alive, in the first backward of a step and in a later one;
     most: of both, that may be.
     """
 

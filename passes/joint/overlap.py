@@ -7,9 +7,9 @@ else runs in between.
     dx = ops.wait(sum)
 
 It is a list scheduler: collectives are taken in their order, which all ranks share; what leads to the next one runs
-first; while a collective would be waited for, the first line of the text that is ready runs instead. Gradients of
+first; while a collective would be waited for, the first line of the graph that is ready runs instead. Gradients of
 weights may also be put off to fill the time of the next collectives (`reserve` of them), which takes memory. Several
-orders are simulated, and that which ends first is taken, among those whose peak of live bytes is not above the text's
+orders are simulated, and that which ends first is taken, among those whose peak of live bytes is not above the graph's
 as it was. Ranks compute the same numbers in another order, so nothing changes but the time.
 """
 
@@ -45,47 +45,47 @@ ROUNDS = 6
 
 
 def overlap_collectives(graph: fx.Graph, seconds: Seconds, sizes: Sizes, room: int = 0) -> int:
-    """Split the collectives of a text in two, and move its lines. room: bytes that may be alive in any case. Returns
+    """Split the collectives of a graph in two, and move its lines. room: bytes that may be alive in any case. Returns
     the peak of those that are, in a microbatch that is not the first.
     """
     _split(graph, seconds)
-    text = Text(graph, seconds, sizes)
-    order = text.nodes
-    if text.targets:
-        most = text.uses.peak(text.nodes)
-        order = best_order(text, most)
+    ordered = OrderedGraph(graph, seconds, sizes)
+    order = ordered.nodes
+    if ordered.targets:
+        most = ordered.uses.peak(ordered.nodes)
+        order = best_order(ordered, most)
         if room > min(most):
-            order = min(order, best_order(text, (max(most[0], room), max(most[1], room))), key=text.simulate)
+            order = min(order, best_order(ordered, (max(most[0], room), max(most[1], room))), key=ordered.simulate)
         output = graph.output_node()
         for n in order:
             output.prepend(n)
-    return text.uses.peak(order)[1] if order else 0
+    return ordered.uses.peak(order)[1] if order else 0
 
 
-def best_order(text: Text, most: tuple[int, int]) -> list[fx.Node]:
+def best_order(ordered: OrderedGraph, most: tuple[int, int]) -> list[fx.Node]:
     """The order that ends first. most: peaks of bytes that may be alive."""
-    best = text.nodes
-    least = text.simulate(best)
-    for reserve in RESERVES if text.may_put_off else RESERVES[:1]:
-        order, clock = fitting(text, reserve, most)
+    best = ordered.nodes
+    least = ordered.simulate(best)
+    for reserve in RESERVES if ordered.may_put_off else RESERVES[:1]:
+        order, clock = fitting(ordered, reserve, most)
         if clock.end < least:
             best, least = order, clock.end
     return best
 
 
-def fitting(text: Text, reserve: int, most: tuple[int, int]) -> tuple[list[fx.Node], LineClock]:
-    """(an order that takes no more memory, what it takes). Where one does, it meets the text's own order: at a line
-    that has too much beside it, all lines before it in the text come before it.
+def fitting(ordered: OrderedGraph, reserve: int, most: tuple[int, int]) -> tuple[list[fx.Node], LineClock]:
+    """(an order that takes no more memory, what it takes). Where one does, it meets the graph's own order: at a line
+    that has too much beside it, all lines before it in the graph come before it.
     """
     meets: set[fx.Node] = set()
     for _ in range(ROUNDS):
-        made = Scheduler(text, reserve, most, meets)
-        order = [text.nodes[at] for at in made.order()]
+        made = Scheduler(ordered, reserve, most, meets)
+        order = [ordered.nodes[at] for at in made.order()]
         over = {n for n, alive in zip(order, made.alive, strict=True) if not within(alive, most)}
         if not over:
             return order, made.clock
         meets |= over
-    return text.nodes, text.timed(text.nodes)
+    return ordered.nodes, ordered.timed(ordered.nodes)
 
 
 def within(bytes_: tuple[int, int], most: tuple[int, int]) -> bool:
@@ -116,10 +116,10 @@ def _communicates(op: str, *, back: bool) -> bool:
 
 @dataclass(slots=True)
 class Line:
-    """place: its number in the text. seconds, sends: of computing, and of what it sends; step: what it does to memory.
+    """place: its number in the graph. seconds, sends: of computing, and of what it sends; step: what it does to memory.
     waits: place of the line that it waits for, or -1; begins: is it one that others wait for? stops: does the rank
     stand still while it sends? settles: does it wait for the sum of the bucket before? leads: to a collective, or to
-    what the text returns; before, after: places of lines that have to come so.
+    what the graph returns; before, after: places of lines that have to come so.
     """
 
     place: int
@@ -139,7 +139,7 @@ class Line:
 _PLACE, _SECONDS = attrgetter("place"), attrgetter("seconds")
 
 
-class Text:
+class OrderedGraph:
     """What the order of a graph's lines has to keep, and what it costs. targets: places of lines that communicate."""
 
     def __init__(self, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
@@ -196,7 +196,7 @@ class Text:
                 pairs.append((n, there[half]))
             elif n.target in GATHERS.values():
                 there[half] = n
-            elif n.target is ops.untaped:
+            elif n.target is ops.opaque_backward:
                 if (tape := n.args[0]) in tapes:
                     pairs.append((n, tapes[tape]))
                 tapes[tape] = n
@@ -218,11 +218,11 @@ class Text:
         return found
 
     def simulate(self, order: Sequence[fx.Node]) -> float:
-        """Seconds of the text on the assumed machine."""
+        """Seconds of the graph on the assumed machine."""
         return self.timed(order).end
 
     def clock(self) -> LineClock:
-        """At the text's begin."""
+        """At the graph's begin."""
         return LineClock(self._priced.device, self._priced.mesh, self._priced.rank, _known=self._priced._known)
 
     def timed(self, order: Sequence[fx.Node]) -> LineClock:
@@ -235,7 +235,7 @@ class Text:
 
 @dataclass
 class LineClock(Clock):
-    """The streams of one rank that runs a text. summing: place of the line that began the last sum of a bucket that is
+    """The streams of one rank that runs a graph. summing: place of the line that began the last sum of a bucket that is
     summed in every backward.
     """
 
@@ -256,20 +256,22 @@ class LineClock(Clock):
 
 
 class Scheduler:
-    """One order of a text. reserve: how many of the next collectives lines are put off for; most: the peaks of bytes
+    """One order of a graph. reserve: how many of the next collectives lines are put off for; most: the peaks of bytes
     that may be alive; meets: lines that nothing passes, in either direction. alive: bytes at each line of the order.
     """
 
-    def __init__(self, text: Text, reserve: int, most: tuple[int, int], meets: Collection[fx.Node] = ()) -> None:
-        self._text, self._lines, self._reserve, self._most = text, text.lines, reserve, most
-        places = {p for n in meets for p in (text.place[n], text.place[n] + 1)}
-        self._parts = list(itertools.pairwise(sorted({0, *places, len(text.nodes)})))
-        self._end = 0  # of the part of the text that is being ordered
-        self.clock, self._memory = text.clock(), Memory(text.uses)
+    def __init__(
+        self, ordered: OrderedGraph, reserve: int, most: tuple[int, int], meets: Collection[fx.Node] = ()
+    ) -> None:
+        self._ordered, self._lines, self._reserve, self._most = ordered, ordered.lines, reserve, most
+        places = {p for n in meets for p in (ordered.place[n], ordered.place[n] + 1)}
+        self._parts = list(itertools.pairwise(sorted({0, *places, len(ordered.nodes)})))
+        self._end = 0  # of the part of the graph that is being ordered
+        self.clock, self._memory = ordered.clock(), Memory(ordered.uses)
         self._order: list[int] = []
         self.alive: list[tuple[int, int]] = []
-        self._done = bytearray(len(text.nodes))
-        self._missing = [len(line.before) for line in text.lines]
+        self._done = bytearray(len(ordered.nodes))
+        self._missing = [len(line.before) for line in ordered.lines]
         self._ready = [at for at, missing in enumerate(self._missing) if not missing]  # a heap of lines that could run
         self._put_off: list[Line] = []  # of lines that could run, too: in order, and their seconds
         self._seconds_put_off = 0.0
@@ -277,14 +279,14 @@ class Scheduler:
 
     def order(self) -> list[int]:
         """Once: places of the lines."""
-        text, done = self._text, self._done
-        targets = deque(enumerate(text.targets))
+        ordered, done = self._ordered, self._done
+        targets = deque(enumerate(ordered.targets))
         for begin, end in self._parts:
             self._end = end
             while targets and targets[0][1] < end:
                 k, target = targets.popleft()
-                ahead = sum(self._lines[t].sends for t in text.targets[k + 1 : k + 1 + self._reserve])
-                for at in sorted(text.ancestors([target], done)):
+                ahead = sum(self._lines[t].sends for t in ordered.targets[k + 1 : k + 1 + self._reserve])
+                for at in sorted(ordered.ancestors([target], done)):
                     if not done[at]:
                         self._next(self._lines[at], ahead)
             for at in range(begin, end):
@@ -340,7 +342,7 @@ class Scheduler:
         return within(self._memory.would_be(line.step), self._most)
 
     def _would_wait(self, line: Line) -> bool:
-        """Does the rank stand still for it? It may begin any collective: all ranks run the same text."""
+        """Does the rank stand still for it? It may begin any collective: all ranks run the same graph."""
         return self.clock.left(line.waits) > 0 if line.waits >= 0 else line.stops
 
     def _catch_up(self, ahead: float) -> None:

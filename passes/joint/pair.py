@@ -1,4 +1,4 @@
-"""An overlapped pair: the forward of one microbatch, and the backward or the forward of another, as one text, each of
+"""An overlapped pair: the forward of one microbatch, and the backward or the forward of another, as one graph, each of
 whose lines may run while the other waits for a collective.
 
     def pair_0_3(mesh, rng, up_weight, x, back_mesh, back_h, back_y_grad, ...):
@@ -8,7 +8,7 @@ whose lines may run while the other waits for a collective.
         back_sum_start = ops.transpose_start('sum_grad', back_dgrad, back_mesh, ...)
         ...
 
-Both are the lines of the stages' own texts. What belongs to the second microbatch has a name of its own (`back_`, of
+Both are the lines of the stages' own graphs. What belongs to the second microbatch has a name of its own (`back_`, of
 a second forward `next_`, see shardc.ir.pairs); parameters are the same. So are random numbers, and the order of
 gradients, of buckets and of collectives within each half: the numbers are those of one after the other, to the bit.
 Buckets of ZeRO 3 that both want are gathered by each, as one after the other; by a second forward, when the first
@@ -16,8 +16,8 @@ one's gather has ended.
 
 The order is the list scheduler's (shardc.passes.joint.overlap), from two beginnings: one half and then the other, and
 both at once, each as far along as the other in simulated time. Memory never exceeds that of one and then the other. New
-values of buffers, which a forward by itself hands over when it ends, are there until the text ends: where that is more,
-backward comes first.
+values of buffers, which a forward by itself hands over when it ends, are there until the graph ends: where that is
+more, backward comes first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardc.ir.pairs import Pair, prefix_of, shared
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint
 from shardc.passes.joint.memory import Memory, Sizes
-from shardc.passes.joint.overlap import Line, Text, best_order, within
+from shardc.passes.joint.overlap import Line, OrderedGraph, best_order, within
 from shardc.passes.joint.seconds import Seconds
 from shardc.runtime import ops
 from shardc.torch_private import add_node
@@ -46,7 +46,7 @@ LEADS = (0.0, 1.0, 2.0, 4.0)
 def pairs_of(
     program: Program, seconds: Seconds, sizes: Sizes, wanted: Sequence[tuple[str, int, int]]
 ) -> tuple[Pair, ...]:
-    """A text for each of these (kind, stage of the first half, of the second), where both stages are here."""
+    """A graph for each of these (kind, stage of the first half, of the second), where both stages are here."""
     found = []
     for kind, f, t in wanted:
         forward, other = program.stages[f].joint, program.stages[t].joint
@@ -60,7 +60,7 @@ def pairs_of(
 
 
 def _joined(program: Program, first: fx.Graph, then: fx.Graph, prefix: str) -> fx.Graph:
-    """Both texts, one behind the other."""
+    """Both graphs, one behind the other."""
     then = copy_graph(then) if then is first else then
     same = shared(program)
     stored = {name: i for i, name in enumerate(("mesh", "rng", *(x.name for x in program.stored)))}
@@ -104,8 +104,8 @@ def _whole(joint: Joint, seconds: Seconds, sizes: Sizes) -> fx.Graph:
     if joint.weights is None:
         return joint.backward
     as_autograd, apart = (_of_halves(joint, joint.weights, early=early) for early in (True, False))
-    texts = [Text(graph, seconds, sizes) for graph in (as_autograd, apart)]
-    least, held = (text.uses.peak(text.nodes) for text in texts)
+    ordered_graphs = [OrderedGraph(graph, seconds, sizes) for graph in (as_autograd, apart)]
+    least, held = (ordered.uses.peak(ordered.nodes) for ordered in ordered_graphs)
     return apart if within(held, least) else as_autograd
 
 
@@ -123,11 +123,11 @@ def _of_halves(joint: Joint, weights: fx.Graph, *, early: bool) -> fx.Graph:
                 by_name[n.name] = graph.node_copy(n)
     rest = deque(n for n in weights.nodes if n.op == "call_function")
     of_first = [n for n in joint.backward.nodes if n.op == "call_function"]
-    wanted = Counter(n.args[0].name for n in of_first if n.target is ops.untaped)
+    wanted = Counter(n.args[0].name for n in of_first if n.target is ops.opaque_backward)
 
     def ready(n: fx.Node) -> bool:
         """A tape is empty after the last line that takes it."""
-        shared_tape = n.target is ops.untaped and wanted[n.args[0].name] > 0  # type: ignore[union-attr]
+        shared_tape = n.target is ops.opaque_backward and wanted[n.args[0].name] > 0  # type: ignore[union-attr]
         return not shared_tape and all(x in env or x.name in by_name for x in n.all_input_nodes)
 
     def add(n: fx.Node) -> None:
@@ -137,7 +137,7 @@ def _of_halves(joint: Joint, weights: fx.Graph, *, early: bool) -> fx.Graph:
 
     for n in of_first:
         add(n)
-        if n.target is ops.untaped:
+        if n.target is ops.opaque_backward:
             wanted[n.args[0].name] -= 1
         while early and rest and ready(rest[0]):
             add(rest.popleft())
@@ -160,23 +160,23 @@ def _handed_on(joint: Joint) -> set[str]:
 
 def _overlap(kind: str, graph: fx.Graph, seconds: Seconds, sizes: Sizes) -> None:
     """Move the lines: into the fastest order that is found, with no more memory than one half and then the other."""
-    text = Text(graph, seconds, sizes)
-    most = text.uses.peak(text.nodes)
-    if kind == "FB" and (apart := _one_by_one(text, graph)) != most:
+    ordered = OrderedGraph(graph, seconds, sizes)
+    most = ordered.uses.peak(ordered.nodes)
+    if kind == "FB" and (apart := _one_by_one(ordered, graph)) != most:
         most = apart
-        _arrange(graph, sorted(text.nodes, key=lambda n: not n.meta.get("back")))
-        text = Text(graph, seconds, sizes)
-    found = [text.nodes, best_order(text, most)]
-    beside = [order for lead in LEADS if (order := _side_by_side(text, most, lead)) is not None]
+        _arrange(graph, sorted(ordered.nodes, key=lambda n: not n.meta.get("back")))
+        ordered = OrderedGraph(graph, seconds, sizes)
+    found = [ordered.nodes, best_order(ordered, most)]
+    beside = [order for lead in LEADS if (order := _side_by_side(ordered, most, lead)) is not None]
     if beside:
-        _arrange(graph, best := min(beside, key=text.simulate))
-        found += [best, best_order(Text(graph, seconds, sizes), most)]
-    _arrange(graph, min(found, key=text.simulate))
+        _arrange(graph, best := min(beside, key=ordered.simulate))
+        found += [best, best_order(OrderedGraph(graph, seconds, sizes), most)]
+    _arrange(graph, min(found, key=ordered.simulate))
 
 
-def _one_by_one(text: Text, graph: fx.Graph) -> tuple[int, int]:
-    """The peaks of a forward's text and then a backward's, beside which the former has no new values of buffers."""
-    uses = text.uses
+def _one_by_one(ordered: OrderedGraph, graph: fx.Graph) -> tuple[int, int]:
+    """The peaks of a forward's graph and then a backward's, beside which the former has no new values of buffers."""
+    uses = ordered.uses
     returned: Any = graph.output_node().args[0]
     (loss, news, *stay), _ = returned
     gone, stays = set[fx.Node](), set[fx.Node]()
@@ -185,7 +185,7 @@ def _one_by_one(text: Text, graph: fx.Graph) -> tuple[int, int]:
     nbytes = sum(uses.bytes[x] for x in gone - stays if x.op == "call_function")
     alive = [
         [most - nbytes if n.meta.get("back") else most for most in both]
-        for n, both in zip(text.nodes, uses.alive(text.nodes), strict=True)
+        for n, both in zip(ordered.nodes, uses.alive(ordered.nodes), strict=True)
     ]
     first, later = zip(*alive, strict=True)
     return max(first), max(later)
@@ -202,8 +202,8 @@ class _Half:
     collectives; lead: by line, seconds of computing until the next one begins.
     """
 
-    def __init__(self, text: Text, *, back: bool) -> None:
-        self.lines = [text.lines[i] for i, n in enumerate(text.nodes) if bool(n.meta.get("back")) == back]
+    def __init__(self, ordered: OrderedGraph, *, back: bool) -> None:
+        self.lines = [ordered.lines[i] for i, n in enumerate(ordered.nodes) if bool(n.meta.get("back")) == back]
         self.takes = sum(line.seconds + line.sends for line in self.lines) or 1.0
         self.sends = sum(line.sends > 0 for line in self.lines)
         self.at, self.done = 0, 0.0
@@ -226,15 +226,15 @@ class _Half:
         self.at += 1
 
 
-def _side_by_side(text: Text, most: tuple[int, int], lead: float) -> list[fx.Node] | None:
+def _side_by_side(ordered: OrderedGraph, most: tuple[int, int], lead: float) -> list[fx.Node] | None:
     """The lines of both, as far as memory allows; None if that leads to where it does not suffice. A half that would
     wait for a collective lets the other one go on; else the one goes on that begins to communicate first, so that there
     is always something under way. Neither gets further ahead of the other, in the part that is done, than by `lead` of
     the stretches between two collectives.
     """
-    halves = [_Half(text, back=back) for back in (False, True)]
+    halves = [_Half(ordered, back=back) for back in (False, True)]
     most_ahead = lead / max(1, *(h.sends for h in halves))
-    memory, clock, order = Memory(text.uses), text.clock(), list[fx.Node]()
+    memory, clock, order = Memory(ordered.uses), ordered.clock(), list[fx.Node]()
     gathered: set[Any] = set()  # buckets that a forward gathers now: the other half may not begin to
 
     def urgent(h: _Half) -> tuple[float, bool, float]:
@@ -246,12 +246,12 @@ def _side_by_side(text: Text, most: tuple[int, int], lead: float) -> list[fx.Nod
         return n.target is ops.gather_start and n.args[1] in gathered
 
     while open_ := [h for h in halves if not h.ended]:
-        free = [h for h in open_ if not blocked(text.nodes[h.next.place])]
+        free = [h for h in open_ if not blocked(ordered.nodes[h.next.place])]
         fits = (h for h in sorted(free, key=urgent) if within(memory.would_be(h.next.step), most))
         half = next(fits, None)
         if half is None:
             return None
-        n = text.nodes[half.next.place]
+        n = ordered.nodes[half.next.place]
         if n.target is ops.gather_start:
             gathered.add(n.args[1])
         elif n.target is ops.gather_wait:

@@ -5,7 +5,7 @@
     g_in = mm(gelu_grad, w)                  a product is torch's own kernel, compiled or not: it stands by itself
     s = ops.transpose_start('sum_grad', g_in, ...)
     w_grad = mm(t(gelu_grad), x)
-    ops.put(w, w_grad)                       gradients go into buckets as early as before
+    ops.accumulate(w, w_grad)                       gradients go into buckets as early as before
 
 Element-wise ops, reductions, and views between them that follow each other are a piece; what computes otherwise, what
 communicates and what waits ends it. So what hides a collective, and when memory is freed, stays as the scheduler

@@ -11,7 +11,7 @@ from shardc.passes.joint.record import Line, Ref, Type
 
 #: How a rule was found, or which part of one it is: see shardc.passes.joint.rules. "begun", "waited": of a conversion
 #: beside a product; "product": the one or the other half of that product.
-Kind = Literal["traced", "transposed", "taped", "begun", "waited", "product"]
+Kind = Literal["traced", "transposed", "opaque", "begun", "waited", "product"]
 
 
 class Ask(NamedTuple):

@@ -4,7 +4,7 @@
     transposed   a linear op of ours (conversions, exchanges of experts, dropout, casts of weights, zeros in padding,
                  rounding to float8): its backward is an op of the gradient
     product      one beside a collective, or of 8 bits: its gradients are products
-    taped        any other: whole, with its backward as one op (shardc.runtime.ops.taped). Ops of ours that look at
+    opaque        any other: whole, with its backward as one op (shardc.runtime.ops.opaque). Ops of ours that look at
                  their rank or at data; those of which torch has a kernel for each kind of device; what cannot be traced
 
 Autograd adds the gradients of a value one after the other, in the order in which it comes to the ops that use it, and
@@ -26,7 +26,7 @@ from shardc.passes.joint.rank import Rank
 from shardc.passes.joint.record import Type, memory_of
 from shardc.passes.joint.rule import Ask, Rule
 from shardc.passes.joint.rule_fp8 import product, rounded
-from shardc.passes.joint.rule_taped import taped
+from shardc.passes.joint.rule_opaque import opaque
 from shardc.passes.joint.rule_traced import traced
 from shardc.passes.joint.rule_transposed import (
     CONVERSIONS,
@@ -154,7 +154,7 @@ class Rules:
                 return traced(self.rank, call, ask)
             except Exception:  # anything that torch's Python, or a user's op, raises on tensors without data
                 pass
-        return taped(self.rank, call, ask, self.facts(node, ask.operands).types)
+        return opaque(self.rank, call, ask, self.facts(node, ask.operands).types)
 
     def _traceable(self, call: Template) -> bool:
         if not isinstance(call.target, OpOverload):

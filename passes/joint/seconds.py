@@ -29,14 +29,14 @@ from shardc.machine.work import Op
 from shardc.passes.joint.rank import Rank
 from shardc.passes.joint.rules import BY_DEVICE
 from shardc.runtime import ops
-from shardc.runtime.ops.taped import tensors_in
+from shardc.runtime.ops.opaque import tensors_in
 from shardc.torch_private import OpOverload, TorchDispatchMode
 
 
 @dataclass(frozen=True)
 class Work:
     """Of one line. inside: bytes beside its operands and results, at most, while it runs; tape: that it leaves for its
-    backward (ops.taped); moved: those that a copy of the tape to the host moves, which may be of results too.
+    backward (ops.opaque); moved: those that a copy of the tape to the host moves, which may be of results too.
     """
 
     seconds: float = 0.0
@@ -78,7 +78,7 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Seconds:
-    """Of the lines of one program's texts. rank: on which they are run."""
+    """Of the lines of one program's graphs. rank: on which they are run."""
 
     def __init__(self, program: Program, rank: Rank) -> None:
         self._layout: Mesh = program.mesh
@@ -88,7 +88,7 @@ class Seconds:
         #: On which nothing runs: lines are run on fresh ones.
         self.clock = Clock(ASSUMED, program.mesh, 0)
         self._found: dict[str, Work] = {}
-        self._back: dict[str, Work] = {}  # of taped calls: their backward
+        self._back: dict[str, Work] = {}  # of opaque calls: their backward
         self._tapes: dict[str, str] = {}  # by the tape's name: the call's key
         #: Of lines that were asked for: by what equal ones share and target, (the former, key).
         self._keys: dict[tuple[int, int], tuple[Any, str]] = {}
@@ -101,7 +101,7 @@ class Seconds:
             return self._found[self._tapes[_name(n)]]
         if not is_call(n) or (not isinstance(n.target, OpOverload) and n.target in _NOTHING):
             return _NO_WORK
-        if n.target is ops.untaped:
+        if n.target is ops.opaque_backward:
             tape: Any = n.args[0]
             return self._back[self._tapes[tape.meta.get("tape", _name(tape))]]
         like = n.meta.get("like", n)
@@ -115,14 +115,14 @@ class Seconds:
             self._found[key] = work if work is not None else self._run(n, key)
             if anywhere:
                 _OF_TORCH[key] = self._found[key]
-        if n.target is ops.taped:
+        if n.target is ops.opaque:
             self._tapes.update((u.name, key) for u in n.users if u.meta.get("value") is None)
         return self._found[key]
 
     def held(self, n: fx.Node) -> int:
-        """Bytes that a tape holds, of a text that is not finished; 0 of other values."""
+        """Bytes that a tape holds, of a graph that is not finished; 0 of other values."""
         of: Any = n.args[0] if n.target is operator.getitem else None
-        made = of is not None and of.target is ops.taped and n.meta.get("value") is None
+        made = of is not None and of.target is ops.opaque and n.meta.get("value") is None
         return self.of(of if made else n).tape
 
     def _of_tape(self, n: fx.Node) -> Work:
@@ -181,7 +181,7 @@ class Seconds:
                 self._back[key] = Work(2 * guess)
                 return Work(guess)
             inside = count.most - count.live
-            if target is not ops.taped:
+            if target is not ops.opaque:
                 return Work(count.seconds, inside)
             results = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors_in(made)}
             own = {x.untyped_storage()._cdata: x for p in made[-1].own() if (x := p.tensor) is not None}
@@ -191,14 +191,14 @@ class Seconds:
             return work
 
     def _run_back(self, args: Any, kwargs: Any, made: Any, forward: Work) -> Work:
-        """Of `ops.untaped`, of what `ops.taped` made."""
+        """Of `ops.opaque_backward`, of what `ops.opaque` made."""
         *results, tape = made
         operands = list(tensors_in((args[3:], kwargs)))
         grads = [torch.empty_like(y) if isinstance(y, Tensor) else None for y in results]
         given = [g if begin is not None else None for g, begin in zip(grads, tape.begins, strict=True)]
         try:
             with _Count() as count:
-                ops.untaped(tape, given, [None] * len(args[1]), [operands[i] for i in args[2]])
+                ops.opaque_backward(tape, given, [None] * len(args[1]), [operands[i] for i in args[2]])
         except Exception:  # as above: two products for each of forward's
             return Work(2 * forward.seconds, forward.inside)
         return Work(count.seconds, count.most - count.live)
@@ -234,11 +234,11 @@ _OF_TORCH: dict[str, Work] = {}
 #: They start, wait, hand on: what they take time for is a collective, or not theirs.
 _NOTHING = {
     *(ops.gather_start, ops.gather_wait, ops.regather_start, ops.regather_wait, ops.updated),
-    *(ops.launch, ops.put, ops.scatter, ops.wait),
+    *(ops.launch, ops.accumulate, ops.scatter, ops.wait),
     *(ops.offload_start, ops.offload_wait, ops.reload_start, ops.reload_wait),
 }
 
 
 def _name(n: fx.Node) -> str:
-    """In the text of a stage; in that of an overlapped pair it may have another one."""
+    """In the graph of a stage; in that of an overlapped pair it may have another one."""
     return str(n.meta.get("named", n.name))

@@ -27,7 +27,7 @@ def take_over_memory(graph: fx.Graph) -> None:
     parameter's `.grad` is the gradient itself.
     """
     for n in graph.nodes:
-        if n.target is ops.put and _nobody_elses(n.args[1]):
+        if n.target is ops.accumulate and _nobody_elses(n.args[1]):
             n.kwargs = {"own": True}
         if n.target is not aten.add.Tensor or len(n.args) != 2 or n.kwargs:
             continue

@@ -92,7 +92,7 @@ def template(node: fx.Node) -> Template:
 
 
 def item_name(node: fx.Node, i: int) -> str:
-    """What a stage's text calls a result of a call."""
+    """What a stage's graph calls a result of a call."""
     if not isinstance(node.meta.get("value"), tuple):
         return node.name
     of = (u.name for u in node.users if u.target is operator.getitem and u.args[1] == i)

@@ -2,7 +2,7 @@
 
 forward     the stage's ops, those whose backward wants more than operands and results as the ops that they consist
             of; it also returns what backward wants
-backward    the lines of every event; what is computed again or gathered again, where it is first wanted; what waits on
+backward    the lines of every event; what is recomputed or gathered again, where it is first wanted; what waits on
             the host, for each event that wants it (shardc.passes.joint.offload moves these lines)
 """
 
@@ -23,9 +23,9 @@ from shardc.ir.offload import HostCopy
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint
 from shardc.ir.types import op_name
-from shardc.passes.joint.again import Again, Plan, Wanted
 from shardc.passes.joint.halves import halves_of
 from shardc.passes.joint.order import BucketComplete, Complete, Event, GatheredComplete, Gradient, RuleRuns
+from shardc.passes.joint.recompute import Plan, Recomputed, Wanted
 from shardc.passes.joint.record import Line, Ref, Type, is_view, map_refs
 from shardc.passes.joint.rules import Facts, Rules
 from shardc.passes.joint.take_over import take_over_memory
@@ -62,7 +62,7 @@ class Writer:
         self._rules = {e.node: e.rule for e in events if isinstance(e, RuleRuns) and e.rule.forward is not None}
         self._given = {n.name: n for n in graph.find_nodes(op="placeholder")}
         self._gathered = self._views_of_gathered()
-        self._again = Again(program, graph, list(self._wants()), self._through, self._part_of)
+        self._recomputed = Recomputed(program, graph, list(self._wants()), self._through, self._part_of)
         self._back = fx.Graph()
         self._found: Found = {}  # in backward
         self._gradients: dict[Gradient, fx.Node] = {}
@@ -76,12 +76,12 @@ class Writer:
         self._reloading: dict[str, Any] = {}
 
     def joint(self, held: Callable[[fx.Node], int] | None = None) -> Joint:
-        """held: backward is to be in two halves; gives bytes of a value or a tape, sees forward's taped ops first."""
+        """held: backward is to be in two halves; gives bytes of a value or a tape, sees forward's opaque ops first."""
         forward, saved = self._write_forward()
         self._write_backward(saved)
         halves = [self._back]
         if held is not None:
-            for n in forward.find_nodes(op="call_function", target=ops.taped):
+            for n in forward.find_nodes(op="call_function", target=ops.opaque):
                 held(n)
             halves = halves_of(self._back, held)
         for graph in halves:
@@ -181,11 +181,11 @@ class Writer:
             return made[r.index] if r.kind == "t" else look((self._given[r.kind], 0))
 
         named = {r.index: item_name(n, i) for i, r in enumerate(rule.results) if r.kind == "t"}
-        if rule.kind == "taped":
-            named |= {0: f"{n.name}_taped", len(rule.results) + 1: f"{n.name}_tape"}
+        if rule.kind == "opaque":
+            named |= {0: f"{n.name}_opaque", len(rule.results) + 1: f"{n.name}_tape"}
         for line in rule.forward:
             made[line.number] = self._line(graph, line, at, named.get(line.number), meta)
-        if rule.kind == "taped":
+        if rule.kind == "opaque":
             self._tapes.add(made[len(rule.results) + 1])
         found = {Wanted(n, "t", k): node for k, node in made.items()}
         return found | {Wanted(n, "y", i): at(r) for i, r in enumerate(rule.results) if r.kind != "none"}
@@ -215,7 +215,12 @@ class Writer:
         first = args[0] if args and isinstance(args[0], fx.Node) else None
         if first is not None and (is_view(first.target) if line.target is operator.getitem else line.views):
             self._memory[node] = first
-        if "collective" in meta and line.target not in (ops.transpose, ops.transpose_start, ops.taped, ops.untaped):
+        if "collective" in meta and line.target not in (
+            ops.transpose,
+            ops.transpose_start,
+            ops.opaque,
+            ops.opaque_backward,
+        ):
             del node.meta["collective"]
         return node
 
@@ -236,7 +241,7 @@ class Writer:
                 if (c := meta.get("collective")) is not None:
                     meta["collective"] = replace(c, backward="none")
                 found |= self._call(graph, n, look, meta)
-        saved = {w: node for w, node in found.items() if w in self._again.held and not self._stored(w.node)}
+        saved = {w: node for w, node in found.items() if w in self._recomputed.held and not self._stored(w.node)}
         returned: Any = self._graph.output_node().args[0]
         loss, news, *sent = fx.map_arg(returned, lambda x: self._operand(x, look))
         handles = self._leave(graph, saved)
@@ -251,7 +256,7 @@ class Writer:
         stays = {
             self._owner(node)
             for w, node in saved.items()
-            if w not in self._again.host or w.node in weights or not (_is_tensor(node) or node in self._tapes)
+            if w not in self._recomputed.host or w.node in weights or not (_is_tensor(node) or node in self._tapes)
         }
         stays |= {node for node in graph.find_nodes(op="placeholder") if "collective" not in node.meta}
         causes = {r.name: r.cause for r in self._program.regions}
@@ -260,7 +265,7 @@ class Writer:
         for w, node in saved.items():
             if node in handles or self._owner(node) in stays:
                 continue
-            region = self._again.host[w]
+            region = self._recomputed.host[w]
             start = _add(graph, ops.offload_start, (node, mesh), {"tag": region}, name=f"{node.name}_leaving")
             start.meta = {"value": None, "source": source_of(node), "copy": HostCopy(0, causes[region])}
             wait = _add(graph, ops.offload_wait, (start,), name=f"{node.name}_host")
@@ -352,7 +357,9 @@ class Writer:
         meta = self._reloading = self._meta(n)
         if e.part == "data":  # as under autograd: before there is a gradient beside it, and a sum of that
             x, *_ = factors(n.target, n.args)
-            if (w := Wanted(producer_of(x)[0], "y", producer_of(x)[1])) in self._again.plans and w not in self._found:
+            if (
+                w := Wanted(producer_of(x)[0], "y", producer_of(x)[1])
+            ) in self._recomputed.plans and w not in self._found:
                 self._want(w)
         collective: Collective | None = n.meta.get("collective")
         if collective is not None and collective.backward != "none":
@@ -378,7 +385,7 @@ class Writer:
         meta = {"value": None, **{k: before[k] for k in ("of", "source") if k in before}}
         if isinstance(e, Complete):
             param = self._look(e.param)
-            node = _add(self._back, ops.put, (param, self._gradients[e.gradient]), name=f"{param.name}_put")
+            node = _add(self._back, ops.accumulate, (param, self._gradients[e.gradient]), name=f"{param.name}_put")
             given: Any = e.param[0]
             meta["param"] = given.args[0][e.param[1]].name if given.target is ops.updated else given.name
         elif isinstance(e, BucketComplete):
@@ -414,7 +421,7 @@ class Writer:
             elif (w.node, w.index) in self._gathered and w.kind == "y":
                 self._found |= self._call(self._back, w.node, self._look, self._meta(w.node, repeats=True))
             else:
-                self._run_again(self._again.plans[w])
+                self._recompute(self._recomputed.plans[w])
         return self._found[w]
 
     def _reload(self, w: Wanted) -> fx.Node:
@@ -431,7 +438,7 @@ class Writer:
             self._reloaded[handle] = there
         return self._reloaded[handle]
 
-    def _run_again(self, plan: Plan) -> None:
+    def _recompute(self, plan: Plan) -> None:
         outer = self._reloaded, self._reloading
         self._reloaded = {}
         local: Found = {}

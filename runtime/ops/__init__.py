@@ -24,7 +24,7 @@ extremum          the largest element along dims that are split
 softmax_parts     a softmax's normaliser over dims that are split
 local_math        losses on split classes, look-ups in a part of a table
 with_backward     ops with a backward of their own: pairs of functions, and the one autograd.Function that runs them
-taped             an op with its backward as one op, for backward graphs
+opaque             an op with its backward as one op, for backward graphs
 by_storage        what is known of memory that tensors share
 torch_library     ops of torch that a captured graph cannot hold
 """
@@ -80,16 +80,16 @@ from shardc.runtime.ops.local_math import (
     total,
 )
 from shardc.runtime.ops.one_way import start, transpose, transpose_start, wait
+from shardc.runtime.ops.opaque import opaque, opaque_backward
 from shardc.runtime.ops.random_ops import random
 from shardc.runtime.ops.softmax_parts import largest, log_sum, sum_exp
 from shardc.runtime.ops.stretches import conv1d, cumsum
-from shardc.runtime.ops.taped import taped, untaped
 from shardc.runtime.ops.zero import (
+    accumulate,
     add_into,
     gather_start,
     gather_wait,
     launch,
-    put,
     regather_start,
     regather_wait,
     scatter,
@@ -98,12 +98,13 @@ from shardc.runtime.ops.zero import (
 
 #: What backward graphs call beside the ops of others.
 OF_GRAPHS = {
-    *("add_into", "launch", "put", "regather_start", "regather_wait", "scatter", "taped", "untaped"),
+    *("add_into", "launch", "accumulate", "regather_start", "regather_wait", "scatter", "opaque", "opaque_backward"),
     *("fp8_grad_of_data", "fp8_grad_of_weight", "fp8_round_grad"),
     *("start", "transpose", "transpose_start", "wait"),
     *("offload_start", "offload_wait", "reload_start", "reload_wait"),
 }
 __all__ = [
+    "accumulate",
     "add_into",
     "all_gather",
     "all_gather_partial_grad",
@@ -154,9 +155,10 @@ __all__ = [
     "nll_top",
     "offload_start",
     "offload_wait",
+    "opaque",
+    "opaque_backward",
     "partial_grad_to_partial",
     "partial_mean",
-    "put",
     "random",
     "reduce_scatter",
     "regather_start",
@@ -171,7 +173,6 @@ __all__ = [
     "sum_exp",
     "sum_grad",
     "summed",
-    "taped",
     "ties",
     "to_partial",
     "top",
@@ -179,7 +180,6 @@ __all__ = [
     "transpose",
     "transpose_start",
     "unshard_partial",
-    "untaped",
     "updated",
     "wait",
 ]

@@ -9,11 +9,11 @@
 What stands between is a *handle*, which takes no memory of the device. On a GPU copies run on a stream of their own
 (shardc.runtime.step.activation_offload), and the stream that computes waits for them, not the host. The memory that a
 value leaves is used anew behind `offload_wait` alone, and that of its copy comes from what backward has freed by
-`reload_start`: so a step holds what the text says. (torchtune's OffloadActivations frees what has left in the same way,
-instead of leaving it to the allocator, which would hand the memory out only after it has looked.)
+`reload_start`: so a step holds what the graph says. (torchtune's OffloadActivations frees what has left in the same
+way, instead of leaving it to the allocator, which would hand the memory out only after it has looked.)
 On a CPU, which is its own host, nothing is moved.
 
-A tape (shardc.runtime.ops.taped) goes as what its op has saved for itself.
+A tape (shardc.runtime.ops.opaque) goes as what its op has saved for itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from shardc.runtime.ops.by_storage import ByStorage
-from shardc.runtime.ops.taped import Own, Tape
+from shardc.runtime.ops.opaque import Own, Tape
 
 
 class HostHandle:

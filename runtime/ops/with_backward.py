@@ -3,7 +3,7 @@
     forward(*args)             (the result or results, what backward takes: tensors and whatever else)
     backward(needs, g, *kept)  gradients of the first arguments, in order; needs: by argument, whether one is wanted
 
-Graphs of a step run such an op whole (shardc.runtime.ops.taped), or call what its backward consists of.
+Graphs of a step run such an op whole (shardc.runtime.ops.opaque), or call what its backward consists of.
 """
 
 from __future__ import annotations

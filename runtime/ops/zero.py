@@ -67,12 +67,12 @@ def launch(mesh: Any, tag: str = "") -> None:
     mesh.step.launch()
 
 
-def put(param: Tensor, grad: Tensor, *, own: bool = False) -> None:
+def accumulate(param: Tensor, grad: Tensor, *, own: bool = False) -> None:
     """Backward has a parameter's gradient: what autograd does at a leaf. Where a bucket waits for it, it is copied
     there, and `launch` begins the bucket's sum.
 
     own: nothing else looks at the gradient's memory. Autograd takes a gradient over if nobody else holds it, and copies
-    it otherwise; here the caller holds it, so the text says. Where a bucket waits for it, which copies it to its own
+    it otherwise; here the caller holds it, so the graph says. Where a bucket waits for it, which copies it to its own
     place, that would be one copy too many in any case.
     """
     if not param.requires_grad:  # it was frozen since

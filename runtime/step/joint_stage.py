@@ -27,21 +27,21 @@ from shardc.runtime.step.repeated_lines import tell_repeated
 
 
 class JointStage:
-    """stage: with `joint`; texts: its graphs, for the device; compiler: of their pieces, if they are compiled;
+    """stage: with `joint`; graphs: its graphs, for the device; compiler: of their pieces, if they are compiled;
     copies: to the host and back. weights: the second half of backward, if it has one.
     """
 
     def __init__(
         self,
         stage: Stage,
-        texts: Mapping[str, fx.Graph],
+        graphs: Mapping[str, fx.Graph],
         copies: OffloadedTensors,
         *,
         ranges: bool,
         compiler: Compiler | None = None,
     ) -> None:
         self._copies = copies
-        forward, backward = texts["forward"], texts["backward"]
+        forward, backward = graphs["forward"], graphs["backward"]
         returned: Any = stage.graph.output_node().args[0]
         self._loss = f"{returned[0].name}_grad" if returned[0] is not None else ""
         self.received = [n for n, v in stage.receives.items() if v.requires_grad]
@@ -52,7 +52,7 @@ class JointStage:
         if ranges:
             self._forward = with_ranges(self._forward, forward)
         self._backward = _Half(backward, compiler, ranges=ranges)
-        self.weights = _Half(texts["weights"], compiler, ranges=ranges) if "weights" in texts else None
+        self.weights = _Half(graphs["weights"], compiler, ranges=ranges) if "weights" in graphs else None
         given: Any = backward.output_node().args[0]
         self._handed_on = [n.name for n in given[1]] if self.weights is not None else []
 
@@ -64,7 +64,7 @@ class JointStage:
         return tuple(returned), dict(zip(self._kept, kept, strict=True))
 
     def begin(self, grads: Mapping[str, Tensor], loss: Tensor | None) -> dict[str, Tensor]:
-        """What backward begins with, by the names of its text: see `backward`."""
+        """What backward begins with, by the names of its graph: see `backward`."""
         return {f"{n}_grad": g for n, g in grads.items()} | ({} if loss is None else {self._loss: loss})
 
     @torch.no_grad()
@@ -91,7 +91,7 @@ class JointStage:
 
 
 class JointPair:
-    """The forward of one microbatch and the backward or the forward of another as one text (shardc.passes.joint.pair).
+    """The forward of one microbatch and the backward or the forward of another as one graph (shardc.passes.joint.pair).
     graph: for the device; forward, then: the stages of its halves; compiler: of its pieces, if they are compiled;
     copies: to the host and back.
     """
@@ -115,7 +115,7 @@ class JointPair:
         halves = returned[:1] if kind == "FB" else returned
         #: Of each forward, the names of what it keeps.
         self._kept = [[n.name.removeprefix(self._prefix) for n in half[3]] for half in halves]
-        self._graph, self._text = graph, _Half(graph, compiler, ranges=ranges)
+        self._graph, self._half = graph, _Half(graph, compiler, ranges=ranges)
 
     @torch.no_grad()
     def run(
@@ -132,7 +132,7 @@ class JointPair:
 
         given: what forward's stage takes. microbatch, kept, values: backward's, what its forward kept for it, which is
         used up, and what its stage takes; begin: gradients of what it made for others, and of the loss, by the names of
-        its text; launch: begins the sums of buckets that are complete.
+        its graph; launch: begins the sums of buckets that are complete.
         """
         view = mesh.beside()
         view.step.in_backward, view.step.microbatch = True, microbatch
@@ -140,7 +140,7 @@ class JointPair:
         here = self._taken(given, view, values, kept)
         kept.clear()
         with mesh.step.training(launch, self._copies), view.step.training(launch):
-            returned, grads = self._text.call(here, mesh.step)
+            returned, grads = self._half.call(here, mesh.step)
         return self._forward(0, returned), dict(zip(self._then.received, grads, strict=True))
 
     @torch.no_grad()
@@ -160,15 +160,15 @@ class JointPair:
         view.step.weight_copies = weight_copies
         here = self._taken(given, view, values, {})
         with mesh.step.training(host_copies=self._copies), view.step.training(host_copies=self._copies):
-            returned = self._text.call(here, mesh.step)
+            returned = self._half.call(here, mesh.step)
         return tuple(self._forward(i, half) for i, half in enumerate(returned))
 
     def _taken(
         self, given: Mapping[str, Any], view: Any, values: Mapping[str, Any], kept: dict[str, Any]
     ) -> dict[str, Any]:
-        """All that the text takes, by name. view: the mesh as the second half sees it."""
+        """All that the graph takes, by name. view: the mesh as the second half sees it."""
         here: dict[str, Any] = {}
-        for name in self._text.takes:
+        for name in self._half.takes:
             own = name.removeprefix(self._prefix)
             if own == name:
                 here[name] = given[name] if name in given else values[name]
@@ -184,7 +184,7 @@ class JointPair:
 
 
 class _Half:
-    """A text of backward, as a function of a dict from which it takes what it needs. takes: names."""
+    """A graph of backward, as a function of a dict from which it takes what it needs. takes: names."""
 
     def __init__(self, graph: fx.Graph, compiler: Compiler | None, *, ranges: bool) -> None:
         self._graph, self.takes = graph, {n.name for n in graph.find_nodes(op="placeholder")}
@@ -207,7 +207,7 @@ class _Half:
             return self._run(values)
 
 
-#: Where a text's dict has the context of the step, beside its values: no name of a node.
+#: Where a graph's dict has the context of the step, beside its values: no name of a node.
 _STEP = "the step"
 
 

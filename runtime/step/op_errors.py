@@ -22,7 +22,7 @@ from shardc.ir import source
 from shardc.ir.graph import source_of
 from shardc.ir.types import op_name
 from shardc.runtime import ops
-from shardc.runtime.ops.taped import op_of
+from shardc.runtime.ops.opaque import op_of
 
 aten = torch.ops.aten
 
@@ -173,7 +173,7 @@ def _index_error(error: IndexError, node: fx.Node | None, values: dict[str, Any]
     target: Any = node.target if node is not None else None
     operands = node.all_input_nodes if node is not None else []
     args: Any = node.args if node is not None else ()
-    if target is ops.taped:  # (op, needs, again, its own arguments)
+    if target is ops.opaque:  # (op, needs, again, its own arguments)
         target, args = op_of(args[0]), args[3:]
     if node is not None and target in (aten.embedding.default, ops.embedding_partial):
         table, ids = operands[:2]

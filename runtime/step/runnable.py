@@ -98,10 +98,10 @@ class RunnableStage:
                 fix="compile again",
             )
         with WRITING:
-            texts = self._stage.joint.graphs
+            graphs = self._stage.joint.graphs
             if self._device.type != "cpu":
-                texts = {way: on_device(graph, self._device) for way, graph in texts.items()}
-            return JointStage(self._stage, texts, self._copies, ranges=self._ranges, compiler=self._compiler)
+                graphs = {way: on_device(graph, self._device) for way, graph in graphs.items()}
+            return JointStage(self._stage, graphs, self._copies, ranges=self._ranges, compiler=self._compiler)
 
 
 def only_stage(program: Program, mesh: Any) -> RunnableStage:

@@ -52,7 +52,7 @@ aten = torch.ops.aten
 #: Names that the text itself uses; fx keeps its own names off Python's keywords and builtins, and off `torch`.
 RESERVED = {"ops", "aten"}
 #: Ops of backward graphs that do something, and give nothing.
-EFFECTS = {ops.launch, ops.put, ops.scatter}
+EFFECTS = {ops.launch, ops.accumulate, ops.scatter}
 #: In the place of a type.
 NO_TENSOR = "?"
 

@@ -134,9 +134,9 @@ class _Reader:
                     returned = True
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     self._op(name, value, comment, source, line)
-                case ast.Expr(value=ast.Call(func=ast.Attribute(attr="launch" | "put" | "scatter")) as value) if (
-                    self.joint
-                ):
+                case ast.Expr(
+                    value=ast.Call(func=ast.Attribute(attr="launch" | "accumulate" | "scatter")) as value
+                ) if self.joint:
                     self._op("", value, f"{NO_TENSOR} | {comment}" if comment else NO_TENSOR, source, line)
                 case ast.Delete(targets=targets):
                     self._delete(targets, line)
@@ -242,8 +242,8 @@ class _Reader:
             case ast.Call() if all(k.arg for k in value.keywords):
                 target = self._target(value.func, line)
                 args = tuple([self._arg(a, line) for a in value.args])
-                if target is ops.taped:
-                    self._taped(args[0] if args else None, line)
+                if target is ops.opaque:
+                    self._opaque(args[0] if args else None, line)
                 kwargs = {str(k.arg): self._arg(k.value, line) for k in value.keywords}
             case _:
                 raise self.unreadable(value, line)
@@ -254,15 +254,15 @@ class _Reader:
         if name:
             self.env[name] = node
 
-    def _taped(self, name: Any, line: int) -> None:
-        """The op that `ops.taped` is to call stands as a text, which the reader of ops has to accept, too."""
+    def _opaque(self, name: Any, line: int) -> None:
+        """The op that `ops.opaque` is to call stands as a text, which the reader of ops has to accept, too."""
         try:
             named = isinstance(name, str) and len(name) < 200
             op = self._target(ast.parse(name, self.file, mode="eval").body, line) if named else None
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             op = None
         if op is None or getattr(op, "__name__", "") in ops.OF_GRAPHS:
-            raise self.wrong(line, f"ops.taped of {str(name)[:60]!r}: that is not an op that programs call")
+            raise self.wrong(line, f"ops.opaque of {str(name)[:60]!r}: that is not an op that programs call")
 
     def _describe(self, node: fx.Node, comment: str, source: Source, line: int) -> None:
         """Set a node's type, source and collective from the comment that follows it."""

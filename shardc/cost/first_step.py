@@ -44,6 +44,6 @@ def give_gradients(program: Program, backwards: list[Action], given: Any, hooks:
         for name in trained_by(program, program.stages[a.stage]):
             p = given[name]
             p = p if isinstance(p, Tensor) else p.bucket.params[name]
-            ops.put(p, torch.empty_like(p), own=True)
+            ops.accumulate(p, torch.empty_like(p), own=True)
         hooks.pause()
     hooks.reduce()

@@ -1,4 +1,4 @@
-"""The text of an overlapped pair, and what its names say (shardc.passes.joint.pair makes it)."""
+"""The graph of an overlapped pair, and what its names say (shardc.passes.joint.pair makes it)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Pair:
     """kind: "FB": a forward beside a backward; "FF": beside another forward. first, then: the stages of its halves, by
-    number. graph: takes what both texts take, those of the second with names of their own, and returns `(what the first
-    text returns, what the second returns)`: a forward's results, a backward's gradients.
+    number. graph: takes what both graphs take, those of the second with names of their own, and returns `(what the
+    first graph returns, what the second returns)`: a forward's results, a backward's gradients.
     """
 
     kind: str
@@ -41,7 +41,7 @@ def prefix_of(kind: str, forward: fx.Graph) -> str:
 
 
 def role(n: fx.Node) -> str:
-    """ "mesh" or "rng" of what a text is given besides values: those of one microbatch; "" of anything else."""
+    """ "mesh" or "rng" of what a graph is given besides values: those of one microbatch; "" of anything else."""
     if n.name in ("mesh", "rng"):
         return n.name
     given = n.op == "placeholder" and n.meta.get("value") is None

@@ -92,7 +92,7 @@ STATEMENTS = (
         "a = not mesh",
         "del mesh",
     ),
-    *("a = ops.taped('os.system', mesh)  # f32[2]", "ops.launch(mesh, 'x')", "a = aten.relu.default(a)", "match a:"),
+    *("a = ops.opaque('os.system', mesh)  # f32[2]", "ops.launch(mesh, 'x')", "a = aten.relu.default(a)", "match a:"),
     *("a = complex('1' * 9)", "a = torch.device('/etc/passwd')", "a = float('1')", "\x0cimport os", "\\", "'''", '"""'),
     *("a = aten.relu.default(mesh)  # f32[2]\r    import os", "a\u2028import os", "if 1: import os", "nonlocal a"),
 )

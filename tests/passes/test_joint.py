@@ -170,7 +170,7 @@ def test_experts_of_a_mesh() -> None:
         }
         program = shardc.compile(model, batch, spec)
     text = program.joint()
-    assert "ops.taped('ops.experts_apply'" in text
+    assert "ops.opaque('ops.experts_apply'" in text
     for op in ("experts_send", "experts_return"):  # there and back, forward and backward
         assert f"ops.start('{op}', " in text
         assert f"ops.transpose_start('{op}', " in text
@@ -185,7 +185,7 @@ def test_the_text_of_a_product_beside_its_collective() -> None:
     between = "\n".join(lines[start:wait])
     assert "all_reduce/none tp" in lines[start]
     assert "aten.mm.default" in between
-    assert between.count("ops.put(h_1_fc_") == 2
+    assert between.count("ops.accumulate(h_1_fc_") == 2
 
 
 def test_zero_3_gathers_and_scatters_in_the_text() -> None:
@@ -512,7 +512,9 @@ def test_a_gradient_lies_alike_on_ranks_with_padding_and_without() -> None:
 
 
 @pytest.mark.parametrize("file", ["stage0.py", "stage0_forward.py"])
-@pytest.mark.parametrize("name", ["load_library.__func__.__globals__.get", "aten.copy_.default", "ops.put", "1 + 1"])
+@pytest.mark.parametrize(
+    "name", ["load_library.__func__.__globals__.get", "aten.copy_.default", "ops.accumulate", "1 + 1"]
+)
 def test_an_artifact_calls_no_op_by_a_text_that_a_program_may_not(file: str, name: str, tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     program = shardc.compile(
@@ -524,17 +526,17 @@ def test_an_artifact_calls_no_op_by_a_text_that_a_program_may_not(file: str, nam
     program.save(tmp_path / "out")
     text = (tmp_path / "out" / file).read_text()
     head, arrow, body = text.partition("):\n")
-    line = f"    e1 = ops.taped({name!r}, (), (), '__builtins__')  # (f32[1])\n"
+    line = f"    e1 = ops.opaque({name!r}, (), (), '__builtins__')  # (f32[1])\n"
     (tmp_path / "out" / file).write_text(head + arrow + line + body)
     with pytest.raises(shardc.ShardcError, match=r"not an op that programs call|that only compute"):
         shardc.load(tmp_path / "out", trust=True)
 
 
 def test_a_taped_op_is_looked_up_by_its_name_alone() -> None:
-    from shardc.runtime.ops.taped import op_of
+    from shardc.runtime.ops.opaque import op_of
 
     assert op_of("aten.silu.default") is torch.ops.aten.silu.default
-    for name in ("load_library.__func__.__globals__", "ops.taped", "ops.__all__", "aten.silu", "aten.silu.__class__"):
+    for name in ("load_library.__func__.__globals__", "ops.opaque", "ops.__all__", "aten.silu", "aten.silu.__class__"):
         with pytest.raises(shardc.ShardcError, match="is not an op that programs call"):
             op_of(name)
 

@@ -105,11 +105,11 @@ def _(n: fx.Node) -> bool | None:
     return None
 
 
-@kind("joint: gradient put to another parameter", _calls(ops.put))
+@kind("joint: gradient put to another parameter", _calls(ops.accumulate))
 def _(n: fx.Node) -> bool | None:
     param: Any = n.args[0]
     for other in n.graph.nodes:
-        if other.target is ops.put and other is not n:
+        if other.target is ops.accumulate and other is not n:
             to: Any = other.args[0]
             if _tensor(to) is not None and _tensor(to).shape == _tensor(param).shape:  # type: ignore[union-attr]
                 n.args, other.args = (to, n.args[1]), (param, other.args[1])
@@ -117,12 +117,12 @@ def _(n: fx.Node) -> bool | None:
     return False
 
 
-@kind("joint: gradient not put", _calls(ops.put))
+@kind("joint: gradient not put", _calls(ops.accumulate))
 def _(n: fx.Node) -> None:
     n.graph.erase_node(n)
 
 
-@kind("joint: gradient put twice", _calls(ops.put))
+@kind("joint: gradient put twice", _calls(ops.accumulate))
 def _(n: fx.Node) -> None:
     with n.graph.inserting_after(n):
         n.graph.node_copy(n, lambda x: x)
@@ -130,7 +130,7 @@ def _(n: fx.Node) -> None:
 
 @kind("joint: a bucket's sum begun too early", _calls(ops.launch))
 def _(n: fx.Node) -> bool | None:
-    first = next((x for x in n.graph.nodes if x.target is ops.put), None)
+    first = next((x for x in n.graph.nodes if x.target is ops.accumulate), None)
     if first is None:
         return False
     first.prepend(n)

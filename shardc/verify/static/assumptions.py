@@ -111,7 +111,7 @@ ASSUMPTIONS = (
         "lines of graphs",
         "An op with its backward as one op, gradients that are handed over, and gathers in backward are autograd's.",
         DEFINITIONS,
-        ("taped", "untaped", "put", "launch", "scatter", "regather_start", "regather_wait"),
+        ("opaque", "opaque_backward", "accumulate", "launch", "scatter", "regather_start", "regather_wait"),
     ),
     Assumption(
         "copies on the host",

@@ -208,7 +208,7 @@ class _Texts:
         for text in ("backward", "weights"):
             for n in self._texts[text].nodes if text in self._texts else ():
                 args: Any = n.args
-                if n.target is ops.put:
+                if n.target is ops.accumulate:
                     to = self._env[text][args[0]].number
                     name, want = self._expected.puts.get(to, (args[0].name, None))
                     puts[to] += 1
@@ -232,7 +232,7 @@ class _Texts:
         empty: set[tuple[str, str]] = set()
         for text in ("backward", "weights"):
             for n in self._texts[text].nodes if text in self._texts else ():
-                if n.target is not ops.untaped:
+                if n.target is not ops.opaque_backward:
                     continue
                 tape: Any = n.args[0]
                 while tape.target in (ops.reload_wait, ops.reload_start):
@@ -319,7 +319,7 @@ def _overwritten(graph: fx.Graph) -> Iterator[tuple[fx.Node, str]]:
             memory[n] = memory[first] if shares and first is not None else n
         sharing[memory[n]].append(n)
     for n in nodes:
-        own = n.target is ops.put and bool(n.kwargs.get("own"))
+        own = n.target is ops.accumulate and bool(n.kwargs.get("own"))
         if n.target is not ops.add_into and not own:
             continue
         x: Any = n.args[1] if own else n.args[0]

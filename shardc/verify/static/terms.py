@@ -121,7 +121,7 @@ class Terms:
         if target is ops.wait:
             begun = self._known[args[0].number]
             return begun[1] if begun[0] == "begun" else self._kept(("wait of what was not begun", args[0].number))
-        if target is operator.getitem and self._known[args[0].number][0] is ops.untaped:
+        if target is operator.getitem and self._known[args[0].number][0] is ops.opaque_backward:
             return self._gradient(args[0].number, int(args[1]))
         if target is aten.t.default:
             inside = self._known[args[0].number]
@@ -135,14 +135,14 @@ class Terms:
         named = tuple(sorted((k, _key(v)) for k, v in kwargs.items() if k not in _ASIDE))
         return self._kept((target, tuple(map(_key, args)), named))
 
-    def _gradient(self, untaped: int, index: int) -> int:
-        """One of those that a taped op's backward gives: it may run once for all of them, or again for some."""
-        (tape, grads, before, operands), named = self._known[untaped][1:]
+    def _gradient(self, opaque_backward: int, index: int) -> int:
+        """One of those that a opaque op's backward gives: it may run once for all of them, or again for some."""
+        (tape, grads, before, operands), named = self._known[opaque_backward][1:]
         only = dict(named).get("only", ())
         if only and _key(index) not in only:
-            return self._kept(("a gradient that is not asked for", untaped))
+            return self._kept(("a gradient that is not asked for", opaque_backward))
         named = tuple((k, v) for k, v in named if k != "only")
-        return self._kept((ops.untaped, (tape, grads, before[index], operands), (*named, ("of", index))))
+        return self._kept((ops.opaque_backward, (tape, grads, before[index], operands), (*named, ("of", index))))
 
     def _copied(self, target: Any, x: int) -> int:
         """A step on the way to the host and back. One that follows another step than it should is no value's."""

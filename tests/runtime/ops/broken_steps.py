@@ -14,10 +14,10 @@ from shardc.runtime.step.activation_offload import OffloadedTensors
 Op = Callable[..., Any]
 #: Those that give no tensor, and those that do.
 WITHOUT_TENSORS = {
-    *("gather_start", "regather_start", "scatter", "put", "launch"),
+    *("gather_start", "regather_start", "scatter", "accumulate", "launch"),
     *("offload_start", "offload_wait", "reload_start"),
 }
-OPS = WITHOUT_TENSORS | {"gather_wait", "regather_wait", "updated", "taped", "untaped", "reload_wait"}
+OPS = WITHOUT_TENSORS | {"gather_wait", "regather_wait", "updated", "opaque", "opaque_backward", "reload_wait"}
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -46,16 +46,16 @@ def ways(name: str, op: Op) -> Iterator[tuple[str, Op]]:
         yield "the first gradient alone", lambda params, grads, **_: op(params, [grads[0], *[None] * (len(grads) - 1)])
     if name == "launch":
         yield "nothing", nothing
-    if name == "put":
+    if name == "accumulate":
         yield "nothing", nothing
         yield "twice the gradient", lambda p, g, **how: op(p, g + g, **how)
         yield "a conjugate too many", lambda p, g, **how: op(p, g.conj().resolve_conj(), **how)
         yield "written over what is there", lambda p, g, **_: setattr(p, "grad", g)
         yield "never copied", lambda p, g, **_: op(p, g, own=True)
         yield "always copied", lambda p, g, **_: op(p, g)
-    if name == "taped":
+    if name == "opaque":
         yield "no gradient", lambda op_name, _, *rest: op(op_name, (), *rest)
-    if name == "untaped":
+    if name == "opaque_backward":
         yield (
             "a conjugate too many",
             lambda t, g, *rest, **how: op(t, [x if x is None else x.conj() for x in g], *rest, **how),

@@ -147,7 +147,7 @@ def gathered_again() -> None:
     check((3,), work)
 
 
-@of("put", "launch")
+@of("accumulate", "launch")
 def handed_over() -> None:
     """Gradients of whole parameters, of which each bucket's sum begins when all of it is there."""
 
@@ -160,7 +160,7 @@ def handed_over() -> None:
         buckets.start()
         with mesh.step.training(buckets.launch):
             for own, (name, p) in zip((False, True, True, False), zip(SHAPES, params, strict=True), strict=True):
-                ops.put(p, grads[name].clone(), own=own)
+                ops.accumulate(p, grads[name].clone(), own=own)
                 assert p.grad is None, "it is in the bucket"
                 before = begun(mesh, "backward")
                 ops.launch(mesh, tag="launch")
@@ -173,11 +173,11 @@ def handed_over() -> None:
         for dtype in FLOATS:
             p, g = nn.Parameter(numbers((2, 3), dtype)), numbers((2, 3), dtype, seed=1)
             want = g.clone()
-            ops.put(p, g, own=own)
+            ops.accumulate(p, g, own=own)
             assert p.grad is not None
             assert (p.grad.data_ptr() == g.data_ptr()) == own, "it is copied where somebody else may look at it"
             assert torch.equal(p.grad, want)
-            ops.put(p, want.clone(), own=own)
+            ops.accumulate(p, want.clone(), own=own)
             assert torch.equal(p.grad, 2 * want)
 
 

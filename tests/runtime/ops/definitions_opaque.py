@@ -64,28 +64,31 @@ def recorded(through: Through = lambda tape: tape) -> None:
             wanted, grads, of_operands = by_autograd(case, tensors)
 
             def tape() -> Any:
-                *results, made = ops.taped(name, needs, again, *tensors, *rest)
+                *results, made = ops.opaque(name, needs, again, *tensors, *rest)
                 same(results, wanted)
                 assert not any(y.requires_grad for y in results)
                 return through(made)
 
             nothing, given = (None,) * len(needs), [tensors[i] for i in again]
-            same(ops.untaped(tape(), grads, nothing, given), of_operands)
+            same(ops.opaque_backward(tape(), grads, nothing, given), of_operands)
             before = [numbers(tuple(g.shape), dtype, seed=20) for g in of_operands]
-            added = ops.untaped(tape(), grads, before, given)
+            added = ops.opaque_backward(tape(), grads, before, given)
             same(added, [torch.add(x, g) for x, g in zip(before, of_operands, strict=True)])
             made = tape()
             for k, want in enumerate(of_operands):  # one after the other
-                each = ops.untaped(made, grads, nothing, given, only=(k,), keep=k + 1 < len(needs))
+                each = ops.opaque_backward(made, grads, nothing, given, only=(k,), keep=k + 1 < len(needs))
                 assert [i for i, g in enumerate(each) if g is not None] == [k]
                 same([each[k]], [want])
             none = [None] * len(grads)
-            assert ops.untaped(tape(), none, nothing, given) == nothing
-            same(ops.untaped(tape(), none, nothing, given, zeros=True), [torch.zeros_like(g) for g in of_operands])
+            assert ops.opaque_backward(tape(), none, nothing, given) == nothing
+            same(
+                ops.opaque_backward(tape(), none, nothing, given, zeros=True),
+                [torch.zeros_like(g) for g in of_operands],
+            )
 
 
-@of("taped", "untaped")
-def taped() -> None:
+@of("opaque", "opaque_backward")
+def opaque() -> None:
     recorded()
 
 

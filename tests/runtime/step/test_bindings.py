@@ -121,4 +121,4 @@ def test_gradients_of_ops_with_several_results_are_taken_over_as_they_are() -> N
     """Those of a norm's weights are nobody else's: `.grad` is what the op made, not a copy."""
     program = shardc.compile(Net(), {"x": torch.randn(4, 8)}, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
     text = program.joint()
-    assert text.count("ops.put(") == text.count("own=True") == 6
+    assert text.count("ops.accumulate(") == text.count("own=True") == 6

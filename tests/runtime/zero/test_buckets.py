@@ -73,10 +73,10 @@ def test_buckets_start_in_their_order_while_backward_runs() -> None:
     buckets = Buckets(p, params, mesh)
     buckets.start()
     for n in ("c", "b", "a"):  # as a backward graph puts them
-        ops.put(params[n], torch.ones(2))
+        ops.accumulate(params[n], torch.ones(2))
         buckets.launch()
     mesh.events.append("d is next")
-    ops.put(params["d"], torch.ones(2))
+    ops.accumulate(params["d"], torch.ones(2))
     buckets.launch()
     assert mesh.events == ["start bucket0", "start bucket1", "d is next", "start bucket2"]
     mesh.events.clear()

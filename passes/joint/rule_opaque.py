@@ -1,4 +1,4 @@
-"""The rule of an op that stays whole: its backward is one op too (shardc.runtime.ops.taped)."""
+"""The rule of an op that stays whole: its backward is one op too (shardc.runtime.ops.opaque)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Saved:
     own: int = 0
 
 
-def taped(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -> Rule:
+def opaque(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) -> Rule:
     """Operands are counted by their place; of one that has two, the first has the gradient of both, which autograd adds
     up in the order in which it comes to them inside of the op. types: of the results.
     """
@@ -41,15 +41,15 @@ def taped(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) ->
     saved = _saved(rank, apart, places, needs, ask)
     w = Lines(rank, call, ask)
     args = (target_text(call.target), needs, saved.again, *call.args)
-    first = w.put(Line(0, ops.taped, args, tuple(call.kwargs.items())))
+    first = w.put(Line(0, ops.opaque, args, tuple(call.kwargs.items())))
     made = [w.put(Line(0, operator.getitem, (first, k), (), t)) for k, t in enumerate(types)]
     tape = w.put(Line(0, operator.getitem, (first, len(types))))
     split = len(w.lines)
     grads = tuple(Ref("g", i) if t is not None else None for i, t in enumerate(ask.tangents))
     before = [Ref("p", places[k]) if ask.before[places[k]] is not None else None for k in needs]
     operands = tuple(Ref("x", places[k]) for k in saved.again)
-    zeros = () if saved.known else (("zeros", True),)  # else the text would take what is None for a gradient
-    back = w.put(Line(0, ops.untaped, (tape, grads, tuple(before), operands), zeros, saved.grads))
+    zeros = () if saved.known else (("zeros", True),)  # else the graph would take what is None for a gradient
+    back = w.put(Line(0, ops.opaque_backward, (tape, grads, tuple(before), operands), zeros, saved.grads))
     of_operands: list[Ref | None] = [None] * len(ask.operands)
     kinds: list[Type | None] = [None] * len(ask.operands)
     for n, k in enumerate(needs):
@@ -61,7 +61,7 @@ def taped(rank: Rank, call: Template, ask: Ask, types: Sequence[Type | None]) ->
         tuple(w.lines[split:]),
         tuple(of_operands),
         tuple(kinds),
-        "taped",
+        "opaque",
         saved.own,
     )
 

@@ -1,7 +1,7 @@
-"""What backward wants of forward's values: which are kept, on the device or the host, and which are computed again,
+"""What backward wants of forward's values: which are kept, on the device or the host, and which are recomputed,
 together with what.
 
-A region (shardc.passes.recompute) computes again, for the ops in it, what it does not keep. What has ops in common
+A region (shardc.passes.recompute) recomputes, for the ops in it, what it does not keep. What has ops in common
 comes back together, when backward wants the first of it: a *plan*.
 
     region h.0      n = norm(x)     backward wants n and g     one plan: n, g     x is kept
@@ -44,7 +44,7 @@ class Plan:
     wanted: list[Wanted]
 
 
-class Again:
+class Recomputed:
     """held: what is kept from forward; plans: by value, how the others come back. host: of what is held, what only ops
     in regions with `offload: cpu` hold, by the region: it need not stay on the device. wants: (op whose backward wants
     it, value). through: what is wanted where an op that runs again takes a value: that value, or what it is made of.
@@ -84,7 +84,7 @@ class Again:
                 together[n] = [n]
                 for made in dict.fromkeys(map(producer_of, operands_of(n))):
                     w = Wanted(made[0], "y", made[1])
-                    if self._again(w, region) and w not in self.held:
+                    if self._recomputes(w, region) and w not in self.held:
                         todo.append(made[0])
                         edges.append((n, made[0]))
                     else:
@@ -103,11 +103,11 @@ class Again:
         self.host = {w: region for w, region in self._regions.items() if w not in self._here}
 
     def _ask(self, askable: list[str], chain: list[str], w: Wanted, asked: dict[str, set[Wanted]]) -> None:
-        """Have the innermost of the regions `askable` compute it again; hold it if none does. chain: those of who
+        """Have the innermost of the regions `askable` recompute it; hold it if none does. chain: those of who
         asks.
         """
         own = w.kind == "t" and w.node.target in _BY_RANK  # its code may differ from rank to rank
-        region = next((r for r in askable if self._again(w, r)), None)
+        region = next((r for r in askable if self._recomputes(w, r)), None)
         if region is None or own:
             self.held.add(w)
             offloads = next((r for r in chain if r in self._offloads), None)
@@ -131,7 +131,7 @@ class Again:
     def _depth(self, region: str) -> int:
         return len(self._chain_of(region))
 
-    def _again(self, w: Wanted, region: str) -> bool:
+    def _recomputes(self, w: Wanted, region: str) -> bool:
         """Does the region make it again? Not a part of what the region holds on the host."""
         if not self._inside(w.node, region):
             return False
@@ -140,5 +140,5 @@ class Again:
         return not away or whole is None or self._inside(whole[0], region)
 
     def _inside(self, n: fx.Node, region: str) -> bool:
-        """Does the region compute the op's result again?"""
+        """Does the region recompute the op's result?"""
         return region in self._chain(n) and region not in n.meta.get("kept", ())

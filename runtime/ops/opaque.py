@@ -1,13 +1,13 @@
 """One op under autograd, whole: what a graph of a step (shardc.passes.joint) calls where an op's derivative is not
 written out.
 
-    y, tape = ops.taped('ops.experts_apply', (0, 2, 3), (0, 2, 3), rows, counts, up, down, ...)
+    y, tape = ops.opaque('ops.experts_apply', (0, 2, 3), (0, 2, 3), rows, counts, up, down, ...)
     ...
-    rows_grad, up_grad, down_grad = ops.untaped(tape, (y_grad,), (None, None, None), (rows, up, down))
+    rows_grad, up_grad, down_grad = ops.opaque_backward(tape, (y_grad,), (None, None, None), (rows, up, down))
 
-Tensors among the arguments are counted from 0, in order. Those that autograd wants of them again are given to `untaped`
-again: so a program says itself which values it keeps, computes again, or gathers again. The tape holds the rest: what
-the op made for its backward alone.
+Tensors among the arguments are counted from 0, in order. Those that autograd wants of them again are given to
+`opaque_backward` again: so a program says itself which values it keeps, recomputes, or gathers again. The tape holds
+the rest: what the op made for its backward alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def op_of(name: str) -> Callable[..., Any]:
         op = getattr(getattr(getattr(torch.ops, path[0]), path[1], None), path[2], None)
         if isinstance(op, OpOverload):
             return op
-    raise ShardcError(f"{name!r} is not an op that programs call", where="ops.taped", fix="compile again")
+    raise ShardcError(f"{name!r} is not an op that programs call", where="ops.opaque", fix="compile again")
 
 
 def tensors_in(a: Any) -> Iterator[Tensor]:
@@ -112,9 +112,9 @@ class Tape:
 _Seen = tuple[Own, tuple[int, ...], torch.Size, tuple[int, ...], int]
 
 
-def taped(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+def opaque(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """(the op's result or results, a tape). needs: the tensors among its arguments that get gradients; again: those
-    that `untaped` is given again."""
+    that `opaque_backward` is given again."""
     given = list(tensors_in((args, kwargs)))
     with torch.enable_grad():
         of_needs = {i: _opened(given[i]) for i in needs}
@@ -196,7 +196,7 @@ def _seen(x: Tensor, strides: tuple[int, ...], size: torch.Size, stride: tuple[i
     return apart.as_strided(size, stride, offset)
 
 
-def untaped(
+def opaque_backward(
     tape: Tape,
     grads: Sequence[Tensor | None],
     before: Sequence[Tensor | None],
@@ -206,7 +206,7 @@ def untaped(
     only: Sequence[int] = (),
     keep: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of what `taped` was told needs them; the tape is empty then. grads: of the results; before: what
+    """The gradients of what `opaque` was told needs them; the tape is empty then. grads: of the results; before: what
     each of the operands has from other ops, to which the new gradients are added, or None; operands: `again`; zeros:
     what gets no gradient gets zeros; only: of these alone, counted among those that need one (all others: None); keep:
     the tape stays, for the others.
