@@ -141,9 +141,9 @@ def _compiled(one: equality.Reference) -> tuple[Program, bool]:
 
 def _draws(one: equality.Reference) -> bool:
     """Does the model give another loss with another seed?"""
-    with zoo.Wide(), torch.no_grad(), torch.random.fork_rng():
+    with zoo.Wide(), torch.random.fork_rng():
         torch.manual_seed(1)
-        loss = default_or_waves(one.model(**one.batch), one.batch)
+        loss = default_or_waves(one.model(**one.batch), one.batch).detach()  # `waves` looks at what has gradients
     return float((loss - one.loss).abs()) > board.EQUAL * float(one.loss.abs())
 
 

@@ -210,8 +210,8 @@ def test_copies_run_beside_computing() -> None:
     seconds, sizes = Seconds(program, Rank(program)), Sizes(program)
     joint = program.stages[0].joint
     assert joint is not None
-    overlap.Text(joint.forward, seconds, sizes)
-    text = overlap.Text(joint.backward, seconds, sizes)
+    overlap.OrderedGraph(joint.forward, seconds, sizes)
+    text = overlap.OrderedGraph(joint.backward, seconds, sizes)
     adjacent = [n for n in text.nodes if n.target is not ops.reload_start]
     for n in [n for n in text.nodes if n.target is ops.reload_start]:
         (wait,) = n.users

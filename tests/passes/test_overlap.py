@@ -69,7 +69,7 @@ def without_overlap(program: Any) -> Any:
     """The same program, each of whose collectives is waited for where it is begun."""
 
     def as_written(graph: Any, seconds: Seconds, sizes: Sizes, room: int = 0) -> int:
-        text = overlap.Text(graph, seconds, sizes)
+        text = overlap.OrderedGraph(graph, seconds, sizes)
         return text.uses.peak(text.nodes)[1]  # type: ignore[no-any-return]
 
     with mock.patch.object(joint, "overlap_collectives", as_written):
@@ -89,7 +89,7 @@ def test_backward_waits_for_less_than_half_of_what_it_waits_for_without_overlap(
 def test_an_order_keeps_the_lines_and_takes_no_more_memory(program: Any) -> None:
     seconds, sizes = Seconds(program, Rank(program)), Sizes(program)
     for graph in program.stages[0].joint.graphs.values():
-        text = overlap.Text(graph, seconds, sizes)
+        text = overlap.OrderedGraph(graph, seconds, sizes)
         most = text.uses.peak(text.nodes)
         for reserve in overlap.RESERVES:
             order, clock = overlap.fitting(text, reserve, most)
@@ -122,7 +122,7 @@ def test_a_graph_takes_what_the_cost_model_says_of_its_action(spec: dict[str, An
     clock.run(run.before)
     forward, backward = (clock.run(part) for action, part in run.actions if action.kind in "FB")
     seconds, sizes, joint_graphs = Seconds(program, Rank(program)), Sizes(program), program.stages[0].joint
-    texts = [overlap.Text(graph, seconds, sizes) for graph in (joint_graphs.forward, joint_graphs.backward)]
+    texts = [overlap.OrderedGraph(graph, seconds, sizes) for graph in (joint_graphs.forward, joint_graphs.backward)]
     took = [text.timed(text.nodes).now for text in texts]
     assert took == pytest.approx([forward, backward], rel=rest)
 
@@ -131,7 +131,7 @@ def test_the_sum_of_a_bucket_waits_for_the_one_before() -> None:
     """At ZeRO 3 its buffer is free then. Without ZeRO no sum waits for another."""
     for zero, settles in ((3, True), (0, False)):
         program = compiled(mesh={"dp": 8}, shard={}, activations={}, data={"zero": zero})
-        text = overlap.Text(program.stages[0].joint.backward, Seconds(program, Rank(program)), Sizes(program))
+        text = overlap.OrderedGraph(program.stages[0].joint.backward, Seconds(program, Rank(program)), Sizes(program))
         sums = [line for line in text.lines if line.step.sums]
         assert len(sums) > 2
         assert all(line.settles == settles for line in sums)

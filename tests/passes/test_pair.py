@@ -140,12 +140,12 @@ def test_a_pair_has_the_lines_of_both_texts_and_takes_no_more_memory(case: str) 
             lines = sorted(n.name for text in texts for n in text.nodes if n.op == "call_function")
             assert sorted(n.name for n in half.nodes if n.op == "call_function") == lines
         for text in forward.graphs.values():  # what its tapes take is known from forward's lines
-            overlap.Text(text, seconds, sizes)
+            overlap.OrderedGraph(text, seconds, sizes)
         for text in other.graphs.values():
-            overlap.Text(text, seconds, sizes)
+            overlap.OrderedGraph(text, seconds, sizes)
         whole = pair._whole(other, seconds, sizes) if p.kind == "FB" else other.forward
-        one_by_one = overlap.Text(pair._joined(program, forward.forward, whole, prefix), seconds, sizes)
-        both = overlap.Text(p.graph, seconds, sizes)
+        one_by_one = overlap.OrderedGraph(pair._joined(program, forward.forward, whole, prefix), seconds, sizes)
+        both = overlap.OrderedGraph(p.graph, seconds, sizes)
         assert overlap.within(both.uses.peak(both.nodes), one_by_one.uses.peak(one_by_one.nodes))
         assert both.simulate(both.nodes) <= one_by_one.simulate(one_by_one.nodes)
 
@@ -164,13 +164,13 @@ def test_a_backward_in_two_halves_is_whole_in_a_pair() -> None:
         seconds.of(n)
     peaks = []
     for early in (True, False):
-        text = overlap.Text(pair._of_halves(joint, joint.weights, early=early), seconds, sizes)
+        text = overlap.OrderedGraph(pair._of_halves(joint, joint.weights, early=early), seconds, sizes)
         names = [n.name for n in text.nodes]
         assert [n for n in names if n in first] == first
         assert [n for n in names if n in second] == second
         assert (names == [*first, *second]) != early
         peaks.append(text.uses.peak(text.nodes))
-    text = overlap.Text(pair._whole(joint, seconds, sizes), seconds, sizes)
+    text = overlap.OrderedGraph(pair._whole(joint, seconds, sizes), seconds, sizes)
     assert text.uses.peak(text.nodes) == peaks[1 if overlap.within(peaks[1], peaks[0]) else 0]
 
 
