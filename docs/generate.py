@@ -305,7 +305,7 @@ def joint() -> Blocks:
             _joint("checkpoint=[{match: blocks.*, save: [linear]}]"), r"^(gelu|linear_2|linear_2_grad) ="
         ),
         "host": _with(_joint(host), r"linear_2(_\w+)? = ops|^gelu ="),
-        "overlap": _with(beside[0], ""),
+        "overlap": _with(beside[0], r"ops\.(\w*start|wait)\(|aten\.mm\b"),
         "pieces": _with(compiled, rf"\| {piece}$"),
     }
     return {name: fenced(text, "python") for name, text in blocks.items()}

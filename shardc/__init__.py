@@ -4,13 +4,12 @@ Public names are loaded when they are first used (PEP 562), so that `import shar
 
 compile       a model and a spec -> a program; recompile: for a batch of other sizes
 ir            what a program is                        spec       what users write
-machine       seconds and bytes of ops and collectives on a device
 capture       the model as a graph                     passes     the stages of compilation
 rules         what may be split in an op               verify     programs and rules against one device
 runtime       what runs on a rank                      artifact   a program on disk
-cost, plan    time and memory; the fastest spec        report     text, tables and pictures
-cli           the commands                             nn         functions for models that torch has no op for
-errors        ShardcError; folded_messages: equal messages of layers, once
+machine       seconds and bytes of ops, on a device    report     text, tables and pictures
+cost, plan    time and memory; the fastest spec        nn         functions for models that torch has no op for
+cli           the commands                             errors     ShardcError; folded_messages: equal ones, once
 call_arguments: those of the public functions, checked; names_loaded_later: names of packages, imported when used
 torch_modes, torch_private    modes and private modules of torch; text_file: small files of users; version
 

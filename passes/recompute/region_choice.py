@@ -18,7 +18,7 @@ from shardc.passes.joint.rules import Rules
 from shardc.passes.joint.saved import LocalTypes, saved_of
 from shardc.passes.recompute.fewest_bytes import STATISTIC, MinCut
 from shardc.passes.recompute.kinds import CHEAP, kinds
-from shardc.rules.work import seconds
+from shardc.rules.registry import seconds_of
 from shardc.runtime import ops
 from shardc.runtime.ops.local_math import UNEQUAL
 from shardc.spec import Checkpoint as Entry
@@ -91,7 +91,7 @@ class StageGraph:
             return 0.0
         c: Collective | None = node.meta.get("collective")
         sent = c.forward_bytes * byte_seconds(c.kind, self._mesh.group(0, c.axes)) if c and c.kind != "none" else 0.0
-        return seconds(self._types.call(node)) + sent
+        return seconds_of(self._types.call(node)) + sent
 
 
 @dataclass(frozen=True)

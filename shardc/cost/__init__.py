@@ -18,7 +18,7 @@ op_times      what each op of a real step takes; tour: pieces of models to measu
 fit           a device's numbers from measured ops and collectives
 caching_allocator
               what torch's allocator takes of a GPU for it
-extrapolate   models of many layers from models of few
+fewer_layers  leaves out repeated layers of a model
 """
 
 from typing import TYPE_CHECKING

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc.capture import capture
-from shardc.cost.extrapolate import layer_lists, with_layers
+from shardc.cost.fewer_layers import layer_lists, with_layers
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
 from shardc.ir.layers import layer_of

@@ -20,7 +20,7 @@ from shardc.machine.assumed import ASSUMED, STAGES, byte_seconds
 from shardc.report.colours import BLUE, CYAN, GREEN, INK, LINE, SOFT, VIOLET, YELLOW
 from shardc.report.svg import CHARACTER, Picture, cut, ticks
 from shardc.rules.op_call import call_of
-from shardc.rules.work import flops, rank_seconds
+from shardc.rules.registry import flops_of, rank_seconds
 from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Action, Costs, Schedule, Slot, Timeline
 
@@ -84,7 +84,7 @@ def _cost(graph: fx.Graph, program: Program) -> tuple[float, float, float]:
         forward += work
         wanting = [x in of_weights for x in operands_of(n) if requires_grad(x)]
         # an op that is no product reads its gradients once
-        each = wanting if flops(call_of(n)) else [all(wanting)] if wanting else []
+        each = wanting if flops_of(call_of(n)) else [all(wanting)] if wanting else []
         weights += work * sum(each)
         inputs += work * (len(each) - sum(each))
     return forward, inputs, weights

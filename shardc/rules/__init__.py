@@ -1,7 +1,7 @@
 """Rules: one line an op, in factor notation (docs/algebra.md). Importing this package registers all of them.
 
 notation, op_call       what a rule is written in; what it gets to see of a call
-registry                all rules, by op; user_ops: those of users; work: seconds of a call, from its rule
+registry                all rules, by op; user_ops: those of users
 choices, strategy       the ways to run one call on one mesh axis, derived from its rule
 finite_padding          what padding has to hold where an op reads it
 shared_signatures       what rules of several families have in common

@@ -15,6 +15,7 @@ whole_grad  the backward is not linear in the gradient of the result (it rounds 
 
 from __future__ import annotations
 
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -28,8 +29,9 @@ from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
 from shardc.ir.placement import Layout, Placement
+from shardc.machine.assumed import work_seconds
 from shardc.rules.notation import Signature, parse
-from shardc.rules.op_call import Call
+from shardc.rules.op_call import Call, call_of
 from shardc.rules.strategy import Strategy
 from shardc.runtime import ops
 
@@ -207,3 +209,26 @@ def find(op: Any) -> Rule | None:
     if op in RULES:
         return RULES[op]
     return next((r for f in _FALLBACKS if (r := f(op)) is not None), None)
+
+
+def flops_of(call: Call) -> int:
+    """Count what its rule counts; 0 of an op without products."""
+    found = find(call.target)
+    return found.flops(call) if found is not None and found.flops is not None else 0
+
+
+def seconds_of(call: Call) -> float:
+    """Seconds of a large op on the machine that passes assume: of its products, or of what it reads and writes."""
+    return work_seconds(flops_of(call), sum(v.nbytes() for v in (*call.operands, *call.results)))
+
+
+def rank_seconds(node: fx.Node, mesh: Mesh) -> float:
+    """Seconds of a node, on one rank of a mesh. To pick one of several results takes nothing."""
+    if node.target is operator.getitem:
+        return 0.0
+    call = call_of(node)
+
+    def local(v: Value) -> Value:
+        return Value(v.local_shape(mesh), v.dtype, v.requires_grad)
+
+    return seconds_of(replace(call, operands=tuple(map(local, call.operands)), results=tuple(map(local, call.results))))

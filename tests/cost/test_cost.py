@@ -19,7 +19,7 @@ from shardc.capture import capture
 from shardc.cost import Cost, device
 from shardc.cost.device_file import measured_file
 from shardc.cost.dry_run import dry_run
-from shardc.cost.extrapolate import extrapolate, layer_lists, with_layers
+from shardc.cost.fewer_layers import layer_lists, with_layers
 from shardc.ir.program import Program
 from shardc.machine.flops import traffic_of
 from shardc.machine.work import Op
@@ -230,7 +230,7 @@ def test_communication_is_what_the_program_says() -> None:
 # --- models of many layers from few
 
 
-def test_many_layers_from_few() -> None:
+def test_what_layers_take_is_linear_in_their_number() -> None:
     model, batch = gpt3(layers=4)
     whole = capture(model, batch, prove=False)
     assert layer_lists(whole) == {"h": list("0123")}
@@ -239,14 +239,12 @@ def test_many_layers_from_few() -> None:
         spec = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": MEGATRON, "uneven": "pad"}
         return shardc.compile(model, batch, spec, captured=program).cost()
 
-    found, real = (
-        extrapolate(priced(with_layers(whole, 2)), priced(with_layers(whole, 3)), 2, 3, 4),
-        priced(whole).ranks[0],
-    )
-    assert found.memory.peak == pytest.approx(real.memory.peak, rel=0.02)
-    assert found.flops == real.flops
-    assert found.seconds == pytest.approx(real.seconds, rel=0.02)
-    assert found.comm["tp", "all_reduce"] == real.comm["tp", "all_reduce"]
+    two, three, four = (priced(with_layers(whole, n)).ranks[0] for n in (2, 3, 4))
+    assert 2 * three.memory.peak - two.memory.peak == pytest.approx(four.memory.peak, rel=0.02)
+    assert 2 * three.flops - two.flops == four.flops
+    assert 2 * three.seconds - two.seconds == pytest.approx(four.seconds, rel=0.02)
+    sent = [each.comm["tp", "all_reduce"] for each in (two, three, four)]
+    assert 2 * sent[1] - sent[0] == sent[2]
 
 
 def test_layers_that_others_use_stay() -> None:

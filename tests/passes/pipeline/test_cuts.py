@@ -122,7 +122,7 @@ def test_a_large_embedding_and_head_weigh_as_much_as_layers(stages: int) -> None
     costs = [
         sum(Ops.of([n for n in s.graph.nodes if n.op == "call_function"], program.mesh, 8).work) for s in program.stages
     ]
-    assert max(costs) <= 1.15 * sum(costs) / stages
+    assert max(costs) <= 1.2 * sum(costs) / stages  # a layer is 0.4 of a stage
     layers = [sum(f"h.{i}" in each for i in range(8)) for each in modules(program)]
     assert layers[-1] < max(layers)
     assert all(len(e.names) == 1 for e in program.edges)  # the residual, between its sums

@@ -1,22 +1,16 @@
-"""Costs of models of many layers from models of few: repeated layers are alike, so costs are linear in their number.
-
-captured = shardc.capture.capture(model, batch)                   126 layers
-few, more = with_layers(captured, 2), with_layers(captured, 3)    compile and price these, which is quick
-extrapolate(cost_few, cost_more, 2, 3, 126)                       the cost of the whole model
+"""Leave out repeated layers of a captured model. What a step takes is linear in their number, so models of two and
+three layers say what one of many takes (shardc.plan.few_layers).
 
 before   h.0   h.1   h.2   h.3   ...   h.95  ln_f(h.95)        after (2)    h.0   h.1   ln_f(h.1)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from shardc.cost.peak_memory import Memory
-from shardc.cost.step import Cost, RankCost
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph, source_of
 from shardc.ir.layers import layer_of
@@ -90,35 +84,3 @@ def _cut(graph: fx.Graph, name: str, numbers: list[str], count: int) -> None:
             raise ShardcError(what, where=name, fix="price the whole model")
         for u in outside:
             u.replace_input_with(node, other)
-
-
-def extrapolate(few: Cost, more: Cost, layers_few: int, layers_more: int, number: int) -> RankCost:
-    """The cost of a rank of a model with `number` layers, from the costs of two models with fewer; without a pipeline.
-
-    Memory by kind is that at the peak; the curve is the larger model's own.
-    """
-    share = (number - layers_few) / (layers_more - layers_few)
-
-    def line(one: float, other: float) -> float:
-        return one + (other - one) * share
-
-    def lines(one: Mapping[Any, float], other: Mapping[Any, float]) -> dict[Any, float]:
-        return {k: line(one.get(k, 0), other.get(k, 0)) for k in {**one, **other}}
-
-    def whole(numbers: Mapping[Any, float]) -> dict[Any, int]:
-        return {k: round(n) for k, n in numbers.items()}
-
-    a, b = few.ranks[0], more.ranks[0]
-    kinds = whole(lines(a.memory.kinds, b.memory.kinds))
-    resident = whole(lines(a.memory.resident, b.memory.resident))
-    host = round(line(a.memory.host, b.memory.host))
-    memory = Memory(kinds, b.memory.part, b.memory.op, resident, b.memory.curve, host)
-    return RankCost(
-        b.at,
-        b.rank,
-        memory,
-        round(line(a.flops, b.flops)),
-        whole(lines(a.comm, b.comm)),
-        line(a.seconds, b.seconds),
-        lines(a.exposed, b.exposed),
-    )
