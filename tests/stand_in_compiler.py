@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-cut: Any = importlib.import_module("shardc.passes.joint.pieces")
+cut: Any = importlib.import_module("shardc.passes.joint.fused_regions")
 inductor: Any = importlib.import_module("shardc.runtime.compiled.inductor")
 
 

@@ -12,7 +12,7 @@
     overlap     collectives in two, and lines in an order that hides them; seconds: what a line takes;
                 memory: the bytes that are alive
     pair        a forward and a backward of two microbatches, or two forwards, as one text
-    pieces      which lines are compiled as one
+    fused_regions   which lines are compiled as one
 
 docs/joint.md shows both texts of a layer.
 """
@@ -36,7 +36,7 @@ from shardc.passes.joint.offload import arrange_copies
 from shardc.passes.joint.order import Backward
 from shardc.passes.joint.overlap import overlap_collectives
 from shardc.passes.joint.pair import pairs_of
-from shardc.passes.joint.pieces import mark_pieces
+from shardc.passes.joint.fused_regions import mark_fused_regions
 from shardc.passes.joint.record import Type
 from shardc.passes.joint.rules import Facts, Rules
 from shardc.passes.joint.seconds import Seconds
@@ -82,7 +82,7 @@ def with_joint_graphs(program: Program, how: Execution) -> Program:
     pairs = pairs_of(made, texts.seconds, texts.sizes, _wanted_pairs(made, how))
     for p in pairs:
         if how.compile == "layers":
-            mark_pieces(p.graph, texts.sizes)
+            mark_fused_regions(p.graph, texts.sizes)
     return replace(made, pairs=pairs)
 
 
@@ -122,7 +122,7 @@ class Texts:
             joint, _ = self._with_backward(stage)
             overlap_collectives(joint.forward, self.seconds, self.sizes, self._room())
             for text in joint.graphs.values() if self._how.compile == "layers" else ():
-                mark_pieces(text, self.sizes)
+                mark_fused_regions(text, self.sizes)
             self._done[stage] = joint
         return self._done[stage]
 

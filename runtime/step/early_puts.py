@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from shardc.runtime import ops
-from shardc.runtime.compiled.pieces import boxed
+from shardc.runtime.compiled.regions import boxed
 from shardc.runtime.ops.taped import Tape, back, record
 
 

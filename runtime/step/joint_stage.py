@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import prefix_of
 from shardc.ir.stage import Stage
-from shardc.runtime.compiled import Compiler, with_pieces
+from shardc.runtime.compiled import Compiler, with_compiled_regions
 from shardc.runtime.step import op_errors
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.bindings import bind
@@ -50,7 +50,7 @@ class JointStage:
         kept: Any = forward.output_node().args[0]
         self._kept = [n.name for n in kept[3]]
         puts = EarlyPuts(*texts.values())
-        whole = copy_graph(with_pieces(forward, compiler))
+        whole = copy_graph(with_compiled_regions(forward, compiler))
         puts.insert(whole)
         self._forward = fx.GraphModule(nn.Module(), bind(whole))
         if ranges:
@@ -192,7 +192,7 @@ class _Half:
 
     def __init__(self, graph: fx.Graph, puts: EarlyPuts, compiler: Compiler | None, *, ranges: bool) -> None:
         self._graph, self.takes = graph, {n.name for n in graph.find_nodes(op="placeholder")}
-        module = _taking(with_pieces(graph, compiler), puts)
+        module = _taking(with_compiled_regions(graph, compiler), puts)
         self._run = with_ranges(module, graph) if ranges else module
 
     @torch.no_grad()

@@ -34,12 +34,12 @@ sys.path.insert(0, str(ROOT))
 import shardc  # noqa: E402
 from shardc.capture import capture  # noqa: E402
 from shardc.ir.graph import values_of  # noqa: E402
-from shardc.ir.pieces import moved, pieces_of  # noqa: E402
+from shardc.ir.fused_regions import moved, fused_regions  # noqa: E402
 from shardc.ir.units import size  # noqa: E402
-from shardc.passes.joint.pieces import shares_memory  # noqa: E402
+from shardc.passes.joint.fused_regions import shares_memory  # noqa: E402
 from shardc.passes.joint.record import is_view  # noqa: E402
 from shardc.runtime.compiled import inductor  # noqa: E402
-from shardc.runtime.compiled.pieces import piece_text  # noqa: E402
+from shardc.runtime.compiled.regions import code_of  # noqa: E402
 from shardc.torch_private import kernels_of  # noqa: E402
 from tests.gpt3 import GPT3  # noqa: E402
 
@@ -109,8 +109,8 @@ def compared(name: str, rounds: int, number: int) -> Compared:
     for engine in engines.values():
         engine.close()
     ratio = statistics.median(a / b for a, b in zip(took["compiled"], took["line by line"], strict=True))
-    pieces = [p for s in programs["compiled"].stages for g in s.joint.graphs.values() for p in pieces_of(g)]  # type: ignore[union-attr]
-    of_text = {piece_text(p).key: sum(not is_view(n.target) for n in p.lines) for p in pieces}
+    pieces = [p for s in programs["compiled"].stages for g in s.joint.graphs.values() for p in fused_regions(g)]  # type: ignore[union-attr]
+    of_text = {code_of(p).key: sum(not is_view(n.target) for n in p.lines) for p in pieces}
     traffic = [
         moved(p, lambda n: sum(v.nbytes() for v in values_of(n) if v is not None), shares_memory) for p in pieces
     ]

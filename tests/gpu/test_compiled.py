@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardc
-from shardc.ir.pieces import without_pieces
+from shardc.ir.fused_regions import without_fused_regions
 from shardc.runtime.compiled import masks
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.rng import Rng, row_and_column_offsets
@@ -52,7 +52,7 @@ def test_a_compiled_step(gpu: str, precision: dict[str, str], bound: float) -> N
     assert "| piece 0" in program.joint()
     mesh = TorchMesh(program.mesh, device=torch.device(gpu))
     found, peaks = [], []
-    for p in (without_pieces(program), program):
+    for p in (without_fused_regions(program), program):
         engine = p.engine(model, None, mesh=mesh)
         engine.backward(batch)  # this compiles
         engine.update()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shardc
 from shardc.ir.graph import values_of
 from shardc.ir.mesh import Mesh
-from shardc.ir.pieces import moved, pieces_of, without_pieces
+from shardc.ir.fused_regions import moved, fused_regions, without_fused_regions
 from shardc.runtime.compiled import masks
 from shardc.runtime.mesh.shapes import ShapeMesh
 from shardc.runtime.rng import Rng, device_key
@@ -24,7 +24,7 @@ from shardc.torch_private import kernels_of, no_compiler
 from tests import stand_in_compiler, zoo
 from tests.passes.test_joint import SPECS, built, compiled, momentum, same
 
-module: Any = importlib.import_module("shardc.runtime.compiled.pieces")
+module: Any = importlib.import_module("shardc.runtime.compiled.regions")
 cut, inductor = stand_in_compiler.cut, stand_in_compiler.inductor
 CASES = ("sp", "zero 3", "zero bubbles, v, zero 3, recomputed", "precision")
 LAYERS = {"execution": {"compile": "layers"}}
@@ -47,7 +47,7 @@ def test_pieces_give_the_same_bits(case: str, stand_in: list[int]) -> None:
     name, spec = SPECS[case]
     model, batch, _ = built(name)
     program = compiled(name, spec, **LAYERS)
-    pieces = [p for s in program.stages if s.joint for g in s.joint.graphs.values() for p in pieces_of(g)]
+    pieces = [p for s in program.stages if s.joint for g in s.joint.graphs.values() for p in fused_regions(g)]
     want, have = (
         shardc.verify.simulate(p, model, batch, steps=2, optimizer=momentum) for p in (compiled(name, spec), program)
     )
@@ -76,7 +76,7 @@ def test_masks_are_those_of_dropout() -> None:
 
 
 def pieces(program: Any) -> list[Any]:
-    return [p for s in program.stages for g in s.joint.graphs.values() for p in pieces_of(g)]
+    return [p for s in program.stages for g in s.joint.graphs.values() for p in fused_regions(g)]
 
 
 def test_equal_layers_have_equal_pieces(small_pieces: None) -> None:
@@ -111,7 +111,7 @@ def test_pieces_come_back_from_disk_and_count_as_one_op(small_pieces: None, tmp_
     loaded = shardc.load(tmp_path / "out")
     assert loaded.joint() == program.joint()
     assert "| piece 0" in loaded.joint()
-    fused, plain = (p.cost("h100-80g") for p in (program, without_pieces(program)))
+    fused, plain = (p.cost("h100-80g") for p in (program, without_fused_regions(program)))
     assert fused.step_seconds < plain.step_seconds
     assert fused.memory.peak <= plain.memory.peak
 
@@ -179,7 +179,7 @@ def test_compiled_by_inductor(small_pieces: None, tmp_path: Path, monkeypatch: p
     model, batch = Small().double(), {"x": torch.randn(8, 4, 32, dtype=torch.float64)}
     spec = {"shardc": 1, "mesh": {"dp": 2}, **LAYERS}
     program = shardc.compile(model, batch, spec)
-    plain_ = without_pieces(program)
+    plain_ = without_fused_regions(program)
     want, have = (shardc.verify.simulate(p, model, batch, steps=2, optimizer=momentum) for p in (plain_, program))
     assert not [v for v in inductor._DONE.values() if isinstance(v, str)]
     lines = [n for p in pieces(program) for n in p.lines if not cut.is_view(n.target)]
