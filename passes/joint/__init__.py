@@ -31,12 +31,12 @@ from shardc.ir.graph import is_call, producer_of
 from shardc.ir.program import Program
 from shardc.ir.stage import DeferredJoint, Joint, Stage
 from shardc.passes.base import Pass
+from shardc.passes.joint.fused_regions import mark_fused_regions
 from shardc.passes.joint.memory import Sizes
 from shardc.passes.joint.offload import arrange_copies
 from shardc.passes.joint.order import Backward
 from shardc.passes.joint.overlap import overlap_collectives
 from shardc.passes.joint.pair import pairs_of
-from shardc.passes.joint.fused_regions import mark_fused_regions
 from shardc.passes.joint.record import Type
 from shardc.passes.joint.rules import Facts, Rules
 from shardc.passes.joint.seconds import Seconds

@@ -80,9 +80,10 @@ class _Cut:
         self.order: list[fx.Node] = []
         self._number = 0
         self._open: dict[fx.Node, None] = {}  # lines that may become a region, and `put`s between them
+        self._pulled: set[fx.Node] = set()  # of an op's several results, which come with it
         self._layer: tuple[str, str] | None = None  # of the last product
         for n in graph.nodes:
-            if n.op == "call_function" and n not in self._open:
+            if n.op == "call_function" and n not in self._pulled:
                 self._take(n)
         self._close()
 
@@ -94,7 +95,9 @@ class _Cut:
         elif _compiles(n):
             if self._ends(n):
                 self._close()
-            self._open |= dict.fromkeys((n, *(u for u in n.users if u.target is operator.getitem)))
+            results = [u for u in n.users if u.target is operator.getitem]
+            self._pulled.update(results)
+            self._open |= dict.fromkeys((n, *results))
         else:
             self._close()
             self.order.append(n)
@@ -121,6 +124,8 @@ class _Cut:
         self._open = {}
 
     def _gains(self, lines: Sequence[fx.Node]) -> bool:
+        if sum(not shares_memory(n) for n in lines) < 2:
+            return False
         region = region_of(0, lines)
         one_by_one, together = moved(region, fuses, self._sizes.bytes_of, shares_memory)
         return any(not role(x) for x in region.takes) and one_by_one - together >= self._least

@@ -1,8 +1,9 @@
-"""Compiles regions by torch's Inductor, each distinct one once: for all layers, microbatches and ranks of this process.
+"""Compile fused regions by torch's Inductor, each distinct one once: for all layers, microbatches and ranks of a
+process.
 
-On disk Inductor keeps what it has generated and built, by the text of the region, sizes, strides, dtypes, device and the
-version of torch (TORCHINDUCTOR_CACHE_DIR, else a folder of the user's below /tmp): another run, or another process of
-the same machine, loads it in milliseconds. Of the processes of a machine that need a region at the same time one
+On disk Inductor keeps what it has generated and built, by the lines of the region, sizes, strides, dtypes, device and
+the version of torch (TORCHINDUCTOR_CACHE_DIR, else a folder of the user's below /tmp): another run, or another process
+of the same machine, loads it in milliseconds. Of the processes of a machine that need a region at the same time one
 compiles it and the others wait.
 """
 
@@ -54,14 +55,14 @@ class Compiler:
         self._strict = strict
 
     def expect(self, key: str) -> None:
-        """A region of this text is going to be compiled: for the count that is shown."""
+        """Count a region that is going to be compiled, for the number that is shown."""
         _EXPECTED[key] = None
 
     def compiled(self, key: str, function: Callable[..., Any], inputs: Sequence[Tensor], where: str) -> Run | None:
         """A function of tensors as compiled code, for inputs of these sizes, strides and dtypes; None: it runs line by
         line, and a note has said why.
 
-        key: of its text; where: for messages. Raises ShardcError under `strict` where there is no compiled code."""
+        key: of its lines; where: for messages. Raises ShardcError under `strict` where there is no compiled code."""
         whole = (key, *((tuple(x.shape), x.stride(), x.dtype, x.device) for x in inputs), torch.get_num_threads())
         with _LOCK:
             if whole not in _DONE:

@@ -41,7 +41,7 @@ def with_compiled_regions(graph: fx.Graph, compiler: Compiler | None) -> fx.Grap
     if compiler is None or not regions:
         return graph
     copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    first, within = {p.lines[0]: p for p in regions}, {n for p in regions for n in p.lines}
+    first, within = {r.lines[0]: r for r in regions}, {n for r in regions for n in r.lines}
     for n in graph.nodes:
         if n in first:
             _call(copy, first[n], env, compiler)
@@ -145,13 +145,13 @@ class _RegionCall:
         self.named = {role(x): x for x in region.takes if role(x)}
         self.takes = tuple(x for x in region.takes if not role(x))
         self._masks = [_mask(n) for n in region.lines if n.target is ops.dropout]
-        self._text = code_of(region)
-        self._written = sorted(self._text.writes.items())
+        self._code = code_of(region)
+        self._written = sorted(self._code.writes.items())
         self._region = region
         self._lines: fx.GraphModule | None = None
         self._runs: dict[Any, Callable[..., Any] | None] = {}  # by sizes and strides
         self._compiler = compiler
-        compiler.expect(self._text.key)
+        compiler.expect(self._code.key)
 
     def __call__(self, box: list[Any], mesh: Any, rng: Any) -> Any:
         layout = tuple([(x.shape, x.stride()) for x in box])
@@ -159,7 +159,7 @@ class _RegionCall:
             if len(self._runs) == LAYOUTS or any(isinstance(x, FakeTensor) for x in box):
                 return self._one_by_one(box, mesh, rng)
             inputs = [*box, *self._drawn(box, mesh, rng)]
-            self._runs[layout] = self._compiler.compiled(self._text.key, self._text.function, inputs, self._text.where)
+            self._runs[layout] = self._compiler.compiled(self._code.key, self._code.function, inputs, self._code.where)
         run = self._runs[layout]
         if run is None or (self._masks and not rng.training):
             return self._one_by_one(box, mesh, rng)
@@ -226,9 +226,8 @@ def _written(n: fx.Node, takes: Sequence[fx.Node]) -> fx.Node | None:
 
 def _memory_of(n: fx.Node) -> fx.Node:
     """The line in the memory of whose result a value is, or might be."""
-    while n.op == "call_function" and (
-        n.target in (operator.getitem, aten.reshape.default) or n.target in IDENTITIES or getattr(n.target, "is_view", 0)
-    ):
+    views = {operator.getitem, aten.reshape.default, *IDENTITIES}
+    while n.op == "call_function" and (n.target in views or getattr(n.target, "is_view", False)):
         n = n.all_input_nodes[0]
     return n
 

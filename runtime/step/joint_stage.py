@@ -28,7 +28,7 @@ from shardc.runtime.step.repeated_lines import tell_repeated
 
 
 class JointStage:
-    """stage: with `joint`; texts: its graphs, for the device; compiler: of their pieces, if they are compiled;
+    """stage: with `joint`; texts: its graphs, for the device; compiler: of their fused regions, if they are compiled;
     copies: to the host and back. weights: the second half of backward, if it has one.
     """
 
@@ -96,8 +96,8 @@ class JointStage:
 
 class JointPair:
     """The forward of one microbatch and the backward or the forward of another as one text (shardc.passes.joint.pair).
-    graph: for the device; forward, then: the stages of its halves; compiler: of its pieces, if they are compiled;
-    copies: to the host and back.
+    graph: for the device; forward, then: the stages of its halves; compiler: of its fused regions, if they
+    are compiled; copies: to the host and back.
     """
 
     def __init__(

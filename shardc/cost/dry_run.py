@@ -23,8 +23,8 @@ from shardc.cost.growth import Growth
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.ledger import Ledger
 from shardc.cost.recorded import DryRun, Part, Sent, Waited
+from shardc.ir.fused_regions import fused_regions, moved
 from shardc.ir.graph import copy_graph, values_of
-from shardc.ir.fused_regions import moved, fused_regions
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint, Stage
 from shardc.ir.stored import Buffer, Input, Param

@@ -2,8 +2,8 @@
 layers}`).
 
 The lines of a region carry its number (`meta["fused"]`) and are in the order in which they run without a compiler: so a
-graph with fused regions is a graph as any other. shardc.passes.joint.fused_regions chooses them; shardc.runtime.compiled
-runs them.
+graph with fused regions is a graph as any other. shardc.passes.joint.fused_regions chooses them;
+shardc.runtime.compiled runs them.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from shardc.ir.fused_regions import fused_regions, without_fused_regions
 from shardc.ir.graph import values_of
 from shardc.ir.metadata import Value
-from shardc.ir.fused_regions import fused_regions, without_fused_regions
 from shardc.ir.program import Program
 from shardc.ir.types import OUTSIDE_DOMAIN
 from shardc.ir.units import plural, size

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.ir.graph import copy_graph, is_call, source_of
 from shardc.ir.fused_regions import without_fused_regions
+from shardc.ir.graph import copy_graph, is_call, source_of
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint, Stage
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ir.graph import copy_graph, map_value
 from shardc.ir.fused_regions import without_fused_regions
+from shardc.ir.graph import copy_graph, map_value
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint
 from shardc.ir.stored import Buffer

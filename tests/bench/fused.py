@@ -33,8 +33,8 @@ sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
 from shardc.capture import capture  # noqa: E402
+from shardc.ir.fused_regions import fused_regions, moved  # noqa: E402
 from shardc.ir.graph import values_of  # noqa: E402
-from shardc.ir.fused_regions import moved, fused_regions  # noqa: E402
 from shardc.ir.units import size  # noqa: E402
 from shardc.passes.joint.fused_regions import shares_memory  # noqa: E402
 from shardc.passes.joint.record import is_view  # noqa: E402
