@@ -1,7 +1,7 @@
 """Which lines of a graph become one fused region, which is compiled as one (`execution: {compile: layers}`).
 
     gelu_grad = gelu_backward(g, up)         region 7
-    bias_grad = sum(gelu_grad, [0])          region 7
+    bias_grad = sum(gelu_grad, [0])          region 7: moved up
     g_in = mm(gelu_grad, w)                  region 7: the compiler calls torch's kernel
     s = ops.transpose_start('sum_grad', g_in, ...)
     w_grad = mm(t(gelu_grad), x)             region 8
@@ -11,8 +11,9 @@
 
 All lines between two that communicate, wait, copy to the host, or are opaque to a compiler (attention, experts) are a
 region. So what hides a collective, and when sums of gradients begin, stays as the scheduler
-(shardc.passes.joint.overlap) has left it. Within a region the compiler orders lines, and frees what they make. Only a
-gradient's `put` moves: behind its region.
+(shardc.passes.joint.overlap) has left it. Within a region the compiler orders lines, and frees what they make. Two
+kinds of lines move: a gradient's `put` behind its region, and a small line that only reads what the last region has
+made, as the sum of a bias's gradient, up into it.
 
 A region ends in front of the first product of another layer, too: a norm stays with the sum of the layer before it, and
 equal layers have equal regions, each of which is compiled once.
@@ -21,7 +22,7 @@ equal layers have equal regions, each of which is compiled once.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
@@ -41,6 +42,8 @@ aten = torch.ops.aten
 
 #: Bytes of memory traffic that a region has to save; below, compiling and calling it costs more than it gains.
 LEAST = 1 << 16
+#: A value is small beside one of so many times its bytes.
+SMALL = 16
 #: Lines of the largest region: compilers take long for more, and gain little.
 LINES = 512
 
@@ -77,30 +80,37 @@ class _Cut:
 
     def __init__(self, graph: fx.Graph, sizes: Sizes, least: int) -> None:
         self._sizes, self._least = sizes, least
-        self.order: list[fx.Node] = []
-        self._number = 0
-        self._open: dict[fx.Node, None] = {}  # lines that may become a region, and `put`s between them
+        #: Lines that may become a region, and `put`s between them; the last such one; lines by themselves.
+        self._open: dict[fx.Node, None] = {}
+        self._last: dict[fx.Node, None] = {}
+        self._windows: list[dict[fx.Node, None]] = []
         self._pulled: set[fx.Node] = set()  # of an op's several results, which come with it
         self._layer: tuple[str, str] | None = None  # of the last product
+        self._number = 0
         for n in graph.nodes:
             if n.op == "call_function" and n not in self._pulled:
                 self._take(n)
         self._close()
+        self.order = [n for window in self._windows for n in self._marked(window)]
 
     def _take(self, n: fx.Node) -> None:
         if n.target in _BEFORE and self._open.keys().isdisjoint(n.all_input_nodes):
-            self.order.append(n)
+            self._windows.append({n: None})
         elif n.target is ops.put and self._open:
             self._open[n] = None
         elif _compiles(n):
             if self._ends(n):
                 self._close()
-            results = [u for u in n.users if u.target is operator.getitem]
-            self._pulled.update(results)
-            self._open |= dict.fromkeys((n, *results))
+            if lines := self._earlier(n):
+                self._last |= dict.fromkeys(lines)
+                self._open = {x: None for x in self._open if x not in lines}
+            else:
+                results = [u for u in n.users if u.target is operator.getitem]
+                self._pulled.update(results)
+                self._open |= dict.fromkeys((n, *results))
         else:
             self._close()
-            self.order.append(n)
+            self._windows.append({n: None})
 
     def _ends(self, n: fx.Node) -> bool:
         """Does a line begin another region?"""
@@ -111,17 +121,38 @@ class _Cut:
         of_others = bool(last.meta.get("back")) != bool(n.meta.get("back"))  # a region is of one microbatch
         return of_others or before != self._layer or len(self._open) >= LINES
 
+    def _earlier(self, n: fx.Node) -> list[fx.Node]:
+        """A small line that reads only what the last region has made, as the sum of a bias's gradient, with the views
+        through which it does: these join that region, which has it at hand.
+        """
+        size = self._sizes.bytes_of
+        if shares_memory(n) or len(values_of(n)) > 1 or SMALL * size(n) > max(map(size, n.all_input_nodes), default=0):
+            return []
+        lines, rest = [n], n.all_input_nodes
+        while rest:
+            x = rest.pop()
+            if x in self._open and is_view(x.target) and x not in lines:
+                lines.append(x)
+                rest += x.all_input_nodes
+            elif x not in self._last and x not in lines:
+                return []
+        return lines[::-1]
+
     def _close(self) -> None:
-        lines = [n for n in self._open if n.target is not ops.put]
-        if self._gains(lines):
-            for n in lines:
-                n.meta["fused"] = self._number
-            self._number += 1
-            lines += [n for n in self._open if n.target is ops.put]
-        else:
-            lines = list(self._open)
-        self.order += lines
-        self._open = {}
+        """What comes now comes behind the open region."""
+        if self._open:
+            self._windows.append(self._open)
+            self._last, self._open = self._open, {}
+
+    def _marked(self, window: Iterable[fx.Node]) -> list[fx.Node]:
+        """Lines in their order. `put`s are behind a region."""
+        lines = [n for n in window if n.target is not ops.put]
+        if not self._gains(lines):
+            return list(window)
+        for n in lines:
+            n.meta["fused"] = self._number
+        self._number += 1
+        return [*lines, *(n for n in window if n.target is ops.put)]
 
     def _gains(self, lines: Sequence[fx.Node]) -> bool:
         if sum(not shares_memory(n) for n in lines) < 2:
