@@ -47,6 +47,9 @@ SMALL = 16
 #: Lines of the largest region: compilers take long for more, and gain little.
 LINES = 512
 
+#: Bytes of gradients that wait for the end of their region, at most, before a bucket has them.
+WAITING = 1 << 24
+
 #: Products and convolutions: kernels of their own, compiled or not.
 _KERNELS = {
     *PRODUCTS,
@@ -86,7 +89,7 @@ class _Cut:
         self._windows: list[dict[fx.Node, None]] = []
         self._pulled: set[fx.Node] = set()  # of an op's several results, which come with it
         self._layer: tuple[str, str] | None = None  # of the last product
-        self._number = 0
+        self._number = self._waiting = 0  # of regions; bytes of gradients that wait for the end of the open one
         for n in graph.nodes:
             if n.op == "call_function" and n not in self._pulled:
                 self._take(n)
@@ -98,6 +101,9 @@ class _Cut:
             self._windows.append({n: None})
         elif n.target is ops.put and self._open:
             self._open[n] = None
+            self._waiting += self._sizes.bytes_of(n.args[1]) if self._sizes.bucket_of(n) else 0  # type: ignore[arg-type]
+            if self._waiting > WAITING:
+                self._close()
         elif _compiles(n):
             if self._ends(n):
                 self._close()
@@ -142,7 +148,7 @@ class _Cut:
         """What comes now comes behind the open region."""
         if self._open:
             self._windows.append(self._open)
-            self._last, self._open = self._open, {}
+            self._last, self._open, self._waiting = self._open, {}, 0
 
     def _marked(self, window: Iterable[fx.Node]) -> list[fx.Node]:
         """Lines in their order. `put`s are behind a region."""

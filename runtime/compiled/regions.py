@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from shardc.ir.conversions import CONVERSIONS
@@ -24,8 +23,6 @@ from shardc.runtime import ops
 from shardc.runtime.compiled import masks
 from shardc.runtime.compiled.inductor import Compiler
 from shardc.torch_private import FakeTensor, OpOverload
-
-aten = torch.ops.aten
 
 #: Conversions that do nothing here, and something backward.
 IDENTITIES = {getattr(ops, row.op) for row in CONVERSIONS if row.forward == "identity"}
@@ -206,30 +203,20 @@ def code_of(region: FusedRegion) -> RegionCode:
             args, kwargs = args[:1], {}
         lines.append((n.target, args, kwargs))
     gives = tuple(numbered[n].number for n in region.gives)
-    writes = {i: numbered[x].number for i, n in enumerate(region.gives) if (x := _written(n, takes)) is not None}
+    writes = {i: take for i, n in enumerate(region.gives) if (take := _written(n, numbered)) is not None}
     key = repr(([(_name(t), a, k) for t, a, k in lines], gives, writes))
     source = source_of(next(n for n in region.lines if n.target is not operator.getitem))
     where = f"{source.module or source.line or region.lines[0].name}, {len(region.lines)} lines"
     return RegionCode(key, where, len(takes), tuple(lines), gives, writes)
 
 
-def _written(n: fx.Node, takes: Sequence[fx.Node]) -> fx.Node | None:
-    """What the region takes and a line adds into, if it does. (What lines of the region made, the compiler may write
-    into. Where the region takes another view of the same memory, the compiler does not know it, and might read it too
-    late.)
+def _written(n: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
+    """The take into which a line adds, if it is one: nothing else has that memory (shardc.passes.joint.take_over).
+    (What lines of the region made, the compiler may write into.)
     """
     x = n.args[0] if n.target is ops.add_into else None
-    if not isinstance(x, fx.Node) or x not in takes:
-        return None
-    return x if [_memory_of(t) for t in takes].count(_memory_of(x)) == 1 else None
-
-
-def _memory_of(n: fx.Node) -> fx.Node:
-    """The line in the memory of whose result a value is, or might be."""
-    views = {operator.getitem, aten.reshape.default, *IDENTITIES}
-    while n.op == "call_function" and (n.target in views or getattr(n.target, "is_view", False)):
-        n = n.all_input_nodes[0]
-    return n
+    take = numbered[x] if isinstance(x, fx.Node) else None
+    return take.number if isinstance(take, _Take) else None
 
 
 def _plain(a: Any, numbered: Mapping[fx.Node, Any]) -> Any:
