@@ -28,7 +28,7 @@ from shardc.errors import ShardcError
 from shardc.torch_private import inductor_compiled, no_compiler
 
 Run = Callable[[list[Tensor]], Any]
-#: Seconds after which a region that is being compiled is told of.
+#: Seconds after which a note says which region is being compiled.
 PATIENCE = 2.0
 _LOCK = threading.RLock()
 _DONE: dict[Any, Run | str] = {}  # of this process; why not, of what Inductor refuses

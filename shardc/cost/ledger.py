@@ -94,9 +94,7 @@ class Ledger(TorchDispatchMode):
         self._fusing = []
 
     def fused(self, traffic: int) -> None:
-        """They are done. traffic: bytes of memory that they read and write as one. (What they make meanwhile counts as
-        memory all the same: a compiler may need less.)
-        """
+        """They are done. traffic: bytes that they read and write as one. (What they make counts as memory all the same.)"""
         ops, self._fusing = self._fusing or [], None
         work = self.parts[-1].work
         work += [x for x in ops if x.flops]
