@@ -94,7 +94,7 @@ class Ledger(TorchDispatchMode):
         self._fusing = []
 
     def fused(self, traffic: int) -> None:
-        """They are done. traffic: bytes that they read and write as one. (What they make counts as memory all the same.)"""
+        """They are done. traffic: bytes that they read and write as one. (What they make counts as memory as ever.)"""
         ops, self._fusing = self._fusing or [], None
         work = self.parts[-1].work
         work += [x for x in ops if x.flops]
