@@ -293,7 +293,7 @@ def joint() -> Blocks:
     stored = _joint("data.zero=3", "data.bucket_mb=0.1")
     (bucket,) = re.findall(rf"= ops.gather_start\(\({weight},\), '(bucket\d+)'", stored)
     compiled = _joint("execution.compile=layers")
-    (piece,) = re.findall(r"blocks_0_mlp_up_bias_grad = .* \| (piece \d+)", compiled)
+    (fused,) = re.findall(r"blocks_0_mlp_up_bias_grad = .* \| (fused \d+)", compiled)
     pair = _joint("batch.microbatches=2", "execution.overlap=microbatches").partition("def pair_0_0(")[2]
     beside = re.search(r"linear_3_sum_start = ops.start.*?linear_3_sum = ops.wait[^\n]*", pair, re.DOTALL)
     assert beside is not None
@@ -306,7 +306,7 @@ def joint() -> Blocks:
         ),
         "host": _with(_joint(host), r"linear_2(_\w+)? = ops|^gelu ="),
         "overlap": _with(beside[0], r"ops\.(\w*start|wait)\(|aten\.mm\b"),
-        "pieces": _with(compiled, rf"\| {piece}$"),
+        "fused": _with(compiled, rf"\| {fused}$"),
     }
     return {name: fenced(text, "python") for name, text in blocks.items()}
 

@@ -1,5 +1,5 @@
-"""In the place of Inductor: pieces run as they are. So pieces, masks, and what is freed when are tried on any spec, to
-the bit, without minutes of g++.
+"""In the place of Inductor: regions run as they are. So regions, masks, and what is freed when are tried on any spec,
+to the bit, without minutes of g++.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-cut: Any = importlib.import_module("shardc.passes.joint.pieces")
+cut: Any = importlib.import_module("shardc.passes.joint.fused_regions")
 inductor: Any = importlib.import_module("shardc.runtime.compiled.inductor")
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From here on; pieces are also those that save nothing. Returns how many inputs each compiled piece has."""
+    """From here on; regions are also those that save nothing. Returns how many inputs each compiled region has."""
     made: list[int] = []
 
     def run(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[[list[Tensor]], Any]:

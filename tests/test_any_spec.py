@@ -1,5 +1,5 @@
 """Any spec that compiles gives what one device gives: random meshes, splits, annotations, schedules, ZeRO,
-recomputation, on the host or not, padding, in pieces or not.
+recomputation, on the host or not, padding, compiled or not.
 
 Two steps with dropout and momentum, against the same program on one rank. A few specs of a few models here;
 `make fuzz` tries many, their price and artifacts as well, of every model (`make fuzz EXAMPLES=200 MODELS='gpt unet'`).

@@ -13,7 +13,7 @@
     overlap     collectives in two, and lines in an order that hides them; seconds: what a line takes;
                 memory: the bytes that are alive
     pair        a forward and a backward of two microbatches, or two forwards, as one graph
-    pieces      which lines are compiled as one
+    fused_regions   which lines are compiled as one
 
 docs/joint.md shows both graphs of a layer.
 """
@@ -32,12 +32,12 @@ from shardc.ir.graph import producer_of
 from shardc.ir.program import Program
 from shardc.ir.stage import DeferredJoint, Joint, Stage
 from shardc.passes.base import Pass
+from shardc.passes.joint.fused_regions import mark_fused_regions
 from shardc.passes.joint.memory import Sizes
 from shardc.passes.joint.offload import arrange_copies
 from shardc.passes.joint.order import Backward
 from shardc.passes.joint.overlap import overlap_collectives
 from shardc.passes.joint.pair import pairs_of
-from shardc.passes.joint.pieces import mark_pieces
 from shardc.passes.joint.rules import Rules
 from shardc.passes.joint.saved import types_of
 from shardc.passes.joint.seconds import Seconds
@@ -81,7 +81,7 @@ def with_joint_graphs(program: Program, how: Execution) -> Program:
     pairs = pairs_of(made, graphs.seconds, graphs.sizes, _wanted_pairs(made, how))
     for p in pairs:
         if how.compile == "layers":
-            mark_pieces(p.graph, graphs.sizes)
+            mark_fused_regions(p.graph, graphs.sizes)
     return replace(made, pairs=pairs)
 
 
@@ -121,7 +121,7 @@ class Graphs:
             joint, _ = self._with_backward(stage)
             overlap_collectives(joint.forward, self.seconds, self.sizes, self._room())
             for graph in joint.graphs.values() if self._how.compile == "layers" else ():
-                mark_pieces(graph, self.sizes)
+                mark_fused_regions(graph, self.sizes)
             self._done[stage] = joint
         return self._done[stage]
 

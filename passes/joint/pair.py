@@ -82,7 +82,7 @@ def _joined(program: Program, first: fx.Graph, then: fx.Graph, prefix: str) -> f
                 env[graph][n] = placed[n.name if not own or n.name in same else own + n.name]
             elif n.op == "call_function":
                 args, kwargs = (fx.map_arg(a, env[graph].__getitem__) for a in (n.args, n.kwargs))
-                meta = {k: v for k, v in n.meta.items() if k != "piece"}
+                meta = {k: v for k, v in n.meta.items() if k != "fused"}
                 meta |= {"named": n.name, "back": True} if own else {}
                 node = add_node(made, "call_function", n.target, args, kwargs, name=own + n.name, meta=meta)
                 env[graph][n] = _named(node, own + n.name)

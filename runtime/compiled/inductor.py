@@ -1,8 +1,9 @@
-"""Compiles pieces by torch's Inductor, each distinct one once: for all layers, microbatches and ranks of this process.
+"""Compile fused regions by torch's Inductor, each distinct one once: for all layers, microbatches and ranks of a
+process.
 
-On disk Inductor keeps what it has generated and built, by the text of the piece, sizes, strides, dtypes, device and the
-version of torch (TORCHINDUCTOR_CACHE_DIR, else a folder of the user's below /tmp): another run, or another process of
-the same machine, loads it in milliseconds. Of the processes of a machine that need a piece at the same time one
+On disk Inductor keeps what it has generated and built, by the lines of the region, sizes, strides, dtypes, device and
+the version of torch (TORCHINDUCTOR_CACHE_DIR, else a folder of the user's below /tmp): another run, or another process
+of the same machine, loads it in milliseconds. Of the processes of a machine that need a region at the same time one
 compiles it and the others wait.
 """
 
@@ -27,7 +28,7 @@ from shardc.errors import ShardcError
 from shardc.torch_private import inductor_compiled, no_compiler
 
 Run = Callable[[list[Tensor]], Any]
-#: Seconds after which a piece that is being compiled is told of.
+#: Seconds after which a note says which region is being compiled.
 PATIENCE = 2.0
 _LOCK = threading.RLock()
 _DONE: dict[Any, Run | str] = {}  # of this process; why not, of what Inductor refuses
@@ -36,7 +37,7 @@ _TOLD: set[str] = set()
 
 
 def compiled_runs() -> list[Run]:
-    """What this process has compiled, each distinct piece once."""
+    """What this process has compiled, each distinct region once."""
     return [run for run in _DONE.values() if not isinstance(run, str)]
 
 
@@ -54,14 +55,14 @@ class Compiler:
         self._strict = strict
 
     def expect(self, key: str) -> None:
-        """A piece of this text is going to be compiled: for the count that is shown."""
+        """Count a region that is going to be compiled, for the number that is shown."""
         _EXPECTED[key] = None
 
     def compiled(self, key: str, function: Callable[..., Any], inputs: Sequence[Tensor], where: str) -> Run | None:
         """A function of tensors as compiled code, for inputs of these sizes, strides and dtypes; None: it runs line by
         line, and a note has said why.
 
-        key: of its text; where: for messages. Raises ShardcError under `strict` where there is no compiled code."""
+        key: of its lines; where: for messages. Raises ShardcError under `strict` where there is no compiled code."""
         whole = (key, *((tuple(x.shape), x.stride(), x.dtype, x.device) for x in inputs), torch.get_num_threads())
         with _LOCK:
             if whole not in _DONE:
@@ -71,22 +72,22 @@ class Compiler:
             return found
         if self._strict:
             fix = "leave `strict` out, or `compile: layers`"
-            raise ShardcError(f"a piece is not compiled: {found}", where=where, fix=fix)
+            raise ShardcError(f"a region is not compiled: {found}", where=where, fix=fix)
         return None
 
     def _compile(
         self, key: str, whole: str, function: Callable[..., Any], inputs: Sequence[Tensor], where: str
     ) -> Run | str:
         if why := no_compiler(inputs[0].device):
-            _note(f"pieces are not compiled, and run line by line: {why}")
+            _note(f"regions are not compiled, and run line by line: {why}")
             return why
         number = f"{list(_EXPECTED).index(key) + 1} of {len(_EXPECTED)}"
         try:
-            with _shown(f"compiling piece {number} ({where})"), _alone(whole):
+            with _shown(f"compiling region {number} ({where})"), _alone(whole):
                 return inductor_compiled(function, inputs)
         except Exception as e:  # whatever a compiler may say
             said = (str(e).strip() or type(e).__name__).splitlines()[0]
-            _note(f"piece {number} ({where}) is not compiled, and runs line by line: {type(e).__name__}: {said}")
+            _note(f"region {number} ({where}) is not compiled, and runs line by line: {type(e).__name__}: {said}")
             return f"{type(e).__name__}: {said}"
 
 

@@ -1,7 +1,7 @@
 """Dropout as element-wise arithmetic on tensors: what a compiler can fuse. Bit for bit what `ops.dropout` gives.
 
 The mask of an element is a hash of its global index and of two key words (shardc.runtime.rng). The words are an input:
-one compiled piece serves all layers, steps and microbatches, and no mask is ever stored.
+one compiled region serves all layers, steps and microbatches, and no mask is ever stored.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Interpreter:
     """The stages that this rank runs. mesh: a runtime mesh. offloaded: where regions with `offload: cpu` keep tensors
     until backward. ranges: every node is a range of torch.profiler's (shardc.runtime.step.profiler_ranges)."""
 
-    #: Pieces of graphs of a step run as compiled code.
+    #: Fused regions of graphs of a step run as compiled code.
     compiles = True
 
     def __init__(

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import prefix_of
 from shardc.ir.stage import Stage
-from shardc.runtime.compiled import Compiler, with_pieces
+from shardc.runtime.compiled import Compiler, with_compiled_regions
 from shardc.runtime.step import op_errors
 from shardc.runtime.step.activation_offload import OffloadedTensors
 from shardc.runtime.step.bindings import bind
@@ -27,7 +27,7 @@ from shardc.runtime.step.repeated_lines import tell_repeated
 
 
 class JointStage:
-    """stage: with `joint`; graphs: its graphs, for the device; compiler: of their pieces, if they are compiled;
+    """stage: with `joint`; graphs: its graphs, for the device; compiler: of their fused regions, if they are compiled;
     copies: to the host and back. weights: the second half of backward, if it has one.
     """
 
@@ -48,7 +48,7 @@ class JointStage:
         self._forward_graph = forward
         kept: Any = forward.output_node().args[0]
         self._kept = [n.name for n in kept[3]]
-        self._forward = fx.GraphModule(nn.Module(), bind(copy_graph(with_pieces(forward, compiler))))
+        self._forward = fx.GraphModule(nn.Module(), bind(copy_graph(with_compiled_regions(forward, compiler))))
         if ranges:
             self._forward = with_ranges(self._forward, forward)
         self._backward = _Half(backward, compiler, ranges=ranges)
@@ -92,8 +92,8 @@ class JointStage:
 
 class JointPair:
     """The forward of one microbatch and the backward or the forward of another as one graph (shardc.passes.joint.pair).
-    graph: for the device; forward, then: the stages of its halves; compiler: of its pieces, if they are compiled;
-    copies: to the host and back.
+    graph: for the device; forward, then: the stages of its halves; compiler: of its fused regions, if they are
+    compiled; copies: to the host and back.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class _Half:
 
     def __init__(self, graph: fx.Graph, compiler: Compiler | None, *, ranges: bool) -> None:
         self._graph, self.takes = graph, {n.name for n in graph.find_nodes(op="placeholder")}
-        module = _taking(with_pieces(graph, compiler))
+        module = _taking(with_compiled_regions(graph, compiler))
         self._run = with_ranges(module, graph) if ranges else module
 
     @torch.no_grad()

@@ -427,7 +427,7 @@ class NoWrapper:
         raise ShardcError(
             "forward is a program with collectives, which torch.compile would cut into many small pieces",
             where="torch.compile(module)",
-            fix="use the module as it is; the spec's `execution: {compile: layers}` compiles pieces of a step",
+            fix="use the module as it is; the spec's `execution: {compile: layers}` compiles all between collectives",
         )
 
     def compile(self, *_: Any, **__: Any) -> None:

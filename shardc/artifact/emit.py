@@ -8,7 +8,7 @@
 A line is one op; its comment is the type of the result (shardc.ir.type_text.show), `grad` where a gradient flows, and
 for collectives what runs forward/backward, the axes, bytes per rank and cause (`implicit` before it if no annotation
 implies it). Before that comes the region of values that backward computes again, and `kept` with those that it does
-not. Lines of a stage that are compiled as one say so: `| piece 3`; those that begin
+not. Lines of a stage that are compiled as one say so: `| fused 3`; those that begin
 a copy to the host or back, its bytes and cause: `| copy 32768 "spec.yaml:9:5 checkpoint 'h.*'"`.
 `shardc.artifact.parser` reads it back: the text is the artifact, not a picture of it.
 """
@@ -336,8 +336,8 @@ def value_text(value: Value | tuple[Value, ...] | None) -> str:
 def comment(node: fx.Node) -> str:
     collective: Collective | None = node.meta.get("collective")
     parts = [value_text(node.meta["value"])]
-    if "piece" in node.meta:
-        parts.append(f"piece {node.meta['piece']}")
+    if "fused" in node.meta:
+        parts.append(f"fused {node.meta['fused']}")
     if "copy" in node.meta:
         parts.append(copy_text(node.meta["copy"]))
     if "region" in node.meta:

@@ -31,7 +31,7 @@ _OF = re.compile(r"# (\w+) (backward|again), (.*)$")
 _COLLECTIVE = re.compile(r"(\w+)/(\w+) (\S+) (?:(\d{1,18})/)?(\d{1,18}) (implicit )?(\".*\")$")
 _NAME = r'"(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-f]{4})*"'  # as JSON writes strings
 _REGION = re.compile(rf"({_NAME})(?: kept ({_NAME}(?: {_NAME})*))?(?: again (\d{{1,9}}))?(?: \| |$)")
-_PIECE = re.compile(r"piece (\d{1,9})(?: \| |$)")
+_FUSED = re.compile(r"fused (\d{1,9})(?: \| |$)")
 _COPY = re.compile(rf"copy (\d{{1,18}}) ({_NAME})$")
 _PREAMBLE = set(HEADER.splitlines())
 _ARGUMENT = re.compile(r"    (\w+),(?:\s*# ?(.*))?$", re.ASCII)
@@ -268,9 +268,9 @@ class _Reader:
         """Set a node's type, source and collective from the comment that follows it."""
         typed, _, collective = comment.partition(" | ")
         node.meta = {"value": self._types(typed, line), "source": source, **self.of}
-        if self.joint and (piece := _PIECE.match(collective)):
-            node.meta["piece"] = int(piece[1])
-            collective = collective[piece.end() :]
+        if self.joint and (fused := _FUSED.match(collective)):
+            node.meta["fused"] = int(fused[1])
+            collective = collective[fused.end() :]
         if self.joint and (copy := _COPY.match(collective)):
             node.meta["copy"] = HostCopy(int(copy[1]), json.loads(copy[2]))
             collective = ""

@@ -23,13 +23,13 @@ from shardc.cost.growth import Growth
 from shardc.cost.known_ops import KnownOps
 from shardc.cost.ledger import Ledger
 from shardc.cost.recorded import DryRun
+from shardc.ir.fused_regions import fused_regions, moved
 from shardc.ir.graph import copy_graph, values_of
-from shardc.ir.pieces import moved, pieces_of
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint, Stage
 from shardc.ir.stored import Buffer, Input, Param
 from shardc.machine.work import Part, Sent, Waited
-from shardc.passes.joint.pieces import shares_memory
+from shardc.passes.joint.fused_regions import fuses, shares_memory
 from shardc.passes.runner import uncollected
 from shardc.runtime import schedule as schedules
 from shardc.runtime.rng import Rng
@@ -157,10 +157,10 @@ def _reporting(program: Program, names: _OpNames, mine: Sequence[int]) -> Progra
 
 def _with_reports(graph: fx.Graph, names: _OpNames, program: Program, ops: Collection[str] = ()) -> fx.Graph:
     """Report each line of a graph of a step as the op of forward that it belongs to; `ops` are their names. A compiled
-    piece counts as one op.
+    region's lines count as kernels that are fused.
     """
     copy = copy_graph(graph)
-    pieces = pieces_of(copy)
+    regions = fused_regions(copy)
     lines = [(n, n.meta.get("of") or _belongs_to(n, ops)) for n in copy.nodes if n.op == "call_function"]
     for n, op in lines:
         with copy.inserting_before(n):
@@ -169,11 +169,11 @@ def _with_reports(graph: fx.Graph, names: _OpNames, program: Program, ops: Colle
     def size(n: fx.Node) -> int:
         return sum(v.nbytes(program.mesh) for v in values_of(n) if v is not None)
 
-    for piece in pieces:
-        _, traffic = moved(piece, size, shares_memory)
-        with copy.inserting_before(piece.lines[0]):
+    for region in regions:
+        _, traffic = moved(region, fuses, size, shares_memory)
+        with copy.inserting_before(region.lines[0]):
             copy.call_function(_told(names.ledger.fuse))
-        with copy.inserting_after(piece.lines[-1]):
+        with copy.inserting_after(region.lines[-1]):
             copy.call_function(_told(partial(names.ledger.fused, traffic)))
     return copy
 

@@ -85,18 +85,17 @@ class Ledger(TorchDispatchMode):
         return self.parts[-1]
 
     def fuse(self) -> None:
-        """The ops that follow run as one, until `fused`."""
+        """Of the ops that follow, those that multiply nothing run as one, until `fused`."""
         self._fusing = []
 
     def fused(self, traffic: int) -> None:
-        """They are done. traffic: bytes of memory that they read and write as one. (What they make meanwhile counts as
-        memory all the same: a compiler may need less.)
-        """
+        """They are done. traffic: bytes that they read and write as one. (What they make counts as memory as ever.)"""
         ops, self._fusing = self._fusing or [], None
-        if ops:
-            dtype = next((x.dtype for x in ops if "float" in x.dtype), ops[0].dtype)
-            again = all(x.again for x in ops)
-            self.parts[-1].work.append(Op(sum(x.flops for x in ops), traffic, dtype, name="fused", again=again))
+        work = self.parts[-1].work
+        work += [x for x in ops if x.flops]
+        if rest := [x for x in ops if not x.flops]:
+            dtype = next((x.dtype for x in rest if "float" in x.dtype), rest[0].dtype)
+            work.append(Op(0, traffic, dtype, name="fused", again=all(x.again for x in rest)))
 
     def live(self) -> list[Storage]:
         return list(self.storages.values())

@@ -17,7 +17,7 @@ from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.machine.device import Device
 
-#: First steps of a run, or of its part after a resume, that are slower: memory is taken, pieces are compiled.
+#: First steps of a run, or of its part after a resume, that are slower: memory is taken, fused regions are compiled.
 WARM = 2
 #: So many waits say by how much ranks come late; of one collective, how long it takes where none is late.
 WAITS = 8

@@ -1,5 +1,5 @@
 """What would help most: the step of one spec on devices that are better in one respect, and on other devices; without
-recomputation, and with compiled pieces.
+recomputation, and with fused regions.
 
 Dry runs do not depend on the device, so a question about devices costs arithmetic only. One about the spec costs dry
 runs of that spec.

@@ -53,14 +53,14 @@ class Loss(Section):
 
 
 class Execution(Section):
-    """How ranks run the forward and backward graphs of a step. compile: runs of element-wise ops and reductions of
-    equal layers are compiled once, by torch's Inductor; needs a C++ compiler, or Triton on a GPU. graphs: a GPU starts
+    """How ranks run the forward and backward graphs of a step. compile: what is between two collectives is
+    compiled, equal layers once, by torch's Inductor; needs a C++ compiler, or Triton on a GPU. graphs: a GPU starts
     what is recorded of them by one call of the host.
     """
 
     compile: Literal["none", "layers"] = Field(
         default="none",
-        description="layers: element-wise ops and reductions become fused kernels, compiled once for equal layers",
+        description="layers: lines between collectives become fused regions, compiled once for equal layers",
         examples=["layers"],
     )
     overlap: Literal["none", "microbatches", "forwards"] = Field(

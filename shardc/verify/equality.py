@@ -15,9 +15,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from shardc.ir.fused_regions import fused_regions, without_fused_regions
 from shardc.ir.graph import values_of
 from shardc.ir.metadata import Value
-from shardc.ir.pieces import pieces_of, without_pieces
 from shardc.ir.program import Program
 from shardc.ir.types import OUTSIDE_DOMAIN
 from shardc.ir.units import plural, size
@@ -187,11 +187,11 @@ def _all_finite(x: Tensor) -> bool:
 
 def _compiled(program: Program, seed: int) -> tuple[list[Finding], Compiled | None]:
     """The compiled step against the same step line by line, in the program's own dtypes."""
-    if not any(pieces_of(g) for s in program.stages if s.joint is not None for g in s.joint.graphs.values()):
+    if not any(fused_regions(g) for s in program.stages if s.joint is not None for g in s.joint.graphs.values()):
         fix = "write `execution: {compile: layers}` in the spec"
         return [Finding("execution.compile", "nothing of this program is compiled", fix)], None
     weights, batch = random_state(program, seed), random_inputs(program, seed)
-    plain = simulate(without_pieces(program), weights, batch, seed=seed)
+    plain = simulate(without_fused_regions(program), weights, batch, seed=seed)
     compiled = simulate(program, weights, batch, seed=seed)
     return _against(plain, compiled, max(OF_COMPILED.get(d, TOLERANCE) for d in _dtypes(program)))
 

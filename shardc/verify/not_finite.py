@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc.ir.fused_regions import without_fused_regions
 from shardc.ir.graph import copy_graph, is_call, source_of
-from shardc.ir.pieces import without_pieces
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint, Stage
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
@@ -23,7 +23,7 @@ def op_on_ranks(program: Program, model: Any, batch: Any, seed: int) -> str:
     The op with its module and line in the model.
     """
     forward, backward = _Seen(), _Seen()
-    program = without_pieces(program)
+    program = without_fused_regions(program)
     watched = replace(program, stages=tuple(_watched(s, forward, backward) for s in program.stages), pairs=())
 
     def work(mesh: LoopbackMesh) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ir.fused_regions import without_fused_regions
 from shardc.ir.graph import copy_graph, map_value
-from shardc.ir.pieces import without_pieces
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint
 from shardc.ir.stored import Buffer
@@ -58,7 +58,7 @@ def to_float64(program: Program, *, compiled: bool = False) -> Program:
         outputs=tuple(map(typed, program.outputs)),
         buckets=tuple(replace(typed(b), compute=None) for b in program.buckets),
     )
-    return double if compiled else without_pieces(double)
+    return double if compiled else without_fused_regions(double)
 
 
 def _joint(joint: Joint | None) -> Joint | None:

@@ -1,13 +1,13 @@
 """CPU seconds to compile a model of many equal layers: Llama-70B's shape on the meta device, dp=4 x tp=8.
 
     python tests/bench/equal_layers.py [--layers 2,8,32,80] [--reps 3]
-    python tests/bench/equal_layers.py --pieces [--layers 2,32]
+    python tests/bench/equal_layers.py --compiled [--layers 2,32]
 
 One process, one thread, nothing computed; of the repetitions the least. "and a rank's code": with
 what the first engine and its first step make of the program on one rank, weights aside: a stage's graphs are written
 then.
 
---pieces: with `execution: {compile: layers}`, of a GPT of 256 that fits here, from the model to the end of its first step,
+--compiled: with `execution: {compile: layers}`, of a GPT of 256 that fits here, from the model to the end of its first step,
 with nothing on disk; each in a process of its own, with the C++ compiler's seconds.
 """
 
@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", default="2,8,32,80")
     parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--pieces", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--first-step", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -118,7 +118,7 @@ def main() -> None:
     if options.first_step:
         print(f"{first_step(options.first_step):.1f}")
         return
-    if options.pieces:
+    if options.compiled:
         print("| equal layers | to the end of the first step |\n|---:|---:|")
         for layers in map(int, options.layers.split(",")):
             print(f"| {layers} | {first_step_apart(layers)} |", flush=True)

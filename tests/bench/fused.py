@@ -1,4 +1,4 @@
-"""A step line by line, and with compiled pieces: seconds, kernels, bytes that element-wise ops move.
+"""A step line by line, and with fused regions: seconds, kernels, bytes that all but products move.
 
     python tests/bench/fused.py [--only 'gpt*'] [--rounds 15] [--processes 6]
 
@@ -33,19 +33,19 @@ sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
 from shardc.capture import capture  # noqa: E402
+from shardc.ir.fused_regions import fused_regions, moved  # noqa: E402
 from shardc.ir.graph import values_of  # noqa: E402
-from shardc.ir.pieces import moved, pieces_of  # noqa: E402
 from shardc.ir.units import size  # noqa: E402
-from shardc.passes.joint.pieces import shares_memory  # noqa: E402
+from shardc.passes.joint.fused_regions import fuses, shares_memory  # noqa: E402
 from shardc.passes.joint.record import is_view  # noqa: E402
 from shardc.runtime.compiled import inductor  # noqa: E402
-from shardc.runtime.compiled.pieces import piece_text  # noqa: E402
+from shardc.runtime.compiled.regions import code_of  # noqa: E402
 from shardc.torch_private import kernels_of  # noqa: E402
 from tests.gpt3 import GPT3  # noqa: E402
 
 WAYS: dict[str, Any] = {"line by line": {}, "compiled": {"compile": "layers"}}
 HEAD = """\
-| model | compiled / line by line | line by line, CPU ms | pieces | distinct | lines of these | kernels | bytes one by one | bytes fused |
+| model | compiled / line by line | line by line, CPU ms | regions | distinct | lines of these | kernels | bytes one by one | bytes fused |
 |---|---:|---:|---:|---:|---:|---:|---:|---:|
 """
 Built = tuple[nn.Module, Any]
@@ -72,7 +72,7 @@ MODELS: dict[str, Callable[[], Built]] = {"gpt": gpt, "llama": llama, "mixtral":
 
 
 class Compared(NamedTuple):
-    """ratio: of the compiled step to the step line by line; milliseconds: of that; cells: of the pieces."""
+    """ratio: of the compiled step to the step line by line; milliseconds: of that; cells: of the fused regions."""
 
     ratio: float
     milliseconds: float
@@ -109,13 +109,14 @@ def compared(name: str, rounds: int, number: int) -> Compared:
     for engine in engines.values():
         engine.close()
     ratio = statistics.median(a / b for a, b in zip(took["compiled"], took["line by line"], strict=True))
-    pieces = [p for s in programs["compiled"].stages for g in s.joint.graphs.values() for p in pieces_of(g)]  # type: ignore[union-attr]
-    of_text = {piece_text(p).key: sum(not is_view(n.target) for n in p.lines) for p in pieces}
+    regions = [r for s in programs["compiled"].stages for g in s.joint.graphs.values() for r in fused_regions(g)]  # type: ignore[union-attr]
+    lines = {code_of(r).key: sum(not is_view(n.target) for n in r.lines) for r in regions}
     traffic = [
-        moved(p, lambda n: sum(v.nbytes() for v in values_of(n) if v is not None), shares_memory) for p in pieces
+        moved(r, fuses, lambda n: sum(v.nbytes() for v in values_of(n) if v is not None), shares_memory)
+        for r in regions
     ]
     one_by_one, fused = (sum(x) for x in zip(*traffic, strict=True))
-    cells = len(pieces), len(distinct), sum(of_text.values()), kernels, size(one_by_one), size(fused)
+    cells = len(regions), len(distinct), sum(lines.values()), kernels, size(one_by_one), size(fused)
     return Compared(ratio, 1000 * statistics.median(took["line by line"]), tuple(map(str, cells)))
 
 

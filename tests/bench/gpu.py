@@ -1,5 +1,5 @@
 """Write docs/measured/gpu.md: a Llama on one GPU, as the plain model, under torch.compile, and as shardc's program: line
-by line, with compiled pieces, and as one CUDA graph. `make gpu` runs it on a machine with a GPU.
+by line, compiled, and as one CUDA graph. `make gpu` runs it on a machine with a GPU.
 
 `--device cpu`: tries the harness on the CPU, with a model whose figures say nothing; prints, and writes nothing.
 """

@@ -1,4 +1,4 @@
-"""Pieces of a step, compiled by Triton, against the same step line by line: numbers, masks, memory."""
+"""Fused regions of a step, compiled by Triton, against the same step line by line: numbers, masks, memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardc
-from shardc.ir.pieces import without_pieces
+from shardc.ir.fused_regions import without_fused_regions
 from shardc.runtime.compiled import masks
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.rng import Rng, row_and_column_offsets
@@ -49,10 +49,10 @@ def test_a_compiled_step(gpu: str, precision: dict[str, str], bound: float) -> N
     model, batch = Layers(), {"x": torch.randn(16, 256, 512)}
     spec = {"shardc": 1, "mesh": {"dp": 1}, "precision": precision, "execution": {"compile": "layers"}}
     program = shardc.compile(model, batch, spec, prove=False)
-    assert "| piece 0" in program.joint()
+    assert "| fused 0" in program.joint()
     mesh = TorchMesh(program.mesh, device=torch.device(gpu))
     found, peaks = [], []
-    for p in (without_pieces(program), program):
+    for p in (without_fused_regions(program), program):
         engine = p.engine(model, None, mesh=mesh)
         engine.backward(batch)  # this compiles
         engine.update()

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {},
     ),
     "side by side": ("gpt", {**TP, **MICRO, **region(save=["linear"])}, {"overlap": "microbatches"}),
-    "pieces": ("gpt", {**TP, **region(save=["linear", "norm"])}, {"compile": "layers"}),
+    "compiled": ("gpt", {**TP, **region(save=["linear", "norm"])}, {"compile": "layers"}),
     "1f1b": ("gpt", {**PP, **region(save=["linear"])}, {}),
     "zero bubbles, v": (
         "gpt",

@@ -1,7 +1,7 @@
-"""A text whose pieces are calls: of compiled code, or line by line where there is none.
+"""A graph whose fused regions are calls: of compiled code, or line by line where there is none.
 
 box = boxed(gelu_grad, up, x)              the caller lets go of what it does not need any more ...
-made = piece_7(box, mesh, rng)             ... and the piece empties the list: each value is freed at its last use
+made = region_7(box, mesh, rng)            ... and the region empties the list: each value is freed at its last use
 up_grad = made[0]
 """
 
@@ -15,25 +15,30 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from shardc.ir.conversions import CONVERSIONS
+from shardc.ir.fused_regions import FusedRegion, fused_regions
 from shardc.ir.graph import source_of
 from shardc.ir.pairs import role
-from shardc.ir.pieces import Piece, pieces_of
 from shardc.runtime import ops
 from shardc.runtime.compiled import masks
 from shardc.runtime.compiled.inductor import Compiler
 from shardc.torch_private import FakeTensor, OpOverload
 
+#: Conversions that do nothing here, and something backward.
+IDENTITIES = {getattr(ops, row.op) for row in CONVERSIONS if row.forward == "identity"}
+#: So many sizes of a region's inputs are compiled; what comes in yet another one runs line by line.
+LAYOUTS = 8
 #: Arguments of ops.dropout behind x.
 _DROPOUT = ("p", "rng", "index", "mesh", "shape", "digits", "paddings")
 
 
-def with_pieces(graph: fx.Graph, compiler: Compiler | None) -> fx.Graph:
-    """A copy of a text in which each piece is one call. Without a compiler: the text, whose lines run one by one."""
-    pieces = pieces_of(graph) if compiler is not None else []
-    if compiler is None or not pieces:
+def with_compiled_regions(graph: fx.Graph, compiler: Compiler | None) -> fx.Graph:
+    """A copy of a graph in which each region is one call. Without a compiler: the graph, whose lines run one by one."""
+    regions = fused_regions(graph) if compiler is not None else []
+    if compiler is None or not regions:
         return graph
     copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    first, within = {p.lines[0]: p for p in pieces}, {n for p in pieces for n in p.lines}
+    first, within = {r.lines[0]: r for r in regions}, {n for r in regions for n in r.lines}
     for n in graph.nodes:
         if n in first:
             _call(copy, first[n], env, compiler)
@@ -42,15 +47,15 @@ def with_pieces(graph: fx.Graph, compiler: Compiler | None) -> fx.Graph:
     return copy
 
 
-def _call(graph: fx.Graph, piece: Piece, env: dict[fx.Node, fx.Node], compiler: Compiler) -> None:
-    call = _PieceCall(piece, compiler)
+def _call(graph: fx.Graph, region: FusedRegion, env: dict[fx.Node, fx.Node], compiler: Compiler) -> None:
+    call = _RegionCall(region, compiler)
     mesh, rng = ((env[x] if (x := call.named.get(name)) else None) for name in ("mesh", "rng"))
-    label = piece.gives[0].name
+    label = region.gives[0].name
     box = graph.create_node("call_function", boxed, tuple(env[x] for x in call.takes), name=f"{label}_box")
-    made = graph.create_node("call_function", _function(call), (box, mesh, rng), name=f"{label}_piece")
-    made.meta["source"] = source_of(piece.gives[0])
-    made.meta["repeats"] = all(n.meta.get("repeats") for n in piece.lines)
-    for i, n in enumerate(piece.gives):
+    made = graph.create_node("call_function", _function(call), (box, mesh, rng), name=f"{label}_region")
+    made.meta["source"] = source_of(region.gives[0])
+    made.meta["repeats"] = all(n.meta.get("repeats") for n in region.lines)
+    for i, n in enumerate(region.gives):
         env[n] = graph.create_node("call_function", operator.getitem, (made, i), name=n.name)
         env[n].meta = dict(n.meta)
 
@@ -60,21 +65,21 @@ def boxed(*values: Any) -> list[Any]:
     return list(values)
 
 
-def _function(call: _PieceCall) -> Callable[..., Any]:
+def _function(call: _RegionCall) -> Callable[..., Any]:
     """Generated code names what it calls."""
 
-    def piece(box: list[Any], mesh: Any, rng: Any) -> Any:
+    def region(box: list[Any], mesh: Any, rng: Any) -> Any:
         return call(box, mesh, rng)
 
-    piece.__module__ = __name__
-    return piece
+    region.__module__ = __name__
+    return region
 
 
 @dataclass(frozen=True)
-class PieceText:
-    """A piece without what it has for itself alone, as a function of tensors.
+class RegionCode:
+    """A region without what it has for itself alone, as a function of tensors.
 
-    key: equal for equal pieces; lines: of (op, arguments); tensors and masks among the arguments are numbered: `Take`
+    key: equal for equal regions; lines: of (op, arguments); tensors and masks among the arguments are numbered: `Take`
     what comes in, `Line` what lines make. gives: what goes out; writes: by place among them, the take that it is, into
     which its line adds.
     """
@@ -103,6 +108,8 @@ class PieceText:
                 where += 3
             elif target is ops.add_into:
                 values.append(args[0] + args[1])
+            elif target in IDENTITIES:
+                values.append(args[0])
             else:
                 values.append(target(*args, **kwargs))
         for i, take in self.writes.items():
@@ -128,28 +135,28 @@ def _mapped(a: Any, put: Callable[[Any], Any]) -> Any:
     return put(a)
 
 
-class _PieceCall:
-    """One piece of one rank. takes: what it is given, in order; named: "mesh" and "rng", where its lines use them."""
+class _RegionCall:
+    """One region of one rank. takes: what it is given, in order; named: "mesh" and "rng", where its lines use them."""
 
-    def __init__(self, piece: Piece, compiler: Compiler) -> None:
-        self.named = {role(x): x for x in piece.takes if role(x)}
-        self.takes = tuple(x for x in piece.takes if not role(x))
-        self._masks = [_mask(n) for n in piece.lines if n.target is ops.dropout]
-        self._text = piece_text(piece)
-        self._written = sorted(self._text.writes.items())
-        self._piece = piece
+    def __init__(self, region: FusedRegion, compiler: Compiler) -> None:
+        self.named = {role(x): x for x in region.takes if role(x)}
+        self.takes = tuple(x for x in region.takes if not role(x))
+        self._masks = [_mask(n) for n in region.lines if n.target is ops.dropout]
+        self._code = code_of(region)
+        self._written = sorted(self._code.writes.items())
+        self._region = region
         self._lines: fx.GraphModule | None = None
         self._runs: dict[Any, Callable[..., Any] | None] = {}  # by sizes and strides
         self._compiler = compiler
-        compiler.expect(self._text.key)
+        compiler.expect(self._code.key)
 
     def __call__(self, box: list[Any], mesh: Any, rng: Any) -> Any:
         layout = tuple([(x.shape, x.stride()) for x in box])
         if layout not in self._runs:
-            if any(isinstance(x, FakeTensor) for x in box):
+            if len(self._runs) == LAYOUTS or any(isinstance(x, FakeTensor) for x in box):
                 return self._one_by_one(box, mesh, rng)
             inputs = [*box, *self._drawn(box, mesh, rng)]
-            self._runs[layout] = self._compiler.compiled(self._text.key, self._text.function, inputs, self._text.where)
+            self._runs[layout] = self._compiler.compiled(self._code.key, self._code.function, inputs, self._code.where)
         run = self._runs[layout]
         if run is None or (self._masks and not rng.training):
             return self._one_by_one(box, mesh, rng)
@@ -164,7 +171,7 @@ class _PieceCall:
 
     def _one_by_one(self, box: list[Any], mesh: Any, rng: Any) -> Any:
         if self._lines is None:
-            self._lines = _one_by_one(self._piece, self.takes)
+            self._lines = _one_by_one(self._region, self.takes)
         return self._lines(box, mesh, rng)
 
     def _drawn(self, box: list[Any], mesh: Any, rng: Any) -> list[Tensor]:
@@ -181,28 +188,32 @@ def _mask(n: fx.Node) -> partial[list[Tensor]]:
     return partial(masks.inputs, stream=given["index"], shape=shape, **options)
 
 
-def piece_text(piece: Piece) -> PieceText:
-    """A piece as others that are equal have it, too."""
-    takes = [x for x in piece.takes if not role(x)]
+def code_of(region: FusedRegion) -> RegionCode:
+    """A region as others that are equal have it, too."""
+    takes = [x for x in region.takes if not role(x)]
     numbered: dict[fx.Node, Any] = {n: _Take(i) for i, n in enumerate(takes)}
-    numbered |= {n: _Line(i) for i, n in enumerate(piece.lines)}
+    numbered |= {n: _Line(i) for i, n in enumerate(region.lines)}
     lines = []
-    for n in piece.lines:
+    for n in region.lines:
         args: Any = _mapped(n.args, lambda a: _plain(a, numbered))
         kwargs = _mapped(dict(n.kwargs), lambda a: _plain(a, numbered))
         if n.target is ops.dropout:  # the rest is a mask's input
             args, kwargs = (args[0], (dict(zip(_DROPOUT, args[1:], strict=False)) | kwargs)["p"]), {}
+        elif n.target in IDENTITIES:
+            args, kwargs = args[:1], {}
         lines.append((n.target, args, kwargs))
-    gives = tuple(numbered[n].number for n in piece.gives)
-    writes = {i: take for i, n in enumerate(piece.gives) if (take := _written(n, numbered)) is not None}
+    gives = tuple(numbered[n].number for n in region.gives)
+    writes = {i: take for i, n in enumerate(region.gives) if (take := _written(n, numbered)) is not None}
     key = repr(([(_name(t), a, k) for t, a, k in lines], gives, writes))
-    source = source_of(next(n for n in piece.lines if n.target is not operator.getitem))
-    where = f"{source.module or source.line or piece.lines[0].name}, {len(piece.lines)} lines"
-    return PieceText(key, where, len(takes), tuple(lines), gives, writes)
+    source = source_of(next(n for n in region.lines if n.target is not operator.getitem))
+    where = f"{source.module or source.line or region.lines[0].name}, {len(region.lines)} lines"
+    return RegionCode(key, where, len(takes), tuple(lines), gives, writes)
 
 
 def _written(n: fx.Node, numbered: Mapping[fx.Node, Any]) -> int | None:
-    """The take into which a line adds, if it is one. (What lines of the piece made, the compiler may write into.)"""
+    """The take into which a line adds, if it is one: nothing else has that memory (shardc.passes.joint.take_over).
+    (What lines of the region made, the compiler may write into.)
+    """
     x = n.args[0] if n.target is ops.add_into else None
     take = numbered[x] if isinstance(x, fx.Node) else None
     return take.number if isinstance(take, _Take) else None
@@ -216,14 +227,14 @@ def _name(target: Any) -> str:
     return str(target) if isinstance(target, OpOverload) else str(target.__name__)
 
 
-def _one_by_one(piece: Piece, takes: Sequence[fx.Node]) -> fx.GraphModule:
-    """The piece without a compiler, as a function of (what it takes, mesh, rng)."""
+def _one_by_one(region: FusedRegion, takes: Sequence[fx.Node]) -> fx.GraphModule:
+    """The region without a compiler, as a function of (what it takes, mesh, rng)."""
     graph = fx.Graph()
     box, mesh, rng = (graph.placeholder(name) for name in ("box", "mesh", "rng"))
-    env = {x: {"mesh": mesh, "rng": rng}[role(x)] for x in piece.takes if role(x)}
+    env = {x: {"mesh": mesh, "rng": rng}[role(x)] for x in region.takes if role(x)}
     for x in takes:
         env[x] = graph.create_node("call_method", "pop", (box, 0), name=x.name)
-    for n in piece.lines:
+    for n in region.lines:
         env[n] = graph.node_copy(n, env.__getitem__)
-    graph.output(tuple(env[n] for n in piece.gives))
+    graph.output(tuple(env[n] for n in region.gives))
     return fx.GraphModule(nn.Module(), graph)

@@ -1,0 +1,96 @@
+"""Fused regions of a graph: lines that follow each other, and that a compiler runs as one (`execution: {compile:
+layers}`).
+
+The lines of a region carry its number (`meta["fused"]`) and are in the order in which they run without a compiler: so a
+graph with fused regions is a graph as any other. shardc.passes.joint.fused_regions chooses them;
+shardc.runtime.compiled runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from torch import fx
+
+from shardc.ir.graph import copy_graph
+from shardc.ir.program import Program
+from shardc.ir.stage import Joint
+
+
+@dataclass(frozen=True)
+class FusedRegion:
+    """lines: in order. takes: values of other lines, in the order in which they are first used; gives: its values that
+    others use.
+    """
+
+    number: int
+    lines: tuple[fx.Node, ...]
+    takes: tuple[fx.Node, ...]
+    gives: tuple[fx.Node, ...]
+
+    def __repr__(self) -> str:
+        return f"<FusedRegion {self.number}: {len(self.lines)} lines>"
+
+
+def region_of(number: int, lines: Iterable[fx.Node]) -> FusedRegion:
+    """What these lines take and give."""
+    lines = tuple(lines)
+    inside = set(lines)
+    takes = dict.fromkeys(x for n in lines for x in n.all_input_nodes if x not in inside)
+    gives = (n for n in lines if any(u not in inside for u in n.users))
+    return FusedRegion(number, lines, tuple(takes), tuple(gives))
+
+
+def fused_regions(graph: fx.Graph) -> list[FusedRegion]:
+    """Those of a graph, in order."""
+    marked = groupby(graph.nodes, key=lambda n: n.meta.get("fused"))
+    return [region_of(number, lines) for number, lines in marked if number is not None]
+
+
+def without_fused_regions(program: Program) -> Program:
+    """The same program, whose graphs of a step run line by line."""
+
+    def plain(graph: fx.Graph) -> fx.Graph:
+        copy = copy_graph(graph)
+        for n in copy.nodes:
+            n.meta.pop("fused", None)
+        return copy
+
+    stages = [s.joint and Joint(*map(plain, s.joint.graphs.values())) for s in program.stages]
+    return replace(
+        program,
+        stages=tuple(replace(s, joint=x) for s, x in zip(program.stages, stages, strict=True)),
+        pairs=tuple(replace(p, graph=plain(p.graph)) for p in program.pairs),
+    )
+
+
+def moved(
+    region: FusedRegion,
+    fuses: Callable[[fx.Node], bool],
+    bytes_of: Callable[[fx.Node], int],
+    shares: Callable[[fx.Node], bool],
+) -> tuple[int, int]:
+    """(bytes that its lines which fuse read and write one by one, bytes that they read and write where those that they
+    hand to each other are never written). The others, products above all, are kernels of their own either way.
+
+    fuses: is a line part of such a kernel? bytes_of: of a value; shares: whether a line's result is in the memory of
+    its first operand, as a view's is."""
+    root: dict[fx.Node, fx.Node] = {}
+    for n in region.lines:
+        base = n.args[0] if n.args else None
+        root[n] = root.get(base, base) if shares(n) and isinstance(base, fx.Node) else n
+    fused = {n for n in region.lines if root[n] is n and fuses(n)}
+    inside = set(region.lines)
+
+    def size(values: Iterable[fx.Node]) -> int:
+        return sum(map(bytes_of, dict.fromkeys(root.get(x, x) for x in values)))
+
+    def leaves(n: fx.Node) -> bool:
+        """Does anything but a fused kernel use it?"""
+        return any(u not in inside or not (u in fused or (root[u] is not u and not leaves(u))) for u in n.users)
+
+    one_by_one = sum(size(n.all_input_nodes) + bytes_of(n) for n in fused)
+    read = (x for n in fused for x in n.all_input_nodes if root.get(x, x) not in fused)
+    return one_by_one, size(read) + size(n for n in fused if leaves(n))
