@@ -6,13 +6,13 @@
     s = ops.transpose_start('sum_grad', g_in, ...)
     w_grad = mm(t(gelu_grad), x)             region 8
     n_grad = mul(g_out, scale)               region 8
-    ops.accumulate(w, w_grad)                       behind the region that makes it
+    ops.accumulate(w, w_grad)                behind the region that makes it
     ops.launch(mesh, 'bucket0')
 
 All lines between two that communicate, wait, copy to the host, or are opaque to a compiler (attention, experts) are a
 region. So what hides a collective, and when sums of gradients begin, stays as the scheduler
 (shardc.passes.joint.overlap) has left it. Within a region the compiler orders lines, and frees what they make. Two
-kinds of lines move: a gradient's `put` behind its region, and a small line that only reads what the last region has
+kinds of lines move: a gradient's `accumulate` behind its region, and a small line that only reads what the last region has
 made, as the sum of a bias's gradient, up into it.
 
 A region ends in front of the first product of another layer, too: a norm stays with the sum of the layer before it, and
@@ -72,7 +72,7 @@ _DTYPES = {
 
 
 def mark_fused_regions(graph: fx.Graph, sizes: Sizes, least: int | None = None) -> None:
-    """Number the fused regions of a graph, and move `put`s behind them. least: bytes that one has to save (LEAST)."""
+    """Number the fused regions of a graph, and move lines that accumulate gradients behind them. least: bytes that one has to save (LEAST)."""
     output = graph.output_node()
     for n in _Cut(graph, sizes, LEAST if least is None else least).order:
         output.prepend(n)
@@ -83,7 +83,7 @@ class _Cut:
 
     def __init__(self, graph: fx.Graph, sizes: Sizes, least: int) -> None:
         self._sizes, self._least = sizes, least
-        #: Lines that may become a region, and `put`s between them; the last such one; lines by themselves.
+        #: Lines that may become a region, and `accumulate`s between them; the last such one; lines by themselves.
         self._open: dict[fx.Node, None] = {}
         self._last: dict[fx.Node, None] = {}
         self._windows: list[dict[fx.Node, None]] = []
