@@ -12,8 +12,8 @@
 All lines between two that communicate, wait, copy to the host, or are opaque to a compiler (attention, experts) are a
 region. So what hides a collective, and when sums of gradients begin, stays as the scheduler
 (shardc.passes.joint.overlap) has left it. Within a region the compiler orders lines, and frees what they make. Two
-kinds of lines move: a gradient's `accumulate` behind its region, and a small line that only reads what the last region has
-made, as the sum of a bias's gradient, up into it.
+kinds of lines move: a gradient's `accumulate` behind its region, and a small line that only reads what the last region
+has made, as the sum of a bias's gradient, up into it.
 
 A region ends in front of the first product of another layer, too: a norm stays with the sum of the layer before it, and
 equal layers have equal regions, each of which is compiled once.
@@ -72,7 +72,9 @@ _DTYPES = {
 
 
 def mark_fused_regions(graph: fx.Graph, sizes: Sizes, least: int | None = None) -> None:
-    """Number the fused regions of a graph, and move lines that accumulate gradients behind them. least: bytes that one has to save (LEAST)."""
+    """Number the fused regions of a graph, and move lines that accumulate gradients behind them. least: bytes that one
+    has to save (LEAST).
+    """
     output = graph.output_node()
     for n in _Cut(graph, sizes, LEAST if least is None else least).order:
         output.prepend(n)

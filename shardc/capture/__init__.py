@@ -20,8 +20,7 @@ attribute_reads         what forward reads of modules: `self.training`, plain va
                         of the file that it stands in
 masked_rows             rows chosen by a mask, in a fixed size; expert_loops makes the experts op of loops over experts
 equal_layers            equal layers are traced once; hidden_layers: the others are not seen by torch's export;
-                        layer_copies: they are copied in the graph; run_of_layers: but for most of many in a row,
-                        in the graph that passes run on
+                        layer_copies: they are copied in the graph
 random_choices          what a model's masks are, tried on random numbers; dependence: what values depend on
 inline_regions          `with torch.no_grad()` in a graph; autocast_region: the casts of autocast; value_checks: checks
                         that are left out

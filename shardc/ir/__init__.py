@@ -8,8 +8,7 @@ placement       how a value lies on a mesh; conversions: every way in which that
 shard_chunks    cuts a tensor by a shard, and joins it again
 types           shapes and dtypes of nodes; type_text: as programs print them, f32[8, 512@tp] +dp
 graph           small functions on fx graphs; source: the user's line that something came from
-deferred_graph  a graph that is written when it is first looked at
-fused_regions   lines of a graph of a step that are compiled as one; pairs: the text of a forward beside a backward
+fused_regions   lines of a graph of a step that are compiled as one; pairs: the graph of a forward beside a backward
 forward_record  what forward and loss were, for a run that goes on
 outputs         values that a step gives beside its loss; generation: the two steps of a model that generates
 adapters        matrices of low rank beside weights, and which weights are frozen
