@@ -5,7 +5,7 @@ registry                all rules, by op; user_ops: those of users
 choices, strategy       the ways to run one call on one mesh axis, derived from its rule
 finite_padding          what padding has to hold where an op reads it
 shared_signatures       what rules of several families have in common
-samples                 calls of every op, on which its rule is proven (shardc.verify.rules)
+sample_calls            calls of ops, on which their rules are proven (shardc.verify.rules)
 reduce_parts            norms, products and extrema over a dim that stays split
 
 Rules, a file a family: pointwise, reduce, views, writes, create, index, matmul, linalg, conv, norm, attention, experts,
@@ -22,7 +22,7 @@ from shardc.rules.strategy import Strategy
 
 __all__ = ["FAMILIES", "RULES", "Call", "Choices", "LocalCall", "Operand", "Rule", "Strategy", "find", "rule"]
 
-#: The files of rules here, and of their sample calls in `samples`, by the family of ops.
+#: The files of rules here, and of their sample calls in tests/rules/samples, by the family of ops.
 FAMILIES = (
     "attention",
     "conv",
