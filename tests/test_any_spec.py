@@ -201,7 +201,9 @@ LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
 def layers(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
-    return sorted({starred(n) for n, m in model.named_modules() if n and isinstance(m, kinds)})
+    """Names of modules of these kinds that have something to train."""
+    modules = ((n, m) for n, m in model.named_modules() if n and isinstance(m, kinds))
+    return sorted({starred(n) for n, m in modules if any(p.requires_grad for p in m.parameters())})
 
 
 def starred(name: str) -> str:
