@@ -78,7 +78,7 @@ def differences(sim: Simulation, loss: Tensor, grads: dict[str, Tensor]) -> tupl
     floor = 1e-3 * float(torch.stack([g.norm() for g in grads.values()]).norm())
     some = {n: g for n, g in grads.items() if g.numel()}  # of a parameter without elements a rank may have none
     off = {n: float((sim.grads[n] - g).norm()) / max(float(g.norm()), floor) for n, g in some.items()}
-    return abs(float(sim.loss - loss)) / abs(float(loss)), off
+    return abs(float(sim.loss - loss)) / (abs(float(loss)) or 1.0), off
 
 
 def assert_equal(sim: Simulation, loss: Tensor, grads: dict[str, Tensor], rtol: float = RTOL) -> None:
