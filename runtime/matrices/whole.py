@@ -117,10 +117,6 @@ class WholeMatrices:
             found += self.groups.get(m, [None] * len(m.param_groups))
         return found
 
-    def matrix_of(self, p: Tensor) -> Matrix | None:
-        """The matrix that a parameter of an optimizer is."""
-        return next((self.matrices[n] for n, x in self.owned.items() if x is p), None)
-
     @property
     def written(self) -> bool:
         """Has anybody written to what is stored, since values last came from the owners, or went there?"""

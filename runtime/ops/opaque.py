@@ -206,10 +206,11 @@ def opaque_backward(
     only: Sequence[int] = (),
     keep: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of what `opaque` was told needs them; the tape is empty then. grads: of the results; before: what
-    each of the operands has from other ops, to which the new gradients are added, or None; operands: `again`; zeros:
-    what gets no gradient gets zeros; only: of these alone, counted among those that need one (all others: None); keep:
-    the tape stays, for the others.
+    """Return the gradients of the operands that `opaque` has in `needs`; the tape is empty then.
+
+    grads: of the results. before: what each of the operands has from other ops, to which the new gradients are added,
+    or None. operands: those of `again`. zeros: what gets no gradient gets zeros. only: of these alone, counted among
+    those that need one; the others get None. keep: the tape stays, for the others.
     """
     wanted = only or range(len(tape.ends))
     for at, x in zip(tape.again, operands, strict=True):

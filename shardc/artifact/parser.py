@@ -255,7 +255,7 @@ class _Reader:
             self.env[name] = node
 
     def _opaque(self, name: Any, line: int) -> None:
-        """The op that `ops.opaque` is to call stands as a text, which the reader of ops has to accept, too."""
+        """Check the name of the op that `ops.opaque` calls: the reader of ops has to accept it, too."""
         try:
             named = isinstance(name, str) and len(name) < 200
             op = self._target(ast.parse(name, self.file, mode="eval").body, line) if named else None

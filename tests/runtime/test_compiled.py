@@ -250,3 +250,12 @@ def test_compiled_by_inductor(small_regions: None, tmp_path: Path, monkeypatch: 
     assert report.ok
     assert report.compiled is not None
     assert "compiled, against the same step line by line" in str(report)
+
+
+@pytest.mark.parametrize(("execution", "fix"), [({"compile": "layers"}, "larger batch"), ({}, "compile: layers")])
+def test_verify_says_why_nothing_is_compiled(execution: dict[str, str], fix: str) -> None:
+    model, x = nn.Linear(4, 4), torch.ones(4, 4)
+    spec = {"shardc": 1, "mesh": {"dp": 2}, "execution": execution}
+    program = shardc.compile(model, (x,), spec, loss=lambda y, _: y.square().mean())
+    (finding,) = program.verify(compiled=True).findings
+    assert fix in finding.fix

@@ -70,7 +70,7 @@ class Proof:
         return f"<Proof: {str(self).partition(chr(10))[0]}>"
 
     def __str__(self) -> str:
-        texts = f"{plural(self.lines, 'line')} in {plural(self.texts, 'text')}"
+        texts = f"{plural(self.lines, 'line')} in {plural(self.texts, 'graph')}"
         of = f"{texts} for {plural(self.ranks, 'rank')}, {self.seconds:.1f} s"
         if self.ok:
             return f"proven equal to one device: {of}\n{assumptions.short()}"
