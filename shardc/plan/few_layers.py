@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +23,37 @@ from shardc.ir.patterns import match, of_every_layer
 from shardc.ir.program import Program
 from shardc.ir.types import op_name
 from shardc.passes.annotate import model_plan
-from shardc.plan.facts import UNITS, Facts
 from shardc.plan.space import Layers
 from shardc.runtime.step import inputs
 from shardc.torch_private import pytree
+
+#: Units of layers, enough to see what each adds: stages of one (the first), one, two, and one (the last).
+UNITS = 5
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of the example batch: its rows, and tokens of each (None: its inputs have no sequence dim in common).
+
+    Of the model: its list of layers, if it is long enough to be shortened; the dtype of its weights, "float32";
+    carried: whether it has a plan for tensor parallelism of its own.
+
+    Of its graph, for specs: regions, sequences, experts: patterns of modules; number: of experts; cuts: stages that a
+    pipeline may have; inputs: `batch: {dims: ...}`.
+    """
+
+    rows: int
+    sequence: int | None
+    layers: Layers | None
+    dtype: str
+    carried: bool
+    regions: Sequence[str]
+    sequences: Sequence[str]
+    experts: Sequence[str]
+    number: int
+    cuts: int
+    inputs: Mapping[str, int | None]
+
 
 #: Attributes in which transformers' layers keep their own number.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index")

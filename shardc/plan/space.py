@@ -112,6 +112,11 @@ class Choice:
         return {a: n for a, n in sizes.items() if n > 1} or {"dp": 1}
 
     @property
+    def mesh_key(self) -> tuple[object, ...]:
+        """What decides the mesh."""
+        return self.pp, self.dp, self.cp, self.ep, self.tp, self.outer, self.inside
+
+    @property
     def devices(self) -> int:
         return self.pp * self.dp * self.cp * self.ep * self.tp
 
@@ -224,6 +229,8 @@ def tensor_widths(devices: int, node: int) -> tuple[list[int], list[int]]:
     return inside, [t for t in divisors(devices) if t in range(2 * node, 4 * node + 1, node)]
 
 
+#: Microbatches of more rows are tried only if that is all that a rank has.
+ROWS = 64
 #: A rank of the sequence's axis has so many tokens of a row at least: with fewer, what it sends is soon more than what
 #: it computes.
 TOKENS = 1024
@@ -261,9 +268,9 @@ def choices(
                 continue
             each = batch // (dp * ep)
             base = Choice(pp, dp, cp, ep, tp, sp, checkpoint=keep)
-            for rows in (r for r in divisors(each) if r & (r - 1) == 0 or r == each):
-                if each // rows > most:
-                    continue
+            for rows in (r for r in divisors(each) if (r & (r - 1) == 0 and r <= ROWS) or r == each):
+                if each // rows > most or (rows > 1 and pp > 1 and each // rows < pp and each // pp > 0):
+                    continue  # too many, or too few to fill the pipeline, as fewer rows would
                 sized = _with(base, rows=rows, microbatches=each // rows)
                 for one in placed(sized, node):
                     for sharded in sharding(one, node):
@@ -301,6 +308,8 @@ def scheduled(c: Choice, layers: int) -> Iterator[Choice]:
         yield c
         return
     for name, maker in SCHEDULES.items():
+        if maker.collects:  # 1f1b takes as long, and keeps less
+            continue
         if maker.splits_backward and (c.zero == 3 or c.checkpoint != "none"):
             # the second half of backward keeps what the first one gathered or computed again: nothing is saved
             continue
