@@ -39,7 +39,7 @@ class Facts:
     carried: whether it has a plan for tensor parallelism of its own.
 
     Of its graph, for specs: regions, sequences, experts: patterns of modules; number: of experts; cuts: stages that a
-    pipeline may have; inputs: `batch: {dims: ...}`.
+    pipeline may have; inputs: `batch: {dims: ...}`; encoders: modules whose layers run before the last list of them.
     """
 
     rows: int
@@ -53,6 +53,7 @@ class Facts:
     number: int
     cuts: int
     inputs: Mapping[str, int | None]
+    encoders: Sequence[str] = ()
 
 
 #: Attributes in which transformers' layers keep their own number.
@@ -171,6 +172,7 @@ def facts(subject: Subject) -> Facts:
         number=number,
         cuts=cuts(program),
         inputs=whole_inputs(program, 2),
+        encoders=encoders(list(layer_lists(program))),
     )
 
 
@@ -204,6 +206,22 @@ def experts(program: Program) -> tuple[tuple[str, ...], int]:
         ]
         number = max([number, *held])
     return tuple(modules), number
+
+
+def encoders(lists: Sequence[str]) -> tuple[str, ...]:
+    """The modules that hold lists of layers which run before the last one, and not that.
+
+    >>> encoders(["vision.blocks", "text.model.layers"]), encoders(["layers"])
+    (('vision',), ())
+    """
+    found = dict[str, None]()
+    last = lists[-1].split(".") if lists else []
+    for name in lists[:-1]:
+        path = name.split(".")
+        shared = next((i for i, (a, b) in enumerate(zip(path, last, strict=False)) if a != b), len(path))
+        if shared < len(path) - 1:
+            found[".".join(path[: shared + 1])] = None
+    return tuple(found)
 
 
 def sequences(program: Program) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ class Planner:
     def template(self) -> SpecTemplate:
         f = self.facts
         shard = {"use": "model" if f.carried else "structure"}
-        words = tuple(f.regions), tuple(f.sequences), tuple(f.experts)
+        words = tuple(f.regions), tuple(f.sequences), tuple(f.experts), tuple(f.encoders)
         return SpecTemplate(shard, PRECISIONS[self.precision], *words, f.inputs)
 
     @cached_property

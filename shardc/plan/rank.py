@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardc.ir.mesh import Mesh
 from shardc.machine.collectives import collective_seconds
 from shardc.machine.device import Device
+from shardc.machine.work import Op
 from shardc.plan.price import balanced, beside_layers
 from shardc.plan.runs import Library, Stages, Weights
 from shardc.plan.space import Choice, Core, casts_kept
@@ -142,7 +142,7 @@ class Table:
         self.bucket = column([_DATA.bucket_bytes(c.dp * c.cp * c.ep) for c in some])
         self.of_rows = np.array([_parts_of_rows(c.rows) for c in some])
         timed = [_schedule(c.schedule, c.pp, c.per_rank, c.microbatches) for c in some]
-        self.idle, first, last, self.collects = np.array(timed, float).T
+        self.idle, first, last = np.array(timed, float).T
         self.alive = np.stack([first, (first + last) / 2, last], 1)
         keys = [(c.pp, c.per_rank, SCHEDULES[c.schedule].folds) for c in some]
         self.groups = list(dict.fromkeys(keys))
@@ -174,20 +174,20 @@ def _parts_of_rows(rows: int) -> list[float]:
 
 
 @functools.cache
-def _schedule(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[float, float, float, bool]:
+def _schedule(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[float, float, float]:
     """(How long a rank waits for others, in the time of a microbatch; of how many microbatches the first rank keeps
-    activations at once, and the last; whether the last stage runs all forwards first.)
+    activations at once, and the last.)
     """
     maker = SCHEDULES[name]
     if ranks == 1:
-        return 0.0, 1.0, 1.0, False
+        return 0.0, 1.0, 1.0
     forward, backward, weights = 1.0, 2.0, 1.0
     if microbatches < ranks:  # too few to fill the pipeline
         idle = (ranks - 1) * (forward + backward)
     else:
         idle = maker.idle(ranks, per_rank, microbatches, forward, backward, weights)
     first, last = (maker.kept(ranks, per_rank, microbatches, at) for at in (True, False))
-    return idle / (forward + backward), first, last, maker.collects
+    return idle / (forward + backward), first, last
 
 
 #: What data axes and neighbours in a pipeline exchange: gathers and scatters of what is sharded, of experts that are
@@ -276,7 +276,7 @@ def _weights(ranks: Vector) -> tuple[Vector, Vector, Vector, Vector]:
     buckets). [choices, ranks]
     """
     p, g = ranks[..., STAYS.start + KIND["parameters"]], ranks[..., STAYS.start + KIND["gradients"]]
-    casts, experts, _, buckets = np.moveaxis(ranks[..., WEIGHTS], -1, 0)
+    casts, experts, _, buckets, *_ = np.moveaxis(ranks[..., WEIGHTS], -1, 0)
     cast = np.minimum(casts, p)
     whole = np.where(cast > 0, np.minimum(p - cast, p), p)  # what has no copy is used as it is stored
     return whole, g, np.minimum(experts / np.where(p > 0, p, 1.0), 1.0), buckets
@@ -317,7 +317,11 @@ def _step(t: Table, ranks: Vector, core: Core, device: Device) -> Vector:
     shape = (*ranks.shape[:2], len(ROWS), len(WHAT))
     f, b = ((ranks[..., s].reshape(shape).sum(3) * t.of_rows[:, None]).sum(2) for s in (F, B))
     once, m, zero = ranks[..., ONCE.start], t.m[:, None], t.zero[:, None]
-    each = (zero == 3) & ~t.kept[:, None]
+    # with ZeRO weights are there in the dtype of products: no microbatch casts them, nor widens their gradients
+    casting, kept = _casting(ranks, device), casts_kept(core.checkpoint)
+    f = f - np.where(zero > 0, np.minimum(casting * (1 - kept), f), 0)
+    b = b - np.where(zero > 0, np.minimum(casting * (2 - kept), b), 0)
+    once = once - np.where(zero > 0, casting * kept, 0)
     step, forward, backward = _exposed(t, ranks, f, b, device)
     f, b = f + forward, b + backward
     busy = f + b
@@ -327,8 +331,17 @@ def _step(t: Table, ranks: Vector, core: Core, device: Device) -> Vector:
     )
     # one stage after the other waits for gathers of the whole step
     step = step * np.where(t.kept & (t.zero > 0), t.pp, 1)[:, None]
-    _ = each
     return (m * busy + waits + once + step).max(1)  # type: ignore[no-any-return]
+
+
+def _casting(ranks: Vector, device: Device) -> Vector:
+    """Seconds of casting the weights of a rank once: each reads three bytes for one of the copy's, and writes it."""
+    copies, casts = ranks[..., WEIGHTS.start + 5], ranks[..., WEIGHTS.start]
+    unique, places = np.unique(np.stack([copies, casts], -1).reshape(-1, 2), axis=0, return_inverse=True)
+    seconds = [
+        n * device.op_seconds(Op(0, round(3 * b / n), "float32", name="_to_copy")) if n > 0 else 0 for n, b in unique
+    ]
+    return np.array(seconds)[places.reshape(copies.shape)]
 
 
 def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> tuple[Vector, Vector, Vector]:
@@ -349,13 +362,19 @@ def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> t
     ends = t.per_rank[:, None] / buckets
     seen = np.maximum(ends, _SEEN)
 
+    # of what one op uses with others, as experts' weights are, nothing hides but what is computed between two buckets
+    together = np.minimum(ranks[..., WEIGHTS.start + 4] / np.maximum(smallest, 1e-9), 1.0)
+
+    def in_turn(sent: Vector, computed: Vector, shown: Vector) -> Vector:
+        return beside(sent * dense, computed, shown) + beside(sent * experts, computed * together, shown)
+
     def beside(sent: Vector, computed: Vector, shown: Vector) -> Vector:
-        return np.maximum(sent - computed * (1 - shown), (shown + slower * (1 - shown)) * sent)  # type: ignore[no-any-return]
+        return np.maximum(sent - computed * (1 - shown), (shown + slower * (1 - shown)) * sent)
 
     each = (zero == 3) & ~t.kept[:, None]
-    scattered = beside(scatter, b, ends)
-    forward = np.where(each, beside(gather, f, seen), 0)
-    backward = np.where(each, beside(gather + scatter, b, seen), np.where(zero == 2, scattered, 0))
+    scattered = in_turn(scatter, b, ends)
+    forward = np.where(each, in_turn(gather, f, seen), 0)
+    backward = np.where(each, in_turn(gather + scatter, b, seen), np.where(zero == 2, scattered, 0))
     last = np.where(zero == 0, 0, np.where(each, backward, scattered))
     last = np.maximum(beside(summed + np.where(each, gather, 0), b, ends), last) - backward
     once = np.where((zero > 0) & ~each, beside(gather, f, seen), 0)
@@ -405,6 +424,3 @@ def distance(near: Core, core: Core) -> float:
     pairs = list(zip(near[:3], core[:3], strict=True))
     apart = sum(abs(math.log2(a / b)) for a, b in pairs)
     return apart + sum(4.0 for a, b in pairs if (a == 1) != (b == 1))
-
-
-Indices = NDArray[np.intp]

@@ -47,13 +47,16 @@ _SHORT = 9
 class Weights(NamedTuple):
     """Of a stage's parameters, bytes: casts: of their copies in the dtype of products; experts: of those that are
     spread over an axis of experts; trained: of those that get gradients. buckets: into how many buckets of the
-    smallest size they go; what fills a part of one counts as that.
+    smallest size they go; what fills a part of one counts as that; of_experts: those of experts. copies: how many ops
+    cast weights.
     """
 
     casts: float = 0.0
     experts: float = 0.0
     trained: float = 0.0
     buckets: float = 0.0
+    of_experts: float = 0.0
+    copies: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -180,11 +183,15 @@ def _weights(program: Program, coordinate: int) -> Weights:
     experts = program.spec.experts if program.spec is not None else ()
     parts = {part for e in experts if e.axis in mesh.names for part in mesh.parts(e.axis)}
     trained, smallest = [p for p in held if p.requires_grad], Data().bucket_bytes()
+    spread = [p for p in held if any(isinstance(p.layout[x], Shard) for x in parts)]
+    buckets = {p.name: min(p.value.nbytes(mesh) / smallest, 1.0) for p in trained}
     return Weights(
         float(sum(n.meta["value"].nbytes(mesh) for n in casts)),
-        float(sum(p.value.nbytes(mesh) for p in held if any(isinstance(p.layout[x], Shard) for x in parts))),
+        float(sum(p.value.nbytes(mesh) for p in spread)),
         float(sum(p.value.nbytes(mesh) for p in trained)),
-        sum(min(p.value.nbytes(mesh) / smallest, 1.0) for p in trained),
+        sum(buckets.values()),
+        sum(buckets.get(p.name, 0.0) for p in spread),
+        float(len(casts)),
     )
 
 

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from shardc.plan.runs import Library
 from shardc.plan.space import (
     CHECKPOINTS,
     OFFLOADS,
-    ON_HOST,
     Choice,
     Core,
     Keep,
@@ -57,7 +56,7 @@ SHARES: dict[Keep, tuple[float, float]] = {
     "half": (0.5, 0.5),
     "quarter": (0.75, 0.75),
     "eighth": (0.875, 0.875),
-    "host": (1.0, 1.0),
+    "host": (1.0, 1.05),
 }
 OnProgress = Callable[[str, int, int], None]
 
@@ -175,8 +174,7 @@ class Search:
         """A split, and what it may recompute, where something does not fit without."""
         yield core
         if self.library.template.regions and (self._found(core, devices, batch, on_host).peaks > self.room).any():
-            keeps = [k for k in CHECKPOINTS if k != "none" and (on_host or k not in ON_HOST)]
-            yield from (core._replace(checkpoint=k) for k in keeps)
+            yield from (core._replace(checkpoint=k) for k in CHECKPOINTS if k != "none")
 
     def _needed(self, core: Core) -> list[Core]:
         """The blocks that one follows from: shares of what is kept lie between all and nothing."""
@@ -294,9 +292,33 @@ class Search:
                 dry_runs.discard(run)
             else:
                 off.priced(c, rough, prices[c])
-        for c in [c for c in list(prices)[:1] if c.sequence_parallel]:
-            prices[replace(c, sequence_parallel=False)] = self.exact(replace(c, sequence_parallel=False))
+        self._vary(prices)
         return prices
+
+    def _vary(self, prices: dict[Choice, Priced]) -> None:
+        """Price the best also as it is not in tier one: the sequence whole between layers, an encoder's rows split over
+        more axes, element-wise work compiled; each on top of the best so far.
+        """
+
+        def best() -> Choice | None:
+            fits = {c: p.seconds for c, p in prices.items() if p.needs <= self.memory}
+            return min(fits, key=lambda c: fits[c], default=None)
+
+        changes: tuple[dict[str, Any], ...] = {"sequence_parallel": False}, {"encoder_rows": True}, {"compiled": True}
+        for change in changes:
+            c = best()
+            other = replace(c, **change) if c is not None else None
+            if c is None or other is None or not self._differs(c, other):
+                continue
+            self.on(str(other), len(prices), len(prices))
+            try:
+                prices[other] = self.exact(other)
+            except ShardcError as e:
+                self.refused[str(other)] = e
+
+    def _differs(self, c: Choice, other: Choice) -> bool:
+        compiles = self.library.device.kind == "gpu" or not other.compiled
+        return compiles and spec(c, self.library.template) != spec(other, self.library.template)
 
     def _dry_run(self, c: Choice) -> object:
         """A key that is equal for choices priced from the same dry run: of a model of layers, for any schedule and
@@ -374,7 +396,7 @@ class _Off:
 
     def behind(self, c: Choice, rough: Rough) -> bool:
         """Whether one cannot be better than the best that fits."""
-        slow = rough.seconds * min(self._of(c, self._seconds), 1 / self.least if self.least < 1 else 1.0)
+        slow = rough.seconds * min(self._of(c, self._seconds), self.least)
         return self.best < math.inf and (slow > SLOWER * self.best or rough.peak > LARGER * self.memory)
 
 

@@ -90,8 +90,17 @@ def named(c: Candidate) -> str:
     parts += ["sequence parallel"] if s.activations else []
     parts += [f"zero {zero(c)}"] if s.data.zero or s.data.offload.optimizer != "none" else []
     return ", ".join(
-        [*parts, *([schedule(c)] if s.pipeline else []), f"recompute {recompute(c)}", f"{microbatches(c)}"]
+        [*parts, *([schedule(c)] if s.pipeline else []), f"recompute {recompute(c)}", *more(c), f"{microbatches(c)}"]
     )
+
+
+def more(c: Candidate) -> list[str]:
+    """What else the spec asks for."""
+    rows = [name for name, dims in c.spec.to_dict().get("activations", {}).items() if 0 in dims]
+    return [
+        *(f"rows of {name} over more" for name in rows),
+        *(["compiled"] if c.spec.execution.compile != "none" else []),
+    ]
 
 
 def zero(c: Candidate) -> str:
