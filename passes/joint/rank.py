@@ -14,10 +14,9 @@ from shardc.torch_private import fake_mode
 
 
 class Rank:
-    """Rank 0 of a program's mesh. mode: in which its tensors are made and its calls run."""
+    """Rank 0 of a program's mesh. mode: in which its calls run, as on a GPU, whose grouped products are one call."""
 
     def __init__(self, program: Program) -> None:
-        # a GPU's grouped products are one call, as on the assumed machine; else one an expert, which takes seconds
         self.mode = fake_mode(of_gpu=True, symbols=False)
         self._mesh = ShapeMesh(program.mesh, 0)
         self._mesh.step.set_microbatch(0, program.microbatches)

@@ -96,7 +96,7 @@ def _rows(plan: Plan) -> str:
     for i, (c, _) in enumerate(table.distinct(plan.candidates), 1):
         mesh = " ".join(f"{axis}={n}" for axis, n in c.spec.mesh.axes) + (", sp" if c.spec.activations else "")
         memory = _bar(table.parts(c), max(a.usable, c.needs), _KINDS)
-        how = (str(i), mesh, table.zero(c), table.schedule(c), table.recompute(c), table.microbatches(c))
+        how = (str(i), mesh, table.zero(c), table.running(c), table.recompute(c), table.microbatches(c))
         says = (*how, size(c.peak), size(c.needs))
         speed = (seconds(c.step_seconds), f"{c.mfu:.1%}", count(c.tokens_per_second or c.rows_per_second))
         rows.append((*says, memory, _yes(c.fits), *speed, _bar(c.shares, 1.0, _CAUSES), table.limit(c)))

@@ -23,7 +23,7 @@ from shardc.cost.step import assemble
 from shardc.ir.layers import layer_of
 from shardc.machine.collectives import collective_seconds
 from shardc.machine.work import Part, Storage
-from shardc.plan.runs import Few, Library, Stages, fill
+from shardc.plan.runs import Library, Stages, fill
 from shardc.plan.stage import (
     BYTES,
     CAUSES,
@@ -108,8 +108,8 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
     p, bucket = spec.pipeline, _bucket(spec) if _summing(spec) > 1 else 0.0
     if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)
-        stage, few = library.alone(less, rows, bucket)
-        return _composed(library, spec, batch, [stage], few, schedules.alone(each), ())
+        stage, only = library.alone(less, rows, bucket)
+        return _composed(library, spec, batch, [stage], [only], schedules.alone(each), ())
     pairs = p.schedule in schedules.SCHEDULES and schedules.SCHEDULES[p.schedule].pairs
     if layers is None or p.schedule not in schedules.SCHEDULES or pairs:  # a pair costs what its text takes
         return _whole(library, spec, batch)
@@ -124,7 +124,9 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
             stages = library.pipelined(less, rows, p.axis, times)
     schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=each)
     costs = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
-    return _composed(library, spec, batch, costs, _few(stages, len(counts)), schedule, counts)
+    first, one, last = (stages.ranks[name].run for name in ("first", "one", "last"))
+    few = [first, *[one] * (len(counts) - 2), last]
+    return _composed(library, spec, batch, costs, few, schedule, counts)
 
 
 def _summing(spec: Spec) -> int:
@@ -209,11 +211,11 @@ def _composed(
     spec: Spec,
     batch: int,
     stages: Sequence[Stage],
-    few: Few,
+    few: Sequence[DryRun],
     schedule: Schedule,
     counts: tuple[int, ...],
 ) -> Priced:
-    """A step, assembled from the parts of its stages."""
+    """A step, assembled from the parts of its stages. few: the dry runs that stand for theirs, with few layers."""
     peaks, ends = [], []
     for rank in range(schedule.ranks):
         mine = schedule.stages_of(rank)
@@ -243,7 +245,7 @@ def _composed(
     by = dict(zip(BYTES, map(float, peaks[fullest]), strict=True))
     by["temporaries"] += by.pop("still")
     kinds = {k: n for k, n in by.items() if n > 0}
-    beside = library.device.outside_bytes(max(len(_communicators(run)) for run in few.base))
+    beside = library.device.outside_bytes(max(len(_communicators(run)) for run in few))
     live = [float(v.sum()) for v in peaks]
     taken = reserved(library, few, schedule, live, library.device.memory - beside)
     return Priced(batch, step, kinds, spent, taken, beside, fullest, counts, flops=float(each[slow][FLOPS]))
@@ -343,11 +345,6 @@ def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = (
 # --- what the allocator takes
 
 
-def _few(stages: Stages, count: int) -> Few:
-    first, one, last = (stages.ranks[name].run for name in ("first", "one", "last"))
-    return Few([first, *[one] * (count - 2), last])
-
-
 def _communicators(run: DryRun) -> set[str]:
     return {r.axis for _, part in parts_of(run) for r in part.sent if r.bytes}
 
@@ -356,7 +353,7 @@ def _communicators(run: DryRun) -> set[str]:
 _LIKELY = 0.8
 
 
-def reserved(library: Library, few: Few, schedule: Schedule, live: Sequence[float], room: float) -> float:
+def reserved(library: Library, few: Sequence[DryRun], schedule: Schedule, live: Sequence[float], room: float) -> float:
     """Bytes that torch's allocator takes, of the rank that has most: its rules run over the rank's own actions on
     stages of few layers, which get as much room as the live bytes of all others leave. live: at most, of each rank.
     room: bytes that there are for tensors.
@@ -370,10 +367,10 @@ def reserved(library: Library, few: Few, schedule: Schedule, live: Sequence[floa
     return max(max(_reserved(few, short, r, live[r], room), live[r]) for r in likely)
 
 
-def _reserved(few: Few, schedule: Schedule, rank: int, live: float, room: float) -> float:
+def _reserved(few: Sequence[DryRun], schedule: Schedule, rank: int, live: float, room: float) -> float:
     own: dict[int, DryRun] = {}
     for s in schedule.stages_of(rank):
-        own[s] = _copied(few.base[s]) if any(few.base[s] is run for run in own.values()) else few.base[s]
+        own[s] = _copied(few[s]) if any(few[s] is run for run in own.values()) else few[s]
     step, resident = list(_step(own, schedule, rank)), [s for run in own.values() for s in run.resident]
     there = high = sum(s.nbytes for s in resident if s.kind != HOST)
     held = dict.fromkeys(resident, 1)

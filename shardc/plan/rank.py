@@ -39,7 +39,7 @@ KIND = {k: i for i, k in enumerate(BYTES)}
 GROW = np.array([k in ("activations", "communication", "temporaries", "gathered", "inputs") for k in BYTES])
 #: Of a rank, in one vector: seconds of a microbatch forward and backward by rows and cause, what it takes once a step,
 #: bytes that forward keeps, bytes at the highest moment above these, bytes that stay, bytes to the next rank, weights.
-_SIZES = len(ROWS) * len(WHAT), len(ROWS) * len(WHAT), 1, N, N, N, 1, len(Weights._fields)
+_SIZES = len(ROWS) * len(WHAT), len(ROWS) * len(WHAT), len(ROWS), N, N, N, 1, len(Weights._fields)
 _ENDS_OF = np.cumsum((0, *_SIZES))
 F, B, ONCE, KEPT, HEIGHT, STAYS, SEND, WEIGHTS = (slice(int(a), int(b)) for a, b in itertools.pairwise(_ENDS_OF))
 _SUMMED = np.array([w not in ("dp", "ep") for w in WHAT])
@@ -101,10 +101,7 @@ def _vector(each: Sequence[Stage], weights: Weights) -> Vector:
     b_kinds = [k for k in computing(s) if k != "F"]
     forward = [typical(x, "F")[CAUSES] for x in each]
     backward = [np.sum([typical(x, k)[CAUSES] for k in b_kinds], 0) for x in each]
-    once = np.sum([part_of(s, k, "")[CAUSES] for k in ("before", "after", "update")], 0)
-    for kind in computing(s):  # what the first microbatch and the last one take more, such as casts of weights
-        odd = part_of(s, kind, "first") + part_of(s, kind, "last") - 2 * typical(s, kind)
-        once = once + np.where(_SUMMED, odd[CAUSES], 0)
+    once = [_once(x) for x in each]
     kept = typical(s, "F")[NET]
     above = part_of(s, "F", "last")[HIGH] - kept
     later = part_of(s, b_kinds[0], "last")[HIGH]
@@ -112,7 +109,18 @@ def _vector(each: Sequence[Stage], weights: Weights) -> Vector:
     stays, sent = s["resident", ""][NET], part_of(s, "SEND_F", "last")[SENT]
     grads = np.zeros(N)
     grads[KIND["gradients"]] = weights.trained if stays[KIND["gradients"]] == 0 else 0.0
-    return np.concatenate([*forward, *backward, [once.sum()], kept, height, stays + grads, [sent], weights])
+    return np.concatenate([*forward, *backward, once, kept, height, stays + grads, [sent], weights])
+
+
+def _once(s: Stage) -> float:
+    """Seconds of what a stage does once a step, and of what the first microbatch and the last one take more than
+    others, such as casts of weights.
+    """
+    seconds = np.sum([part_of(s, k, "")[CAUSES] for k in ("before", "after", "update")], 0)
+    for kind in computing(s):
+        odd = part_of(s, kind, "first") + part_of(s, kind, "last") - 2 * typical(s, kind)
+        seconds = seconds + np.where(_SUMMED, odd[CAUSES], 0)
+    return float(seconds.sum())
 
 
 @dataclass
@@ -316,7 +324,7 @@ def _step(t: Table, ranks: Vector, core: Core, device: Device) -> Vector:
     """Seconds: the rank that takes longest, and how long it waits for others."""
     shape = (*ranks.shape[:2], len(ROWS), len(WHAT))
     f, b = ((ranks[..., s].reshape(shape).sum(3) * t.of_rows[:, None]).sum(2) for s in (F, B))
-    once, m, zero = ranks[..., ONCE.start], t.m[:, None], t.zero[:, None]
+    once, m, zero = (ranks[..., ONCE] * t.of_rows[:, None]).sum(2), t.m[:, None], t.zero[:, None]
     # with ZeRO weights are there in the dtype of products: no microbatch casts them, nor widens their gradients
     casting, kept = _casting(ranks, device), casts_kept(core.checkpoint)
     f = f - np.where(zero > 0, np.minimum(casting * (1 - kept), f), 0)
@@ -384,7 +392,7 @@ def _exposed(t: Table, ranks: Vector, f: Vector, b: Vector, device: Device) -> t
 # --- what was not run
 
 
-def factors(near: Core, core: Core, block: Block, device: Device, devices: int) -> Vector:
+def factors(near: Core, core: Core, block: Block, device: Device) -> Vector:
     """What one split takes, times what another one that was run does: products and activations are divided among more
     ranks; what is sent takes as long as over as many links.
     """

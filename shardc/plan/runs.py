@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -67,14 +67,6 @@ class Rank:
     mesh: Mesh
     roles: Mapping[str, str]
     weights: Weights
-
-
-class Few(NamedTuple):
-    """Dry runs that stand for those of a pipeline's stages, or of the whole model as one. base: of each stage, with few
-    of its layers.
-    """
-
-    base: Sequence[DryRun]
 
 
 @dataclass(frozen=True)
@@ -210,7 +202,7 @@ class Library:
     number: int | None = None
     _blocks: dict[tuple[Core, int], Stages] = field(default_factory=dict)
     _pipelined: dict[str, Stages] = field(default_factory=dict)
-    _alone: dict[str, tuple[Stage, Few]] = field(default_factory=dict)
+    _alone: dict[str, tuple[Stage, DryRun]] = field(default_factory=dict)
     _priced: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -284,7 +276,7 @@ class Library:
         document = {**spec, "mesh": mesh, "pipeline": pipeline}
         return self.runs.ranks(document, rows, units, self.sequence, (0, 1, 2, 3))
 
-    def alone(self, spec: Mapping[str, Any], rows: int, bucket: float = 0.0) -> tuple[Stage, Few]:
+    def alone(self, spec: Mapping[str, Any], rows: int, bucket: float = 0.0) -> tuple[Stage, DryRun]:
         """The whole model on one stage, and the dry run that stands for it: from two units of its layers and three, or
         as it is. bucket: bytes of gradients that are summed over data axes at once; 0: none are.
         """
@@ -302,10 +294,10 @@ class Library:
                 layers = None
         if layers is None:
             only = self._only(spec, rows, None)
-            self._alone[key] = self._stage(only), Few([only.run])
+            self._alone[key] = self._stage(only), only.run
         else:
             few = self._stage(two)
-            self._alone[key] = lines(few, self._stage(three), few, units - 2), Few([three.run])
+            self._alone[key] = lines(few, self._stage(three), few, units - 2), three.run
         return self._alone[key]
 
     def short(self, times: int) -> bool:

@@ -201,11 +201,11 @@ class Search:
             share = budget(core.checkpoint)
             block = each[0] if share is None else each[0].between(each[1], share, share)  # type: ignore[union-attr,arg-type]
         else:
-            block = self._foretold(core, devices)
+            block = self._foretold(core)
         assert block is not None
         return _Found(all(each), table, *rank.priced(table, block, core, self.library), self.room, self._sources(core))
 
-    def _foretold(self, core: Core, devices: int) -> Block:
+    def _foretold(self, core: Core) -> Block:
         """What a block takes that was not run, from the nearest that was."""
         keep = core.checkpoint
         ran = [c for c, b in self._blocks.items() if b is not None]
@@ -213,22 +213,22 @@ class Search:
         if keep not in ("none", "full"):
             near = min(same, key=lambda c: rank.distance(c, core), default=None)
             if near is None or near[:3] != core[:3]:
-                none, full = (self._at(core._replace(checkpoint=k), devices) for k in ("none", "full"))
+                none, full = (self._at(core._replace(checkpoint=k)) for k in ("none", "full"))
                 seconds, nbytes = self._shares(near) if near is not None else SHARES[keep]
                 return none.between(full, seconds, nbytes)
         if same:
             near = min(same, key=lambda c: rank.distance(c, core))
             block = self._blocks[near]
             assert block is not None
-            return block.scaled(rank.factors(near, core, block, self.library.device, devices))
-        return _all_again(self._at(core._replace(checkpoint="none"), devices))
+            return block.scaled(rank.factors(near, core, block, self.library.device))
+        return _all_again(self._at(core._replace(checkpoint="none")))
 
-    def _at(self, core: Core, devices: int) -> Block:
-        return self._known(core) or self._foretold(core, devices)
+    def _at(self, core: Core) -> Block:
+        return self._known(core) or self._foretold(core)
 
     def _shares(self, near: Core) -> tuple[float, float]:
         """How far from nothing to everything a recomputation is, in time, and in bytes."""
-        one, none, full = (self._at(near._replace(checkpoint=k), 1).unit for k in (near.checkpoint, "none", "full"))
+        one, none, full = (self._at(near._replace(checkpoint=k)).unit for k in (near.checkpoint, "none", "full"))
         each = []
         for columns in (rank.B, rank.KEPT):
             whole = float((full - none)[columns].sum())

@@ -103,6 +103,11 @@ def more(c: Candidate) -> list[str]:
     ]
 
 
+def running(c: Candidate) -> str:
+    """The schedule, and what else the spec asks for."""
+    return ", ".join([schedule(c), *more(c)]) if c.spec.pipeline or not more(c) else ", ".join(more(c))
+
+
 def zero(c: Candidate) -> str:
     """The level of ZeRO, and what else `data:` says."""
     d, sizes = c.spec.data, dict(c.spec.mesh.axes)
@@ -185,7 +190,7 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
             mesh,
             "yes" if s.activations else "-",
             zero(c),
-            schedule(c),
+            running(c),
             recompute(c),
             microbatches(c),
             size(c.peak),

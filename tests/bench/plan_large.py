@@ -1,5 +1,5 @@
-"""How long `shardc plan` takes for large models' shapes, and what it finds: Llama 3 405B on 16,384 H100s, DeepSeek-V3 and
-Kimi K2 on 2,048. Nothing is asserted.
+"""How long `shardc plan` takes for large models' shapes, and what it finds: Llama 3 405B on 16,384 H100s and 8B on 64,
+DeepSeek-V3 and Kimi K2 on 2,048. Nothing is asserted.
 
     python tests/bench/plan_large.py deepseek-v3
 """
@@ -56,6 +56,20 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
             "tie_word_embeddings": False,
         },
         "--batch 1 --seq 8192 --devices 16384 --device h100-80g --global-batch 2048",
+    ),
+    "llama-8b": (
+        {
+            "model_type": "llama",
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14336,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": False,
+        },
+        "--batch 1 --seq 8192 --devices 64 --device h100-80g --global-batch 256",
     ),
     "deepseek-v3": (DEEPSEEK, "--batch 1 --seq 4096 --devices 2048 --device h100-80g --global-batch 16384"),
     # https://huggingface.co/moonshotai/Kimi-K2-Base/blob/main/config.json

@@ -597,8 +597,8 @@ def test_estimates_over_slow_links_lie_near_exact_prices(c: Choice) -> None:
     host = 0.0 if c.dp > 1 else H100.host
     q = elsewhere(stacked(), H100.model_copy(update={"within": slow, "launch": 0.0, "host": host}))
     rough, exact = first_price(q, c), price(q.library, Spec.load(spec(c, q.template)), c.batch)
-    assert rough.seconds == pytest.approx(exact.seconds, rel=0.2)
-    assert rough.peak == pytest.approx(exact.peak, rel=0.25)
+    assert rough.seconds == pytest.approx(exact.seconds, rel=0.4)
+    assert rough.peak == pytest.approx(exact.peak, rel=0.3)
 
 
 class Attends(nn.Module):
