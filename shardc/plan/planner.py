@@ -36,6 +36,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 #: What is estimated at so many times the best price may be faster all the same.
 UNSURE = 1.15
+#: Shares of the room for live bytes: the next one where nothing fits that was thought to.
+TIGHT = (1.0, 0.9, 0.75, 0.6)
 
 
 #: The share of a device's memory that is left, where nobody says another one.
@@ -140,11 +142,18 @@ class Planner:
         says that these may be faster: others are idle then.
         """
         finder = self.finder
-        exact = finder.refine(self.ranked(devices, rows, cores))
+        exact = dict[Choice, Priced]()
 
         def best() -> float:
             return min((p.seconds for p in exact.values() if p.needs <= self.usable), default=math.inf)
 
+        for tight in TIGHT:  # more is reserved than is live: where nothing fits, others are the best
+            finder.tight = tight
+            some = self.ranked(devices, rows, cores)
+            exact |= finder.refine(some)
+            if best() < math.inf or not any(r.peak <= finder.room for _, r in some):
+                break
+        finder.tight = 1.0
         least = 3 * self.library.products
         while best() < math.inf and devices % 2 == 0:
             devices //= 2

@@ -61,7 +61,7 @@ class Priced:
     kinds: bytes at the peak, by kind, of the rank that has the highest; at: its coordinate on the pipeline's axis.
     reserved: bytes that torch's allocator takes for these tensors, of the rank that has most; outside: bytes of a
     device that are not the allocator's (as of shardc.cost.step.Cost).
-    spent: seconds of the busiest rank, by cause (stage_vectors.WHAT), and "bubble"; flops: that it computes. counts:
+    spent: seconds of the busiest rank, by cause (stage.WHAT), and "bubble"; flops: that it computes. counts:
     layers of each stage of a pipeline. exact: from a dry run of its own mesh, not estimated from a similar one.
     """
 

@@ -65,7 +65,7 @@ OnProgress = Callable[[str, int, int], None]
 class Search:
     """One model on one kind of device. memory: bytes of a device that a step may use. cuts: how many stages a pipeline
     may have. on: called with what is being priced: (subject, done, total). refused: why compile refused a split, by
-    name. considered: how many choices were ranked.
+    name. considered: how many choices were ranked. tight: the share of the room that live bytes may have at first.
     """
 
     library: Library
@@ -73,6 +73,7 @@ class Search:
     on: OnProgress = lambda subject, done, total: None
     refused: dict[str, ShardcError] = field(default_factory=dict)
     considered: int = 0
+    tight: float = 1.0
     _blocks: dict[Core, Block | None] = field(default_factory=dict)
     _tables: dict[object, Table | None] = field(default_factory=dict)
     _lines: dict[object, tuple[float, float]] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class Search:
     @property
     def room(self) -> float:
         """Bytes for tensors: what libraries take at least is not."""
-        return max(self.memory - self.library.device.outside_bytes(0), 1.0)
+        return max(self.tight * (self.memory - self.library.device.outside_bytes(0)), 1.0)
 
     @property
     def cuts(self) -> int:
@@ -119,6 +120,8 @@ class Search:
             except ShardcError as e:
                 self._blocks[core] = None
                 self.refused[name] = e
+            else:
+                self.refused.pop(name, None)
         return self._blocks[core]
 
     def accepted(self, core: Core) -> Core | None:
