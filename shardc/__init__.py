@@ -13,7 +13,7 @@ cli           the commands                             errors     ShardcError; f
 call_arguments: those of the public functions, checked; names_loaded_later: names of packages, imported when used
 torch_modes, torch_private    modes and private modules of torch; text_file: small files of users; version
 
-The folders passes/, runtime/ and specs/ lie beside shardc/: pyproject.toml (package-dir) makes them its packages.
+passes, runtime and specs are links to the folders at the top of the repository.
 """
 
 from __future__ import annotations
