@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import shardc
+from shardc.api import Program
 from shardc.capture import capture
 from shardc.cost import Cost
-from shardc.ir.program import Program
 from shardc.passes.annotate import model_plan
 from shardc.recompile import in_eval_mode
 from shardc.report.page.data import data as page_data

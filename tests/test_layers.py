@@ -32,7 +32,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("cost", "verify"),
     ("capture",),
     ("report",),
-    ("recompile",),
+    ("api", "recompile"),
     ("compile",),
     ("plan",),
     ("shardc",),  # the public names, each imported when it is used
@@ -40,12 +40,6 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 FLOOR = {room: i for i, rooms in enumerate(ORDER) for room in rooms}
-
-#: The verbs of `Program` that users call: the one exception, so that `program.save(folder)` can be written.
-VERBS = {
-    *("engine", "local", "module", "text", "forward", "joint", "save", "verify", "prove", "cost", "html"),
-    *("reshard", "to"),
-}
 
 
 def files() -> Iterator[tuple[str, Path]]:
@@ -64,7 +58,7 @@ def room(module: str) -> str:
 
 
 def imports(module: str) -> Iterator[tuple[str, str, str]]:
-    """(imported module, name taken of it, file:line) of the imports of shardc. Without the verbs of `Program`."""
+    """(imported module, name taken of it, file:line) of the imports of shardc."""
     for node, name in _imported(module):
         if name.split(".")[0] == "shardc":
             target, _, taken = (name, "", "") if name in FILES else name.rpartition(".")
@@ -72,16 +66,13 @@ def imports(module: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _imported(module: str) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
-    tree, verbs = TREES[module], set[ast.AST]()
-    if module == "shardc.ir.program":
-        (program,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Program")
-        names_only = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-        methods = [n for n in program.body if isinstance(n, ast.FunctionDef) and n.name in VERBS]
-        verbs = {x for n in (*names_only, *methods) for x in ast.walk(n)}
+    tree = TREES[module]
+    names_only = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    skipped = {x for n in names_only for x in ast.walk(n)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import) and node not in verbs:
+        if isinstance(node, ast.Import) and node not in skipped:
             yield from ((node, a.name) for a in node.names)
-        elif isinstance(node, ast.ImportFrom) and node not in verbs:
+        elif isinstance(node, ast.ImportFrom) and node not in skipped:
             assert node.level == 0, f"{module}:{node.lineno}: a relative import"
             yield from ((node, f"{node.module}.{a.name}") for a in node.names)
 

@@ -413,7 +413,7 @@ class Engine(EngineStep):
         self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
         made, error = self.program, None
         try:
-            made = self.program.to(spec, world=self.mesh.layout.world)
+            made = self.program.for_spec(spec, self.mesh.layout.world)
         except ShardcError as e:
             error = e
         if self.mesh.sum_on_host([error is not None])[0]:

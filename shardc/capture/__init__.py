@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -140,30 +141,30 @@ def capture(
         kept = {n: x for n, x in exported.updated.items() if n in exported.caches}
         exported = exported._replace(updated=kept)
     program = lift(model, leaves, exported, with_loss=forward is None)
-    program.notes = exported.notes + tuple(_counts(*each) for each in reads.set_too(changes).items())
-    program.notes += narrow_values.note(program)
-    program.baked = tuple(leaves.constants)
     unchanged = [*environment, *(g for g in read_before if not g.changed and not g.sets)]
     counted = {str(g): Source() for g in read_before if g.changed and type(g.value) in (int, float)}
-    program.notes += tuple(_counts(*each) for each in counted.items())
-    program.check_attributes = Attributes(model, reads.values, unchanged, _constants(program)).check
-    if forward is None:
-        program.eval_mode = not model.training and reads.acts_otherwise(model)
-        program.still = reads.still(model)
-    if program.eval_mode:
-        program.notes += (EVAL_MODE,)
+    counts = tuple(_counts(*each) for each in (*reads.set_too(changes).items(), *counted.items()))
+    eval_mode = forward is None and not model.training and reads.acts_otherwise(model)
     branches = bool(reads.training) and any(m.training for m in model.modules())
-    program.evaluates = "untried" if branches else "alike"
+    program = replace(
+        program,
+        notes=(*exported.notes, *counts, *narrow_values.note(program), *((EVAL_MODE,) if eval_mode else ())),
+        baked=tuple(leaves.constants),
+        check_attributes=Attributes(model, reads.values, unchanged, _constants(program)).check,
+        eval_mode=eval_mode,
+        still=reads.still(model) if forward is None else (),
+        evaluates="untried" if branches else "alike",
+    )
     if rows:
         program = expert_loops.with_experts(program)
-    program.recorded = ForwardRecord.later(program)
+    notes: tuple[str, ...] = ()
     if loss is not None:
         unread = {name for name, n in placeholders(program.graph).items() if not n.users}
         keys = {i.path[0] for i in program.inputs if i.name in unread} & keys_of_loss(model, batch)
-        program.notes += tuple(
+        notes = tuple(
             f"{key}: neither forward nor the loss reads this key of the batch" for key in sorted(map(str, keys))
         )
-    program.meta["capture_seconds"] = round(time.perf_counter() - started, 3)
+    seconds, evaluates = round(time.perf_counter() - started, 3), program.evaluates
     if prove and not generates:
         sinks = attention_sinks.as_one_more_key(written_out=False)
         with side_effects.unchanged(model), flex_attention.in_eager(), sinks:
@@ -175,11 +176,17 @@ def capture(
                 changes.set | counted,
                 branches=branches,
             )
-        program.notes += proof.notes
-        program.evaluates = proof.evaluates if branches or proof.evaluates == "otherwise" else "alike"
-    if program.evaluates == "otherwise":
-        program.notes += (_evaluates(list(reads.training.values())),)
-    return program
+        notes += proof.notes
+        evaluates = proof.evaluates if branches or proof.evaluates == "otherwise" else "alike"
+    if evaluates == "otherwise":
+        notes += (_evaluates(list(reads.training.values())),)
+    return replace(
+        program,
+        recorded=ForwardRecord.later(program),
+        notes=(*program.notes, *notes),
+        evaluates=evaluates,
+        meta=program.meta | {"capture_seconds": seconds},
+    )
 
 
 def _constants(program: Program) -> list[TensorRead]:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import shardc
 import shardc.nn
+from shardc.api import Program
 from shardc.capture import capture
-from shardc.ir.program import Program
 from shardc.ir.stage import DeferredJoint, Joint
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.activation_offload import OffloadedTensors

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import shardc
+from shardc.api import Program
 from shardc.cost.device_file import device
 from shardc.ir.graph import copy_graph
 from shardc.ir.offload import HOST_LINK
-from shardc.ir.program import Program
 from shardc.passes.joint.memory import Sizes
 from shardc.passes.joint.rank import Rank
 from shardc.passes.joint.seconds import Seconds

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
+from shardc.api import Program
 from shardc.capture import capture
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
 from shardc.runtime import launch
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.offload import storage
