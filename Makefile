@@ -85,6 +85,7 @@ mutants: $(READY)   ## programs broken in every way that we thought of, and who 
 	$(BIN)/python -m tests.verify.mutants --write --each $(or $(EACH),2) --models '$(or $(MODELS),gpt llama bert t5 mixtral resnet lstm vit unet mamba)' $(if $(KEPT),--kept $(KEPT) --minutes $(or $(MINUTES),5))
 
 lint: $(READY) types
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 

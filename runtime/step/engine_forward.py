@@ -13,15 +13,17 @@ from torch import Tensor
 from shardc import torch_modes
 from shardc.errors import ShardcError
 from shardc.ir.outputs import MEAN_SCORE, SCORE
+from shardc.runtime.data import inputs
 from shardc.runtime.generate import Generator, Options, Prompts
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import Fact, stated
-from shardc.runtime.step import batch_sizes, inputs, outputs
+from shardc.runtime.stage import outputs
+from shardc.runtime.stage.interpreter import Interpreter
+from shardc.runtime.stage.run import Values
+from shardc.runtime.step import batch_sizes
 from shardc.runtime.step.batch_argument import one_batch
 from shardc.runtime.step.engine_state import EngineState
-from shardc.runtime.step.interpreter import Interpreter
 from shardc.runtime.step.means import LOSS, NO_DIVISOR, MeanDivisors, Means
-from shardc.runtime.step.run import Values
 
 
 class NoBatchesError(ShardcError):

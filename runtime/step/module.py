@@ -16,24 +16,24 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import named_nearest
 from shardc.runtime import state
+from shardc.runtime.data import inputs
 from shardc.runtime.matrices.own_loop import OwnersOptimizer
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, SAME_OPTIMIZER, Fact, hashed, stated
 from shardc.runtime.offload import Offload
 from shardc.runtime.rng import Rng
+from shardc.runtime.stage import op_errors, outputs
+from shardc.runtime.stage.communicators import runtime_mesh
 from shardc.runtime.step import (
     engine_optimizer,
     engine_options,
-    inputs,
     lr,
-    op_errors,
-    outputs,
     param_groups,
     parameter_parts,
+    shared_facts,
     tensor_parts,
     user_changes,
 )
-from shardc.runtime.step.communicators import runtime_mesh
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.step.module_parts import Parts
 from shardc.runtime.step.module_running import Running, running_of
@@ -109,7 +109,7 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
         mesh = mesh if mesh is not None else runtime_mesh(program)
         check = check and mesh.layout.world > 1  # one rank agrees with itself: nothing is hashed
         if check:
-            facts = agreement.program_facts(program, seed=seed, broadcast=broadcast, check_every=check_every)
+            facts = shared_facts.program_facts(program, seed=seed, broadcast=broadcast, check_every=check_every)
             agreement.check(mesh, facts, "making a module")
         given = state.weights_of(program, model, weights, seed)
         changed = user_changes.check_as_compiled(program, given.model, built=given.model is not model)
@@ -270,7 +270,7 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
         if torch.is_grad_enabled():
             inputs.check_no_gradient(batch)
         if r.check:
-            facts = agreement.batch_facts(r.program, batch, local=True)
+            facts = shared_facts.batch_facts(r.program, batch, local=True)
             calls = [
                 stated("the number of steps done", r.rng.step, fix=SAME_CALLS),
                 stated("whether the module trains", self.training, fix="call train() or eval() on all ranks"),

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import UnknownParameterError
+from shardc.runtime.stage.clip_grad_norm import norm_axes
 from shardc.runtime.step import tensor_parts
-from shardc.runtime.step.clip_grad_norm import norm_axes
 from shardc.runtime.step.tensor_parts import Origin, Tell
 
 

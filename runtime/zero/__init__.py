@@ -18,7 +18,8 @@
     optimizer_check    may this optimizer be sharded, or stepped bucket by bucket? It is tried on a small copy
     early_step         the optimizer steps bucket by bucket, while later gradients are still being summed
     optimizer_kernels  which of torch's implementations steps: fused ones on GPUs
-    optimizer_list     several optimizers as one
+    optimizer_list     several optimizers as one; named_parameters: what a user's `optimizer(params)` is given
+    offloaded_optimizer  an optimizer whose state is outside of the device
     trained_params     the parameters whose gradients a program computes at all
 
 What the optimizer works on is a bucket's `.owned`: {name: parameter}: the parameter itself, or the stretch of it in

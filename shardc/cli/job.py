@@ -72,7 +72,7 @@ def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh, Callable[[str], Non
     from shardc.recompile import Resizer
     from shardc.runtime.launch import Progress, Told
     from shardc.runtime.mesh.watch import told
-    from shardc.runtime.step.communicators import runtime_mesh
+    from shardc.runtime.stage.communicators import runtime_mesh
 
     settings = job.settings
     file = model_file.load(job.model, batch=job.batch, seq=job.seq, seed=settings.seed)

@@ -25,7 +25,7 @@ from shardc.cli.save_lock import SaveLock
 from shardc.cli.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
 from shardc.cli.user_frames import place, print_error, said
 from shardc.errors import ShardcError
-from shardc.runtime.step.op_errors import OutOfMemoryError, no_memory, out_of_memory
+from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
 
 if TYPE_CHECKING:
     from shardc.api import Program
@@ -41,8 +41,8 @@ def run(job: Job) -> dict[str, Any]:
     checkpoint, after the last whole step, before they are reported.
     """
     from shardc.cli.step_lines import StepLines, header
+    from shardc.runtime.stage.interpreter import Interpreter
     from shardc.runtime.step.engine_optimizer import adamw
-    from shardc.runtime.step.interpreter import Interpreter
 
     signals = Signals()
     settings = job.settings

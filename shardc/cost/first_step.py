@@ -19,7 +19,7 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.runtime import ops
 from shardc.runtime.schedule import Action
-from shardc.runtime.step.run import StepHooks
+from shardc.runtime.stage.run import StepHooks
 from shardc.runtime.zero.trained_params import trained_by
 
 

@@ -24,7 +24,7 @@ from shardc.passes.joint.rank import Rank
 from shardc.passes.joint.seconds import Seconds
 from shardc.report.comm import comm_table
 from shardc.runtime import ops
-from shardc.runtime.step.activation_offload import OffloadedTensors
+from shardc.runtime.stage.activation_offload import OffloadedTensors
 from tests import stand_in_compiler
 from tests.bench.host_copies import Blocks
 from tests.passes.test_joint import PP, SP, TP, built, compiled, momentum, same

@@ -20,7 +20,7 @@ import shardc
 from shardc import report
 from shardc.api import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.step.activation_offload import OffloadedTensors
+from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
 from tests import equality, zoo

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardc.runtime.ops.zero import Gathering
-from shardc.runtime.step.activation_offload import OffloadedTensors
+from shardc.runtime.stage.activation_offload import OffloadedTensors
 
 Op = Callable[..., Any]
 #: Those that give no tensor, and those that do.

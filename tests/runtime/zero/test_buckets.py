@@ -17,7 +17,7 @@ from shardc.ir.stored import Param
 from shardc.runtime import ops
 from shardc.runtime.mesh import RankMesh, Work
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.step.clip_grad_norm import GradNorm
+from shardc.runtime.stage.clip_grad_norm import GradNorm
 from shardc.runtime.zero.bucket_launch import Buckets
 from tests import example_program
 

@@ -31,10 +31,10 @@ from shardc.ir.stage import Edge
 from shardc.runtime.mesh import Work
 from shardc.runtime.schedule import Action, computed
 from shardc.runtime.schedule.actions import PAIRS
-from shardc.runtime.step import op_errors
+from shardc.runtime.stage import op_errors
 
 if TYPE_CHECKING:
-    from shardc.runtime.step.interpreter import Interpreter
+    from shardc.runtime.stage.interpreter import Interpreter
 
 #: Sends that a rank has under way, each of all values of one edge. More would keep more activations alive.
 IN_FLIGHT = 2
