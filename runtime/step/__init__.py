@@ -16,12 +16,12 @@ loss_scale            loss scaling for float16, on all ranks alike
 means                 losses and outputs over batches
 batch_sizes           batches of other sizes than were compiled
 parameter_norms       the norm of each parameter and its gradient
-tensor_parts          parameters and gradients that know that they are a rank's part, and refuse what mixes elements;
-                      part_functions: what torch's functions do with these; parameter_parts: which parameters it is
+tensor_parts          parameters and gradients of which a rank has a part: they refuse what mixes elements;
+                      parameter_parts: which parameters these are
 stepped_once          an optimizer or schedule that is stepped beside the engine
 stepped_loss          the loss that a step returns: its backward is done
 not_finite            a loss or gradient that is nan or inf: stop or skip, and what made it
-engine_options        options that there are not, or that mean nothing; batch_argument: a batch that is spread out
+engine_options        options that there are not, or that mean nothing
 user_changes          what users do to a module that a program would not notice; optimizer_watch: its optimizer;
                       optimizer_marks: whose slices its state is of;
                       loop_watch: what a loop does between two forwards, alike on all ranks; both see optimizers by
@@ -29,7 +29,6 @@ user_changes          what users do to a module that a program would not notice;
 evaluating            which program evaluates: that of a step, or one of the model in eval mode
 param_groups, lr      the optimizer's parameter groups by name; learning-rate schedulers
 whole_shapes          groups by a parameter's shape: by that of the whole one
-text_numbers          text where these want a number
 resumed               what a checkpoint replaced of an engine's settings; new_schedule: what it is not to replace
 expert_load           how tokens were spread over experts
 """

@@ -425,8 +425,7 @@ class Engine(EngineStep):
         """See above. From now on they know that they are parts: an engine whose parameters nobody asks for has nothing
         to look at.
         """
-        tell = user_changes.telling(self, lambda e: (e._told, e._tell))
-        parameter_parts.watch(self.program, self.owned, self.buckets.runs, tell)
+        parameter_parts.watch(self.program, self.owned, self.buckets.runs)
         self._mark_gradients()
         return parameter_parts.ByName(self.program, self.owned)
 

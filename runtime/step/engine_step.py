@@ -24,7 +24,6 @@ from shardc.runtime.stage.communicators import groups_of
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import StepHooks, Values
 from shardc.runtime.step import batch_sizes, evaluating, lr, not_finite, parameter_parts, shared_facts, user_changes
-from shardc.runtime.step.batch_argument import one_batch
 from shardc.runtime.step.engine_forward import EngineForward
 from shardc.runtime.step.engine_state import WRITE_ALIKE
 from shardc.runtime.step.expert_load import Load, Loads
@@ -73,7 +72,6 @@ class EngineStep(EngineForward):
     def check_schedule(self, steps: int) -> None:
         raise NotImplementedError
 
-    @one_batch
     def step(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """One optimizer step on a global batch (local=True: this rank's own part of one). Returns the global loss,
         0-dim, detached; if the loss function names values beside it, (loss, {name: value}), detached.
@@ -97,7 +95,6 @@ class EngineStep(EngineForward):
             self._stepping = self._sending = False
         return result
 
-    @one_batch
     def backward(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`, in place of those of the last
         one: a sum over batches is `batch: {microbatches: n}`. Returns what `step` does. A norm of a gradient of which

@@ -52,9 +52,8 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
 
     Its state_dict has the model's own names (all names of a tied weight) with local shapes. `forward` takes this rank's
     part of a batch, as the model's forward would, and returns the global loss, 0-dim. When `loss.backward()` returns,
-    the gradients are those of the global loss. The loss may be scaled, and terms that use parameters directly be added
-    to it: sums over elements, whose gradient is that of this rank's part (at ZeRO 1 and 2 compute them after forward,
-    which gathers parameters). Dropout draws new masks in every training forward; `eval()` switches
+    the gradients are those of the global loss. The loss may be scaled, and terms that use whole parameters directly be
+    added to it. Dropout draws new masks in every training forward; `eval()` switches
     it and BatchNorm as usual.
 
     At ZeRO >= 1 each parameter here is this rank's flat stretch of it (1-d, perhaps empty), in state_dict too: any
@@ -156,8 +155,7 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
                     )
                 )
         self._held = held
-        tell = user_changes.telling(running, lambda r: (r.told, r.tell))
-        parameter_parts.watch(program, running.buckets.owned, running.buckets.runs, tell)
+        parameter_parts.watch(program, running.buckets.owned, running.buckets.runs)
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
         for b in program.buffers:
             for fqn in (b.fqn, *b.aliases) if b.fqn else ():

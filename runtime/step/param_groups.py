@@ -18,7 +18,6 @@ from shardc.errors import Errors, ShardcError
 from shardc.ir import patterns
 from shardc.ir.program import Program
 from shardc.ir.units import plural
-from shardc.runtime.step import text_numbers
 from shardc.runtime.zero.named_parameters import NamedParameters
 from shardc.runtime.zero.optimizer_list import members_of
 
@@ -119,8 +118,7 @@ def matrices(
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises ShardcError for an optimizer that computes the loss itself, for settings of groups that look like misspelt
-    ones of the optimizer's (torch would ignore them) or are text for numbers, and for a parameter that two optimizers
-    have."""
+    ones of the optimizer's (torch would ignore them), and for a parameter that two optimizers have."""
     errors, owner, shared = Errors(), dict[int, str](), dict[tuple[str, str], list[str]]()
     for m in members_of(optimizer):
         closure = inspect.signature(m.step).parameters.get("closure")
@@ -135,11 +133,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 if near := difflib.get_close_matches(key, m.defaults, 1, _ALIKE):
                     what = f"{type(m).__name__} has no setting {key!r}, and would ignore it"
                     errors.add(what, where=f"parameter group {i}", fix=f"did you mean {near[0]!r}?")
-            for key, value in group.items():
-                number = isinstance(m.defaults.get(key), (int, float, tuple)) or key == "lr"
-                if number and (text := text_numbers.of(value)) is not None:
-                    what = f"{type(m).__name__} is given {key}={value!r}, text where a number is wanted"
-                    errors.add(what, where=f"parameter group {i}", fix=text_numbers.FIX.format(value=text))
             names = group.get("param_names", [])
             for k, p in enumerate(group["params"]):
                 if id(p) in owner:

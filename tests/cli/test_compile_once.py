@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardc
-from shardc.artifact import load
+from shardc.api import load
 from shardc.cli import compile_once
 from shardc.cli.rank_errors import FirstFailedError
 from shardc.errors import ShardcError
