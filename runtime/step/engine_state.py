@@ -32,7 +32,7 @@ from shardc.runtime.step import lr, parameter_norms, resumed
 from shardc.runtime.step.given_model import GivenModel
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.new_schedule import NewSchedule, steps_of
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.buckets import Buckets
 
 #: What to do instead of writing to parameters on some ranks.
 WRITE_ALIKE = "write to engine.params, under torch.no_grad(), on all ranks alike"

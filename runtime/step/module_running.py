@@ -30,7 +30,7 @@ from shardc.runtime.step.loop_watch import LoopWatch
 from shardc.runtime.step.optimizer_watch import OptimizerWatch
 from shardc.runtime.step.parameter_updates import Updates
 from shardc.runtime.step.runnable import RunnableStage, only_stage
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.buckets import Buckets
 
 
 @dataclass
