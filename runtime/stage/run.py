@@ -53,7 +53,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What the engine does around backward: see `shardc.runtime.zero.bucket_launch.Buckets`. launch: where the backward
+    """What the engine does around backward: see `shardc.runtime.zero.buckets.Buckets`. launch: where the backward
     graph says so; scaled: the gradient that backward begins with.
     """
 

@@ -49,7 +49,7 @@ from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.new_schedule import NewSchedule
 from shardc.runtime.step.optimizer_marks import OptimizerMarks
 from shardc.runtime.step.stepped_once import SteppedOnce
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
 from shardc.runtime.zero.offloaded_optimizer import Paged
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
@@ -92,7 +92,7 @@ class Engine(EngineStep):
     of each, perhaps empty; gradients stand there, after the update in the dtype in which they were summed. .owned, and
     .buffers: by the program's placeholder names.
     .interpreter: what runs the program's stages; .buckets: what holds parameters and sums gradients
-    (shardc.runtime.zero.bucket_launch).
+    (shardc.runtime.zero.buckets).
     .clip_norm: what gradients are clipped to; `set` changes it.
     .grad_norm: 2-norm of the whole gradient in the last step, before clipping; 0-dim, on every rank; None before the
     first step, and where nothing asks for it (`norm`, `clip_norm`, `nonfinite`).

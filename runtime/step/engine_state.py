@@ -31,7 +31,7 @@ from shardc.runtime.step import lr, parameter_norms, resumed
 from shardc.runtime.step.given_model import GivenModel
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.new_schedule import NewSchedule, steps_of
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.offloaded_optimizer import Paged
 
 #: What to do instead of writing to parameters on some ranks.

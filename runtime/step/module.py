@@ -38,7 +38,7 @@ from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.step.module_parts import Parts
 from shardc.runtime.step.module_running import Running, running_of
 from shardc.runtime.step.module_state import ModuleState, check_marks, mark
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.buckets import Buckets
 from shardc.torch_private import current_backward
 
 _EVALUATE_ALIKE = (

@@ -31,7 +31,7 @@ from shardc.runtime.step.joint_function import JointCall, differentiable
 from shardc.runtime.step.loop_watch import LoopWatch
 from shardc.runtime.step.optimizer_watch import OptimizerWatch
 from shardc.runtime.step.parameter_updates import Updates
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.buckets import Buckets
 
 
 @dataclass

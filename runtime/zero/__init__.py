@@ -1,16 +1,9 @@
 """Buckets of parameters: what ZeRO shards over the data axes, and how gradients are summed (Rajbhandari et al. 2020,
 "ZeRO").
 
-    zero    class (a file each)    kept whole on every rank      sharded over the axis
-    0       ReplicatedBucket       everything
-    1       ShardedStateBucket     parameters, gradients         optimizer state
-    2       ShardedGradBucket      parameters                    optimizer state, gradients
-    3       ShardedParamBucket                                   optimizer state, gradients, parameters
-
-    bucket_launch      all buckets of a rank: when each begins its sum, and is waited for
+    bucket             one bucket: its flat buffer, the sum of its gradients, what ZeRO shards of it
+    buckets            all buckets of a rank: when each begins its sum, and is waited for
     flat_partition     where each parameter is in a bucket's flat buffer, and which part a rank owns
-    sharded_bucket     what ZeRO 1 to 3 share; whole_params: 1 and 2; scattered_bucket: 2 and 3
-    replicated_bucket, sharded_state_bucket, sharded_grad_bucket, sharded_param_bucket: the classes
     gather             ZeRO 3's gathers: ahead of use, freed after it, again in backward (where forward's stand in
                        the program: shardc.passes.gradient_buckets)
     rounded_gather     the same, of parameters that are rounded to float8 before
