@@ -24,7 +24,7 @@ from shardc.ir.program import Program
 from shardc.ir.types import op_name
 from shardc.passes.annotate import model_plan
 from shardc.plan.space import Layers
-from shardc.runtime.step import inputs
+from shardc.runtime.data import inputs
 from shardc.torch_private import pytree
 
 #: Units of layers, enough to see what each adds: stages of one (the first), one, two, and one (the last).

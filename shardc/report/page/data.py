@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shardc.artifact import emit
 from shardc.cost import Cost
 from shardc.folded_messages import note_lines
 from shardc.ir.graph import source_of
@@ -98,7 +99,7 @@ def data(program: Program, cost: Cost | None, proof: Proof | None, *, full: bool
         "stage_lines": spec.at("pipeline") if program.axis else [],
         "timeline": step.timeline(cost, messages) if cost is not None else None,
         "memory": step.memory(cost) if cost is not None else None,
-        "text": program.text(full=full).splitlines(),
+        "text": emit.text(program, full=full).splitlines(),
     }
     # last, as causes add settings of the command line to its lines
     shown["spec"] = {"file": spec.file, "lines": spec.lines, "use": list(program.meta.get("shard", ()))}

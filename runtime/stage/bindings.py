@@ -1,0 +1,70 @@
+"""Ops of torch by their Python bindings, in what a rank runs.
+
+    torch.ops.aten.mm.default(x, y)       a text names the overload; its arguments are read by the op's schema: 2.5 us
+    torch.mm(x, y)                        the same kernel behind a generated parser of arguments: 1.3 us
+
+A layer's step has some hundred ops, and where they are small, or the device is quick, a step takes as long as the host
+needs for them. Programs keep overloads: what is analysed, proven and saved says exactly which op it means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+aten = torch.ops.aten
+
+#: Those of which texts are full. Each takes what its overload takes, in the same order, and nothing that this overload
+#: takes is another's: `tests/runtime/stage/test_bindings.py` calls both.
+_BINDINGS: dict[Any, Callable[..., Any]] = {
+    aten._softmax_backward_data.default: torch._softmax_backward_data,
+    aten.add.Tensor: torch.add,
+    aten.addmm.default: torch.addmm,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.clone.default: torch.clone,
+    aten.cos.default: torch.cos,
+    aten.div.Tensor: torch.div,
+    aten.expand.default: Tensor.expand,
+    aten.linear.default: F.linear,
+    aten.masked_fill.Scalar: torch.masked_fill,
+    aten.matmul.default: torch.matmul,
+    aten.mean.dim: torch.mean,
+    aten.mm.default: torch.mm,
+    aten.mul.Tensor: torch.mul,
+    aten.native_layer_norm.default: torch.native_layer_norm,
+    aten.neg.default: torch.neg,
+    aten.permute.default: torch.permute,
+    aten.pow.Tensor_Scalar: torch.pow,
+    aten.reshape.default: torch.reshape,
+    aten.rsqrt.default: torch.rsqrt,
+    aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
+    aten.select.int: torch.select,
+    aten.silu.default: F.silu,
+    aten.sin.default: torch.sin,
+    aten.softmax.int: torch.softmax,
+    aten.sub.Tensor: torch.sub,
+    aten.sum.default: torch.sum,
+    aten.sum.dim_IntList: torch.sum,
+    aten.t.default: torch.t,
+    aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze,
+    aten.view.default: Tensor.view,
+}
+
+
+def binding(target: Any) -> Any:
+    """What to call for an op: its binding, or the op itself."""
+    return _BINDINGS.get(target, target)
+
+
+def bind(graph: fx.Graph) -> fx.Graph:
+    """The graph, which calls bindings from now on."""
+    for n in graph.nodes:
+        if n.op == "call_function":
+            n.target = binding(n.target)
+    return graph

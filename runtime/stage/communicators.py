@@ -1,0 +1,44 @@
+"""The mesh of a rank that runs a program: the sets of axes over which it communicates, each a process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardc.ir.outputs import loss_axes, sum_axes
+from shardc.ir.program import Program
+from shardc.runtime.matrices.routes import stage_axes
+from shardc.runtime.mesh import TorchMesh
+from shardc.runtime.ops.expert_parallel import experts_route
+from shardc.runtime.stage.clip_grad_norm import norm_axes
+
+
+def groups_of(program: Program) -> list[tuple[str, ...]]:
+    """The sets of axes over which the program communicates: a mesh makes its process groups for them."""
+    found = [
+        axes
+        for b in program.buckets
+        for axes in (b.axes, (b.shard,) if b.shard else (), tuple(a for a in b.axes if a != b.shard))
+    ]
+    found += [(program.axis,)] if program.axis else []
+    found += [tuple(a for a, _ in p.layout.shards()) for p in program.params]
+    found += [norm_axes(program, p.name) for p in program.params]
+    for stage in program.stages:
+        found += [n.meta["collective"].axes for n in stage.graph.nodes if "collective" in n.meta]
+    found += [sum_axes(program.outputs, program.mesh, program.axis), loss_axes(program)]
+    found += [(a,) for o in program.outputs for a, _ in o.layout.shards()]
+    found += [stage_axes(program)] if program.matrices is not None else []
+    if program.loss_scale is not None or any(
+        s.graph.find_nodes(op="call_function", target=experts_route) for s in program.stages
+    ):
+        found.append(program.mesh.names)  # all ranks skip a step alike; the loads of experts
+    return [axes for axes in dict.fromkeys(found) if axes]
+
+
+def seen_as(mesh: Any, program: Program) -> Any:
+    """The ranks of a mesh as that of another program, with the groups that it communicates in. Collective."""
+    return mesh.seen_as(program.mesh, groups_of(program), lines=(program.axis,) if program.axis else ())
+
+
+def runtime_mesh(program: Program, **options: Any) -> TorchMesh:
+    """This rank of torch.distributed's world, with the groups that a program communicates in. options: TorchMesh's."""
+    return TorchMesh(program.mesh, groups_of(program), lines=(program.axis,) if program.axis else (), **options)

@@ -1,0 +1,198 @@
+"""An op that fails at run time, in the user's terms: its module and line, the value that is wrong, and what to do.
+
+Torch says "index out of range in self", from generated code. What the op was given is still in the frame that failed,
+so nothing is looked at, and nothing waits for a device, as long as all goes well.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from shardc.errors import ShardcError
+from shardc.ir import source
+from shardc.ir.graph import source_of
+from shardc.ir.types import op_name
+from shardc.runtime import ops
+from shardc.runtime.launch import LESS_MEMORY
+from shardc.runtime.ops.opaque import op_of
+
+aten = torch.ops.aten
+
+_GENERATED = "<eval_with_key>"
+_NO_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|cannot allocate memory|bad_alloc", re.IGNORECASE
+)
+_TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(\w+)")
+
+
+class OutOfMemoryError(ShardcError, RuntimeError):
+    """A tensor did not fit into memory."""
+
+
+class OutOfRangeError(ShardcError, IndexError):
+    """An id, a label or another index that the tensor it is for does not have."""
+
+
+@contextmanager
+def named(graph: fx.Graph) -> Iterator[None]:
+    """While a function made of this graph runs: errors of indices and of memory become ShardcErrors at the op that
+    failed; to others a note is added that says where it was.
+    """
+    try:
+        yield
+    except ShardcError:
+        raise
+    except Exception as e:
+        node, values = _failed(e, graph)
+        where = _place(node) if node is not None else ""
+        if no_memory(e):
+            raise out_of_memory(e, where) from e
+        if isinstance(e, IndexError):
+            raise _index_error(e, node, values, where) from e
+        if node is not None and hasattr(e, "add_note"):  # Python 3.11
+            code = source_of(node).shown
+            e.add_note(f"in {where}" + (f": {code}" if code else ""))
+        raise
+
+
+def no_memory(error: BaseException) -> bool:
+    """Whether an error says that memory does not suffice."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+
+
+def out_of_memory(error: BaseException, where: str, fix: str = LESS_MEMORY) -> OutOfMemoryError:
+    """The error for the user. where: what was going on."""
+    tried = _TRIED.search(str(error))
+    size = f": {tried[1]} {tried[2]} more were asked for" if tried else ""
+    return OutOfMemoryError(f"out of memory{size}", where=where, fix=fix)
+
+
+def outside(ids: Any, rows: int, ignore: int | None = None) -> str:
+    """ "120 is not in 0 ... 99", of the first id that a table of so many rows does not have; "" if that is not known.
+
+    ignore: an id that may be there all the same. Only ids on the CPU are looked at: a device whose op has failed cannot
+    be asked any more.
+    """
+    if not isinstance(ids, Tensor) or ids.device.type != "cpu" or type(ids) is not Tensor:
+        return ""
+    wrong = ids[((ids < 0) | (ids >= rows)) & (ids != ignore)]
+    return f"{int(wrong[0])} is not in 0 ... {rows - 1}" if wrong.numel() else ""
+
+
+def lookup_error(what: str, key: str, where: str) -> OutOfRangeError:
+    """Of ids outside of a table. what: as `outside` says it; key: the input that the ids are."""
+    if key:
+        fix = f"correct {key!r} in the batch (does another tokenizer make it?), or make the table larger"
+    else:
+        fix = (
+            "make the table larger, or the sequences shorter (--seq of an hf: model): these numbers are made in"
+            " forward, as positions are, or from the batch's"
+        )
+    ids = f"the id in {key!r}" if key else "the id"
+    return OutOfRangeError(f"{ids} is outside of the table: {what}", where=where, fix=fix)
+
+
+def _failed(error: BaseException, graph: fx.Graph) -> tuple[fx.Node | None, dict[str, Any]]:
+    """The op that failed, and what its operands are, by name; None if it failed outside of the graph's own code."""
+    frame: FrameType | None = None
+    line, tb = 0, error.__traceback__
+    while tb is not None:
+        if tb.tb_frame.f_code.co_filename.startswith(_GENERATED):
+            frame, line = tb.tb_frame, tb.tb_lineno
+        tb = tb.tb_next
+    if frame is None:
+        return None, {}
+    name = re.match(r"\s*(\w+)", linecache.getline(frame.f_code.co_filename, line))
+    node = next((n for n in graph.nodes if name and n.name == name[1]), None)
+    if node is None:
+        return None, {}
+    return node, {n.name: frame.f_locals.get(n.name) for n in node.all_input_nodes}
+
+
+def failed_in(error: BaseException, graph: fx.Graph) -> fx.Node | None:
+    """The op of a graph that failed, or the first one whose name the error says, as backward does; None if neither is
+    known.
+    """
+    node, _ = _failed(error, graph)
+    names = set(re.findall(r"aten::(\w+)", str(error)))
+    return node or next((n for n in graph.nodes if n.op == "call_function" and op_name(n.target) in names), None)
+
+
+def _place(node: fx.Node) -> str:
+    """ "model.embed (llama.py:31)" """
+    at = source_of(node)
+    return f"{at.module} ({at.line})" if at.module and at.line else at.module or at.line or node.name
+
+
+def eager_lookup_error(error: IndexError, model: nn.Module, inputs: Mapping[str, Tensor]) -> OutOfRangeError | None:
+    """The same of a model that ran by itself: of a look-up or a loss that failed; None if neither did."""
+    module, tb, line = "", error.__traceback__, source.of_exception(error).line
+    names = {id(m): name for name, m in model.named_modules()}
+    while tb is not None:
+        values, code = tb.tb_frame.f_locals, tb.tb_frame.f_code
+        module = names.get(id(values.get("self")), module)
+        if code.co_filename == F.__file__ and code.co_name in ("embedding", "cross_entropy", "nll_loss"):
+            where = f"{module} ({line})" if module and line else module or line
+            if code.co_name == "embedding":
+                what = outside(values["input"], values["weight"].shape[0])
+                ids = next((name for name, x in inputs.items() if _are(values["input"], x)), "")
+                return lookup_error(what, ids, where) if what else None
+            what = outside(values["target"], values["input"].shape[1], values["ignore_index"])
+            return label_error(what, where) if what else None
+        tb = tb.tb_next
+    return None
+
+
+def _are(ids: Tensor, given: Tensor) -> bool:
+    """Are these the batch's numbers, as they were given, or in another shape or dtype?"""
+    same = ids.numel() == given.numel() and ids.device == given.device and not given.is_meta
+    return ids is given or (same and not given.is_floating_point() and torch.equal(ids.flatten(), given.flatten()))
+
+
+def label_error(what: str, where: str) -> OutOfRangeError:
+    """Of labels that are no classes. what: as `outside` says it."""
+    fix = "labels are classes, counted from 0; one that is not to count has the ignore_index, -100"
+    return OutOfRangeError(f"a label is not a class: {what}", where=where, fix=fix)
+
+
+def _index_error(error: IndexError, node: fx.Node | None, values: dict[str, Any], where: str) -> OutOfRangeError:
+    said = (str(error).strip() or "no more is known").splitlines()[0]
+    target: Any = node.target if node is not None else None
+    operands = node.all_input_nodes if node is not None else []
+    args: Any = node.args if node is not None else ()
+    if target is ops.opaque:  # (op, needs, again, its own arguments)
+        target, args = op_of(args[0]), args[3:]
+    if node is not None and target in (aten.embedding.default, ops.embedding_partial):
+        table, ids = operands[:2]
+        rows = args[4] if target is ops.embedding_partial else values[table.name].shape[0]
+        what = outside(values[ids.name], int(str(rows)))
+        return lookup_error(what or said, _input_of(ids), where)
+    if node is not None and target in _OF_LABELS:
+        logits, labels = (values[n.name] for n in operands[:2])
+        classes = args[5] if target is ops.nll_parts else logits.shape[1 if logits.dim() > 1 else 0]
+        return label_error(outside(labels, int(str(classes)), -100) or said, where)
+    fix = "check the ids in the batch against the sizes of what they are looked up in"
+    return OutOfRangeError(f"an index is out of range: {said}", where=where, fix=fix)
+
+
+#: Ops whose second operand is labels.
+_OF_LABELS = {ops.nll, ops.nll_parts, aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+
+
+def _input_of(node: fx.Node) -> str:
+    """The input that ids come from, seen through views; "" if they are made in forward."""
+    while node.op == "call_function":
+        takes = [n for n in node.all_input_nodes if n.name not in ("mesh", "rng")]
+        if len(takes) != 1:
+            return ""
+        node = takes[0]
+    return node.name if node.op == "placeholder" else ""

@@ -1,0 +1,372 @@
+"""One step of one rank under way: a loop over a list of actions (shardc.runtime.schedule), and what each kind does.
+
+A stage is two functions of its rank's parameters, buffers and inputs and of values of other stages: its forward graph,
+and its backward graph. For a stage s and a microbatch m, forward keeps what backward takes; backward starts from the
+gradients of what the stage made for others, and returns those of what it received, to be sent back:
+
+    0F0          stage 0 runs; its output h waits in the outbox
+    0SEND_F0>1   h leaves                             1RECV_F0<0    a receive is posted on the other rank
+                                                      1F0           waits for it
+                                                      1B0           from the loss; the gradient of h waits in the outbox
+    0RECV_B0<1   its receive                          1SEND_B0>0    it leaves
+    0B0          backward of stage 0 from that gradient
+
+A program of one stage is the same loop over `F0 B0 F1 B1 ...`. A receive is posted at its place in the list and waited
+for by the action that uses it; a send is waited for, and what it sent freed, when IN_FLIGHT others have begun after it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from shardc.errors import ShardcError
+from shardc.ir.stage import Edge
+from shardc.runtime.mesh import Work
+from shardc.runtime.schedule import Action, computed
+from shardc.runtime.schedule.actions import PAIRS
+from shardc.runtime.stage import op_errors
+
+if TYPE_CHECKING:
+    from shardc.runtime.stage.interpreter import Interpreter
+
+#: Sends that a rank has under way, each of all values of one edge. More would keep more activations alive.
+IN_FLIGHT = 2
+
+Way = Literal["forward", "backward"]
+Values = Sequence[Mapping[str, Any]]  # by microbatch: {placeholder: value}, but for what comes from other stages
+
+
+@dataclass
+class _Kept:
+    """Of one run of a stage, until its backward: the loss, if it is made here, and what backward takes, by name."""
+
+    loss: Tensor | None
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """What the engine does around backward: see `shardc.runtime.zero.buckets.Buckets`. launch: where the backward
+    graph says so; scaled: the gradient that backward begins with.
+    """
+
+    start: Callable[..., None]
+    pause: Callable[[], None]
+    launch: Callable[[], None]
+    reduce: Callable[[], None]
+    scaled: Callable[[Tensor], Tensor]
+
+
+#: Kind of action -> the method that does it. (A table in the run itself would tie it into a knot, which is freed much
+#: later.)
+_DOES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "inputs",
+    "W": "weights",
+    "SEND_F": "send",
+    "SEND_B": "send",
+    "RECV_F": "post",
+    "RECV_B": "post",
+    "REDUCE": "reduce",
+}
+_SAYS = {"B": "backward", "I": "backward", "W": "backward", "F": "forward"}
+
+
+class Run:
+    """One step under way."""
+
+    def __init__(
+        self,
+        interpreter: Interpreter,
+        values: Values,
+        actions: Sequence[Action],
+        hooks: StepHooks | None,
+        *,
+        keep_outputs: bool = True,
+    ) -> None:
+        self.on, self.values, self.actions, self.hooks = interpreter, values, actions, hooks
+        self.losses: list[Tensor] = []
+        self.news: dict[str, Tensor] = {}
+        self.outputs: dict[str, dict[int, Tensor]] = {}  # by microbatch
+        self._keep_outputs = keep_outputs
+        self.kept: dict[tuple[int, int], _Kept] = {}
+        self.inbox: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> values of other stages
+        self.grads: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, microbatch) -> gradients of what it made
+        self.posted: dict[
+            tuple[int, int, Way], list[tuple[Edge, dict[str, Tensor], list[Work]]]
+        ] = {}  # (stage, microbatch, way)
+        self.outbox: dict[tuple[int, int, int, Way], list[Tensor]] = {}
+        self.sending: deque[list[Work]] = deque()
+        wanted = [a for a in computed(actions) if a.kind in ("B", "W")]
+        self.first = wanted[0] if wanted else None
+        self.last = {a.stage: a for a in wanted}
+        self.last_forward = {a.stage: a for a in computed(actions) if a.kind == "F"}
+        self.weight_copies: dict[int, dict[str, Tensor]] = {}  # by stage
+
+    def go(self) -> None:
+        for action in self.actions:
+            self.do(action)
+        for works in self.sending:
+            for work in works:
+                work.wait()
+        self._act("")
+
+    def do(self, action: Action) -> None:
+        """One action. STEP is the engine's."""
+        doing = f"at {action} of the schedule" + (
+            f": stage {action.stage}, microbatch {action.microbatch}" if action.microbatch >= 0 else ""
+        )
+        self._act(doing)
+        try:
+            if action.kind in PAIRS and self.hooks is not None and action.of_pair in self.on.pairs:
+                (self._pair if action.kind == "FB" else self._forwards)(*action.parts)
+            else:
+                for part in action.parts:
+                    self._do(part)
+        except ShardcError:
+            raise
+        except Exception as e:
+            if op_errors.no_memory(e):
+                raise op_errors.out_of_memory(e, _SAYS.get(action.kind, "a step")) from e
+            if self.on.axis and hasattr(e, "add_note"):  # Python 3.11
+                e.add_note(doing)
+            raise
+
+    def _set_microbatch(self, action: Action) -> None:
+        step = self.on.mesh.step
+        step.set_microbatch(action.microbatch, len(self.values), step.running.totals, step.running.sums)
+
+    def _do(self, action: Action) -> None:
+        if action.kind in ("F", "B", "I", "W"):
+            self._set_microbatch(action)
+        if action.kind != "STEP":
+            getattr(self, _DOES[action.kind])(action)
+
+    def _act(self, doing: str) -> None:
+        if self.on.axis:
+            self.on.mesh.activity.act(doing)
+
+    # --- computing
+
+    def forward(self, action: Action) -> None:
+        stage = self.on.stages[action.stage]
+        given = self._given(action)
+        if self.hooks is None:
+            with op_errors.named(stage.graph):
+                loss, news, *rest = stage.run(*given.values())
+            self._forwarded(action, (loss, news, rest[0] if stage.piped else ()), None)
+            return
+        with self._weight_copies(action):
+            returned, kept = stage.joint.forward(self.on.mesh, *given.values())
+        self._forwarded(action, returned, kept)
+
+    def _given(self, action: Action) -> dict[str, Any]:
+        """All that a stage takes for a forward, by name."""
+        stage, key = self.on.stages[action.stage], (action.stage, action.microbatch)
+        self._received(*key, "forward")
+        received, values = self.inbox.pop(key, {}), self.values[action.microbatch]
+        return {n: received[n] if n in received else values[n] for n in stage.takes}
+
+    def _forwarded(self, action: Action, returned: Any, kept: dict[str, Any] | None) -> None:
+        """A forward has run. kept: for its backward, in training."""
+        s, m = action.stage, action.microbatch
+        stage = self.on.stages[s]
+        loss, news, sent = returned
+        if self._keep_outputs:
+            for name, x in zip(stage.outputs, news[len(stage.updates) :], strict=True):
+                self.outputs.setdefault(name, {})[m] = x.detach().clone() if name in stage.copied else x.detach()
+        for name, new in zip(stage.updates, news, strict=False):
+            self.news[name] = (
+                self.news[name] + new.detach() if name in self.news and name in self.on.adding else new.detach()
+            )
+        if loss is not None:
+            self.losses.append(loss.detach())
+        if kept is not None:
+            self.kept[s, m] = _Kept(loss, kept)
+        out = dict(zip(stage.sends, sent, strict=True))
+        for edge in self.on.edges.values():
+            if edge.source == s:
+                self._deliver(edge, m, {n: out[n].detach() for n in edge.names}, "forward")
+
+    @contextmanager
+    def _weight_copies(self, action: Action) -> Iterator[None]:
+        """Around a forward in training: one copy of the stage's cast weights for all microbatches
+        (shardc.runtime.ops.cast_once). After the stage's last forward, only those that backward needs are alive.
+        """
+        if self.hooks is None or len(self.values) == 1:
+            yield
+            return
+        step = self.on.mesh.step
+        step.weight_copies = self.weight_copies.setdefault(action.stage, {})
+        try:
+            yield
+        finally:
+            step.weight_copies = None
+            self._end_weight_copies(action)
+
+    def _end_weight_copies(self, action: Action) -> None:
+        if action == self.last_forward[action.stage]:
+            self.weight_copies.pop(action.stage, None)
+
+    def backward(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        kept = self.kept.pop(key)
+        self._start(action)
+        grads = self._backward(kept, key)
+        self._weights(kept, key)
+        self._pause()
+        self._give_back(action, grads)
+
+    def _backward(self, kept: _Kept, key: tuple[int, int]) -> dict[str, Tensor | None]:
+        """Run a backward graph. Returns the gradients of what the stage received."""
+        assert self.hooks is not None
+        grads = self.on.stages[key[0]].joint.backward(
+            kept.values, self.values[key[1]], *self._begin(kept, key), self.hooks.launch
+        )
+        return {n: g if g is None else g.contiguous() for n, g in grads.items()}
+
+    def _begin(self, kept: _Kept, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The gradients that a backward begins with: of what the stage made for others, and of the loss."""
+        assert self.hooks is not None
+        self._received(*key, "backward")
+        return self.grads.pop(key, {}), None if kept.loss is None else self.hooks.scaled(torch.ones_like(kept.loss))
+
+    def _pair(self, forward: Action, backward: Action) -> None:
+        """Run both as one graph."""
+        assert self.hooks is not None
+        self._set_microbatch(backward)
+        theirs = self.on.mesh.step.running
+        self._set_microbatch(forward)
+        given = self._given(forward)
+        key = (backward.stage, backward.microbatch)
+        kept = self.kept.pop(key)
+        begin = self.on.stages[backward.stage].joint.begin(*self._begin(kept, key))
+        self._start(backward)
+        pair = self.on.pairs["FB", forward.stage, backward.stage]
+        with self._weight_copies(forward):
+            (returned, wanted), grads = pair.run(
+                self.on.mesh, theirs, given, kept.values, self.values[key[1]], begin, self.hooks.launch
+            )
+        self._forwarded(forward, returned, wanted)
+        self._pause()
+        self._give_back(backward, {n: g if g is None else g.contiguous() for n, g in grads.items()})
+
+    def _forwards(self, first: Action, then: Action) -> None:
+        """Run both as one graph."""
+        self._set_microbatch(then)
+        theirs = self.on.mesh.step.running
+        self._set_microbatch(first)
+        given, values = self._given(first), self._given(then)
+        pair = self.on.pairs["FF", first.stage, then.stage]
+        copies = self.weight_copies.setdefault(then.stage, {})
+        with self._weight_copies(first):
+            (one, wanted), (other, their_wanted) = pair.run_forwards(self.on.mesh, theirs, given, values, copies)
+        self._end_weight_copies(then)
+        self._forwarded(first, one, wanted)
+        self._forwarded(then, other, their_wanted)
+
+    def _weights(self, kept: _Kept, key: tuple[int, int]) -> None:
+        """Run the second half of a backward that has two."""
+        assert self.hooks is not None
+        if (weights := self.on.stages[key[0]].joint.weights) is not None:
+            weights(kept.values, self.values[key[1]], self.hooks.launch)
+
+    def inputs(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        self._give_back(action, self._backward(self.kept[key], key))
+
+    def weights(self, action: Action) -> None:
+        key = (action.stage, action.microbatch)
+        self._start(action)
+        self._weights(self.kept.pop(key), key)
+        self._pause()
+
+    def _start(self, action: Action) -> None:
+        assert self.hooks is not None
+        self.hooks.start(stage=action.stage, first=action == self.first, last=action == self.last[action.stage])
+
+    def _pause(self) -> None:
+        assert self.hooks is not None
+        self.hooks.pause()
+
+    def _give_back(self, action: Action, grads: Mapping[str, Tensor | None]) -> None:
+        """Gradients of what a stage received: to the stages of this rank at once; the rest waits to be sent."""
+        s, m = action.stage, action.microbatch
+        for edge in self.on.edges.values():
+            if edge.target == s:
+                theirs = {}
+                for name, value in edge.differentiable():
+                    grad = grads.get(name)
+                    theirs[name] = grad if grad is not None else self.on.empty(value).zero_()
+                self._deliver(edge, m, theirs, "backward")
+
+    def reduce(self, action: Action) -> None:
+        if self.hooks is not None:
+            self.hooks.reduce()
+
+    # --- between stages
+
+    def _deliver(self, edge: Edge, microbatch: int, values: dict[str, Tensor], way: Way) -> None:
+        """To a stage of this rank at once, without gaps in memory, as it would be sent; for another one, when its turn
+        to be sent comes. So a stage knows the strides, and where stages are changes no numbers.
+        """
+        if (edge.target if way == "forward" else edge.source) in self.on.stages:
+            self._arrived(edge, microbatch, {n: x.contiguous() for n, x in values.items()}, way)
+        else:
+            self.outbox[edge.source, edge.target, microbatch, way] = list(values.values())
+
+    def _arrived(self, edge: Edge, microbatch: int, values: dict[str, Tensor], way: Way) -> None:
+        if way == "forward":
+            self.inbox.setdefault((edge.target, microbatch), {}).update(values)
+        else:
+            mine = self.grads.setdefault((edge.source, microbatch), {})
+            for name, g in values.items():
+                mine[name] = mine[name] + g if name in mine else g
+
+    def _way(self, action: Action) -> tuple[Edge, Way]:
+        """The edge over which an action sends or receives, and in which direction."""
+        here, there = action.stage, action.peer
+        source, target = (here, there) if action.kind in ("SEND_F", "RECV_B") else (there, here)
+        return self.on.edges[source, target], "forward" if action.kind in ("SEND_F", "RECV_F") else "backward"
+
+    def post(self, action: Action) -> None:
+        """Begin to receive."""
+        edge, way = self._way(action)
+        into = {
+            n: self.on.empty(v)
+            for n, v in (zip(edge.names, edge.values, strict=True) if way == "forward" else edge.differentiable())
+        }
+        peer = self.on.schedule.placement[action.peer]
+        works = [self.on.mesh.start_receive(x, self.on.axis, peer, tag=n) for n, x in into.items()]
+        self.posted.setdefault((action.stage, action.microbatch, way), []).append((edge, into, works))
+
+    def _received(self, stage: int, microbatch: int, way: Way) -> None:
+        """Wait for what is on its way to an action."""
+        for edge, into, works in self.posted.pop((stage, microbatch, way), ()):
+            for work in works:
+                work.wait()
+            self._arrived(edge, microbatch, into, way)
+
+    def send(self, action: Action) -> None:
+        edge, way = self._way(action)
+        names = edge.names if way == "forward" else tuple(n for n, _ in edge.differentiable())
+        to = self.on.schedule.placement[action.peer]
+        values = self.outbox.pop((edge.source, edge.target, action.microbatch, way))
+        works = [
+            self.on.mesh.start_send(x, self.on.axis, to, direction=way, tag=n)
+            for n, x in zip(names, values, strict=True)
+        ]
+        self.sending.append(works)
+        if (
+            len(self.sending) > IN_FLIGHT
+        ):  # schedules are proven to end even if every send waited for its receive at once
+            for work in self.sending.popleft():
+                work.wait()

@@ -1,0 +1,127 @@
+"""A stage as a function of its placeholders, on one rank's device: as its graph says, or as its graphs of a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from shardc.errors import ShardcError
+from shardc.ir.graph import copy_graph
+from shardc.ir.pairs import Pair
+from shardc.ir.program import Program
+from shardc.ir.stage import Stage
+from shardc.runtime import ops
+from shardc.runtime.compiled import Compiler
+from shardc.runtime.stage import outputs
+from shardc.runtime.stage.activation_offload import OffloadedTensors
+from shardc.runtime.stage.bindings import bind
+from shardc.runtime.stage.joint_stage import JointPair, JointStage
+from shardc.runtime.stage.profiler_ranges import with_ranges
+
+# fx writes a graph's code with notes on its nodes, and a node that gets one is not found for a moment
+# (fx.Node.__setattr__): ranks that are threads of one process, and share a program, must not look at its graphs
+# meanwhile
+WRITING = threading.RLock()
+
+
+def on_device(graph: fx.Graph, device: torch.device | str) -> fx.Graph:
+    """A copy of a canonical graph, which names no device, whose ops make their tensors on `device`: all that could make
+    them elsewhere, that is, take a device.
+    """
+    copy = copy_graph(graph)
+    for node in copy.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.target is ops.random or (schema and any(a.name == "device" for a in schema.arguments)):
+            node.kwargs = {**node.kwargs, "device": torch.device(device)}
+    return copy
+
+
+def _in_place(graph: fx.Graph, program: Program) -> fx.Graph:
+    """A copy of a graph that writes to a cache where it stands, as nothing else looks at what was there."""
+    copy, caches = copy_graph(graph), {b.name for b in program.buffers if b.cache}
+    for node in copy.find_nodes(op="call_function", target=torch.ops.aten.index_copy.default):
+        written = node.args[0]
+        if written.name in caches and len(written.users) == 1:
+            node.target = torch.ops.aten.index_copy_.default
+    return copy
+
+
+def runnable(stage: Stage, device: torch.device, program: Program) -> fx.GraphModule:
+    """A stage as a function of its placeholders, for what has no backward; frees each value after its last use."""
+    graph = copy_graph(stage.graph)
+    if any(b.cache for b in program.buffers):
+        graph = _in_place(graph, program)
+    if device.type != "cpu":
+        graph = on_device(graph, device)
+    with WRITING:
+        return fx.GraphModule(nn.Module(), bind(graph))
+
+
+class RunnableStage:
+    """One stage: as its graph says, and as its forward and backward graphs."""
+
+    def __init__(
+        self,
+        program: Program,
+        index: int,
+        device: torch.device,
+        copies: OffloadedTensors,
+        compiler: Compiler | None,
+        *,
+        ranges: bool = False,
+    ) -> None:
+        stage = program.stages[index]
+        self.takes = [n.name for n in stage.graph.find_nodes(op="placeholder")]
+        self.receives, self.sends, self.updates = stage.receives, stage.sends, stage.updates
+        self.outputs, self.copied = stage.outputs, outputs.views(stage)
+        self.piped = bool(program.axis)
+        self.graph = stage.graph
+        module = runnable(stage, device, program)
+        self.run: Callable[..., Any] = with_ranges(module, stage.graph) if ranges else module
+        if not self.piped:
+            self.updates = tuple(b.name for b in program.buffers if b.updated)
+        self._stage, self._device, self._copies = stage, device, copies
+        self._compiler, self._ranges = compiler, ranges
+
+    @cached_property
+    def joint(self) -> JointStage:
+        """Its forward and backward graphs, made when a step first runs them."""
+        if self._stage.joint is None:
+            raise ShardcError(
+                "the program has no backward graph: an earlier version of shardc wrote it",
+                where=self._stage.name,
+                fix="compile again",
+            )
+        with WRITING:
+            graphs = self._stage.joint.graphs
+            if self._device.type != "cpu":
+                graphs = {way: on_device(graph, self._device) for way, graph in graphs.items()}
+            return JointStage(self._stage, graphs, self._copies, ranges=self._ranges, compiler=self._compiler)
+
+
+def only_stage(program: Program, mesh: Any) -> RunnableStage:
+    """The stage of a program that has one, for a mesh's device."""
+    compiler = Compiler(strict=program.spec is not None and program.spec.strict)
+    with WRITING:
+        return RunnableStage(program, 0, mesh.device, OffloadedTensors(mesh.device), compiler)
+
+
+def runnable_pair(
+    program: Program,
+    pair: Pair,
+    stages: Mapping[int, RunnableStage],
+    device: torch.device,
+    copies: OffloadedTensors,
+    compiler: Compiler | None,
+    *,
+    ranges: bool,
+) -> JointPair:
+    graph = on_device(pair.graph, device) if device.type != "cpu" else pair.graph
+    then = stages[pair.then].joint
+    one = program.stages[pair.first]
+    return JointPair(pair.kind, graph, one, then, copies, ranges=ranges, compiler=compiler)
