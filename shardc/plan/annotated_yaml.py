@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from shardc.ir.units import seconds, size
-from shardc.plan.result import Candidate, Plan
 from shardc.plan.table import distinct, limit, microbatches, named, needed, rate, recompute, schedule
+
+if TYPE_CHECKING:
+    from shardc.plan.result import Candidate, Plan
 
 
 def annotated(c: Candidate, plan: Plan) -> str:

@@ -7,13 +7,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 from shardc.cost.recorded import KINDS
 from shardc.ir.units import count, seconds, size
 from shardc.plan import table
 from shardc.plan.picture import svg
-from shardc.plan.result import Candidate, Plan
 from shardc.report import page
+
+if TYPE_CHECKING:
+    from shardc.plan.result import Candidate, Plan
 
 #: Colours of bars, which both themes show: of kinds of memory, and of causes of time.
 _COLOURS = ("#8db4e8", "#e8ca7c", "#b9a0d8", "#bdbdae", "#86cfd3", "#8fc99a", "#d9a37e", "#e08f86", "#a9b18f")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardc.ir.units import seconds, size
-from shardc.plan.result import Candidate, Plan
 from shardc.plan.table import distinct, named
 from shardc.report.colours import ALARM, DEEP_GREEN, GREEN, INK, LINE, RED, SOFT, WHITE
 from shardc.report.svg import Picture, cut, ticks
+
+if TYPE_CHECKING:
+    from shardc.plan.result import Candidate, Plan
 
 _FITS, _BEST, _NOT = GREEN, DEEP_GREEN, RED
 _WIDTH, _LEFT, _TOP, _WIDE, _HIGH = 1100, 84, 62, 620, 360

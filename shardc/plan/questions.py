@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,9 +22,11 @@ from shardc.cost.device_file import device, names
 from shardc.errors import ShardcError
 from shardc.machine.device import Device
 from shardc.plan.price import Priced, price
-from shardc.plan.result import Plan
 from shardc.plan.runs import Library
 from shardc.spec import Spec
+
+if TYPE_CHECKING:
+    from shardc.plan.result import Plan
 
 
 @dataclass

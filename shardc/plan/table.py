@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -12,7 +12,9 @@ from rich.text import Text
 
 from shardc.cost.recorded import KINDS
 from shardc.ir.units import count, per_second, seconds, si, size
-from shardc.plan.result import Candidate, Plan
+
+if TYPE_CHECKING:
+    from shardc.plan.result import Candidate, Plan
 
 _OF_KINDS = ("blue", "cyan", "magenta", "white", "white", "green", "yellow", "red", "bright_black")
 COLORS = {**dict(zip(KINDS, _OF_KINDS, strict=True)), "gaps": "bright_white", "outside": "bright_blue"}
