@@ -58,6 +58,8 @@ SHARES: dict[Keep, tuple[float, float]] = {
     "eighth": (0.875, 0.875),
     "host": (1.0, 1.05),
 }
+#: What is recomputed where something does not fit without; in the machine's memory where nothing else fits.
+KEEPS: tuple[Keep, ...] = tuple(k for k in CHECKPOINTS if k not in ("none", "host"))
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -137,23 +139,34 @@ class Search:
         seconds; what is slower is of no use.
         """
         found = self._explored(cores, devices, batch, on_host, below)
-        fits = any(not x.key[0] for x in found.values())
-        if not fits or batch * self.library.device.node < devices:  # parts of rows
+
+        def fits() -> bool:
+            return any(not x.key[0] for x in found.values())
+
+        if not fits() or batch * self.library.device.node < devices:  # parts of rows
             longer = [longer for core in cores for longer in self.longer(core, devices)]
             found |= self._explored(longer, devices, batch, on_host, below)
+        if not fits():  # what recomputed layers keep, in the machine's memory
+            found |= self._explored(list(found), devices, batch, on_host, below, ("host",))
         every = [x for core in found if found[core].run for x in found[core].best(core, self._sp(core))]
         self.considered += sum(len(x.seconds) for x in found.values())
         every.sort(key=lambda x: (x[1].peak > self.room, x[1].seconds if x[1].peak <= self.room else x[1].peak))
         return every
 
     def _explored(
-        self, cores: Sequence[Core], devices: int, batch: int, on_host: bool, below: float
+        self,
+        cores: Sequence[Core],
+        devices: int,
+        batch: int,
+        on_host: bool,
+        below: float,
+        keeps: Sequence[Keep] = KEEPS,
     ) -> dict[Core, _Found]:
         """First prices of these splits, with what they may recompute; the best of them are run."""
         if below == math.inf:
             for core in _corners(cores):
                 self.accepted(core)
-        ways = dict.fromkeys(way for core in cores for way in self._ways(core, devices, batch, on_host))
+        ways = dict.fromkeys(way for core in cores for way in self._ways(core, devices, batch, on_host, keeps))
         found, runs = dict[Core, _Found](), 0
         while True:
             for core in ways:
@@ -173,11 +186,11 @@ class Search:
         """Whether a split that was run has its sequence split along tp."""
         return core.sequence_parallel and self._blocks.get(self._needed(core)[0]) is not None
 
-    def _ways(self, core: Core, devices: int, batch: int, on_host: bool) -> Iterator[Core]:
+    def _ways(self, core: Core, devices: int, batch: int, on_host: bool, keeps: Sequence[Keep]) -> Iterator[Core]:
         """A split, and what it may recompute, where something does not fit without."""
         yield core
         if self.library.template.regions and (self._found(core, devices, batch, on_host).peaks > self.room).any():
-            yield from (core._replace(checkpoint=k) for k in CHECKPOINTS if k != "none")
+            yield from (core._replace(checkpoint=k) for k in keeps)
 
     def _needed(self, core: Core) -> list[Core]:
         """The blocks that one follows from: shares of what is kept lie between all and nothing."""
