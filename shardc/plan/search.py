@@ -147,7 +147,8 @@ class Search:
             longer = [longer for core in cores for longer in self.longer(core, devices)]
             found |= self._explored(longer, devices, batch, on_host, below)
         if not fits():  # what recomputed layers keep, in the machine's memory
-            found |= self._explored(list(found), devices, batch, on_host, below, ("host",))
+            plain = [core for core in found if core.checkpoint == "none"]
+            found |= self._explored(plain, devices, batch, on_host, below, ("host",))
         every = [x for core in found if found[core].run for x in found[core].best(core, self._sp(core))]
         self.considered += sum(len(x.seconds) for x in found.values())
         every.sort(key=lambda x: (x[1].peak > self.room, x[1].seconds if x[1].peak <= self.room else x[1].peak))
@@ -420,7 +421,7 @@ def _corners(cores: Sequence[Core]) -> list[Core]:
     """The splits to begin with: no axis, each axis, and both, such that others lie between them."""
     tp, ep = max((c.tp for c in cores), default=1), [c.ep for c in cores if c.ep <= _EXPERTS]
     ends = {1, tp}, {1, max(ep, default=1)}
-    return [c for c in cores if c.tp in ends[0] and c.ep in ends[1]]
+    return [c for c in cores if c.tp in ends[0] and c.ep in ends[1] and c.cp == 1]
 
 
 #: Ranks of experts to begin with, at most.

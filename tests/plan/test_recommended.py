@@ -18,11 +18,11 @@ from shardc.cost.caching_allocator import MIB
 from shardc.errors import ShardcError
 from shardc.plan.planner import Planner
 from shardc.plan.price import Priced, price
-from shardc.plan.space import CHECKPOINTS, ON_HOST, Choice, Core, budget, choices, spec
+from shardc.plan.space import CHECKPOINTS, Choice, Core, budget, choices, spec
 from shardc.spec import Spec
 from tests.plan.test_monotone import MODELS, machine, numbers, planner
 
-KEEPS = [keep for keep in CHECKPOINTS if keep not in ON_HOST]
+KEEPS = [keep for keep in CHECKPOINTS if keep != "host"]
 
 
 def drawn(number: int) -> tuple[random.Random, int, Device, int, int]:
