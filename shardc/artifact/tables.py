@@ -17,12 +17,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from shardc.artifact.folder_files import AGAIN, LAYOUTS, MANIFEST, dtype
 from shardc.errors import Errors
 from shardc.ir import matrices
-from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.mesh import MAX_RANKS, MICROBATCH, Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.type_text import parse
 
-#: Ranks of a mesh, as in a spec.
-MAX_RANKS = 1 << 20
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.\d{1,3})*", re.ASCII)
 #: Names that the texts use themselves.
 _TAKEN = {"mesh", "rng", "ops", "aten", "torch"}
