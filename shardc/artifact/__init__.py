@@ -248,12 +248,6 @@ def _manifest(files: FolderFiles) -> Manifest:
     if found["format"] != FORMAT:
         what = f"artifact of format {str(found['format'])[:20]}, this shardc reads {FORMAT}"
         raise ShardcError(what, where=folder, fix="compile again")
-    # earlier artifacts have these three among the facts
-    facts = found.get("meta")
-    if isinstance(facts, dict):
-        for key in ("shared_modules", "loss_scale", "offload"):
-            if key not in found and key in facts:
-                found[key] = facts.pop(key)
     manifest = of_form(Manifest, found, where)
     of_form(Facts, manifest.meta, where, "meta")
     errors = Errors()

@@ -224,7 +224,6 @@ class Manifest(_Form):
     axis: str
     notes: list[str]
     meta: dict[str, Any]
-    # earlier artifacts have these three among the facts
     shared_modules: list[list[str]] = []
     loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["dynamic"] | None = None
     offload: OffloadRow = OffloadRow()
