@@ -43,7 +43,7 @@ def generate(job: Job) -> dict[str, Any]:
 
 
 def score(job: Job) -> dict[str, Any]:
-    """Score, and write a line a row. Returns the summary: tokens, mean log-probability, perplexity. Collective over the world."""
+    """Score, and write a line a row. Returns tokens, mean log-probability, perplexity. Collective over the world."""
     from shardc.cli import training_data
 
     file, program, mesh, scorer = _begun(job)
