@@ -22,7 +22,7 @@ from shardc.ir import matrices
 from shardc.ir.adapters import Adapter
 from shardc.ir.buckets import Bucket
 from shardc.ir.matrices import Cut
-from shardc.ir.mesh import MICROBATCH, Mesh
+from shardc.ir.mesh import MAX_RANKS, MICROBATCH, Mesh
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.outputs import Output
 from shardc.ir.placement import Layout
@@ -30,8 +30,6 @@ from shardc.ir.stage import Region
 from shardc.ir.stored import Buffer, Input, Param
 from shardc.ir.type_text import parse
 
-#: Ranks of a mesh, as in a spec.
-MAX_RANKS = 1 << 20
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.\d{1,3})*", re.ASCII)
 #: Names that the texts use themselves.
 _TAKEN = {"mesh", "rng", "ops", "aten", "torch"}
