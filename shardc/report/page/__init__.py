@@ -2,8 +2,10 @@
 
 data            all that the page shows, as JSON: graphs, spec_lines, messages (collectives, buckets), step (when and
                 how much), equal_layers (80 equal layers are shown once)
-page.html       the frame: header, panels, dialogs; page.css: both themes
-*.js            the scripts, in the order of `SCRIPTS`: each panel is one file
+page.html       the frame: header, panels, dialogs; page.css: its style; picture.css: colours, and what pictures need
+DRAWING         the scripts that draw, in their order: each panel is one file. They make elements as plain values and need
+                no document, so that docs/drawing.py makes pictures as files, and tests draw every panel
+document.js     turns elements into the document's; page.js: tabs, search, keys, the address
 dagre.min.js    lays graphs out (docs/decisions.md, 68): @dagrejs/dagre 3.1.3, MIT (dagre.LICENSE), unchanged from npm
 
 Data and scripts stand in the file apart from each other: names of a model are JSON, and become text of the page, never
@@ -24,10 +26,8 @@ from shardc.report.page.data import data
 from shardc.verify.static import Proof
 
 #: In the order in which they are run: what others use comes first.
-SCRIPTS = (
-    "dagre.min.js",
-    *("base.js", "spec.js", "tree.js", "graph.js", "timeline.js", "memory.js", "panels.js", "page.js"),
-)
+DRAWING = ("dagre.min.js", "draw.js", "base.js", "spec.js", "tree.js", "graph.js", "timeline.js", "memory.js", "panels.js")
+SCRIPTS = (*DRAWING, "document.js", "page.js")
 
 
 def html(program: Program, cost: Cost | None = None, proof: Proof | None = None, *, full: bool = False) -> str:
@@ -39,7 +39,7 @@ def html(program: Program, cost: Cost | None = None, proof: Proof | None = None,
 
 def of_data(shown: dict[str, object]) -> str:
     """The page that shows this data."""
-    scripts = [_read(name) for name in SCRIPTS]
+    scripts = [read(name) for name in SCRIPTS]
     facts = shown["facts"]
     assert isinstance(facts, dict)
     title = f"{facts['model']} on {' × '.join(f'{axis}={n}' for axis, n in facts['mesh']) or 'one device'}"
@@ -52,12 +52,12 @@ def of_data(shown: dict[str, object]) -> str:
     parts = {
         "POLICY": policy,
         "TITLE": escape(title),
-        "STYLE": _read("page.css"),
+        "STYLE": read("picture.css") + read("page.css"),
         "DATA": encoded,
-        "LICENSE": _read("dagre.LICENSE"),
+        "LICENSE": read("dagre.LICENSE"),
         "SCRIPTS": "\n".join(f"<script>{text}</script>" for text in scripts),
     }
-    page = _read("page.html")
+    page = read("page.html")
     before, *rest = page.split("{{")
     for piece in rest:
         name, _, after = piece.partition("}}")
@@ -65,7 +65,8 @@ def of_data(shown: dict[str, object]) -> str:
     return before
 
 
-def _read(name: str) -> str:
+def read(name: str) -> str:
+    """A file of this folder."""
     return files(__name__).joinpath(name).read_text(encoding="utf-8")
 
 
