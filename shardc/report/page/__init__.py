@@ -5,6 +5,7 @@ data            all that the page shows, as JSON: graphs, spec_lines, messages (
 page.html       the frame: header, panels, dialogs; page.css: its style; picture.css: colours, and what pictures need
 DRAWING         the scripts that draw, in their order: each panel is one file. They make elements as plain values and need
                 no document, so that docs/drawing.py makes pictures as files, and tests draw every panel
+plan.js         the page of a plan, in the frame plan.html
 document.js     turns elements into the document's; page.js: tabs, search, keys, the address
 dagre.min.js    lays graphs out (docs/decisions.md, 68): @dagrejs/dagre 3.1.3, MIT (dagre.LICENSE), unchanged from npm
 
@@ -17,8 +18,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
+from collections.abc import Iterable, Mapping
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 from shardc.cost import Cost
 from shardc.ir.program import Program
@@ -28,6 +32,8 @@ from shardc.verify.static import Proof
 #: In the order in which they are run: what others use comes first.
 DRAWING = ("dagre.min.js", "draw.js", "base.js", "spec.js", "tree.js", "graph.js", "timeline.js", "memory.js", "panels.js")
 SCRIPTS = (*DRAWING, "document.js", "page.js")
+#: Of the page of `shardc plan --html` (shardc.plan.page).
+PLAN = ("draw.js", "document.js", "plan.js")
 
 
 def html(program: Program, cost: Cost | None = None, proof: Proof | None = None, *, full: bool = False) -> str:
@@ -37,12 +43,16 @@ def html(program: Program, cost: Cost | None = None, proof: Proof | None = None,
     return of_data(data(program, cost, proof, full=full))
 
 
-def of_data(shown: dict[str, object]) -> str:
+def of_data(shown: Mapping[str, Any]) -> str:
     """The page that shows this data."""
-    scripts = [read(name) for name in SCRIPTS]
     facts = shown["facts"]
-    assert isinstance(facts, dict)
     title = f"{facts['model']} on {' × '.join(f'{axis}={n}' for axis, n in facts['mesh']) or 'one device'}"
+    return file("page.html", title, shown, SCRIPTS)
+
+
+def file(frame: str, title: str, shown: Mapping[str, Any], names: Iterable[str]) -> str:
+    """One HTML file: a frame with its data and its scripts, which is all that its content policy allows."""
+    scripts = [read(name) for name in names]
     # `<` cannot end the element that the JSON is in, or begin a comment in it
     encoded = json.dumps(shown, ensure_ascii=True, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     policy = (
@@ -57,12 +67,7 @@ def of_data(shown: dict[str, object]) -> str:
         "LICENSE": read("dagre.LICENSE"),
         "SCRIPTS": "\n".join(f"<script>{text}</script>" for text in scripts),
     }
-    page = read("page.html")
-    before, *rest = page.split("{{")
-    for piece in rest:
-        name, _, after = piece.partition("}}")
-        before += parts[name] + after
-    return before
+    return re.sub(r"\{\{(\w+)\}\}", lambda m: parts[m[1]], read(frame))
 
 
 def read(name: str) -> str:

@@ -83,7 +83,7 @@ function standalone(drawing, title, sheet) {
   const width = Math.max(wide, 24 + textWidth(title, "600 14px sans-serif"));
   const root = svg("svg", { xmlns: "http://www.w3.org/2000/svg", width, height, viewBox: `0 0 ${width} ${height}`, role: "img" },
     svg("title", {}, title), svg("style", {}, style), svg("rect", { class: "paper", width, height }), svg("text", { class: "title", x: 12, y: 22 }, title),
-    svg("g", { transform: `translate(${(width - wide) / 2} ${top})` }, drawing.children));
+    svg("svg", { x: (width - wide) / 2, y: top, width: wide, height: height - top, viewBox: drawing.attributes.viewBox }, drawing.children));
   return `${filled(markup(root), "$1")}\n`;
 }
 

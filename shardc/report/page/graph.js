@@ -273,8 +273,9 @@ function graphPicture(found, key) {
   };
   const head = (kind) => svg("marker", { id: `head-${key}${kind}`, class: `head ${kind}`, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, markerUnits: "userSpaceOnUse", orient: "auto" }, svg("path", { d: "M0,0L8,4L0,8Z" }));
   const across = found.list.filter((unit) => unit.kind !== "ghost").map((unit) => place.get(unit).x).sort((a, b) => a - b);
-  const { width, height } = g.graph();
-  return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "data-width": width, "data-height": height, "data-middle": across[across.length >> 1] || width / 2 },
+  const ends = g.edges().flatMap((edge) => g.edge(edge).points.map((p) => p.x));  // dagre counts boxes alone
+  const left = Math.floor(Math.min(0, ...ends.map((x) => x - 4))), width = Math.ceil(Math.max(g.graph().width, ...ends.map((x) => x + 4))) - left, height = Math.ceil(g.graph().height);
+  return svg("svg", { width, height, viewBox: `${left} 0 ${width} ${height}`, role: "group", "data-width": width, "data-height": height, "data-middle": (across[across.length >> 1] || width / 2) - left },
     g.nodes().filter((name) => name.startsWith("f")).map(frame), svg("defs", {}, ["", "e", "h", "u"].map(head)),
     g.edges().map((edge) => wire(found.all[Number(edge.v.slice(1))], found.all[Number(edge.w.slice(1))], g.edge(edge).points, key)),
     found.all.map((unit) => boxOf(unit, place, key, found)));
