@@ -1,8 +1,8 @@
-"""Run the page's drawing code without a browser, in V8 (the package mini-racer): for the pictures of docs, and for tests.
+"""Run the page's drawing code without a browser, in V8 (the package mini-racer), for pictures of docs and for tests.
 
-    page = Drawing(data(program, cost, proof))
-    page.markup("commPanel()")                        # an element, or several, as text
-    page.picture("timelinePicture(1100)", "a step")   # a complete SVG file
+page = Drawing(data(program, cost, proof))
+page.markup("commPanel()")                        # an element, or several, as text
+page.picture("timelinePicture(1100)", "a step")   # a complete SVG file
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Drawing:
     def run(self, script: str) -> Any:
         """The value of an expression: a number, a text, or what JSON can hold."""
         caught = "catch (e) { return JSON.stringify({ error: e.stack }) }"
-        answer = json.loads(str(self._context.eval(f"(() => {{ try {{ return JSON.stringify({{ is: {script} }}) }} {caught} }})()")))
+        answer = json.loads(
+            str(self._context.eval(f"(() => {{ try {{ return JSON.stringify({{ is: {script} }}) }} {caught} }})()"))
+        )
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer.get("is")

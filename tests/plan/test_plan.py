@@ -33,7 +33,7 @@ from shardc.plan.search import Queue
 from shardc.plan.source import Source
 from shardc.plan.space import Choice, Core, choices, sequence_widths, spec
 from shardc.plan.stage_vectors import NET, part_of
-from shardc.plan.table import distinct, named, recompute, zero
+from shardc.plan.table import distinct, named, zero
 from shardc.plan.what_if import ALIGNED
 from shardc.spec import Spec
 from tests import zoo

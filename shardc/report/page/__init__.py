@@ -3,8 +3,8 @@
 data            all that the page shows, as JSON: graphs, spec_lines, messages (collectives, buckets), step (when and
                 how much), equal_layers (80 equal layers are shown once)
 page.html       the frame: header, panels, dialogs; page.css: its style; picture.css: colours, and what pictures need
-DRAWING         the scripts that draw, in their order: each panel is one file. They make elements as plain values and need
-                no document, so that docs/drawing.py makes pictures as files, and tests draw every panel
+DRAWING         the scripts that draw, in their order: each panel is one file. They make elements as plain values, and
+                need no document: so that docs/drawing.py makes pictures as files, and tests draw every panel
 plan.js         the page of a plan, in the frame plan.html
 document.js     turns elements into the document's; page.js: tabs, search, keys, the address
 dagre.min.js    lays graphs out (docs/decisions.md, 68): @dagrejs/dagre 3.1.3, MIT (dagre.LICENSE), unchanged from npm
@@ -30,7 +30,17 @@ from shardc.report.page.data import data
 from shardc.verify.static import Proof
 
 #: In the order in which they are run: what others use comes first.
-DRAWING = ("dagre.min.js", "draw.js", "base.js", "spec.js", "tree.js", "graph.js", "timeline.js", "memory.js", "panels.js")
+DRAWING = (
+    "dagre.min.js",
+    "draw.js",
+    "base.js",
+    "spec.js",
+    "tree.js",
+    "graph.js",
+    "timeline.js",
+    "memory.js",
+    "panels.js",
+)
 SCRIPTS = (*DRAWING, "document.js", "page.js")
 #: Of the page of `shardc plan --html` (shardc.plan.page).
 PLAN = ("draw.js", "document.js", "plan.js")

@@ -39,6 +39,7 @@ function overviewPanel() {
   const worst = D.messages.filter(ways_).sort((a, b) => exposedOf(b) - exposedOf(a) || bytesOf(b) - bytesOf(a)).slice(0, 5);
   cards.push(el("section", {}, el("h2", {}, F.device ? "Collectives that a step waits for longest" : "The largest collectives", F.axis ? ", all stages added up" : ""), worst.length ? messageList(worst) : el("p", { class: "soft" }, "None: ranks send nothing to each other.")));
   cards.push(el("section", {}, el("h2", {}, "How weights are split"), el("div", {}, splitSummary())));
+  D.scores.forEach((s) => cards.push(el("section", {}, el("h2", {}, `Attention of ${s.modules.join(", ")}`), el("p", { class: "soft" }, `${s.about}. ${s.work}`), scoresPicture(s))));
   cards.push(el("section", {}, el("h2", {}, "Inputs"), el("ul", {}, D.inputs.map((i) => thing(el("li", {}, `${i.name} `, code(i.type)), "", i.lines)))));
   if (D.regions.length) cards.push(el("section", {}, el("h2", {}, "Computed again in backward"), el("ul", {}, D.regions.map((r) => thing(el("li", {}, r.text), "", r.lines)))));
   if (D.notes.length) cards.push(el("section", {}, el("h2", {}, "Notes of the compiler"), el("ul", {}, D.notes.map((n) => thing(el("li", {}, n.text), "", n.lines)))));
@@ -73,6 +74,17 @@ function splitSummary() {
     const text = `${several(sum(weights.map((w) => w.count || 1)), "weight")}, ${size(sum(weights.map((w) => (w.whole || 0) * (w.count || 1))))} of one device`;
     return thing(el("p", {}, el("span", { class: `chip ${splitClass(axes)}` }, axes || "whole"), ` ${text}`), "", axes ? lines : []);
   });
+}
+
+const RANKS = ["--forward", "--backward", "--weights", "--pair", "--inputs", "--other"].map((name) => `var(${name})`);
+
+/** The square of attention's scores: a row for each query, a column for each key, coloured by the rank that computes it. */
+function scoresPicture(s) {
+  const side = 200, high = side / s.cells.length, wide = side / s.cells[0].length;
+  const cells = s.cells.flatMap((row, i) => row.map((rank, j) => sized(svg("rect", { x: j * wide, y: i * high, width: wide, height: high, "data-tip": rank === null ? "nothing is computed" : `rank ${rank}` }), { fill: rank === null ? "var(--sunk)" : RANKS[rank % RANKS.length] })));
+  const ranks = s.pairs.slice(0, 9).flatMap((pairs, rank) => [sized(svg("rect", { x: side + 14, y: 4 + 20 * rank, width: 12, height: 12 }), { fill: RANKS[rank % RANKS.length] }), svg("text", { class: "soft", x: side + 32, y: 14 + 20 * rank }, `rank ${rank}: ${count(pairs)}`)]);
+  const rest = s.pairs.length > 9 ? svg("text", { class: "soft", x: side + 32, y: 14 + 180 }, `and ${s.pairs.length - 9} more`) : "";
+  return svg("svg", { width: side + 130, height: side + 4, viewBox: `0 0 ${side + 130} ${side + 4}`, role: "img", "aria-label": s.work }, cells, ranks, rest);
 }
 
 /** Time of each axis's collectives, hidden and exposed; bytes where no device is known. */
