@@ -51,8 +51,8 @@ def command(
     device: Annotated[
         str | None,
         typer.Option(
-            help="with --memory, --comm, --schedule, --trace and --html: a name that `shardc device` lists, or a YAML file (default: the"
-            " spec's device, else h100-80g)"
+            help="with --memory, --comm, --schedule, --trace, --html: a name of `shardc device`, or a YAML file"
+            " (default: the spec's device, else h100-80g)"
         ),
     ] = None,
     schedule: Annotated[

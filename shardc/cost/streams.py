@@ -38,8 +38,8 @@ class Span:
 
 @dataclass
 class Streams(Clock):
-    """A clock that keeps what it saw. parts: name, begin and end of each part of the step; spans: of all collectives, in
-    the order in which they were started; computing: (part of the step, begin, end) of what ran without a gap.
+    """A clock that keeps what it saw. parts: name, begin and end of each part of the step; spans: of all collectives,
+    as they were started; computing: (part of the step, begin, end) of what ran without a gap.
     """
 
     parts: list[tuple[str, float, float]] = field(default_factory=list)
