@@ -7,10 +7,12 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import shardc
 from docs.drawing import Drawing
@@ -156,6 +158,46 @@ def test_the_timeline_has_every_action_and_collective() -> None:
     waited = sum(float(x.attrib["width"]) for x in bars if "fill:#b3402a" in x.get("style", ""))
     scale = (1100 - 118 - 16) / shown()["timeline"]["end"]
     assert waited == pytest.approx(sum(s[2] for s in spans) * scale, abs=0.6 * len(spans))
+
+
+def test_a_run_is_laid_over_the_prediction(tmp_path: Path) -> None:
+    """A trace of two microbatches, as torch.profiler writes it, with ranges as a run's nodes have them."""
+    model, batch = zoo.mlp()
+    p = shardc.compile(model, batch, {**TP, "batch": {"microbatches": 2}}, prove=False)
+    drawn = Drawing(data(p, p.cost(), None))
+    step_ = ["linear up", "linear_1_sum_start down", "linear_1_sum down", "step_context", "down_weight_grad down"]
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for name in step_ * 2:
+            with record_function(name):
+                torch.ones(64, 64) @ torch.ones(64, 64)
+            with record_function("gloo:all_reduce"):
+                torch.ones(8).sum()
+    recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+    first = drawn.run("D.after.find((o) => !o.input)")
+    assert f"{first['name']} {first['module']}" == step_[0]
+    run = drawn.run(f"(view.run = runOf({(tmp_path / 'trace.json').read_text()}, 'trace.json'))")
+    assert [name for name, *_ in run["ranges"]] == step_ * 2
+    assert [backward for *_, backward in run["ranges"]] == [False, False, False, True, True] * 2
+    assert [name for name, *_ in run["sends"]] == ["gloo:all_reduce"] * 10
+    assert run["ranges"][0][1] == 0
+    assert run["end"] == max(end for _, _, end, *_ in [*run["ranges"], *run["sends"]])
+    root = parsed(drawn.markup("timelinePicture(1100)"))
+    assert {"measured", "… sends"} <= set(texts(root))
+    bars = [x for x in marked(root, "bar-item") if x.attrib["data-tip"].startswith("measured: ")]
+    assert len(bars) == 20
+    assert max(float(x.attrib["x"]) + float(x.attrib["width"]) for x in marked(root, "bar-item")) <= 1100
+    up = next(i for i, m in enumerate(drawn.run("D.modules.map((m) => m.path)")) if m == "up")
+    assert {x.get("data-x") for x in bars if "linear up" in x.attrib["data-tip"]} == {f"t{up}"}
+    assert "of the predicted step" in drawn.markup("timelinePanel()")
+
+
+def test_a_file_that_is_no_trace_is_said() -> None:
+    drawn = Drawing(shown())
+    drawn.run("(view.run = runOf({ traceEvents: [] }, 'other.json'))")
+    assert "other.json has no ranges of a step: write it with `shardc run --trace STEP`" in drawn.markup(
+        "timelinePanel()"
+    )
+    assert "measured" not in texts(parsed(drawn.markup("timelinePicture(1100)")))
 
 
 @pytest.mark.parametrize(("end", "most"), [(1.0, 5), (4_540_000, 8), (7e12, 3), (0.003, 6)])
