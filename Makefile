@@ -6,13 +6,6 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-# A tree of links that looks like the installed package, in a folder of build/.
-define link
-	@rm -rf $(1) && mkdir -p $(1)/shardc
-	@for f in shardc/*.py shardc/*/; do ln -s ../../../$${f%/} $(1)/$${f%/}; done
-	@for d in passes runtime specs; do ln -s ../../../$$d $(1)/shardc/$$d; done
-endef
-
 .PHONY: train documents generate adapters sequences libraries families test test-all gpu fuzz graphs hostile ops faults mutants lint bench table docs types clean
 .DEFAULT_GOAL := test
 
@@ -64,7 +57,6 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(CURDIR)/$(BIN)/python,$(PYTHON))
 gpu: export PYTHONPATH := $(CURDIR)/build/gpu:$(CURDIR):$(CURDIR)/tests/bench
 gpu: export PYTHONSAFEPATH := 1
 gpu:   ## what wants a GPU: the checks of tests/gpu, then docs/measured/gpu.md. Without one: the same checks on the CPU
-	$(call link,build/gpu)
 	@$(GPU_PYTHON) -c 'import pydantic, xxhash' 2>/dev/null || $(GPU_PYTHON) -m pip install -q --disable-pip-version-check --target build/gpu \
 		$(if $(wildcard .whl),--no-index --find-links .whl) 'pydantic>=2.6' 'xxhash>=3'
 	@status=0; $(GPU_PYTHON) -m pytest -q -o pythonpath='build/gpu .' -W default tests/gpu || status=$$?; \
@@ -93,13 +85,12 @@ mutants: $(READY)   ## programs broken in every way that we thought of, and who 
 	$(BIN)/python -m tests.verify.mutants --write --each $(or $(EACH),2) --models '$(or $(MODELS),gpt llama bert t5 mixtral resnet lstm vit unet mamba)' $(if $(KEPT),--kept $(KEPT) --minutes $(or $(MINUTES),5))
 
 lint: $(READY) types
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy cannot follow the package-dir map of an editable install, so it checks a tree of links that looks like the installed package.
 types: $(READY)
-	$(call link,build/mypy)
-	cd build/mypy && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache shardc
+	$(BIN)/mypy shardc
 
 .venv/.peers: $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'

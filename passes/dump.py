@@ -12,7 +12,7 @@ from shardc.ir.program import Program
 def dump(folder: Path, number: int, name: str, program: Program, before: str) -> str:
     """Write `NN-name.txt`, and `NN-name.diff` against the text before it. Returns the new text."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = emit.text(program)
+    text = emit.text(program, full=True)
     (folder / f"{number:02d}-{name}.txt").write_text(text)
     if before:
         (folder / f"{number:02d}-{name}.diff").write_text(diff(before, text))

@@ -5,7 +5,7 @@
              ln_f.weight      reduce (dp, tp)    order 0
     after    bucket 0 over (dp, tp): ln_f.weight       bucket 1 over (dp): h.0.qkv.weight, wte.weight
 
-What sums them while backward runs is shardc.runtime.zero.bucket_launch; what gathers ahead in backward,
+What sums them while backward runs is shardc.runtime.zero.buckets; what gathers ahead in backward,
 shardc.runtime.zero.gather.
 
 A parameter's gradient is finished when backward has run the op that used it *first* in forward, which the graph shows;

@@ -15,7 +15,7 @@ from torch import fx
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.passes.dump import dump
-from shardc.runtime.step import op_errors
+from shardc.runtime.stage import op_errors
 
 #: What helps where compile itself runs out of memory: it needs shapes only, and what it computes is small.
 LESS_TO_COMPILE = (

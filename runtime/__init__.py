@@ -4,7 +4,8 @@ here knows the compiler.
     ops/         the functions that programs call: conversions between placements, experts, random numbers
     mesh/        collectives by mesh axis: over torch.distributed, or between threads of one process
     schedule/    pipeline schedules as data: SCHEDULES, their text, the proof that they end
-    step/        one rank's training step: engine, interpreter, module, recomputation, loss scaling
+    stage/       the graphs of a program's stages, run on one rank: interpreter, outputs, errors of ops
+    step/        one rank's training step: engine, module, loss scaling
     compiled/    pieces of graphs of a step as compiled code
     matrices/    optimizers that need whole matrices, each of which has an owner
     zero/        buckets of parameters: what ZeRO shards, how gradients are summed

@@ -35,6 +35,11 @@ GRACE = 1.0
 GAVE_UP = 75
 #: Seconds for which some ranks may be stopped (SIGSTOP) while others run, before all are ended.
 STOPPED = 6.0
+#: What can be done where memory does not suffice.
+LESS_MEMORY = (
+    "more microbatches (`batch:`), `checkpoint:`, `data: {zero: 3}`, or a larger tp; `shardc inspect --memory` and"
+    " program.cost() show what a step holds, without a device"
+)
 
 
 def in_world() -> bool:
@@ -363,8 +368,6 @@ def _report(rank: int, code: int | None, mesh: Mesh, words: str, doing: str) -> 
             file=sys.stderr,
         )
     if code == -signal.SIGKILL:
-        from shardc.runtime.step.op_errors import LESS_MEMORY
-
         print(f"  fix: if nobody did, memory ran out (`dmesg` says so): {LESS_MEMORY}", file=sys.stderr)
     elif code is None:
         print("  fix: let it run, or stop all ranks together", file=sys.stderr)

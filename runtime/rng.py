@@ -296,3 +296,8 @@ def _sums(vectors: Sequence[Tensor], dtype: torch.dtype, device: torch.device | 
     for v in vectors:
         total = (total.unsqueeze(1) + v).view(-1)
     return total
+
+
+def threshold(p: float) -> int:
+    """An element is kept where its number, uniform over the int32 range, is below this: below 1 - p of the range."""
+    return min(round((1 - p) * 2**32), 2**32 - 1) - 2**31

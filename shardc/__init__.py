@@ -2,7 +2,7 @@
 
 Public names are loaded when they are first used (PEP 562), so that `import shardc` and `shardc --help` need no torch.
 
-compile       a model and a spec -> a program; recompile: for a batch of other sizes
+compile       a model and a spec -> a program; recompile: for a batch of other sizes; api: what one does with it
 ir            what a program is                        spec       what users write
 capture       the model as a graph                     passes     the stages of compilation
 rules         what may be split in an op               verify     programs and rules against one device
@@ -13,7 +13,7 @@ cli           the commands                             errors     ShardcError; f
 call_arguments: those of the public functions, checked; names_loaded_later: names of packages, imported when used
 torch_modes, torch_private    modes and private modules of torch; text_file: small files of users; version
 
-The folders passes/, runtime/ and specs/ lie beside shardc/: pyproject.toml (package-dir) makes them its packages.
+passes, runtime and specs are links to the folders at the top of the repository.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING
 from shardc.version import VERSION
 
 if TYPE_CHECKING:  # the same table as _MODULES, for type checkers and editors
-    from shardc.artifact import load as load
+    from shardc.api import Program as Program
+    from shardc.api import load as load
     from shardc.compile import compile as compile
     from shardc.errors import ShardcError as ShardcError
-    from shardc.ir.program import Program as Program
     from shardc.plan import Plan as Plan
     from shardc.plan import plan as plan
     from shardc.report.coverage import Coverage as Coverage
@@ -49,7 +49,7 @@ __version__ = VERSION
 _MODULES = {
     "Coverage": "shardc.report.coverage",
     "Plan": "shardc.plan",
-    "Program": "shardc.ir.program",
+    "Program": "shardc.api",
     "ShardcError": "shardc.errors",
     "Simulation": "shardc.verify.simulate",
     "Spec": "shardc.spec",
@@ -57,7 +57,7 @@ _MODULES = {
     "compile": "shardc.compile",
     "coverage": "shardc.report.coverage",
     "groups": "shardc.runtime.step.param_groups",
-    "load": "shardc.artifact",
+    "load": "shardc.api",
     "matrices": "shardc.runtime.step.param_groups",
     "plan": "shardc.plan",
     "rule": "shardc.rules.user_ops",

@@ -20,15 +20,16 @@ import torch
 from torch import nn
 
 from shardc import recompile, torch_modes
+from shardc.api import Program
 from shardc.artifact import model_source
 from shardc.call_arguments import checked
 from shardc.capture import capture, check_forward
 from shardc.capture.loss import Forward
 from shardc.cost.device_file import of_spec
 from shardc.errors import ShardcError
+from shardc.ir import program as ir
 from shardc.ir.generation import Step
 from shardc.ir.offload import OffloadPlaces
-from shardc.ir.program import Program
 from shardc.passes import CAPTURE, PIPELINE, Options, forward_only, runner
 from shardc.passes.annotate import model_plan
 from shardc.passes.annotate.inputs import with_microbatches
@@ -52,8 +53,8 @@ def compile(
     overrides: tuple[str, ...] = (),
     world: int | None = None,
     prove: bool = True,
-    captured: Program | None = None,
-    compatible_with: Program | None = None,
+    captured: ir.Program | None = None,
+    compatible_with: ir.Program | None = None,
     dump: str | Path | None = None,
     on_pass: Callable[[str], None] | None = None,
 ) -> Program:
@@ -115,7 +116,7 @@ def compile(
     }
     if spec.text:  # what causes cite by line; a saved program's spec.yaml is written anew
         meta["spec"] = {"file": spec.file, "text": spec.text}
-    return replace(
+    program = replace(
         program,
         spec=spec,
         loss_scale=spec.precision.loss_scale,
@@ -124,6 +125,7 @@ def compile(
         origins=model_source.origins(model, forward if callable(forward) else loss),
         meta=meta,
     )
+    return Program.of(program)
 
 
 def _values(forward: Any) -> Forward | None:

@@ -36,9 +36,9 @@ from shardc.ir.generation import (
     Whole,
 )
 from shardc.ir.program import Program
+from shardc.runtime.data.inputs import leaves, mapped, name_of
 from shardc.runtime.step import batch_sizes
 from shardc.runtime.step.batch_sizes import Shapes, Use
-from shardc.runtime.step.inputs import leaves, mapped, name_of
 from shardc.spec import Spec
 from shardc.spec.names import Names
 

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, fx, nn
 
 import shardc
+from shardc.api import Program
 from shardc.capture import capture, flex_attention
 from shardc.capture.loss import Loss
+from shardc.ir import program as ir
 from shardc.ir.graph import operands_of, producer_of
 from shardc.ir.placement import Placement, Shard
-from shardc.ir.program import Program
 from shardc.verify.simulate import Simulation
 from tests import zoo
 
@@ -42,7 +43,7 @@ class Reference:
     batch: Any
     loss: Tensor
     grads: dict[str, Tensor]
-    captured: Program
+    captured: ir.Program
 
     def compile(self, spec: dict[str, Any]) -> Program:
         with zoo.Wide():

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from shardc.api import Program
 from shardc.ir.buckets import Bucket
 from shardc.ir.graph import copy_graph
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL_GRAD, Layout, Placement, Shard
-from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.ir.stored import Buffer, Input, Param
 from shardc.passes.joint import with_joint_graphs

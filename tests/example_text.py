@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.api import Program
 from shardc.ir.buckets import Bucket
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import Layout
-from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.stage import Stage
 from shardc.ir.stored import Buffer, Input, Param

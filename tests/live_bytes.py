@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_leaves
 
 from shardc.cost import host_memory
 from shardc.ir.program import Program
+from shardc.runtime.data import inputs
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.mesh.base import RankMesh, Work
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.step import inputs
-from shardc.runtime.step.communicators import runtime_mesh
+from shardc.runtime.stage.communicators import runtime_mesh
+from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.step.engine import Engine
-from shardc.runtime.step.interpreter import Interpreter
 from shardc.runtime.step.tensor_parts import plain
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import shardc
-from shardc.ir.program import Program
+from shardc.api import Program
 
 
 def prove_all(file: Path) -> None:

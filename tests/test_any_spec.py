@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import shardc
+from shardc.api import Program
 from shardc.capture import capture
 from shardc.cost import Cost
-from shardc.ir.program import Program
 from shardc.passes.annotate import model_plan
 from shardc.recompile import in_eval_mode
 from shardc.report.page.data import data as page_data
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.step.activation_offload import OffloadedTensors
+from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.step.engine import Engine
 from shardc.verify.simulate import Simulation
 from tests import stand_in_compiler, zoo

@@ -21,7 +21,7 @@ def test_golden_programs(name: str, sequence: bool, golden: Callable[[str, str],
     """
     model, batch = zoo.ALL[name](layers=1)
     program = shardc.compile(model, batch, spec_of(name, {"dp": 2, "tp": 2}, sequence=sequence), prove=False)
-    golden(f"{name}{'-sp' if sequence else ''}.txt", re.sub(r"(\w+\.py):\d+", r"\1", emit.text(program)))
+    golden(f"{name}{'-sp' if sequence else ''}.txt", re.sub(r"(\w+\.py):\d+", r"\1", emit.text(program, full=True)))
 
 
 def test_a_70b_model_compiles_from_the_meta_device_whatever_the_number_of_ranks() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import shardc
+from shardc.api import Program
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 

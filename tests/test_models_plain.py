@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -168,8 +168,7 @@ def test_complex_numbers_of_parameters_in_buckets(zero: int) -> None:
 
 def test_finds_ops_that_fell_back_unnoticed() -> None:
     """What the tests above assert of every program can fail: without its notes a program has such ops."""
-    program = reference("messages").check({"mesh": {"dp": 2}})
-    program.notes = ()
+    program = replace(reference("messages").check({"mesh": {"dp": 2}}), notes=())
     assert [found.partition(" ")[0] for found in equality.unnoticed(program)] == [
         "aten.expand.default",
         "aten.scatter_reduce.two",

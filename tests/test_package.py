@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from setuptools import find_packages
+
 import shardc
+from tests.test_budget import PRODUCT
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -18,10 +21,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 
 
+#: The folders of the product in git: shardc/{passes,runtime,specs} are links to three of them.
+TOPS = [ROOT / name for name in PRODUCT]
+
+
 def folder(package: str) -> Path:
-    """Where a package's files are in the repository, by package-dir."""
-    prefix = max((p for p in SETUPTOOLS["package-dir"] if f"{package}.".startswith(f"{p}.")), key=len)
-    return ROOT / SETUPTOOLS["package-dir"][prefix] / package.removeprefix(prefix).lstrip(".").replace(".", "/")
+    """Where a package's files are in the repository."""
+    return (ROOT / package.replace(".", "/")).resolve()
 
 
 def test_the_version() -> None:
@@ -29,9 +35,9 @@ def test_the_version() -> None:
 
 
 def test_every_folder_with_modules_is_a_package_that_is_installed() -> None:
-    tops = [ROOT / name for name in SETUPTOOLS["package-dir"].values()]
-    modules = {f.parent for top in tops for f in top.rglob("*.py")}
-    assert {folder(p) for p in SETUPTOOLS["packages"]} == modules
+    modules = {f.parent for top in TOPS for f in top.rglob("*.py")}
+    packages = find_packages(str(ROOT), include=SETUPTOOLS["packages"]["find"]["include"])
+    assert sorted(map(folder, packages)) == sorted(modules)
     assert all((f / "__init__.py").is_file() for f in modules)
 
 
@@ -40,13 +46,18 @@ def test_the_data_files_are_installed() -> None:
     assert {f.name for f in data["shardc.machine"]} >= {"h100-80g.yaml", "a100-80g.yaml", "h200.yaml"}
     assert {f.name for f in data["shardc.specs"]} >= {"gpt.yaml", "llama.yaml", "mixtral.yaml"}
     listed = {f for files in data.values() for f in files}
-    tops = [ROOT / name for name in SETUPTOOLS["package-dir"].values()]
     kinds = ("*.yaml", "*.html", "*.css", "*.js", "*.LICENSE")
-    assert {f for top in tops for kind in kinds for f in top.rglob(kind)} == listed
+    assert {f for top in TOPS for kind in kinds for f in top.rglob(kind)} == listed
 
 
-def in_a_new_process(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+def in_a_new_process(code: str, folder: Path = ROOT) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=folder).stdout
+
+
+def test_a_clone_in_the_working_directory_does_not_hide_the_package(tmp_path: Path) -> None:
+    (tmp_path / "shardc").mkdir()
+    code = "import shardc.runtime.rng as m; print(m.__file__)"
+    assert in_a_new_process(code, tmp_path) == f"{Path(shardc.__file__).parent}/runtime/rng.py\n"
 
 
 def test_help_needs_no_torch() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import shardc
-from shardc.ir.program import Program
+from shardc.api import Program
 from shardc.runtime.data.loader import Rest
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests.runtime.zero.test_steps import CLIP, MESHES, Net, adamw, batch, model, program

@@ -250,7 +250,7 @@ class Memory:
     that are complete, in the first backward of a step.
 
     A bucket that is summed in every backward has a buffer, from its first gradient (ops.accumulate) or its last
-    (ops.scatter) on, until the next one's sum has begun (shardc.runtime.zero.bucket_launch).
+    (ops.scatter) on, until the next one's sum has begun (shardc.runtime.zero.buckets).
     """
 
     def __init__(self, uses: Uses) -> None:

@@ -13,7 +13,7 @@ Forward: copies leave in the order in which the values are used last, as that me
 stand between the last use and the wait: shardc.passes.joint.overlap puts them there, where memory allows.)
 
 Backward has a copy back for each op that wants the value, and one tensor more on the device than is used, as autograd
-would (shardc.runtime.step.activation_offload). Its peak of live bytes is the bound for what comes then:
+would (shardc.runtime.stage.activation_offload). Its peak of live bytes is the bound for what comes then:
 
     merge     a value that comes back again is held from one use to the next instead
     hoist     a copy begins earlier, as early as it has to for nothing to wait for it: found from the last one to the

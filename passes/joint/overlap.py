@@ -243,7 +243,7 @@ class LineClock(Clock):
 
     def line(self, line: Line) -> None:
         """Run a line. Where such a sum has begun, the one before it is waited for, whose buffer is then free
-        (shardc.runtime.zero.bucket_launch).
+        (shardc.runtime.zero.buckets).
         """
         if line.waits >= 0:
             self.wait(line.waits)

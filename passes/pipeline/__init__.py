@@ -104,9 +104,9 @@ class Pipeline(Pass):
             edges=program.edges,
             where=self.spec.where(("pipeline", "schedule")),
         )
-        program.schedule = schedule.forward_only(trained, program.edges) if program.forward_only else trained
-        program.notes = (*program.notes, *_notes(program))
-        return program
+        order = schedule.forward_only(trained, program.edges) if program.forward_only else trained
+        program = replace(program, schedule=order)
+        return replace(program, notes=(*program.notes, *_notes(program)))
 
 
 def _notes(program: Program) -> Iterable[str]:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops.dropout import threshold
-from shardc.runtime.rng import Digits, Paddings, Rng
+from shardc.runtime.rng import Digits, Paddings, Rng, threshold
 
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - 2**32  # of lowbias32, as signed 32-bit numbers; see shardc.runtime.rng
 

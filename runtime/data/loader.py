@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from shardc.errors import Errors, ShardcError
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
+from shardc.runtime.data.inputs import batch_dims, mapped, name_of
 from shardc.runtime.data.sample_errors import Failed
 from shardc.runtime.data.sampler import Order
 from shardc.runtime.data.worker import Reader, Stream
-from shardc.runtime.step.inputs import batch_dims, mapped, name_of
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from shardc.runtime.data.inputs import leaves, name_of
 from shardc.runtime.data.loader import Loader
 from shardc.runtime.data.sample_errors import Failed
 from shardc.runtime.data.worker import Reader
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import DisagreementError, Fact, fingerprint, hashed
-from shardc.runtime.step.inputs import leaves, name_of
 
 FIX = (
     "return the whole Dataset on every rank, the same one: shardc reads each rank's part of it. (A Subset by the rank's"

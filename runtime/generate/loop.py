@@ -25,12 +25,12 @@ from shardc.ir.outputs import Output
 from shardc.ir.program import Program, Resize
 from shardc.ir.stored import Input
 from shardc.runtime import state
+from shardc.runtime.data import inputs
 from shardc.runtime.generate.prompts import Options, Prompts
 from shardc.runtime.generate.sampling import Sampler
 from shardc.runtime.mesh import TorchMesh
-from shardc.runtime.step import inputs
-from shardc.runtime.step.communicators import groups_of
-from shardc.runtime.step.interpreter import Interpreter
+from shardc.runtime.stage.communicators import groups_of
+from shardc.runtime.stage.interpreter import Interpreter
 
 T = TypeVar("T")
 #: Lengths of prompts and of caches are multiples of these: each new one is compiled for.

@@ -15,7 +15,7 @@ from shardc.errors import ShardcError
 from shardc.ir.matrices import Matrix, inner, matrices_of
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
-from shardc.runtime.step.param_groups import NamedParameters
+from shardc.runtime.zero.named_parameters import NamedParameters
 from shardc.runtime.zero.optimizer import stand_in
 from shardc.runtime.zero.optimizer_check import has_param_shape, needs_whole
 from shardc.runtime.zero.optimizer_list import members_of

@@ -4,6 +4,7 @@
     torch_mesh    TorchMesh: over torch.distributed (NCCL on CUDA, gloo on the CPU)
     loopback      LoopbackMesh: all ranks of a mesh as threads of one process, sums in the order of ranks
     shapes        ShapeMesh: one rank alone, on tensors without data
+    step_context  what ops may know of the step: the microbatch, sums over microbatches
     agreement     what all ranks have to share, compared; replicas: copies of weights, compared
     local_device  which device of its machine a rank uses; own_cores: on a CPU, which of its cores
     presence      this process as one of a world, from its start on: where ranks meet, who is there

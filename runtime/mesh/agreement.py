@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -32,10 +32,6 @@ from torch import Tensor
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.ir.program import Program
-from shardc.runtime.data.sampler import Order
-from shardc.runtime.step.inputs import batch_dims, leaves, name_of, type_name
-from shardc.runtime.zero.optimizer_list import class_of
 
 #: Bits of a hash: n·Σh² of 2^14 ranks still fits an int64.
 BITS = 24
@@ -177,7 +173,7 @@ def check(mesh: Any, facts: Sequence[Fact], call: str = "a step") -> list[Fact]:
     differing, start = [], 2
     alike: list[Fact] = []
     for f in facts:
-        slots = _slots(f, layout)
+        slots = slots_of(f, layout)
         if _differs(f, sums[start:], layout):
             differing.append(f)
         if slots > 1 and len(set(sums[start : start + 2 * slots : 2])) == 1:
@@ -189,14 +185,14 @@ def check(mesh: Any, facts: Sequence[Fact], call: str = "a step") -> list[Fact]:
 
 
 def _vector(fact: Fact, mesh: Any) -> list[int]:
-    mine = [0] * (2 * _slots(fact, mesh.layout))
+    mine = [0] * (2 * slots_of(fact, mesh.layout))
     slot = 2 * _slot(fact, mesh)
     mine[slot : slot + 2] = fact.value, fact.value**2
     return mine
 
 
 def _differs(fact: Fact, sums: Sequence[int], layout: Mesh) -> bool:
-    slots = _slots(fact, layout)
+    slots = slots_of(fact, layout)
     ranks = layout.world // slots  # of each slot
     return any(ranks * sums[i + 1] != sums[i] ** 2 for i in range(0, 2 * slots, 2))
 
@@ -282,127 +278,7 @@ def _texts(mesh: Any, fact: Fact) -> str:
     return ": " + ", ".join(f"{value or 'nothing'} on rank {rank}" for value, rank in list(first.items())[:SHOWN])
 
 
-def program_facts(program: Program, *, seed: int, **options: object) -> list[Fact]:
-    """What an engine is made of: the program's graphs, layouts, buckets and schedule, and its options, by name."""
-    stored = [(x.name, x.shape, str(x.dtype), str(x.layout)) for x in program.stored]
-    graphs = [str(stage.graph) for stage in program.stages]
-    order = str(program.schedule) if program.schedule is not None else ""
-    size = f"{len(stored)} weights, {sum(len(stage.graph.nodes) for stage in program.stages)} ops"
-    value = hashed(stored, graphs, program.buckets, program.microbatches, order)
-    return [
-        stated("the version of torch", str(torch.__version__), fix="install one version on all machines"),
-        Fact("the program", value, fix=SAME_PROGRAM, shown=size),
-        stated("the seed", seed, fix="give all ranks one seed"),
-        *(stated(name, value, fix=f"give all ranks one {name}") for name, value in options.items()),
-    ]
-
-
-def joint_facts(program: Program, mesh: Any) -> list[Fact]:
-    """The texts that this rank runs in a training step in the place of its stages' graphs, of a program on which all
-    ranks agree otherwise. It need not write those of other ranks' stages for that.
-    """
-    at = mesh.coordinate(program.axis) if program.axis else 0
-    mine = [s for i, s in enumerate(program.stages) if program.schedule is None or program.schedule.placement[i] == at]
-    texts = [str(graph) for s in mine if s.joint is not None for graph in s.joint.graphs.values()]
-    axes = (program.axis,) if program.axis else ()
-    return [Fact("the graphs of a step", hashed(texts), axes, fix=SAME_PROGRAM)]
-
-
-def optimizer_facts(program: Program, optimizer: torch.optim.Optimizer | None) -> list[Fact]:
-    """The optimizer's class, and what its parameter groups are set to. Stages of a pipeline may have other groups."""
-    stage = (program.axis,) if program.axis else ()
-    name = class_of(optimizer) if optimizer is not None else "none"
-    groups = optimizer.param_groups if optimizer is not None else []
-    plain = (bool, int, float, str, tuple, type(None))
-    settings = [{k: v for k, v in sorted(g.items()) if isinstance(v, plain) and k != "lr"} for g in groups]
-    shown = [f"{k}={g[k]}" for g in settings[:1] for k in ("weight_decay", "betas", "momentum") if k in g]
-    return [
-        stated("the optimizer", name, stage, fix=SAME_OPTIMIZER),
-        Fact("the setting of the optimizer", hashed(settings), stage, fix=SAME_OPTIMIZER, shown=", ".join(shown)),
-    ]
-
-
-def loader_facts(order: Order) -> list[Fact]:
-    """What a loader reads in which order: ranks with other orders would read some samples twice, and others never."""
-    fix = "make the dataset and engine.loader(...) alike on all ranks"
-    return [
-        stated("the length of the dataset", order.size, fix=fix),
-        stated("the loader's shuffling", order.shuffle, fix=fix),
-        stated("the loader's seed", order.seed, fix=fix),
-        stated("what the loader does with the rest of an epoch", "reads it" if order.rest else "drops it", fix=fix),
-        stated("where the loader stands", (order.epoch, order.consumed), fix="load one checkpoint into all ranks"),
-    ]
-
-
-def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
-    """The global batch, which all ranks share; or of this rank's part of one, what the ranks share that have the same
-    part, such as those of a tensor-parallel group.
-    """
-    tensors = {path: x for path, x in leaves(batch) if isinstance(x, Tensor)}
-    names = ", ".join(f"{name_of(path)} {type_name(x.dtype, x.shape)}" for path, x in tensors.items())
-    if not local:
-        form = Fact("the form of the batch", hashed(names), fix=SAME_BATCH, shown=names)
-        return [form, Fact("the global batch", fingerprint(tensors.values()), fix=SAME_BATCH)]
-    parts: dict[tuple[str, ...], list[Tensor]] = {}
-    for x in program.inputs:
-        split = {part for axis, _ in x.layout.shards() for part in program.mesh.parts(axis)}
-        axes = tuple(a for a in program.mesh.names if a in split)
-        parts.setdefault(axes, [])
-        if x.path in tensors:
-            parts[axes].append(tensors[x.path])
-    where = "its part of the batch"
-    shapes = [tuple(tensors[x.path].shape) if x.path in tensors else () for x in program.inputs]
-    lengths = "pad them to one length on all ranks: batch: {lengths: [...], pad: {name: number}} in the spec does"
-    alike = Fact("the length of the part of the batch", hashed(shapes), where=where, fix=lengths)
-    inputs = ", ".join(f"{name_of(path)} {x.dtype}" for path, x in tensors.items())
-    return [
-        stated("the inputs in the part of the batch", inputs, where=where, fix=SAME_BATCH),
-        alike,
-        *(Fact("the part of the batch", fingerprint(xs), axes, where, SAME_BATCH) for axes, xs in parts.items()),
-    ]
-
-
-class SameRows:
-    """Whether all ranks get the same rows, as where each reads a whole DataLoader without a sampler: nothing is wrong
-    with such a step, but that it is one of fewer rows. It is told once, if the first RUNNING parts of batches are so.
-    """
-
-    RUNNING = 3
-
-    def __init__(self) -> None:
-        self._left = self.RUNNING
-
-    def look(
-        self,
-        program: Program,
-        batch: Any,
-        facts: Sequence[Fact],
-        alike: Sequence[Fact],
-        tell: Callable[[str], None],
-    ) -> None:
-        """facts: of this rank's part of the batch. alike: what `check` returned, of these and perhaps of others."""
-        if self._left <= 0:
-            return
-        parts = [f for f in facts if _slots(f, program.mesh) > 1]
-        same = bool(parts) and all(f in alike for f in parts) and not _constant(program, batch)
-        self._left = self._left - 1 if same else 0
-        if same and not self._left:
-            tell(
-                f"{self.RUNNING} times running all ranks got the same rows: a step is then one of fewer rows. Give each"
-                " rank its own: .local(batch) of a global batch, engine.loader(dataset), or a sampler of your own"
-            )
-
-
-def _constant(program: Program, batch: Any) -> bool:
-    """Are all rows of a batch equal, as of made-up data?"""
-    tensors, dims = dict(leaves(batch)), batch_dims(program)
-    rows = [(tensors[x.path], d) for x in program.inputs if (d := dims[x.name]) is not None and x.path in tensors]
-    if any(x.is_meta for x, _ in rows):  # refused by who takes it
-        return True
-    return all(torch.equal(x.select(d, 0), x.select(d, i)) for x, d in rows for i in range(1, x.shape[d]))
-
-
-def _slots(fact: Fact, mesh: Mesh) -> int:
+def slots_of(fact: Fact, mesh: Mesh) -> int:
     n = 1
     for axis in fact.axes:
         n *= mesh.size(axis)

@@ -17,8 +17,8 @@ from torch import Tensor
 from shardc.ir.comm_record import CommRecord
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.runtime.mesh.activity import Activity
+from shardc.runtime.mesh.step_context import StepContext
 from shardc.runtime.mesh.waits import Waits
-from shardc.runtime.step.context import StepContext
 
 
 class Work:
@@ -56,7 +56,7 @@ class RankMesh(ABC):
 
     layout: the mesh; rank: this one's number in it; device: where its tensors live; record: keep a list of what ran in
     `.records`. The name of an axis that is seen as several digits (shardc.ir.mesh) means all of them.
-    `.step`: what ops may know of the step that runs (shardc.runtime.step.context): ops are given the mesh alone.
+    `.step`: what ops may know of the step that runs (shardc.runtime.mesh.step_context): ops are given the mesh alone.
     `.activity`: what the rank is doing, for messages about ranks that hang or are killed. `.waits`: how long it waits.
     Gathers and exchanges take and return *stacks* [ranks of the axis, ...] (shardc.runtime.ops.shard_parts).
     """

@@ -1,12 +1,11 @@
 """Offload: what a rank is not working with is kept outside of its device (Rajbhandari et al. 2021, "ZeRO-Infinity").
 
     optimizer     the optimizer's state, and at zero 1-2 the master copy of parameters that are computed in another
-                  dtype. The optimizer steps page by page (shardc.runtime.offload.optimizer)
+                  dtype. The optimizer steps page by page (shardc.runtime.zero.offloaded_optimizer)
     parameters    at zero 3, this rank's parts of the parameters; they are read ahead of every gather
 
     storage       the places: the machine's memory, files of a directory
     copies        copies between the device and a place, in the background
-    optimizer     an optimizer whose state is in such a place
 
 Only copies are made: the step is the same, bit for bit.
 """

@@ -80,7 +80,7 @@ from shardc.runtime.ops.local_math import (
     total,
 )
 from shardc.runtime.ops.one_way import start, transpose, transpose_start, wait
-from shardc.runtime.ops.opaque import opaque, opaque_backward
+from shardc.runtime.ops.opaque import OPS, opaque, opaque_backward
 from shardc.runtime.ops.random_ops import random
 from shardc.runtime.ops.softmax_parts import largest, log_sum, sum_exp
 from shardc.runtime.ops.stretches import conv1d, cumsum
@@ -183,3 +183,4 @@ __all__ = [
     "updated",
     "wait",
 ]
+OPS.update((name, globals()[name]) for name in __all__ if name not in OF_GRAPHS)

@@ -19,7 +19,7 @@ from shardc.runtime.ops.with_backward import with_backward
 
 
 def cast_once(x: Tensor, mesh: Any, dtype: torch.dtype, tag: str = "") -> Tensor:
-    """x in another dtype. Training in microbatches makes one copy a step (shardc.runtime.step.context): x must not
+    """x in another dtype. Training in microbatches makes one copy a step (shardc.runtime.mesh.step_context): x must not
     change until the step's last forward, and nothing may write to the result. Elsewhere it is an ordinary cast.
     """
     copies = mesh.step.weight_copies

@@ -15,18 +15,13 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.ops.with_backward import with_backward
-from shardc.runtime.rng import BLOCK, Digits, Paddings, Rng, bits, key
+from shardc.runtime.rng import BLOCK, Digits, Paddings, Rng, bits, key, threshold
 
 torch.library.define(
     "shardc::dropout",
     "(Tensor x, Tensor words, Tensor rows, Tensor columns, int stream, float p) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
-
-
-def threshold(p: float) -> int:
-    """An element is kept where its number, uniform over the int32 range, is below this: below 1 - p of the range."""
-    return min(round((1 - p) * 2**32), 2**32 - 1) - 2**31
 
 
 def by_blocks(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int, p: float) -> Tensor:

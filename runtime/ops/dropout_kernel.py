@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardc.runtime.ops.dropout import threshold
+from shardc.runtime.rng import threshold
 
 #: Elements that one program of the kernel computes; at most so many of them side by side.
 TILE = 2048

@@ -7,7 +7,7 @@
     gelu = ops.reload_wait(gelu_coming)                       it is there
 
 What stands between is a *handle*, which takes no memory of the device. On a GPU copies run on a stream of their own
-(shardc.runtime.step.activation_offload), and the stream that computes waits for them, not the host. The memory that a
+(shardc.runtime.stage.activation_offload), and the stream that computes waits for them, not the host. The memory that a
 value leaves is used anew behind `offload_wait` alone, and that of its copy comes from what backward has freed by
 `reload_start`: so a step holds what the graph says. (torchtune's OffloadActivations frees what has left in the same
 way, instead of leaving it to the allocator, which would hand the memory out only after it has looked.)
@@ -29,7 +29,7 @@ from shardc.runtime.ops.opaque import Own, Tape
 
 
 class HostHandle:
-    """A value on the host, or on its way there. copies: a shardc.runtime.step.activation_offload.OffloadedTensors."""
+    """A value on the host, or on its way there. copies: a shardc.runtime.stage.activation_offload.OffloadedTensors."""
 
     def __init__(self, value: Tensor | Tape, copies: Any, tag: str) -> None:
         self._copies, self._tape = copies, value if isinstance(value, Tape) else None

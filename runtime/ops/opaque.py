@@ -27,16 +27,17 @@ from shardc.runtime.ops.by_storage import ByStorage
 from shardc.runtime.ops.with_backward import with_backward
 from shardc.torch_private import OpOverload
 
+#: The ops of shardc.runtime.ops, by name, but for those of backward graphs; it fills this in.
+OPS: dict[str, Callable[..., Any]] = {}
+
 
 def op_of(name: str) -> Callable[..., Any]:
     """The op that a program's text calls so: `ops.experts_apply`, `aten.silu.default`, `torch.ops.lib.op.default`.
     Raises ShardcError for any other text: programs may come from anybody.
     """
-    from shardc.runtime import ops
-
     kind, _, own = name.partition(".")
-    if kind == "ops" and own in ops.__all__ and own not in ops.OF_GRAPHS:
-        return getattr(ops, own)  # type: ignore[no-any-return]
+    if kind == "ops" and own in OPS:
+        return OPS[own]
     path = name.removeprefix("torch.ops.").split(".")
     if kind != "ops" and len(path) == 3 and all(part.isidentifier() for part in path):
         op = getattr(getattr(getattr(torch.ops, path[0]), path[1], None), path[2], None)

@@ -14,8 +14,8 @@ def gather_start(params: Sequence[Any], tag: str = "") -> Any:
     """Begin to gather a bucket, in the background. params: all of the bucket's; only their parts exist. Backward:
     reduce_scatter.
     """
-    params[0].bucket.gather()
-    return params[0].bucket
+    params[0].gather()
+    return params[0]
 
 
 def gather_wait(bucket: Any) -> tuple[Tensor, ...]:
@@ -28,7 +28,7 @@ def gather_wait(bucket: Any) -> tuple[Tensor, ...]:
 
 def updated(params: Sequence[Any], tag: str = "") -> tuple[Tensor, ...]:
     """The bucket's parameters, whole, once the gather that followed the last update is done."""
-    result: tuple[Tensor, ...] = params[0].bucket.updated()
+    result: tuple[Tensor, ...] = params[0].updated()
     return result
 
 
@@ -45,7 +45,7 @@ class Gathering:
 
 def regather_start(params: Sequence[Any], tag: str = "") -> Gathering:
     """`gather_start`, for backward."""
-    bucket = params[0].bucket
+    bucket: Any = params[0]
     return Gathering(bucket, bucket.regather())
 
 
@@ -57,7 +57,7 @@ def regather_wait(gathering: Gathering) -> tuple[Tensor, ...]:
 
 def scatter(params: Sequence[Any], grads: Sequence[Tensor | None], tag: str = "") -> None:
     """Backward has all gradients of a gathered bucket: begin their sum over ranks."""
-    params[0].bucket.arrived(grads)
+    params[0].arrived(grads)
 
 
 def launch(mesh: Any, tag: str = "") -> None:

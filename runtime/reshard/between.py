@@ -14,7 +14,7 @@ from shardc.runtime.mesh import agreement
 from shardc.runtime.reshard.moves import BUCKET, Key, Moves, Wanted
 from shardc.runtime.reshard.places import Plan
 from shardc.runtime.reshard.wanted import local_tensors, weights
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.buckets import Buckets
 
 
 class End(Protocol):

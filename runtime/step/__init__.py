@@ -9,35 +9,26 @@ module                a program as an nn.Module for a loop of one's own: its for
                       backward begins and ends; module_state: what it saves, loads and hands out; module_parts: its
                       submodules, of the model's classes; state_dict_marks: whose slices its state has
 parameter_updates     whether a module's parameters changed, and are to be gathered
-interpreter           the stages of one rank: a step, a forward, an evaluation; run: the actions of one of these, in
-                      order: stages forward and backward, sends, receives
-runnable              a stage as a function; bindings: ops by what takes the host least time to call
-communicators         the process groups that a program needs
-context               what ops may know of the step: the microbatch, sums over microbatches
-inputs                a user's batch -> this rank's inputs
-joint_stage           a stage as its forward and backward graphs; joint_function: these as a differentiable
-                      function; repeated_lines: which lines recompute
+joint_function        the graphs of a stage as a differentiable function
 step_graph            forward, backward and sums of a step as one CUDA graph
-activation_offload    keeps values on the CPU from forward to backward
+shared_facts          what the ranks of an engine or a module have to share
 loss_scale            loss scaling for float16, on all ranks alike
-outputs               what a step gives beside its loss, over microbatches and ranks; means: over batches
+means                 losses and outputs over batches
 batch_sizes           batches of other sizes than were compiled
-clip_grad_norm        the norm of the whole gradient, and clipping by it; parameter_norms: of each parameter
-tensor_parts          parameters and gradients that know that they are a rank's part, and refuse what mixes elements;
-                      part_functions: what torch's functions do with these; parameter_parts: which parameters it is
+parameter_norms       the norm of each parameter and its gradient
+tensor_parts          parameters and gradients of which a rank has a part: they refuse what mixes elements;
+                      parameter_parts: which parameters these are
 stepped_once          an optimizer or schedule that is stepped beside the engine
 stepped_loss          the loss that a step returns: its backward is done
 not_finite            a loss or gradient that is nan or inf: stop or skip, and what made it
-engine_options        options that there are not, or that mean nothing; batch_argument: a batch that is spread out
+engine_options        options that there are not, or that mean nothing
 user_changes          what users do to a module that a program would not notice; optimizer_watch: its optimizer;
                       optimizer_marks: whose slices its state is of;
                       loop_watch: what a loop does between two forwards, alike on all ranks; both see optimizers by
                       every_optimizer; given_model: what they do to the model that the weights came from
 evaluating            which program evaluates: that of a step, or one of the model in eval mode
-op_errors             an op that fails, in the user's terms; profiler_ranges: each node is one in a trace
 param_groups, lr      the optimizer's parameter groups by name; learning-rate schedulers
 whole_shapes          groups by a parameter's shape: by that of the whole one
-text_numbers          text where these want a number
 resumed               what a checkpoint replaced of an engine's settings; new_schedule: what it is not to replace
 expert_load           how tokens were spread over experts
 """

@@ -19,7 +19,7 @@ from shardc.errors import ShardcError
 from shardc.ir.patterns import match
 from shardc.ir.program import Program
 from shardc.ir.stored import Input
-from shardc.runtime.step.inputs import Path, batch_dims, leaves, mapped, name_of
+from shardc.runtime.data.inputs import Path, batch_dims, leaves, mapped, name_of
 
 _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 #: Global shapes of a batch's tensors, in the order of the program's inputs.

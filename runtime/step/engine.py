@@ -16,42 +16,42 @@ from shardc.errors import ShardcError
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.program import Program
 from shardc.runtime import state
-from shardc.runtime.data import same_samples
+from shardc.runtime.data import inputs, same_samples
 from shardc.runtime.data.loader import Loader, Loaders
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh, agreement, replicas
 from shardc.runtime.mesh.agreement import stated
 from shardc.runtime.offload import Offload
-from shardc.runtime.offload.optimizer import Paged
 from shardc.runtime.reshard import wanted
 from shardc.runtime.reshard.places import Plan
 from shardc.runtime.rng import Rng
+from shardc.runtime.stage.clip_grad_norm import GradNorm, norm_axes
+from shardc.runtime.stage.communicators import runtime_mesh, seen_as
+from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.step import (
     batch_sizes,
     engine_optimizer,
     engine_options,
-    inputs,
     lr,
     not_finite,
     param_groups,
     parameter_parts,
+    shared_facts,
     step_graph,
     user_changes,
 )
-from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
-from shardc.runtime.step.communicators import runtime_mesh, seen_as
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
 from shardc.runtime.step.engine_step import EngineStep
 from shardc.runtime.step.every_optimizer import observe
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.given_model import GivenModel
-from shardc.runtime.step.interpreter import Interpreter
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.new_schedule import NewSchedule
 from shardc.runtime.step.optimizer_marks import OptimizerMarks
 from shardc.runtime.step.stepped_once import SteppedOnce
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
+from shardc.runtime.zero.offloaded_optimizer import Paged
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
 from shardc.runtime.zero.optimizer_list import class_of
 
@@ -92,7 +92,7 @@ class Engine(EngineStep):
     of each, perhaps empty; gradients stand there, after the update in the dtype in which they were summed. .owned, and
     .buffers: by the program's placeholder names.
     .interpreter: what runs the program's stages; .buckets: what holds parameters and sums gradients
-    (shardc.runtime.zero.bucket_launch).
+    (shardc.runtime.zero.buckets).
     .clip_norm: what gradients are clipped to; `set` changes it.
     .grad_norm: 2-norm of the whole gradient in the last step, before clipping; 0-dim, on every rank; None before the
     first step, and where nothing asks for it (`norm`, `clip_norm`, `nonfinite`).
@@ -163,9 +163,9 @@ class Engine(EngineStep):
         if check:
             options = {"clip_norm": clip_norm, "nonfinite": nonfinite, "broadcast": broadcast, "norm": norm}
             options |= {"check_every": check_every, "routing": routing}
-            facts = agreement.program_facts(program, seed=seed, **options)
+            facts = shared_facts.program_facts(program, seed=seed, **options)
             agreement.check(self.mesh, facts, "making an engine")
-            agreement.check(self.mesh, agreement.joint_facts(program, self.mesh), "making an engine")
+            agreement.check(self.mesh, shared_facts.joint_facts(program, self.mesh), "making an engine")
         given = state.weights_of(program, model, weights, seed)
         self.weight_notes = given.notes
         self._told: set[str] = set()
@@ -211,7 +211,7 @@ class Engine(EngineStep):
             engine_optimizer.keep_groups(self.optimizer)
         self._once = SteppedOnce(self.optimizer)  # before schedulers are made, which look at its method `step`
         if check:
-            agreement.check(self.mesh, agreement.optimizer_facts(program, self.optimizer), "making an engine")
+            agreement.check(self.mesh, shared_facts.optimizer_facts(program, self.optimizer), "making an engine")
         self._settle_options()
         self._stepping = self._sending = False
         self._paged = (
@@ -224,7 +224,7 @@ class Engine(EngineStep):
         )
         self._note_schedulers()
         self.loaders = Loaders()
-        self._same_rows = agreement.SameRows()
+        self._same_rows = shared_facts.SameRows()
         self._waiting = self._told_replaced = False  # gradients of `backward` for `update`
         self._saves = state.Saves(self.mesh)
         self.reshards = WeakKeyDictionary()
@@ -413,7 +413,7 @@ class Engine(EngineStep):
         self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
         made, error = self.program, None
         try:
-            made = self.program.to(spec, world=self.mesh.layout.world)
+            made = self.program.for_spec(spec, self.mesh.layout.world)
         except ShardcError as e:
             error = e
         if self.mesh.sum_on_host([error is not None])[0]:
@@ -425,8 +425,7 @@ class Engine(EngineStep):
         """See above. From now on they know that they are parts: an engine whose parameters nobody asks for has nothing
         to look at.
         """
-        tell = user_changes.telling(self, lambda e: (e._told, e._tell))
-        parameter_parts.watch(self.program, self.owned, self.buckets.runs, tell)
+        parameter_parts.watch(self.program, self.owned, self.buckets.runs)
         self._mark_gradients()
         return parameter_parts.ByName(self.program, self.owned)
 
@@ -451,7 +450,7 @@ class Engine(EngineStep):
         """
         loader = self.loaders.add(Loader(self.program, self.mesh, dataset, batch_size=batch_size, **options))
         if self._checks:
-            agreement.check(self.mesh, agreement.loader_facts(loader.order), "making a loader")
+            agreement.check(self.mesh, shared_facts.loader_facts(loader.order), "making a loader")
             same_samples.check(self.mesh, loader)
         return loader
 

@@ -13,15 +13,16 @@ from torch import Tensor
 from shardc import torch_modes
 from shardc.errors import ShardcError
 from shardc.ir.outputs import MEAN_SCORE, SCORE
+from shardc.runtime.data import inputs
 from shardc.runtime.generate import Generator, Options, Prompts
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import Fact, stated
-from shardc.runtime.step import batch_sizes, inputs, outputs
-from shardc.runtime.step.batch_argument import one_batch
+from shardc.runtime.stage import outputs
+from shardc.runtime.stage.interpreter import Interpreter
+from shardc.runtime.stage.run import Values
+from shardc.runtime.step import batch_sizes
 from shardc.runtime.step.engine_state import EngineState
-from shardc.runtime.step.interpreter import Interpreter
 from shardc.runtime.step.means import LOSS, NO_DIVISOR, MeanDivisors, Means
-from shardc.runtime.step.run import Values
 
 
 class NoBatchesError(ShardcError):
@@ -50,7 +51,6 @@ class EngineForward(EngineState):
     def _take(self, batch: Any, *, local: bool, use: batch_sizes.Use) -> tuple[Interpreter, list[dict[str, Any]]]:
         raise NotImplementedError
 
-    @one_batch
     def evaluate(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """What `step` returns, without dropout and with BatchNorm's running statistics; nothing changes.
 
@@ -59,7 +59,6 @@ class EngineForward(EngineState):
         interpreter, _, loss, beside = self._evaluate(batch, local=local)
         return outputs.result(interpreter.program, self.mesh, loss, beside, gather=gather)
 
-    @one_batch
     def score(self, batch: Any, *, local: bool = False, gather: bool = False) -> Tensor:
         """The log-probability that the model gives to each target of its loss's cross entropy, in the form that the
         targets have in the batch (`labels`, [batch, sequence]), in float32 at least; 0 where the loss ignores one.

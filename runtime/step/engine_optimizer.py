@@ -14,21 +14,22 @@ from shardc.runtime.matrices.assumed import muon_and_adamw
 from shardc.runtime.matrices.shown import Shown
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.offload import Offload
-from shardc.runtime.step import param_groups, text_numbers
+from shardc.runtime.step import param_groups
 from shardc.runtime.step.whole_shapes import groups_of_whole, regroup
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.buckets import Buckets
+from shardc.runtime.zero.named_parameters import NamedParameters
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
 from shardc.runtime.zero.optimizer_check import check_apart, check_sharded
 from shardc.runtime.zero.optimizer_list import as_one, members_of
 
 #: Returns a torch.optim.Optimizer, or a list of them
-OptimizerOf = Callable[[param_groups.NamedParameters], Any]
+OptimizerOf = Callable[[NamedParameters], Any]
 #: (optimizer, the parameters that it was shown, those of a list that get whole matrices): raises ShardcError for one
 #: that needs more than what this rank has.
 Check = Callable[[torch.optim.Optimizer, Mapping[str, nn.Parameter], Sequence[torch.optim.Optimizer]], None]
 
 
-def adamw(params: param_groups.NamedParameters) -> torch.optim.Optimizer:
+def adamw(params: NamedParameters) -> torch.optim.Optimizer:
     """What trains where the user names no optimizer: AdamW(3e-4)."""
     return torch.optim.AdamW(params, lr=3e-4)
 
@@ -71,7 +72,7 @@ def made(
     params, runs = buckets.owned, buckets.runs
     shown = {n: stand_in(runs[n].shape, p) if n in runs else p for n, p in params.items()}
     matrices = Shown(program, params) if program.matrices is not None else None
-    trained = param_groups.NamedParameters.of(program, shown) if matrices is None else matrices.pairs
+    trained = NamedParameters.of(program, shown) if matrices is None else matrices.pairs
     if not trained:
         return None, None
     of_whole = groups_of_whole(make, trained, program) if matrices is None else None
@@ -89,11 +90,10 @@ def made(
     return optimizer, WholeMatrices(program, mesh, params, matrices, whole, offload)
 
 
-def _called(make: OptimizerOf, trained: param_groups.NamedParameters, *, by_shape: bool) -> torch.optim.Optimizer:
+def _called(make: OptimizerOf, trained: NamedParameters, *, by_shape: bool) -> torch.optim.Optimizer:
     """by_shape: the function would make other groups of whole parameters."""
     try:
-        with text_numbers.refused("optimizer"):
-            return as_one(make(trained))
+        return as_one(make(trained))
     except ValueError as e:
         if "only supports 2D parameters" in str(e):
             raise ShardcError(
@@ -130,7 +130,7 @@ def keep_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _look_at_parameters(
-    optimizer: torch.optim.Optimizer, trained: param_groups.NamedParameters, tell: Callable[[str], None]
+    optimizer: torch.optim.Optimizer, trained: NamedParameters, tell: Callable[[str], None]
 ) -> None:
     """Does it train all that it was given, and nothing else?"""
     if left := param_groups.not_trained(optimizer, trained):

@@ -18,7 +18,6 @@ from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh, agreement
 from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.offload import Offload
-from shardc.runtime.offload.optimizer import Paged
 from shardc.runtime.reshard import training
 from shardc.runtime.reshard.between import End, Reshard, move_weights
 from shardc.runtime.reshard.moves import Key
@@ -32,7 +31,8 @@ from shardc.runtime.step import lr, parameter_norms, resumed
 from shardc.runtime.step.given_model import GivenModel
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.step.new_schedule import NewSchedule, steps_of
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.buckets import Buckets
+from shardc.runtime.zero.offloaded_optimizer import Paged
 
 #: What to do instead of writing to parameters on some ranks.
 WRITE_ALIKE = "write to engine.params, under torch.no_grad(), on all ranks alike"

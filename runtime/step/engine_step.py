@@ -14,27 +14,19 @@ from shardc import torch_modes
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime import state
+from shardc.runtime.data import inputs
 from shardc.runtime.data.loader import Rest
 from shardc.runtime.mesh import TorchMesh, agreement, replicas
 from shardc.runtime.mesh.agreement import Fact, hashed, stated
-from shardc.runtime.step import (
-    batch_sizes,
-    evaluating,
-    inputs,
-    lr,
-    not_finite,
-    outputs,
-    parameter_parts,
-    user_changes,
-)
-from shardc.runtime.step.batch_argument import one_batch
-from shardc.runtime.step.clip_grad_norm import GradNorm
-from shardc.runtime.step.communicators import groups_of
+from shardc.runtime.stage import outputs
+from shardc.runtime.stage.clip_grad_norm import GradNorm
+from shardc.runtime.stage.communicators import groups_of
+from shardc.runtime.stage.interpreter import Interpreter
+from shardc.runtime.stage.run import StepHooks, Values
+from shardc.runtime.step import batch_sizes, evaluating, lr, not_finite, parameter_parts, shared_facts, user_changes
 from shardc.runtime.step.engine_forward import EngineForward
 from shardc.runtime.step.engine_state import WRITE_ALIKE
 from shardc.runtime.step.expert_load import Load, Loads
-from shardc.runtime.step.interpreter import Interpreter
-from shardc.runtime.step.run import StepHooks, Values
 from shardc.runtime.step.step_graph import Result, StepGraphs
 from shardc.runtime.step.stepped_loss import SteppedLoss
 from shardc.runtime.step.stepped_once import SteppedOnce
@@ -58,7 +50,7 @@ class EngineStep(EngineForward):
     _others: dict[tuple[batch_sizes.Shapes, batch_sizes.Use], tuple[Interpreter, dict[str, Tensor]]]
     _overlapped: OverlappedStep | None
     _runs: Callable[[Program, Any], Interpreter]
-    _same_rows: agreement.SameRows
+    _same_rows: shared_facts.SameRows
     _sends_early: bool
     _skipping: bool
     _sending: bool
@@ -80,7 +72,6 @@ class EngineStep(EngineForward):
     def check_schedule(self, steps: int) -> None:
         raise NotImplementedError
 
-    @one_batch
     def step(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """One optimizer step on a global batch (local=True: this rank's own part of one). Returns the global loss,
         0-dim, detached; if the loss function names values beside it, (loss, {name: value}), detached.
@@ -104,7 +95,6 @@ class EngineStep(EngineForward):
             self._stepping = self._sending = False
         return result
 
-    @one_batch
     def backward(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`, in place of those of the last
         one: a sum over batches is `batch: {microbatches: n}`. Returns what `step` does. A norm of a gradient of which
@@ -209,7 +199,7 @@ class EngineStep(EngineForward):
         inputs.check_keywords(self.program, batch, self._takes)
         batch = batch_sizes.prepared(self.program, self.mesh, batch, local=local)
         if self._checks:
-            facts = agreement.batch_facts(self.program, batch, local=local)
+            facts = shared_facts.batch_facts(self.program, batch, local=local)
             call = "a step" if self.rng.training else "evaluating"
             alike = agreement.check(self.mesh, [*facts, *self._facts()], call)
             self._same_rows.look(self.program, batch, facts, alike, self._tell)

@@ -14,8 +14,8 @@ from torch import fx
 
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program
+from shardc.runtime.mesh.step_context import Routing
 from shardc.runtime.ops.expert_parallel import experts_route
-from shardc.runtime.step.context import Routing
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from shardc.runtime.ops.with_backward import with_backward
 from shardc.torch_private import after_backward, engine_executes, keeps_graph
 
 if TYPE_CHECKING:
-    from shardc.runtime.step.joint_stage import JointStage
+    from shardc.runtime.stage.joint_stage import JointStage
     from shardc.runtime.step.module_running import Running
 
 _AROUND = "a term that needs gradients itself (a gradient penalty) belongs into the loss function,"

@@ -4,7 +4,6 @@ checkpoints.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from shardc.errors import ShardcError
-from shardc.runtime.step import text_numbers
 from shardc.runtime.zero.optimizer_list import OptimizerList
 
 #: What `optimizer=` returned (an optimizer, or a list of them) -> a scheduler, or a list of them.
@@ -43,8 +41,7 @@ class Schedulers:
     @classmethod
     def make(cls, scheduler: SchedulerOf, optimizer: torch.optim.Optimizer) -> Schedulers:
         """The user's. Raises ShardcError for what is none, or needs more than a count of steps."""
-        with text_numbers.refused("scheduler"):
-            returned = scheduler(optimizer.returned if isinstance(optimizer, OptimizerList) else optimizer)
+        returned = scheduler(optimizer.returned if isinstance(optimizer, OptimizerList) else optimizer)
         several = isinstance(returned, (list, tuple, dict))
         members = list(returned.values() if isinstance(returned, dict) else returned) if several else [returned]
         for m in members:
@@ -75,10 +72,6 @@ class Schedulers:
                     fix="make it of what the function gets: scheduler=lambda optimizer:"
                     f" {type(m).__name__}(optimizer, ...)",
                 )
-            for name in inspect.signature(type(m)).parameters:
-                if (text := text_numbers.of(getattr(m, name, None))) is not None:
-                    what = f"{type(m).__name__} is given {name}={text}, text where a number is wanted"
-                    raise ShardcError(what, where="scheduler", fix=text_numbers.FIX.format(value=text))
         return cls(members, returned)
 
     def step(self) -> None:

@@ -29,7 +29,8 @@ from shardc.ir.outputs import Output, divisors
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer
 from shardc.ir.types import behind, op_name
-from shardc.runtime.step import inputs, outputs
+from shardc.runtime.data import inputs
+from shardc.runtime.stage import outputs
 
 aten = torch.ops.aten
 #: The name of the loss among divisors.

@@ -16,29 +16,29 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import named_nearest
 from shardc.runtime import state
+from shardc.runtime.data import inputs
 from shardc.runtime.matrices.own_loop import OwnersOptimizer
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, SAME_OPTIMIZER, Fact, hashed, stated
 from shardc.runtime.offload import Offload
 from shardc.runtime.rng import Rng
+from shardc.runtime.stage import op_errors, outputs
+from shardc.runtime.stage.communicators import runtime_mesh
 from shardc.runtime.step import (
     engine_optimizer,
     engine_options,
-    inputs,
     lr,
-    op_errors,
-    outputs,
     param_groups,
     parameter_parts,
+    shared_facts,
     tensor_parts,
     user_changes,
 )
-from shardc.runtime.step.communicators import runtime_mesh
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.step.module_parts import Parts
 from shardc.runtime.step.module_running import Running, running_of
 from shardc.runtime.step.module_state import ModuleState, check_marks, mark
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.buckets import Buckets
 from shardc.torch_private import current_backward
 
 _EVALUATE_ALIKE = (
@@ -52,9 +52,8 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
 
     Its state_dict has the model's own names (all names of a tied weight) with local shapes. `forward` takes this rank's
     part of a batch, as the model's forward would, and returns the global loss, 0-dim. When `loss.backward()` returns,
-    the gradients are those of the global loss. The loss may be scaled, and terms that use parameters directly be added
-    to it: sums over elements, whose gradient is that of this rank's part (at ZeRO 1 and 2 compute them after forward,
-    which gathers parameters). Dropout draws new masks in every training forward; `eval()` switches
+    the gradients are those of the global loss. The loss may be scaled, and terms that use whole parameters directly be
+    added to it. Dropout draws new masks in every training forward; `eval()` switches
     it and BatchNorm as usual.
 
     At ZeRO >= 1 each parameter here is this rank's flat stretch of it (1-d, perhaps empty), in state_dict too: any
@@ -109,7 +108,7 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
         mesh = mesh if mesh is not None else runtime_mesh(program)
         check = check and mesh.layout.world > 1  # one rank agrees with itself: nothing is hashed
         if check:
-            facts = agreement.program_facts(program, seed=seed, broadcast=broadcast, check_every=check_every)
+            facts = shared_facts.program_facts(program, seed=seed, broadcast=broadcast, check_every=check_every)
             agreement.check(mesh, facts, "making a module")
         given = state.weights_of(program, model, weights, seed)
         changed = user_changes.check_as_compiled(program, given.model, built=given.model is not model)
@@ -156,8 +155,7 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
                     )
                 )
         self._held = held
-        tell = user_changes.telling(running, lambda r: (r.told, r.tell))
-        parameter_parts.watch(program, running.buckets.owned, running.buckets.runs, tell)
+        parameter_parts.watch(program, running.buckets.owned, running.buckets.runs)
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
         for b in program.buffers:
             for fqn in (b.fqn, *b.aliases) if b.fqn else ():
@@ -270,7 +268,7 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
         if torch.is_grad_enabled():
             inputs.check_no_gradient(batch)
         if r.check:
-            facts = agreement.batch_facts(r.program, batch, local=True)
+            facts = shared_facts.batch_facts(r.program, batch, local=True)
             calls = [
                 stated("the number of steps done", r.rng.step, fix=SAME_CALLS),
                 stated("whether the module trains", self.training, fix="call train() or eval() on all ranks"),

@@ -15,22 +15,23 @@ from shardc.runtime import state
 from shardc.runtime.mesh import TorchMesh, agreement
 from shardc.runtime.reshard.between import End
 from shardc.runtime.rng import Rng
+from shardc.runtime.stage.clip_grad_norm import GradNorm, norm_axes
+from shardc.runtime.stage.communicators import groups_of
+from shardc.runtime.stage.runnable import RunnableStage, only_stage
 from shardc.runtime.step import (
     evaluating,
     parameter_parts,
+    shared_facts,
     state_dict_marks,
     tensor_parts,
     user_changes,
 )
-from shardc.runtime.step.clip_grad_norm import GradNorm, norm_axes
-from shardc.runtime.step.communicators import groups_of
 from shardc.runtime.step.given_model import GivenModel
 from shardc.runtime.step.joint_function import JointCall, differentiable
 from shardc.runtime.step.loop_watch import LoopWatch
 from shardc.runtime.step.optimizer_watch import OptimizerWatch
 from shardc.runtime.step.parameter_updates import Updates
-from shardc.runtime.step.runnable import RunnableStage, only_stage
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.buckets import Buckets
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Running:
     watched: user_changes.Watched
     optimizers: OptimizerWatch
     loop: LoopWatch
-    same_rows: agreement.SameRows
+    same_rows: shared_facts.SameRows
     check_every: int
     check: bool
     slices: dict[str, str]
@@ -140,7 +141,7 @@ def running_of(
         user_changes.Watched(program, owned, buckets.runs, buckets.names | split),
         OptimizerWatch(program, owned, buckets.runs, model, mesh),
         LoopWatch(owned.values(), noting=check),
-        agreement.SameRows(),
+        shared_facts.SameRows(),
         check_every,
         check,
         state_dict_marks.slices(program, mesh, buckets.runs),

@@ -19,6 +19,7 @@ from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
 from shardc.runtime.reshard.between import End, Reshard, move_weights
+from shardc.runtime.stage.clip_grad_norm import norm_axes
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.step import (
     parameter_norms,
@@ -26,7 +27,6 @@ from shardc.runtime.step import (
     resumed,
     state_dict_marks,
 )
-from shardc.runtime.step.clip_grad_norm import norm_axes
 from shardc.runtime.step.module_running import Running
 from shardc.runtime.zero.optimizer_list import as_one
 

@@ -17,8 +17,8 @@ from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program
 from shardc.ir.types import requires_grad
-from shardc.runtime.step.interpreter import Interpreter
-from shardc.runtime.step.runnable import on_device
+from shardc.runtime.stage.interpreter import Interpreter
+from shardc.runtime.stage.runnable import on_device
 
 #: What becomes of a step whose loss, or whose gradient, is nan or inf.
 Action = Literal["ignore", "stop", "skip"]

@@ -16,63 +16,14 @@ from torch import nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir import patterns
-from shardc.ir.matrices import inner as matrices_between
 from shardc.ir.program import Program
 from shardc.ir.units import plural
-from shardc.runtime.step import text_numbers
+from shardc.runtime.zero.named_parameters import NamedParameters
 from shardc.runtime.zero.optimizer_list import members_of
 
 #: How alike an unknown setting must be to one of the optimizer's to be called a misspelling of it: optimizers may have
 #: settings of groups that stand in no defaults.
 _ALIKE = 0.88
-
-
-class _Pair(tuple[str, nn.Parameter]):
-    """One of them. What is asked of it as of a parameter, such as .ndim, is told that it is a pair."""
-
-    __slots__ = ()
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"optimizer(params) gets (name, parameter) pairs, and this is one, without .{name}: write"
-            " `for name, p in params`, and p is the parameter"
-        )
-
-
-class NamedParameters(list[tuple[str, nn.Parameter]]):
-    """The (name, parameter) pairs that `optimizer=` receives: this rank's parts of the parameters that are trained.
-
-    torch.optim's optimizers, and all that derive from torch.optim.Optimizer, take such pairs as they take plain
-    parameters.
-    known: {name: all names of that parameter} of the whole model, also of those that other ranks hold: a tied weight
-    answers to each. inner: the names of those that are matrices between tables and head (shardc.ir.matrices.inner)."""
-
-    def __init__(
-        self,
-        pairs: Iterable[tuple[str, nn.Parameter]],
-        known: Mapping[str, tuple[str, ...]],
-        inner: Iterable[str] = (),
-    ) -> None:
-        super().__init__(map(_Pair, pairs))
-        self.known, self.inner = dict(known), frozenset(inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("parameters", "named_parameters", "modules", "named_modules", "children"):
-            raise AttributeError(
-                f"optimizer(params) gets (name, parameter) pairs, not the model, so there is no .{name}(): torch's"
-                " optimizers take them as they are, AdamW(params, lr=...); the parameters alone are"
-                " [p for name, p in params]"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    @classmethod
-    def of(cls, program: Program, params: Mapping[str, nn.Parameter]) -> NamedParameters:
-        """params: this rank's, by placeholder name."""
-        trained = [p for p in program.params if p.requires_grad]
-        known = {p.fqn: (p.fqn, *p.names) for p in trained}
-        found = matrices_between(program)
-        inner = [p.fqn for p in trained if p.name in found]
-        return cls([(p.fqn, params[p.name]) for p in trained if p.name in params], known, inner)
 
 
 def check_trains(program: Program) -> None:
@@ -167,8 +118,7 @@ def matrices(
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises ShardcError for an optimizer that computes the loss itself, for settings of groups that look like misspelt
-    ones of the optimizer's (torch would ignore them) or are text for numbers, and for a parameter that two optimizers
-    have."""
+    ones of the optimizer's (torch would ignore them), and for a parameter that two optimizers have."""
     errors, owner, shared = Errors(), dict[int, str](), dict[tuple[str, str], list[str]]()
     for m in members_of(optimizer):
         closure = inspect.signature(m.step).parameters.get("closure")
@@ -183,11 +133,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 if near := difflib.get_close_matches(key, m.defaults, 1, _ALIKE):
                     what = f"{type(m).__name__} has no setting {key!r}, and would ignore it"
                     errors.add(what, where=f"parameter group {i}", fix=f"did you mean {near[0]!r}?")
-            for key, value in group.items():
-                number = isinstance(m.defaults.get(key), (int, float, tuple)) or key == "lr"
-                if number and (text := text_numbers.of(value)) is not None:
-                    what = f"{type(m).__name__} is given {key}={value!r}, text where a number is wanted"
-                    errors.add(what, where=f"parameter group {i}", fix=text_numbers.FIX.format(value=text))
             names = group.get("param_names", [])
             for k, p in enumerate(group["params"]):
                 if id(p) in owner:

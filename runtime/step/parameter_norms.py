@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.ir.program import Program
-from shardc.runtime.step.clip_grad_norm import norm_axes
+from shardc.runtime.stage.clip_grad_norm import norm_axes
 
 
 def norms(program: Program, params: Mapping[str, nn.Parameter], mesh: Any, *, grad: bool) -> dict[str, float]:

@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import UnknownParameterError
+from shardc.runtime.stage.clip_grad_norm import norm_axes
 from shardc.runtime.step import tensor_parts
-from shardc.runtime.step.clip_grad_norm import norm_axes
-from shardc.runtime.step.tensor_parts import Origin, Tell
+from shardc.runtime.step.tensor_parts import Origin
 
 
-def watch(program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str], tell: Tell) -> None:
-    """Let parameters of which ranks have parts know it. params: by name in the program; runs: those that are stretches
-    of the flattened parameter (ZeRO).
+def watch(program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]) -> None:
+    """Make parameters of which ranks have parts `ParameterPart`s. params: by name in the program; runs: those that are
+    flat shards (ZeRO).
     """
     for x in program.params:
         if type(params.get(x.name)) is not nn.Parameter:  # a tensor of tensors, such as a quantised weight, stays one
             continue
         if x.name in runs or norm_axes(program, x.name):
             dims = None if x.name in runs else {s.dim for a, s in x.layout.shards() if program.mesh.size(a) > 1}
-            tensor_parts.know(params[x.name], dims, Origin(x.fqn, tuple(x.shape), grad=False, tell=tell))
+            tensor_parts.know(params[x.name], dims, Origin(x.fqn, tuple(x.shape), grad=False))
 
 
 def split(

@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 from shardc.runtime.matrices.whole import WholeMatrices
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.buckets import Buckets
 
 
 class Updates:

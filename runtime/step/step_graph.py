@@ -31,9 +31,9 @@ from shardc.ir.program import Program
 from shardc.runtime.ops.attention_held import attention_reach
 from shardc.runtime.ops.expert_parallel import experts_route
 from shardc.runtime.rng import Rng
-from shardc.runtime.step import outputs
-from shardc.runtime.step.run import Values
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.stage import outputs
+from shardc.runtime.stage.run import Values
+from shardc.runtime.zero.buckets import Buckets
 from shardc.torch_private import watched
 
 #: Steps on sizes of a batch before they are recorded; recorded steps that are kept, each with gradients of its own; how

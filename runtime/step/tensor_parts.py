@@ -1,31 +1,28 @@
-"""Tensors that know that they are a rank's part: a parameter that is split, its gradient, and what a loop of the
-user's own makes of them. What mixes elements is not what it would be of the whole.
+"""Refuse functions of torch that would take a rank's part of a parameter or a gradient for the whole.
 
-`torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)` takes the norm of what lies in `.grad`. Where that is this
-rank's slice, every rank would clip by another number, and replicated weights would drift apart. So only that works
-which is the same for a part as for the whole (shardc.runtime.step.part_functions); all else is an error with what to
-call instead:
+`torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)` takes the norm of `.grad`. Where that is this rank's slice,
+every rank would clip by another number, and replicated weights would drift apart. So a part is a `TensorPart`, on which
+only that works which is the same for a part as for the whole:
 
-    p.square()             a part            p.norm(), p.square().mean(), p @ p.T     refused
-    p.norm(dim=1)          a part, if the rank has all of dim 1
-    p.square().sum()       a sum of parts: its gradient is right, its value this rank's
+    p.square(), p.mul_(0.9)     element by element: the result is a part
+    p.view(-1), p[0], p.data    views and copies: the result is a part
+    p.norm(dim=1)               along dims of which this rank has all: the result is a part
+    p.norm(), p @ p.T, p.item() all else: an error with what to call instead
 
-A sum of parts stays one in what is linear (a penalty times 0.1, added to the loss), and may be trained by; a note says
-what it is where its number is read. Of a gradient, which trains nothing, a sum is refused.
+DTensor sends whatever an op needs: in a loop where only one rank prints, that waits for ever.
 
-DTensor goes the other way, and sends whatever an op needs: in a loop where only one rank prints, that waits for ever.
-
-That holds for the user's code. shardc's own, and torch's optimizers (which are tried before they step:
-shardc.runtime.zero.optimizer_check), take parts for the tensors that they are. Like DTensor, a parameter that is a part
-is one of the classes for which torch's optimizers take their foreach and fused forms (shardc.torch_private).
+The checks are for the user's code. shardc's own code and torch's optimizers (which are tried before they step:
+shardc.runtime.zero.optimizer_check) use parts as plain tensors. Like DTensor, `ParameterPart` is one of the classes for
+which torch's optimizers take their foreach and fused forms (shardc.torch_private).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType
@@ -35,41 +32,84 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import ShardcError
-from shardc.ir import source
-from shardc.runtime.step.part_functions import Kind, kind
 from shardc.torch_private import foreach_for
 
-#: {the line: the note}, told once.
-Tell = Callable[[Mapping[str, str]], None]
-_SHAPES = frozenset(("shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "__len__"))
-_DIMS = frozenset(("ndim", "dim", "ndimension"))
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: Element by element, beside what torch tags as pointwise: aliases, Python's operators, and others.
+_POINTWISE = _names(
+    """absolute add and copy clip div divide eq fill fma floordiv floor_divide ge greater greater_equal gt iadd iand
+    idiv imul invert ior ipow isub itruediv isclose le less less_equal lt masked_fill mul multiply ne negative not_equal
+    or polar pos pow radd rand rdiv rfloordiv ror rmul rpow rsub rtruediv setitem sub subtract truediv true_divide where
+    xor zero dropout conj conj_physical real imag resolve_conj resolve_neg view_as_real view_as_complex"""
+)
+_VIEWS_AND_COPIES = _names(
+    """get iter alias bfloat16 bool chunk clone contiguous cpu cuda data detach diagonal double expand expand_as flatten
+    float getitem half index_select int long movedim moveaxis mT narrow pad permute pin_memory ravel requires_grad
+    reshape reshape_as select share_memory split squeeze swapaxes swapdims t tensor_split to transpose type type_as
+    unbind unflatten unsqueeze view view_as"""
+)
+#: Functions along dims, and which of their positional arguments names these.
+_ALONG = {
+    **dict.fromkeys(("vector_norm", "matrix_norm", "norm", "quantile", "nanquantile"), 2),
+    **dict.fromkeys(_names("sum nansum mean nanmean var std prod logsumexp cumsum cumprod count_nonzero softmax"), 1),
+    **dict.fromkeys(_names("amax amin max min argmax argmin median nanmedian all any"), 1),
+}
+_LIKE = _names("empty_like full_like ones_like zeros_like new_empty new_full new_ones new_zeros as_subclass")
+_DRAWS = _names(
+    "bernoulli cauchy exponential geometric log_normal normal random uniform rand_like randn_like randint_like"
+)
+_READS = _names("array complex contains float index int item numpy tolist bool is_nonzero")
 #: Of torch.nn.init, what fills a part with what it would fill the whole with.
 _SAME_FILL = frozenset(("constant_", "ones_", "zeros_"))
-#: What stands between the user's code and a function of torch's. (shardc writes plain tensors.)
-_LIBRARIES = ("torch.", "safetensors.")
-#: Functions of torch.distributed that write what is made of other ranks' tensors in the place of this rank's.
+#: Functions of torch.distributed that put other ranks' tensors in the place of this rank's.
 _MIXING = frozenset(("all_reduce", "broadcast", "reduce", "all_reduce_coalesced", "reduce_scatter", "scatter"))
 _PLAIN = ".as_subclass(torch.Tensor) is this rank's part as a plain tensor"
+#: (functions called by the user, what would happen, fix). A module's name stands for all of its functions.
+_OF_WHOLES: tuple[tuple[str, str, str], ...] = (
+    (
+        "safetensors.torch.",
+        "this rank has a part of it: the file would have that part in the place of the weight",
+        "write the whole weights: engine.export(folder), or save_file of module.full_state_dict(), which all ranks"
+        " call",
+    ),
+    (
+        "torch.nn.utils.convert_parameters.",
+        "this rank has a part of it: the vector would be another one on every rank, and none the whole model's",
+        "take the whole weights, model.load_state_dict(module.full_state_dict()) on all ranks, and the plain model's"
+        " parameters for the vector; program.module(model) makes a module of them again. A norm of gradients is"
+        " module.clip_grad_norm_(max_norm)",
+    ),
+    (
+        "torch.nn.modules.module._load_from_state_dict",
+        "this is a rank's part of the weight that is loaded",
+        "load the whole weights: module.full_state_dict(), which all ranks call, or the folder that"
+        " engine.export(folder) wrote",
+    ),
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """What a part is of: a parameter by name, with its whole shape, or its gradient; how to tell notes."""
+    """What a part is of: a parameter, with its whole shape, or its gradient."""
 
     fqn: str = ""
     shape: tuple[int, ...] = ()
     grad: bool = True
-    tell: Tell = lambda notes: None
 
     def __str__(self) -> str:
         return f"{self.fqn or 'a parameter'}{'.grad' if self.grad and self.fqn else 's .grad' * self.grad}"
 
 
 class TensorPart(Tensor):
-    """A part of a tensor. What writes to it, or from it into another tensor, gives back what was written to.
+    """A part of a tensor. A write to it, or from it into another tensor, returns what was written to.
 
-    .split_dims: the dims of which this rank has some only; None: nobody knows which; none: it has all of a parameter,
-    for which it is not to draw random numbers alone."""
+    .split_dims: the dims of which this rank has some only; None: unknown; none: it has all of a parameter, for which it
+    must not draw random numbers alone.
+    """
 
     split_dims: frozenset[int] | None = None
     origin: Origin = Origin()
@@ -77,10 +117,10 @@ class TensorPart(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling() or (caller := _Caller.here(sys._getframe(1))) is None:
-            with plain():
-                return func(*args, **kwargs)
-        return _call(func, args, kwargs, caller)
+        dynamo = torch.compiler.is_dynamo_compiling()
+        through = None if dynamo else _through(sys._getframe(1))
+        with plain():
+            return func(*args, **kwargs) if through is None else _call(func, args, kwargs, through)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return part(copy.deepcopy(self.as_subclass(Tensor), memo), self.split_dims, self.origin)
@@ -95,12 +135,8 @@ class TensorPart(Tensor):
     __create_chunk_list__ = __create_write_items__
 
 
-class SumOfParts(TensorPart):
-    """A sum over the elements of parts, and what is linear in it."""
-
-
 class ParameterPart(TensorPart, nn.Parameter):
-    """A parameter of which this rank has a part: made from a plain one by `know`, which stays what it was."""
+    """A parameter of which this rank has a part: made from a plain one by `know`, and still the same object."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         plain = self.detach().as_subclass(Tensor).clone(memory_format=torch.preserve_format)
@@ -116,14 +152,14 @@ foreach_for(ParameterPart)
 
 
 def part(x: Tensor, dims: Collection[int] | None = None, origin: Origin = Origin()) -> Tensor:
-    """A tensor as a part. Its memory stays its own."""
-    made = x.as_subclass(TensorPart)
-    made.split_dims, made.origin = frozenset(dims) if dims is not None else None, origin
-    return made
+    """Return a tensor as a part. Its memory stays its own."""
+    result = x.as_subclass(TensorPart)
+    result.split_dims, result.origin = frozenset(dims) if dims is not None else None, origin
+    return result
 
 
 def know(p: nn.Parameter, dims: Collection[int] | None, origin: Origin) -> nn.Parameter:
-    """Let a parameter know that it is a part: the object, which modules, optimizers and autograd hold."""
+    """Make a parameter a part: the object itself, which modules, optimizers and autograd hold."""
     p.__class__ = ParameterPart
     assert isinstance(p, ParameterPart)
     p.split_dims, p.origin = frozenset(dims) if dims is not None else None, origin
@@ -131,9 +167,7 @@ def know(p: nn.Parameter, dims: Collection[int] | None, origin: Origin) -> nn.Pa
 
 
 def plain() -> AbstractContextManager[None]:
-    """Within, parts are the tensors that they are, in this thread: where shardc's own code runs, which need not be
-    looked at call by call.
-    """
+    """Within, parts are plain tensors, in this thread: for shardc's own code, which needs no check call by call."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -153,151 +187,86 @@ def end_plain() -> None:
         within.__exit__(None, None, None)
 
 
-class _Caller:
-    """User code that calls a function of torch. innermost: what called it: that, or code of torch's between; through:
-    (module, function) of that, the innermost first.
+def _through(frame: FrameType | None) -> list[str] | None:
+    """The functions of libraries between a call and the user's code, the outermost first; None: no user's code calls,
+    but shardc's, torch's optimizers', or what compares tensors in a test.
     """
-
-    def __init__(self, frame: FrameType, innermost: FrameType, through: list[tuple[str, str]]) -> None:
-        self.frame, self.innermost, self.through = frame, innermost, through
-
-    @staticmethod
-    def here(innermost: FrameType) -> _Caller | None:
-        """None: shardc's code, or that of torch's optimizers, or of what compares tensors in a test."""
-        through: list[tuple[str, str]] = []
-        frame: FrameType | None = innermost
-        while frame is not None:
-            name = frame.f_globals.get("__name__", "")  # code that fx writes has none
-            if name.startswith(("shardc.", "torch.optim.", "torch.testing.")):
-                return None
-            if name.startswith(_LIBRARIES) or name == "torch":
-                through.append((name, frame.f_code.co_name))
-            elif name:
-                return _Caller(frame, innermost, through)
-            frame = frame.f_back
-        return None
-
-    @property
-    def direct(self) -> bool:
-        return not self.through
-
-    def within(self, module: str) -> str:
-        """The function of a module of torch's that the user called, or ""."""
-        return next((function for name, function in reversed(self.through) if name == module), "")
-
-    def note(self, origin: Origin, text: str) -> None:
-        if source.is_models(self.frame.f_code.co_filename):
-            place = source.of_frame(self.frame, self.frame.f_lineno)
-            origin.tell({place.line: f"{place.code}: {text}"})
+    through: list[str] = []
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")  # code that fx writes has none
+        if name.startswith(("shardc.", "torch.optim.", "torch.testing.")):
+            return None
+        if name.startswith(("torch.", "safetensors.")) or name == "torch":
+            through.insert(0, f"{name}.{frame.f_code.co_name}")
+        elif name:
+            return through
+        frame = frame.f_back
+    return None
 
 
-def _call(func: Any, args: Any, kwargs: Mapping[str, Any], caller: _Caller) -> Any:
-    """A function of torch, called by a user on parts."""
-    name = getattr(func, "__name__", "")
-    does = kind(name)
-    first = _foremost(args, kwargs)
-    _refuse_helpers(caller, first)
-    if name in _MIXING and getattr(func, "__module__", "").startswith("torch.distributed"):
-        _refuse_sum_over_ranks(name, first)
-    if does.draws:
-        _refuse_draw(name, first.origin)
-    if does.decides and name.startswith("_amp"):
-        _refuse_scaler()
-    with plain():
-        if first.split_dims == frozenset() or _calls_others(func, name):
-            return func(*args, **kwargs)  # (autograd.grad: shardc.runtime.step.joint_function checks it)
-        if any(isinstance(x, SumOfParts) for x in _parts_in((args, kwargs))):
-            return _of_sums(func, does, args, kwargs, caller)
-        return _of_parts(func, does, args, kwargs, caller)
+@functools.cache
+def _kind(name: str) -> str:
+    """What a function does with elements, by its `__name__`: "add_", "__radd__", "_foreach_add", "fma.default"."""
+    bare = name.partition(".")[0].removeprefix("linalg_").removeprefix("_foreach_")
+    dunder = bare.startswith("__") and bare.endswith("__")
+    if dunder or not bare.startswith("_"):
+        bare = bare.strip("_") if dunder else bare.rstrip("_")
+    if (dunder and bare in _READS) or bare in ("item", "numpy", "tolist", "is_nonzero"):
+        return "reads"
+    if bare in _ALONG:
+        return "along"
+    if bare in _DRAWS:
+        return "draws"
+    packet = getattr(torch.ops.aten, bare, None)
+    if bare in _POINTWISE or (
+        packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+    ):
+        return "pointwise"
+    if bare in _VIEWS_AND_COPIES:
+        return "copies"
+    return "harmless" if bare in _LIKE or bare.startswith("_fused_") else "mixes"
 
 
-def _calls_others(func: Any, name: str) -> bool:
-    """A function of Python's that calls torch's own, which are looked at then. transformers puts its own in the place
-    of torch.nn.init's, for a while, or for good where two threads do so at a time.
-    """
+def _call(func: Any, args: Any, kwargs: Mapping[str, Any], through: list[str]) -> Any:
+    """Run a function of torch that a user calls on parts, with torch's functions of `through` between."""
+    name, kind = getattr(func, "__name__", ""), _kind(getattr(func, "__name__", ""))
+    # of ranks' different parts, rather than of what each has all of; of a parameter, rather than of a gradient
+    first = max(_parts_in((args, kwargs)), key=lambda x: (x.split_dims != frozenset(), not x.origin.grad))
     module = getattr(func, "__module__", "")
-    return module in ("torch.nn.init", "torch.autograd") or getattr(torch.nn.init, name, None) is func
-
-
-def _foremost(args: Any, kwargs: Mapping[str, Any]) -> TensorPart:
-    """What it is about: what ranks have different parts of, rather than what each has all of; a parameter, rather than
-    a gradient.
-    """
-    return max(_parts_in((args, kwargs)), key=lambda x: (x.split_dims != frozenset(), not x.origin.grad))
-
-
-def _of_parts(func: Any, does: Kind, args: Any, kwargs: Mapping[str, Any], caller: _Caller) -> Any:
-    first = _foremost(args, kwargs)
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "") if does.name == "__get__" else ""
-    if (does.reads and does.name != "__format__") or does.decides:
-        _refuse(does.name, first.origin)
-    crosses = does.along is not None and not _along_whole(does.along, args, kwargs)
-    if crosses and not does.adds:
-        _refuse(does.name, first.origin)
-    if does.pointwise and does.name != "__setitem__":  # into its place in the whole
-        _refuse_wholes(args, kwargs)
-    result = func(*args, **kwargs)
-    if crosses:
-        if not result.requires_grad:  # nothing is trained by it: its number is all that it is for
-            _refuse(does.name, first.origin)
-        return _sum(result, first.origin)
-    if (attribute or does.name) in _SHAPES:
-        _refuse_to_load(caller, first)
-        _tell_shape(caller, first, attribute or does.name)
-    if not does.known and next(_tensors(result), None) is not None:
-        _refuse(does.name, first.origin)
-    if attribute in ("grad", "_base"):  # a view's base: plain, as torch.compile goes from base to base
-        return result
-    if not (does.part or does.along is not None):
-        return result
-    return _as_parts(result, args, first.origin, kept=does.pointwise or does.along is not None)
-
-
-def _of_sums(func: Any, does: Kind, args: Any, kwargs: Mapping[str, Any], caller: _Caller) -> Any:
-    first = next(x for x in _parts_in((args, kwargs)) if isinstance(x, SumOfParts))
-    if does.reads or does.name in ("__repr__", "__str__"):
-        caller.note(
-            first.origin,
-            f"this is a sum over the part of {first.origin} that this rank has: its gradient is that of one device, the"
-            " number is not. Print the loss before it is added, or compute it in the loss function, where parameters"
-            " are whole",
-        )
+    for function in through:
+        filled = function.removeprefix("torch.nn.init.")
+        if filled != function and filled not in _SAME_FILL and not filled.startswith("_"):
+            _refuse_draw(f"nn.init.{filled}", first.origin)
+    if kind == "draws":
+        _refuse_draw(name, first.origin)
+    if name.startswith("_amp"):
+        _refuse_scaler()
+    if first.split_dims == frozenset():
         return func(*args, **kwargs)
-    if does.decides:
-        _refuse(does.name, first.origin)
-    linear = does.linear and _linear(does, args, kwargs)
+    if name in _MIXING and module.startswith("torch.distributed"):
+        _refuse_sum_over_ranks(name, first.origin)
+    _refuse_for_wholes(through, first)
+    # functions of Python's that call torch's own, which are checked then. transformers puts its own in the place of
+    # torch.nn.init's, for a while
+    if module in ("torch.nn.init", "torch.autograd") or getattr(torch.nn.init, name, None) is func:
+        return func(*args, **kwargs)
+    if kind == "reads" or (kind == "along" and not _along_whole(name, args, kwargs)):
+        _refuse(name, first.origin)
+    if kind == "pointwise" and name != "__setitem__":  # which writes into its place in the whole
+        _refuse_whole_operands(args, kwargs)
     result = func(*args, **kwargs)
-    if linear:
-        return _sum(result, first.origin)
-    if not does.finite and next(_tensors(result), None) is not None:
-        _refuse(does.name, first.origin)
-    return result
-
-
-def _linear(does: Kind, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Is what is linear in each of its arguments linear in sums of parts, with what else it is called with?"""
-    if not all(isinstance(x, SumOfParts) for x in _parts_in((args, kwargs))):
-        return False
-    if not (does.product or does.quotient):
-        return True
-    sums = [x for x in _tensors(args) if isinstance(x, SumOfParts)]
-    trained = [x for x in _tensors(args) if not isinstance(x, SumOfParts) and x.requires_grad]
-    return len(sums) == 1 and not trained and (args[0] is sums[0] or not does.quotient)
-
-
-def _sum(result: Any, origin: Origin) -> Any:
-    if isinstance(result, (tuple, list)):
-        return type(result)([_sum(x, origin) for x in result])
-    if type(result) is not Tensor:
+    if kind == "mixes" and next(_tensors(result), None) is not None:
+        _refuse(name, first.origin)
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+    # a view's base stays plain, as torch.compile goes from base to base
+    if kind in ("mixes", "harmless") or attribute in ("grad", "_base"):
         return result
-    total: Any = result
-    total.__class__ = SumOfParts  # the object: `loss += penalty` writes to what was plain
-    total.origin = origin
-    return total
+    return _as_parts(result, args, first.origin, keeps_dims=kind != "copies")
 
 
-def _along_whole(place: int, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Does this call work along dims only of which this rank has all? Or is it the maximum of two tensors?"""
+def _along_whole(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call works only along dims of which this rank has all. Or is it the maximum of two tensors?"""
+    place = _ALONG[name.partition(".")[0].removeprefix("linalg_").removeprefix("_foreach_").rstrip("_")]
     x = args[0] if args else kwargs.get("input", kwargs.get("x"))
     dims = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
     if isinstance(dims, Tensor) or isinstance(kwargs.get("other"), Tensor):
@@ -325,41 +294,38 @@ def _parts_in(args: Any) -> Iterator[TensorPart]:
     return (x for x in _tensors(args) if isinstance(x, TensorPart))
 
 
-def _as_parts(result: Any, args: Any, origin: Origin, *, kept: bool) -> Any:
-    """What is new in a result as parts. kept: its dims are those of the arguments, if it has as many."""
+def _as_parts(result: Any, args: Any, origin: Origin, *, keeps_dims: bool) -> Any:
+    """Return what is new in a result as parts. keeps_dims: a result of as many dims has those of the arguments."""
     if isinstance(result, (tuple, list)):
-        found = [_as_parts(x, args, origin, kept=kept) for x in result]
-        return type(result)(found)  # of torch.return_types as well
+        parts = [_as_parts(x, args, origin, keeps_dims=keeps_dims) for x in result]
+        return type(result)(parts)  # of torch.return_types as well
     if type(result) is not Tensor or any(result is x for x in args):
         return result
     dims: frozenset[int] | None = frozenset()
     for x in args:
         if isinstance(x, TensorPart):
-            alike = kept and x.ndim == result.ndim and x.split_dims is not None and dims is not None
-            dims = dims | x.split_dims if alike and dims is not None and x.split_dims is not None else None
+            known = keeps_dims and x.ndim == result.ndim and x.split_dims is not None and dims is not None
+            dims = dims | x.split_dims if known and dims is not None and x.split_dims is not None else None
     return part(result, dims or None, origin)
 
 
-# --- what is said
-
-
-def _shown(name: str) -> str:
-    bare = name.strip("_").removeprefix("linalg_")
-    return {"matmul": "p @ ..."}.get(bare, f"p.{bare}()")
+# --- errors
 
 
 def _refuse(name: str, origin: Origin) -> NoReturn:
+    bare = name.strip("_").removeprefix("linalg_")
     if origin.grad:
         raise ShardcError(
             "this would take the part of the gradient which this rank has for the whole: another result on every rank",
-            where=f"{name.strip('_').removeprefix('linalg_')} of {origin}",
+            where=f"{bare} of {origin}",
             fix="clip with module.clip_grad_norm_(max_norm), which returns the norm of the whole model's gradient,"
             " or by an engine's clip_norm=max_norm, which has it in engine.grad_norm; norms(grad=True) of either has"
             " that of each parameter; clip_grad_value_ and all that"
             f" works element by element is as it is; .grad{_PLAIN}",
         )
+    shown = {"matmul": "p @ ..."}.get(bare, f"p.{bare}()")
     raise ShardcError(
-        f"{_shown(name)} would be that of the part which this rank has, another on every rank; a penalty of it has"
+        f"{shown} would be that of the part which this rank has, another on every rank; a penalty of it has"
         " another gradient than on one device",
         where=origin.fqn,
         fix="compute it in the model's forward or in the loss function (shardc.compile(..., loss=...)), where the"
@@ -386,47 +352,30 @@ def _refuse_draw(name: str, origin: Origin) -> NoReturn:
     )
 
 
-def _refuse_sum_over_ranks(name: str, x: TensorPart) -> None:
+def _refuse_sum_over_ranks(name: str, origin: Origin) -> NoReturn:
     """As loops do that are written for torch.distributed alone."""
-    if x.split_dims == frozenset():
-        return
     fix = "leave it out: backward has summed gradients over all ranks that compute some of them"
-    if not x.origin.grad:
+    if not origin.grad:
         fix = "leave it out: weights are alike where they have to be; broadcast=True of program.module and engine sends"
         fix += " those of rank 0"
     raise ShardcError(
         "ranks have different parts of it: this would mix one with another",
-        where=f"torch.distributed.{name} of {x.origin}",
-        fix=f"{fix}; all_gather takes parts, and {'.grad' if x.origin.grad else 'p'}{_PLAIN}",
+        where=f"torch.distributed.{name} of {origin}",
+        fix=f"{fix}; all_gather takes parts, and {'.grad' if origin.grad else 'p'}{_PLAIN}",
     )
 
 
-def _refuse_helpers(caller: _Caller, x: TensorPart) -> None:
-    """Functions of torch's that are written for whole tensors, and would not fail on parts."""
-    if (name := caller.within("torch.nn.init")) and name not in _SAME_FILL:
-        _refuse_draw(f"nn.init.{name}", x.origin)
-    if caller.within("safetensors.torch"):
-        raise ShardcError(
-            "this rank has a part of it: the file would have that part in the place of the weight",
-            where=f"safetensors: {x.origin.fqn or 'a parameter'}",
-            fix="write the whole weights: engine.export(folder), or save_file of module.full_state_dict(), which all"
-            " ranks call",
-        )
-    if name := caller.within("torch.nn.utils.convert_parameters"):
-        if x.origin.grad:
-            _refuse(name, x.origin)
-        raise ShardcError(
-            "this rank has a part of the parameter: the vector would be another one on every rank, and none the"
-            " whole model's",
-            where=f"torch.nn.utils.{name}: {x.origin.fqn}",
-            fix="take the whole weights, model.load_state_dict(module.full_state_dict()) on all ranks, and the"
-            " plain model's parameters for the vector; program.module(model) makes a module of them again",
-        )
+def _refuse_for_wholes(through: list[str], x: TensorPart) -> None:
+    """Refuse helpers that are written for whole tensors, and would not fail on parts."""
+    for function in through:
+        for prefix, happens, fix in _OF_WHOLES:
+            if function.startswith(prefix):
+                raise ShardcError(happens, where=f"{function.rpartition('.')[2]}: {x.origin}", fix=fix)
 
 
-def _refuse_wholes(args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Element by element with a tensor of the whole parameter's shape, as an average of a plain copy of the model is
-    computed by zip: torch says that sizes do not match, or spreads one over the other.
+def _refuse_whole_operands(args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a tensor of the whole parameter's shape beside a part, as in an average with a plain copy of the model by
+    zip: torch says that sizes do not match, or spreads one over the other.
     """
     given = (*args, *kwargs.values())
     lists = [x for x in given if isinstance(x, (tuple, list))]  # of _foreach functions
@@ -441,41 +390,6 @@ def _refuse_wholes(args: Any, kwargs: Mapping[str, Any]) -> None:
                     fix="an average of weights: of copy.deepcopy(module), or AveragedModel(module), which have the same"
                     " parts; or of the whole weights, module.full_state_dict() on all ranks",
                 )
-
-
-def _refuse_to_load(caller: _Caller, x: TensorPart) -> None:
-    """torch compares shapes, where a plain model loads the state_dict of a module."""
-    into = caller.innermost.f_locals.get("param")
-    if caller.innermost.f_code is nn.Module._load_from_state_dict.__code__ and isinstance(into, Tensor):
-        whole = tuple(x.origin.shape)
-        if tuple(into.shape) == whole != tuple(x.shape):
-            raise ShardcError(
-                f"this is a rank's part {list(x.shape)} of the weight {list(whole)} that is loaded",
-                where=f"load_state_dict: {x.origin.fqn}",
-                fix="load the whole weights: module.full_state_dict(), which all ranks call, or the folder that"
-                " engine.export(folder) wrote",
-            )
-
-
-def _tell_shape(caller: _Caller, p: TensorPart, name: str) -> None:
-    """The shape of a part is read: nothing fails where a branch is not taken, or a scale is another one."""
-    here, whole = tuple(p.shape), p.origin.shape
-    flat = len(here) != len(whole)
-    if not isinstance(p, ParameterPart) or not caller.direct or here == whole or (name in _DIMS and not flat):
-        return
-    if name in _DIMS:
-        text = (
-            f"this reads how many dims a parameter has: {p.origin.fqn} and others are flat stretches here, whose p.ndim"
-            " is 1 whatever the model's is. Choose by name, or make the optimizer with module.optimizer(function),"
-            " which sees whole shapes"
-        )
-    else:
-        text = (
-            f"{name.strip('_')} is that of this rank's part {list(here)}, of {p.origin.fqn} {list(whole)}: right"
-            " for what is done element by element, not for a count, a scale or random numbers. program.params has"
-            " whole shapes"
-        )
-    caller.note(p.origin, text)
 
 
 def refuse_checkpoint_of(fqn: str) -> NoReturn:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from traceback import walk_stack
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
 
-_Holder = TypeVar("_Holder")
 #: What to tell, by the name that it is about.
 Notes = dict[str, str]
 
@@ -102,54 +100,6 @@ def tell_once(notes: Notes, told: set[str], tell: Callable[[str], None]) -> None
             tell(f"{name}: {note}")
 
 
-def telling(
-    holder: _Holder, of: Callable[[_Holder], tuple[set[str], Callable[[str], None]]]
-) -> Callable[[Mapping[str, str]], None]:
-    """What tells notes once, for those that a holder holds: they do not keep it. of: what was told, and how to tell."""
-    held = weakref.ref(holder)
-
-    def tell(notes: Mapping[str, str]) -> None:
-        if (alive := held()) is not None:
-            tell_once(dict(notes), *of(alive))
-
-    return tell
-
-
-@dataclass(frozen=True)
-class GlobalRead:
-    """A name of a Python module, of a function around it, or of an object, that the code of forward or of the loss has,
-    with its value when the model was captured. key: of a dict or a list, in a tuple, whose value it is. sets: that code
-    sets it, too. owner: whose name it is, if that is no Python module's.
-    """
-
-    namespace: Mapping[str, Any]
-    name: str
-    value: Any
-    key: tuple[Any, ...] = ()
-    sets: bool = False
-    owner: str = ""
-
-    @property
-    def now(self) -> Any:
-        """The value at capture, where there is none any more."""
-        held = self.namespace.get(self.name, self.value)
-        if not self.key:
-            return held
-        if type(held) is dict:
-            return held.get(self.key[0], self.value)
-        return held[self.key[0]] if type(held) in (list, tuple) and self.key[0] < len(held) else self.value
-
-    @property
-    def changed(self) -> bool:
-        return _differs(self.now, self.value)
-
-    def __str__(self) -> str:
-        file = self.namespace.get("__file__")
-        of = Path(file).name if isinstance(file, str) else self.namespace.get("__name__", "the model file")
-        of = self.owner or of
-        return self.name + "".join(f"[{k!r}]" for k in self.key) + f" of {of}"
-
-
 @dataclass(frozen=True)
 class TensorRead:
     """A tensor that is neither the model's nor the batch's, and that forward or the loss reads: a constant of the
@@ -171,19 +121,19 @@ class TensorRead:
 
 class Attributes:
     """Plain values (numbers, strings, bools, None) that forward read while it was captured: attributes of a model's
-    modules, and of objects that these hold, by module's name (`values`); names of Python modules (`names`); tensors
-    that are not the model's (`tensors`). It does not keep the model alive. Objects, names and tensors are only told of:
-    forward may read them for a log, or not at all.
+    modules, and of objects that these hold, by module's name (`values`); of a loss that is an object (`of_loss`);
+    tensors that are not the model's (`tensors`). It does not keep the model alive. A change of an object or a tensor is
+    a note only: forward may read them for a log, or not at all.
     """
 
     def __init__(
         self,
         model: nn.Module,
         values: Mapping[str, Mapping[str, Any]],
-        names: Sequence[GlobalRead] = (),
+        of_loss: tuple[Any, Mapping[str, Any]] = (None, {}),
         tensors: Sequence[TensorRead] = (),
     ) -> None:
-        self._names, self._tensors = tuple(names), tuple(tensors)
+        self._of_loss, self._tensors = of_loss, tuple(tensors)
         modules = dict(model.named_modules())
         self._hooks = {path: n for path, m in modules.items() if (n := hooks_of(m))}
         self._values: dict[str, list[tuple[str, tuple[str, ...], Any]]] = {}
@@ -215,11 +165,10 @@ class Attributes:
                 else:
                     errors.add(_changed("forward reads it", now, then), where=name, fix=_PASS_IT)
         errors.raise_any()
-        for read in self._names:
-            if read.changed:
-                notes[str(read)] = (
-                    _changed("the code of forward or of the loss names it", read.now, read.value) + _PERHAPS
-                )
+        loss, settings = self._of_loss
+        for name, then in settings.items():
+            if _differs(now := _attribute(loss, (name,), then), then):
+                notes[f"{name} of {type(loss).__name__}()"] = _changed("the loss read it", now, then) + _PERHAPS
         for tensor in self._tensors:
             if tensor.changed:
                 shape = list(tensor.tensor.shape)

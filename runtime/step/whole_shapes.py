@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardc.ir.program import Program
-from shardc.runtime.step.param_groups import NamedParameters
+from shardc.runtime.zero.named_parameters import NamedParameters
 from shardc.runtime.zero.optimizer import stand_in
 from shardc.runtime.zero.optimizer_list import OptimizerList, as_one, members_of
 

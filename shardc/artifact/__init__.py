@@ -19,8 +19,6 @@ texts may call.
 from __future__ import annotations
 
 import json
-import os
-import sys
 import tempfile
 from dataclasses import asdict, replace
 from functools import partial
@@ -56,7 +54,7 @@ from shardc.version import VERSION
 FORMAT = 1
 
 
-def save(program: Program, folder: str | Path) -> None:
+def write(program: Program, folder: str | Path) -> None:
     """Write a program to a folder, completely or not at all. An artifact in its place is replaced.
 
     Raises ShardcError for a folder that contains anything but an artifact. Constants are copied to the CPU.
@@ -224,34 +222,18 @@ def _layouts(program: Program) -> dict[str, Any]:
     }
 
 
-def load(folder: str | Path, *, trust: bool = False, as_compiled: bool = False) -> Program:
-    """Read a program that `save` wrote. Nothing that is read is executed, and no file outside of the folder is read but
-    the source that it was compiled from, to see whether that has changed.
-
-    trust: accept files that were edited since, and artifacts of another torch. as_compiled: do not look whether the
-    source of forward and loss changed since, which is a note on the first rank's stderr.
-    Raises ShardcError for a folder that is not an artifact, is damaged or edited, is of another version, or holds what
-    `shardc compile` would not have written; all damaged files at once.
-    """
-    folder = Path(folder)
-    files = FolderFiles(folder, trust=trust)
+def read(folder: str | Path, *, trust: bool = False) -> Program:
+    """Read a program that `write` wrote: see shardc.api.load."""
+    files = FolderFiles(Path(folder), trust=trust)
     manifest = _manifest(files)
-    layouts = of_form(Layouts, files.table(LAYOUTS), files.path(LAYOUTS))
-    tables = Checked(manifest, layouts, str(folder))
+    tables = Checked(manifest, of_form(Layouts, files.table(LAYOUTS), files.path(LAYOUTS)), str(folder))
     tables.run()
-    program = _program(tables, files)
-    _fill(program, manifest, files)
-    if not as_compiled and os.environ.get("RANK", "0") == "0":
-        what, _ = model_source.stale(program.meta)
-        if what:
-            fix = "compile it again, or say that it is meant so: shardc.load(folder, as_compiled=True)"
-            print(f"note: {folder}: {what}; {fix}", file=sys.stderr, flush=True)
-    return program
+    return _with_texts(_program(tables, files), manifest, files)
 
 
 def read_facts(folder: str | Path, *, trust: bool = False) -> dict[str, Any]:
-    """The facts in a folder's manifest: which model it was compiled from, and when. Also of one that `load` refuses for
-    an op that nobody has registered. Raises ShardcError as `load` does for a manifest that is none.
+    """The facts in a folder's manifest: which model it was compiled from, and when. Also of one that `read` refuses for
+    an op that nobody has registered. Raises ShardcError as `read` does for a manifest that is none.
     """
     return _manifest(FolderFiles(Path(folder), trust=trust)).meta
 
@@ -381,13 +363,13 @@ def _program(tables: Checked, files: FolderFiles) -> Program:
     )
 
 
-def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
-    """Read the texts, the schedule and the spec."""
+def _with_texts(program: Program, manifest: Manifest, files: FolderFiles) -> Program:
+    """The program with its graphs, schedule and spec, which are read."""
     local = {x.name: x.value for x in program.stored}
     whole = {n: Value(v.shape, v.dtype, v.requires_grad) for n, v in local.items()}
-    program.spec = Spec.parse(files.text(SPEC), files.path(SPEC)) if SPEC in files else None
+    spec = Spec.parse(files.text(SPEC), files.path(SPEC)) if SPEC in files else None
     regions = {r.name for r in program.regions}
-    unknown = program.spec is not None and program.spec.unknown_ops == "replicate"
+    unknown = spec is not None and spec.unknown_ops == "replicate"
 
     def graph(name: str, types: dict[str, Value], *, piped: bool = False, joint: bool = False) -> fx.Graph:
         return graph_of(
@@ -437,14 +419,14 @@ def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
         return graph
 
     beside = sum(b.updated for b in program.buffers) + len(program.outputs)
-    program.graph = returns("single.py", graph("single.py", whole), (beside,))
+    program = replace(program, spec=spec, graph=returns("single.py", graph("single.py", whole), (beside,)))
     stages = []
     for i, row in enumerate(manifest.stages):
         name, own = f"stage{i}.py", len(row.updates) + len(row.outputs)
         code = graph(name, local, piped=bool(program.axis))
         returns(name, code, (own, -1) if program.axis else (beside,))
         stages.append(Stage(code, row.name, tuple(row.updates), tuple(row.outputs), joint_of(f"stage{i}")))
-    program.stages = tuple(stages)
+    program = replace(program, stages=tuple(stages))
     giving = [s.name for s in stages if s.graph.output_node().args[0][0] is not None]  # type: ignore[index]
     if len(giving) != (not program.forward_only):
         wanted = "no stage does: the model has none" if program.forward_only else "one stage does"
@@ -455,10 +437,11 @@ def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
         if len(text) > most:  # an action has some ten characters, and each stage up to eight of a microbatch
             what = f"it is longer than any of {len(stages)} stages and {program.microbatches} microbatches"
             raise ShardcError(what, where=files.path(SCHEDULE), fix="compile again")
-        program.schedule = schedule.parse(text, files.path(SCHEDULE))
-        if program.schedule.stages != len(stages) or program.schedule.microbatches != program.microbatches:
-            what = f"it is for {program.schedule.stages} stages and {program.schedule.microbatches} microbatches"
+        order = schedule.parse(text, files.path(SCHEDULE))
+        if order.stages != len(stages) or order.microbatches != program.microbatches:
+            what = f"it is for {order.stages} stages and {order.microbatches} microbatches"
             raise ShardcError(what, where=files.path(SCHEDULE), fix="compile again")
+        program = replace(program, schedule=order)
     alone: tuple[tuple[str, int, int], ...] = (("FB", 0, 0), ("FF", 0, 0))
     beside_each_other = program.schedule.pairs() if program.schedule is not None else alone
     pairs = []
@@ -467,13 +450,14 @@ def _fill(program: Program, manifest: Manifest, files: FolderFiles) -> None:
             if any(stages[s].joint is None for s in (p.first, p.then)):
                 raise ShardcError("its stages have no backward graph", where=files.path(file), fix="compile again")
             pairs.append(replace(p, graph=paired(file, p.kind, graph(file, local, joint=True))))
-    program.pairs = tuple(pairs)
+    program = replace(program, pairs=tuple(pairs))
     if "counts.py" in files:
         counts = graph("counts.py", local)
         returned: Any = counts.output_node().args[0]
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], tuple):
             raise ShardcError("it does not return the summands", where=files.path("counts.py"), fix="compile again")
-        program.prologue = Stage(counts, "counts")
+        program = replace(program, prologue=Stage(counts, "counts"))
+    return program
 
 
 def _cut(s: Shard | None) -> dict[str, int] | None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.artifact.repeated_layers import NOTHING, Folded
+from shardc.artifact.repeated_layers import NOTHING, Folded, fold
 from shardc.errors import ShardcError
 from shardc.folded_messages import note_lines
 from shardc.ir.buckets import Bucket
@@ -171,8 +171,11 @@ def pair_name(p: Pair) -> str:
     return f"{'pair' if p.kind == 'FB' else 'forwards'}_{p.first}_{p.then}"
 
 
-def text(program: Program, folded: Folded = NOTHING) -> str:
-    """The whole program: what it is, how everything is stored, what is reduced, and what every rank runs."""
+def text(program: Program, *, full: bool = False) -> str:
+    """The whole program: what it is, how everything is stored, what is reduced, and what every rank runs. Layers that
+    are equal are shown once, unless `full`.
+    """
+    folded = NOTHING if full else fold(program)
     lines = [*_head(program, folded), ""]
     if program.stages:
         often = f", {program.microbatches} times a step" if program.microbatches > 1 else ""

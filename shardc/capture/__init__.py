@@ -16,8 +16,7 @@ wrapped_models          what DDP, FSDP or torch.compile has wrapped: refused, or
 constants, guards       values that are known while a model is traced; branches that do nothing then
 tensor_methods          methods of tensors that tracing cannot follow; written_out: functions of torch
 autograd_function       custom autograd Functions keep their backward
-attribute_reads         what forward reads of modules: `self.training`, plain values, counters; global_reads: of names
-                        of the file that it stands in
+attribute_reads         what forward reads of modules and of a loss object: `self.training`, plain values, counters
 masked_rows             rows chosen by a mask, in a fixed size; expert_loops makes the experts op of loops over experts
 equal_layers            equal layers are traced once; hidden_layers: the others are not seen by torch's export;
                         layer_copies: they are copied in the graph
@@ -36,6 +35,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -46,7 +46,6 @@ from shardc.capture import (
     compare_eager,
     expert_loops,
     flex_attention,
-    global_reads,
     narrow_values,
     patches,
     refusals,
@@ -107,20 +106,17 @@ def capture(
     leaves = Leaves(batch)
     refused: ShardcError | None = None
     function = forward if callable(forward) else loss
-    read_before = global_reads.of(model, function)
     # Perhaps a size depends on values. Few models have one, and looking for it costs a tenth of the time.
     # Perhaps rows are chosen by values: of loops over experts.
     # Equal layers are traced once, unless something is special: then the whole is traced, and says what is wrong.
-    folds = not generates and not any(g.sets for g in read_before)
-    ways = [(True, False, False)] * folds + [(False, False, False), (False, True, False), (False, True, True)]
+    ways = [(True, False, False)] * (not generates) + [(False, False, False), (False, True, False), (False, True, True)]
     shown: frozenset[str] | None = frozenset()
     while True:
         fold, sizes, rows = ways[0]
         try:
             with (
                 side_effects.unchanged(model) as changes,
-                attribute_reads.recorded(model, changes) as reads,
-                global_reads.of_environment() as environment,
+                attribute_reads.recorded(model, changes, function) as reads,
             ):
                 given = Fold(reads, changes, shown) if fold else None
                 exported = export(model, leaves, loss, forward, sizes=sizes, rows=rows, fold=given)
@@ -140,30 +136,29 @@ def capture(
         kept = {n: x for n, x in exported.updated.items() if n in exported.caches}
         exported = exported._replace(updated=kept)
     program = lift(model, leaves, exported, with_loss=forward is None)
-    program.notes = exported.notes + tuple(_counts(*each) for each in reads.set_too(changes).items())
-    program.notes += narrow_values.note(program)
-    program.baked = tuple(leaves.constants)
-    unchanged = [*environment, *(g for g in read_before if not g.changed and not g.sets)]
-    counted = {str(g): Source() for g in read_before if g.changed and type(g.value) in (int, float)}
-    program.notes += tuple(_counts(*each) for each in counted.items())
-    program.check_attributes = Attributes(model, reads.values, unchanged, _constants(program)).check
-    if forward is None:
-        program.eval_mode = not model.training and reads.acts_otherwise(model)
-        program.still = reads.still(model)
-    if program.eval_mode:
-        program.notes += (EVAL_MODE,)
+    counts = tuple(_counts(*each) for each in reads.set_too(changes).items())
+    of_loss = attribute_reads.loss_object(function), reads.of_loss
+    eval_mode = forward is None and not model.training and reads.acts_otherwise(model)
     branches = bool(reads.training) and any(m.training for m in model.modules())
-    program.evaluates = "untried" if branches else "alike"
+    program = replace(
+        program,
+        notes=(*exported.notes, *counts, *narrow_values.note(program), *((EVAL_MODE,) if eval_mode else ())),
+        baked=tuple(leaves.constants),
+        check_attributes=Attributes(model, reads.values, of_loss, _constants(program)).check,
+        eval_mode=eval_mode,
+        still=reads.still(model) if forward is None else (),
+        evaluates="untried" if branches else "alike",
+    )
     if rows:
         program = expert_loops.with_experts(program)
-    program.recorded = ForwardRecord.later(program)
+    notes: tuple[str, ...] = ()
     if loss is not None:
         unread = {name for name, n in placeholders(program.graph).items() if not n.users}
         keys = {i.path[0] for i in program.inputs if i.name in unread} & keys_of_loss(model, batch)
-        program.notes += tuple(
+        notes = tuple(
             f"{key}: neither forward nor the loss reads this key of the batch" for key in sorted(map(str, keys))
         )
-    program.meta["capture_seconds"] = round(time.perf_counter() - started, 3)
+    seconds, evaluates = round(time.perf_counter() - started, 3), program.evaluates
     if prove and not generates:
         sinks = attention_sinks.as_one_more_key(written_out=False)
         with side_effects.unchanged(model), flex_attention.in_eager(), sinks:
@@ -172,14 +167,20 @@ def capture(
                 model,
                 batch,
                 lambda b: _eager(model, Leaves(b), loss, forward),
-                changes.set | counted,
+                changes.set,
                 branches=branches,
             )
-        program.notes += proof.notes
-        program.evaluates = proof.evaluates if branches or proof.evaluates == "otherwise" else "alike"
-    if program.evaluates == "otherwise":
-        program.notes += (_evaluates(list(reads.training.values())),)
-    return program
+        notes += proof.notes
+        evaluates = proof.evaluates if branches or proof.evaluates == "otherwise" else "alike"
+    if evaluates == "otherwise":
+        notes += (_evaluates(list(reads.training.values())),)
+    return replace(
+        program,
+        recorded=ForwardRecord.later(program),
+        notes=(*program.notes, *notes),
+        evaluates=evaluates,
+        meta=program.meta | {"capture_seconds": seconds},
+    )
 
 
 def _constants(program: Program) -> list[TensorRead]:

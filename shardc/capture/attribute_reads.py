@@ -4,7 +4,10 @@
                                     evaluating needs another program
 `y * self.scale`                    a later `model.scale = 2.0` would change nothing: it is noticed
                                     (shardc.runtime.step.user_changes)
-`y * self.config.scale`             `model.config.scale = 2.0` is told
+`y * self.config.scale`             a later `model.config.scale = 2.0` is a note
+
+A loss that is an object is watched as a config is. Names of Python modules, of functions around forward, and of the
+environment are not watched.
 """
 
 from __future__ import annotations
@@ -15,18 +18,21 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 
-from shardc.capture.global_reads import PLAIN
 from shardc.capture.side_effects import Changes, identity
 from shardc.ir import source
 from shardc.ir.source import Source
 
+#: Values that are compared by what they are.
+PLAIN = (bool, int, float, str, type(None))
+#: In the place of a module's name: a loss that is an object.
+LOSS = "<loss>"
 #: Torch's own modules that hand `self.training` to ops which `evaluate` switches (compare_eager.SWITCHED): unless their
 #: rate of dropout (`p`, or `dropout`) is 0, they do something else in training mode. No op switches what its others do
 #: with it: alpha dropouts, instance norms, RReLU, spectral norm.
@@ -46,15 +52,16 @@ _OF_TORCH = _OF_EVERY_MODULE - {"training", "__dict__"}
 class Reads:
     """training: the lines that read `.training`, or call a module of torch's that does, but for those whose ops are
     switched; own: one of them is of no library, or such a module's; reading: the names of the modules that those read
-    it of. values: by module's name the plain attributes that were read, as they were. touched: of all that was read,
-    (identity of a module, name of an attribute of its own, or "__dict__"), or of an object that one holds: whose it is;
-    again: reads an attribute once more.
+    it of. values: by module's name the plain attributes that were read, as they were; of_loss: those of a loss that is
+    an object. touched: of all that was read, (identity of a module, name of an attribute of its own, or "__dict__"), or
+    of an object that one holds: whose it is; again: reads an attribute once more.
     """
 
     training: dict[str, Source] = field(default_factory=dict)
     own: bool = False
     reading: set[str] = field(default_factory=set)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    of_loss: dict[str, Any] = field(default_factory=dict)
     touched: dict[tuple[int, str], Any] = field(default_factory=dict)
 
     def again(self, module: nn.Module, name: str) -> None:
@@ -106,13 +113,16 @@ def _torch_reads_its_own(m: nn.Module, frame: FrameType) -> bool:
 
 
 @contextmanager
-def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
-    """While open, records what is read of the model's modules, and of objects that they hold, such as a config.
-    changes: what forward has written so far, whose values before do not count.
+def recorded(model: nn.Module, changes: Changes, loss: Any = None) -> Iterator[Reads]:
+    """While open, records what is read of the model's modules, of objects that they hold, such as a config, and of a
+    loss that is an object. changes: what forward has written so far, whose values before do not count.
     """
     reads = Reads()
     names = {identity(m): name for name, m in model.named_modules()}
     held_objects = _HeldObjects(reads, changes)
+    if (thing := loss_object(loss)) is not None:
+        reads.values[LOSS] = reads.of_loss
+        held_objects.watch(thing, LOSS, "")
 
     def read(self: nn.Module, name: str) -> Any:
         value = super(nn.Module, self).__getattribute__(name)
@@ -144,6 +154,12 @@ def recorded(model: nn.Module, changes: Changes) -> Iterator[Reads]:
         yield reads
 
 
+def loss_object(loss: Any) -> Any:
+    """Return the object whose settings a loss may read: itself, or that of a method; None for a plain function."""
+    thing = getattr(loss, "__self__", loss)
+    return thing if hasattr(thing, "__dict__") and not isinstance(thing, (FunctionType, ModuleType)) else None
+
+
 class _HeldObjects:
     """Reads of plain attributes of the objects that modules hold. What forward sets on them does not count."""
 
@@ -156,9 +172,9 @@ class _HeldObjects:
         self._set: set[tuple[int, str]] = set()
 
     def watch(self, value: Any, path: str, name: str) -> None:
-        """value: what was read of a module. The first name that it has is told."""
+        """value: what was read of a module. The first name that it has is used in notes."""
         kind = type(value)
-        if id(value) in self._names or not _has_own_attributes(value):
+        if id(value) in self._names or not _has_own_attributes(value, called=path == LOSS):
             return
         self._names[id(value)] = path, name
         self._alive.append(value)
@@ -177,7 +193,7 @@ class _HeldObjects:
                 path, held = known
                 self._reads.touched[id(this), name] = this
                 if (id(this), name) not in self._set:
-                    self._reads.values.setdefault(path, {}).setdefault(f"{held}.{name}", value)
+                    self._reads.values.setdefault(path, {}).setdefault(f"{held}.{name}".lstrip("."), value)
             return value
 
         def write(this: Any, name: str, value: Any) -> None:
@@ -186,7 +202,7 @@ class _HeldObjects:
                 path, held = known
                 self._changes.assigned += 1
                 self._set.add((id(this), name))
-                self._reads.values.get(path, {}).pop(f"{held}.{name}", None)
+                self._reads.values.get(path, {}).pop(f"{held}.{name}".lstrip("."), None)
             put(this, name, value)
 
         with contextlib.suppress(TypeError, AttributeError):  # a metaclass may refuse: the class is not watched
@@ -194,15 +210,15 @@ class _HeldObjects:
             self.patches.enter_context(mock.patch.object(kind, "__getattribute__", read))
 
 
-def _has_own_attributes(value: Any) -> bool:
-    """Is it an object of a class written in Python, other than torch's, that holds settings: no function, module,
-    class or container?
+def _has_own_attributes(value: Any, *, called: bool) -> bool:
+    """Is it an object of a class written in Python, other than torch's, that holds settings: no function (unless it is
+    the loss), module, class or container?
     """
     kind = type(value)
     return (
         bool(kind.__flags__ & _WRITTEN_IN_PYTHON)
         and hasattr(value, "__dict__")
-        and not callable(value)
+        and (called or not callable(value))
         and not isinstance(value, (list, tuple, dict, set, frozenset, str, torch.Tensor, Enum, ModuleType))
         and not kind.__module__.startswith("torch.")
     )

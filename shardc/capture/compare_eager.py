@@ -29,8 +29,8 @@ from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.types import op_name
 from shardc.passes.canonical.norm import BATCH_NORMS
-from shardc.runtime.step import op_errors
-from shardc.runtime.step.inputs import name_of
+from shardc.runtime.data.inputs import name_of
+from shardc.runtime.stage import op_errors
 from shardc.torch_private import FakeTensor, OpOverload, pytree
 from shardc.verify.reference import interpret_all, reach
 

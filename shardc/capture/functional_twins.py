@@ -124,7 +124,7 @@ def with_zeros(
     """
     name = node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
     over = node.all_input_nodes if name in _ZEROS else node.all_input_nodes[: name in _WRITTEN_OVER and whole]
-    over = [n for n in over if _continuous(n)]
+    over = [n for n in over if _continuous(n) and not _keeps(value, n)]
     if not _continuous(value) or not any(map(flows, over)):
         return value
     kept = [value] if value.target is aten.expand.default and flows(value) else []  # what is copied has its own
@@ -132,6 +132,13 @@ def with_zeros(
     for term in terms:
         path = call_like(graph, aten.add.Tensor, (path, term), {}, node)
     return call_like(graph, torch.ops.shardc.with_gradient_of.default, (value, path), {}, node)
+
+
+def _keeps(value: fx.Node, x: fx.Node) -> bool:
+    """Is a value `x` with some rows replaced? As `x[mask] = y` writes where(mask, y, x), whose gradient reaches x."""
+    while value.target is aten.expand.default and isinstance(value.args[0], fx.Node):
+        value = value.args[0]
+    return value.target is aten.where.self and x in value.args[1:]
 
 
 def _continuous(node: fx.Node) -> bool:

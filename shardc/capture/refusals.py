@@ -18,7 +18,7 @@ from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.graph import source_of
 from shardc.ir.source import Source
-from shardc.runtime.step import op_errors
+from shardc.runtime.stage import op_errors
 from shardc.torch_private import DATA_DEPENDENT
 
 DATA = "data-dependent"  # in `Cause.raised`: any error of tracing that means that Python read a tensor's value

@@ -1,7 +1,7 @@
 """The command line, `shardc`: a file a command, each with a function `command`; `common` has what they share.
 
 model_file      reads the model.py that commands name; config_file: the config.json of a transformers model
-worker          is what each process of `shardc run` does; training_loop: its steps, saves and signals;
+worker          is what each process of `shardc run` does; job: what it is given; training_loop: steps, saves, signals;
                 training_data: its batches; step_lines: what it prints and logs; step_metrics: FLOPs, MFU, bytes
 
 Exit status: 0 done, 1 the check or the run failed, 2 the input is wrong.
@@ -23,7 +23,6 @@ rank_errors                 an error that all ranks have alike is printed once; 
 
 from __future__ import annotations
 
-import gc
 import os
 from typing import Annotated
 
@@ -49,11 +48,6 @@ from shardc.cli import (
     verify,
 )
 from shardc.cli.elsewhere import Commands
-
-# What a command imports and compiles stays until it ends: Python's collector, which looks through all of it again and
-# again, would take a tenth of a short one's time. A rank that trains goes back to what is usual (worker).
-COLLECT_EVERY = gc.get_threshold()
-gc.set_threshold(100_000, 50, 100)
 
 app = typer.Typer(
     name="shardc",

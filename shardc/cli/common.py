@@ -5,6 +5,7 @@ Nothing here imports torch when it is loaded, nor does any command, so that `sha
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -14,18 +15,23 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
-from shardc.cli.compile_once import FirstFailedError
-from shardc.cli.rank_errors import for_this_rank
+from shardc.cli.rank_errors import FirstFailedError, for_this_rank
 from shardc.errors import ERROR, ShardcError
 
 if TYPE_CHECKING:
-    from shardc.ir.program import Program
+    from shardc.api import Program
+
+# What a command imports and compiles stays until it ends: Python's collector, which looks through all of it again and
+# again, would take a tenth of a short one's time. A rank that trains goes back to what is usual (job).
+COLLECT_EVERY = gc.get_threshold()
+gc.set_threshold(100_000, 50, 100)
 
 #: Where errors, progress and notes go: stdout is for results.
 console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -254,10 +260,12 @@ def program_of(
             world=world,
             on_pass=None if quiet else lambda name: status.update(f"compiling: {name}"),
         )
-    program.meta |= {"model_ref": file.ref, "example": {"batch": batch, "seq": seq}}
     names = model_file.captured(file.ref)
-    program.origins = (*((model_file.source_of(file.ref), name) for name in names), *program.origins)
-    return program
+    return replace(
+        program,
+        meta=program.meta | {"model_ref": file.ref, "example": {"batch": batch, "seq": seq}},
+        origins=(*((model_file.source_of(file.ref), name) for name in names), *program.origins),
+    )
 
 
 def _check_source(folder: str, program: Program, model: str | None, *, refuse: bool) -> None:
@@ -279,7 +287,8 @@ def _loaded(folder: str, *, trust: bool, model: str | None) -> Program:
     """The program in a compiled folder. Reading it runs nothing; where it calls an op of the user's own, the Python
     file that registers the op is imported, which is said.
     """
-    from shardc.artifact import load, parser, read_facts
+    from shardc.api import load
+    from shardc.artifact import parser, read_facts
     from shardc.cli import model_file
 
     try:

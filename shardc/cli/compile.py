@@ -12,7 +12,7 @@ from shardc.cli import common
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
-    from shardc.ir.program import Program
+    from shardc.api import Program
 
 
 #: A proof that takes longer is left to `shardc verify --static`.

@@ -25,20 +25,18 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardc.cli.common import is_artifact, program_of
+from shardc.cli.rank_errors import FirstFailedError
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
-    from shardc.ir.program import Program
+    from shardc.api import Program
 
 #: Seconds for which others wait for the folder, which the first process makes before it compiles; between two looks.
 APPEARS, POLL = 10.0, 0.1
 _PROGRAM, _FAILED = "program", "failed"
 #: When this process began: what was left in a folder before that is of an earlier run.
 _BEGAN = time.time()
-
-
-class FirstFailedError(ShardcError):
-    """The error of the first process of this machine, which tells it."""
 
 
 def meeting() -> Path | None:
@@ -64,7 +62,6 @@ def in_world(
     wait for is named (shardc.runtime.mesh.presence).
     """
     from shardc.cli import model_file
-    from shardc.cli.common import is_artifact, program_of
     from shardc.runtime import launch
     from shardc.runtime.mesh import presence
 

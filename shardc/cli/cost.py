@@ -11,8 +11,8 @@ import typer
 from shardc.cli import common
 
 if TYPE_CHECKING:
+    from shardc.api import Program
     from shardc.cost import Cost, Device
-    from shardc.ir.program import Program
 
 
 def command(

@@ -24,7 +24,7 @@ from shardc.cli.run_folder import run_folder
 from shardc.errors import Errors, ShardcError
 
 if TYPE_CHECKING:
-    from shardc.ir.program import Program
+    from shardc.api import Program
 
 
 def command(
@@ -57,6 +57,7 @@ def command(
 ) -> None:
     """Generate: continue texts with the model's tokens, greedily or drawn, the same on every mesh."""
     from shardc.cli import worker
+    from shardc.cli.job import Job
     from shardc.runtime import launch
     from shardc.spec import Run
 
@@ -82,7 +83,7 @@ def command(
         training.check_ranks(program, ref, model, world)
         artifact = folder / "program"
         program.save(artifact)
-        job = worker.Job(
+        job = Job(
             program=str(artifact),
             model=ref,
             run=Run(seed=seed).model_dump(),

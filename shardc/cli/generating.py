@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from shardc.cli.worker import Job
+from shardc.cli.job import Job, collect_as_usual, joined, weights_of
 
 
 def run(job: Job) -> dict[str, Any]:
     """Generate. Returns the summary: the new tokens of each prompt, and seconds. Collective over the world."""
-    from shardc.cli import worker
-
-    file, program, mesh, _ = worker.joined(job)
+    file, program, mesh, _ = joined(job)
     with mesh.together("taking the weights"):
-        forward = program.forward(
-            file.build, weights=worker.weights_of(job, file, program), seed=job.settings.seed, mesh=mesh
-        )
+        forward = program.forward(file.build, weights=weights_of(job, file, program), seed=job.settings.seed, mesh=mesh)
     if mesh.rank == 0 and not job.quiet:
         print("\n".join(forward.engine.weight_notes or [file.note] * bool(file.note)), flush=True)
     with mesh.together("generating"):
-        worker.collect_as_usual()
+        collect_as_usual()
         start = time.perf_counter()
         tokens = forward.generate(job.prompts, **job.generate)
         seconds = time.perf_counter() - start

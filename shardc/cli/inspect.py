@@ -16,8 +16,8 @@ from shardc.cli import common
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
+    from shardc.api import Program
     from shardc.cost import Cost
-    from shardc.ir.program import Program
     from shardc.report.coverage import Coverage
 
 #: The spec of `--before` when the user names none.

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 
 from shardc.artifact.model_source import WHOLE
 from shardc.cli import config_file, hidden_modules
-from shardc.cli.training_data import seed_everything
+from shardc.cli.training_data import PARTS, seed_everything, takes_parts
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.reading_calls import lazily
@@ -45,7 +45,6 @@ OPTIONAL = {
     "optimizer": ("params",),
     "scheduler": ("optimizer",),
 }
-PARTS = ("part", "parts")
 #: What torch says where a model without weights, or a machine without that device, is moved.
 _OF_DEVICE = re.compile(r"CUDA|meta tensor|HIP|No NVIDIA|device", re.IGNORECASE)
 
@@ -266,11 +265,6 @@ def _users(path: Path, doing: str) -> Iterator[None]:
         if isinstance(e, _Joins):
             what = f"init_process_group: {e}{code}"
         raise ShardcError(what, where=where, fix=fix) from e
-
-
-def takes_parts(data: Any) -> bool:
-    """Does a model file's data() take the number of this rank's part, and how many there are?"""
-    return inspect.isfunction(data) and set(PARTS) <= set(inspect.signature(data).parameters)
 
 
 def _function(

@@ -16,9 +16,15 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from shardc.errors import ShardcError
+
 #: Seconds that the first rank waits for others to fail too, and that those wait for it.
 COLLECT, WAIT = 2.0, 4.0
 _DONE, _READ = "shardc/errors/told", "shardc/errors/read"
+
+
+class FirstFailedError(ShardcError):
+    """The error of the first process of this machine, which tells it."""
 
 
 def for_this_rank(text: str, *, alone: bool = True) -> str:

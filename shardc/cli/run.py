@@ -39,8 +39,8 @@ from shardc.cli.run_folder import run_folder
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
-    from shardc.cli.worker import Job
-    from shardc.ir.program import Program
+    from shardc.api import Program
+    from shardc.cli.job import Job
     from shardc.spec import Run
 
 FAILED = 1  # exit status of a run in which a rank failed; 2: its input was wrong
@@ -172,6 +172,7 @@ def command(
 ) -> None:
     """Train: starts one process a rank on this machine, or joins the world of torchrun or Slurm."""
     from shardc.cli import worker
+    from shardc.cli.job import Job
     from shardc.runtime import launch
     from shardc.spec import Run
 
@@ -255,7 +256,7 @@ def command(
             artifact = folder / "program"
             program.save(artifact)
         example = program.meta.get("example", {})
-        job = worker.Job(
+        job = Job(
             program=str(artifact),
             model=ref,
             batch=example.get("batch"),

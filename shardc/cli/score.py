@@ -34,7 +34,7 @@ from shardc.cli.run_folder import run_folder
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
-    from shardc.ir.program import Program
+    from shardc.api import Program
 
 
 class Split(str, Enum):
@@ -68,6 +68,7 @@ def command(
 ) -> None:
     """Score: the log-probability of each target of the loss, and the perplexity, over all of data('valid')."""
     from shardc.cli import worker
+    from shardc.cli.job import Job
     from shardc.runtime import launch
     from shardc.spec import Run
 
@@ -110,7 +111,7 @@ def command(
             artifact = folder / "program"
             program.save(artifact)
         example = program.meta.get("example", {})
-        job = worker.Job(
+        job = Job(
             program=str(artifact),
             model=ref,
             batch=example.get("batch"),

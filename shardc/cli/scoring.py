@@ -7,24 +7,21 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from shardc.cli.job import Job, collect_as_usual, joined, weights_of
 from shardc.errors import ShardcError
 from shardc.runtime.step.engine_forward import NoBatchesError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shardc.cli.worker import Job
-
 
 def run(job: Job) -> dict[str, Any]:
     """Score. Returns the summary: tokens, mean log-probability, perplexity. Collective over the world."""
-    from shardc.cli import training_data, worker
+    from shardc.cli import training_data
 
-    file, program, mesh, _ = worker.joined(job)
+    file, program, mesh, _ = joined(job)
     with mesh.together("taking the weights"):
-        scorer = program.forward(
-            file.build, weights=worker.weights_of(job, file, program), seed=job.settings.seed, mesh=mesh
-        )
+        scorer = program.forward(file.build, weights=weights_of(job, file, program), seed=job.settings.seed, mesh=mesh)
     with mesh.together("opening the data"):
         seed = job.settings.seed
         if file.data is None:
@@ -38,7 +35,7 @@ def run(job: Job) -> dict[str, Any]:
     notes = [*(scorer.engine.weight_notes or [file.note] * bool(file.note)), f"data: {data.description}"]
     if first and not job.quiet:
         print("\n".join(notes), flush=True)
-    worker.collect_as_usual()
+    collect_as_usual()
     with mesh.together("scoring"), Path(job.rows).open("w") if job.rows and first else nullcontext() as rows:
         try:
             scores = scorer.score_all(data.one_epoch(), local=data.local, each=Rows(rows) if job.rows else None)

@@ -10,8 +10,8 @@ from typing import Any, TextIO
 
 import torch
 
+from shardc.api import Program
 from shardc.folded_messages import note_lines
-from shardc.ir.program import Program
 from shardc.ir.units import count, per_second, plural, size
 from shardc.runtime.step import lr
 from shardc.runtime.zero.optimizer_list import class_of

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from shardc.api import Program
 from shardc.cost.device_file import device, measured_file, names
-from shardc.ir.program import Program
 from shardc.machine.device import Device
 from shardc.machine.flops import flops_of
 from shardc.report.comm import comm_rows

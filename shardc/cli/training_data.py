@@ -8,6 +8,7 @@ are read by shardc's own loader, which knows where it stands and reads only the 
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,9 @@ from torch.utils.data import (
 from shardc.errors import ShardcError
 from shardc.runtime.data import same_samples
 from shardc.runtime.data.loader import Loader
+
+#: Arguments of data() for the number of this rank's part, and how many there are.
+PARTS = ("part", "parts")
 
 
 def seed_everything(*numbers: int) -> None:
@@ -85,6 +89,11 @@ class Batches:
         return iter(self._source)
 
 
+def takes_parts(data: Any) -> bool:
+    """Does a model file's data() take the number of this rank's part, and how many there are?"""
+    return inspect.isfunction(data) and set(PARTS) <= set(inspect.signature(data).parameters)
+
+
 def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = False) -> Batches | None:
     """What data(split) of a model file returns, as batches; None where that is None, or where there is no data().
     whole: every sample of a Dataset once, in its order, in a smaller last batch too.
@@ -93,8 +102,6 @@ def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = Fals
     (its sampler is replaced by one that is the same on every mesh). Anything else has to yield global batches; or, of
     data(split, part, parts), this rank's part of each.
     """
-    from shardc.cli.model_file import takes_parts
-
     if file.data is None:
         return None
     apart = takes_parts(file.data)

@@ -35,12 +35,12 @@ from shardc.runtime import schedule as schedules
 from shardc.runtime.rng import Rng
 from shardc.runtime.schedule import Action, computed
 from shardc.runtime.schedule.actions import PAIRS
-from shardc.runtime.step import param_groups
-from shardc.runtime.step.activation_offload import OffloadedTensors
+from shardc.runtime.stage.activation_offload import OffloadedTensors
+from shardc.runtime.stage.interpreter import Interpreter
+from shardc.runtime.stage.run import Run, StepHooks, Values
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import OptimizerOf
-from shardc.runtime.step.interpreter import Interpreter
-from shardc.runtime.step.run import Run, StepHooks, Values
+from shardc.runtime.zero.named_parameters import NamedParameters
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
 from shardc.runtime.zero.optimizer_list import as_one, class_of
 from shardc.torch_private import fake_mode
@@ -210,7 +210,7 @@ def _as_on_gpu(program: Program, make: OptimizerOf) -> OptimizerOf:
     """As on a GPU, where torch's optimizers update all parameters at once: in one kernel (fused), or op by op (foreach)
     where they have none, and where their state is kept elsewhere. On a CPU it is one parameter after the other."""
 
-    def made(params: param_groups.NamedParameters) -> Any:
+    def made(params: NamedParameters) -> Any:
         optimizer = make(params)
         if not program.offload.used:
             choose_as_on_gpu(as_one(optimizer))

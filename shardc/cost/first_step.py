@@ -19,7 +19,7 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.runtime import ops
 from shardc.runtime.schedule import Action
-from shardc.runtime.step.run import StepHooks
+from shardc.runtime.stage.run import StepHooks
 from shardc.runtime.zero.trained_params import trained_by
 
 
@@ -43,7 +43,7 @@ def give_gradients(program: Program, backwards: list[Action], given: Any, hooks:
         hooks.start(stage=a.stage, first=i == 0, last=True)
         for name in trained_by(program, program.stages[a.stage]):
             p = given[name]
-            p = p if isinstance(p, Tensor) else p.bucket.params[name]
+            p = p if isinstance(p, Tensor) else p.params[name]
             ops.accumulate(p, torch.empty_like(p), own=True)
         hooks.pause()
     hooks.reduce()

@@ -21,7 +21,7 @@ from shardc.machine.work import Sent, Waited
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Mover
 from shardc.runtime.offload.storage import Place, Slot
-from shardc.runtime.step.activation_offload import OffloadedTensors
+from shardc.runtime.stage.activation_offload import OffloadedTensors
 
 #: Calls the function that makes a tensor of the machine's memory, or of a file.
 Host = Callable[[Callable[[], Tensor]], Tensor]

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional
 
+from shardc.cost.dry_run import dry_run
+from shardc.cost.known_ops import KnownOps
 from shardc.cost.machine_speed import timer, usual
 from shardc.cost.recorded import DryRun, parts
 from shardc.ir.program import Program
@@ -36,9 +38,8 @@ from shardc.machine.clock import Clock
 from shardc.machine.device import Device, Reference
 from shardc.runtime import schedule as schedules
 from shardc.runtime.mesh.loopback import loopback
-
-if TYPE_CHECKING:
-    from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.engine import Engine
+from shardc.runtime.step.engine_optimizer import assumed
 
 #: (hidden size, layers) of the models; rows and tokens of the batch.
 SIZES, ROWS, TOKENS = ((64, 3), (192, 2), (384, 2)), 8, 32
@@ -158,8 +159,8 @@ def run(compiled: Compile, ranks: int, sizes: Sequence[tuple[int, int]], steps: 
 def _engine(program: Program, model: nn.Module) -> Engine:
     """Of a program for one rank, every process has one of its own, which waits for nobody."""
     if program.mesh.world > 1:
-        return program.engine(model)
-    (found,) = loopback(program.mesh, lambda mesh: program.engine(model, mesh=mesh))
+        return Engine(program, model)
+    (found,) = loopback(program.mesh, lambda mesh: Engine(program, model, mesh=mesh))
     return found
 
 
@@ -243,11 +244,11 @@ def _least_squares(off: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> n
 
 def price(program: Program, device: Device) -> Price:
     """By one dry run on a device of this kind."""
-    return partial(_seconds, program, program.cost(device).dry_runs)
+    one = dry_run(program, 0, assumed(program), cpu=device.kind == "cpu", known=KnownOps())  # all ranks do the same
+    return partial(_seconds, program, one)
 
 
-def _seconds(program: Program, dry_runs: Sequence[DryRun], device: Device) -> float:
-    (one,) = dry_runs  # of a program without a pipeline, whose ranks do the same
+def _seconds(program: Program, one: DryRun, device: Device) -> float:
     clock = Clock(device, program.mesh, one.rank)
     for _, part in parts(one, schedules.of(program).actions[one.at]):
         clock.run(part)

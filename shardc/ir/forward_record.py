@@ -1,10 +1,10 @@
-"""What forward and loss were, in short: kept with a program and in its checkpoints, so that a run which goes on with
-another forward, or with batches of other sizes, is told.
+"""Record what forward and loss compute: a run that continues from a checkpoint with another forward, or with batches of
+other sizes, gets a warning.
 
-It is of the captured graph, before any pass: the same on every mesh and for every spec. Ops are counted by their
-spelling, `dropout(p=0.1, train=True)`, with a line of the user's that they stand on; a digest says how they are
-connected. Numbers that come from the batch's sizes stand in the ops, too: between batches of other sizes whole numbers
-are not compared. Nor are the ops of another version of torch or shardc, which may spell the same model otherwise.
+The record is of the captured graph, before any pass: it is the same on every mesh and for every spec. It counts ops by
+their spelling, `dropout(p=0.1, train=True)`, and a digest says how they are connected. Numbers that come from the
+batch's sizes are in the ops, too, so ops are compared between batches of equal sizes only, and only if one version of
+torch and shardc wrote both records.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.ir.graph import source_of
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer
 from shardc.version import VERSION
@@ -28,28 +28,25 @@ from shardc.version import VERSION
 _CONSTANT = 1 << 20
 #: Characters of an op's spelling, and ops that a note names.
 _LONGEST, _NAMED = 200, 3
-_WHOLE_NUMBER = re.compile(r"(?<![\w.])-?\d+(?![\w.])")
 _CALL = re.compile(r"[\w.]+\([ -~]{0,1000}\)", re.ASCII)
-_NEXT = re.compile(r", (?=\w+=)")
 _DEVICES = ("device", "pin_memory", "layout", "memory_format")
 
 
 @dataclass(frozen=True)
 class ForwardRecord:
-    """by: the versions that wrote it. inputs: {path in the batch: "f32[16, 8]"}, global. ops: {spelling: (how often,
-    where first)}. exact, rough: digests of all ops and how they are connected, with and without whole numbers.
+    """by: the versions that wrote it. inputs: {path in the batch: "f32[16, 8]"}, global. ops: {spelling: how often}.
+    digest: of all ops and how they are connected.
     """
 
     by: str
     inputs: dict[str, str]
-    ops: dict[str, tuple[int, str]]
-    exact: str
-    rough: str
+    ops: dict[str, int]
+    digest: str
 
     @classmethod
     def later(cls, program: Program) -> Callable[[], ForwardRecord]:
-        """The record of a program as it was captured, made when it is first asked for: the numbers of its constants are
-        those of now.
+        """Return a function that makes the record of a captured program once; with the numbers that its constants have
+        now.
         """
         constants = [_constant(b) for b in program.buffers if not b.fqn]
         return functools.cache(lambda: cls._of(program, constants))
@@ -59,109 +56,52 @@ class ForwardRecord:
         names = {p.name: p.fqn for p in program.params} | {b.name: b.fqn for b in program.buffers}
         names |= {x.name: _path(x.path) for x in program.inputs}
         called: dict[fx.Node, str] = {}
-        ops: dict[str, tuple[int, str]] = {}
-        exact, rough = hashlib.sha256(), hashlib.sha256()
-
-        def note(spelling: str, line: str) -> None:
-            count, where = ops.get(spelling, (0, line))
-            ops[spelling] = count + 1, where
-            exact.update(spelling.encode())
-            rough.update(_rough(spelling).encode())
-
-        for spelling in constants:
-            note(spelling, "")
+        ops, digest = Counter(constants), hashlib.sha256("".join(constants).encode())
         for node in program.graph.nodes:
             if node.op == "placeholder":
                 called[node] = names.get(node.name, node.name)
                 continue
             called[node] = f"%{len(called)}"
-            taken = [called[x] for x in _taken((node.args, node.kwargs))]
             if node.op == "call_function":
-                note(_spelled(node), source_of(node).line)
-            for digest in (exact, rough):
-                digest.update(f"{taken}\n".encode())
+                ops[spelling := _spelled(node)] += 1
+                digest.update(spelling.encode())
+            digest.update(f"{[called[x] for x in _tensors((node.args, node.kwargs))]}\n".encode())
         inputs = {_path(x.path): str(x.value) for x in program.inputs}
-        return cls(_versions(), inputs, ops, exact.hexdigest()[:16], rough.hexdigest()[:16])
+        return cls(_versions(), inputs, dict(ops), digest.hexdigest()[:16])
 
     @classmethod
-    def read(cls, found: Any) -> ForwardRecord | None:
-        """What `to_json` gave; None for anything else: a checkpoint may be anybody's."""
-        if not isinstance(found, Mapping) or found.keys() != {f.name for f in fields(cls)}:
+    def read(cls, json: Any) -> ForwardRecord | None:
+        """Read what `to_json` gave; None for anything else: a checkpoint may be anybody's."""
+        if not isinstance(json, Mapping) or json.keys() != {f.name for f in fields(cls)}:
             return None
-        inputs, ops = found["inputs"], found["ops"]
+        inputs, ops = json["inputs"], json["ops"]
         if not isinstance(inputs, Mapping) or not isinstance(ops, Mapping):
             return None
-        rows = list(ops.values())
-        if not all(isinstance(row, (list, tuple)) and len(row) == 2 and type(row[0]) is int for row in rows):
+        texts = [json["by"], json["digest"], *inputs, *inputs.values()]
+        if not all(isinstance(x, str) and x.isprintable() for x in texts):
             return None
-        texts = [found["by"], found["exact"], found["rough"], *inputs, *inputs.values(), *(row[1] for row in rows)]
-        if not all(isinstance(x, str) and x.isprintable() for x in texts) or not all(map(_CALL.fullmatch, ops)):
+        if not all(type(n) is int and _CALL.fullmatch(op) for op, n in ops.items()):
             return None
-        counted = {spelling: (row[0], row[1]) for spelling, row in ops.items()}
-        return cls(found["by"], dict(inputs), counted, found["exact"], found["rough"])
+        return cls(json["by"], dict(inputs), dict(ops), json["digest"])
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def differences(self, now: ForwardRecord) -> Iterator[str]:
-        """What a run that goes on does otherwise than the one that wrote this; one line each."""
+        """What a run that continues does otherwise than the one that wrote this; one line each."""
         if self.inputs != now.inputs:
             then, new = (
                 ", ".join(f"{n} {x}" for n, x in a.items() if b.get(n) != x) or "nothing beside"
                 for a, b in ((self.inputs, now.inputs), (now.inputs, self.inputs))
             )
             yield f"batch: the checkpoint was trained with {then}, and this run has {new}"
-        if self.by != now.by:
-            return
-        sized = self.inputs == now.inputs
-        if (self.exact, self.rough)[not sized] != (now.exact, now.rough)[not sized]:
-            found = list(_changes(_counted(self.ops, sized=sized), _counted(now.ops, sized=sized)))
-            more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-            what = "; ".join(found[:_NAMED]) or "the same ops are connected otherwise"
-            yield f"forward or loss differ from those that wrote the checkpoint: {what}{more}"
-
-
-def _changes(then: dict[str, tuple[int, str]], now: dict[str, tuple[int, str]]) -> Iterator[str]:
-    """What ops became others: those of one name, and one form, are told as one."""
-    fewer = [x for x in then if then[x][0] > now.get(x, (0, ""))[0]]
-    more = [x for x in now if now[x][0] > then.get(x, (0, ""))[0]]
-    for old in fewer:
-        name, at = old.partition("(")[0], then[old][1]
-        new = next((x for x in more if x.partition("(")[0] == name and x not in then and old not in now), None)
-        if new is None:
-            counts = f" {now[old][0]} times, not {then[old][0]}" if old in now else " no longer"
-            yield f"{old}{counts}, {at}" if at else f"{old}{counts}"
-            continue
-        more.remove(new)
-        yield f"{now[new][1] or at}: {name} {_settings(old, new)}".removeprefix(": ")
-    for new in more:
-        counts = f" {now[new][0]} times, not {then[new][0]}" if new in then else " is new"
-        yield f"{now[new][1]}: {new}{counts}".removeprefix(": ")
-
-
-def _settings(old: str, new: str) -> str:
-    """What of one op's arguments is another now."""
-    each = (_NEXT.split(x[x.index("(") + 1 : -1]) for x in (old, new))
-    then, now = ({name: x for name, _, x in (y.partition("=") for y in given)} for given in each)
-    if then.keys() != now.keys():
-        return f"was {old}, is {new}"
-    return ", ".join(f"{name}: then {x}, now {now[name]}" for name, x in then.items() if now[name] != x)
-
-
-def _counted(ops: Mapping[str, tuple[int, str]], *, sized: bool) -> dict[str, tuple[int, str]]:
-    """sized: with whole numbers."""
-    if sized:
-        return dict(ops)
-    found: dict[str, tuple[int, str]] = {}
-    for spelling, (count, where) in ops.items():
-        before, first = found.get(_rough(spelling), (0, where))
-        found[_rough(spelling)] = before + count, first
-    return found
-
-
-def _rough(spelling: str) -> str:
-    """Without whole numbers, and what constants hold: they may come from the batch's sizes."""
-    return "constant" if spelling.startswith("constant(") else _WHOLE_NUMBER.sub("_", spelling.partition("#")[0])
+        elif self.by == now.by and self.digest != now.digest:
+            before, after = Counter(self.ops), Counter(now.ops)
+            changes = [f"{n} fewer {op}" for op, n in (before - after).items()]
+            changes += [f"{n} more {op}" for op, n in (after - before).items()]
+            more = f"; and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
+            shown = "; ".join(changes[:_NAMED]) or "the same ops are connected otherwise"
+            yield f"forward or loss differ from those that wrote the checkpoint: {shown}{more}"
 
 
 def _spelled(node: fx.Node) -> str:
@@ -179,11 +119,11 @@ def _spelled(node: fx.Node) -> str:
     return text
 
 
-def _taken(arguments: Any) -> list[fx.Node]:
-    """The tensors among an op's arguments, in order, each as often as it stands there."""
-    found: list[fx.Node] = []
-    fx.map_arg(arguments, found.append)
-    return found
+def _tensors(arguments: Any) -> list[fx.Node]:
+    """The tensors among an op's arguments, in order, with repeats."""
+    nodes: list[fx.Node] = []
+    fx.map_arg(arguments, nodes.append)
+    return nodes
 
 
 def _said(x: Any) -> str:

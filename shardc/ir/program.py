@@ -1,4 +1,5 @@
-"""The compiled program: a value. It prints, saves and loads, and needs no process group, weights or devices to exist.
+"""The compiled program: a value, which needs no process group, weights or devices to exist. What a user does with one
+is in shardc.api.
 
 A `Program` holds fx graphs whose nodes carry typed metadata (metadata.py), the layouts of parameters, buffers and
 inputs (stored.py), and how gradients are reduced (buckets.py). The *global* graph is the model as one device runs it; a
@@ -41,19 +42,12 @@ from shardc.ir.stored import Buffer, Input, Param, UnknownParameterError
 from shardc.ir.units import count, plural
 
 if TYPE_CHECKING:
-    from shardc.cost import Cost, Device
     from shardc.ir.forward_record import ForwardRecord
     from shardc.ir.generation import Begins, Generation, Sizes
     from shardc.ir.matrices import Cut
     from shardc.ir.pairs import Pair
-    from shardc.report.resharding import Resharding
     from shardc.runtime.schedule import Schedule
-    from shardc.runtime.step.engine import Engine
-    from shardc.runtime.step.forward import Forward
-    from shardc.runtime.step.module import ShardedModule
     from shardc.spec import Spec
-    from shardc.verify import Report
-    from shardc.verify.static import Proof
 
 
 class Resize(Protocol):
@@ -75,24 +69,7 @@ class Resize(Protocol):
         """For another spec."""
 
 
-#: What models and trainers have, and what there is in its place.
-_INSTEAD = {
-    **dict.fromkeys(("step", "train", "fit", "run", "backward"), "program.engine(model).step(batch) trains"),
-    **dict.fromkeys(
-        ("parameters", "named_parameters", "state_dict", "to", "eval"),
-        "it has no weights; program.module(model) is an nn.Module, program.engine(model) a training loop",
-    ),
-    **dict.fromkeys(
-        ("cuda", "cpu", "half", "float", "double", "bfloat16"),
-        "devices are those of the ranks, the dtype is `precision` of the spec: leave it out",
-    ),
-    **dict.fromkeys(
-        ("evaluate", "score", "generate"), "program.engine(model), or of one compiled with forward=, has it"
-    ),
-}
-
-
-@dataclass
+@dataclass(frozen=True)
 class Program:
     """See the module docstring. `graph` is the global graph; `stages` is empty until partition has run.
 
@@ -252,69 +229,12 @@ class Program:
             inputs=tuple(map(put, self.inputs)),
         )
 
-    # --- What a user does with a program. These verbs import what is above this room, each when it is called: the one
-    # exception to the order of rooms (tests/test_layers.py), so that `program.save(...)` can be written.
-
-    def engine(self, model: Any = None, optimizer: Any = ..., seed: int = 0, **options: Any) -> Engine:
-        """A training loop for this rank. See shardc.runtime.step.engine.Engine. optimizer: default AdamW(3e-4); None:
-        nothing is updated.
-        """
-        from shardc.runtime.step.engine import Engine
-        from shardc.runtime.step.engine_optimizer import adamw
-        from shardc.runtime.step.engine_options import check_names
-
-        check_names("engine", Engine, options)
-        return Engine(self, model, adamw if optimizer is ... else optimizer, seed, **options)
-
-    def forward(self, model: Any = None, seed: int = 0, **options: Any) -> Forward:
-        """What runs this rank's part of a forward-only program. See shardc.runtime.step.forward.Forward."""
-        from shardc.runtime.step.engine_options import check_names
-        from shardc.runtime.step.forward import Forward
-
-        check_names("forward", Forward, options)
-        return Forward(self, model, seed, **options)
-
-    def module(self, model: Any = None, seed: int = 0, **options: Any) -> ShardedModule:
-        """This rank's nn.Module, for a loop of one's own. See shardc.runtime.step.module.ShardedModule."""
-        from shardc.runtime.step.engine_options import check_names
-        from shardc.runtime.step.module import ShardedModule
-
-        check_names("module", ShardedModule, options)
-        return ShardedModule(self, model, seed, **options)
-
-    def local(self, batch: Any, rank: int | None = None) -> Any:
-        """A rank's part of a global batch, in the same form: what a module, and an engine with local=True, take.
-
-        rank: default: this process's, in torch.distributed's world. Raises ShardcError for a batch that is not of the
-        compiled names, shapes and dtypes, and where the program pads it.
-        """
-        from shardc.runtime.mesh import rank_here
-        from shardc.runtime.step import inputs
-
-        if rank is not None and not 0 <= rank < self.mesh.world:
-            what = f"there is no rank {rank}: the mesh {self.mesh} has {self.mesh.world}"
-            raise ShardcError(what, where="program.local", fix=f"name one of 0 ... {self.mesh.world - 1}")
-        return inputs.local(self, batch, rank_here() if rank is None else rank)
-
-    def text(self, *, full: bool = False) -> str:
-        """Its typed text: how everything is stored, and what a rank runs, with every collective's cause and bytes.
-        Layers that are equal are shown once, unless `full`.
-        """
-        from shardc.artifact import emit
-        from shardc.artifact.repeated_layers import NOTHING, fold
-
-        return emit.text(self, NOTHING if full else fold(self))
-
-    def joint(self, stage: int | None = None) -> str:
-        """The text of the forward and the backward graph that a training step runs, of all
-        stages or of one. "" of a forward-only program.
-        """
-        from shardc.artifact import emit
-
-        return emit.joint(self, stage)
-
-    def __str__(self) -> str:
-        return self.text()
+    def for_spec(self, spec: Any, world: int | None) -> Program:
+        """The same model, loss and batch compiled for another spec. Raises ShardcError without a model to compile."""
+        if self.resize is None:
+            what, fix = "a program that was loaded has no model to compile", "load, or compile, the other program"
+            raise ShardcError(what, where="program.to", fix=fix)
+        return self.resize.to(spec, world)
 
     def __repr__(self) -> str:
         stages = plural(len(self.stages), "stage") if self.stages else "captured"
@@ -322,112 +242,8 @@ class Program:
         kept = f"{plural(len(self.params), 'parameter')} of {count(numbers)} numbers"
         return f"<Program {self.meta.get('model', '')} on {self.mesh}: {stages}, {kept}; print it for its text>"
 
-    if not TYPE_CHECKING:  # checkers would let any name pass
-
-        def __getattr__(self, name: str) -> Any:
-            said = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise AttributeError(f"a program has no {name!r}{said}", name=name, obj=self)
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        fix = "program.engine(model).step(batch) trains; program.module(model) is called as a model is"
-        raise ShardcError("a program is not called", where="program(...)", fix=fix)
-
     def __copy__(self) -> Program:
         return self  # a value, which nothing changes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ShardcError(
-            "a program is not pickled: it would come with the code of the model, and of a version of torch",
-            where="pickle of a program",
-            fix="program.save(folder), and shardc.load(folder) where it is needed; or compile it there",
-        )
-
-    def save(self, folder: str | Path) -> None:
-        """Write the artifact: readable Python, layouts, manifest; no pickle. `shardc.load` reads it. See
-        shardc.artifact.
-        """
-        from shardc.artifact import save
-
-        save(self, folder)
-
-    def verify(self, *, seed: int = 0, compiled: bool = False) -> Report:
-        """Compare a step on the loopback mesh with one device, in float64. `.ok`, `.findings`, `.seconds`.
-        compiled: compare the compiled step too, with the same line by line. See shardc.verify.
-        """
-        from shardc.verify import verify
-
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise ShardcError(f"{seed!r} is no seed", where="program.verify", fix="give a whole number")
-        return verify(self, seed=seed, compiled=compiled)
-
-    def prove(self) -> Proof:
-        """Check without running, for every rank, that the program computes what one device does: values, gradients,
-        updates. `.ok`, `.gaps`, `.seconds`. See shardc.verify.static.
-        """
-        from shardc.verify.static import prove
-
-        return prove(self)
-
-    def html(self, device: str | Path | Device | None = None, *, full: bool = False) -> str:
-        """One HTML page to look around in, which needs nothing else: modules and their weights, graphs before and after
-        the passes, a step's timeline, memory and collectives on a device, the proof, and which line of the spec caused
-        what. See shardc.report.page.
-
-        device: of `cost`. full: also layers that are equal to one that is shown. Raises ShardcError for a device that
-        is not known."""
-        from shardc.report import html
-
-        return html(self, self.cost(device), self.prove(), full=full) if self.stages else html(self, full=full)
-
-    def to(self, spec: str | Path | Mapping[str, Any] | Spec, *, world: int | None = None) -> Program:
-        """The same model, loss and batch compiled for another spec (path, dict or Spec), which the engine of this one
-        can go on under: `engine.to(program.to("split.yaml"))`, or at once `engine.to("split.yaml")`.
-
-        world: number of ranks, where known, as of `shardc.compile`. Raises ShardcError as that does; where the model no
-        longer exists; and of a program that was loaded, which has none.
-        """
-        from shardc.runtime.step.engine_options import check_program
-
-        check_program(spec, "program.to")
-        if self.resize is None:
-            what, fix = "a program that was loaded has no model to compile", "load, or compile, the other program"
-            raise ShardcError(what, where="program.to", fix=fix)
-        return self.resize.to(spec, world)
-
-    def reshard(self, other: Program, *, moments: int = 0) -> Resharding:
-        """What would move from this program's ranks to those of another one of the same model, by `engine.to` and
-        `engine.weights_to`: print it. No weights, devices or processes are needed. See shardc.report.resharding.
-
-        moments: tensors of the optimizer for each trained parameter, which move with it: of AdamW 2.
-        Raises ShardcError for a program of another number of ranks, or of another model.
-        """
-        from shardc.report.resharding import resharding
-
-        return resharding(self, other, moments)
-
-    def cost(
-        self,
-        device: str | Path | Device | None = None,
-        *,
-        optimizer: Any = None,
-        clip_norm: float | None = None,
-        on: Callable[[str, int, int], None] = lambda rank, done, total: None,
-    ) -> Cost:
-        """What a step takes on each rank: `.memory` (`.peak` in bytes, by kind, the op at the peak), `.flops`, `.comm`
-        {(axis, kind): bytes}, `.step_seconds`. No weights, devices or processes are needed.
-        See shardc.cost.
-
-        device: a name ("a100-80g", "h100-80g", "h200"), a YAML file, or a shardc.cost.Device; default: the spec's
-        `device:`, else h100-80g. optimizer: params -> torch optimizer; default AdamW, with `optimizer: {matrices:
-        ...}` Muon for matrices beside it. clip_norm: of the engine. on:
-        called before each rank is run: (its name, how many are done, how many there are). Raises ShardcError for a
-        device that is not known, or has no room for the mesh.
-        """
-        from shardc.cost.device_file import chosen
-        from shardc.cost.step import cost
-        from shardc.runtime.step.engine_optimizer import assumed
-
-        return cost(self, chosen(device, self.spec), optimizer or assumed(self), on=on, clip_norm=clip_norm)

@@ -15,7 +15,6 @@ import sys
 import sysconfig
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,11 +25,7 @@ from torch import fx
 from shardc import errors
 
 _FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)(?:\n\s*(.*))?')
-#: An editable install has these folders beside shardc's own.
-_PARTS = [find_spec(f"shardc.{name}") for name in ("passes", "runtime")]
-_OURS = tuple(
-    f"{Path(f).parent}/" for f in (torch.__file__, errors.__file__, *(p.origin for p in _PARTS if p and p.origin))
-)
+_OURS = tuple(f"{Path(f).parent}/" for f in (torch.__file__, errors.__file__))
 _STDLIB = tuple(
     {f"{Path(contextlib.__file__).parent}/", *(f"{sysconfig.get_path(n)}/" for n in ("stdlib", "platstdlib"))}
 )

@@ -25,7 +25,7 @@ from shardc.ir.types import op_name
 from shardc.passes.annotate import model_plan
 from shardc.plan.facts import UNITS, Facts
 from shardc.plan.space import Layers
-from shardc.runtime.step import inputs
+from shardc.runtime.data import inputs
 from shardc.torch_private import pytree
 
 #: Attributes in which transformers' layers keep their own number.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+from shardc.artifact import emit
 from shardc.ir.program import Program
 from shardc.ir.type_text import show
 from shardc.report.comm import comm_rows
@@ -12,7 +13,7 @@ from shardc.report.comm import comm_rows
 
 def before(program: Program, *, full: bool = False) -> str:
     """The captured graph: the model as one device runs it, with every module's and line's name."""
-    return replace(program, stages=(), buckets=()).text(full=full)
+    return emit.text(replace(program, stages=(), buckets=()), full=full)
 
 
 def to_json(program: Program) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from shardc.ir.program import Program
 from shardc.ir.types import OUTSIDE_DOMAIN
 from shardc.ir.units import plural, size
 from shardc.runtime.rng import Rng
-from shardc.runtime.step.outputs import divided
+from shardc.runtime.stage.outputs import divided
 from shardc.runtime.step.param_groups import check_trains
 from shardc.verify.not_finite import op_on_ranks
 from shardc.verify.random_batch import random_inputs, random_state

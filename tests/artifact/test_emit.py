@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import report
+from shardc.api import Program
 from shardc.artifact import emit, parser
 from shardc.ir.offload import OffloadPlaces
-from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.stage import Stage
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback

@@ -11,10 +11,10 @@ import pytest
 from torch import nn
 
 import shardc
+from shardc.api import Program
 from shardc.artifact import model_source
 from shardc.cli import common, model_file
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
 
 MODEL = """
 import torch

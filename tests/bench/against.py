@@ -37,9 +37,9 @@ class Tree:
         folder.mkdir()
         linked = folder / "linked"  # as the installed package looks
         (linked / "shardc").mkdir(parents=True)
-        inside = [*source.glob("shardc/*.py"), *(f for f in source.glob("shardc/*/") if f.name != "__pycache__")]
-        for f in (*inside, source / "passes", source / "runtime", source / "specs"):
-            (linked / "shardc" / f.name).symlink_to(f)
+        inside = {f.name: f for f in (*source.glob("shardc/*"), *(source / p for p in ("passes", "runtime", "specs")))}
+        for name, f in inside.items():  # trees before 2026-11-29 have these three at the top alone
+            (linked / "shardc" / name).symlink_to(f)
         here = {"PYTHONPATH": f"{linked}:{HERE}", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
         self._ranks = [
             subprocess.Popen(

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 import shardc  # noqa: E402
 from shardc.capture import capture  # noqa: E402
 from shardc.runtime.mesh.loopback import loopback  # noqa: E402
-from shardc.runtime.step.interpreter import Interpreter  # noqa: E402
+from shardc.runtime.stage.interpreter import Interpreter  # noqa: E402
 from tests.gpt3 import GPT3  # noqa: E402
 
 SPEC: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 4, "tp": 8}, "shard": {"use": "model"}}

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import shardc
-from shardc.ir.program import Program
+from shardc.api import Program
 from tests import equality, zoo
 from tests.bench import board
 from tests.libraries import waves

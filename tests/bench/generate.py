@@ -17,6 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,8 +78,8 @@ def contenders(folder: Path) -> dict[str, Callable[[list[list[int]]], tuple[Any,
         def whole(self, *args: Any) -> Any:
             return resize.whole(*args)
 
-    without._generator.program = shardc.compile(model, {"input_ids": ids, "labels": ids}, spec, prove=False)
-    without._generator.program.resize = Without()  # type: ignore[assignment]
+    program = shardc.compile(model, {"input_ids": ids, "labels": ids}, spec, prove=False)
+    without._generator.program = replace(program, resize=Without())  # type: ignore[arg-type]
     theirs: Any = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto")
 
     def transformers(prompts: list[list[int]]) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardc import load
 from shardc.runtime.mesh import TorchMesh, Work
-from shardc.runtime.step.communicators import groups_of
+from shardc.runtime.stage.communicators import groups_of
 
 
 class Contender:

@@ -39,12 +39,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
+from shardc.api import Program  # noqa: E402
 from shardc.cost import Cost, Device, device  # noqa: E402
 from shardc.cost.machine_speed import busy  # noqa: E402
 from shardc.cost.step import assemble  # noqa: E402
 from shardc.cost.whole_steps import STEPS, Turn, in_turns, usual_turn  # noqa: E402
 from shardc.errors import ShardcError  # noqa: E402
-from shardc.ir.program import Program  # noqa: E402
 from shardc.runtime import schedule as schedules  # noqa: E402
 from shardc.runtime.mesh import own_cores  # noqa: E402
 from tests import live_bytes  # noqa: E402

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
-import os
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardc
-from shardc.capture import capture, global_reads
+from shardc.capture import capture
 from shardc.capture.compare_eager import KEEPS_DROPOUT
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
@@ -387,174 +385,40 @@ def test_objects_of_any_class_can_be_held(capfd: pytest.CaptureFixture[str]) -> 
     assert "frozen" not in told
 
 
-FACTOR = 2.0
-TABLE = {"rate": 0.5}
-UNREAD = 1
-CALLS = 0
-
-
-def scaled(y: torch.Tensor) -> torch.Tensor:
-    return y * FACTOR
-
-
-class Global(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 8 * UNREAD)
-
-    def _rated(self, y: torch.Tensor) -> torch.Tensor:
-        return y * TABLE["rate"]
-
-    def forward(self, x: torch.Tensor) -> Any:
-        global CALLS
-        CALLS += 1
-        return self._rated(scaled(self.up(x))).square().mean()
-
-
-@pytest.mark.parametrize("name", ["FACTOR", "TABLE"])
-def test_names_of_the_file_that_forward_reads_are_told(
-    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Not those that only __init__ reads, those that forward sets, and what a dict has got since."""
-    model = Global()
-    program = shardc.compile(model, BATCH, {"shardc": 1, "mesh": {"dp": 2}})
-
-    def step(mesh: LoopbackMesh) -> None:
-        engine = Engine(program, model, mesh=mesh)
-        for _ in range(2):
-            engine.step(BATCH)
-
-    monkeypatch.setitem(globals(), "UNREAD", 5)
-    monkeypatch.setitem(TABLE, "new", 1.0)
-    model(**BATCH)
-    loopback(program.mesh, step)
-    assert "compiled; now" not in capfd.readouterr().err
-    changed = {"FACTOR": 3.0, "TABLE": {"rate": 0.25}}[name]
-    monkeypatch.setitem(globals(), name, changed)
-    loopback(program.mesh, step)
-    shown = {"FACTOR": "FACTOR", "TABLE": "TABLE['rate']"}[name]
-    note = f"note: {shown} of test_attribute_reads.py: the code of forward or of the loss names it, and it was "
-    assert capfd.readouterr().err.count(note) == 1
-    monkeypatch.undo()
-    monkeypatch.setitem(TABLE, "rate", 0.125)  # in place
-    loopback(program.mesh, step)
-    assert capfd.readouterr().err.count("TABLE['rate'] of") == 1
-
-
-COUNTS = {"calls": 0}
-
-
 class Weighted:
     """A loss that is an object."""
 
     power = 1.0
 
     def __init__(self) -> None:
-        self.alpha = 1.0
+        self.alpha, self.unread = 1.0, 1.0
 
     def __call__(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
         return output.square().mean() * self.alpha * self.power
 
-
-class Lists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.factors, self.rates = nn.Linear(8, 8), [1.0, 2.0], {"out": 1.0}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = float(os.environ.get("SHARDC_TEST_SCALE", "1"))
-        return cast(torch.Tensor, self.up(x) * self.factors[1] * self.rates["out"] * scale)
+    def value(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return self(output, batch)
 
 
-def test_settings_of_a_loss_object_lists_dicts_and_the_environment_are_told(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("method", [False, True])
+def test_settings_of_a_loss_object_are_notes(
+    method: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model, loss, box = nn.Sequential(Lists()), Weighted(), [1.0]
-    monkeypatch.delenv("SHARDC_TEST_SCALE", raising=False)
-
-    def boxed(output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return loss(output, batch) * box[0]
-
-    program = shardc.compile(model, {"input": BATCH["x"]}, {"shardc": 1, "mesh": {"dp": 1}}, loss=boxed)
+    """As a weight that grows over the training."""
+    model, loss = nn.Linear(8, 8), Weighted()
+    spec = {"shardc": 1, "mesh": {"dp": 1}}
+    program = shardc.compile(model, {"input": BATCH["x"]}, spec, loss=loss.value if method else loss)
     engine = Engine(program, model)
+    loss.unread = 3.0
     engine.evaluate({"input": BATCH["x"]})
-    assert "compiled; now" not in capfd.readouterr().err
-    layer = cast(Lists, model[0])
-    layer.factors[1], layer.rates["out"], loss.alpha, box[0] = 3.0, 3.0, 3.0, 3.0
+    assert "note" not in capfd.readouterr().err
+    loss.alpha = 3.0
     monkeypatch.setattr(Weighted, "power", 3.0)
-    monkeypatch.setenv("SHARDC_TEST_SCALE", "3")
     engine.evaluate({"input": BATCH["x"]})
-    told = capfd.readouterr().err
-    of_file = "test_attribute_reads.py"
-    names = [
-        "factors[1] of 0",
-        "rates['out'] of 0",
-        "alpha of Weighted()",
-        "power of Weighted()",
-        f"box[0] of {of_file}",
-    ]
-    for name in [*names, "SHARDC_TEST_SCALE of the environment"]:
-        assert told.count(f"note: {name}: the code of forward or of the loss names it, and it was ") == 1
-    assert told.count("note: ") == 6
-
-
-def counting(output: torch.Tensor, batch: Any) -> torch.Tensor:
-    COUNTS["calls"] += 1
-    return output.square().mean() * (100 if COUNTS["calls"] > batch["late"] else 1)
-
-
-def test_counters_in_a_dict_are_notes_and_errors_where_the_next_call_is_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(COUNTS, "calls", 0)
-    spec, model, x = {"shardc": 1, "mesh": {"dp": 1}}, nn.Linear(8, 8), BATCH["x"]
-    (note,) = shardc.compile(model, {"input": x, "late": 100}, spec, loss=counting).notes
-    assert note.startswith("forward sets \"COUNTS['calls'] of test_attribute_reads.py\", which it reads")
-    COUNTS["calls"] = 0
-    with pytest.raises(ShardcError, match=r"returns another loss when it is called again: its forward sets .*COUNTS"):
-        shardc.compile(model, {"input": x, "late": 2}, spec, loss=counting)
-
-
-OF_ANOTHER, OF_ITS_OWN, OF_WRAPPED = 1.0, 2.0, 3.0
-
-
-def wrapped(y: torch.Tensor) -> torch.Tensor:
-    return y * OF_WRAPPED
-
-
-class Evaluates:
-    """As lazy imports: whatever is asked of it runs something."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"loaded for {name}")
-
-    def __call__(self) -> None: ...
-
-
-LAZY, PART = Evaluates(), functools.partial(wrapped)
-
-
-class Named(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 8)
-
-    def relu(self) -> float:  # forward calls a tensor's relu, not this
-        return OF_ANOTHER
-
-    def own(self) -> float:
-        return OF_ITS_OWN
-
-    def forward(self, x: torch.Tensor) -> Any:
-        if x.ndim == 7:
-            LAZY()
-        y = self.up(x).relu() * self.own()
-        return PART(y).square().mean()
-
-
-def test_which_code_forward_reaches() -> None:
-    """Methods of `self`, functions in a partial; not a method of the same name as one of a tensor. No global is run."""
-    assert {g.name for g in global_reads.of(Named())} == {"OF_ITS_OWN", "OF_WRAPPED"}
+    notes = capfd.readouterr().err
+    for name in ("alpha", "power"):
+        assert notes.count(f"note: {name} of Weighted(): the loss read it, and it was 1.0") == 1
+    assert notes.count("note: ") == 2
 
 
 class Rate(nn.Module):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardc.artifact import emit
 from shardc.capture import capture, equal_layers
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
@@ -67,7 +68,7 @@ def compared(model: nn.Module, batch: object = X) -> int:
     with counted() as copies:
         folded = capture(model, batch, prove=False)
     other = whole(model, batch)
-    assert folded.text(full=True) == other.text(full=True)
+    assert emit.text(folded, full=True) == emit.text(other, full=True)
     assert (folded.notes, folded.still, folded.evaluates) == (other.notes, other.still, other.evaluates)
     return copies[-1]
 
@@ -111,7 +112,7 @@ def test_models_come_out_as_if_they_were_traced_whole(name: str) -> None:
 def test_layers_that_differ_in_what_forward_reads_are_traced_each() -> None:
     model = Stack([Block(i, 1.0 + (i > 2)) for i in range(6)])
     assert compared(model) == 1 + 2
-    text = capture(model, X, prove=False).text(full=True)
+    text = emit.text(capture(model, X, prove=False), full=True)
     assert text.count(", 2.0)") == 3
 
 
@@ -125,7 +126,7 @@ def test_what_the_model_does_between_its_layers_is_traced() -> None:
     model = Skips([Block(i) for i in range(6)])
     assert compared(model) == 2
     program = capture(model, X)  # and proven on numbers
-    assert program.text(full=True).count("linear") >= 5
+    assert emit.text(program, full=True).count("linear") >= 5
 
 
 def test_a_layer_that_leaves_something_behind_is_traced() -> None:
@@ -151,7 +152,7 @@ def test_a_layer_that_leaves_something_behind_is_traced() -> None:
     with counted() as copies:
         program = capture(model, X)
     assert copies[-1] == 0
-    assert program.text(full=True) == whole(model, X).text(full=True)
+    assert emit.text(program, full=True) == emit.text(whole(model, X), full=True)
 
 
 def test_a_layer_that_counts_is_traced() -> None:

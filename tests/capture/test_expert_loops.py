@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardc
+from shardc.api import Program
 from shardc.capture import capture
 from shardc.ir.placement import Shard
-from shardc.ir.program import Program
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state import export_safetensors

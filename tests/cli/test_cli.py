@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import shardc
 from shardc.cli import app, common, worker
+from shardc.cli.job import Job
 from shardc.errors import ShardcError
 from shardc.runtime.launch import free_port
 from tests import warm
@@ -566,7 +567,7 @@ def test_a_compiled_folder_with_an_op_of_the_users_own(files: Path) -> None:
 
 def test_memory_that_runs_out_is_told_with_what_a_step_needs(files: Path) -> None:
     assert call("compile", "model.py", "spec.yaml", "-o", "out").exit_code == 0
-    said = worker._expected(worker.Job(program="out", model="model.py"))
+    said = worker._expected(Job(program="out", model="model.py"))
     assert re.fullmatch(
         r"by calculation a step holds [\d.]+ KiB on a rank at its peak, at backward of down \(model\.py:\d+\)", said
     )

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import shardc
-from shardc.artifact import load
+from shardc.api import load
 from shardc.cli import compile_once
+from shardc.cli.rank_errors import FirstFailedError
 from shardc.errors import ShardcError
 
 SPEC = {"shardc": 1, "mesh": {"tp": 2}}
@@ -90,7 +91,7 @@ def test_who_comes_when_the_first_has_failed_ends_with_its_error(
     for rank in ("1", "2"):
         assert folder.exists()
         monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(compile_once.FirstFailedError) as found:
+        with pytest.raises(FirstFailedError) as found:
             compile_once.check(folder)
         assert found.value.texts() == ["x: a\n  fix: y", "b"]
     assert not folder.exists()

@@ -12,11 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 import shardc
+from shardc.api import Program
 from shardc.cli import app
 from shardc.cost import device, measure, whole_steps
 from shardc.cost.device_file import names
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
 
 RUNNER = CliRunner()
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import shardc
+from shardc.api import Program
 from shardc.cost import device
-from shardc.ir.program import Program
 
 
 def compiled(graphs: bool, **sections: Any) -> Program:

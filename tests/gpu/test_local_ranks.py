@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import shardc
-from shardc.ir.program import Program
+from shardc.api import Program
 from tests import zoo
 from tests.gpu.devices import needs_gpu
 from tests.gpu.twin_mesh import TwinMesh, twin

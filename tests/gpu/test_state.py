@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc.ir.program import Program
+from shardc.api import Program
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.step.engine import Engine
 

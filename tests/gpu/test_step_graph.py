@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import shardc
-from shardc.ir.program import Program
+from shardc.api import Program
 from shardc.runtime.step import step_graph
 from tests import zoo
 from tests.gpu.test_local_ranks import CASES, zero

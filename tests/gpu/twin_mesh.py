@@ -18,7 +18,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 (it regist
 
 from shardc.ir.program import Program
 from shardc.runtime.mesh import TorchMesh, Work
-from shardc.runtime.step.communicators import groups_of
+from shardc.runtime.stage.communicators import groups_of
 
 
 class TwinMesh(TorchMesh):

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
+from shardc.api import Program
 from shardc.capture import capture
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of, values_of
 from shardc.ir.layers import layer_of
 from shardc.ir.metadata import Value
-from shardc.ir.program import Program
 from shardc.recompile import in_eval_mode
 from shardc.runtime.mesh.loopback import loopback
 from tests import live_bytes, zoo

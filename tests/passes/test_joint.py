@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 import shardc
 import shardc.nn
+from shardc.api import Program
 from shardc.capture import capture
-from shardc.ir.program import Program
 from shardc.ir.stage import DeferredJoint, Joint
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.step.activation_offload import OffloadedTensors
-from shardc.runtime.step.context import StepContext
-from shardc.runtime.step.interpreter import Interpreter
+from shardc.runtime.mesh.step_context import StepContext
+from shardc.runtime.stage.activation_offload import OffloadedTensors
+from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.zero.gather import Gathered
 from tests import zoo
 from tests.zoo import hf, hf_more, plain, plain_gradients, plain_losses, plain_more  # noqa: F401 (they fill the zoo)

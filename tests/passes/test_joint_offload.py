@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, fx, nn
 
 import shardc
+from shardc.api import Program
 from shardc.cost.device_file import device
 from shardc.ir.graph import copy_graph
 from shardc.ir.offload import HOST_LINK
-from shardc.ir.program import Program
 from shardc.passes.joint.memory import Sizes
 from shardc.passes.joint.rank import Rank
 from shardc.passes.joint.seconds import Seconds
 from shardc.report.comm import comm_table
 from shardc.runtime import ops
-from shardc.runtime.step.activation_offload import OffloadedTensors
+from shardc.runtime.stage.activation_offload import OffloadedTensors
 from tests import stand_in_compiler
 from tests.bench.host_copies import Blocks
 from tests.passes.test_joint import PP, SP, TP, built, compiled, momentum, same

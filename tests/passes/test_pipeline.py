@@ -11,6 +11,7 @@ import torch
 
 import shardc
 from shardc import passes
+from shardc.artifact import emit
 from shardc.ir.program import Program
 from shardc.passes import PIPELINE, Pass, Stage
 from tests import zoo
@@ -35,7 +36,7 @@ def _state(program: Program) -> object:
     """All that a pass could change: the text, the tables, and what the nodes of the graphs carry."""
     graphs = [program.graph, *(stage.graph for stage in program.stages)]
     return (
-        program.text(full=True),
+        emit.text(program, full=True),
         {f.name: getattr(program, f.name) for f in fields(program)},  # not what it has worked out of these
         [(n.name, sorted(n.meta)) for graph in graphs for n in graph.nodes],
     )

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.api import Program
 from shardc.cost import kept_activations
 from shardc.ir.metadata import Collective
-from shardc.ir.program import Program
 from shardc.machine.work import Op
 from shardc.report.comm import comm_rows
 from shardc.runtime import launch, ops

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc.ir.program import Program
+from shardc.api import Program
 from shardc.runtime import ops
 from shardc.runtime.ops import fp8, fp8_products
 from shardc.runtime.ops.fp8_recipe import RECIPES

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import shardc
+from shardc.api import Program
 from shardc.cost.dry_run import dry_run
 from shardc.ir.graph import calls, copy_graph
-from shardc.ir.program import Program
 from shardc.passes.joint import with_joint_graphs
 from shardc.runtime import ops
 from shardc.spec.step_sections import Execution

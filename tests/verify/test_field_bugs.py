@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 import shardc
+from shardc.api import Program
 from shardc.capture import capture
-from shardc.ir.program import Program
 from shardc.runtime.data.loader import Loader
 from shardc.runtime.mesh.loopback import loopback
 from shardc.verify.static import prove

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 import shardc
+from shardc.api import Program
 from shardc.ir.graph import copy_graph
-from shardc.ir.program import Program
 from shardc.verify.static import prove, prove_within
 from tests import zoo
 from tests.verify import mutants

@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shardc.artifact import emit
 from shardc.cost import Cost
 from shardc.folded_messages import note_lines
 from shardc.ir.graph import source_of
@@ -100,7 +101,7 @@ def data(program: Program, cost: Cost | None, proof: Proof | None, *, full: bool
         "timeline": step.timeline(cost, messages.number) if cost is not None else None,
         "memory": step.memory(cost) if cost is not None else None,
         "scores": scores.to_json(program) if program.stages else [],
-        "text": program.text(full=full).splitlines(),
+        "text": emit.text(program, full=full).splitlines(),
     }
     # last, as causes add settings of the command line to its lines
     shown["spec"] = {"file": spec.file, "lines": spec.lines, "use": list(program.meta.get("shard", ()))}

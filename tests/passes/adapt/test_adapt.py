@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardc
+from shardc.api import Program
 from shardc.capture import capture
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
 from shardc.verify.equality import difference
 from shardc.verify.simulate import Simulation
 from tests import zoo

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 import shardc
+from shardc.api import Program
 from shardc.ir.placement import REPLICATE, Shard
-from shardc.ir.program import Program
 from shardc.passes.annotate import model_plan
 from tests import zoo
 from tests.zoo import HIDDEN, VOCAB, Built

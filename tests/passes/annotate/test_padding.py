@@ -13,8 +13,8 @@ from torch import nn
 
 import shardc
 from shardc.ir.placement import Shard
+from shardc.runtime.data.inputs import take
 from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.step.inputs import take
 from tests import equality, zoo
 from tests.passes.annotate.test_kv_heads import equal
 from tests.test_equal import FIRST, SHARD

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
+from shardc.api import Program
 from shardc.ir.placement import Shard
-from shardc.ir.program import Program
 from shardc.rules.views import _in_parts, in_sections
 from tests import equality, zoo
 from tests.zoo import Built, hf, hf_more

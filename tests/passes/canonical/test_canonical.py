@@ -19,7 +19,7 @@ from shardc.ir.types import op_name
 from shardc.passes.canonical import Canonical
 from shardc.runtime import ops
 from shardc.runtime.rng import Rng
-from shardc.runtime.step.runnable import on_device
+from shardc.runtime.stage.runnable import on_device
 from shardc.spec import Spec
 from shardc.torch_private import OpOverload
 from shardc.verify.reference import interpret, tensors_of

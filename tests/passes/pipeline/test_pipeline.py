@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
-from shardc.ir.program import Program
+from shardc.api import Program
 from shardc.runtime.schedule import SCHEDULES
 from shardc.verify.simulate import Simulation
 from tests import equality, zoo

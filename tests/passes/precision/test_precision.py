@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
+from shardc.api import Program
 from shardc.capture import capture
 from shardc.ir import types as values
 from shardc.ir.mesh import Mesh
-from shardc.ir.program import Program
 from shardc.passes.precision import Precision
 from shardc.passes.precision.op_lists import CASTS, LOOKUPS, LOW, MOVES, NARROWED, PROMOTE, WIDE, is_wide
 from shardc.runtime import launch, state

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardc
 from shardc import report
-from shardc.ir.program import Program
+from shardc.api import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.step.activation_offload import OffloadedTensors
+from shardc.runtime.stage.activation_offload import OffloadedTensors
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
 from tests import equality, zoo

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import shardc
+from shardc.api import Program
 from shardc.cli import model_file, worker
+from shardc.cli.job import Job
 from shardc.cli.user_frames import place, said
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
-from shardc.ir.program import Program
 from shardc.ir.stored import Input
 from shardc.runtime.data.loader import Loader
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
@@ -572,7 +573,7 @@ def test_data_that_ends_begins_again(tmp_path: Path) -> None:
     )
     file = model_file.load(str(tmp_path / "model.py"))
     shardc.compile(file.on_meta(), file.batch, {"shardc": 1, "mesh": {"dp": 1}}).save(tmp_path / "program")
-    summary = worker.run(worker.Job(str(tmp_path / "program"), str(tmp_path / "model.py"), {"steps": 3}, quiet=True))
+    summary = worker.run(Job(str(tmp_path / "program"), str(tmp_path / "model.py"), {"steps": 3}, quiet=True))
     assert summary["steps"] == 3
 
 

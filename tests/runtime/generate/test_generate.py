@@ -18,8 +18,8 @@ from shardc.ir.generation import Sizes
 from shardc.passes.annotate import model_plan
 from shardc.runtime.generate import Prompts
 from shardc.runtime.mesh.loopback import loopback
+from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.state import constants
-from shardc.runtime.step.interpreter import Interpreter
 from tests import drawn, zoo
 from tests.zoo import hf, hf_more, sequences
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardc
+from shardc.api import Program
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
 from shardc.runtime.mesh.agreement import DisagreementError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests.runtime.matrices.optimizers import alone

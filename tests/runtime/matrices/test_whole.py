@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.api import Program
 from shardc.errors import ShardcError
 from shardc.ir.matrices import Matrix, matrices_of
-from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import loopback
 from tests.runtime.matrices.optimizers import SOAP, Lamb, Shampoo, alone
 from tests.runtime.state.test_pairs import EP, TP, Model

@@ -22,7 +22,7 @@ import shardc
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh import TorchMesh
-from shardc.runtime.step.communicators import runtime_mesh
+from shardc.runtime.stage.communicators import runtime_mesh
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
 

@@ -21,7 +21,7 @@ from shardc.capture import default_loss
 from shardc.errors import ShardcError
 from shardc.runtime import launch, state
 from shardc.runtime.mesh.torch_mesh import ONE_SHOT
-from shardc.runtime.step.communicators import runtime_mesh
+from shardc.runtime.stage.communicators import runtime_mesh
 from tests import warm, zoo
 from tests.test_equal import reference, spec_of
 

@@ -23,16 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
+from shardc.api import Program
 from shardc.capture import capture
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
 from shardc.runtime import launch
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.offload import storage
 from shardc.runtime.offload.copies import Mover
-from shardc.runtime.offload.optimizer import prove_apart
 from shardc.runtime.offload.storage import Files
 from shardc.runtime.step.engine import Engine
+from shardc.runtime.zero.offloaded_optimizer import prove_apart
 from tests import warm
 from tests.bench import offload as bench
 

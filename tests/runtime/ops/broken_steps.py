@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardc.runtime.ops.zero import Gathering
-from shardc.runtime.step.activation_offload import OffloadedTensors
+from shardc.runtime.stage.activation_offload import OffloadedTensors
 
 Op = Callable[..., Any]
 #: Those that give no tensor, and those that do.
@@ -34,9 +34,9 @@ class _Still:
 def ways(name: str, op: Op) -> Iterator[tuple[str, Op]]:
     """(how, the broken op) for an op."""
     if name == "gather_start":
-        yield "not begun", lambda params, **_: params[0].bucket
+        yield "not begun", lambda params, **_: params[0]
     if name == "regather_start":
-        yield "not begun", lambda params, **_: Gathering(params[0].bucket, lambda: params[0].bucket.regather()())
+        yield "not begun", lambda params, **_: Gathering(params[0], lambda: params[0].regather()())
     if name in {"gather_wait", "regather_wait", "updated"}:
         yield "turned round", lambda x: op(x)[::-1]
     if name == "scatter":

@@ -15,7 +15,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.runtime.mesh.loopback import LoopbackMesh
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.zero.buckets import Buckets
 from tests import example_program
 from tests.differentiable import ops
 from tests.runtime.ops.definitions import COMPLEX, FLOATS, RANKS, numbers, of, on_ranks, strided

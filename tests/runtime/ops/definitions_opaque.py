@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.step.activation_offload import OffloadedTensors
+from shardc.runtime.stage.activation_offload import OffloadedTensors
 from tests.differentiable import ops
 from tests.runtime.ops.definitions import COMPLEX, FLOATS, WHOLE, numbers, of, strided
 

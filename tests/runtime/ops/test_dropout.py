@@ -18,8 +18,8 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard
 from shardc.runtime import ops, rng
 from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.ops.dropout import by_blocks, by_kernel, threshold
-from shardc.runtime.rng import Rng
+from shardc.runtime.ops.dropout import by_blocks, by_kernel
+from shardc.runtime.rng import Rng, threshold
 from shardc.torch_private import FakeTensorMode
 from tests.triton_interpreter import interpreted
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardc
-from shardc.ir.program import Program
+from shardc.api import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.zero.flat_partition import Run

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardc
+from shardc.api import Program
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.reshard.between import Reshard
 from tests import zoo

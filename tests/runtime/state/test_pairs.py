@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardc
-from shardc.ir.program import Program
+from shardc.api import Program
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state import inspecting
 from shardc.runtime.state.checkpoint_folder import newest

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import shardc
+from shardc.api import Program
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state import weight_files
 from shardc.runtime.state.init import materialise_model, record

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,7 @@ def test_simulate_leaves_the_model_alone_and_takes_a_state_dict() -> None:
 
 def test_replicas_that_come_out_different_are_noticed() -> None:
     """A program that forgets the gradients' reduction: the second rank's differ."""
-    program = example_program.program(2, 1)
-    program.buckets = ()
+    program = replace(example_program.program(2, 1), buckets=())
     with pytest.raises(ShardcError, match=r"the gradient of up\.weight on rank 1: it differs from its replica by"):
         simulate(program, example_program.Model(), example_program.batch())
     with pytest.raises(ShardcError, match="is no number of steps"):

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import shardc
+from shardc.api import Program
 from shardc.cli import step_lines
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 

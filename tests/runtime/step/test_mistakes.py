@@ -161,19 +161,6 @@ ENGINES: dict[str, tuple[Callable[[LoopbackMesh], Any], str]] = {
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step({"images": BATCH["x"], "strength": 2.0}),
         r"x: the batch has 'images' in its place, f32\[8, 8\]\n  fix: rename 'images' to 'x'",
     ),
-    "a batch spread out by name": (
-        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).step(**BATCH),  # type: ignore[arg-type,call-arg]
-        r"engine.step: it takes one batch, and was given x, strength by name\n"
-        r"  fix: pass the batch itself, as to compile: engine.step\(\{'x': x\}\), without `\*` and `\*\*`",
-    ),
-    "a batch spread out by place": (
-        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).evaluate(BATCH["x"], 2.0),  # type: ignore[misc]
-        r"engine.evaluate: it takes one batch, and was given 2 arguments\n  fix: .*: engine.evaluate\(\{'x': x\}\)",
-    ),
-    "a tensor and names": (
-        lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).backward(BATCH["x"], strength=2.0),  # type: ignore[call-arg]
-        r"engine.backward: it takes one batch, and was given one argument and strength by name",
-    ),
     "a device": (
         lambda mesh: Engine(PROGRAM, MODEL, mesh=mesh).to("cuda"),  # type: ignore[arg-type]
         r"engine.to: 'cuda' is neither a program nor a spec: this moves .*\n  fix: devices are those of the ranks",

@@ -118,7 +118,7 @@ class Noisy(Line):
         (Line, 8, {"dp": 2}, []),
         (Line, 8, {"tp": 2}, []),
         (Line, 4, {"dp": 2}, ["batch: the checkpoint was trained with x f32[8, 4], and this run has x f32[4, 4]"]),
-        (Noisy, 8, {"dp": 2}, ["forward or loss differ from those that wrote the checkpoint: test_resumed.py:"]),
+        (Noisy, 8, {"dp": 2}, ["forward or loss differ from those that wrote the checkpoint: 1 more dropout(p=0.5"]),
     ],
 )
 def test_what_a_checkpoint_cannot_replace_is_told(

@@ -337,8 +337,8 @@ def test_a_module_does_not_scale_the_loss() -> None:
 
 
 def test_what_the_loss_reads_of_its_own_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """A parameter of its own that nothing trains; a tensor and a number around it that are others later."""
-    weights, scale = torch.ones(4), 1.0
+    """A parameter of its own that nothing trains; a tensor around it that is written to later."""
+    weights = torch.ones(4)
 
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -349,7 +349,7 @@ def test_what_the_loss_reads_of_its_own_is_told(capsys: pytest.CaptureFixture[st
             return (output * self.temperature - batch["y"]).square().mean()
 
     def plain(output: Any, batch: Any) -> Any:
-        return ((output - batch["y"]).square() * weights).mean() * scale
+        return ((output - batch["y"]).square() * weights).mean()  # type: ignore[no-any-return]
 
     own, batch = Own(), {"input": torch.randn(4, 4), "y": torch.randn(4, 4)}
     for loss in (own, own.forward, lambda o, b: own(o, b)):
@@ -362,11 +362,8 @@ def test_what_the_loss_reads_of_its_own_is_told(capsys: pytest.CaptureFixture[st
     engine.evaluate(batch)
     assert capsys.readouterr().err == ""
     weights.mul_(2)
-    scale = 2.0
     engine.evaluate(batch)
-    told = capsys.readouterr().err
-    assert "a tensor of shape [4] that is read here was written to" in told
-    assert "scale of test_user_changes.py: the code of forward or of the loss names it" in told
+    assert "a tensor of shape [4] that is read here was written to" in capsys.readouterr().err
 
 
 def replace(m: Any) -> None:

@@ -166,14 +166,13 @@ def test_a_norm_of_a_part_is_refused(spec: dict[str, Any], reduce: str) -> None:
 
 
 def test_what_a_part_knows_of_itself() -> None:
-    """Sums, whose gradient is that of the whole, what is along whole dims, and parameters that every rank has whole."""
+    """What is along whole dims, and parameters that every rank has whole."""
     program = shardc.compile(copy.deepcopy(NET), BATCH, {"shardc": 1, **TP})
 
     def work(mesh: LoopbackMesh) -> None:
         module = ShardedModule(program, NET, mesh=mesh)
         up, bias = module.get_parameter("up.weight"), module.get_parameter("down.bias")
         plain = up.as_subclass(torch.Tensor)
-        assert torch.equal(up.sum(), plain.sum())
         assert torch.equal(up.norm(dim=1), plain.norm(dim=1))
         assert torch.equal(up.max(dim=-1).values, plain.max(dim=-1).values)
         assert up.norm(dim=1).requires_grad

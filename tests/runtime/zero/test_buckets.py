@@ -17,8 +17,8 @@ from shardc.ir.stored import Param
 from shardc.runtime import ops
 from shardc.runtime.mesh import RankMesh, Work
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.step.clip_grad_norm import GradNorm
-from shardc.runtime.zero.bucket_launch import Buckets
+from shardc.runtime.stage.clip_grad_norm import GradNorm
+from shardc.runtime.zero.buckets import Buckets
 from tests import example_program
 
 PAIR = Mesh((("dp", 2),))

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from shardc.api import Program
 from shardc.capture import capture
-from shardc.ir.program import Program
 from shardc.report import comm_rows
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc.ir.program import Program
+from shardc.api import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
+from shardc.runtime.zero.bucket import Bucket
 from shardc.runtime.zero.early_step import OverlappedStep
-from shardc.runtime.zero.replicated_bucket import ReplicatedBucket
 from tests.runtime.offload.test_offload import Normalised
 
 SIZES = (6, 10, 14, 9)
@@ -98,7 +98,7 @@ def run(
     return loopback(program(zero).mesh, work)[0]
 
 
-def _told(bucket: ReplicatedBucket, done: list[str]) -> None:
+def _told(bucket: Bucket, done: list[str]) -> None:
     inner = bucket.finish
     bucket.finish = lambda: done.append("sum") or inner()  # type: ignore
 

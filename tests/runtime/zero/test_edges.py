@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc.ir.program import Program
+from shardc.api import Program
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from tests.runtime.matrices.optimizers import Lamb

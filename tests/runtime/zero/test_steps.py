@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
+from shardc.api import Program
 from shardc.capture import capture
-from shardc.ir.program import Program
 from shardc.runtime import launch, ops
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from tests import warm

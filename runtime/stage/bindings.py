@@ -19,7 +19,7 @@ from torch.nn import functional as F
 aten = torch.ops.aten
 
 #: Those of which texts are full. Each takes what its overload takes, in the same order, and nothing that this overload
-#: takes is another's: `tests/runtime/step/test_bindings.py` calls both.
+#: takes is another's: `tests/runtime/stage/test_bindings.py` calls both.
 _BINDINGS: dict[Any, Callable[..., Any]] = {
     aten._softmax_backward_data.default: torch._softmax_backward_data,
     aten.add.Tensor: torch.add,

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import shardc
+from shardc.api import Program
 from shardc.cost import waterfall
 from shardc.cost.op_times import OpTimes
-from shardc.ir.program import Program
 from shardc.machine.work import Op
 from shardc.runtime.mesh.loopback import loopback
 

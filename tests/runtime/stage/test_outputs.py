@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
+from shardc.api import Program
 from shardc.errors import ShardcError
-from shardc.ir.program import Program
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.step.means import LOSS, MeanDivisors
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import shardc
+from shardc.api import Program
 from shardc.cli import app
-from shardc.ir.program import Program
 from shardc.report.comm import comm_rows
 from shardc.runtime.mesh.loopback import loopback
 from tests import warm, zoo

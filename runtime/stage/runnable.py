@@ -17,11 +17,11 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.runtime import ops
 from shardc.runtime.compiled import Compiler
-from shardc.runtime.step import outputs
-from shardc.runtime.step.activation_offload import OffloadedTensors
-from shardc.runtime.step.bindings import bind
-from shardc.runtime.step.joint_stage import JointPair, JointStage
-from shardc.runtime.step.profiler_ranges import with_ranges
+from shardc.runtime.stage import outputs
+from shardc.runtime.stage.activation_offload import OffloadedTensors
+from shardc.runtime.stage.bindings import bind
+from shardc.runtime.stage.joint_stage import JointPair, JointStage
+from shardc.runtime.stage.profiler_ranges import with_ranges
 
 # fx writes a graph's code with notes on its nodes, and a node that gets one is not found for a moment
 # (fx.Node.__setattr__): ranks that are threads of one process, and share a program, must not look at its graphs

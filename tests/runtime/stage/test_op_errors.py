@@ -13,7 +13,7 @@ import shardc
 from shardc.errors import ShardcError
 from shardc.ir.source import Source
 from shardc.runtime import launch
-from shardc.runtime.step import op_errors
+from shardc.runtime.stage import op_errors
 
 
 class Words(nn.Module):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from shardc.runtime.step.context import StepContext
+from shardc.runtime.mesh.step_context import StepContext
 
 
 def repeat(step: StepContext, now: bool) -> None:

@@ -1,4 +1,4 @@
-"""The stages of one rank, and what is done with them: a step, a forward, an evaluation (shardc.runtime.step.run)."""
+"""The stages of one rank, and what is done with them: a step, a forward, an evaluation (shardc.runtime.stage.run)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from shardc.runtime import schedule
 from shardc.runtime.compiled import Compiler
 from shardc.runtime.ops.local_math import summed, total
 from shardc.runtime.schedule import Action
-from shardc.runtime.step import outputs
-from shardc.runtime.step.activation_offload import OffloadedTensors
-from shardc.runtime.step.run import Run, StepHooks, Values
-from shardc.runtime.step.runnable import WRITING, RunnableStage, runnable, runnable_pair
+from shardc.runtime.stage import outputs
+from shardc.runtime.stage.activation_offload import OffloadedTensors
+from shardc.runtime.stage.run import Run, StepHooks, Values
+from shardc.runtime.stage.runnable import WRITING, RunnableStage, runnable, runnable_pair
 
 
 class Interpreter:
     """The stages that this rank runs. mesh: a runtime mesh. offloaded: where regions with `offload: cpu` keep tensors
-    until backward. ranges: every node is a range of torch.profiler's (shardc.runtime.step.profiler_ranges)."""
+    until backward. ranges: every node is a range of torch.profiler's (shardc.runtime.stage.profiler_ranges)."""
 
     #: Fused regions of graphs of a step run as compiled code.
     compiles = True

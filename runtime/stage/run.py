@@ -31,10 +31,10 @@ from shardc.ir.stage import Edge
 from shardc.runtime.mesh import Work
 from shardc.runtime.schedule import Action, computed
 from shardc.runtime.schedule.actions import PAIRS
-from shardc.runtime.step import op_errors
+from shardc.runtime.stage import op_errors
 
 if TYPE_CHECKING:
-    from shardc.runtime.step.interpreter import Interpreter
+    from shardc.runtime.stage.interpreter import Interpreter
 
 #: Sends that a rank has under way, each of all values of one edge. More would keep more activations alive.
 IN_FLIGHT = 2
@@ -53,7 +53,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What the engine does around backward: see `shardc.runtime.zero.bucket_launch.Buckets`. launch: where the backward
+    """What the engine does around backward: see `shardc.runtime.zero.buckets.Buckets`. launch: where the backward
     graph says so; scaled: the gradient that backward begins with.
     """
 

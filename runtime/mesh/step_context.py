@@ -37,10 +37,10 @@ class StepContext:
     weight_copies: while a microbatch of several runs forward in training: what `ops.cast_once` has cast, by its tag.
     routings: what experts' routing notes, if the engine is to report it (shardc.runtime.step.expert_load).
     in_backward: a backward graph runs: collectives of forward, once more, are recorded as "recompute".
-    trains: a graph of a training step runs (shardc.runtime.step.joint_stage).
-    repeats: the lines that run now compute again what forward has computed (shardc.runtime.step.repeated_lines).
+    trains: a graph of a training step runs (shardc.runtime.stage.joint_stage).
+    repeats: the lines that run now compute again what forward has computed (shardc.runtime.stage.repeated_lines).
     launch: in its backward, what begins the sums of the buckets that have all their gradients.
-    host_copies: where it keeps values on the host (shardc.runtime.step.activation_offload.OffloadedTensors)."""
+    host_copies: where it keeps values on the host (shardc.runtime.stage.activation_offload.OffloadedTensors)."""
 
     def __init__(self) -> None:
         self.microbatch: MicrobatchContext | None = None

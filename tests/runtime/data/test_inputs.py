@@ -16,8 +16,8 @@ import shardc
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import Input
+from shardc.runtime.data import inputs
 from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.step import inputs
 from tests import example_program
 
 Pair = collections.namedtuple("Pair", ["left", "right"])

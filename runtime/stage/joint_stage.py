@@ -18,12 +18,12 @@ from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import prefix_of
 from shardc.ir.stage import Stage
 from shardc.runtime.compiled import Compiler, with_compiled_regions
-from shardc.runtime.step import op_errors
-from shardc.runtime.step.activation_offload import OffloadedTensors
-from shardc.runtime.step.bindings import bind
-from shardc.runtime.step.context import MicrobatchContext, StepContext
-from shardc.runtime.step.profiler_ranges import with_ranges
-from shardc.runtime.step.repeated_lines import tell_repeated
+from shardc.runtime.mesh.step_context import MicrobatchContext, StepContext
+from shardc.runtime.stage import op_errors
+from shardc.runtime.stage.activation_offload import OffloadedTensors
+from shardc.runtime.stage.bindings import bind
+from shardc.runtime.stage.profiler_ranges import with_ranges
+from shardc.runtime.stage.repeated_lines import tell_repeated
 
 
 class JointStage:

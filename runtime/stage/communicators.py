@@ -9,7 +9,7 @@ from shardc.ir.program import Program
 from shardc.runtime.matrices.routes import stage_axes
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.ops.expert_parallel import experts_route
-from shardc.runtime.step.clip_grad_norm import norm_axes
+from shardc.runtime.stage.clip_grad_norm import norm_axes
 
 
 def groups_of(program: Program) -> list[tuple[str, ...]]:

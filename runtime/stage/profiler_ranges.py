@@ -11,7 +11,7 @@ from torch import fx
 from torch.autograd.profiler import record_function
 
 from shardc.ir.graph import source_of
-from shardc.runtime.step.repeated_lines import repeat
+from shardc.runtime.stage.repeated_lines import repeat
 
 
 def _begin(label: str) -> Any:

@@ -22,15 +22,11 @@ from shardc.ir import source
 from shardc.ir.graph import source_of
 from shardc.ir.types import op_name
 from shardc.runtime import ops
+from shardc.runtime.launch import LESS_MEMORY
 from shardc.runtime.ops.opaque import op_of
 
 aten = torch.ops.aten
 
-#: What can be done where memory does not suffice.
-LESS_MEMORY = (
-    "more microbatches (`batch:`), `checkpoint:`, `data: {zero: 3}`, or a larger tp; `shardc inspect --memory` and"
-    " program.cost() show what a step holds, without a device"
-)
 _GENERATED = "<eval_with_key>"
 _NO_MEMORY = re.compile(
     r"out of memory|can't allocate memory|not enough memory|cannot allocate memory|bad_alloc", re.IGNORECASE

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 import shardc
-from shardc.runtime.step.bindings import _BINDINGS, bind, binding
+from shardc.runtime.stage.bindings import _BINDINGS, bind, binding
 from shardc.torch_private import TorchDispatchMode
 
 aten = torch.ops.aten

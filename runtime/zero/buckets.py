@@ -4,7 +4,7 @@ When backward has finished a parameter's gradient, it is copied to its place in 
 is full, and all before it have started, its sum starts in the background. Which parameters share a bucket, of which
 size, in which order, is decided by the pass shardc.passes.gradient_buckets: the order in which backward finishes them,
 which the graph shows, so that no warm-up step measures it and all ranks agree. What ZeRO shards is a matter of each
-bucket: replicated_bucket.py, sharded_state_bucket.py, sharded_grad_bucket.py, sharded_param_bucket.py.
+bucket (shardc.runtime.zero.bucket).
 """
 
 from __future__ import annotations
@@ -18,15 +18,9 @@ from torch import Tensor, nn
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.program import Program
 from shardc.runtime.offload import Offload
+from shardc.runtime.zero.bucket import Bucket, follow
 from shardc.runtime.zero.flat_partition import Run
 from shardc.runtime.zero.gather import Gathered
-from shardc.runtime.zero.replicated_bucket import ReplicatedBucket, follow
-from shardc.runtime.zero.scattered_bucket import ScatteredBucket
-from shardc.runtime.zero.sharded_bucket import ShardedBucket
-from shardc.runtime.zero.sharded_grad_bucket import ShardedGradBucket
-from shardc.runtime.zero.sharded_param_bucket import ShardedParamBucket
-from shardc.runtime.zero.sharded_state_bucket import ShardedStateBucket
-from shardc.runtime.zero.whole_params import WholeParams
 
 Reduced = Callable[[Sequence[str]], None]
 
@@ -44,8 +38,7 @@ class Buckets:
     A parameter that has a `.grad` when backward starts gets the new sum added to it, as on one device; one that
     backward does not reach counts as zeros in the sum, and keeps the `.grad` it had, also as on one device.
 
-    aliased: for a loop of the user's: the graph gets other leaves than the optimizer at ZeRO 0 too, as with ZeRO
-    (ReplicatedBucket.adopt), and stretches without elements get gradients (ShardedBucket.gives_empty).
+    aliased: for a loop of the user's: see Bucket.
     """
 
     def __init__(
@@ -57,8 +50,8 @@ class Buckets:
         *,
         aliased: bool = False,
     ) -> None:
-        self.mesh, self._aliased = mesh, aliased
-        self._offload = offload if offload is not None else Offload(OffloadPlaces(), mesh)
+        self.mesh = mesh
+        offload = offload if offload is not None else Offload(OffloadPlaces(), mesh)
         self._gathered = Gathered()
         coordinate_here = mesh.coordinate(program.axis) if program.axis else 0
         here = (
@@ -68,25 +61,25 @@ class Buckets:
         )
         mine = [i for i, b in enumerate(program.buckets) if not here.isdisjoint(b.stages)]
         self._all = [
-            self._make(program, i, mesh)
+            Bucket(program, i, mesh, offload, self._gathered, self._is_last, self._launched, aliased=aliased)
             for i in mine
             if program.buckets[i].zero or mesh.members(program.buckets[i].axes) > 1
         ]
         self._stages = {b: here.intersection(b.spec.stages) for b in self._all}
         #: The stages of a bucket whose last backward of a step has not begun.
-        self._left: dict[ReplicatedBucket, set[int]] = {}
+        self._left: dict[Bucket, set[int]] = {}
         self._of = {n: b for b in self._all for n in b.spec.params}
         #: Those that are summed once a step, in order, and the first whose sum has not begun.
-        self._once = [b for b in self._all if not isinstance(b, ScatteredBucket)]
+        self._once = [b for b in self._all if not b.scatters]
         self._next = 0
         #: Those with whole parameters that are summed in every backward; of the one that runs, what has not begun.
-        self._each = [b for b in self._all if isinstance(b, ShardedGradBucket)]
-        self._due: deque[ShardedGradBucket] = deque()
+        self._each = [b for b in self._all if b.scatters and b.whole]
+        self._due: deque[Bucket] = deque()
         self._active = False
-        self._flying: list[ReplicatedBucket] = []
+        self._flying: list[Bucket] = []
         #: Called with a bucket's parameters whose sums are there already while backward runs; None: `finish` gives all.
         self.early: Reduced | None = None
-        self._done: set[ReplicatedBucket] = set()
+        self._done: set[Bucket] = set()
         self.given: dict[str, Any] = {}
         self.owned: dict[str, nn.Parameter] = {}
         for name, p in params.items() if isinstance(params, Mapping) else params:
@@ -106,23 +99,7 @@ class Buckets:
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(self._hook(b, name))  # type: ignore[no-untyped-call]
 
-    def _make(self, program: Program, index: int, mesh: Any) -> ReplicatedBucket:
-        zero = program.buckets[index].zero
-        if zero == 0:
-            return ReplicatedBucket(program, index, mesh, aliased=self._aliased)
-        made: ShardedBucket
-        if zero == 1:
-            made = ShardedStateBucket(program, index, mesh, self._offload)
-        elif zero == 2:
-            made = ShardedGradBucket(program, index, mesh, self._offload, self._is_last)
-        else:
-            made = ShardedParamBucket(
-                program, index, mesh, self._offload, self._gathered, self._launched, self._is_last
-            )
-        made.gives_empty = self._aliased
-        return made
-
-    def _is_last(self, bucket: ReplicatedBucket) -> bool:
+    def _is_last(self, bucket: Bucket) -> bool:
         """Is this the step's last backward that reaches a bucket?"""
         return not self._left[bucket]
 
@@ -189,7 +166,7 @@ class Buckets:
             b.reset()
         self._active = False
 
-    def _hook(self, bucket: ReplicatedBucket, name: str) -> Callable[[Tensor], None]:
+    def _hook(self, bucket: Bucket, name: str) -> Callable[[Tensor], None]:
         def arrived(p: Tensor) -> None:
             if self._active and p.grad is not None:  # an op of the user's may give None
                 bucket.put(name)
@@ -215,10 +192,10 @@ class Buckets:
         """Of the backward that runs: start the buckets that are due, in order: every rank must start them alike."""
         while self._due and (all_of_them or not self._due[0].missing):
             bucket = self._due.popleft()
-            bucket.send()
+            bucket.launch()
             self._launched(bucket)
 
-    def _launched(self, bucket: ReplicatedBucket) -> None:
+    def _launched(self, bucket: Bucket) -> None:
         """A bucket's sum is under way: go on with the one before it, whose buffer is then free."""
         for other in self._flying:
             other.settle()
@@ -238,8 +215,7 @@ class Buckets:
         self._gathered.finish()
         left = [b for b in self._all if b not in self._done]
         for b in left:
-            if isinstance(b, ScatteredBucket):
-                b.launch()
+            b.close()
         for b in left:
             b.settle()
         for b in left:
@@ -261,7 +237,7 @@ class Buckets:
         return again
 
     def follow(self) -> None:
-        """Before a forward of a user's own loop: see ReplicatedBucket.follow."""
+        """Before a forward of a user's own loop: see Bucket.follow."""
         for b in self._all:
             b.follow()
         for name in self.unsummed:
@@ -292,7 +268,7 @@ class Buckets:
     @property
     def written(self) -> bool:
         """Has anybody written to parameters that are to be gathered, since `publish`?"""
-        return any(b.written for b in self._all if isinstance(b, WholeParams))
+        return any(b.written for b in self._all)
 
     def wait_for_gathers(self) -> None:
         """Wait for what `publish` began."""
@@ -321,9 +297,9 @@ class Buckets:
 
 
 class _Wholes(Mapping[str, Tensor]):
-    def __init__(self, owned: Mapping[str, nn.Parameter], of: Mapping[str, ReplicatedBucket]) -> None:
+    def __init__(self, owned: Mapping[str, nn.Parameter], of: Mapping[str, Bucket]) -> None:
         self._owned, self._of = owned, of
-        self._bucket: ReplicatedBucket | None = None
+        self._bucket: Bucket | None = None
         self._there: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:

@@ -1,0 +1,441 @@
+"""One bucket of parameters on one rank: its flat buffer, the sum of its gradients, and what ZeRO shards of it
+(Rajbhandari et al. 2020, "ZeRO").
+
+    zero   whole   scatters    whole on every rank       sharded over the axis
+    0      yes     no          everything
+    1      yes     no          parameters, gradients     optimizer state
+    2      yes     yes         parameters                optimizer state, gradients
+    3      no      yes                                   optimizer state, gradients, parameters
+
+    a a a a | a b b b | c c c c      parameters of 5, 3 and 4 elements on 3 ranks; rank 1 owns a[4:5] and b[0:3]
+
+Gradients are copied into one flat buffer. Without `scatters` they add up there over microbatches, and are summed over
+ranks once a step. With it they are reduce-scattered in every backward, and add up in this rank's part: the whole
+gradients of a few buckets exist at a time, however many microbatches a step has. An all-reduce over the axes that
+replicate follows after the step's last.
+
+On a GPU nothing is freed by waiting for a sum in backward, so it is waited for afterwards: where stages of a pipeline
+follow one another, each would hold up the others. On a CPU a sum under way takes as much memory again, for what is
+received, so one at a time is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.ir import buckets as ir
+from shardc.ir.program import Program
+from shardc.runtime.mesh import Work
+from shardc.runtime.offload import Offload
+from shardc.runtime.offload.copies import Home
+from shardc.runtime.zero.flat_partition import Flat, Run
+from shardc.runtime.zero.gather import Gathered, views
+from shardc.runtime.zero.rounded_gather import RoundedGather
+from shardc.runtime.zero.trained_params import trained_params
+
+
+class Bucket:
+    """Use: `adopt` all parameters, `ready`; in each step `start`, `put` each gradient (ZeRO 3: `arrived`), `launch`,
+    `settle`, `close`, `finish`; after an update `publish`.
+
+    aliased: for a loop of the user's. At ZeRO 0 the graph gets leaves of its own on the same memory: what the loop adds
+    to the loss by the parameters themselves goes to the parameter, whole on every rank, and is not summed with the
+    graph's gradients. A shard without elements gets a gradient without elements, which a loop reads as any other;
+    elsewhere None, and the optimizer has nothing to do for it.
+    last: is this the step's last backward that reaches the bucket? launched: called when ZeRO 3 has begun a sum.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        index: int,
+        mesh: Any,
+        offload: Offload,
+        gathered: Gathered,
+        last: Callable[[Bucket], bool],
+        launched: Callable[[Bucket], None],
+        *,
+        aliased: bool = False,
+    ) -> None:
+        self.spec: ir.Bucket = program.buckets[index]
+        self.sharded, self.whole, self.scatters = self.spec.zero > 0, self.spec.zero < 3, self.spec.zero > 1
+        self.tag, self.mesh, self._aliased = f"bucket{index}", mesh, aliased
+        self._offload, self._gathered, self._last, self._launched = offload, gathered, last, launched
+        # whose gradients other stages' ranks may bring, if this one's stages do not
+        self.elsewhere = trained_params(program).intersection(self.spec.params) if self.spec.late else frozenset()
+        self.flat = Flat.of(program, self.spec)
+        self.params: dict[str, nn.Parameter] = {}  # whole local parts, as the graph has them; none at ZeRO 3
+        self.owned: dict[str, nn.Parameter] = {}
+        self.missing: set[str] = set()  # gradients that this backward has not brought
+        self.seen: set[str] = set()  # gradients that some backward of this step has brought
+        self.sums: dict[str, Tensor] = {}  # of the last step, in another dtype than its gradients
+        self._kept: dict[str, Tensor] = {}  # gradients of before this step
+        self._buffer: Tensor | None = None
+        self._views: dict[str, Tensor] = {}
+        self._there: set[str] = set()  # gradients that are in the buffer
+        self._work, self._rest_work, self._gather = Work(), Work(), Work()
+        self._rest_begun = False  # the sum over the other axes
+        self._final = False  # the sum under way is the step's last
+        self._sum: Tensor | None = None  # this rank's part of the gradients
+        self._coming: Tensor | None = None  # the sum under way, where earlier ones are there already
+        self._flying: Tensor | None = None  # the whole gradients that it is made of
+        # parameters
+        self.rank = mesh.coordinate(self.spec.shard) if self.sharded else 0
+        self.runs: dict[str, Run] = self.flat.runs(self.rank) if self.sharded else {}
+        self.rest = tuple(a for a in self.spec.axes if a != self.spec.shard)
+        self.low, self.high = self.rank * self.flat.part, (self.rank + 1) * self.flat.part
+        self.prefetch, self.elements = self.spec.prefetch, self.flat.padded
+        rounds = bool(self.spec.rounded) and not self.whole
+        self._rounded = RoundedGather(self.spec, self.flat, self.runs, mesh, self.tag) if rounds else None
+        self._trains: dict[str, bool] = {}
+        self._whole: Tensor | None = None  # ZeRO 1 and 2: all parameters, as ops take them
+        self._master: Tensor | None = None  # this rank's part, as stored
+        self._home: Home | None = None  # where the master is, if it is not on the device
+        self._versions = 0
+        #: With `keep`: what was gathered, until the step's last backward.
+        self._kept_whole: tuple[Tensor, Work] | None = None
+
+    # --- parameters
+
+    def adopt(self, name: str, p: nn.Parameter) -> Any:
+        """Take a parameter over; returns what the program's graph gets for it: the parameter, or the bucket, which
+        `ops.gather_start` and `ops.updated` take.
+        """
+        if not self.sharded:
+            self.owned[name] = p
+            self.params[name] = nn.Parameter(p.detach(), requires_grad=p.requires_grad) if self._aliased else p
+            return self.params[name]
+        if self._master is None:
+            self._master = self._make_master(p)
+        with torch.no_grad():
+            if self._whole is not None:
+                place = self._named(self._whole)[name]
+                place.copy_(p)
+                self.params[name] = nn.Parameter(place, requires_grad=p.requires_grad)
+            run = self.runs[name]
+            self._slices(self._master)[name].copy_(p.reshape(-1)[run.start : run.stop])
+        self._trains[name] = p.requires_grad
+        return self
+
+    def _make_master(self, p: nn.Parameter) -> Tensor:
+        """This rank's part of the parameters as stored, zeros at first."""
+        if self.whole:
+            self._whole = torch.zeros(self.flat.padded, dtype=self.spec.compute or p.dtype, device=p.device)
+            if self._whole.dtype == p.dtype:
+                return self._whole[self.low : self.high]
+        self._home = self._offload.room("optimizer" if self.whole else "parameters", self.flat.part, p.dtype)
+        if self._home is not None:
+            return self._home.tensor
+        return torch.zeros(self.flat.part, dtype=p.dtype, device=self.mesh.device)
+
+    def ready(self) -> None:
+        """All parameters are adopted."""
+        if self._master is None:
+            return
+        # An engine checks whether anybody wrote to them (`written`): what gathers write beside them is counted apart.
+        # In a loop of the user's own torch has to see what is written between forward and backward.
+        master = self._master.data if self.whole and not self._aliased else self._master
+        self.owned = {n: nn.Parameter(x, requires_grad=self._trains[n]) for n, x in self._slices(master).items()}
+        if self._home is not None:
+            self._offload.keep(self.owned.values(), self._home)
+        self._versions = self._version()
+
+    def follow(self) -> None:
+        """Parameters may have been frozen, or have got other memory (`p.data = ...`), since the last forward."""
+        for name, p in self.owned.items() if self._aliased and not self.sharded else ():
+            follow(self.params[name], p)
+
+    def _named(self, whole: Tensor) -> dict[str, Tensor]:
+        """The parameters, views of a flat tensor of all."""
+        return dict(zip(self.spec.params, self.parts(whole), strict=True))
+
+    def _slices(self, part: Tensor) -> dict[str, Tensor]:
+        """This rank's shard of every parameter in its part of the flat buffer."""
+        starts = dict(zip(self.spec.params, self.flat.starts, strict=True))
+        slices = {}
+        for name, run in self.runs.items():
+            first = starts[name] + run.start - self.low if run.size else 0
+            slices[name] = part[first : first + run.size]
+        return slices
+
+    def _version(self) -> int:
+        return sum(p._version for p in self.owned.values())
+
+    @property
+    def written(self) -> bool:
+        """Has anybody written to this rank's part since it was last gathered? (Not by `.data`: torch does not count
+        such writes. Of an engine: where buckets are those of a loop of the user's, gathers count too.)
+        """
+        return self.sharded and self.whole and self._version() != self._versions
+
+    def publish(self) -> None:
+        """After an update: begin to gather the other ranks' parts."""
+        self._kept_whole = None  # it is what was before the update
+        if self._whole is None:
+            return
+        assert self._master is not None
+        self._gather.wait()  # of two at once the first may end last
+        mine = self._whole[self.low : self.high]
+        if self.spec.compute is not None:
+            mine.copy_(self._master)
+            if self._home is not None:
+                self._home.slot.behind()
+        self._gather = self.mesh.start_all_gather(mine, self._whole, self.spec.shard, direction="update", tag=self.tag)
+        self._versions = self._version()
+
+    def wait_for_gather(self) -> None:
+        """Wait for what `publish` began."""
+        self._gather.wait()
+
+    def filled(self) -> None:
+        """New values are in parts and wholes."""
+        self._versions = self._version()
+
+    def updated(self) -> tuple[nn.Parameter, ...]:
+        """The whole parameters."""
+        self.wait_for_gather()
+        return tuple(self.params[n] for n in self.spec.params)
+
+    def wholes(self) -> dict[str, Tensor]:
+        """{name: whole local part, as stored}. Collective where it is sharded."""
+        self.follow()
+        self.wait_for_gather()
+        if not self.sharded or (self.whole and self.spec.compute is None):
+            return {n: p.detach() for n, p in self.params.items()}
+        assert self._master is not None
+        part = self._master.to(self.mesh.device)
+        whole = torch.empty(self.flat.padded, dtype=part.dtype, device=part.device)
+        self.mesh.start_all_gather(part.detach(), whole, self.spec.shard, direction="state", tag=self.tag).wait()
+        return self._named(whole)
+
+    # --- ZeRO 3: gathered for every use
+
+    def start_gather(self, direction: str) -> tuple[Tensor, Work]:
+        """Begin to gather: a flat tensor, and when the bucket's parameters will be in it."""
+        if self._kept_whole is not None:
+            return self._kept_whole
+        assert self._master is not None
+        if self._home is not None:
+            part = self._offload.read(self._home, direction, self.spec.compute)
+        else:
+            part = self._master if self.spec.compute is None else self._master.to(self.spec.compute)
+        if self._rounded is not None:
+            started = self._rounded.start(part, self._slices(part), direction)
+        else:
+            whole = torch.empty(self.flat.padded, dtype=part.dtype, device=part.device)
+            work = self.mesh.start_all_gather(part, whole, self.spec.shard, direction=direction, tag=self.tag)
+            started = whole, work
+        if self.spec.keep and self.mesh.step.trains:
+            self._kept_whole = started
+        return started
+
+    def reset(self) -> None:
+        """Forget what was begun."""
+        self._kept_whole = None
+
+    def gather(self) -> None:
+        """Begin to gather for forward."""
+        self._gathered.start(self)
+
+    def used(self) -> tuple[Tensor, ...]:
+        """The gathered parameters."""
+        return self.parts(self._gathered.take(self))
+
+    def regather(self) -> Callable[[], Tensor]:
+        """Begin to gather for a backward graph."""
+        return self._gathered.again(self)
+
+    def parts(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """The parameters, views of what was gathered."""
+        return views(whole, self.flat.starts, self.flat.shapes)
+
+    # --- gradients
+
+    def start(self, first: bool) -> None:
+        """Before a backward. first: of the step; what is in `.grad` then is added to what comes."""
+        self.missing = set(self.spec.params)
+        if not first:
+            return
+        self._work.wait()  # of a step that failed halfway
+        self._rest_work.wait()
+        self._rest_begun = self._final = False
+        self.seen, self._there, self.sums = set(), set(), {}
+        self._sum = self._coming = self._flying = None
+        if self.scatters:
+            self._free()
+        self._kept = {n: p.grad for n, p in self.owned.items() if p.grad is not None}
+        for p in self.owned.values():
+            p.grad = None
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """Of whole gradients, while there are any."""
+        return self._buffer
+
+    def _flat(self) -> Tensor:
+        """The buffer of whole gradients, made when the first one arrives."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self.flat.padded, dtype=self.spec.dtype, device=self.mesh.device)
+            for start, stop in self.flat.gaps:
+                self._buffer[start:stop].zero_()
+            self._views, self._there = self._named(self._buffer), set()
+        return self._buffer
+
+    def put(self, name: str) -> None:
+        """A gradient has come: one copy, and its own memory is freed."""
+        assert name in self.missing, f"the gradient of {name} arrived twice in one backward"
+        p = self.params[name]
+        assert p.grad is not None
+        self._add(name, p.grad)
+        p.grad = None
+
+    def arrived(self, grads: Sequence[Tensor | None]) -> None:
+        """Backward has all gradients of a gathered bucket: begin their sum; with `keep`, after the last microbatch."""
+        for name, grad in zip(self.spec.params, grads, strict=True):
+            if grad is not None:
+                self._add(name, grad)
+        if not self.spec.keep or self._last(self):
+            self._kept_whole = None
+            self.launch()
+            self._launched(self)
+
+    def _add(self, name: str, grad: Tensor) -> None:
+        self._flat()
+        if name in self._there:
+            self._views[name].add_(grad)
+        else:
+            self._views[name].copy_(grad)
+        self._there.add(name)
+        self.missing.discard(name)
+        self.seen.add(name)
+
+    def _filled(self) -> Tensor:
+        """The buffer, with zeros for what did not come."""
+        buffer = self._flat()
+        for name in self.spec.params:
+            if name not in self._there:
+                self._views[name].zero_()
+        return buffer
+
+    def launch(self) -> None:
+        """Begin the sum over ranks of what is in the buffer, in the background."""
+        flat = self._filled()
+        if not self.sharded:
+            self._work = self.mesh.start_all_reduce(flat, self.spec.axes, direction="backward", tag=self.tag)
+            return
+        if not self.scatters:
+            self._sum = flat[self.low : self.high]
+            self._reduce(flat, self._sum)
+            self._rest(self._sum, at_once=True)
+            return
+        self.settle()
+        self._flying, self._coming = flat, torch.empty(self.flat.part, dtype=flat.dtype, device=flat.device)
+        self._free()
+        self._reduce(flat, self._coming)
+        self._final = not self.spec.late and self._last(self)  # of a late bucket, other ranks may bring the last one
+        if self._final and self._sum is None:
+            self._rest(self._coming, at_once=True)
+
+    def _reduce(self, flat: Tensor, part: Tensor) -> None:
+        """Begin to sum flat into part."""
+        if self.spec.shard in self.spec.axes:
+            self._work = self.mesh.start_reduce_scatter(flat, part, self.spec.shard, direction="backward", tag=self.tag)
+        elif self.scatters:  # else it is a part of flat
+            part.copy_(flat[self.low : self.high])  # all ranks of the axis have the same gradient
+
+    @property
+    def _rest_due(self) -> bool:
+        """Whether a sum over the other axes is to begin yet."""
+        return not self._rest_begun and bool(self.rest) and self.mesh.members(self.rest) > 1
+
+    def _rest(self, part: Tensor, *, at_once: bool = False) -> None:
+        """Go on over the other axes, once a step. at_once: when the sum over the first axis is there, without waiting
+        for it here; not on every mesh.
+        """
+        if not self._rest_due or (at_once and not self.mesh.streams):
+            return
+        with self.mesh.after(self._work) if at_once else nullcontext():
+            self._rest_work = self.mesh.start_all_reduce(part, self.rest, direction="backward", tag=self.tag)
+        self._rest_begun = True
+
+    def settle(self) -> None:
+        """Later buckets are under way: go on with this one."""
+        if self._coming is not None:
+            self._work.wait()
+            self._sum = self._coming if self._sum is None else self._sum.add_(self._coming)
+            self._coming = self._flying = None
+            if self._final:
+                self._rest(self._sum)
+        elif not self.scatters and self._sum is not None and (self._rest_due or not self.mesh.streams):
+            self._work.wait()
+            self._rest(self._sum)
+
+    @property
+    def final(self) -> bool:
+        """Is the sum that is under way the step's last?"""
+        return self._final if self.scatters else not self.spec.late
+
+    def close(self) -> None:
+        """After the step's last backward: begin what is left of sums that every backward begins."""
+        if not self.scatters:
+            return
+        if self._buffer is not None:  # its last backward did not come here
+            self.launch()
+        self.settle()
+        if self._sum is None and self.elsewhere:  # other ranks sum with this one
+            self._sum = torch.zeros(self.flat.part, dtype=self.spec.dtype, device=self.mesh.device)
+        if self._sum is not None:
+            self._rest(self._sum)
+
+    def finish(self) -> None:
+        """Wait for the sums: gradients are in `.owned`, and nowhere else: who lets go of them frees the memory for the
+        next forward.
+        """
+        self._kept_whole = None
+        self._work.wait()
+        self.settle()
+        self._rest_work.wait()
+        part, self._sum = self._sum, None
+        if not self.sharded:
+            self._give(self._views)
+        elif part is None:
+            self._give({})
+        else:
+            self._give({n: x for n, x in self._slices(part).items() if self.runs[n].size or self._aliased})
+        self._free()
+
+    def _free(self) -> None:
+        self._buffer, self._views = None, {}
+
+    def _give(self, sums: dict[str, Tensor]) -> None:
+        for name, p in self.owned.items():
+            # of before this backward, and what other terms of the loss brought meanwhile
+            others = [g for g in (self._kept.get(name), p.grad) if g is not None]
+            if name in (self.seen | self.elsewhere) and name in sums:
+                others.insert(0, sums[name].to(p.dtype))
+            p.grad = others[0] if others else None
+            for g in others[1:]:
+                others[0].add_(g)
+        self._kept, self.sums = {}, {n: x for n, x in sums.items() if x.dtype != self.owned[n].dtype}
+
+    def narrow(self) -> None:
+        """After an update: put gradients that were widened for it back where they were summed, in that dtype."""
+        for name, p in self.owned.items():
+            if p.grad is not None and p.grad.dtype != self.spec.dtype and name in self.sums:
+                grad, p.grad = p.grad, None
+                p.grad_dtype = None  # any
+                p.grad = self.sums[name].copy_(grad)
+        self.sums = {}
+
+
+def follow(alias: nn.Parameter, p: nn.Parameter) -> None:
+    """Let a leaf of its own be as the parameter is whose memory it has."""
+    if alias.data_ptr() != p.data_ptr():
+        alias.data = p.data
+    if alias.requires_grad != p.requires_grad:
+        alias.requires_grad_(p.requires_grad)

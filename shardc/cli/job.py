@@ -1,0 +1,121 @@
+"""A job that processes of `shardc run`, `score` and `generate` are given, and how each of them begins it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardc.cli.common import COLLECT_EVERY
+from shardc.runtime.state.adapters import has_adapters_alone
+from shardc.spec.run_section import Run
+from shardc.torch_private import flight_record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardc.api import Program
+    from shardc.cli.model_file import ModelFile
+    from shardc.runtime.mesh import TorchMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run. program: artifact folder. model: model reference. run: the spec's section `run:`, in which options of
+    the command line have won. quiet: no lines (--json). weights: file or folder to begin from, or "": what the model
+    file says.
+
+    resume: folder, or "". last_good: if the last checkpoint is damaged, resume from the last that is not. new_schedule:
+    the learning rates are the model file's, not the checkpoint's. new_data: the data is read from its beginning.
+    overwrite: the log begins anew. progress: folder in which rank r keeps `rank<r>` (shardc.runtime.launch.Progress).
+    result: file into which rank 0 writes the summary. trust: run an edited artifact. joined: the processes were started
+    by torchrun or Slurm. debug: tracebacks show all frames, not only those of the user's code.
+    split: of the data that is scored (shardc.cli.scoring); "": the job is to train. rows: file for the scores of each
+    row, or "". prompts: ids of each that is continued; generate: the arguments of Engine.generate.
+    """
+
+    program: str
+    model: str
+    run: dict[str, Any] = dataclasses.field(default_factory=dict)
+    batch: int | None = None
+    seq: int | None = None
+    overwrite: bool = False
+    resume: str = ""
+    last_good: bool = False
+    new_schedule: bool = False
+    new_data: bool = False
+    weights: str = ""
+    quiet: bool = False
+    result: str = ""
+    progress: str = ""
+    trust: bool = False
+    joined: bool = False
+    debug: bool = False
+    split: str = ""
+    rows: str = ""
+    prompts: list[list[int]] = dataclasses.field(default_factory=list)
+    generate: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def settings(self) -> Run:
+        return Run.model_validate({name: tuple(x) if isinstance(x, list) else x for name, x in self.run.items()})
+
+
+def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh, Callable[[str], None]]:
+    """The model file, the program, this rank of its mesh, and what says a line for all ranks. Collective."""
+    from shardc.api import load
+    from shardc.cli import model_file
+    from shardc.recompile import Resizer
+    from shardc.runtime.launch import Progress, Told
+    from shardc.runtime.mesh.watch import told
+    from shardc.runtime.stage.communicators import runtime_mesh
+
+    settings = job.settings
+    file = model_file.load(job.model, batch=job.batch, seq=job.seq, seed=settings.seed)
+    program = load(job.program, trust=job.trust, as_compiled=True)
+    forward = "score" if program.scores else program.forward_only and (file.outputs or True)
+    program = dataclasses.replace(program, resize=Resizer(file.on_meta, file.loss, {}, _compiled, forward, file.batch))
+    timeout = timedelta(seconds=settings.timeout) if settings.timeout else None
+    mesh = runtime_mesh(program, watch=settings.watch, timeout=timeout)
+    tell = Told(Path(job.progress)).say if job.progress else told
+    if job.progress:
+        mesh.activity.noted.append(Progress(Path(job.progress) / f"rank{mesh.rank}").note)
+    if mesh.watch is not None:
+        mesh.watch.tell = tell
+        if settings.log:
+            mesh.watch.record = functools.partial(_record, Path(settings.log) / f"flight-rank{mesh.rank}.json")
+    return file, program, mesh, tell
+
+
+def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
+    """What the weights are read from: as `weights` of program.engine. Adapters alone are put beside the model's own."""
+    if not job.weights:
+        return file.weights
+    named = Path(job.weights)
+    return (file.weights, named) if program.adapters and has_adapters_alone(named) else named
+
+
+def collect_as_usual() -> None:
+    """A model's own objects may refer to each other in circles, and hold a step's memory until they are collected. What
+    is there by now stays: the collector need not look through it any more.
+    """
+    gc.freeze()
+    gc.set_threshold(*COLLECT_EVERY)
+
+
+def _record(file: Path) -> None:
+    """Keep what this rank's last collectives were: somebody waits for somebody."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(flight_record())
+
+
+def _compiled(*args: Any, **options: Any) -> Program:
+    """As shardc.compile.compile, which takes a second to import: few runs have batches of other sizes."""
+    from shardc.compile import compile
+
+    return compile(*args, **options)
