@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 import sys
 import tempfile
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def command(
     device: Annotated[
         str | None,
         typer.Option(
-            help="with --memory, --comm, --schedule, --trace, --html: a name of `shardc device`, or a YAML file"
+            help="of --memory, --comm, --schedule and what is written: a name of `shardc device`, or a YAML file"
             " (default: the spec's device, else h100-80g)"
         ),
     ] = None,
@@ -64,6 +65,9 @@ def command(
     trace: Annotated[
         Path | None,
         typer.Option(help="write a step as a trace, which ui.perfetto.dev opens: who computes and sends what when"),
+    ] = None,
+    memory_snapshot: Annotated[
+        Path | None, typer.Option(help="write a step's memory as a snapshot, which pytorch.org/memory_viz opens")
     ] = None,
     mesh: common.MeshOption = None,
     set_: common.SetOption = None,
@@ -81,7 +85,7 @@ def command(
     from shardc.cost.device_file import device as named
 
     with common.reporting(debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
-        common.check_outputs({"--html": html, "--trace": trace})
+        common.check_outputs({"--html": html, "--trace": trace, "--memory-snapshot": memory_snapshot})
         if device is not None:
             named(device)
         if coverage:
@@ -119,7 +123,11 @@ def command(
             from shardc.report.trace import trace as of_step
 
             trace.write_text(json.dumps(of_step(cost())), encoding="utf-8")
-        written = [str(file) for file in (html, trace) if file]
+        if memory_snapshot:
+            from shardc.report.memory_snapshot import snapshot
+
+            memory_snapshot.write_bytes(pickle.dumps(snapshot(cost())))
+        written = [str(file) for file in (html, trace, memory_snapshot) if file]
         if scores:
             _scores(program, as_json, show)
         elif schedule:

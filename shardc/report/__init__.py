@@ -1,7 +1,7 @@
 """What `shardc inspect` shows: pure functions from a Program to text, tables, JSON or one page.
 
 comm, cost, timeline    collectives by axis and cause; memory over a step; who computes what when, and who waits
-trace                   a step as a trace for Perfetto
+trace, memory_snapshot  a step as a trace for Perfetto; its memory as a snapshot for torch's viewer
 scores                  what each rank computes of attention's square
 kept_activations        what forward keeps for backward, layer by layer, and why
 page                    a program as one HTML file to look around in, and all drawing; drawn_ops: which ops are boxes

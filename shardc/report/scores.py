@@ -124,7 +124,7 @@ def _rows(layout: Layout, length: int, dim: int, mesh: Mesh, rank: int) -> tuple
 # --- shown
 
 
-def _told(s: Square) -> str:
+def _about(s: Square) -> str:
     heads = f"{s.heads[0]} of {s.heads[1]} heads" if s.heads[0] < s.heads[1] else f"{s.heads[1]} heads"
     low, high = s.band
     band = {ALL: "all keys", CAUSAL: "causal"}.get(s.band, f"keys from {low} to {high}, counted from the query")
@@ -148,7 +148,7 @@ def text(program: Program) -> str:
     parts = []
     for s in squares(program):
         rows = [" ".join("." if r is None else _NAMES[r % len(_NAMES)] for r in line) for line in s.cells()]
-        parts.append("\n".join([", ".join(s.modules), f"  {_told(s)}", f"  {_work(s)}", *(f"    {r}" for r in rows)]))
+        parts.append("\n".join([", ".join(s.modules), f"  {_about(s)}", f"  {_work(s)}", *(f"    {r}" for r in rows)]))
     return "\n\n".join(parts) or "no attention that is one op: what a model writes out is products and a softmax"
 
 
@@ -167,7 +167,7 @@ def to_json(program: Program) -> list[dict[str, Any]]:
             "method": s.method,
             "bytes": s.sent,
             "pairs": list(s.pairs),
-            "about": _told(s),
+            "about": _about(s),
             "work": _work(s),
             "cells": s.cells(),
         }

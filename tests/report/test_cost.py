@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 import re
 from dataclasses import replace
 
 import torch
+from torch.cuda import _memory_viz
 
 import shardc
 from shardc.cost import Cost
 from shardc.report import cost as cost_report
+from shardc.report.memory_snapshot import snapshot
 from tests import zoo
 
 
@@ -46,3 +49,25 @@ def test_json_is_what_the_table_shows() -> None:
     for r in made["ranks"]:
         assert max(sum(p["live"].values()) for p in r["curve"]) == r["peak"]
     assert made["peak"] == max(r["peak"] for r in made["ranks"])
+
+
+def test_a_snapshot_is_what_torch_s_viewer_reads() -> None:
+    """Its traces reach the peak of each rank, and nothing is freed that was not allocated."""
+    made = pickle.loads(pickle.dumps(snapshot(found())))
+    for r, events in zip(found().ranks, made["device_traces"], strict=True):
+        live, most, addresses = 0, 0, set[int]()
+        for e in events:
+            assert e["action"] == "alloc" or e["addr"] in addresses
+            addresses.add(e["addr"])
+            live += {"alloc": e["size"], "free_requested": 0, "free_completed": -e["size"]}[e["action"]]
+            most = max(most, live)
+        assert most == r.memory.peak
+        assert 0 < live <= sum(r.memory.resident.values())  # what an update replaces is allocated by the next step
+        named = [[f["name"] for f in e["frames"]] for e in events]
+        assert any(name[0].startswith("activations [") and name[-1].startswith("forward of ") for name in named)
+        assert any(f["filename"].endswith(".py") and f["line"] > 0 for e in events for f in e["frames"])
+    text = _memory_viz.trace(made)  # a line for each event; it fails for what it does not know
+    assert text.count("MEM[") == sum(e["action"] == "alloc" for events in made["device_traces"] for e in events)
+    assert [line for line in text.splitlines() if line.startswith("Device ")] == [
+        f"Device {i} ----------------" for i in range(len(found().ranks))
+    ]

@@ -19,8 +19,6 @@ function exposure(m) {
   return exposedOf(m) > 0.01 * secondsOf(m) ? "e" : "h";
 }
 
-const EXPOSURE = { e: "the rank waits for it", h: "hidden behind computing", u: "its time is not known" };
-
 /** What is between the rank waiting for all of it and for none: words. */
 function exposedText(m) {
   if (!isTimed(m)) return ways(m).some((w) => w.kind === "send_recv") ? "waits: see the timeline" : "no device: no times";

@@ -50,7 +50,7 @@ function memoryPicture(p, m, kinds, peak, wide) {
   });
   if (m.limit <= top) parts.push(svg("line", { class: "limit", x1: left, x2: W - 8, y1: Y(m.limit), y2: Y(m.limit) }), svg("text", { class: "soft", x: W - 10, y: Y(m.limit) - 4, "text-anchor": "end" }, `${F.device} has ${size(m.limit)}`));
   parts.push(sized(svg("circle", { cx: X(at + 0.5), cy: Y(total[at]), r: 4 }), { fill: "var(--bad)" }));
-  const told = (i) => {
+  const moment = (i) => {
     const part = [...p.parts].reverse().find(([, begin]) => begin <= i);
     return `${size(total[i])} in ${part ? part[0] : "the step"}${p.names[p.ops[i]] ? `, ${p.names[p.ops[i]]}` : ""}: ${kinds.filter((k) => p.curve[k] && p.curve[k][i]).map((k) => `${k} ${size(p.curve[k][i])}`).join(", ")}`;
   };
@@ -58,7 +58,7 @@ function memoryPicture(p, m, kinds, peak, wide) {
   const move = (picture, i) => {
     place = Math.min(Math.max(i, 0), n - 1);
     for (const end of ["x1", "x2"]) picture.querySelector(".cross").setAttribute(end, X(place + 0.5));
-    picture.nextElementSibling.textContent = told(place);
+    picture.nextElementSibling.textContent = moment(place);
   };
   const picture = svg("svg", { width: W, height: high + 26, tabindex: "0", role: "img", "aria-label": `memory of ${placeOf(p)}: peak ${size(p.peak)} at ${p.where}. Left and right move along the step.`,
     onpointermove: (e) => move(e.currentTarget, Math.floor((e.clientX - e.currentTarget.getBoundingClientRect().left - left) / inner * n)),
@@ -68,7 +68,7 @@ function memoryPicture(p, m, kinds, peak, wide) {
       move(e.currentTarget, place + by);
       e.preventDefault();
     } }, parts, svg("line", { class: "cross", x1: X(at + 0.5), x2: X(at + 0.5), y1: 6, y2: high + 6 }));
-  return el("figure", {}, el("h3", {}, `${placeOf(p)}: ${size(p.peak)}`, " ", el("small", {}, `at ${p.where}`)), picture, el("p", { class: "hint", "aria-live": "polite" }, told(at)));
+  return el("figure", {}, el("h3", {}, `${placeOf(p)}: ${size(p.peak)}`, " ", el("small", {}, `at ${p.where}`)), picture, el("p", { class: "hint", "aria-live": "polite" }, moment(at)));
 }
 
 /** The peak and the largest kinds first, which is what a narrow panel shows. */
