@@ -10,7 +10,7 @@ price         tier two: a price by dry runs of a spec of its own
 result        Plan, Candidate
 questions     the largest that fits, what would help most, the best of several clusters
 table         the plan as a table; annotated_yaml: the best spec, with reasons as comments
-page          the plan as an HTML page; picture: its plot of time and memory
+page          the plan as an HTML page
 """
 
 from __future__ import annotations
