@@ -105,7 +105,8 @@ def price(library: Library, spec: Spec, batch: int) -> Priced:
     side_by_side = spec.execution.overlap != "none"  # a pair costs what its text takes
     if side_by_side or not library.runs.treats_layers_alike(spec):
         return _whole(library, spec, batch)
-    p, bucket = spec.pipeline, _bucket(spec) if _summing(spec) > 1 else 0.0
+    summing = _summing(spec)  # each bucket of gradients at once
+    p, bucket = spec.pipeline, spec.data.bucket_bytes(summing) if summing > 1 else 0.0
     if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)
         stage, only = library.alone(less, rows, bucket)
@@ -133,11 +134,6 @@ def _summing(spec: Spec) -> int:
     """How many ranks sum gradients."""
     of = roles(spec)
     return math.prod(n for axis, n in spec.mesh.axes if of[axis] in ("dp", "cp", "ep"))
-
-
-def _bucket(spec: Spec) -> float:
-    """Bytes of gradients that are summed at once."""
-    return spec.data.bucket_bytes(_summing(spec))
 
 
 def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
@@ -305,17 +301,13 @@ def _memory(mine: Sequence[Stage], by: Mapping[int, Stage], schedule: Schedule, 
             continue
         which = "first" if a.microbatch == 0 else "last" if a.microbatch == schedule.microbatches - 1 else "middle"
         v = part_of(by[a.stage], a.kind, which if a.microbatch >= 0 else "")
-        best = max(best, live + v[HIGH], live + v[NET], key=_bytes)
+        best = max(best, live + v[HIGH], live + v[NET], key=np.sum)
         live = live + v[NET]
     for kind in ("after", "update"):
         for s in mine:
-            best = max(best, live + s[kind, ""][HIGH], live + s[kind, ""][NET], key=_bytes)
+            best = max(best, live + s[kind, ""][HIGH], live + s[kind, ""][NET], key=np.sum)
             live = live + s[kind, ""][NET]
     return np.maximum(best, 0)
-
-
-def _bytes(v: Vector) -> float:
-    return float(v.sum())
 
 
 def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = ()) -> Priced:

@@ -204,7 +204,7 @@ COLLECTIVES = ("gather", "scatter", "gather of experts", "scatter of experts", "
 
 
 def _placed(c: Choice) -> tuple[object, ...]:
-    return c.mesh_key, c.zero > 0, c.outer, c.over_experts
+    return c.pp, c.dp, c.cp, c.ep, c.tp, c.inside, c.zero > 0, c.outer, c.over_experts
 
 
 def _lines(c: Choice, device: Device, known: dict[object, tuple[float, float]]) -> list[tuple[float, float]]:
@@ -247,8 +247,19 @@ def priced(t: Table, block: Block, core: Core, library: Library) -> tuple[Vector
     """(seconds, live bytes at the peak) of all choices of a table."""
     layers = library.layers
     ranks = np.array([_ranks(block, *key, layers.number if layers else 1) for key in t.groups])[t.group]
+    uneven = np.array([_uneven(block, *key[:2], layers.number if layers else 1) for key in t.groups])[t.group]
     peaks = _peaks(t, ranks, core, library.microbatches == 1)
-    return _step(t, ranks, core, library.device), peaks.max(1)
+    return _step(t, ranks, uneven, core, library.device), peaks.max(1)
+
+
+def _uneven(block: Block, pp: int, per_rank: int, layers: int) -> float:
+    """How many times the mean the longest stage takes: others of its rank are shorter, and a pipeline fills and drains
+    by the longest.
+    """
+    if block.whole or pp == 1:
+        return 1.0
+    counts = balanced(block.beside, pp * per_rank, layers, block.before)
+    return max(counts[1:]) * len(counts) / layers
 
 
 def _ranks(block: Block, pp: int, per_rank: int, folds: bool, layers: int) -> list[Vector]:
@@ -320,7 +331,7 @@ def _peaks(t: Table, ranks: Vector, core: Core, one_microbatch: bool) -> Vector:
     return np.maximum(kinds, 0).sum(2) + np.where(each, passing, 0)  # type: ignore[no-any-return]
 
 
-def _step(t: Table, ranks: Vector, core: Core, device: Device) -> Vector:
+def _step(t: Table, ranks: Vector, uneven: Vector, core: Core, device: Device) -> Vector:
     """Seconds: the rank that takes longest, and how long it waits for others."""
     shape = (*ranks.shape[:2], len(ROWS), len(WHAT))
     f, b = ((ranks[..., s].reshape(shape).sum(3) * t.of_rows[:, None]).sum(2) for s in (F, B))
@@ -333,7 +344,7 @@ def _step(t: Table, ranks: Vector, core: Core, device: Device) -> Vector:
     step, forward, backward = _exposed(t, ranks, f, b, device)
     f, b = f + forward, b + backward
     busy = f + b
-    waits = t.idle[:, None] * busy.mean(1)[:, None]
+    waits = (t.idle * uneven * busy.mean(1))[:, None]
     waits = waits + np.where(t.pp > 1, 2 * (t.pp - 1), 0)[:, None] * t.taken(
         6, ranks[..., SEND.start] * t.rows[:, None], np.ones_like(once)
     )

@@ -52,10 +52,10 @@ FAR = 2.0
 #: Until a block with other recomputation is run: which part of the way from nothing to everything that is at best, in
 #: time, and in bytes.
 SHARES: dict[Keep, tuple[float, float]] = {
-    "cheap": (0.05, 0.6),
-    "products": (0.15, 0.65),
-    "selective": (0.3, 0.8),
-    "sent": (0.4, 0.85),
+    "cheap": (0.05, 0.9),
+    "products": (0.15, 0.9),
+    "selective": (0.3, 0.95),
+    "sent": (0.4, 0.95),
     "half": (0.5, 0.5),
     "quarter": (0.75, 0.75),
     "eighth": (0.875, 0.875),
@@ -328,21 +328,20 @@ class Search:
             fits = {c: p.seconds for c, p in prices.items() if p.needs <= self.memory}
             return min(fits, key=lambda c: fits[c], default=None)
 
+        template = self.library.template
         changes: tuple[dict[str, Any], ...] = {"sequence_parallel": False}, {"encoder_rows": True}, {"compiled": True}
         for change in changes:
-            c = best()
-            other = replace(c, **change) if c is not None else None
-            if c is None or other is None or not self._differs(c, other):
+            if (c := best()) is None:
+                return
+            other = replace(c, **change)
+            on_cpu = self.library.device.kind == "cpu"
+            if spec(c, template) == spec(other, template) or (on_cpu and other.compiled):
                 continue
             self.on(str(other), len(prices), len(prices))
             try:
                 prices[other] = self.exact(other)
             except ShardcError as e:
                 self.refused[str(other)] = e
-
-    def _differs(self, c: Choice, other: Choice) -> bool:
-        compiles = self.library.device.kind == "gpu" or not other.compiled
-        return compiles and spec(c, self.library.template) != spec(other, self.library.template)
 
     def _dry_run(self, c: Choice) -> object:
         """A key that is equal for choices priced from the same dry run: of a model of layers, for any schedule and

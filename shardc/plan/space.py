@@ -111,15 +111,6 @@ class Choice:
         return {a: n for a, n in sizes.items() if n > 1} or {"dp": 1}
 
     @property
-    def mesh_key(self) -> tuple[object, ...]:
-        """What decides the mesh."""
-        return self.pp, self.dp, self.cp, self.ep, self.tp, self.outer, self.inside
-
-    @property
-    def devices(self) -> int:
-        return self.pp * self.dp * self.cp * self.ep * self.tp
-
-    @property
     def batch(self) -> int:
         """Rows of the global batch."""
         return self.dp * self.ep * self.rows * self.microbatches
