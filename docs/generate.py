@@ -402,21 +402,23 @@ def _section(form: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any] | Non
 
 
 def pictures() -> dict[str, str]:
-    """{file of docs/pictures: SVG}: the first layer of examples/gpt.py, split over tp."""
+    """{file of docs/pictures: SVG}: the first layer of examples/gpt.py, split over tp, as the page draws it."""
     import shardc
-    from shardc.report.layer_picture import draw
+    from docs.drawing import Drawing
+    from shardc.report.page.data import data
 
     with inside(ROOT):
         gpt = module("gpt")
         spec = {"shardc": 1, "mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}}
         program = shardc.compile(gpt.model(), gpt.batch(), spec, prove=False)
-    return {"layer.svg": draw(program, "blocks.0")}
+    layer = "graphPicture(units(D.after, moduleAt.get('blocks.0'), 'after', true), 'after')"
+    title = f"blocks.0 on {program.mesh}: what a rank runs"
+    return {"layer.svg": Drawing(data(program, None, None)).picture(layer, title)}
 
 
 #: page of docs/ -> what makes its blocks
 def field_bugs() -> Blocks:
     """Bugs of other frameworks, by chapter, and what happens here."""
-    sys.path.insert(0, str(ROOT))
     from tests.verify.field_bugs import BUGS, CHAPTERS
 
     found = []
@@ -456,6 +458,7 @@ PAGES: dict[str, Callable[[], Blocks]] = {
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # for docs.drawing and tests
     for name in sys.argv[1:] or PAGES:
         write(DOCS / name, PAGES[name]())
     if not sys.argv[1:]:

@@ -1,10 +1,13 @@
-"""`shardc inspect`: a program as text, tables, pictures or JSON."""
+"""`shardc inspect`: a program as text, tables, one page or JSON."""
 
 from __future__ import annotations
 
+import functools
 import json
+import pickle
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,8 +52,8 @@ def command(
     device: Annotated[
         str | None,
         typer.Option(
-            help="with --memory, --comm and --html: a name that `shardc device` lists, or a YAML file (default: the"
-            " spec's device, else h100-80g)"
+            help="of --memory, --comm, --schedule and what is written: a name of `shardc device`, or a YAML file"
+            " (default: the spec's device, else h100-80g)"
         ),
     ] = None,
     schedule: Annotated[
@@ -59,12 +62,12 @@ def command(
     scores: Annotated[
         bool, typer.Option("--scores", help="attention: what each rank computes of the square of queries and keys")
     ] = False,
-    draw: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE", help="a module's ops, split weights and collectives as a picture, with --svg"),
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="write a step as a trace, which ui.perfetto.dev opens: who computes and sends what when"),
     ] = None,
-    svg: Annotated[
-        Path | None, typer.Option(help="with --schedule, --memory, --comm, --scores or --draw: write it to an SVG file")
+    memory_snapshot: Annotated[
+        Path | None, typer.Option(help="write a step's memory as a snapshot, which pytorch.org/memory_viz opens")
     ] = None,
     mesh: common.MeshOption = None,
     set_: common.SetOption = None,
@@ -82,12 +85,7 @@ def command(
     from shardc.cost.device_file import device as named
 
     with common.reporting(debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
-        common.check_outputs({"--html": html, "--svg": svg})
-        if svg and [schedule, memory, comm, scores, draw is not None].count(True) != 1:
-            what = "--svg draws one of the schedule, the memory, the collectives, attention's scores, and a module"
-            raise ShardcError(what, where="--svg", fix="add --schedule, --memory, --comm, --scores or --draw MODULE")
-        if draw is not None and svg is None:
-            raise ShardcError("a picture needs a file", where="--draw", fix=f"--draw {draw} --svg layer.svg")
+        common.check_outputs({"--html": html, "--trace": trace, "--memory-snapshot": memory_snapshot})
         if device is not None:
             named(device)
         if coverage:
@@ -118,19 +116,24 @@ def command(
         if stage is not None and not 0 <= stage < len(program.stages):
             last = len(program.stages) - 1
             raise ShardcError(f"there is no stage {stage}", where="--stage", fix=f"name one of stages 0 to {last}")
+        cost = functools.cache(lambda: _cost(program, device, quiet=as_json))
         if html:
-            _page(program, html, device, full=full, quiet=as_json)
-        if draw is not None and svg is not None:
-            from shardc.report import layer_picture
+            _page(program, html, cost, full=full)
+        if trace:
+            from shardc.report.trace import trace as of_step
 
-            svg.write_text(layer_picture.draw(program, draw), encoding="utf-8")
-            show(json.dumps({"written": str(svg)}) if as_json else f"written to {svg}")
-        elif scores:
-            _scores(program, svg, as_json, show)
+            trace.write_text(json.dumps(of_step(cost())), encoding="utf-8")
+        if memory_snapshot:
+            from shardc.report.memory_snapshot import snapshot
+
+            memory_snapshot.write_bytes(pickle.dumps(snapshot(cost())))
+        written = [str(file) for file in (html, trace, memory_snapshot) if file]
+        if scores:
+            _scores(program, as_json, show)
         elif schedule:
-            _schedule(program, svg, as_json, show)
+            _schedule(cost(), as_json, show)
         elif memory:
-            _memory(program, device, svg, as_json, show)
+            _memory(cost(), as_json, show)
         elif joint:
             text = program.joint(stage)
             if not text:
@@ -140,8 +143,6 @@ def command(
                     fix="leave --forward out",
                 )
             show(json.dumps({"text": text}) if as_json else text)
-        elif comm and svg:
-            _streams(program, device, svg, as_json, show)
         elif as_json:
             show(json.dumps(report.to_json(program)))
         elif diff:
@@ -149,13 +150,13 @@ def command(
         elif before:
             show(report.before(program, full=full))
         elif comm:
-            show(report.comm_table(program, _cost(program, device, quiet=as_json)))
+            show(report.comm_table(program, cost()))
         elif stage is not None:
             one = program.stages[stage]
             left_out = {} if full else fold(program).nodes[one.name]
             show(emit.function(one.graph, program, one.name, left_out))
-        elif html:
-            show(f"written to {html}")
+        elif written:
+            show(f"written to {' and '.join(written)}")
         else:
             show(program.text(full=full))
 
@@ -183,72 +184,47 @@ def _cost(program: Program, device: str | None, *, quiet: bool) -> Cost:
         )
 
 
-def _page(program: Program, file: Path, device: str | None, *, full: bool, quiet: bool) -> None:
+def _page(program: Program, file: Path, cost: Callable[[], Cost], *, full: bool) -> None:
     """Write the page. A program that is not compiled has no step to price and nothing to prove."""
     from shardc import report
 
-    if not program.stages:
-        file.write_text(report.html(program, full=full), encoding="utf-8")
-        return
-    cost = _cost(program, device, quiet=quiet)
+    priced = cost() if program.stages else None
     with common.console.status("proving"):
-        proof = program.prove()
-    file.write_text(report.html(program, cost, proof, full=full), encoding="utf-8")
+        proof = program.prove() if program.stages else None
+    file.write_text(report.html(program, priced, proof, full=full), encoding="utf-8")
 
 
-def _memory(program: Program, device: str | None, svg: Path | None, as_json: bool, show: common.Show) -> None:
+def _memory(cost: Cost, as_json: bool, show: common.Show) -> None:
     from shardc.report import cost as cost_report
     from shardc.report import kept_activations
 
-    cost = _cost(program, device, quiet=as_json)
-    if svg:
-        svg.write_text(cost_report.svg(cost), encoding="utf-8")
     if as_json:
         show(json.dumps(cost_report.to_json(cost)))
     else:
-        show(cost_report.table(cost))
-        show("\n" + kept_activations.table(cost))
-        if svg:
-            show(f"written to {svg}")
+        show(f"{cost_report.table(cost)}\n\n{kept_activations.table(cost)}")
 
 
-def _streams(program: Program, device: str | None, svg: Path, as_json: bool, show: common.Show) -> None:
-    from shardc import report
-    from shardc.report import streams_picture
-
-    cost = _cost(program, device, quiet=as_json)
-    svg.write_text(streams_picture.svg(cost), encoding="utf-8")
-    show(json.dumps({"written": str(svg)}) if as_json else f"{report.comm_table(program, cost)}\nwritten to {svg}")
-
-
-def _scores(program: Program, svg: Path | None, as_json: bool, show: common.Show) -> None:
+def _scores(program: Program, as_json: bool, show: common.Show) -> None:
     from shardc.report import scores
 
-    if svg:
-        svg.write_text(scores.svg(program), encoding="utf-8")
-    if as_json:
-        show(json.dumps(scores.to_json(program)))
-    else:
-        show(f"written to {svg}" if svg else scores.text(program))
+    show(json.dumps(scores.to_json(program)) if as_json else scores.text(program))
 
 
-def _schedule(program: Program, svg: Path | None, as_json: bool, show: common.Show) -> None:
+def _schedule(cost: Cost, as_json: bool, show: common.Show) -> None:
     from rich.console import Console
 
     from shardc.report import timeline
 
-    drawn = timeline.timeline(program)
-    if svg:
-        svg.write_text(timeline.svg(drawn, seconds=True), encoding="utf-8")
+    step = {"device": cost.device.name, "step_seconds": cost.step_seconds}
     if as_json:
-        show(json.dumps(timeline.to_json(drawn)))
-    elif svg:
-        show(f"written to {svg}")
-    elif sys.stdout.isatty():
+        show(json.dumps(timeline.to_json(cost.timeline) | step))
+        return
+    if sys.stdout.isatty():
         terminal = Console()
-        terminal.print(timeline.text(drawn, width=terminal.width))
+        terminal.print(timeline.text(cost.timeline, width=terminal.width))
     else:
-        show(timeline.text(drawn).plain)
+        show(timeline.text(cost.timeline).plain)
+    show(f"on {cost.device.name}: {cost.step_words}")
 
 
 def _difference(folder: Path, name: str, model: str) -> str:

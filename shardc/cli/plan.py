@@ -52,7 +52,6 @@ def command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="write the best spec, annotated with why")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="draw the priced specs by time and memory, with the limit")] = None,
     html: Annotated[
         Path | None, typer.Option(help="write a page: the best spec, the plot, every priced spec, why, what would help")
     ] = None,
@@ -89,7 +88,7 @@ def command(
     recomputation, schedules.
     """
     with reporting(debug, as_json) as show:
-        check_outputs({"--output": output, "--svg": svg, "--html": html})
+        check_outputs({"--output": output, "--html": html})
         if is_artifact(model):
             fix = "name a model file; `shardc inspect DIR --memory` prices a compiled one"
             raise ShardcError("a compiled DIR already has its spec", where=model, fix=fix)
@@ -130,8 +129,6 @@ def command(
         failure = found.lacking() if not fits and not given else None
         if output and fits:
             found.save(output)
-        if svg:
-            svg.write_text(found.svg(), encoding="utf-8")
         if html:
             html.write_text(found.html(), encoding="utf-8")
         if as_json:
@@ -141,8 +138,6 @@ def command(
             _print(found, given=len(given or ()) == 1)
             if output and fits:
                 show(f"written to {output}")
-            if svg:
-                show(f"written to {svg}")
             if html:
                 show(f"written to {html}")
         if failure:

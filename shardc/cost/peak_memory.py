@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from shardc.cost.caching_allocator import Block, CachingAllocator
 from shardc.cost.recorded import HOST, KINDS, RESIDENT, DryRun, parts
@@ -74,7 +75,7 @@ def memory(r: DryRun, actions: tuple[Action, ...]) -> Memory:
     steps = sum(len(p.changes) for _, p in parts(r, actions))
     stretch = max(steps // POINTS, 1)
     curve: list[Point] = []
-    count, high = 0, Point("", "", {})
+    changes, high = 0, Point("", "", {})
     for action, part in parts(r, actions):
         name = str(action) if action is not None else part.name
         if part is r.after:  # what the microbatches that were not run leave until here
@@ -93,8 +94,8 @@ def memory(r: DryRun, actions: tuple[Action, ...]) -> Memory:
                 best, peak = total, Point(name, storage.op, dict(live))
             if sign > 0 and total > sum(high.live.values()):
                 high = Point(name, storage.op, dict(live))
-            count += 1
-            if count % stretch == 0:
+            changes += 1
+            if changes % stretch == 0:
                 curve.append(high if high.live else Point(name, storage.op, dict(live)))
                 high = Point("", "", {})
     return Memory(
@@ -114,30 +115,47 @@ def reserve(resident: Iterable[Storage], step: Sequence[tuple[Part, bool]], limi
     were not run.
     """
     allocator = CachingAllocator(limit)
-    blocks: defaultdict[Storage, list[Block]] = defaultdict(list)
+    blocks: dict[int, Block] = {}
+    for sign, storage, number, _ in allocations(resident, step, 2):
+        if sign > 0:
+            blocks[number] = allocator.allocate(storage.nbytes)
+        else:
+            allocator.free(blocks.pop(number))
+    return allocator.peak
+
+
+def allocations(
+    resident: Iterable[Storage], step: Sequence[tuple[Part, bool]], times: int = 1
+) -> Iterator[tuple[int, Storage, int, str]]:
+    """(+1 allocated or -1 freed, storage, number of the allocation, part) of so many steps, in order: the arguments are
+    those of `reserve`. What is stored between steps is allocated before the first; what stays on the host is left out.
+    """
+    live: defaultdict[Storage, list[int]] = defaultdict(list)
     stays = dict.fromkeys((s for s in resident if s.kind != HOST), 1)
+    numbers = count()
 
-    def leave(storages: Mapping[Storage, int], at_least: int = 0) -> None:
-        for storage, some in blocks.items():
+    def leave(storages: Mapping[Storage, int], at_least: int, part: str) -> Iterator[tuple[int, Storage, int, str]]:
+        for storage, some in live.items():
             while len(some) > max(storages.get(storage, 0), at_least):
-                allocator.free(some.pop())
+                yield -1, storage, some.pop(), part
 
-    for _ in range(2):
+    for _ in range(times):
         for storage in stays:
-            if not blocks[storage]:
-                blocks[storage].append(allocator.allocate(storage.nbytes))
+            if not live[storage]:
+                live[storage].append(next(numbers))
+                yield 1, storage, live[storage][-1], ""
         for part, lets_go in step:
             if lets_go:
-                leave({}, at_least=1)
+                yield from leave({}, 1, part.name)
             for sign, storage in part.changes:
                 if storage.kind == HOST:
                     continue
                 if sign > 0:
-                    blocks[storage].append(allocator.allocate(storage.nbytes))
-                elif blocks[storage]:
-                    allocator.free(blocks[storage].pop(0))
-        leave(stays)
-    return allocator.peak
+                    live[storage].append(next(numbers))
+                    yield 1, storage, live[storage][-1], part.name
+                elif live[storage]:
+                    yield -1, storage, live[storage].pop(0), part.name
+        yield from leave(stays, 0, "")
 
 
 class _Net(Counter[str]):

@@ -25,8 +25,8 @@ from shardc.machine.collectives import collective_seconds
 from shardc.machine.device import Device
 from shardc.machine.work import Part
 from shardc.runtime import schedule as schedules
-from shardc.runtime.schedule import Costs, Schedule, Timeline
-from shardc.runtime.schedule.actions import COMPUTE, PAIRS
+from shardc.runtime.schedule import Costs, Schedule, Slot, Timeline
+from shardc.runtime.schedule.actions import COMPUTE, PAIRS, live
 from shardc.runtime.step import step_graph
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 
@@ -68,7 +68,7 @@ class Cost:
 
     memory, flops, comm: of the rank that has the most. memory is live bytes; a device has to hold reserved + outside.
     step_seconds: with overlap as in the program: buckets during backward, gathers ahead of their use. bubble: share of
-    time in which ranks wait for other stages. timeline: of a pipeline, when each action runs, in seconds. premises:
+    time in which ranks wait for other stages. timeline: when each action of each rank runs, in seconds. premises:
     what a step computes, in words (shardc.cost.premises).
     """
 
@@ -77,8 +77,8 @@ class Cost:
     step_seconds: float
     bubble: float
     program: Program = field(repr=False)
-    dry_runs: tuple[DryRun, ...] = field(repr=False, default=())
-    timeline: Timeline | None = field(repr=False, default=None)
+    dry_runs: tuple[DryRun, ...] = field(repr=False)
+    timeline: Timeline = field(repr=False)
     premises: str = ""
 
     def __repr__(self) -> str:
@@ -113,9 +113,12 @@ class Cost:
         return [each.spans for each in self.streams()]
 
     def streams(self) -> list[Streams]:
-        """When each rank of `ranks` computes, and when its collectives run."""
-        schedule = schedules.of(self.program)
-        found = []
+        """When each rank of `ranks` computes, and when its collectives run, by the clock of that rank."""
+        return self._streams
+
+    @cached_property
+    def _streams(self) -> list[Streams]:
+        schedule, found = schedules.of(self.program), []
         for r in self.dry_runs:
             found.append(Streams(started_by(self.device, self.program), self.program.mesh, r.rank))
             for _, part in parts(r, schedule.actions[r.at]):
@@ -180,6 +183,7 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
     ranks, ends = [], []
     of_action: dict[tuple[str, int, int], float] = {}
     of_pair: dict[tuple[str, int, int], list[float]] = {}
+    slots: list[Slot] = []  # of the only rank
     begin: list[float] = []  # a first forward waits for the last update's gathers, which other stages find there
     for r in dry_runs:
         actions = schedule.actions[r.at]
@@ -192,6 +196,7 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
             seconds = clock.run(part)
             if action is not None and action.kind in COMPUTE:  # the timeline has these; the last sums follow it
                 computing += seconds
+                slots.append(Slot(action, clock.now - seconds, clock.now))
                 if action.kind in PAIRS:
                     of_pair.setdefault(action.of_pair, []).append(seconds)
                 else:
@@ -203,7 +208,8 @@ def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], d
         ends.append(clock.now - computing)
         ranks.append(RankCost(r.at, r.rank, memory(r, actions), flops, dict(comm), clock.now, dict(clock.exposed)))
     if schedule.ranks == 1:
-        return Cost(device, tuple(ranks), ranks[0].seconds, 0.0, program, tuple(dry_runs))
+        alone = Timeline(schedule, (tuple(slots),), (live(schedule.actions[0]),))
+        return Cost(device, tuple(ranks), ranks[0].seconds, 0.0, program, tuple(dry_runs), alone)
     transfer = {}
     for e in program.edges:
         pair = tuple(_rank(program, schedule, s) for s in (e.source, e.target))

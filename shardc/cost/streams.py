@@ -38,10 +38,11 @@ class Span:
 
 @dataclass
 class Streams(Clock):
-    """A clock that keeps what it saw. spans: of all collectives that were started, in order; computing: (part of the
-    step, begin, end) of what ran without a gap.
+    """A clock that keeps what it saw. parts: name, begin and end of each part of the step; spans: of all collectives,
+    as they were started; computing: (part of the step, begin, end) of what ran without a gap.
     """
 
+    parts: list[tuple[str, float, float]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     computing: list[tuple[str, float, float]] = field(default_factory=list)
     _open: list[Span] = field(default_factory=list)
@@ -51,7 +52,10 @@ class Streams(Clock):
     def run(self, part: Part) -> float:
         action = _ACTION.match(part.name)
         self._part = PAIR if action and action[2] else _WAYS[action[1]] if action else part.name
-        return super().run(part)
+        begin = self.now
+        taken = super().run(part)
+        self.parts.append((part.name, begin, self.now))
+        return taken
 
     def ran(self, w: Op, begin: float) -> None:
         if self.computing and self.computing[-1][0] == self._part and self.computing[-1][2] == begin:

@@ -21,8 +21,7 @@ frontier        which splits are dry-run                bounds          the best
 search          from estimates to exact prices              largest_that_fits    the largest batch or sequence that fits
 clusters        the best of several clusters
 table           the plan as a table                         annotated_yaml  the best spec, with reasons as comments
-picture         the plan as a plot of time and memory      page            the plan as an HTML page
-what_if         what would help most
+page            the plan as an HTML page                   what_if         what would help most
 """
 
 from __future__ import annotations

@@ -204,12 +204,6 @@ class Plan:
         """Write the best candidate's spec to a file."""
         Path(path).write_text(self.spec(), encoding="utf-8")
 
-    def svg(self) -> str:
-        """The priced candidates by time and memory, with the device's limit, as a picture."""
-        from shardc.plan.picture import svg
-
-        return svg(self)
-
     def html(self) -> str:
         """The plan as a page: the best spec, the plot, every priced spec, where time and memory go, what would help."""
         from shardc.plan.page import html

@@ -1,11 +1,10 @@
 """What `shardc inspect` shows: pure functions from a Program to text, tables, JSON or one page.
 
 comm, cost, timeline    collectives by axis and cause; memory over a step; who computes what when, and who waits
-streams_picture         when a rank computes, and when each of its communicators sends
+trace, memory_snapshot  a step as a trace for Perfetto; its memory as a snapshot for torch's viewer
 scores                  what each rank computes of attention's square
 kept_activations        what forward keeps for backward, layer by layer, and why
-layer_picture           a module as boxes and collectives; drawn_ops: which ops are boxes; graph_drawing: where they go
-page                    a program as one HTML file to look around in; svg, colours: what all pictures are made of
+page                    a program as one HTML file to look around in, and all drawing; drawn_ops: which ops are boxes
 coverage, rule_table    ops of a model without a rule; all rules, and what a check of them found
 resharding              what would move between the ranks of two plans
 device_table            the table of `shardc device`; comparison: where a run and the prediction differ

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+from torch import fx
 
 from shardc.cost.fake_mesh import rank_of as rank_of_coordinate
 from shardc.folded_messages import note_lines
@@ -45,6 +48,26 @@ class Row:
     bytes: int
 
 
+@dataclass(frozen=True)
+class Sent:
+    """Equal collectives of a step, of one rank of each coordinate. bytes: of each. of: what has them, a node of a
+    stage's graph or a bucket by its number.
+    """
+
+    axes: tuple[str, ...]
+    kind: str
+    direction: str
+    cause: str
+    bytes: int
+    times: int
+    of: fx.Node | int | None = None
+
+    @property
+    def row(self) -> tuple[str, str, str, str]:
+        """The row that counts them: axes, direction, kind, cause."""
+        return "+".join(self.axes), self.direction, self.kind, self.cause or IMPLICIT
+
+
 def comm_rows(program: Program, at: int | None = None, moved: Sequence[int] | None = None) -> list[Row]:
     """Rows by axes, direction and cause, of a step with all its microbatches; gradient buckets come last in backward.
 
@@ -54,82 +77,102 @@ def comm_rows(program: Program, at: int | None = None, moved: Sequence[int] | No
     moved: bytes of each message that takes matrices to the optimizer's owners or back, on that rank; None: of Muon,
     where the spec says that optimizers step whole matrices (shardc.runtime.matrices.assumed).
     """
-    sizes_by_row: dict[tuple[str, str, str, str], list[int]] = {}
+    counts: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+    for s in sent(program, at, moved):
+        times, nbytes = counts.get(s.row, (0, 0))
+        counts[s.row] = times + s.times, nbytes + s.times * s.bytes
+    rank = {"forward": 0, "recompute": 1, "backward": 2, "update": 3}
+    rows = [Row(axes, kind, way, cause, *sums) for (axes, way, kind, cause), sums in counts.items()]
+    return sorted(rows, key=lambda r: (r.axes, rank[r.direction]))
 
-    def add(axes: tuple[str, ...], kind: str, direction: str, cause: str, nbytes: int, times: int) -> None:
-        if kind != "none" and times:
-            sizes_by_row.setdefault(("+".join(axes), direction, kind, cause or IMPLICIT), []).extend([nbytes] * times)
 
-    m = program.microbatches
-    rank_of = program.schedule.placement if program.schedule is not None else (0,)
+def sent(program: Program, at: int | None = None, moved: Sequence[int] | None = None) -> Iterator[Sent]:
+    """All collectives of a step, as `comm_rows` counts them: of stages, of buckets, then what else a step sends."""
+    every = chain(_of_stages(program, at), _of_buckets(program, at), _of_step(program, at, moved))
+    return (s for s in every if s.kind != "none" and s.times)
+
+
+def _placement(program: Program) -> Sequence[int]:
+    """The coordinate of each stage."""
+    return program.schedule.placement if program.schedule is not None else (0,)
+
+
+def _of_stages(program: Program, at: int | None) -> Iterator[Sent]:
+    m, rank_of = program.microbatches, _placement(program)
     totals: set[tuple[int, Any]] = set()
     sender = {name: rank_of[i] for i, stage in enumerate(program.stages) for name in stage.sends}
     for i, stage in enumerate(program.stages):
         for node in stage.graph.nodes if at in (None, rank_of[i]) else ():
             c = node.meta.get("collective")
-            if sender.get(node.name) == rank_of[i] and node.op == "placeholder":
+            if c is None or (sender.get(node.name) == rank_of[i] and node.op == "placeholder"):
                 continue  # from another stage of the same rank
-            if c is not None and node.target is ops.total:  # once a step and rank
+            if node.target is ops.total:  # once a step and rank
                 once = (rank_of[i], node.args[1])
-                add(c.axes, c.kind, "forward", c.cause, c.bytes, int(once not in totals))
+                yield Sent(c.axes, c.kind, "forward", c.cause, c.bytes, int(once not in totals), node)
                 totals.add(once)
-            elif c is not None and node.target is not ops.gather_start:
-                add(c.axes, c.kind, "forward", c.cause, c.forward_bytes, m)
-                add(c.axes, c.kind, "recompute", c.cause, c.forward_bytes, m * node.meta.get("again", 0))
-                add(c.axes, c.backward, "backward", c.cause, c.bytes, m)
-            elif c is not None:
-                b = program.buckets[int(str(node.args[1]).removeprefix("bucket"))]
+            elif node.target is not ops.gather_start:
+                yield Sent(c.axes, c.kind, "forward", c.cause, c.forward_bytes, m, node)
+                yield Sent(c.axes, c.kind, "recompute", c.cause, c.forward_bytes, m * node.meta.get("again", 0), node)
+                yield Sent(c.axes, c.backward, "backward", c.cause, c.bytes, m, node)
+            else:
+                number = bucket_number(node)
+                b = program.buckets[number]
                 times, again = 1 if b.keep else m, 0 if b.keep else m * gathered_again(stage, str(node.args[1]))
-                add(c.axes, c.kind, "forward", c.cause, c.forward_bytes, times)
-                add(c.axes, c.kind, "backward", c.cause, c.forward_bytes, again)
-                for axes, nbytes in (
-                    scale_bytes(b, Flat.of(program, b), program.mesh.names).items() if b.rounded else ()
-                ):
-                    add(axes, "all_reduce", "forward", f"{c.cause}: scales", nbytes, times)
-                    add(axes, "all_reduce", "backward", f"{c.cause}: scales", nbytes, again)
-    for b in program.buckets:
+                yield Sent(c.axes, c.kind, "forward", c.cause, c.forward_bytes, times, number)
+                yield Sent(c.axes, c.kind, "backward", c.cause, c.forward_bytes, again, number)
+                scales = scale_bytes(b, Flat.of(program, b), program.mesh.names) if b.rounded else {}
+                for axes, nbytes in scales.items():
+                    yield Sent(axes, "all_reduce", "forward", f"{c.cause}: scales", nbytes, times, number)
+                    yield Sent(axes, "all_reduce", "backward", f"{c.cause}: scales", nbytes, again, number)
+
+
+def bucket_number(gather: fx.Node) -> int:
+    """The bucket whose parameters an op gathers."""
+    return int(str(gather.args[1]).removeprefix("bucket"))
+
+
+def _of_buckets(program: Program, at: int | None) -> Iterator[Sent]:
+    rank_of, gradients = _placement(program), "gradients, in buckets"
+    for i, b in enumerate(program.buckets):
         flat = Flat.of(program, b)
         rest = tuple(a for a in b.axes if a != b.shard) if b.zero else b.axes
         mine = [s for s in b.stages if at in (None, rank_of[s])]
         ranks = len({rank_of[s] for s in mine})
         if b.zero and b.shard in b.axes:
-            times = m * len(mine) if b.each else ranks
-            add(
-                (b.shard,), "reduce_scatter", "backward", "gradients, in buckets", flat.padded * b.dtype.itemsize, times
-            )
+            times = program.microbatches * len(mine) if b.each else ranks
+            yield Sent((b.shard,), "reduce_scatter", "backward", gradients, flat.padded * b.dtype.itemsize, times, i)
         if rest:
-            add(rest, "all_reduce", "backward", "gradients, in buckets", flat.part * b.dtype.itemsize, ranks)
+            yield Sent(rest, "all_reduce", "backward", gradients, flat.part * b.dtype.itemsize, ranks, i)
         if b.zero in (1, 2):
-            dtype = b.compute or program.param(b.params[0]).dtype
-            add((b.shard,), "all_gather", "update", "updated parameters", flat.padded * dtype.itemsize, ranks)
-    stages = program.mesh.size(program.axis) if program.axis else 1
+            nbytes = flat.padded * (b.compute or program.param(b.params[0]).dtype).itemsize
+            yield Sent((b.shard,), "all_gather", "update", "updated parameters", nbytes, ranks, i)
+
+
+def _of_step(program: Program, at: int | None, moved: Sequence[int] | None) -> Iterator[Sent]:
+    """Values beside the loss, the loss, buffers, and matrices of the optimizer."""
+    rank_of, stages = _placement(program), program.mesh.size(program.axis) if program.axis else 1
+    each = stages if at is None else 1
     if axes := sum_axes(program.outputs, program.mesh, program.axis):
         nbytes = 8 * sum(math.prod(o.shape) for o in summed(program.outputs, program.axis))
-        add(axes, "all_reduce", "forward", "outputs beside the loss", nbytes, stages if at is None else 1)
+        yield Sent(axes, "all_reduce", "forward", "outputs beside the loss", nbytes, each)
     for o in program.outputs if program.axis else ():
         if not o.small:
             nbytes = Value(o.shape, o.dtype, False, o.layout).nbytes(program.mesh)
             receivers = [c for c in range(stages) if c != rank_of[o.stage] and at in (None, c)]
             cause = f"output {o.name!r}, to every stage"
-            add((program.axis,), "send_recv", "forward", cause, nbytes, len(receivers))
+            yield Sent((program.axis,), "send_recv", "forward", cause, nbytes, len(receivers))
     loss = loss_value(program)
     if loss is not None and (axes := loss_axes(program)):
-        nbytes = loss.dtype.itemsize
-        add(axes, "all_reduce", "forward", "the loss, to every rank", nbytes, stages if at is None else 1)
-    if program.axis and program.mesh.size(program.axis) > 1:
+        yield Sent(axes, "all_reduce", "forward", "the loss, to every rank", loss.dtype.itemsize, each)
+    if stages > 1:
         for x in program.buffers:
             receivers = [to for to in program.broadcast_of(x)[1] if at in (None, to)]
-            nbytes = x.value.nbytes(program.mesh)
-            add((program.axis,), "send_recv", "update", "new values of buffers", nbytes, len(receivers))
+            nbytes, cause = x.value.nbytes(program.mesh), "new values of buffers"
+            yield Sent((program.axis,), "send_recv", "update", cause, nbytes, len(receivers))
     for coordinate in range(stages) if at is None else (at,):
         rank_here = rank_of_coordinate(program.mesh, program.axis, coordinate)
         for nbytes in assumed.messages(program, rank_here) if moved is None else moved:
-            add(stage_axes(program), "all_to_all", "update", OF_MATRICES, nbytes, 1)
-    rank = {"forward": 0, "recompute": 1, "backward": 2, "update": 3}
-    rows = [
-        Row(axes, kind, way, cause, len(sizes), sum(sizes)) for (axes, way, kind, cause), sizes in sizes_by_row.items()
-    ]
-    return sorted(rows, key=lambda r: (r.axes, rank[r.direction]))
+            yield Sent(stage_axes(program), "all_to_all", "update", OF_MATRICES, nbytes, 1)
 
 
 def gathered_again(stage: Stage, bucket: str) -> int:

@@ -50,7 +50,7 @@ def bucket_of(n: object) -> fx.Node | None:
 
 
 def of_parameter(n: fx.Node) -> bool:
-    """Whether a collective is on a parameter: it is told by the parameter's own type."""
+    """Whether a collective is on a parameter, by the parameter's own type."""
     source = n.all_input_nodes[0]
     value = source.meta.get("value")
     return source.op == "placeholder" and "collective" not in source.meta and bool(value and value.requires_grad)

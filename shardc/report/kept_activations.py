@@ -16,7 +16,7 @@ from shardc.ir.layers import layer_of
 from shardc.ir.type_text import DTYPES
 from shardc.ir.units import plural, size
 
-#: Tensors of less than this share of a layer's bytes are told in one line.
+#: Tensors of less than this share of a layer's bytes are counted in one line.
 SMALL = 0.01
 
 #: Ops that want a tensor are named up to so many.

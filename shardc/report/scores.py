@@ -20,8 +20,6 @@ from shardc.ir.patterns import of_every_layer
 from shardc.ir.placement import Layout, runs
 from shardc.ir.program import Program
 from shardc.ir.units import count, size
-from shardc.report.colours import BLUE, CYAN, GREEN, LINE, PALE_GREY, RED, SOFT, VIOLET, WHITE, YELLOW
-from shardc.report.svg import Picture
 from shardc.rules.attention import OPS
 from shardc.rules.op_call import call_of
 from shardc.runtime.ops.attention_spans import ALL, CAUSAL, Band, Span, blocks
@@ -29,7 +27,6 @@ from shardc.runtime.ops.attention_spans import ALL, CAUSAL, Band, Span, blocks
 #: Cells of a side of the drawn square.
 CELLS = 32
 _NAMES = "0123456789abcdefghijklmnopqrstuvwxyz"
-_COLOURS = (BLUE, GREEN, YELLOW, RED, VIOLET, CYAN)
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ def _rows(layout: Layout, length: int, dim: int, mesh: Mesh, rank: int) -> tuple
 # --- shown
 
 
-def _told(s: Square) -> str:
+def _about(s: Square) -> str:
     heads = f"{s.heads[0]} of {s.heads[1]} heads" if s.heads[0] < s.heads[1] else f"{s.heads[1]} heads"
     low, high = s.band
     band = {ALL: "all keys", CAUSAL: "causal"}.get(s.band, f"keys from {low} to {high}, counted from the query")
@@ -151,11 +148,12 @@ def text(program: Program) -> str:
     parts = []
     for s in squares(program):
         rows = [" ".join("." if r is None else _NAMES[r % len(_NAMES)] for r in line) for line in s.cells()]
-        parts.append("\n".join([", ".join(s.modules), f"  {_told(s)}", f"  {_work(s)}", *(f"    {r}" for r in rows)]))
+        parts.append("\n".join([", ".join(s.modules), f"  {_about(s)}", f"  {_work(s)}", *(f"    {r}" for r in rows)]))
     return "\n\n".join(parts) or "no attention that is one op: what a model writes out is products and a softmax"
 
 
 def to_json(program: Program) -> list[dict[str, Any]]:
+    """Of each square what `text` says; cells: by rows and columns, the rank that computes there, or None."""
     return [
         {
             "modules": list(s.modules),
@@ -169,36 +167,9 @@ def to_json(program: Program) -> list[dict[str, Any]]:
             "method": s.method,
             "bytes": s.sent,
             "pairs": list(s.pairs),
+            "about": _about(s),
+            "work": _work(s),
+            "cells": s.cells(),
         }
         for s in squares(program)
     ]
-
-
-def svg(program: Program) -> str:
-    """The squares as a picture, one colour for each rank."""
-    every = squares(program)
-    side, top = 320.0, 26.0
-    picture = Picture(720, max(top + len(every) * (side + 70), 60), "scores")
-    for s in every:
-        picture.text(12, top, ", ".join(s.modules), size=13, bold=True)
-        picture.text(12, top + 18, _told(s), size=11, kind="soft")
-        picture.text(12, top + 34, _work(s), size=11, kind="soft")
-        lines = s.cells()
-        high, wide = side / len(lines), side / len(lines[0])
-        for i, line in enumerate(lines):
-            for j, rank in enumerate(line):
-                fill = PALE_GREY if rank is None else _COLOURS[rank % len(_COLOURS)]
-                told = "nothing is computed" if rank is None else f"rank {rank}"
-                x, y = 12 + j * wide, top + 44 + i * high
-                picture.rect(x, y, wide, high, fill, stroke=WHITE, title=told)
-        picture.rect(12, top + 44, side, side, "none", stroke=LINE)
-        shown = [(_COLOURS[r % len(_COLOURS)], f"rank {r}: {count(p)}") for r, p in enumerate(s.pairs[:12])]
-        y = top + 50
-        for colour, words in shown:
-            picture.rect(side + 30, y, 14, 14, colour)
-            picture.text(side + 50, y + 11.5, words, kind="soft")
-            y += 20
-        if len(s.pairs) > len(shown):
-            picture.text(side + 30, y + 11.5, f"and {len(s.pairs) - len(shown)} more", fill=SOFT)
-        top += side + 70
-    return str(picture)

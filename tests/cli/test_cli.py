@@ -445,13 +445,6 @@ WRONG_LINES: list[tuple[str, list[str], str, str]] = [
         "there is no device 'h100'",
         "did you mean 'h100-80g'?",
     ),
-    (
-        "svg alone",
-        ["inspect", "model.py", "spec.yaml", "--svg", "time.svg"],
-        "--svg draws one of the schedule, the memory, the collectives, attention's scores, and a module",
-        "add --schedule, --memory, --comm, --scores or --draw MODULE",
-    ),
-    ("draw without a file", ["inspect", "model.py", "spec.yaml", "--draw", "up"], "a picture needs a file", "--svg"),
     ("processes", ["run", "model.py", "spec.yaml", "--nproc", "3"], "", ""),
     (
         "nothing to resume",
@@ -583,7 +576,7 @@ def test_memory_that_runs_out_is_told_with_what_a_step_needs(files: Path) -> Non
 @pytest.mark.parametrize(
     ("command", "option", "said"),
     [
-        ("plan model.py --devices 2 --svg none/x.svg", "--svg", "there is no folder none"),
+        ("plan model.py --devices 2 --html none/x.html", "--html", "there is no folder none"),
         ("plan model.py --devices 2 -o none/x.yaml", "--output", "there is no folder none"),
         ("plan model.py --devices 2 -o .", "--output", ". is a folder"),
         ("inspect model.py spec.yaml --html none/x.html", "--html", "there is no folder none"),
@@ -679,7 +672,7 @@ def test_outputs_are_tried_before_the_work(tmp_path: Path, monkeypatch: pytest.M
     there.write_text("as it was")
     reading, writing = os.pipe()
     common.check_outputs(
-        {"--html": there, "--svg": new, "--json": None}, {"--save": tmp_path / "a" / "b", "--log": None}
+        {"--html": there, "--trace": new, "--json": None}, {"--save": tmp_path / "a" / "b", "--log": None}
     )
     common.check_outputs({"--html": Path(f"/dev/fd/{writing}")})  # as of `>(...)`: no folder for other files
     assert [x.name for x in tmp_path.iterdir()] == ["there.json"]
@@ -691,10 +684,10 @@ def test_outputs_are_tried_before_the_work(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(ShardcError, match=f"--html: cannot write {there}"):
             common.check_outputs({"--html": there})
     for files, where, said in (
-        ({"--svg": tmp_path}, {}, "is a folder\n  fix: name a file in it"),
-        ({"--svg": tmp_path / "no" / "x.svg"}, {}, "there is no folder .*no\n  fix: mkdir -p"),
+        ({"--trace": tmp_path}, {}, "is a folder\n  fix: name a file in it"),
+        ({"--trace": tmp_path / "no" / "x.json"}, {}, "there is no folder .*no\n  fix: mkdir -p"),
         ({}, {"--save": there / "deep"}, r"there\.json is a file, not a folder"),
-        ({"--svg": Path("/proc/x.svg")}, {}, "cannot write /proc/x.svg: .*, in /proc"),
+        ({"--trace": Path("/proc/x.json")}, {}, "cannot write /proc/x.json: .*, in /proc"),
     ):
         with pytest.raises(ShardcError, match=said):
             common.check_outputs(files, where)

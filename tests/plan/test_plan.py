@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import functools
 import json
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +33,7 @@ from shardc.plan.search import Queue
 from shardc.plan.source import Source
 from shardc.plan.space import Choice, Core, choices, sequence_widths, spec
 from shardc.plan.stage_vectors import NET, part_of
-from shardc.plan.table import distinct, named, recompute, zero
+from shardc.plan.table import distinct, named, zero
 from shardc.plan.what_if import ALIGNED
 from shardc.spec import Spec
 from tests import zoo
@@ -375,96 +373,6 @@ def test_twins_are_one_row() -> None:
     text = str(replace(blocks(), candidates=(one, twin)))
     assert f"1 also as: {named(twin)}" in text
     assert len([line for line in text.splitlines() if "  yes  " in line]) == 1
-
-
-def test_the_picture_has_the_limit_and_every_row() -> None:
-    one = blocks().candidates[0]
-    limit = one.target.usable
-    rows = tuple(priced_as(one, s, f * limit) for s, f in ((2.0, 0.5), (3.0, 0.4), (1.0, 40)))
-    root = ElementTree.fromstring(replace(blocks(), candidates=rows).svg())
-    space = "{http://www.w3.org/2000/svg}"
-    texts = ["".join(t.itertext()) for t in root.iter(f"{space}text")]
-    assert any("usable of" in t for t in texts)
-    assert {"1", "2", "3"} <= set(texts)
-    assert any(t.endswith("2 of 3 priced choices fit") for t in texts)
-    assert any(t.endswith(", does not fit") for t in texts)
-    for dot in (r for r in root.iter(f"{space}rect") if r.get("rx") == "9"):
-        assert 0 <= float(dot.attrib["y"]) <= float(root.attrib["height"])
-
-
-def test_a_picture_of_what_needs_little_tells_the_choices_apart() -> None:
-    one = blocks().candidates[0]
-    limit = one.target.usable
-    rows = tuple(priced_as(one, s, f * limit) for s, f in ((2.0, 0.001), (3.0, 0.0005)))
-    root = ElementTree.fromstring(replace(blocks(), candidates=rows).svg())
-    space = "{http://www.w3.org/2000/svg}"
-    assert any("usable of" in "".join(t.itertext()) and "far above" in str(t.text) for t in root.iter(f"{space}text"))
-    heights = [float(r.attrib["y"]) for r in root.iter(f"{space}rect") if r.get("rx") == "9"]
-    assert max(heights) - min(heights) > 100
-
-
-def test_a_picture_of_numbers_far_apart_has_logarithmic_axes() -> None:
-    one = blocks().candidates[0]
-    limit = one.target.usable
-    rows = tuple(priced_as(one, s, f * limit) for s, f in ((0.02, 0.9), (0.2, 0.09), (2.0, 0.009)))
-    root = ElementTree.fromstring(replace(blocks(), candidates=rows).svg())
-    space = "{http://www.w3.org/2000/svg}"
-    texts = ["".join(t.itertext()) for t in root.iter(f"{space}text")]
-    assert sum(t.endswith("(logarithmic)") for t in texts) == 2
-    dots = [(float(r.attrib["x"]), float(r.attrib["y"])) for r in root.iter(f"{space}rect") if r.get("rx") == "9"]
-    (x1, y1), (x2, y2), (x3, y3) = sorted(dots)
-    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2)  # ten times as much is as far everywhere
-    assert y2 - y1 == pytest.approx(y3 - y2, abs=0.2)
-
-
-class Page(HTMLParser):
-    """Its texts by the element that they are in; fails where elements do not nest."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.texts: list[tuple[str, str]] = []
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        assert tag != "script"
-        assert not any(name in ("src", "href") for name, _ in attrs)  # it needs nothing from elsewhere
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if data.strip():
-            self.texts.append((self.open[-1] if self.open else "", data.strip()))
-
-
-def test_a_page_has_the_spec_the_plot_and_why() -> None:
-    one = blocks()
-    helps = ({"what": "twice the <links>", "step_seconds": 0.5, "ratio": 0.5, "fits": True},)
-    page = Page(replace(one, what_if=helps, refused={"tp=3": "8 heads & 3 ranks"}).html())
-    said = [text for _, text in page.texts]
-    titles = [text for tag, text in page.texts if tag == "h2"]
-    assert titles[:3] == ["The best spec", "Time and memory", "Specs that were priced"]
-    assert {"What would help", "Answers", "Not possible"} < set(titles)
-    assert one.spec().strip() in said
-    assert "twice the <links>" in said
-    assert "8 heads & 3 ranks" in said
-    assert any("usable of" in text for text in said)
-    for c, _ in distinct(one.candidates):
-        assert recompute(c) in said
-    last = next(text for tag, text in reversed(page.texts) if tag == "td" and text.endswith("%") and "." not in text)
-    assert last == "100%"  # the waterfall ends at the step
-
-
-def test_a_page_says_that_nothing_fits() -> None:
-    one = blocks()
-    much = tuple(priced_as(c, c.step_seconds, 2 * one.target.usable) for c in one.candidates[:2])
-    page = Page(replace(one, candidates=much).html())
-    assert ("h2", "Nothing fits") in page.texts
-    assert any("nothing fits into" in text for _, text in page.texts)
 
 
 def in_turn(some: list[tuple[Choice, Rough]], too_fast: Callable[[Choice], bool]) -> list[Choice]:

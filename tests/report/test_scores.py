@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from docs.drawing import Drawing
 from shardc.report import scores
+from shardc.report.page.data import data
 
 LENGTH = 64
+SPACE = "{http://www.w3.org/2000/svg}"
 
 
 class Attends(nn.Module):
@@ -66,10 +69,17 @@ def test_heads_that_are_split() -> None:
 
 
 def test_the_picture_has_every_cell() -> None:
-    root = ElementTree.fromstring(scores.svg(program(method="ring")))
-    titles = [t.text for t in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert titles.count("rank 0") > 100
-    assert "nothing is computed" in titles
+    """The page draws the squares as text prints them: a cell for each mark, in the colour of its rank."""
+    one = program(method="ring")
+    page = Drawing(data(one, None, None))
+    full = page.run("D.scores[0]")
+    root = ElementTree.fromstring(page.picture("scoresPicture(D.scores[0])", "scores"))
+    drawn = [(r.get("style"), t.text) for r in root.iter(f"{SPACE}rect") for t in r.iter(f"{SPACE}title")]
+    cells = [rank for row in full["cells"] for rank in row]
+    assert [title for _, title in drawn] == ["nothing is computed" if r is None else f"rank {r}" for r in cells]
+    assert len({fill for fill, _ in drawn}) == 5  # four ranks, and nobody
+    assert {f"rank {r}: {p}" for r, p in enumerate(full["pairs"])} <= {t.text for t in root.iter(f"{SPACE}text")}
+    assert page.markup("overviewPanel()").count("Attention of ") == 2
 
 
 def test_a_program_without_attention_says_so() -> None:

@@ -1,18 +1,16 @@
-"""Timelines of schedules: bubbles and live activations are those of theory; drawings show what the timeline says."""
+"""Timelines of schedules: bubbles and live activations are those of theory; texts show what the timeline says."""
 
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-import shardc
 from shardc.report import timeline as drawn
 from shardc.runtime.schedule import Action, Costs, Link, Timeline, make, parse, timeline
-from tests import zoo
 from tests.cli.test_cli import call, files, flat
 
 __all__ = ["files"]
@@ -128,21 +126,6 @@ def test_skips_and_links_without_gradients() -> None:
     assert found == [("0F0", 0), ("0B0", 1), ("1F0", 0), ("1B0", 8), ("2F0", 6), ("2B0", 7)]
 
 
-def test_costs_of_a_program() -> None:
-    """Of weights' gradients there are none without weights; a product's backward is twice its forward; each stage has
-    its own.
-    """
-    model, batch = zoo.llama()
-    spec = {"shardc": 1, "mesh": {"pp": 2}, "pipeline": {"axis": "pp", "schedule": "interleaved"}}
-    program = shardc.compile(model, batch, spec)
-    costs = drawn.costs(program)
-    assert len(costs.forward) == len(program.stages) == 4
-    assert all(c > 0 for c in (*costs.forward, *costs.inputs, *costs.weights))
-    assert all(0.5 < (i + w) / f < 2.5 for f, i, w in zip(costs.forward, costs.inputs, costs.weights, strict=True))
-    assert set(costs.transfer) == {(e.source, e.target) for e in program.edges}
-    assert 0 < drawn.timeline(program).bubble() < 1
-
-
 # --- drawings
 
 
@@ -174,7 +157,7 @@ def test_a_long_timeline_fits_a_terminal(name: str) -> None:
     assert len(rows) == 4
     assert len({len(r) for r in rows}) == 1
     assert max(map(len, lines)) <= 100
-    assert lines[-1] == "some take less than a column: --svg FILE draws them all"
+    assert lines[-1] == "some take less than a column: --html FILE draws them all"
 
 
 def test_kinds_have_colours_of_their_own() -> None:
@@ -182,32 +165,6 @@ def test_kinds_have_colours_of_their_own() -> None:
     styles = {text.plain[s.start : s.start + 1]: s.style for s in text.spans if text.plain[s.start] in "FBIW"}
     assert set(styles) == set("FBIW")
     assert len(set(styles.values())) == 4
-
-
-SPACE = "{http://www.w3.org/2000/svg}"
-
-
-def test_svg() -> None:
-    t = clock("zb-v", 3, 4, 2)
-    root = ElementTree.fromstring(drawn.svg(t))
-    slots = [r for r in root.iter(f"{SPACE}rect") if r.get("class") == "slot"]
-    titles = [r.findtext(f"{SPACE}title") for r in slots]
-    assert titles == [f"{s.action}: {s.start:g} to {s.end:g}" for each in t.slots for s in each]
-    wide = [round(float(r.attrib["width"])) for r in slots]
-    assert len(set(wide)) == 2  # B takes twice what F, I and W take
-    texts = [x.text for x in root.iter(f"{SPACE}text")]
-    assert f"{100 * t.bubble(1):.1f} %, {t.live[1]}" in texts
-    assert "time in units of the costs given" in texts
-
-
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 4), (16, 16), (64, 64)])
-def test_svg_has_one_width_and_a_time_axis(stages: int, microbatches: int) -> None:
-    t = clock("1f1b", stages, microbatches)
-    root = ElementTree.fromstring(drawn.svg(t, seconds=True))
-    assert float(root.attrib["width"]) == drawn.WIDTH
-    for x in root.iter(f"{SPACE}rect"):
-        assert float(x.get("x", 0)) + float(x.attrib["width"]) <= drawn.WIDTH
-    assert any((x.text or "").startswith("time in s, on h100-80g") for x in root.iter(f"{SPACE}text"))
 
 
 def test_json() -> None:
@@ -242,14 +199,44 @@ def test_inspect_schedule(files: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "zb-h1: 2 stages on 2 ranks, 1 microbatch; bubble" in done.stdout
     assert "rank 1  stage 1  ." in done.stdout
-    done = call(
-        "inspect", "model.py", "pipe.yaml", "--schedule", "--svg", "time.svg", "--set", "pipeline.schedule=gpipe"
-    )
-    assert flat(done.stdout).strip() == "written to time.svg"
-    assert "gpipe" in (files / "time.svg").read_text()
-    assert call("inspect", "model.py", "pipe.yaml", "--html", "page.html").exit_code == 0
-    assert '"schedule":"zb-h1"' in (files / "page.html").read_text()
+    assert "on h100-80g: a step of " in flat(done.stdout)
     found = json.loads(call("inspect", "model.py", "pipe.yaml", "--schedule", "--json").stdout)
     assert found["placement"] == [0, 1]
     done = call("inspect", "model.py", "spec.yaml", "--schedule")  # without a pipeline: one stage
     assert "rank 0  stage 0  F0" in done.stdout
+
+
+def test_all_views_of_a_step_have_one_clock(files: Path) -> None:
+    """The schedule, the page and the trace say the same times, those of the cost."""
+    (files / "pipe.yaml").write_text("shardc: 1\nmesh: {dp: 2, pp: 2}\npipeline: {axis: pp, schedule: zb-h1}\n")
+    command = (
+        "inspect",
+        "model.py",
+        "pipe.yaml",
+        "--schedule",
+        "--json",
+        "--html",
+        "page.html",
+        "--trace",
+        "trace.json",
+    )
+    schedule = json.loads(call(*command).stdout)
+    page = re.search(r'id="data">(.*?)</script>', (files / "page.html").read_text())
+    assert page is not None
+    shown = json.loads(page[1])
+    trace = json.loads((files / "trace.json").read_text())
+    assert schedule["step_seconds"] == shown["facts"]["seconds"] == trace["otherData"]["step_seconds"]
+    assert schedule["device"] == shown["facts"]["device"] == trace["otherData"]["device"] == "h100-80g"
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    for slots, row in zip(schedule["slots"], shown["timeline"]["rows"], strict=True):
+        begins = [round(begin * 1e9) for _, begin, _ in slots]
+        assert [s[2] for s in row["slots"]] == pytest.approx(begins, abs=1)
+        mine = [e for e in trace["traceEvents"] if e["pid"] == row["rank"] and e["ph"] == "X"]
+        actions = [e for e in mine if names[e["pid"], e["tid"]] == "actions" and "microbatch" in e["args"]]
+        assert [round(e["ts"] * 1e3) for e in actions] == [s[2] for s in row["slots"]]
+        for axes, spans in row["streams"].items():
+            sent = [e for e in mine if names[e["pid"], e["tid"]] == axes]
+            assert [(e["name"], round(e["ts"] * 1e3), e["args"]["direction"]) for e in sent] == [
+                (kind, begin, direction) for begin, _, _, _, direction, kind in spans
+            ]
+            assert all(0 <= e["args"]["exposed_us"] <= e["dur"] + 1e-3 and e["args"]["of"] for e in sent)

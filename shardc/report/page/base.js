@@ -1,69 +1,8 @@
-// What all panels share: the data, making elements, numbers for people, and what lights what.
-// Nothing here or elsewhere makes HTML from text: elements are made one by one, and names become their text.
+// What all panels share: the data, facts about it, and what lights what.
 "use strict";
 
-const D = JSON.parse(document.getElementById("data").textContent);
+const D = JSON.parse(typeof document === "undefined" ? DATA : document.getElementById("data").textContent);
 const F = D.facts;
-
-// --- elements
-
-const SVG = "http://www.w3.org/2000/svg";
-
-/** An element with attributes, handlers (`onclick`) and children (elements, or texts). */
-function el(tag, attributes = {}, ...children) {
-  return filled(document.createElement(tag), attributes, children);
-}
-
-/** The same, of SVG. */
-function svg(tag, attributes = {}, ...children) {
-  return filled(document.createElementNS(SVG, tag), attributes, children);
-}
-
-function filled(element, attributes, children) {
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (value !== undefined && value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
-  }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""));
-  return element;
-}
-
-function byId(id) {
-  return document.getElementById(id);
-}
-
-/** Style by the style sheet's rules only: a content policy may forbid style attributes. */
-function sized(element, styles) {
-  for (const [name, value] of Object.entries(styles)) element.style.setProperty(name, value);
-  return element;
-}
-
-// --- numbers, in the units of shardc.ir.units
-
-function size(n) {
-  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-    if (Math.abs(n) < 1024) return unit === "B" ? `${Math.round(n)} B` : `${n.toFixed(1)} ${unit}`;
-    n /= 1024;
-  }
-  return `${n.toFixed(1)} TiB`;
-}
-
-function seconds(s) {
-  return s >= 1 ? `${s.toFixed(2)} s` : s >= 1e-3 ? `${(s * 1e3).toFixed(2)} ms` : `${Math.round(s * 1e6)} µs`;
-}
-
-function count(n) {
-  for (const [unit, each] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["k", 1e3]]) if (n >= each) return `${(n / each).toFixed(1)} ${unit}`;
-  return String(n);
-}
-
-function percent(share) {
-  return `${(100 * share).toFixed(1)} %`;
-}
-
-function several(n, what, plural = `${what}s`) {
-  return `${n.toLocaleString("en")} ${n === 1 ? what : plural}`;
-}
 
 // --- facts about the data
 
@@ -74,17 +13,11 @@ const bytesOf = (m) => sum(ways(m).map((w) => w.bytes * w.count));
 const countOf = (m) => sum(ways(m).map((w) => w.count));
 const isTimed = (m) => ways(m).some((w) => typeof w.seconds === "number");
 
-function sum(numbers) {
-  return numbers.reduce((a, b) => a + b, 0);
-}
-
 /** How much of a message is waited for: "e" exposed, "h" hidden, "u" not known. A hundredth of its time does not count. */
 function exposure(m) {
   if (!isTimed(m)) return "u";
   return exposedOf(m) > 0.01 * secondsOf(m) ? "e" : "h";
 }
-
-const EXPOSURE = { e: "the rank waits for it", h: "hidden behind computing", u: "its time is not known" };
 
 /** What is between the rank waiting for all of it and for none: words. */
 function exposedText(m) {
@@ -198,13 +131,6 @@ function equalModules(words) {
 
 const state = { tab: "overview", module: "", picked: null, graph: "after" };
 
-/** Mark an element as a thing. x: "m3" message 3, "w3" weight 3, "o3" op 3 of the program, "l3" line 3 of the spec. */
-function thing(element, x, lines) {
-  if (x) element.setAttribute("data-x", x);
-  if (lines && lines.length) element.setAttribute("data-l", lines.join(" "));
-  return element;
-}
-
 function linesOfThing(x) {
   const i = Number(x.slice(1));
   if (x[0] === "m") return D.messages[i].lines || [];
@@ -236,63 +162,4 @@ function selectorOf(x) {
   if (x[0] === "l") return `[data-l~="${x.slice(1)}"], [data-x="${x}"]`;
   const lines = linesOfThing(x).map((line) => `[data-x="l${line}"]`);
   return [`[data-x="${x}"]`, `[data-with~="${x}"]`, ...lines].join(", ");
-}
-
-function light(x) {
-  document.querySelectorAll(".lit").forEach((e) => e.classList.remove("lit"));
-  const shown = x || state.picked;
-  if (shown) document.querySelectorAll(selectorOf(shown)).forEach((e) => e.classList.add("lit"));
-  document.querySelectorAll(".picked").forEach((e) => e.classList.remove("picked"));
-  if (state.picked) document.querySelectorAll(`[data-x="${state.picked}"]`).forEach((e) => e.classList.add("picked"));
-  counts(shown);
-}
-
-/** Which other panels show something of what is lit. */
-function counts(x) {
-  const line = x && x[0] === "l" ? causedBy(Number(x.slice(1))) : null;
-  const found = line ? { graph: line.messages.filter((m) => !m.buckets).length, comm: line.rows.length, timeline: line.messages.filter(isTimed).length } : {};
-  document.querySelectorAll("#tabs button").forEach((button) => {
-    const n = found[button.dataset.tab];
-    const old = button.querySelector("i");
-    if (old) old.remove();
-    if (n) button.append(el("i", { title: "things that the line of the spec caused" }, String(n)));
-  });
-}
-
-// --- a tip beside the pointer, for what has more to say than room
-
-function tip(text, at) {
-  const box = byId("tip");
-  box.hidden = !text;
-  if (!text) return;
-  box.textContent = text;
-  const left = Math.min(at.clientX + 14, innerWidth - box.offsetWidth - 8);
-  const top = at.clientY + 18 + box.offsetHeight > innerHeight ? at.clientY - box.offsetHeight - 10 : at.clientY + 18;
-  sized(box, { left: `${Math.max(left, 4)}px`, top: `${Math.max(top, 4)}px` });
-}
-
-/** Light by pointer and by focus, everywhere at once. */
-function follow() {
-  const thingOf = (e) => e.target.closest && e.target.closest("[data-x]");
-  document.addEventListener("pointerover", (e) => {
-    const found = thingOf(e);
-    light(found ? found.dataset.x : null);
-    const said = e.target.closest && e.target.closest("[data-tip]");
-    tip(said ? said.dataset.tip : "", e);
-  });
-  document.addEventListener("pointermove", (e) => {
-    const said = e.target.closest && e.target.closest("[data-tip]");
-    if (said) tip(said.dataset.tip, e);
-  });
-  document.addEventListener("pointerleave", () => { light(null); tip("", {}); });
-  document.addEventListener("focusin", (e) => { const found = thingOf(e); if (found) light(found.dataset.x); });
-}
-
-/** A click, Enter or space. */
-function acts(element, act) {
-  element.addEventListener("click", act);
-  element.addEventListener("keydown", (e) => {
-    if (e.key === "Enter" || e.key === " ") { e.preventDefault(); e.stopPropagation(); act(e); }
-  });
-  return element;
 }

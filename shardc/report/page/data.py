@@ -16,6 +16,7 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.type_text import show
 from shardc.ir.units import size
+from shardc.report import scores
 from shardc.report.page import step
 from shardc.report.page.equal_layers import EqualLayers, equal_layers, ranges
 from shardc.report.page.graphs import graphs
@@ -97,8 +98,9 @@ def data(program: Program, cost: Cost | None, proof: Proof | None, *, full: bool
         "inputs": inputs,
         "activations": spec.activations([m.path for m in modules]),
         "stage_lines": spec.at("pipeline") if program.axis else [],
-        "timeline": step.timeline(cost, messages) if cost is not None else None,
+        "timeline": step.timeline(cost, messages.number) if cost is not None else None,
         "memory": step.memory(cost) if cost is not None else None,
+        "scores": scores.to_json(program) if program.stages else [],
         "text": emit.text(program, full=full).splitlines(),
     }
     # last, as causes add settings of the command line to its lines

@@ -8,18 +8,9 @@ const MOST_APART = 3;  // one of so many with a collective stays in parts, also 
 const WIDEST = 46;     // characters of a line of a box
 const LINE = 15;       // pixels from a line of text to the next
 const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
-const pen = document.createElement("canvas").getContext("2d");
-const zoom = { before: 1, after: 1 };
+const TONE = { e: "var(--exposed)", h: "var(--hidden)", u: "var(--unknown)" };
 
-function openModule(path) {
-  state.module = moduleAt.has(path) ? path : shownPath(path);
-  unfold(state.module);
-  opened.add(state.module);
-  drawTree();
-  show("graph");
-}
-
-function drawGraph(panel) {
+function graphPanel() {
   const module = moduleAt.get(state.module) || D.modules[0];
   const crumbs = [];
   for (let m = module; m; m = m.parent >= 0 ? D.modules[m.parent] : null) crumbs.unshift(m);
@@ -33,27 +24,20 @@ function drawGraph(panel) {
     el("span", { class: "group", role: "group", "aria-label": "Size" }, [["−", 0.8, "smaller (−)"], ["fit", 0, "fit the width (0)"], ["+", 1.25, "larger (+)"]].map(([text, by, about]) =>
       el("button", { type: "button", title: about, "aria-label": about, onclick: () => scaleGraph(by) }, text))));
   const legend = el("div", { class: "legend" },
-    ...["e", "h", "u"].filter((kind) => D.messages.some((m) => exposure(m) === kind)).map((kind) => mark(`var(--${{ e: "exposed", h: "hidden", u: "unknown" }[kind]})`, { e: "collective that is waited for", h: "collective hidden behind computing", u: "between stages, or of unknown time" }[kind])),
+    ...["e", "h", "u"].filter((kind) => D.messages.some((m) => exposure(m) === kind)).map((kind) => mark(TONE[kind], { e: "collective that is waited for", h: "collective hidden behind computing", u: "between stages, or of unknown time" }[kind])),
     D.messages.some(onlyBackward) ? el("span", {}, "- - only in backward") : "",
     ...splits.map((axes, i) => mark(`var(--split${i % 5})`, `weights split over ${axes}`)));
-  const sheets = el("div", { class: `sheets ${which.length > 1 ? "both" : ""}` }, which.map((key) => sheet(key, module)));
-  panel.replaceChildren(el("div", { class: "bench" }, tools, legend, sheets));
-  which.forEach((key) => fitGraph(key));
-  light(null);
+  return el("div", { class: "bench" }, tools, legend, el("div", { class: `sheets ${which.length > 1 ? "both" : ""}` }, which.map((key) => sheet(key, module))));
 }
 
 const onlyBackward = (m) => !m.buckets && ways(m).every((w) => w.direction === "backward");
-
-function mark(colour, text) {
-  return el("span", {}, sized(el("i"), { background: colour }), text);
-}
 
 function sheet(key, module) {
   const said = { before: "one device: the model's graph", after: `one rank: ${F.axis ? "the stages, one after the other" : "what every rank runs"}` }[key];
   const ops = D[key];
   if (!ops.length) return el("div", { class: "sheet" }, el("p", {}, said), el("p", { class: "hint" }, "This program is not compiled: there is nothing after the passes."));
   const found = units(ops, module, key);
-  const drawing = found.list.length ? draw(found, key) : null;
+  const drawing = found.list.length ? graphPicture(found, key) : null;
   const head = `${said}${drawing ? `, ${several(found.list.length, "box", "boxes")}` : ""}`;
   return el("div", { class: "sheet" }, el("p", {}, head),
     drawing ? el("div", { class: "scroll", id: `sheet-${key}`, tabindex: "0", role: "group", "aria-label": `${said}. Tab goes from box to box, arrows along the lines, Enter selects, o opens a module.` }, drawing)
@@ -62,8 +46,8 @@ function sheet(key, module) {
 
 // --- what is a box
 
-/** The boxes of a module: {list, of: by number of op, uses}. A box is {ops, module, title, lines, kind, uses}. */
-function units(ops, module, key) {
+/** The boxes of a module: {list, all}. A box is {ops, title, lines, kind, uses}. typed: with the types of their results. */
+function units(ops, module, key, typed = false) {
   const inside = (path) => module.path === "" || path === module.path || path.startsWith(`${module.path}.`);
   // a stage's input from another one belongs where it is used
   const mine = ops.map((o, i) => i).filter((i) => inside(ops[i].module || "") && !(ops[i].input && module.path));
@@ -92,7 +76,10 @@ function units(ops, module, key) {
     if (!next.has(name) && next.size < 4) next.set(name, { ops: [], to: i, uses: new Set(), users: new Set(), about: `to ${outside(o, module)}`, kind: "ghost" });
     if (next.has(name)) { next.get(name).uses.add(unitOf.get(u)); unitOf.get(u).users.add(next.get(name)); }
   }));
-  for (const unit of list) describe(unit, ops, module, key);
+  for (const unit of list) {
+    describe(unit, ops, module, key);
+    if (typed && unit.type && unit.kind !== "ghost") unit.lines.push(`→ ${unit.type}`);
+  }
   for (const given of ghosts.values()) describeGhost(given, ops, module);
   for (const given of next.values()) { given.title = given.about; given.lines = []; }
   return { list, all: [...ghosts.values(), ...list, ...next.values()], ops, module };
@@ -178,7 +165,7 @@ function describe(unit, ops, module, key) {
     unit.back = onlyBackward(m);
     unit.title = `${kindOf(m)} over ${axesOf(m)}`;
     const biggest = Math.max(0, ...ways(m).map((w) => w.bytes));
-    unit.lines = [`${size(biggest)}${unit.back ? ", in backward" : ways(m).some((w) => w.direction === "backward") ? ", and in backward" : ""}`, exposedOfAll(m)];
+    unit.lines = [`${size(biggest)}${unit.back ? ", in backward" : ways(m).some((w) => w.direction === "backward") ? ", and in backward" : ""}`, ...(F.device ? [exposedOfAll(m)] : [])];
     return;
   }
   if (first.op === "layers") {
@@ -228,11 +215,6 @@ function prefix(a, b) {
 
 // --- where it goes: dagre, by layers from top to bottom
 
-function width(text, font) {
-  pen.font = font;
-  return pen.measureText(text).width;
-}
-
 const clipped = (text) => (text.length > WIDEST ? `${text.slice(0, WIDEST - 1)}…` : text);
 
 function layout(found) {
@@ -243,7 +225,7 @@ function layout(found) {
     unit.id = `u${i}`;
     unit.text = [unit.title, ...unit.lines].map((line) => (typeof line === "string" ? { text: clipped(line) } : { ...line, text: clipped(line.text) }));
     const font = (i, line) => (i === 0 || unit.kind === "message" || line.kind ? `600 12px ${FONT}` : "10.5px ui-monospace, monospace");
-    unit.w = (unit.kind === "message" ? 32 : 20) + Math.max(...unit.text.map((line, i) => width(line.text, font(i, line))));
+    unit.w = (unit.kind === "message" ? 32 : 20) + Math.max(...unit.text.map((line, i) => textWidth(line.text, font(i, line))));
     unit.h = 10 + LINE * unit.text.length;
     g.setNode(unit.id, { width: unit.w, height: unit.h });
   });
@@ -277,86 +259,73 @@ function frames(found, g) {
 
 // --- drawing
 
-function draw(found, key) {
+function graphPicture(found, key) {
   let g;
   try {
     g = layout(found);
   } catch (error) {  // dagre cannot lay out some frames: the same without them
     g = layout({ ...found, list: [] });
   }
-  const size_ = g.graph();
-  const picture = svg("svg", { width: size_.width, height: size_.height, viewBox: `0 0 ${size_.width} ${size_.height}`, role: "group", "data-width": size_.width, "data-height": size_.height });
-  g.nodes().filter((name) => name.startsWith("f")).forEach((name) => {
-    const box = g.node(name);
-    picture.append(svg("rect", { class: "frame", x: box.x - box.width / 2, y: box.y - box.height / 2, width: box.width, height: box.height, rx: 6 }));
-    const label = svg("text", { class: "soft", x: box.x - box.width / 2 + 6, y: box.y - box.height / 2 + 13 }, shortened(name.slice(1), found.module.path));
-    picture.append(label);
-  });
-  picture.append(svg("defs", {}, ["", "e", "h", "u"].map((kind) => svg("marker", { id: `head-${key}${kind}`, class: `head ${kind}`, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, markerUnits: "userSpaceOnUse", orient: "auto" }, svg("path", { d: "M0,0L8,4L0,8Z" })))));
-  g.edges().forEach((edge) => {
-    const from = found.all[Number(edge.v.slice(1))], to = found.all[Number(edge.w.slice(1))];
-    const message = from.kind === "message" ? from : to.kind === "message" ? to : null;
-    const wire = svg("path", { class: `wire ${message ? message.exposure : ""} ${message && message.back ? "back" : ""}`, d: curve(g.edge(edge).points), "marker-end": `url(#head-${key}${message ? message.exposure : ""})` });
-    if (message) {
-      thing(wire, `m${message.messages[0]}`, D.messages[message.messages[0]].lines);
-      wire.addEventListener("click", () => pick(`m${message.messages[0]}`));
-    }
-    wire.setAttribute("data-tip", `${from.title} → ${to.title}\n${from.type || ""}`);
-    picture.append(wire);
-  });
-  found.all.forEach((unit) => picture.append(boxOf(unit, g.node(unit.id), key, found)));
-  const across = found.list.filter((unit) => unit.kind !== "ghost").map((unit) => unit.place.x).sort((a, b) => a - b);
-  picture.dataset.middle = across[across.length >> 1] || size_.width / 2;  // where most boxes are
-  return picture;
+  const place = new Map(found.all.map((unit) => [unit, g.node(unit.id)]));
+  const frame = (name) => {
+    const { x, y, width, height } = g.node(name);
+    return [svg("rect", { class: "frame", x: x - width / 2, y: y - height / 2, width, height, rx: 6 }), svg("text", { class: "soft", x: x - width / 2 + 6, y: y - height / 2 + 13 }, shortened(name.slice(1), found.module.path))];
+  };
+  const head = (kind) => svg("marker", { id: `head-${key}${kind}`, class: `head ${kind}`, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, markerUnits: "userSpaceOnUse", orient: "auto" }, svg("path", { d: "M0,0L8,4L0,8Z" }));
+  const across = found.list.filter((unit) => unit.kind !== "ghost").map((unit) => place.get(unit).x).sort((a, b) => a - b);
+  const ends = g.edges().flatMap((edge) => g.edge(edge).points.map((p) => p.x));  // dagre counts boxes alone
+  const left = Math.floor(Math.min(0, ...ends.map((x) => x - 4))), width = Math.ceil(Math.max(g.graph().width, ...ends.map((x) => x + 4))) - left, height = Math.ceil(g.graph().height);
+  return svg("svg", { width, height, viewBox: `${left} 0 ${width} ${height}`, role: "group", "data-width": width, "data-height": height, "data-middle": (across[across.length >> 1] || width / 2) - left },
+    g.nodes().filter((name) => name.startsWith("f")).map(frame), svg("defs", {}, ["", "e", "h", "u"].map(head)),
+    g.edges().map((edge) => wire(found.all[Number(edge.v.slice(1))], found.all[Number(edge.w.slice(1))], g.edge(edge).points, key)),
+    found.all.map((unit) => boxOf(unit, place, key, found)));
 }
 
-function boxOf(unit, at, key, found) {
+function wire(from, to, points, key) {
+  const message = from.kind === "message" ? from : to.kind === "message" ? to : null;
+  const line = svg("path", { class: `wire ${message ? message.exposure : ""} ${message && message.back ? "back" : ""}`, d: curve(points), "marker-end": `url(#head-${key}${message ? message.exposure : ""})`,
+    "data-tip": `${from.title} → ${to.title}\n${from.type || ""}`, onclick: message ? () => pick(`m${message.messages[0]}`) : null });
+  return message ? thing(line, `m${message.messages[0]}`, D.messages[message.messages[0]].lines) : line;
+}
+
+function boxOf(unit, place, key, found) {
+  const at = place.get(unit);
   const kind = unit.kind === "message" ? `message ${unit.exposure}` : `${unit.kind} ${splitClass(unit.split || "")}`;
-  const group = svg("g", { class: `box ${kind}`, tabindex: "0", role: "button", transform: `translate(${at.x - unit.w / 2} ${at.y - unit.h / 2})`, "aria-label": [unit.title, ...unit.text.slice(1).map((l) => l.text), unit.type].join(", ") },
-    svg("rect", { class: "shape", width: unit.w, height: unit.h, rx: unit.kind === "message" ? unit.h / 2 : 4 }),
-    unit.text.map((line, i) => svg("text", {
-      x: unit.w / 2, y: 17 + LINE * i, "text-anchor": "middle", "font-weight": i ? null : "600",
-      class: unit.kind === "message" ? (i === 2 ? "strong" : "") : line.kind ? "strong" : i ? "type" : "",
-    }, line.text)));
-  unit.text.forEach((line, i) => { if (line.kind) group.children[i + 1].style.fill = `var(--${{ e: "exposed", h: "hidden", u: "unknown" }[line.kind]})`; });
   const first = unit.ops[0];
   const x = unit.kind === "message" ? `m${unit.messages[0]}` : unit.kind === "ghost" && first === undefined ? null
     : unit.opens !== undefined ? `t${moduleAt.get(unit.opens).i}` : `${key === "after" ? "o" : "b"}${first}`;
+  const open = () => {
+    const o = found.ops[unit.from !== undefined ? unit.from : unit.to];
+    if (unit.opens !== undefined) openModule(unit.opens);
+    else if (unit.kind === "ghost" && o && !o.input) openModule(o.op === "layers" ? o.like : o.module || "");
+  };
+  const idOf = (other) => `${key}-${other.id}`;
+  const group = svg("g", { class: `box ${kind}`, id: idOf(unit), role: "button", transform: `translate(${at.x - unit.w / 2} ${at.y - unit.h / 2})`, "aria-label": [unit.title, ...unit.text.slice(1).map((l) => l.text), unit.type].join(", "),
+    "data-with": [...(unit.messages || []).map((m) => `m${m}`), ...(unit.weights || []).map((w) => `w${w.i}`)].join(" "),
+    "data-tip": unit.type ? [unit.title, unit.type, unit.opens !== undefined ? "double click, or o: open it" : ""].filter(Boolean).join("\n") : null,
+    ondblclick: open,
+    onkeydown: (e) => {
+      const to = e.key === "ArrowDown" ? [...unit.users] : e.key === "ArrowUp" ? [...unit.uses] : neighbours(unit, place, { ArrowRight: 1, ArrowLeft: -1 }[e.key]);
+      if (e.key === "o") open();
+      else if (to.length) byId(idOf(to[0])).focus();
+      else return;
+      e.preventDefault();
+      e.stopPropagation();
+    } },
+    svg("rect", { class: "shape", width: unit.w, height: unit.h, rx: unit.kind === "message" ? unit.h / 2 : 4 }),
+    unit.text.map((line, i) => sized(svg("text", {
+      x: unit.w / 2, y: 17 + LINE * i, "text-anchor": "middle", "font-weight": i ? null : "600",
+      class: line.text.startsWith("→") ? "type" : unit.kind === "message" ? (i === 2 ? "strong" : "") : line.kind ? "strong" : i ? "type" : "",
+    }, line.text), line.kind ? { fill: TONE[line.kind] } : {})));
   const lines = [...new Set([...(unit.messages || []).flatMap((m) => D.messages[m].lines || []), ...(unit.weights || []).flatMap((w) => w.lines || [])])];
   if (x) thing(group, x, key === "after" || unit.kind !== "message" ? lines : []);
-  group.setAttribute("data-with", [...(unit.messages || []).map((m) => `m${m}`), ...(unit.weights || []).map((w) => `w${w.i}`)].join(" "));
-  if (unit.type) group.setAttribute("data-tip", [unit.title, unit.type, unit.opens !== undefined ? "double click, or o: open it" : ""].filter(Boolean).join("\n"));
-  const open = () => {
-    if (unit.opens !== undefined) openModule(unit.opens);
-    else if (unit.kind === "ghost") openGhost(unit, found);
-  };
-  acts(group, () => (x ? pick(x) : open()));
-  group.addEventListener("dblclick", open);
-  group.addEventListener("keydown", (e) => {
-    const to = e.key === "ArrowDown" ? [...unit.users] : e.key === "ArrowUp" ? [...unit.uses] : null;
-    const beside = { ArrowRight: 1, ArrowLeft: -1 }[e.key];
-    if (e.key === "o") open();
-    else if (to && to.length) to[0].element.focus();
-    else if (beside) neighbour(unit, found, beside);
-    else return;
-    e.preventDefault();
-    e.stopPropagation();
-  });
-  unit.element = group;
-  unit.place = at;
-  return group;
+  return acts(group, () => (x ? pick(x) : open()));
 }
 
-function openGhost(unit, found) {
-  const o = found.ops[unit.from !== undefined ? unit.from : unit.to];
-  if (o && !o.input) openModule(o.op === "layers" ? o.like : o.module || "");
-}
-
-/** The box to the right or left, in about the same row. */
-function neighbour(unit, found, way) {
-  const row = found.all.filter((u) => u !== unit && Math.abs(u.place.y - unit.place.y) < 40 && (u.place.x - unit.place.x) * way > 0);
-  row.sort((a, b) => Math.abs(a.place.x - unit.place.x) - Math.abs(b.place.x - unit.place.x));
-  if (row.length) row[0].element.focus();
+/** The boxes to the right or left, in about the same row, the nearest first. way: undefined: none. */
+function neighbours(unit, place, way) {
+  const here = place.get(unit), away = (u) => (place.get(u).x - here.x) * way;
+  return [...place.keys()].filter((u) => u !== unit && Math.abs(place.get(u).y - here.y) < 40 && away(u) > 0).sort((a, b) => away(a) - away(b));
 }
 
 /** Through the points, smoothly: quadratic curves between the middles. */
@@ -368,28 +337,4 @@ function curve(points) {
     d += `Q${points[i].x},${points[i].y} ${end.x},${end.y}`;
   }
   return d;
-}
-
-function scaleGraph(by) {
-  for (const key of ["before", "after"]) {
-    if (!byId(`sheet-${key}`)) continue;
-    if (by) { zoom[key] = Math.min(Math.max(zoom[key] * by, 0.1), 3); apply(key); } else fitGraph(key);
-  }
-}
-
-/** Fit the width, but keep text legible: a wide graph is scrolled. */
-function fitGraph(key) {
-  const sheet_ = byId(`sheet-${key}`);
-  if (!sheet_) return;
-  const wide = Number(sheet_.firstChild.dataset.width);
-  zoom[key] = Math.min(1, Math.max(state.graph === "both" ? 0.5 : 0.62, (sheet_.clientWidth - 4) / wide));
-  apply(key);
-  sheet_.scrollLeft = Number(sheet_.firstChild.dataset.middle) * zoom[key] - sheet_.clientWidth / 2;
-}
-
-function apply(key) {
-  const picture = byId(`sheet-${key}`).firstChild;
-  picture.setAttribute("width", picture.dataset.width * zoom[key]);
-  picture.setAttribute("height", picture.dataset.height * zoom[key]);
-  sized(picture, { margin: "0 auto" });
 }

@@ -1,7 +1,7 @@
 """The graphs of the page: the model as one device runs it, and what the ranks run, as ops with what they take.
 
-Views and copies are left out, as in shardc.report.layer_picture. Layers that are equal to one that is shown become one
-op in place of each run of them: "layers 1–79, as layer 0".
+Views and copies are left out. Layers that are equal to one that is shown become one op in place of each run of them:
+"layers 1–79, as layer 0".
 """
 
 from __future__ import annotations

@@ -3,20 +3,18 @@
 
 const KINDS = { parameters: "#5b7fb5", optimizer: "#8db4e8", gradients: "#8fc99a", buffers: "#9a9a8c", inputs: "#bdbdae", activations: "#e8ca7c", gathered: "#86cfd3", communication: "#b9a0d8", temporaries: "#e39b8b" };
 
-function drawMemory(panel) {
+/** wide: pixels of a picture. */
+function memoryPanel(wide) {
   const m = D.memory;
-  if (!m) {
-    panel.replaceChildren(el("p", { class: "hint" }, "No device is known, so there is no memory. `shardc inspect --html FILE --device h100-80g` runs a step without data and counts every tensor."));
-    return;
-  }
+  if (!m) return el("p", { class: "hint" }, "No device is known, so there is no memory. `shardc inspect --html FILE --device h100-80g` runs a step without data and counts every tensor.");
   const kinds = Object.keys(KINDS).filter((k) => m.panels.some((p) => p.curve[k]));
   const peak = Math.max(...m.panels.map((p) => p.peak));
-  panel.replaceChildren(
+  return [
     el("div", { class: "bar-of-tools" }, el("b", { class: F.fits ? "" : "bad" }, `peak ${size(peak)} of ${size(m.limit)} on ${F.device}${F.fits ? "" : ": does not fit"}`),
       el("span", { class: "soft" }, "live tensors of one step, op by op in the order in which they run (not to scale with time)")),
     el("div", { class: "legend" }, kinds.map((k) => mark(KINDS[k], k))),
     peakTable(m, kinds),
-    ...m.panels.map((p) => memoryPanel(p, m, kinds, peak, panel.clientWidth - 34)));
+    m.panels.map((p) => memoryPicture(p, m, kinds, peak, wide))];
 }
 
 const placeOf = (p) => (F.axis ? `${F.axis}=${p.at.join(",")}` : "every rank");
@@ -27,14 +25,14 @@ function keptBy(p) {
   return row ? String(row.live) : "";
 }
 
-function memoryPanel(p, m, kinds, peak, wide) {
+function memoryPicture(p, m, kinds, peak, wide) {
   const high = m.panels.length > 2 ? 120 : 200, left = 64;
   const top = 1.06 * (m.limit < 3 * peak ? Math.max(peak, m.limit) : peak);
   const n = p.ops.length;
   const W = Math.max(wide, 300), inner = W - left - 8;
   const X = (i) => left + i / n * inner, Y = (bytes) => 6 + high * (1 - bytes / top);
   const parts = [];
-  bytesAxis(top).forEach((bytes) => parts.push(svg("line", { class: "grid", x1: left, x2: W - 8, y1: Y(bytes), y2: Y(bytes) }), svg("text", { class: "soft", x: left - 5, y: Y(bytes) + 4, "text-anchor": "end" }, size(bytes))));
+  ticks(top, 4, true).forEach((bytes) => parts.push(svg("line", { class: "grid", x1: left, x2: W - 8, y1: Y(bytes), y2: Y(bytes) }), svg("text", { class: "soft", x: left - 5, y: Y(bytes) + 4, "text-anchor": "end" }, size(bytes))));
   let below_ = new Array(n).fill(0);
   for (const kind of kinds.filter((k) => p.curve[k])) {
     const above = below_.map((b, i) => b + p.curve[kind][i]);
@@ -47,38 +45,30 @@ function memoryPanel(p, m, kinds, peak, wide) {
   p.parts.forEach(([name, begin], i) => {
     const end = i + 1 < p.parts.length ? p.parts[i + 1][1] : n;
     parts.push(svg("line", { class: "grid", x1: X(begin), x2: X(begin), y1: 6, y2: high + 6 }));
-    const short = [name, name.split(" of ")[0], name.replace(/(\w)\w* of microbatch (\d+).*/, (_, k, mb) => k.toUpperCase() + mb)].find((t) => width(t, "11px system-ui") < X(end) - X(begin) - 4);
+    const short = [name, name.split(" of ")[0], name.replace(/(\w)\w* of microbatch (\d+).*/, (_, k, mb) => k.toUpperCase() + mb)].find((t) => textWidth(t, "11px system-ui") < X(end) - X(begin) - 4);
     if (short) parts.push(svg("text", { class: "soft", x: (X(begin) + X(end)) / 2, y: high + 19, "text-anchor": "middle" }, short));
   });
   if (m.limit <= top) parts.push(svg("line", { class: "limit", x1: left, x2: W - 8, y1: Y(m.limit), y2: Y(m.limit) }), svg("text", { class: "soft", x: W - 10, y: Y(m.limit) - 4, "text-anchor": "end" }, `${F.device} has ${size(m.limit)}`));
   parts.push(sized(svg("circle", { cx: X(at + 0.5), cy: Y(total[at]), r: 4 }), { fill: "var(--bad)" }));
-  const cross = svg("line", { class: "cross", x1: -9, x2: -9, y1: 6, y2: high + 6 });
-  const said = el("p", { class: "hint", "aria-live": "polite" });
-  let place = at;
-  const move = (i) => {
-    place = Math.min(Math.max(i, 0), n - 1);
-    cross.setAttribute("x1", X(place + 0.5));
-    cross.setAttribute("x2", X(place + 0.5));
-    const part = [...p.parts].reverse().find(([, begin]) => begin <= place);
-    said.textContent = `${size(total[place])} in ${part ? part[0] : "the step"}${p.names[p.ops[place]] ? `, ${p.names[p.ops[place]]}` : ""}: ${kinds.filter((k) => p.curve[k] && p.curve[k][place]).map((k) => `${k} ${size(p.curve[k][place])}`).join(", ")}`;
+  const moment = (i) => {
+    const part = [...p.parts].reverse().find(([, begin]) => begin <= i);
+    return `${size(total[i])} in ${part ? part[0] : "the step"}${p.names[p.ops[i]] ? `, ${p.names[p.ops[i]]}` : ""}: ${kinds.filter((k) => p.curve[k] && p.curve[k][i]).map((k) => `${k} ${size(p.curve[k][i])}`).join(", ")}`;
   };
-  const picture = svg("svg", { width: W, height: high + 26, tabindex: "0", role: "img", "aria-label": `memory of ${placeOf(p)}: peak ${size(p.peak)} at ${p.where}. Left and right move along the step.` }, parts, cross);
-  picture.addEventListener("pointermove", (e) => move(Math.floor((e.clientX - picture.getBoundingClientRect().left - left) / inner * n)));
-  picture.addEventListener("keydown", (e) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20 }[e.key];
-    if (by === undefined) return;
-    move(place + by);
-    e.preventDefault();
-  });
-  move(at);
-  return el("figure", {}, el("h3", {}, `${placeOf(p)}: ${size(p.peak)}`, " ", el("small", {}, `at ${p.where}`)), picture, said);
-}
-
-/** Round numbers of bytes: 1, 2, 4 times a power of 2. */
-function bytesAxis(top) {
-  let step = 1;
-  while (top / step > 4) step *= 2;
-  return Array.from({ length: Math.floor(top / step) + 1 }, (_, i) => i * step);
+  let place = at;
+  const move = (picture, i) => {
+    place = Math.min(Math.max(i, 0), n - 1);
+    for (const end of ["x1", "x2"]) picture.querySelector(".cross").setAttribute(end, X(place + 0.5));
+    picture.nextElementSibling.textContent = moment(place);
+  };
+  const picture = svg("svg", { width: W, height: high + 26, tabindex: "0", role: "img", "aria-label": `memory of ${placeOf(p)}: peak ${size(p.peak)} at ${p.where}. Left and right move along the step.`,
+    onpointermove: (e) => move(e.currentTarget, Math.floor((e.clientX - e.currentTarget.getBoundingClientRect().left - left) / inner * n)),
+    onkeydown: (e) => {
+      const by = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20 }[e.key];
+      if (by === undefined) return;
+      move(e.currentTarget, place + by);
+      e.preventDefault();
+    } }, parts, svg("line", { class: "cross", x1: X(at + 0.5), x2: X(at + 0.5), y1: 6, y2: high + 6 }));
+  return el("figure", {}, el("h3", {}, `${placeOf(p)}: ${size(p.peak)}`, " ", el("small", {}, `at ${p.where}`)), picture, el("p", { class: "hint", "aria-live": "polite" }, moment(at)));
 }
 
 /** The peak and the largest kinds first, which is what a narrow panel shows. */
@@ -91,7 +81,6 @@ function peakTable(m, kinds) {
     ["between steps", (p) => number(size(sum(Object.values(p.resident))))],
     ...(m.panels.some((p) => p.host) ? [["outside, at most", (p) => number(size(p.host))]] : []),
   ];
-  return el("div", {}, el("h3", {}, "At the peak, and between steps"), el("div", { class: "wide" }, el("table", {},
-    el("thead", {}, el("tr", {}, el("th", {}, "rank"), columns.map(([name]) => el("th", { class: "number" }, name)))),
-    el("tbody", {}, m.panels.map((p) => el("tr", {}, el("td", {}, placeOf(p)), columns.map(([, cell]) => cell(p))))))));
+  return el("div", {}, el("h3", {}, "At the peak, and between steps"),
+    table(["rank", ...columns.map(([name]) => `#${name}`)], m.panels.map((p) => [placeOf(p), ...columns.map(([, cell]) => cell(p))])));
 }

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from shardc.artifact.emit import bucket_text, value_text
 from shardc.cost import Cost
-from shardc.ir.buckets import Bucket
 from shardc.ir.comm_record import CommRecord
 from shardc.ir.graph import source_of
-from shardc.ir.metadata import Collective
 from shardc.ir.offload import HOST_LINK
 from shardc.ir.program import Program
-from shardc.report.comm import IMPLICIT, Row, comm_rows, host_rows, timed
+from shardc.report.comm import IMPLICIT, Row, Sent, bucket_number, comm_rows, host_rows, sent, timed
 from shardc.report.drawn_ops import of_parameter, traced
 from shardc.report.page.equal_layers import EqualLayers, ranges
 from shardc.report.page.spec_lines import SpecLines
@@ -53,7 +51,7 @@ class Message:
     axes: tuple[str, ...]
     cause: str
     lines: list[int]
-    ways: list[Way]
+    ways: list[Way] = field(default_factory=list)
     title: str = ""
     module: str = ""
     line: str = ""
@@ -68,8 +66,8 @@ class Message:
 
 
 class Messages:
-    """all: in the order in which forward begins them, then those of buckets and of the step. of_node: their numbers by
-    node of a stage, of_bucket by bucket.
+    """all: in the order in which forward begins them, then those of buckets. of_node: their numbers by node of a stage;
+    rows: the table of `inspect --comm`, each row with the messages that it counts.
     """
 
     def __init__(
@@ -83,87 +81,82 @@ class Messages:
         self.all: list[Message] = []
         self.of_node: dict[fx.Node, int] = {}
         self._tags: dict[str, int] = {}  # names of nodes and of buckets
+        self._of_row: defaultdict[tuple[str, str, str, str], dict[int, None]] = defaultdict(dict)
         self._program, self._spec, self._params = program, spec, params
-        m = program.microbatches
+        of: defaultdict[fx.Node | int | None, list[Sent]] = defaultdict(list)
+        for each in sent(program):
+            of[each.of].append(each)
+        gathers: dict[fx.Node, int] = {}  # parts of what buckets send
         for i, stage in enumerate(program.stages):
-            for n in stage.graph.nodes:
-                c = n.meta.get("collective")
-                if c is None or (n.op == "placeholder" and self._same_rank(n.name, i)):
-                    continue
-                one = layers.same(n) if n.op == "call_function" else n
-                if one in self.of_node:
-                    self._again(self.all[self.of_node[one]])
-                else:
-                    self.of_node[one] = len(self.all)
-                    self.all.append(self._of_node(n, c, i, m))
-                self.of_node[n] = self._tags[n.name] = self.of_node[one]
+            for n in (n for n in stage.graph.nodes if "collective" in n.meta):
+                if n.target is ops.gather_start:
+                    gathers[n] = bucket_number(n)
+                elif n.op == "call_function" or n in of:  # what comes from another stage of the same rank is no message
+                    one = layers.same(n) if n.op == "call_function" else n
+                    if one in self.of_node:
+                        self.all[self.of_node[one]].layers += 1
+                    else:
+                        self.of_node[one] = len(self.all)
+                        self.all.append(self._of_node(n, i))
+                    self.of_node[n] = self._tags[n.name] = self.of_node[one]
+                    self._add(self.of_node[n], of[n])
         equal: dict[Hashable, list[int]] = {}
         for i, b in enumerate(program.buckets):
-            if list(_ways_of_bucket(program, b)):
+            if of[i]:
                 key = replace(b, params=(), stages=()), tuple(params[n] for n in b.params), Flat.of(program, b).padded
                 equal.setdefault(key, []).append(i)
         for those in equal.values():
             self._tags |= {f"bucket{i}": len(self.all) for i in those}
             self.all.append(self._of_buckets(those))
+            for i in those:
+                self._add(len(self.all) - 1, of[i])
+        self.of_node |= {n: self._tags[f"bucket{i}"] for n, i in gathers.items() if f"bucket{i}" in self._tags}
         self.rows = self._rows(cost)
         if cost is not None:
             self._timed(cost)
 
-    def _same_rank(self, name: str, stage: int) -> bool:
-        """Whether what a stage receives is made on its own rank."""
-        if self._program.schedule is None:
-            return False
-        place = self._program.schedule.placement
-        return any(name in s.sends and place[i] == place[stage] for i, s in enumerate(self._program.stages))
+    def _add(self, number: int, some: Iterable[Sent]) -> None:
+        """Count collectives as a message's."""
+        for s in some:
+            self._of_row[s.row][number] = None
+            way = Way(s.direction, s.kind, "+".join(s.axes), 0, s.bytes)
+            ways = self.all[number].ways
+            one = next((w for w in ways if replace(w, count=0) == way), way)
+            if one is way:
+                ways.append(way)
+            one.count += s.times
 
-    def _again(self, message: Message) -> None:
-        """One more layer has it."""
-        for way in message.ways:
-            way.count = way.count // message.layers * (message.layers + 1)
-        message.layers += 1
-
-    def _of_node(self, n: fx.Node, c: Collective, stage: int, times: int) -> Message:
-        source, axes = source_of(n), "+".join(c.axes)
-        ways = [Way("forward", c.kind, axes, times, c.forward_bytes)] if c.kind != "none" else []
-        if c.kind != "none" and (again := n.meta.get("again", 0)):
-            ways.append(Way("recompute", c.kind, axes, times * again, c.forward_bytes))
-        if c.backward != "none":
-            ways.append(Way("backward", c.backward, axes, times, c.bytes))
-        if n.target is ops.total:
-            ways = [Way("forward", c.kind, axes, 1, c.bytes)]
+    def _of_node(self, n: fx.Node, stage: int) -> Message:
+        source, c = source_of(n), n.meta["collective"]
         operand = next((x for x in n.all_input_nodes if x.meta.get("value") is not None), None)
-        what = "between stages" if n.op == "placeholder" else ""
+        title = "between stages" if n.op == "placeholder" else ""
         if operand is not None and n.op == "call_function" and of_parameter(n):
             weight = next((p for p in self._program.params if p.name == traced(operand).name), None)
-            what = f"of the weight {weight.fqn}" if weight is not None else ""
+            title = f"of the weight {weight.fqn}" if weight is not None else ""
         return Message(
             n.name,
             c.axes,
             c.cause or IMPLICIT,
             self._spec.of(c.cause) or self._spec.of_axes(c.axes),
-            ways,
-            what,
-            source.module,
-            source.line,
-            source.code,
-            value_text(operand.meta["value"]) if operand is not None else "",
-            value_text(n.meta.get("value")),
-            stage if self._program.axis else -1,
-            c.implicit,
+            title=title,
+            module=source.module,
+            line=source.line,
+            code=source.code,
+            before=value_text(operand.meta["value"]) if operand is not None else "",
+            after=value_text(n.meta.get("value")),
+            stage=stage if self._program.axis else -1,
+            implicit=c.implicit,
         )
 
     def _of_buckets(self, those: Sequence[int]) -> Message:
         """The message of buckets that are equal, with parameters of equal layers."""
         b = self._program.buckets[those[0]]
-        each = [_ways_of_bucket(self._program, self._program.buckets[i]) for i in those]
-        ways = [replace(same[0], count=sum(w.count for w in same)) for same in zip(*each, strict=True)]
         return Message(
             f"bucket {those[0]}" + (f" and {len(those) - 1} like it" if len(those) > 1 else ""),
             tuple(dict.fromkeys((*b.axes, *filter(None, (b.shard,))))),
             bucket_text(b, self._program),
             self._spec.of_bucket(b),
-            ways,
-            "gradients" if b.zero != 3 else "parameters and gradients",
+            title="gradients" if b.zero != 3 else "parameters and gradients",
             stage=b.stages[0] if self._program.axis else -1,
             layers=len(those),
             buckets=ranges(map(str, those)),
@@ -214,7 +207,7 @@ class Messages:
                     "seconds": t.seconds if t is not None else None,
                     "exposed": t.exposed if t is not None else None,
                     "behind": t.behind if t is not None else "",
-                    "messages": [i for i, x in enumerate(self.all) if self._counts(r, x)],
+                    "messages": sorted(self._of_row[r.axes, r.direction, r.kind, r.cause]),
                 }
             )
         return rows
@@ -226,30 +219,5 @@ class Messages:
             of_zero = list(dict.fromkeys(line for b in self._program.buckets for line in self._spec.of_bucket(b)))
         return cited or of_zero or self._spec.of_axes(tuple(r.axes.split("+")))
 
-    def _counts(self, r: Row, x: Message) -> bool:
-        ways = any((w.direction, w.kind, w.axes) == (r.direction, r.kind, r.axes) for w in x.ways)
-        return ways and (r.cause in _OF_BUCKETS if x.buckets else x.cause == r.cause)
 
-
-#: Causes of rows whose collectives are those of buckets.
-_OF_BUCKETS = ("gradients, in buckets", "updated parameters")
 _ORDER = {"forward": 0, "recompute": 1, "backward": 2, "update": 3}
-
-
-def _ways_of_bucket(program: Program, b: Bucket) -> Iterator[Way]:
-    """What the program says of a bucket; as `shardc.report.comm.comm_rows` counts."""
-    flat = Flat.of(program, b)
-    m, sums = program.microbatches, b.dtype.itemsize
-    place = program.schedule.placement if program.schedule is not None else (0,)
-    ranks = len({place[s] for s in b.stages})
-    dtype = b.compute or program.param(b.params[0]).dtype
-    rest = tuple(a for a in b.axes if a != b.shard) if b.zero else b.axes
-    if b.zero and b.shard in b.axes:
-        yield Way("backward", "reduce_scatter", b.shard, m * len(b.stages) if b.each else ranks, flat.padded * sums)
-    if rest:
-        yield Way("backward", "all_reduce", "+".join(rest), ranks, flat.part * sums)
-    if b.zero in (1, 2):
-        yield Way("update", "all_gather", b.shard, ranks, flat.padded * dtype.itemsize)
-    if b.zero == 3 and b.axes:  # else the gather in the graph is all there is
-        width = 1 if b.rounded else dtype.itemsize
-        yield Way("forward", "all_gather", b.shard, 1 if b.keep else m, flat.padded * width)

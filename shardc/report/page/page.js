@@ -1,26 +1,19 @@
 // Panels, search, keys, themes, and the address: begins when all else is there.
 "use strict";
 
-const TABS = { overview: "Overview", graph: "Graph", timeline: "Timeline", memory: "Memory", comm: "Communication", proof: "Proof", text: "Text", tree: "Modules", spec: "Spec" };
-const DRAW = { overview: drawOverview, graph: drawGraph, timeline: drawTimeline, memory: drawMemory, comm: drawComm, proof: drawProof, text: drawText, tree: borrowed("modules", "tree"), spec: borrowed("lines", "spec") };
-const NARROW = ["tree", "spec"];  // panels of their own where there is no room beside
-
-/** On a narrow screen what stands at the side becomes a panel, and goes back afterwards. */
-function borrowed(id, home) {
-  return (panel) => panel.replaceChildren(Object.assign(byId(id), { home }));
-}
+const BESIDE = { tree: "modules", spec: "lines" };  // on a narrow screen these become panels, and go back afterwards
+const NARROW = Object.keys(BESIDE);
 
 function giveBack() {
-  for (const [id, home] of [["modules", "tree"], ["lines", "spec"]]) {
+  for (const [home, id] of Object.entries(BESIDE)) {
     const part = byId(id);
     if (part && part.parentElement === byId("panel")) byId(home).append(part);
   }
 }
 
 function drawTabs() {
-  byId("tabs").replaceChildren(...Object.entries(TABS).map(([key, text], i) => {
-    const button = el("button", { type: "button", role: "tab", id: `tab-${key}`, "data-tab": key, "aria-selected": String(key === state.tab), "aria-controls": "panel", tabindex: key === state.tab ? "0" : "-1", class: NARROW.includes(key) ? "narrow" : "", title: NARROW.includes(key) ? text : `${text} (${i + 1})`, onclick: () => show(key) }, text);
-    button.addEventListener("keydown", (e) => {
+  fill(byId("tabs"), Object.entries(TABS).map(([key, text], i) => el("button", { type: "button", role: "tab", id: `tab-${key}`, "data-tab": key, "aria-selected": String(key === state.tab), "aria-controls": "panel", tabindex: key === state.tab ? "0" : "-1", class: NARROW.includes(key) ? "narrow" : "", title: NARROW.includes(key) ? text : `${text} (${i + 1})`, onclick: () => show(key),
+    onkeydown: (e) => {
       const by = { ArrowRight: 1, ArrowLeft: -1 }[e.key];
       if (!by) return;
       const shown = Object.keys(TABS).filter((k) => byId(`tab-${k}`).offsetParent);
@@ -28,9 +21,7 @@ function drawTabs() {
       show(to);
       byId(`tab-${to}`).focus();
       e.preventDefault();
-    });
-    return button;
-  }));
+    } }, text)));
   const tabs = byId("tabs"), shown = byId(`tab-${state.tab}`);
   tabs.scrollLeft = shown.offsetLeft - tabs.offsetLeft - (tabs.clientWidth - shown.offsetWidth) / 2;
 }
@@ -46,7 +37,12 @@ function redraw() {
   giveBack();
   const panel = byId("panel");
   panel.setAttribute("aria-labelledby", `tab-${state.tab}`);
-  DRAW[state.tab](panel);
+  fill(panel, BESIDE[state.tab] ? byId(BESIDE[state.tab]) : DRAW[state.tab](panel.clientWidth - 34));
+  if (state.tab === "graph") ["before", "after"].forEach(fitGraph);
+  if (byId("times")) {
+    byId("times").addEventListener("wheel", (e) => { if (e.ctrlKey) { e.preventDefault(); zoomTimeline(e.deltaY < 0 ? 1.2 : 1 / 1.2, e); } }, { passive: false });
+    fillTimeline();
+  }
   panel.scrollTop = 0;
   light(null);
 }
@@ -60,6 +56,124 @@ function reveal(x) {
   const beside = drawn ? null : found.closest("#text, .wide");
   if (beside) beside.scrollLeft = 0;  // lines of text are read from their begin
   if (found.focus) found.focus({ preventScroll: true });
+}
+
+/** From line to line of those that cause something. */
+function focusLine(at) {
+  const lines = [...document.querySelectorAll("#lines .cause")];
+  if (lines[at]) lines[at].focus();
+}
+
+function lineKey(e) {
+  const by = { ArrowDown: 1, ArrowUp: -1 }[e.key];
+  if (!by) return;
+  focusLine([...document.querySelectorAll("#lines .cause")].indexOf(e.currentTarget) + by);
+  e.preventDefault();
+}
+
+/** Select a thing, or nothing, and say all about it. */
+function pick(x, { quiet = false } = {}) {
+  state.picked = x;
+  const box = byId("details");
+  box.classList.toggle("empty", !x);
+  const close = el("button", { type: "button", title: "select nothing (Esc)", "aria-label": "select nothing", onclick: () => pick(null) }, "×");
+  const [title, ...parts] = x ? about(x) : [];
+  fill(box, x ? [el("div", { class: "title" }, el("h2", {}, title), close), parts] : el("p", { class: "hint" }, "Nothing is selected. Point at a line of the spec to light what it caused, or at anything else to light its line; a click keeps it, and tells here its cause, its bytes, and whether a rank waits for it."));
+  box.scrollTop = 0;
+  light(null);
+  document.body.classList.toggle("selected", Boolean(x));
+  if (x && x[0] !== "l") {
+    const line = linesOfThing(x)[0];
+    const row = line && document.querySelector(`#lines [data-x="l${line}"]`);
+    if (row) row.scrollIntoView({ block: "nearest" });
+  }
+  if (!quiet) remember();
+}
+
+// --- modules, the graph and the timeline
+
+function drawTree() {
+  fill(byId("modules"), treeRows());
+  light(null);
+}
+
+function openModule(path) {
+  state.module = moduleAt.has(path) ? path : shownPath(path);
+  unfold(state.module);
+  opened.add(state.module);
+  drawTree();
+  show("graph");
+}
+
+function turnRow(module) {
+  if (opened.has(module.path)) opened.delete(module.path); else opened.add(module.path);
+  drawTree();
+  focusRow(module.path);
+}
+
+function focusRow(path) {
+  const row = document.querySelector(`#modules [data-path="${CSS.escape(path)}"]`);
+  if (row) row.focus();
+}
+
+function treeKey(e, module, open) {
+  const rows = [...document.querySelectorAll("#modules .row")];
+  const at = rows.indexOf(e.currentTarget);
+  const to = { ArrowDown: rows[at + 1], ArrowUp: rows[at - 1], Home: rows[0], End: rows[rows.length - 1] }[e.key];
+  if (to) to.focus();
+  else if (e.key === "ArrowRight" && module.children.length && !open) turnRow(module);
+  else if (e.key === "ArrowRight" && open && rows[at + 1]) rows[at + 1].focus();
+  else if (e.key === "ArrowLeft" && open && module.children.length) turnRow(module);
+  else if (e.key === "ArrowLeft" && module.parent >= 0) focusRow(D.modules[module.parent].path);
+  else if (e.key === "Enter" || e.key === " ") openModule(module.path);
+  else return;
+  e.preventDefault();
+}
+
+const zoom = { before: 1, after: 1 };
+
+function scaleGraph(by) {
+  for (const key of ["before", "after"]) {
+    if (!by) fitGraph(key);
+    else if (byId(`sheet-${key}`)) { zoom[key] = Math.min(Math.max(zoom[key] * by, 0.1), 3); apply(key); }
+  }
+}
+
+/** Fit the width, but keep text legible: a wide graph is scrolled. */
+function fitGraph(key) {
+  const sheet_ = byId(`sheet-${key}`);
+  if (!sheet_) return;
+  const wide = Number(sheet_.firstChild.dataset.width);
+  zoom[key] = Math.min(1, Math.max(state.graph === "both" ? 0.5 : 0.62, (sheet_.clientWidth - 4) / wide));
+  apply(key);
+  sheet_.scrollLeft = Number(sheet_.firstChild.dataset.middle) * zoom[key] - sheet_.clientWidth / 2;
+}
+
+function apply(key) {
+  const picture = byId(`sheet-${key}`).firstChild;
+  for (const side of ["width", "height"]) picture.setAttribute(side, picture.dataset[side] * zoom[key]);
+  picture.style.setProperty("margin", "0 auto");
+}
+
+/** Draw a run's trace below the predicted step. */
+function layRun(file) {
+  file.text().then((text) => { view.run = runOf(JSON.parse(text), file.name); }).catch((e) => { view.run = { said: `${file.name} is no trace: ${e.message}`, end: 0, ranges: [], sends: [] }; }).then(redraw);
+}
+
+const timesWide = () => Math.max((byId("times").clientWidth - 4) * view.zoom, 500);
+
+function fillTimeline() {
+  fill(byId("times"), timelinePicture(timesWide()));
+  light(null);
+}
+
+function zoomTimeline(by, at) {
+  const scroll = byId("times");
+  const middle = at ? at.clientX - scroll.getBoundingClientRect().left : scroll.clientWidth / 2;
+  const share = (scroll.scrollLeft + middle - LEFT) / (scroll.clientWidth * view.zoom);
+  view.zoom = by ? Math.min(Math.max(view.zoom * by, 1), 400) : 1;
+  fillTimeline();
+  scroll.scrollLeft = share * scroll.clientWidth * view.zoom - middle + LEFT;
 }
 
 // --- the address: what is shown can be sent as a link, and "back" goes back
@@ -123,7 +237,7 @@ function search() {
   box.addEventListener("input", () => {
     hits = box.value.trim() ? found(box.value.trim()) : [];
     at = 0;
-    results.replaceChildren(...(hits.length ? hits.map((hit, i) => el("li", { role: "option", id: `hit${i}`, onpointerdown: (e) => { e.preventDefault(); go(i); } }, hit.text, el("small", {}, hit.about))) : [el("li", { class: "soft" }, "nothing has all of these words")]));
+    fill(results, hits.length ? hits.map((hit, i) => el("li", { role: "option", id: `hit${i}`, onpointerdown: (e) => { e.preventDefault(); go(i); } }, hit.text, el("small", {}, hit.about))) : el("li", { class: "soft" }, "nothing has all of these words"));
     results.hidden = !box.value.trim();
     box.setAttribute("aria-expanded", String(!results.hidden));
     if (hits.length) mark_();
@@ -146,7 +260,7 @@ const KEYS = [["/", "search"], ["1 … 7", "the panels"], ["Tab, Enter", "go to 
 
 function help() {
   const box = byId("keys");
-  box.replaceChildren(el("h2", {}, "Keys"), el("table", {}, el("tbody", {}, KEYS.map(([key, about]) => el("tr", {}, el("td", {}, el("kbd", {}, key)), el("td", {}, about))))), el("h3", {}, "Types and words"), typesHelp(), el("p", {}, el("button", { type: "button", onclick: () => box.close() }, "close")));
+  fill(box, el("h2", {}, "Keys"), table([], KEYS.map(([key, about_]) => [el("kbd", {}, key), about_]), { wide: false }), el("h3", {}, "Types and words"), typesHelp(), el("p", {}, el("button", { type: "button", onclick: () => box.close() }, "close")));
   box.showModal();
 }
 
@@ -175,8 +289,12 @@ function keys(e) {
 }
 
 buildIndex();
-drawFacts();
-drawSpec();
+byId("model").textContent = F.model;
+byId("mesh").textContent = meshText();
+byId("file").textContent = D.spec.file || "as YAML: it was given in Python";
+fill(byId("facts"), factButtons());
+fill(byId("lines"), specLines());
+if (D.spec.use.length) byId("lines").after(made(el("details", {}, el("summary", { class: "soft" }, "what `use` came to"), el("pre", {}, D.spec.use.join("\n")))));
 drawTree();
 recall();
 follow();

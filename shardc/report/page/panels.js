@@ -1,9 +1,13 @@
 // The overview, communication by axis, the proof, and the program's text.
 "use strict";
 
-function drawFacts() {
-  byId("model").textContent = F.model;
-  byId("mesh").textContent = F.mesh.length ? F.mesh.map(([axis, n]) => `${axis}=${n}`).join(" × ") : "one device";
+const TABS = { overview: "Overview", graph: "Graph", timeline: "Timeline", memory: "Memory", comm: "Communication", proof: "Proof", text: "Text", tree: "Modules", spec: "Spec" };
+/** What each draws. wide: pixels of its pictures. */
+const DRAW = { overview: overviewPanel, graph: graphPanel, timeline: timelinePanel, memory: memoryPanel, comm: commPanel, proof: proofPanel, text: textPanel };
+
+const meshText = () => (F.mesh.length ? F.mesh.map(([axis, n]) => `${axis}=${n}`).join(" × ") : "one device");
+
+function factButtons() {
   const fact = (panel, value, about, kind = "", extra = null) => el("button", { type: "button", onclick: () => show(panel), title: `open: ${TABS[panel]}` }, el("b", { class: kind }, value), extra, el("span", {}, about));
   const facts = [
     fact("overview", several(F.ranks, "rank"), F.axis ? `${several(F.stages, "stage")} over ${F.axis}, ${F.schedule}` : "every rank runs the same"),
@@ -19,10 +23,10 @@ function drawFacts() {
   }
   const p = D.proof;
   facts.push(fact("proof", p ? (p.ok ? "✓ proven" : `✗ ${several(p.gaps.length, "gap")}`) : "not checked", p && p.ok ? "equal to one device" : p ? "not proven equal to one device" : "no proof was asked for", p ? (p.ok ? "good" : "bad") : ""));
-  byId("facts").replaceChildren(...facts);
+  return facts;
 }
 
-function drawOverview(panel) {
+function overviewPanel() {
   const cards = [];
   cards.push(el("section", {}, el("h2", {}, `Communication of a step, by axis${F.axis ? ", all stages added up" : ""}`), axisBars(true), el("button", { type: "button", class: "link", onclick: () => show("comm") }, "all collectives")));
   if (D.memory) {
@@ -35,11 +39,12 @@ function drawOverview(panel) {
   const worst = D.messages.filter(ways_).sort((a, b) => exposedOf(b) - exposedOf(a) || bytesOf(b) - bytesOf(a)).slice(0, 5);
   cards.push(el("section", {}, el("h2", {}, F.device ? "Collectives that a step waits for longest" : "The largest collectives", F.axis ? ", all stages added up" : ""), worst.length ? messageList(worst) : el("p", { class: "soft" }, "None: ranks send nothing to each other.")));
   cards.push(el("section", {}, el("h2", {}, "How weights are split"), el("div", {}, splitSummary())));
+  D.scores.forEach((s) => cards.push(el("section", {}, el("h2", {}, `Attention of ${s.modules.join(", ")}`), el("p", { class: "soft" }, `${s.about}. ${s.work}`), scoresPicture(s))));
   cards.push(el("section", {}, el("h2", {}, "Inputs"), el("ul", {}, D.inputs.map((i) => thing(el("li", {}, `${i.name} `, code(i.type)), "", i.lines)))));
   if (D.regions.length) cards.push(el("section", {}, el("h2", {}, "Computed again in backward"), el("ul", {}, D.regions.map((r) => thing(el("li", {}, r.text), "", r.lines)))));
   if (D.notes.length) cards.push(el("section", {}, el("h2", {}, "Notes of the compiler"), el("ul", {}, D.notes.map((n) => thing(el("li", {}, n.text), "", n.lines)))));
   cards.push(el("section", {}, el("h2", {}, "How to read this page"), typesHelp()));
-  panel.replaceChildren(el("div", { class: "cards" }, cards));
+  return el("div", { class: "cards" }, cards);
 }
 
 const ways_ = (m) => ways(m).length > 0;
@@ -58,7 +63,7 @@ function typesHelp() {
     ["⇄2", "two collectives in this module"],
     ["{0–39, 41}", "layers that are equal, shown once; figures are of all of them"],
   ];
-  return el("table", {}, el("tbody", {}, rows.map(([sign, about, kind = ""]) => el("tr", {}, el("td", {}, el("code", { class: kind }, sign)), el("td", {}, about)))));
+  return table([], rows.map(([sign, about, kind = ""]) => [el("code", { class: kind }, sign), about]), { wide: false });
 }
 
 function splitSummary() {
@@ -71,6 +76,17 @@ function splitSummary() {
   });
 }
 
+const RANKS = ["--forward", "--backward", "--weights", "--pair", "--inputs", "--other"].map((name) => `var(${name})`);
+
+/** The square of attention's scores: a row for each query, a column for each key, coloured by the rank that computes it. */
+function scoresPicture(s) {
+  const side = 200, high = side / s.cells.length, wide = side / s.cells[0].length;
+  const cells = s.cells.flatMap((row, i) => row.map((rank, j) => sized(svg("rect", { x: j * wide, y: i * high, width: wide, height: high, "data-tip": rank === null ? "nothing is computed" : `rank ${rank}` }), { fill: rank === null ? "var(--sunk)" : RANKS[rank % RANKS.length] })));
+  const ranks = s.pairs.slice(0, 9).flatMap((pairs, rank) => [sized(svg("rect", { x: side + 14, y: 4 + 20 * rank, width: 12, height: 12 }), { fill: RANKS[rank % RANKS.length] }), svg("text", { class: "soft", x: side + 32, y: 14 + 20 * rank }, `rank ${rank}: ${count(pairs)}`)]);
+  const rest = s.pairs.length > 9 ? svg("text", { class: "soft", x: side + 32, y: 14 + 180 }, `and ${s.pairs.length - 9} more`) : "";
+  return svg("svg", { width: side + 130, height: side + 4, viewBox: `0 0 ${side + 130} ${side + 4}`, role: "img", "aria-label": s.work }, cells, ranks, rest);
+}
+
 /** Time of each axis's collectives, hidden and exposed; bytes where no device is known. */
 function axisBars(short = false) {
   const axes = [...new Set(D.rows.map((r) => r.axes))];
@@ -78,74 +94,62 @@ function axisBars(short = false) {
   const of = (a, key) => sum(D.rows.filter((r) => r.axes === a).map((r) => r[key] || 0));
   const timed = D.rows.some((r) => typeof r.seconds === "number");
   const most = Math.max(...axes.map((a) => of(a, timed ? "seconds" : "bytes"))) || 1;
-  const head = el("thead", {}, el("tr", {}, el("th", {}, "axis"), el("th", {}, ""), short ? "" : el("th", { class: "number" }, "bytes"), el("th", { class: "number" }, timed ? "exposed of all" : "")));
-  return el("table", { class: "axes" }, head, el("tbody", {}, axes.map((a) => {
+  const rows = axes.map((a) => {
     const taken = of(a, "seconds"), waited = of(a, "exposed");
     const lines = [...new Set(D.rows.filter((r) => r.axes === a).flatMap((r) => r.lines || []))];
-    const bar_ = el("div", { class: "bar", role: "img", "aria-label": `${seconds(waited)} exposed of ${seconds(taken)}` },
-      timed ? [["exposed", waited], ["hidden", taken - waited]].filter(([, s]) => s > 1e-9).map(([name, s]) => sized(el("i", { "data-tip": `${name} ${seconds(s)}` }), { background: `var(--${name})`, width: `${100 * s / most}%` }))
-        : sized(el("i"), { background: "var(--unknown)", width: `${100 * of(a, "bytes") / most}%` }));
-    return thing(el("tr", {}, el("td", {}, el("b", {}, a)), el("td", { class: "fill" }, bar_), short ? "" : number(size(of(a, "bytes"))), number(taken ? `${seconds(waited)} of ${seconds(taken)}` : timed ? "see timeline" : "", waited > 0.01 * taken ? "exposed" : "soft")), "", lines);
-  })));
-}
-
-function drawComm(panel) {
-  const axes = [...new Set(D.rows.map((r) => r.axes))];
-  if (!axes.length) { panel.replaceChildren(el("p", {}, "Ranks send nothing to each other.")); return; }
-  const head = ["cause", "collective", "a step", F.axis ? "bytes, all stages" : "bytes a rank", "takes", "exposed", "behind"];
-  const numbers = [2, 3, 4, 5];
-  const sections = axes.map((a) => {
-    const rows = D.rows.map((r, i) => [r, i]).filter(([r]) => r.axes === a);
-    const ranks = a.split("+").map((axis) => axisSizes[axis.split("[")[0]] || 1).reduce((p, q) => p * q, 1);
-    return el("section", {}, el("h3", {}, a, " ", el("small", {}, `${several(ranks, "rank")} in a group`)), el("div", { class: "wide" }, el("table", {},
-      el("thead", {}, el("tr", {}, head.map((h, i) => el("th", { class: numbers.includes(i) ? "number" : "" }, h)))),
-      el("tbody", {}, rows.map(([r, i]) => {
-        const row = el("tr", { class: "item", tabindex: "0", "aria-label": `${r.kind} over ${r.axes}: its cause` }, el("td", { class: "why" }, r.cause), el("td", {}, `${r.kind}, ${r.direction}`), number(r.count.toLocaleString("en")), number(size(r.bytes)),
-          number(typeof r.seconds === "number" ? seconds(r.seconds) : "–"), number(typeof r.exposed === "number" ? seconds(r.exposed) : "–", r.exposed > 0.01 * r.seconds ? "exposed" : ""), el("td", { class: "behind" }, r.behind || ""));
-        thing(row, `r${i}`, r.lines);
-        row.setAttribute("data-with", r.messages.map((m) => `m${m}`).join(" "));
-        return acts(row, () => pick(r.messages.length === 1 ? `m${r.messages[0]}` : `r${i}`));
-      })))));
+    const bars = timed ? [["exposed", waited], ["hidden", taken - waited]].filter(([, s]) => s > 1e-9).map(([name, s]) => sized(el("i", { "data-tip": `${name} ${seconds(s)}` }), { background: `var(--${name})`, width: `${100 * s / most}%` }))
+      : sized(el("i"), { background: "var(--unknown)", width: `${100 * of(a, "bytes") / most}%` });
+    const said = taken ? `${seconds(waited)} of ${seconds(taken)}` : timed ? "see timeline" : "";
+    return thing(el("tr", {}, el("td", {}, el("b", {}, a)), el("td", { class: "fill" }, el("div", { class: "bar", role: "img", "aria-label": `${seconds(waited)} exposed of ${seconds(taken)}` }, bars)),
+      short ? "" : number(size(of(a, "bytes"))), number(said, waited > 0.01 * taken ? "exposed" : "soft")), "", lines);
   });
-  panel.replaceChildren(el("h2", {}, "Collectives of a step, by axis and cause"), axisBars(),
-    el("p", { class: "hint" }, "A click on a row says which collectives of the program it counts, and why they are there."), ...sections);
+  return table(["axis", "", ...(short ? [] : ["#bytes"]), `#${timed ? "exposed of all" : ""}`], rows, { wide: false, class: "axes" });
 }
 
-function drawProof(panel) {
+function commPanel() {
+  const axes = [...new Set(D.rows.map((r) => r.axes))];
+  if (!axes.length) return el("p", {}, "Ranks send nothing to each other.");
+  const heads = ["cause", "collective", "#a step", F.axis ? "#bytes, all stages" : "#bytes a rank", "#takes", "#exposed", "behind"];
+  const sections = axes.map((a) => {
+    const rows = D.rows.map((r, i) => [r, i]).filter(([r]) => r.axes === a).map(([r, i]) => {
+      const row = el("tr", { class: "item", "data-with": r.messages.map((m) => `m${m}`).join(" "), "aria-label": `${r.kind} over ${r.axes}: its cause` },
+        el("td", { class: "why" }, r.cause), el("td", {}, `${r.kind}, ${r.direction}`), number(r.count.toLocaleString("en")), number(size(r.bytes)), timesOf(r), el("td", { class: "behind" }, r.behind || ""));
+      return acts(thing(row, `r${i}`, r.lines), () => pick(r.messages.length === 1 ? `m${r.messages[0]}` : `r${i}`));
+    });
+    const ranks = a.split("+").map((axis) => axisSizes[axis.split("[")[0]] || 1).reduce((p, q) => p * q, 1);
+    return el("section", {}, el("h3", {}, a, " ", el("small", {}, `${several(ranks, "rank")} in a group`)), table(heads, rows));
+  });
+  return [el("h2", {}, "Collectives of a step, by axis and cause"), axisBars(),
+    el("p", { class: "hint" }, "A click on a row says which collectives of the program it counts, and why they are there."), sections];
+}
+
+function proofPanel() {
   const p = D.proof;
-  if (!p) { panel.replaceChildren(el("p", { class: "hint" }, "The program was not checked. `shardc inspect --html FILE` checks it, as `shardc verify --static` does.")); return; }
-  panel.replaceChildren(
+  if (!p) return el("p", { class: "hint" }, "The program was not checked. `shardc inspect --html FILE` checks it, as `shardc verify --static` does.");
+  return [
     el("p", { class: `verdict ${p.ok ? "good" : "bad"}` }, p.said),
     el("p", {}, "An independent checker reads the text of every stage and the captured graph, runs nothing, and follows every value: which slice, replica or partial sum of which value of the model it is; that each collective turns one into the other; that gradients are summed over the right axes, once; that every parameter is updated by its owners and published."),
     p.gaps.length ? el("h3", {}, "What is not proven") : "",
-    ...p.gaps.map((g) => el("div", { class: "gap" }, el("b", {}, g.where), ": ", g.what, list([["line", g.line ? code(g.line) : ""], ["model", g.source], ["right", g.right]]))));
+    p.gaps.map((g) => el("div", { class: "gap" }, el("b", {}, g.where), ": ", g.what, list([["line", g.line ? code(g.line) : ""], ["model", g.source], ["right", g.right]])))];
 }
 
 const CALL = /^    (\w+) = /;
 
-function drawText(panel) {
+function textPanel() {
   const byName = new Map();
   D.after.forEach((o, i) => byName.set(`${o.stage} ${o.name}`, i));
   let stage = -1;
   const rows = D.text.map((text) => {
     const begun = /^def stage(\d+)\(/.exec(text);
     if (begun) stage = Number(begun[1]);
-    const row = el("div", {}, text || " ");
-    if (/^\s*#/.test(text)) row.className = "source";
     const bucket = /^# bucket (\d+): /.exec(text);
     const m = bucket ? D.messages.find((b) => b.buckets && within(b.buckets, Number(bucket[1]))) : null;
     const called = CALL.exec(text) || /^    (\w+),  # .* \| \w+\/\w+ /.exec(text);
     const i = called ? byName.get(`${stage} ${called[1]}`) : undefined;
     const message = m ? m.i : i !== undefined ? D.after[i].message : undefined;
-    if (message !== undefined) {
-      row.className = `message ${exposure(D.messages[message])}`;
-      thing(row, `m${message}`, D.messages[message].lines).setAttribute("tabindex", "0");
-      acts(row, () => pick(`m${message}`));
-    } else if (i !== undefined) {
-      thing(row, `o${i}`, linesOfThing(`o${i}`));
-      row.addEventListener("click", () => pick(`o${i}`));
-    }
-    return row;
+    if (message !== undefined) return acts(thing(el("div", { class: `message ${exposure(D.messages[message])}` }, text), `m${message}`, D.messages[message].lines), () => pick(`m${message}`));
+    if (i !== undefined) return thing(el("div", { onclick: () => pick(`o${i}`) }, text), `o${i}`, linesOfThing(`o${i}`));
+    return el("div", { class: /^\s*#/.test(text) ? "source" : null }, text || " ");
   });
-  panel.replaceChildren(el("div", { id: "text", tabindex: "0", role: "group", "aria-label": "The program as text" }, rows));
+  return el("div", { id: "text", tabindex: "0", role: "group", "aria-label": "The program as text" }, rows);
 }

@@ -1,10 +1,8 @@
 // The spec, line by line, and the details of what is selected.
 "use strict";
 
-function drawSpec() {
-  const spec = D.spec;
-  byId("file").textContent = spec.file || "as YAML: it was given in Python";
-  const rows = spec.lines.map((text, i) => {
+function specLines() {
+  const rows = D.spec.lines.map((text, i) => {
     const line = i + 1, caused = causedBy(line);
     const any = caused.messages.length + caused.weights.length + caused.regions.length + caused.inputs.length + caused.activations.length + caused.rows.length || caused.stages;
     const waits = caused.messages.some((m) => exposure(m) === "e");
@@ -15,28 +13,12 @@ function drawSpec() {
       el("span", { class: "what" }, hash < 0 ? text : text.slice(0, hash), hash < 0 ? "" : el("span", { class: "comment" }, text.slice(hash))));
     thing(row, `l${line}`);
     if (any) {
-      row.setAttribute("tabindex", "0");
-      row.setAttribute("aria-label", `line ${line}: ${text.trim()}. ${lineTip(caused)}`);
-      acts(row, () => pick(`l${line}`));
-      row.addEventListener("keydown", lineKey);
+      row.attributes["aria-label"] = `line ${line}: ${text.trim()}. ${lineTip(caused)}`;
+      acts(row, () => pick(`l${line}`)).on.push(["keydown", (e) => lineKey(e)]);
     }
     return row;
   });
-  byId("lines").replaceChildren(...(rows.length ? rows : [el("p", { class: "hint" }, "The program has no spec.")]));
-  if (spec.use.length) byId("lines").after(el("details", {}, el("summary", { class: "soft" }, "what `use` came to"), el("pre", {}, spec.use.join("\n"))));
-}
-
-/** From line to line of those that cause something. */
-function focusLine(at) {
-  const lines = [...document.querySelectorAll("#lines .cause")];
-  if (lines[at]) lines[at].focus();
-}
-
-function lineKey(e) {
-  const by = { ArrowDown: 1, ArrowUp: -1 }[e.key];
-  if (!by) return;
-  focusLine([...document.querySelectorAll("#lines .cause")].indexOf(e.currentTarget) + by);
-  e.preventDefault();
+  return rows.length ? rows : [el("p", { class: "hint" }, "The program has no spec.")];
 }
 
 /** What a line caused, in short. */
@@ -55,38 +37,11 @@ function lineTip(c) {
   return parts.join("\n");
 }
 
-/** Select a thing, or nothing, and say all about it. */
-function pick(x, { quiet = false } = {}) {
-  state.picked = x;
-  drawDetails();
-  light(null);
-  document.body.classList.toggle("selected", Boolean(x));
-  if (x && x[0] !== "l") {
-    const line = linesOfThing(x)[0];
-    const row = line && document.querySelector(`#lines [data-x="l${line}"]`);
-    if (row) row.scrollIntoView({ block: "nearest" });
-  }
-  if (!quiet) remember();
-}
-
-function drawDetails() {
-  const box = byId("details"), x = state.picked;
-  box.classList.toggle("empty", !x);
-  if (!x) {
-    box.replaceChildren(el("p", { class: "hint" }, "Nothing is selected. Point at a line of the spec to light what it caused, or at anything else to light its line; a click keeps it, and tells here its cause, its bytes, and whether a rank waits for it."));
-    return;
-  }
+/** All about a thing: its title, and elements. */
+function about(x) {
   const i = Number(x.slice(1));
-  const [title, ...parts] = x[0] === "m" ? ofMessage(D.messages[i]) : x[0] === "w" ? ofWeight(D.weights[i])
-    : x[0] === "l" ? ofLine(i) : x[0] === "r" ? ofRow(D.rows[i]) : x[0] === "o" ? ofOp(D.after[i], i, "after") : x[0] === "b" ? ofOp(D.before[i], i, "before") : ofModule(D.modules[i]);
-  const close = el("button", { type: "button", title: "select nothing (Esc)", "aria-label": "select nothing", onclick: () => pick(null) }, "×");
-  box.replaceChildren(el("div", { class: "title" }, el("h2", {}, title), close), ...parts);
-  box.scrollTop = 0;
-}
-
-function list(pairs) {
-  return el("dl", {}, pairs.filter((pair) => pair && pair[1] !== undefined && pair[1] !== "" && pair[1] !== null).flatMap(([term, about]) =>
-    [el("dt", {}, term), el("dd", {}, about)]));
+  const of = { m: () => ofMessage(D.messages[i]), w: () => ofWeight(D.weights[i]), l: () => ofLine(i), r: () => ofRow(D.rows[i]), o: () => ofOp(D.after[i], i, "after"), b: () => ofOp(D.before[i], i, "before"), t: () => ofModule(D.modules[i]) };
+  return of[x[0]]();
 }
 
 function lineLinks(lines) {
@@ -95,8 +50,6 @@ function lineLinks(lines) {
     return el("div", {}, el("button", { type: "button", class: "link mono", onclick: () => pick(`l${line}`) }, `line ${line}: ${text.trim()}`));
   });
 }
-
-const code = (text) => el("code", {}, text);
 
 function modelLine(x) {
   return x.line ? [code(x.line), x.code ? [el("br"), code(x.code.trim())] : ""].flat() : "";
@@ -148,16 +101,14 @@ function does(m) {
 
 function wayTable(m) {
   if (!ways(m).length) return "";
-  return el("div", { class: "wide" }, el("table", {},
-    el("caption", { class: "soft" }, F.axis ? "in a step, of one rank of each stage" : "in a step, of one rank"),
-    el("thead", {}, el("tr", {}, ...["", "collective"].map((t) => el("th", {}, t)), ...["×", "each", "takes", "exposed"].map((t) => el("th", { class: "number" }, t)), el("th", {}, "behind"))),
-    el("tbody", {}, ways(m).map((w) => el("tr", {},
-      el("td", {}, w.direction), el("td", {}, m.axes.length > 1 && w.axes ? `${w.kind} ${w.axes}` : w.kind), number(w.count.toLocaleString("en")), number(size(w.bytes)),
-      number(typeof w.seconds === "number" ? seconds(w.seconds) : "–"), number(typeof w.exposed === "number" ? seconds(w.exposed) : "–", w.exposed > 0.01 * w.seconds ? "exposed" : ""), el("td", { class: "behind" }, w.behind || ""))))));
+  const rows = ways(m).map((w) => [w.direction, m.axes.length > 1 && w.axes ? `${w.kind} ${w.axes}` : w.kind, number(w.count.toLocaleString("en")), number(size(w.bytes)), ...timesOf(w), el("td", { class: "behind" }, w.behind || "")]);
+  return [el("p", { class: "hint" }, F.axis ? "in a step, of one rank of each stage" : "in a step, of one rank"), table(["", "collective", "#×", "#each", "#takes", "#exposed", "behind"], rows)];
 }
 
-function number(text, kind = "") {
-  return el("td", { class: `number ${kind}` }, text);
+/** Cells of what a way or a row takes, and what of that is exposed. */
+function timesOf(w) {
+  const text = (s) => (typeof s === "number" ? seconds(s) : "–");
+  return [number(text(w.seconds)), number(text(w.exposed), w.exposed > 0.01 * w.seconds ? "exposed" : "")];
 }
 
 function ofWeight(w) {

@@ -3,49 +3,44 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
 from shardc.cost import Cost
 from shardc.cost.recorded import KINDS, parts
 from shardc.cost.streams import Streams
+from shardc.ir.comm_record import CommRecord
 from shardc.report.cost import op_place, part_name, peak_place
-from shardc.report.page.messages import Messages
-from shardc.runtime import schedule as schedules
 from shardc.runtime.schedule import Slot
 from shardc.runtime.schedule.actions import COMPUTE, PAIRS
 
 #: Collectives of a rank that are drawn, at most: of the first ones of a step.
 SPANS = 6000
+#: Which message of the page a collective belongs to; None: of none.
+Number = Callable[[CommRecord], int | None]
 
 
-def timeline(cost: Cost, messages: Messages) -> dict[str, Any]:
+def timeline(cost: Cost, number: Number) -> dict[str, Any]:
     """{end, bubble, rows: one a rank of `cost.ranks`}: slots [action, microbatch, begin, end, stage], computing
-    [part, begin, end], and for each axis the collectives [begin, end, exposed, message or -1, direction].
+    [part, begin, end], and for each axis the collectives [begin, end, exposed, message or -1, direction, kind].
 
     Times are in nanoseconds, whole. Of a pipeline they are those of the timeline of all ranks: a rank's own clock,
     which does not wait for other stages, is moved to the begins of its actions.
     """
-    program = cost.program
-    schedule = schedules.of(program)
+    program, schedule = cost.program, cost.timeline.schedule
     rows = []
-    for i, r in enumerate(cost.dry_runs):
-        clock = Streams(cost.device, program.mesh, r.rank)
-        ran: list[tuple[Any, str, float, float]] = []
-        for action, part in parts(r, schedule.actions[r.at]):
-            begin = clock.now
-            clock.run(part)
-            ran.append((action, part.name, begin, clock.now))
-        slots = cost.timeline.slots[i] if cost.timeline is not None else ()
-        at = _Wall(ran, slots)
+    for i, (r, clock) in enumerate(zip(cost.dry_runs, cost.streams(), strict=True)):
+        actions = (action for action, _ in parts(r, schedule.actions[r.at]))
+        ran = [(action, *part) for action, part in zip(actions, clock.parts, strict=True)]
+        at = _Wall(ran, cost.timeline.slots[i])
         rows.append(
             {
                 "rank": r.rank,
                 "at": r.at,
                 "stages": list(schedule.stages_of(i)) if program.axis else [0],
-                "bubble": cost.timeline.bubble(i) if cost.timeline is not None else 0.0,
-                "live": cost.timeline.live[i] if cost.timeline is not None else 0,
+                "bubble": cost.timeline.bubble(i) if program.axis else 0.0,
+                "live": cost.timeline.live[i] if program.axis else 0,
                 "slots": [
                     [a.kind, a.microbatch, at.begin(begin), at.end(end), a.stage, *(a.other if a.kind in PAIRS else ())]
                     for a, _, begin, end in ran
@@ -61,7 +56,7 @@ def timeline(cost: Cost, messages: Messages) -> dict[str, Any]:
                     for part, *times in clock.computing
                     for begin, end in at.cut(*times)
                 ],
-                "streams": _streams(clock, messages, at),
+                "streams": _streams(clock, number, at),
                 "left_out": max(len(clock.spans) - SPANS, 0),
                 "waits": {axes: round(s * 1e9) for axes, s in cost.ranks[i].exposed.items() if s > 0},
             }
@@ -69,21 +64,21 @@ def timeline(cost: Cost, messages: Messages) -> dict[str, Any]:
     return {"end": round(cost.step_seconds * 1e9), "bubble": cost.bubble, "rows": rows}
 
 
-def _streams(clock: Streams, messages: Messages, at: _Wall) -> dict[str, list[list[Any]]]:
+def _streams(clock: Streams, number: Number, at: _Wall) -> dict[str, list[list[Any]]]:
     found: dict[str, list[list[Any]]] = {}
     for span in clock.spans[:SPANS]:
-        number = messages.number(span.record)
+        message = number(span.record)
         begin = at.begin(span.begin)
         end = max(at.end(span.end), begin)
         exposed = min(round(span.exposed * 1e9), end - begin)
-        here = [begin, end, exposed, -1 if number is None else number, span.record.direction, span.record.kind]
+        here = [begin, end, exposed, -1 if message is None else message, span.record.direction, span.record.kind]
         found.setdefault(span.record.axis, []).append(here)
     return found
 
 
 class _Wall:
     """From a rank's own clock to the time of all ranks, in nanoseconds. ran: (action, name, begin, end) of all parts of
-    the rank's step, by its own clock; slots: when its actions run, () if there is one rank.
+    the rank's step, by its own clock; slots: when its actions run.
 
     A moment between two actions belongs to the end of one and to the begin of the other, which are not the same there.
     """
@@ -91,7 +86,7 @@ class _Wall:
     def __init__(self, ran: Sequence[tuple[Any, str, float, float]], slots: Sequence[Slot]) -> None:
         self._own, self._wall, self._rate = [0.0], [0.0], [1.0]
         for (_, _, begin, end), slot in zip(
-            [x for x in ran if x[0] is not None and x[0].kind in COMPUTE] if slots else [], slots, strict=True
+            [x for x in ran if x[0] is not None and x[0].kind in COMPUTE], slots, strict=True
         ):
             self._own += [begin, end]
             self._wall += [slot.start, slot.end]

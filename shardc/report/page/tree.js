@@ -3,7 +3,7 @@
 
 const opened = new Set();
 
-function drawTree() {
+function treeRows() {
   if (!opened.size) {
     let module = D.modules[0];
     opened.add(module.path);
@@ -12,8 +12,7 @@ function drawTree() {
     module.children.filter((c) => c.children.some((g) => g.layers)).forEach((c) => opened.add(c.path));
     module.children.flatMap((c) => c.children).filter((c) => c.layers).slice(0, 1).forEach((c) => opened.add(c.path));
   }
-  byId("modules").replaceChildren(...rowsOf(D.modules[0], 0));
-  light(null);
+  return rowsOf(D.modules[0], 0);
 }
 
 function rowsOf(module, depth) {
@@ -31,6 +30,7 @@ function rowOf(module, depth, open) {
   }
   const turn = module.children.length ? (open ? "▾" : "▸") : "";
   const row = el("div", {
+    "data-with": [...messages.map((m) => `m${m.i}`), ...weights.map((w) => `w${w.i}`)].join(" "), onclick: () => openModule(module.path), onkeydown: (e) => treeKey(e, module, open),
     class: "row", role: "treeitem", tabindex: state.module === module.path ? "0" : "-1", "aria-level": String(depth + 1),
     "aria-expanded": module.children.length ? String(open) : null, "aria-selected": String(state.module === module.path), "data-path": module.path,
   },
@@ -41,35 +41,7 @@ function rowOf(module, depth, open) {
   sized(row, { "padding-left": `${4 + depth * 13}px` });
   const lines = [...new Set([...messages, ...weights].flatMap((t) => t.lines || []))];
   thing(row, `t${module.i}`, lines);
-  row.setAttribute("data-with", [...messages.map((m) => `m${m.i}`), ...weights.map((w) => `w${w.i}`)].join(" "));
-  row.addEventListener("click", () => openModule(module.path));
-  row.addEventListener("keydown", (e) => treeKey(e, module, open));
   return row;
-}
-
-function turnRow(module) {
-  if (opened.has(module.path)) opened.delete(module.path); else opened.add(module.path);
-  drawTree();
-  focusRow(module.path);
-}
-
-function focusRow(path) {
-  const row = document.querySelector(`#modules [data-path="${CSS.escape(path)}"]`);
-  if (row) row.focus();
-}
-
-function treeKey(e, module, open) {
-  const rows = [...document.querySelectorAll("#modules .row")];
-  const at = rows.indexOf(e.currentTarget);
-  const to = { ArrowDown: rows[at + 1], ArrowUp: rows[at - 1], Home: rows[0], End: rows[rows.length - 1] }[e.key];
-  if (to) to.focus();
-  else if (e.key === "ArrowRight" && module.children.length && !open) turnRow(module);
-  else if (e.key === "ArrowRight" && open && rows[at + 1]) rows[at + 1].focus();
-  else if (e.key === "ArrowLeft" && open && module.children.length) turnRow(module);
-  else if (e.key === "ArrowLeft" && module.parent >= 0) focusRow(D.modules[module.parent].path);
-  else if (e.key === "Enter" || e.key === " ") openModule(module.path);
-  else return;
-  e.preventDefault();
 }
 
 /** Open the modules around one, so that its row is there. */

@@ -79,6 +79,7 @@ class Browser:
         self._do("Page.navigate", url="about:blank")
         self._do("Page.navigate", url=file.resolve().as_uri() + hash_)
         self.wait("document.documentElement?.dataset.ready")
+        self.run("new Promise((done) => requestAnimationFrame(() => done(1)))")  # before a first frame there is no text
 
     def wait(self, expression: str, seconds: float = 60) -> Any:
         """Until an expression is true: its value. Raises TimeoutError with what went wrong in the page."""

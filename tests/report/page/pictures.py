@@ -13,6 +13,8 @@ from tests.report.page.browser import Browser
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "pictures"
 TIMES = 5
+#: Until colours have changed.
+LIT = "new Promise((done) => setTimeout(done, 400))"
 
 
 def main(page: Path) -> None:
@@ -31,9 +33,11 @@ def main(page: Path) -> None:
         print(f"| a layer's graph laid out and drawn | {statistics.median(shown) / 1000:.2f} s |")
         sent = "D.messages.find((m) => m.layers > 1 && m.cause.includes('o_proj'))"
         browser.run(f"pick(`m${{({sent}).i}}`); reveal(state.picked); document.activeElement.blur(); light(null)")
+        browser.run(LIT)
         browser.picture(DOCS / "inspect-graph.webp")
         browser.open(page, dark=True, hash_="#timeline")
         browser.run(f"pick(`m${{({sent}).i}}`)")
+        browser.run(LIT)
         browser.picture(DOCS / "inspect-timeline.webp")
         assert browser.problems == []
 

@@ -227,6 +227,25 @@ def test_messages_are_all_that_a_step_sends(timed: bool) -> None:
     assert buckets == counted
 
 
+@pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "pp": 2}])
+def test_gathers_of_zero_3_are_their_buckets(mesh: dict[str, int]) -> None:
+    """Each is counted once, by the page as by `inspect --comm`, and its op is drawn with the bucket's message."""
+    more = {"pipeline": {"axis": "pp", "stages": 2}, "batch": {"microbatches": 2}} if "pp" in mesh else {}
+    p = shardc.compile(*zoo.gpt(), {"shardc": 1, "mesh": mesh, "data": {"zero": 3}, **more}, prove=False)
+    found = json.loads(json.dumps(data(p, None, None)))
+    counted = totals(
+        (r.axes, r.direction, r.kind, r.count, r.bytes) for r in report.comm_rows(p) if "loss" not in r.cause
+    )
+    ways = [w for m in found["messages"] for w in m["ways"]]
+    shown_ = totals((w["axes"], w["direction"], w["kind"], w["count"], w["count"] * w["bytes"]) for w in ways)
+    assert shown_ == counted
+    gathers = [op for op in found["after"] if op["op"] == "gather_start"]
+    assert gathers
+    assert all("buckets" in found["messages"][op["message"]] for op in gathers)
+    timed = data(p, p.cost(), None)["messages"]
+    assert all(w["seconds"] is not None for m in timed for w in m["ways"] if w["kind"] != "send_recv")
+
+
 def test_exposed_time_is_that_of_the_cost() -> None:
     found = shown()
     of_page = sum(w["exposed"] for m in found["messages"] for w in m["ways"] if w["exposed"] is not None)

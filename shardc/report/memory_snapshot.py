@@ -1,0 +1,49 @@
+"""A step's memory as a snapshot, which pytorch.org/memory_viz opens: each allocation with its op, part and model line.
+
+`shardc run --memory-snapshot STEP` writes what a GPU's allocator did in the same form, so that the two can be compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardc.cost import Cost
+from shardc.cost.peak_memory import allocations
+from shardc.cost.recorded import parts
+from shardc.machine.work import Storage
+from shardc.report.cost import part_name
+
+_ALIGNED = 512  # bytes, as CUDA's allocator rounds
+
+
+def snapshot(cost: Cost) -> dict[str, Any]:
+    """To be pickled. Each rank of `cost.ranks` is a device of the viewer. Addresses are never used twice."""
+    traces = []
+    for r in cost.dry_runs:
+        step = [(part, part is r.after) for _, part in parts(r, cost.timeline.schedule.actions[r.at])]
+        events, addresses, end = [], dict[int, int](), 0
+        for sign, storage, number, part in allocations(r.resident, step):
+            if sign > 0:
+                addresses[number] = end
+                end += -(-storage.nbytes // _ALIGNED) * _ALIGNED or _ALIGNED
+            about = {
+                "addr": addresses[number],
+                "size": storage.nbytes,
+                "stream": 0,
+                "frames": _frames(cost, storage, part),
+            }
+            events += [
+                {"action": x, **about} for x in (("alloc",) if sign > 0 else ("free_requested", "free_completed"))
+            ]
+        traces.append(events)
+    return {"segments": [], "device_traces": traces}
+
+
+def _frames(cost: Cost, storage: Storage, part: str) -> list[dict[str, Any]]:
+    """What the viewer shows of an allocation, as if these had called each other: kind, op, line of the model, part."""
+    source = cost.sources.get(storage.op.removeprefix("backward of "))
+    file, _, line = source.line.rpartition(":") if source is not None else ("", "", "")
+    shape = ", ".join(map(str, storage.shape))
+    names = [f"{storage.kind} [{shape}]", storage.op, source.module if source is not None else ""]
+    names.append(part_name(part, cost) if part else "between steps")
+    return [{"name": n, "filename": file, "line": int(line) if line.isdecimal() else 0} for n in names if n]

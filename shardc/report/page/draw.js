@@ -1,0 +1,136 @@
+// What all drawing is made of: elements as plain values, their text as a file, numbers for people, round axes.
+// Nothing here or in a panel's file touches a document: a page turns elements into its own (page.js), and the pictures of
+// the documentation are the same elements as text. Names become text of an element or of an attribute, never markup.
+"use strict";
+
+// --- elements
+
+/** An element: its attributes, handlers (`onclick`) and children (elements, or texts). */
+function el(tag, attributes = {}, ...children) {
+  const node = { tag, attributes: {}, on: [], style: {}, children: [] };
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") node.on.push([name.slice(2), value]);
+    else if (value !== undefined && value !== null && value !== false) node.attributes[name] = value === true ? "" : String(value);
+  }
+  node.children = children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== "");
+  return node;
+}
+
+/** The same, of SVG. */
+function svg(tag, attributes = {}, ...children) {
+  return Object.assign(el(tag, attributes, ...children), { svg: true });
+}
+
+/** Add styles; a page sets them one by one, as its content policy forbids style attributes. */
+function sized(node, styles) {
+  Object.assign(node.style, styles);
+  return node;
+}
+
+/** Mark an element as a thing. x: "m3" message 3, "w3" weight 3, "o3" op 3 of the program, "l3" line 3 of the spec. */
+function thing(node, x, lines) {
+  if (x) node.attributes["data-x"] = x;
+  if (lines && lines.length) node.attributes["data-l"] = lines.join(" ");
+  return node;
+}
+
+/** A click, Enter or space. */
+function acts(node, act) {
+  node.attributes.tabindex = node.attributes.tabindex || "0";
+  const key = (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); e.stopPropagation(); act(e); } };
+  node.on.push(["click", act], ["keydown", key]);
+  return node;
+}
+
+const code = (text) => el("code", {}, text);
+const number = (text, kind = "") => el("td", { class: `number ${kind}` }, text);
+const mark = (colour, text) => el("span", {}, sized(el("i"), { background: colour }), text);
+
+/** A table with a scroll bar of its own. heads: texts, "#text" for a column of numbers; rows: of cells or of ready rows. */
+function table(heads, rows, { wide = true, ...attributes } = {}) {
+  const head = heads.map((h) => (h.startsWith("#") ? el("th", { class: "number" }, h.slice(1)) : el("th", {}, h)));
+  const body = rows.map((row) => (Array.isArray(row) ? el("tr", {}, row.map((c) => (c && c.tag === "td" ? c : el("td", {}, c)))) : row));
+  const whole = el("table", attributes, heads.some(Boolean) ? el("thead", {}, el("tr", {}, head)) : "", el("tbody", {}, body));
+  return wide ? el("div", { class: "wide" }, whole) : whole;
+}
+
+/** Terms and what is known of them; those of which nothing is are left out. */
+function list(pairs) {
+  const known = pairs.filter((pair) => pair && pair[1] !== undefined && pair[1] !== "" && pair[1] !== null);
+  return el("dl", {}, known.flatMap(([term, about]) => [el("dt", {}, term), el("dd", {}, about)]));
+}
+
+const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
+
+/** An element as text. A tip becomes a title, which any viewer of SVG shows. */
+function markup(node) {
+  if (!node.tag) return escaped(node);
+  const styles = Object.entries(node.style).map(([name, value]) => `${name}:${value}`).join(";");
+  const attributes = Object.entries({ ...node.attributes, ...(styles ? { style: styles } : {}) });
+  const tip = node.svg && node.attributes["data-tip"] ? `<title>${escaped(node.attributes["data-tip"])}</title>` : "";
+  const head = attributes.map(([name, value]) => ` ${name}="${escaped(value)}"`).join("");
+  const inside = tip + node.children.map(markup).join("");
+  return inside || !node.svg ? `<${node.tag}${head}>${inside}</${node.tag}>` : `<${node.tag}${head}/>`;
+}
+
+/** A drawing as a file of its own. sheet: picture.css, whose colours are filled in, for both themes. */
+function standalone(drawing, title, sheet) {
+  const colours = Object.fromEntries([...sheet.matchAll(/(--[\w-]+): ([^;]+);/g)].map((m) => [m[1], m[2]]));
+  const filled = (text, theme) => text.replace(/var\((--[\w-]+)\)/g, (_, name) => colours[name].replace(/light-dark\((.*), (.*)\)/, theme));
+  const rules = sheet.replace(/\/\*.*?\*\/|:root[^{]*\{[^}]*\}/gs, "").trim();
+  const style = `\n${filled(rules, "$1")}\n@media(prefers-color-scheme:dark){\n${filled(rules, "$2")}\n}`;
+  const wide = Number(drawing.attributes.width), top = 36, height = Number(drawing.attributes.height) + top;
+  const width = Math.max(wide, 24 + textWidth(title, "600 14px sans-serif"));
+  const root = svg("svg", { xmlns: "http://www.w3.org/2000/svg", width, height, viewBox: `0 0 ${width} ${height}`, role: "img" },
+    svg("title", {}, title), svg("style", {}, style), svg("rect", { class: "paper", width, height }), svg("text", { class: "title", x: 12, y: 22 }, title),
+    svg("svg", { x: (width - wide) / 2, y: top, width: wide, height: height - top, viewBox: drawing.attributes.viewBox }, drawing.children));
+  return `${filled(markup(root), "$1")}\n`;
+}
+
+// --- letters
+
+/** Pixels of a text in a font: by Helvetica's letters, or the fixed ones of a monospaced font. A page measures instead. */
+let textWidth = (text, font) => {
+  const high = Number(/([\d.]+)px/.exec(font)[1]);
+  const letters = [...text].map((c) => (/mono/.test(font) ? 0.61 : /[iljtf.,:;|!'()[\] ]/.test(c) ? 0.3 : /[mwMW@%—]/.test(c) ? 0.88 : /[A-Z]/.test(c) ? 0.7 : 0.57));
+  return high * sum(letters) * (/600/.test(font) ? 1.12 : 1.05);
+};
+
+/** A text that fits, with … at its end where something is left out. */
+function cut(text, pixels, high = 12) {
+  const most = Math.max(Math.floor(pixels / (0.58 * high)), 1);
+  return text.length <= most ? text : `${text.slice(0, most - 1)}…`;
+}
+
+// --- numbers, in the units of shardc.ir.units
+
+function size(n) {
+  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
+    if (Math.abs(n) < 1024) return unit === "B" ? `${Math.round(n)} B` : `${n.toFixed(1)} ${unit}`;
+    n /= 1024;
+  }
+  return `${n.toFixed(1)} TiB`;
+}
+
+function seconds(s) {
+  return s >= 1 ? `${s.toFixed(2)} s` : s >= 1e-3 ? `${(s * 1e3).toFixed(2)} ms` : `${Math.round(s * 1e6)} µs`;
+}
+
+function count(n) {
+  for (const [unit, each] of [["T", 1e12], ["B", 1e9], ["M", 1e6], ["k", 1e3]]) if (n >= each) return `${(n / each).toFixed(1)} ${unit}`;
+  return String(n);
+}
+
+const percent = (share) => `${(100 * share).toFixed(1)} %`;
+const several = (n, one, plural = `${one}s`) => `${n.toLocaleString("en")} ${n === 1 ? one : plural}`;
+const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+
+// --- axes
+
+/** Round numbers from 0 to an end, at most so many and 0: 1, 2 and 5 times a power of 10; of bytes, powers of 2. */
+function ticks(end, most, binary = false) {
+  if (!(end > 0)) return [0];
+  const base = binary ? 2 : 10, power = base ** Math.floor(Math.log(end / most) / Math.log(base));
+  const step = (binary ? [1, 2] : [1, 2, 5, 10, 20]).map((n) => n * power).find((n) => end / n <= most) || power * base;
+  return Array.from({ length: Math.floor(end / step + 1e-9) + 1 }, (_, i) => i * step);
+}

@@ -1,0 +1,48 @@
+"""A step as a trace in Chrome's format, which ui.perfetto.dev and chrome://tracing open: a process for each rank that
+differs, a thread for its actions, one for what it computes, and one for each communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardc.cost import Cost
+from shardc.ir.comm_record import CommRecord
+from shardc.report.page import step
+
+
+def trace(cost: Cost) -> dict[str, Any]:
+    """JSON-able. Times are those of the page's timeline (`shardc.report.page.step`), in microseconds."""
+    tags: list[str] = []
+
+    def number(record: CommRecord) -> int:
+        tags.append(record.tag)
+        return len(tags) - 1
+
+    rows = step.timeline(cost, number)["rows"]
+    events = [event for row in rows for event in _of_rank(cost, row, tags)]
+    about = {"device": cost.device.name, "step_seconds": cost.step_seconds, "premises": cost.premises}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _of_rank(cost: Cost, row: dict[str, Any], tags: list[str]) -> Iterator[dict[str, Any]]:
+    axis, rank = cost.program.axis, row["rank"]
+    threads = ["actions", "computing", *row["streams"]]
+
+    def event(thread: str, name: str, begin: int, end: int, **args: Any) -> dict[str, Any]:
+        place = {"pid": rank, "tid": threads.index(thread)}
+        return {"ph": "X", "name": name, **place, "ts": begin / 1e3, "dur": (end - begin) / 1e3, "args": args}
+
+    process = f"rank {rank}" + (f", {axis}={row['at']}" if axis else "")
+    for name, about, tid in (("process_name", process, 0), *(("thread_name", t, i) for i, t in enumerate(threads))):
+        yield {"ph": "M", "name": name, "pid": rank, "tid": tid, "args": {"name": about}}
+    for kind, microbatch, begin, end, stage, *_ in row["slots"]:
+        yield event("actions", f"{kind}{microbatch}", begin, end, stage=stage, microbatch=microbatch)
+    for name, begin, end in row["tail"]:
+        yield event("actions", name, begin, end)
+    for name, begin, end in row["computing"]:
+        yield event("computing", name, begin, end)
+    for axes, spans in row["streams"].items():
+        for begin, end, exposed, tag, direction, kind in spans:
+            yield event(axes, kind, begin, end, of=tags[tag], direction=direction, exposed_us=exposed / 1e3)
