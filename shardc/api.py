@@ -21,7 +21,7 @@ from shardc.runtime.data import inputs
 from shardc.runtime.mesh import rank_here
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import adamw, assumed
-from shardc.runtime.step.engine_options import check_names, check_program
+from shardc.runtime.step.engine_options import MOVES, check_names, check_program
 from shardc.runtime.step.forward import Forward
 from shardc.runtime.step.module import ShardedModule
 from shardc.spec import Spec
@@ -39,10 +39,7 @@ _INSTEAD = {
         ("parameters", "named_parameters", "state_dict", "to", "eval"),
         "it has no weights; program.module(model) is an nn.Module, program.engine(model) a training loop",
     ),
-    **dict.fromkeys(
-        ("cuda", "cpu", "half", "float", "double", "bfloat16"),
-        "devices are those of the ranks, the dtype is `precision` of the spec: leave it out",
-    ),
+    **MOVES,
     **dict.fromkeys(
         ("evaluate", "score", "generate"), "program.engine(model), or of one compiled with forward=, has it"
     ),

@@ -47,7 +47,7 @@ Loss = Callable[[Any, Any], Any]
 Compile = Callable[..., Program]
 
 #: Sizes that are compiled without a word of the spec: each takes a compilation and its own program in memory.
-MOST = 16
+MOST_SIZES = 16
 SCORES = "scoring runs a program of its own"
 OTHERWISE = "forward does something else in eval mode, by branches of its own on self.training"
 
@@ -82,8 +82,8 @@ class Resizer:
 
         batch: of these global shapes, or a rank's part of one. use: "evaluate": with all modules in eval mode; "score":
         forward only, for the log-probabilities of the loss's targets.
-        Raises ShardcError if the model no longer exists, if parameters would be split in another way, and after MOST of
-        them, unless the spec names its lengths.
+        Raises ShardcError if the model no longer exists, if parameters would be split in another way, and after
+        MOST_SIZES of them, unless the spec names its lengths.
         """
         with self._lock:
             key = shapes, use
@@ -215,9 +215,9 @@ class Resizer:
                 fix="keep the model that was compiled: `net = model(); program = shardc.compile(net, ...)`"
                 + ", or leave such batches out (drop_last)" * bool(given),
             )
-        if sum(u == use for _, u in self._programs) >= MOST and not program.spec.batch.lengths:
+        if sum(u == use for _, u in self._programs) >= MOST_SIZES and not program.spec.batch.lengths:
             raise ShardcError(
-                f"batches of {MOST} other sizes than the program's have been compiled, and now comes {given}",
+                f"batches of {MOST_SIZES} other sizes than the program's have been compiled, and now comes {given}",
                 where="engine.step",
                 fix="name a few in the spec, with what to pad by: batch: {lengths: [128, 256], pad: {input_ids: 0}}",
             )

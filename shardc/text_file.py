@@ -11,11 +11,12 @@ from typing import Any
 
 from shardc.errors import ShardcError
 
-#: Bytes. A spec has one or two thousand, a schedule of 64 ranks and 1,000 microbatches a few millions.
-LIMIT = 16 << 20
+#: Bytes. A spec has one or two thousand, a schedule of 64 ranks and 1,000 microbatches a few millions, the tables of a
+#: program of 400 billion parameters on 8,192 ranks a tenth.
+LARGEST = 16 << 20
 
 
-def read(path: str | os.PathLike[str], kind: str, *, where: str = "", fix: str = "", limit: int = LIMIT) -> str:
+def read(path: str | os.PathLike[str], kind: str, *, where: str = "", fix: str = "", limit: int = LARGEST) -> str:
     """The text of a file. kind: what it is, for the error. where: the place to cite, if not the path itself.
 
     Raises ShardcError for what cannot be read, is not a file (a folder, a pipe, a device), has more than `limit` bytes

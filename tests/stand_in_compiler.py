@@ -23,7 +23,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(len(inputs))
         return lambda box: function(*(box.pop(0) for _ in range(len(box))))
 
-    monkeypatch.setattr(cut, "LEAST", 0)
+    monkeypatch.setattr(cut, "LEAST_SAVED", 0)
     monkeypatch.setattr(inductor, "inductor_compiled", run)
     monkeypatch.setattr(inductor, "no_compiler", lambda device: "")
     monkeypatch.setattr(inductor, "_DONE", {})

@@ -97,6 +97,27 @@ def test_private_modules_of_torch_are_imported_in_one_room() -> None:
     refuse("put these into shardc/torch_private:", private)
 
 
+def _defined(tree: ast.Module | ast.ClassDef) -> Iterator[str]:
+    """Functions, classes and constants of a file, and those of its classes, as `Class.name`."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            yield from (f"{node.name}.{name}" for name in _defined(node))
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            yield from (x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
+
+
+def test_a_decision_is_where_contributing_says_and_nowhere_else() -> None:
+    rows = re.findall(r"^\| .* \| `(\S+\.py): (\S+)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 30
+    files: dict[str, set[str]] = {}
+    for module, tree in TREES.items():
+        for name in _defined(tree):
+            files.setdefault(name, set()).add(str(FILES[module].resolve().relative_to(ROOT)))
+    refuse("elsewhere:", [f"{n}: {files.get(n)}" for path, n in rows if files.get(n) != {path}])
+
+
 @pytest.mark.parametrize("package", [m for m, path in FILES.items() if path.name == "__init__.py"])
 def test_a_folder_says_what_its_files_are_for(package: str) -> None:
     """In the docstring of its `__init__`, or, as the passes, in the list that its code is."""

@@ -203,7 +203,7 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         one({"batch": {"lengths": [16]}})
     with pytest.raises(ShardcError, match=r"compiling it for ids \[8, 10\] fails: "):
         one({}, {"ids": STEPS[1]["ids"], "labels": STEPS[0]["labels"]})
-    monkeypatch.setattr("shardc.recompile.MOST", 2)
+    monkeypatch.setattr("shardc.recompile.MOST_SIZES", 2)
     with pytest.raises(ShardcError, match=r"batches of 2 other sizes .* now comes ids \[8, 13\](?s:.*)lengths: \[128"):
         one({}, *map(batch_of, (11, 12, 13)))
 

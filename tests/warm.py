@@ -31,7 +31,7 @@ PRELOADED = [
     "shardc.runtime.step.forward",
     "shardc.cli.run",
     "shardc.cli.worker",
-    "shardc.cli.generating",
+    "shardc.cli.forward_jobs",
     "tests.collected_once",  # the last one
 ]
 _OUT, _ERR = "SHARDC_TEST_STDOUT", "SHARDC_TEST_STDERR"  # files of the command, for the ranks that write there too

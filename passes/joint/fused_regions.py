@@ -41,7 +41,7 @@ from shardc.torch_private import OpOverload
 aten = torch.ops.aten
 
 #: Bytes of memory traffic that a region has to save; below, compiling and calling it costs more than it gains.
-LEAST = 1 << 16
+LEAST_SAVED = 1 << 16
 #: A value is small beside one of so many times its bytes.
 SMALL = 16
 #: Lines of the largest region: compilers take long for more, and gain little.
@@ -73,10 +73,10 @@ _DTYPES = {
 
 def mark_fused_regions(graph: fx.Graph, sizes: Sizes, least: int | None = None) -> None:
     """Number the fused regions of a graph, and move lines that accumulate gradients behind them. least: bytes that one
-    has to save (LEAST).
+    has to save (LEAST_SAVED).
     """
     output = graph.output_node()
-    for n in _Cut(graph, sizes, LEAST if least is None else least).order:
+    for n in _Cut(graph, sizes, LEAST_SAVED if least is None else least).order:
         output.prepend(n)
 
 

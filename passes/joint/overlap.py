@@ -31,7 +31,7 @@ from shardc.ir.metadata import Collective
 from shardc.machine.clock import Clock
 from shardc.machine.work import Sent
 from shardc.passes.joint.memory import GATHERS, STARTS, WAITS, Memory, Sizes, Step, Uses
-from shardc.passes.joint.rule_transposed import CONVERSIONS, EXCHANGES
+from shardc.passes.joint.rule_transposed import CONVERTED, EXCHANGES
 from shardc.passes.joint.seconds import Seconds, Work
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload, add_node
@@ -97,7 +97,7 @@ def _split(graph: fx.Graph, seconds: Seconds) -> None:
     """A line that communicates becomes a start and a wait: of conversions, and of exchanges of experts."""
     for n in list(graph.nodes):
         back = n.target is ops.transpose
-        op = n.args[0] if back else (CONVERSIONS | EXCHANGES).get(n.target)
+        op = n.args[0] if back else (CONVERTED | EXCHANGES).get(n.target)
         c: Collective | None = n.meta.get("collective")
         if op is None or c is None or not seconds.sent(n)[1] or not _communicates(op, back=back):
             continue

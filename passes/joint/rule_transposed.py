@@ -23,7 +23,7 @@ from shardc.runtime.ops.factors import factors
 aten = torch.ops.aten
 
 #: Conversions between placements, with their names in the table.
-CONVERSIONS = {getattr(ops, op): op for op in BY_OP}
+CONVERTED = {getattr(ops, op): op for op in BY_OP}
 #: Exchanges of experts' rows, with their names: linear in the first operand.
 EXCHANGES = {ops.experts_send: "experts_send", ops.experts_return: "experts_return"}
 #: Other ops of ours whose backward is an op of the gradient alone.
@@ -48,7 +48,7 @@ def transposed(rank: Rank, call: Template, ask: Ask) -> Rule:
         tokens = {"tokens": x.shape[0]} if call.target is ops.experts_send else {}
         made = replace(Type.contiguous(x.shape, x.dtype), ragged=x.ragged)
         g = w.call(ops.transpose, EXCHANGES[call.target], g, *behind, type_=made, **tokens, **kwargs)
-    elif call.target in CONVERSIONS and BY_OP[op := CONVERSIONS[call.target]].backward != "identity":
+    elif call.target in CONVERTED and BY_OP[op := CONVERTED[call.target]].backward != "identity":
         for forwards in ("overlap", "fp8"):
             kwargs.pop(forwards, None)
         g = w.call(ops.transpose, op, g, *behind, **kwargs)
@@ -59,7 +59,7 @@ def begun(rank: Rank, call: Template, ask: Ask) -> Rule:
     """Of a conversion whose backward is a sum over ranks: the sum is begun."""
     w = Lines(rank, call, ask._replace(before=(None,)))
     options = {k: v for k, v in call.kwargs.items() if k not in ("overlap", "fp8")}
-    op = CONVERSIONS[call.target]
+    op = CONVERTED[call.target]
     started = w.call(ops.transpose_start, op, Ref("g"), *call.args[1:], type_=ask.operands[0], **options)
     return w.rule([started], "begun", types=(ask.operands[0],))
 

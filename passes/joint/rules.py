@@ -29,7 +29,7 @@ from shardc.passes.joint.rule_fp8 import product, rounded
 from shardc.passes.joint.rule_opaque import opaque
 from shardc.passes.joint.rule_traced import traced
 from shardc.passes.joint.rule_transposed import (
-    CONVERSIONS,
+    CONVERTED,
     EXCHANGES,
     LINEAR,
     begun,
@@ -123,7 +123,7 @@ class Rules:
             xs = [t.empty() for t in operands]
             made = self.rank.run(call, xs)
         ragged = call.target in _RAGGED or (call.target is not ops.experts_combine and any(t.ragged for t in operands))
-        passed_on = call.target in CONVERSIONS and operands[0].grad  # they are functions without autograd
+        passed_on = call.target in CONVERTED and operands[0].grad  # they are functions without autograd
         types = tuple(
             replace(t, grad=t.grad or passed_on, ragged=ragged) if (t := _type(y)) is not None else None for y in made
         )
@@ -137,7 +137,7 @@ class Rules:
         call = self.template(node)
         key = (part, call.key, ask)
         if key not in self._rules:
-            by_hand = transposed if call.target in CONVERSIONS or call.target in LINEAR | EXCHANGES.keys() else None
+            by_hand = transposed if call.target in CONVERTED or call.target in LINEAR | EXCHANGES.keys() else None
             by_hand = _OF_8_BITS.get(call.target) or _PARTS[part] or by_hand
             of_torch = isinstance(call.target, OpOverload)
             rule = _RULES.get(key) if of_torch else None

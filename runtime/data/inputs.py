@@ -22,7 +22,7 @@ from shardc.torch_private import is_traceable_wrapper_subclass
 
 Path = tuple[str | int, ...]
 #: Of a batch's entries so many are named in an error.
-NAMED = 12
+SHOWN_NAMES = 12
 
 
 def leaves(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -299,8 +299,8 @@ def _mismatch(x: Input, by_path: Mapping[Path, Any], want: Sequence[int], local:
         if any(path[: len(x.path)] == x.path for path in by_path):
             return f"the batch gives {_others(x.path, by_path)}, but {expected}"
         names = sorted({name_of(path) for path in by_path})
-        more = f", ... ({len(names)} in all)" if len(names) > NAMED else ""
-        return f"the batch does not have it (it has {', '.join(names[:NAMED]) or 'nothing'}{more}); {expected}"
+        more = f", ... ({len(names)} in all)" if len(names) > SHOWN_NAMES else ""
+        return f"the batch does not have it (it has {', '.join(names[:SHOWN_NAMES]) or 'nothing'}{more}); {expected}"
     leaf = by_path[x.path]
     got = type_name(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
     return f"the batch gives {got}, but {expected}"

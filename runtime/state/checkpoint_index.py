@@ -31,7 +31,7 @@ from shardc.runtime.state.boxes import Numbers
 from shardc.runtime.state.tensor_file import MAX_HEADER, whole_numbers
 
 NAME = "index.json"
-FORMAT, VERSION = "shardc checkpoint", 3
+KIND, VERSION = "shardc checkpoint", 3
 MAX_BYTES = 4 << 30
 MAX_DIMS = 64
 FILE = re.compile(r"(model|optimizer)-[0-9]{5,9}\.safetensors")
@@ -126,7 +126,7 @@ def plain(x: Any) -> Any:
 def to_bytes(index: Index) -> bytes:
     """The file. Raises TypeError, ValueError for values that JSON does not know."""
     facts = {k: x for k, x in vars(index).items() if k not in ("files", "tensors")}
-    whole = {"format": FORMAT, "version": VERSION, **facts, **tables(index.files, index.tensors)}
+    whole = {"format": KIND, "version": VERSION, **facts, **tables(index.files, index.tensors)}
     lines = [f"{json.dumps(k)}: {json.dumps(x, default=plain)}" for k, x in whole.items() if k != "tensors"]
     entries = [f"{json.dumps(k)}: {json.dumps(x)}" for k, x in whole["tensors"].items()]
     lines.append('"tensors": {' + ",\n".join(entries) + "}}\n")
@@ -141,8 +141,8 @@ def from_bytes(data: bytes) -> Index:
         found = json.loads(data.decode(), object_pairs_hook=text_file.unique)
         if not isinstance(found, dict):
             raise ValueError("it is not a table")
-        if found.get("format") != FORMAT:
-            raise ValueError(f"it does not say that it is a {FORMAT!r}")
+        if found.get("format") != KIND:
+            raise ValueError(f"it does not say that it is a {KIND!r}")
         if found.get("version") != VERSION:
             raise ValueError(f"it is of version {found.get('version')!r}, and this shardc reads {VERSION}")
         if head != b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",':

@@ -130,7 +130,7 @@ def check_program(given: Any, call: str) -> None:
 
 
 _NOT_MOVED = "devices are those of the ranks, the dtype is `precision` of the spec: leave it out"
-_MOVES = dict.fromkeys(("cuda", "cpu", "half", "float", "double", "bfloat16"), _NOT_MOVED)
+MOVES = dict.fromkeys(("cuda", "cpu", "half", "float", "double", "bfloat16"), _NOT_MOVED)
 
 #: What DistributedDataParallel and models have, and what a module has in its place.
 INSTEAD_OF_MODULE = {
@@ -158,7 +158,7 @@ INSTEAD = {
         ("parameters", "named_parameters"),
         "engine.params is {name: this rank's part}; program.module(model) is an nn.Module",
     ),
-    **_MOVES,
+    **MOVES,
     "state_dict": "full_state_dict() has the whole weights, save(folder) and load(folder) all of the state",
     "load_state_dict": "make the engine from weights, program.engine(model, weights=...); load(folder) reads all state",
 }

@@ -20,7 +20,7 @@ from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
 from shardc.runtime.reshard.between import End, Reshard, move_weights
 from shardc.runtime.stage.clip_grad_norm import norm_axes
-from shardc.runtime.state.checkpoint_folder import KEEP
+from shardc.runtime.state.checkpoint_folder import KEEPS
 from shardc.runtime.step import (
     parameter_norms,
     parameter_parts,
@@ -70,7 +70,7 @@ class ModuleState(nn.Module):
         optimizer: Any = None,
         *,
         extra: Mapping[str, Any] | None = None,
-        keep: int | None = KEEP,
+        keep: int | None = KEEPS,
         overwrite: bool = False,
     ) -> None:
         """Write a checkpoint that any mesh can load, `folder/step-N` with N the training forwards done: parameters,

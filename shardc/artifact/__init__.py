@@ -10,20 +10,21 @@ counts.py               sums over all microbatches that a step needs before they
 schedule.txt            of a pipeline: who runs which stage when (shardc.runtime.schedule)
 constants.safetensors   tensors that capture found in the code
 
-emit writes the Python, parser reads it back, repeated_layers says which of its lines can be left out when it is shown,
-model_source whether the user's code is still that of which the folder was compiled; this file writes and reads it. A
-folder may be anybody's: folder_files reads its files, tables checks what the two tables say, program_ops which ops its
-texts may call.
+rows writes and reads fields of the IR's dataclasses, emit writes the Python, parser reads it back,
+repeated_layers says which of its lines can be left out when it is shown, model_source whether the user's code is still
+that of which the folder was compiled; this file writes and reads it. A folder may be anybody's: folder_files reads its
+files, tables checks what the two tables say, program_ops which ops its texts may call.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -31,27 +32,26 @@ from torch import Tensor, fx
 
 from shardc.artifact import emit, model_source
 from shardc.artifact.folder_files import CONSTANTS, LAYOUTS, MANIFEST, SCHEDULE, SPEC, FolderFiles, digest
-from shardc.artifact.folder_files import dtype as dtype_of
 from shardc.artifact.parser import graph_of
-from shardc.artifact.tables import Checked, Facts, Layouts, Manifest, of_form, shard_of
+from shardc.artifact.rows import of_row, row
+from shardc.artifact.tables import Checked, Facts, Layouts, Manifest, of_form
 from shardc.errors import Errors, ShardcError
 from shardc.ir.adapters import Adapter
-from shardc.ir.buckets import Bucket, Rounded
+from shardc.ir.buckets import Bucket
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.metadata import Value
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.outputs import Output
 from shardc.ir.pairs import Pair
-from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint, Region, Stage
 from shardc.ir.stored import Buffer, Input, Param
-from shardc.ir.type_text import show
 from shardc.runtime import schedule
 from shardc.spec import Spec
 from shardc.version import VERSION
 
-FORMAT = 1
+FORMAT = 2
+T = TypeVar("T")
 
 
 def write(program: Program, folder: str | Path) -> None:
@@ -127,6 +127,7 @@ def _write(program: Program, folder: Path) -> None:
     }
     if constants:
         save_file(constants, folder / CONSTANTS)
+    cuts = program.matrices
     manifest = {
         "format": FORMAT,
         "shardc": VERSION,
@@ -142,84 +143,17 @@ def _write(program: Program, folder: Path) -> None:
         "still": program.still,
         "baked": program.baked,
         "record": program.record.to_json() if program.record is not None else None,
-        "offload": asdict(program.offload),
-        "matrices": _cuts(program),
+        "offload": row(program.offload),
+        "matrices": None if cuts is None else {name: [row(c) for c in each] for name, each in cuts.items()},
         "meta": program.meta | model_source.record(program.origins),
         "sha256": {f.name: digest(f) for f in sorted(folder.iterdir())},
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def _cuts(program: Program) -> dict[str, Any] | None:
-    if program.matrices is None:
-        return None
-    return {name: [asdict(c) for c in cuts] for name, cuts in program.matrices.items()}
-
-
 def _layouts(program: Program) -> dict[str, Any]:
-    def named(x: Param | Buffer | Input | Output) -> dict[str, Any]:
-        return {"name": x.name, "type": show(x.shape, x.dtype, x.layout)}
-
-    return {
-        "params": [
-            {
-                **named(p),
-                "fqn": p.fqn,
-                "aliases": p.aliases,
-                "members": p.members,
-                "trained": p.requires_grad,
-                "frozen": p.frozen,
-                "reduce": p.reduce,
-                "order": p.order,
-                "bucket": p.bucket,
-                "stages": p.stages,
-            }
-            for p in program.params
-        ],
-        "buffers": [
-            {
-                **named(b),
-                "fqn": b.fqn,
-                "aliases": b.aliases,
-                "updated": b.updated,
-                "adds": b.adds,
-                "persistent": b.persistent,
-                "constant": b.constant is not None,
-                "stages": b.stages,
-            }
-            for b in program.buffers
-        ],
-        "microbatches": program.microbatches,
-        "inputs": [{**named(i), "path": i.path, "microbatch": _cut(i.microbatch)} for i in program.inputs],
-        "outputs": [
-            {
-                **named(o),
-                "microbatch": _cut(o.microbatch),
-                "adds": o.adds,
-                "divisor": o.divisor,
-                "stage": o.stage,
-            }
-            for o in program.outputs
-        ],
-        "buckets": [
-            {
-                "axes": b.axes,
-                "dtype": str(b.dtype),
-                "params": b.params,
-                "shard": b.shard,
-                "zero": b.zero,
-                "compute": str(b.compute) if b.compute else None,
-                "prefetch": b.prefetch,
-                "stages": b.stages,
-                "late": b.late,
-                "keep": b.keep,
-                **({"rounded": [asdict(r) for r in b.rounded]} if b.rounded else {}),
-            }
-            for b in program.buckets
-        ],
-        "regions": [asdict(r) for r in program.regions],
-        "adapters": [asdict(a) for a in program.adapters],
-    }
+    rows = ("params", "buffers", "inputs", "outputs", "buckets", "regions", "adapters")
+    return {"microbatches": program.microbatches} | {name: [row(x) for x in getattr(program, name)] for name in rows}
 
 
 def read(folder: str | Path, *, trust: bool = False) -> Program:
@@ -235,7 +169,8 @@ def read_facts(folder: str | Path, *, trust: bool = False) -> dict[str, Any]:
     """The facts in a folder's manifest: which model it was compiled from, and when. Also of one that `read` refuses for
     an op that nobody has registered. Raises ShardcError as `read` does for a manifest that is none.
     """
-    return _manifest(FolderFiles(Path(folder), trust=trust)).meta
+    facts: dict[str, Any] = _manifest(FolderFiles(Path(folder), trust=trust)).meta
+    return facts
 
 
 def _manifest(files: FolderFiles) -> Manifest:
@@ -248,12 +183,6 @@ def _manifest(files: FolderFiles) -> Manifest:
     if found["format"] != FORMAT:
         what = f"artifact of format {str(found['format'])[:20]}, this shardc reads {FORMAT}"
         raise ShardcError(what, where=folder, fix="compile again")
-    # earlier artifacts have these three among the facts
-    facts = found.get("meta")
-    if isinstance(facts, dict):
-        for key in ("shared_modules", "loss_scale", "offload"):
-            if key not in found and key in facts:
-                found[key] = facts.pop(key)
     manifest = of_form(Manifest, found, where)
     of_form(Facts, manifest.meta, where, "meta")
     errors = Errors()
@@ -271,10 +200,6 @@ def _program(tables: Checked, files: FolderFiles) -> Program:
     manifest, layouts = tables.manifest, tables.layouts
     constants = files.constants()
 
-    def typed(row: Any) -> dict[str, Any]:
-        shape, dtype, layout = tables.typed(row.type)
-        return {"name": row.name, "shape": shape, "dtype": dtype, "layout": layout}
-
     def constant(row: Any) -> Tensor | None:
         """The tensor of a constant. Raises ShardcError for one that is not of its type."""
         if not row.constant:
@@ -287,73 +212,27 @@ def _program(tables: Checked, files: FolderFiles) -> Program:
             raise ShardcError(what, where=files.path(CONSTANTS), fix="compile again")
         return held
 
-    params = tuple(
-        Param(
-            **typed(p),
-            fqn=p.fqn,
-            aliases=tuple(p.aliases),
-            members=tuple(p.members),
-            requires_grad=p.trained,
-            frozen=p.frozen,
-            reduce=tuple(p.reduce),
-            order=p.order,
-            bucket=p.bucket,
-            stages=tuple(p.stages),
-        )
-        for p in layouts.params
-    )
-    buffers = tuple(
-        Buffer(
-            **typed(b),
-            fqn=b.fqn,
-            aliases=tuple(b.aliases),
-            updated=b.updated,
-            adds=b.adds,
-            persistent=b.persistent,
-            constant=constant(b),
-            stages=tuple(b.stages),
-        )
-        for b in layouts.buffers
-    )
-    inputs = tuple(Input(**typed(i), path=tuple(i.path), microbatch=shard_of(i.microbatch)) for i in layouts.inputs)
-    outputs = tuple(
-        Output(**typed(o), microbatch=shard_of(o.microbatch), adds=o.adds, divisor=o.divisor, stage=o.stage)
-        for o in layouts.outputs
-    )
-    buckets = tuple(
-        Bucket(
-            tuple(b.axes),
-            dtype_of(b.dtype),
-            tuple(b.params),
-            b.shard,
-            b.zero,
-            dtype_of(b.compute) if b.compute else None,
-            b.prefetch,
-            tuple(b.stages),
-            b.late,
-            b.keep,
-            tuple(Rounded(r.format, tuple(r.granule), tuple(r.axes)) for r in b.rounded),
-        )
-        for b in layouts.buckets
-    )
+    def read_rows(kind: Callable[..., T], rows: Any) -> tuple[T, ...]:
+        return tuple(of_row(kind, x, tables.typed) for x in rows)
+
     return Program(
         tables.mesh,
         fx.Graph(),
-        params,
-        buffers,
-        inputs,
+        read_rows(Param, layouts.params),
+        tuple(of_row(Buffer, b, tables.typed, constant=constant(b)) for b in layouts.buffers),
+        read_rows(Input, layouts.inputs),
         (),
-        buckets,
+        read_rows(Bucket, layouts.buckets),
         layouts.microbatches,
-        outputs=outputs,
+        outputs=read_rows(Output, layouts.outputs),
         notes=tuple(manifest.notes),
         meta=manifest.meta,
         axis=manifest.axis,
-        regions=tuple(Region(**dict(r)) for r in layouts.regions),
-        adapters=tuple(Adapter(**dict(a)) for a in layouts.adapters),
+        regions=read_rows(Region, layouts.regions),
+        adapters=read_rows(Adapter, layouts.adapters),
         shared_modules=tuple(map(tuple, manifest.shared_modules)),
         loss_scale=manifest.loss_scale,
-        offload=OffloadPlaces(**dict(manifest.offload)),
+        offload=of_row(OffloadPlaces, manifest.offload, tables.typed),
         matrices=tables.matrices(),
         evaluates=manifest.evaluates,
         eval_mode=manifest.eval_mode,
@@ -421,11 +300,11 @@ def _with_texts(program: Program, manifest: Manifest, files: FolderFiles) -> Pro
     beside = sum(b.updated for b in program.buffers) + len(program.outputs)
     program = replace(program, spec=spec, graph=returns("single.py", graph("single.py", whole), (beside,)))
     stages = []
-    for i, row in enumerate(manifest.stages):
-        name, own = f"stage{i}.py", len(row.updates) + len(row.outputs)
+    for i, listed in enumerate(manifest.stages):
+        name, own = f"stage{i}.py", len(listed.updates) + len(listed.outputs)
         code = graph(name, local, piped=bool(program.axis))
         returns(name, code, (own, -1) if program.axis else (beside,))
-        stages.append(Stage(code, row.name, tuple(row.updates), tuple(row.outputs), joint_of(f"stage{i}")))
+        stages.append(Stage(code, listed.name, tuple(listed.updates), tuple(listed.outputs), joint_of(f"stage{i}")))
     program = replace(program, stages=tuple(stages))
     giving = [s.name for s in stages if s.graph.output_node().args[0][0] is not None]  # type: ignore[index]
     if len(giving) != (not program.forward_only):
@@ -458,10 +337,6 @@ def _with_texts(program: Program, manifest: Manifest, files: FolderFiles) -> Pro
             raise ShardcError("it does not return the summands", where=files.path("counts.py"), fix="compile again")
         program = replace(program, prologue=Stage(counts, "counts"))
     return program
-
-
-def _cut(s: Shard | None) -> dict[str, int] | None:
-    return {"dim": s.dim, "split": s.split, "padding": s.padding, "blocks": s.blocks} if s is not None else None
 
 
 def _reals(x: Tensor) -> Tensor:

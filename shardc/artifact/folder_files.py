@@ -25,8 +25,6 @@ MANIFEST, LAYOUTS, SPEC, CONSTANTS, SCHEDULE = (
     "constants.safetensors",
     "schedule.txt",
 )
-#: Bytes of a text, or of a table: ten times what a model of 400 billion parameters on 8,192 ranks takes.
-LIMIT = 16 << 20
 #: Values of a table, of some 64 bytes each once it is read.
 VALUES = 500_000
 _TEXT = re.compile(
@@ -62,7 +60,7 @@ class FolderFiles:
         self._held: dict[str, bytes] = {}
         self.edited: set[str] = set()  # names of files that were edited after they were written
         try:
-            self._held[MANIFEST] = disk_calls.read_file(folder / MANIFEST, LIMIT)
+            self._held[MANIFEST] = disk_calls.read_file(folder / MANIFEST, text_file.LARGEST)
         except (FileNotFoundError, NotADirectoryError):
             what = f"{folder} is not a shardc artifact: it has no {MANIFEST}"
             raise ShardcError(what, where=str(folder), fix="make one with `shardc compile -o DIR`") from None
@@ -82,7 +80,7 @@ class FolderFiles:
                     TensorFile(path)
                     actual = digest(path)
                 else:
-                    self._held[name] = disk_calls.read_file(path, LIMIT)
+                    self._held[name] = disk_calls.read_file(path, text_file.LARGEST)
                     actual = hashlib.sha256(self._held[name]).hexdigest()
             except ShardcError as e:
                 errors.found.append(e)

@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import keyword
 import re
+import types
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, Optional, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from shardc.artifact.folder_files import AGAIN, LAYOUTS, MANIFEST, dtype
+from shardc.artifact.folder_files import AGAIN, LAYOUTS, MANIFEST
+from shardc.artifact.rows import Form, Number, Positive, form, of_row
 from shardc.errors import Errors
 from shardc.ir import matrices
-from shardc.ir.mesh import MICROBATCH, Mesh
-from shardc.ir.placement import Layout, Shard
+from shardc.ir.adapters import Adapter
+from shardc.ir.buckets import Bucket
+from shardc.ir.matrices import Cut
+from shardc.ir.mesh import MAX_RANKS, MICROBATCH, Mesh
+from shardc.ir.offload import OffloadPlaces
+from shardc.ir.outputs import Output
+from shardc.ir.placement import Layout
+from shardc.ir.stage import Region
+from shardc.ir.stored import Buffer, Input, Param
 from shardc.ir.type_text import parse
 
-#: Ranks of a mesh, as in a spec.
-MAX_RANKS = 1 << 20
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.\d{1,3})*", re.ASCII)
 #: Names that the texts use themselves.
 _TAKEN = {"mesh", "rng", "ops", "aten", "torch"}
@@ -41,151 +48,31 @@ def _axis(text: str) -> str:
     return text
 
 
-def _place(text: str) -> str:
-    if text not in ("none", "cpu") and "/" not in text and not text.startswith((".", "~")):
-        raise ValueError(f"{text[:40]!r} is neither none, cpu nor a folder")
-    return text
-
-
-def _dtype(text: str) -> str:
-    dtype(text)
-    return text
-
-
-class _Form(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
 Name = Annotated[str, AfterValidator(_name)]
-Place = Annotated[str, AfterValidator(_place)]
-Dtype = Annotated[str, AfterValidator(_dtype)]
-Number = Annotated[int, Field(ge=0, lt=1 << 62)]
-Positive = Annotated[int, Field(ge=1, lt=1 << 62)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+#: layouts.json.
+_ROWS: dict[str, Any] = {
+    "params": form(Param, Name),
+    "buffers": form(Buffer, Name),
+    "inputs": form(Input, Name),
+    "outputs": form(Output),
+    "buckets": form(Bucket),
+    "regions": form(Region),
+    "adapters": form(Adapter),
+}
+_LAYOUTS: dict[str, Any] = {name: (types.GenericAlias(list, (each,)), ...) for name, each in _ROWS.items()}
+Layouts: Any = create_model(
+    "Layouts", __base__=Form, microbatches=(Annotated[int, Field(ge=1, lt=1 << 31)], ...), **_LAYOUTS
+)
 
 
-class Cut(_Form):
-    dim: Number
-    split: Positive
-    padding: Number
-    blocks: Positive
-
-
-class _Typed(_Form):
-    name: Name
-    type: str
-
-
-class ParamRow(_Typed):
-    fqn: str
-    aliases: list[str]
-    members: list[str] = []
-    trained: bool
-    frozen: bool = False
-    reduce: list[str]
-    order: Annotated[int, Field(ge=-1, lt=1 << 62)]
-    bucket: Annotated[int, Field(ge=-1, lt=1 << 31)]
-    stages: list[Number]
-
-
-class BufferRow(_Typed):
-    fqn: str
-    aliases: list[str]
-    updated: bool
-    adds: bool
-    persistent: bool
-    constant: bool
-    stages: list[Number]
-
-
-class InputRow(_Typed):
-    path: list[str | Number]
-    microbatch: Cut | None
-
-
-class OutputRow(_Form):
-    name: str  # the user's
-    type: str
-    microbatch: Cut | None
-    adds: bool
-    divisor: str
-    stage: Number
-
-
-class RoundedRow(_Form):
-    format: Literal["e4m3", "e5m2"]
-    granule: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
-    axes: list[str]
-
-
-class BucketRow(_Form):
-    axes: list[str]
-    dtype: Dtype
-    params: list[str]
-    shard: str
-    zero: Annotated[int, Field(ge=0, le=3)]
-    compute: Dtype | None
-    prefetch: Number
-    stages: list[Number]
-    late: bool
-    keep: bool
-    rounded: list[RoundedRow] = []
-
-
-class AdapterRow(_Form):
-    base: str
-    a: str
-    b: str
-    magnitude: str
-    kind: Literal["lora", "rslora", "dora"]
-    rank: Positive
-    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    dropout: Annotated[float, Field(ge=0, lt=1)]
-    flipped: bool
-
-
-class RegionRow(_Form):
-    name: str
-    parent: str
-    offload: bool
-    cause: str
-    kept: Number
-    dropped: Number
-    again: Number
-
-
-class Layouts(_Form):
-    """layouts.json."""
-
-    params: list[ParamRow]
-    buffers: list[BufferRow]
-    microbatches: Annotated[int, Field(ge=1, lt=1 << 31)]
-    inputs: list[InputRow]
-    outputs: list[OutputRow] = []
-    buckets: list[BucketRow]
-    regions: list[RegionRow] = []
-    adapters: list[AdapterRow] = []
-
-
-class StageRow(_Form):
+class StageRow(Form):
     name: Name
     updates: list[str]
-    outputs: list[str] = []
+    outputs: list[str]
 
 
-class OffloadRow(_Form):
-    optimizer: Place = "none"
-    parameters: Place = "none"
-    page_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 25.0
-
-
-class CutRow(_Form):
-    dim: Annotated[int, Field(ge=0)]
-    sizes: Annotated[list[Positive], Field(min_length=1)]
-    alone: bool = False
-
-
-class Example(_Form):
+class Example(Form):
     batch: Positive | None = None
     seq: Positive | None = None
 
@@ -214,11 +101,9 @@ class Facts(BaseModel):
         return self
 
 
-class Manifest(_Form):
-    """manifest.json, but for what says which shardc and torch wrote it, which is looked at first."""
-
+class _Manifest(Form):
     format: int
-    shardc: str = ""
+    shardc: str
     torch: str
     sha256: dict[str, str]
     mesh: Annotated[dict[Annotated[str, AfterValidator(_axis)], Positive], Field(max_length=1000)]
@@ -226,27 +111,33 @@ class Manifest(_Form):
     axis: str
     notes: list[str]
     meta: dict[str, Any]
-    # earlier artifacts have these three among the facts
-    shared_modules: list[list[str]] = []
-    loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["dynamic"] | None = None
-    offload: OffloadRow = OffloadRow()
-    matrices: dict[str, list[CutRow]] | None = None
-    evaluates: Literal["alike", "otherwise", "untried"] = "alike"
-    eval_mode: bool = False
-    still: list[str] = []
-    record: dict[str, Any] | None = None  # shardc.ir.forward_record reads what anybody may have written
-    baked: list[Annotated[tuple[list[str | Number], float | str], Field(strict=False)]] = []  # JSON has lists
+    shared_modules: list[list[str]]
+    loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["dynamic"] | None
+    evaluates: Literal["alike", "otherwise", "untried"]
+    eval_mode: bool
+    still: list[str]
+    record: dict[str, Any] | None  # shardc.ir.forward_record reads what anybody may have written
+    baked: list[Annotated[tuple[list[str | Number], float | str], Field(strict=False)]]  # JSON has lists
 
+
+#: manifest.json, but for what says which shardc and torch wrote it, which is checked first.
+_MATRICES: Any = form(Cut)
+Manifest: Any = create_model(
+    "Manifest",
+    __base__=_Manifest,
+    offload=(form(OffloadPlaces), ...),
+    matrices=(Optional[dict[str, list[_MATRICES]]], ...),  # noqa: UP045 (a value)
+)
 
 FormT = TypeVar("FormT", bound=BaseModel)
 
 
-def of_form(form: type[FormT], values: Any, where: str, at: str = "") -> FormT:
+def of_form(kind: type[FormT], values: Any, where: str, at: str = "") -> FormT:
     """The table in its form. where: its file; at: the entry in it that `values` are. Raises ShardcError with all
     entries that are otherwise.
     """
     try:
-        return form.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as e:
         errors = Errors()
         for wrong in e.errors(include_url=False, include_context=False):
@@ -265,7 +156,7 @@ def _short(text: str) -> str:
 class Checked:
     """What the rows of both tables stand for, after everything that they name was found."""
 
-    def __init__(self, manifest: Manifest, layouts: Layouts, folder: str) -> None:
+    def __init__(self, manifest: Any, layouts: Any, folder: str) -> None:
         self.manifest, self.layouts, self.folder = manifest, layouts, folder
         self.mesh = Mesh.of(manifest.mesh)
         self.errors = Errors()
@@ -281,7 +172,7 @@ class Checked:
         if not manifest.stages or (len(manifest.stages) > 1 and not manifest.axis):
             self._wrong(MANIFEST, "stages", f"{len(manifest.stages)} stages, and an axis {manifest.axis!r}")
         self.errors.raise_any()
-        rows: list[_Typed] = [*layouts.params, *layouts.buffers, *layouts.inputs]
+        rows = [*layouts.params, *layouts.buffers, *layouts.inputs]
         self._once(LAYOUTS, "params, buffers and inputs", [x.name for x in rows])
         self._once(MANIFEST, "stages", [s.name for s in manifest.stages])
         params, buckets = {p.name for p in layouts.params}, len(layouts.buckets)
@@ -319,7 +210,7 @@ class Checked:
             self._typed(f"outputs[{i}].type", o.type)
             self._stages(f"outputs[{i}]", [o.stage] if manifest.axis else [])
             self._known(LAYOUTS, f"outputs[{i}].divisor", [o.divisor] if o.divisor else [], outputs)
-        cuts: dict[str, Sequence[InputRow | OutputRow]] = {"inputs": layouts.inputs, "outputs": layouts.outputs}
+        cuts = {"inputs": layouts.inputs, "outputs": layouts.outputs}
         for key, each in cuts.items():
             for i, cut in enumerate(each):
                 if cut.microbatch is not None:
@@ -345,14 +236,11 @@ class Checked:
             if name in rows and (why := matrices.fault(shape[1:] if rows[name].members else shape, cuts)):
                 self._wrong(MANIFEST, f"matrices[{name}]", why)
 
-    def matrices(self) -> dict[str, tuple[matrices.Cut, ...]] | None:
+    def matrices(self) -> dict[str, tuple[Cut, ...]] | None:
         """Of which matrices parameters consist."""
         if self.manifest.matrices is None:
             return None
-        return {
-            name: tuple(matrices.Cut(c.dim, tuple(c.sizes), c.alone) for c in cuts)
-            for name, cuts in self.manifest.matrices.items()
-        }
+        return {name: tuple(of_row(Cut, c, self.typed) for c in cuts) for name, cuts in self.manifest.matrices.items()}
 
     def typed(self, text: str) -> tuple[tuple[int, ...], Any, Layout]:
         """Shape, dtype and layout of a type. Raises ValueError for what is none on this mesh."""
@@ -367,7 +255,7 @@ class Checked:
         except ValueError as e:
             self._wrong(LAYOUTS, at, str(e))
 
-    def _cut(self, at: str, x: InputRow | OutputRow) -> None:
+    def _cut(self, at: str, x: Any) -> None:
         """The microbatches' cut has to divide the dim, of the global tensor or of a rank's part."""
         try:
             shape, _, _ = self.typed(x.type)
@@ -425,7 +313,3 @@ def axis_fault(axis: str, mesh: Mesh) -> str:
         if max(map(int, coordinates)) >= mesh.size(whole):
             return f"{whole} has {mesh.size(whole)} coordinates, and not {inside[:-1]}"
     return ""
-
-
-def shard_of(cut: Cut | None) -> Shard | None:
-    return Shard(cut.dim, cut.split, (), cut.padding, cut.blocks) if cut is not None else None

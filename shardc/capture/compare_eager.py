@@ -39,8 +39,8 @@ LIMIT_WORK = 2e11
 LIMIT_PARAMS = 50e6
 #: Largest error, relative to the largest entry of the gradient. Both sides run the same kernels; only the order of sums
 #: differs.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-#: Factor on TOLERANCE where only outputs in eval mode are compared (no gradients): the same kernels in the same order.
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+#: Factor on CLOSE where only outputs in eval mode are compared (no gradients): the same kernels in the same order.
 EVALUATED = 1e-3
 #: Ops that a program runs in another way when it evaluates: {name: the argument that says so}.
 SWITCHED = {
@@ -428,7 +428,7 @@ def _largest(x: Tensor) -> float:
 def _compare(
     errors: Errors, name: str, where: str, want: Tensor, got: Tensor, floor: float = 0.0, tighter: float = 1.0
 ) -> None:
-    bound = tighter * TOLERANCE.get(want.dtype.to_real() if want.dtype.is_complex else want.dtype, 0.0)
+    bound = tighter * CLOSE.get(want.dtype.to_real() if want.dtype.is_complex else want.dtype, 0.0)
     wide = torch.promote_types(want.dtype, torch.float64)
     want, got = want.detach().to(wide), got.detach().to(wide)
     scale = max(_largest(want), floor)

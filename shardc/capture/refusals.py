@@ -92,7 +92,7 @@ PACKED = "packed sequences have a size that depends on the lengths' values"
 PADDED = "feed the padded sequences and leave padding out of the loss; pick each row's last step with gather"
 #: Ops that draw by rejection.
 REJECTION = r"_standard_gamma|_sample_dirichlet"
-CAUSES = (
+REFUSALS = (
     # --- transformers
     Cause(
         f"LayerDrop leaves out layers at random: a branch {DEPENDS}",
@@ -342,7 +342,7 @@ def advice(error: BaseException, *, of_loss: bool = False) -> str:
 
 
 def of_cause(error: BaseException, read: Sequence[str] = ()) -> ShardcError | None:
-    """The error for the user, of an exception that a row of CAUSES is about. read: inputs whose values Python read."""
+    """The user's error, for an exception that a row of REFUSALS is about. read: inputs whose values Python read."""
     chain: list[BaseException] = [error]
     while (e := chain[-1].__cause__ or chain[-1].__context__) is not None and e not in chain:
         chain.append(e)
@@ -353,7 +353,7 @@ def of_cause(error: BaseException, read: Sequence[str] = ()) -> ShardcError | No
     raised = "\n".join(f"{type(e).__name__}: {e}" for e in chain)
     if any(isinstance(e, DATA_DEPENDENT) for e in chain):
         raised = DATA
-    for cause in CAUSES:
+    for cause in REFUSALS:
         if cause.raised and cause.fits(raised, "", at.code, loop):
             return _error(cause, at, at.line, read if raised == DATA else ())
     return None
@@ -404,7 +404,7 @@ def torch_errors(graph: fx.Graph | None = None) -> Iterator[None]:
 def of_op(node: fx.Node, name: str, read: Sequence[str] = ()) -> ShardcError:
     """The error for an op of an exported graph that no program can hold. read: inputs whose values Python read."""
     at = source.of_node(node)
-    cause = next(c for c in CAUSES if c.op and c.fits("", name, at.code, source.loops_of_node(node)))
+    cause = next(c for c in REFUSALS if c.op and c.fits("", name, at.code, source.loops_of_node(node)))
     return _error(cause, at, source.where(at), read, op=name)
 
 
@@ -417,7 +417,7 @@ def of_input(placeholder: fx.Node, kind: str) -> ShardcError:
     """The error for a placeholder that is neither parameter, buffer nor constant. kind: "object" or "fake"."""
     user = next(iter(placeholder.users), placeholder)
     at = source.of_node(user)
-    cause = next(c for c in CAUSES if c.op and c.fits("", kind, at.code))
+    cause = next(c for c in REFUSALS if c.op and c.fits("", kind, at.code))
     return _error(cause, at, source.where(at))
 
 

@@ -9,8 +9,7 @@ Exit status: 0 done, 1 the check or the run failed, 2 the input is wrong.
 compile, inspect, verify    a model and a spec -> an artifact; shown; compared with one device
 run, plan                   train; which spec is fastest on so many devices
 cost                        what a step's time goes to; where a run and the prediction differ
-score                       log-probabilities and perplexity of data; scoring is what each process does
-generate                    tokens after prompts; generating is what each process does
+score, generate             log-probabilities of data; tokens after prompts; forward_jobs: what each process does
 checkpoint, export          folders of checkpoints; weights for transformers
 device, rules, spec         devices that programs are priced for; rules of ops, proven; the format of specs
 compile_once                under torchrun, one process of a machine compiles for all

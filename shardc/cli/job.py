@@ -34,8 +34,8 @@ class Job:
     overwrite: the log begins anew. progress: folder in which rank r keeps `rank<r>` (shardc.runtime.launch.Progress).
     result: file into which rank 0 writes the summary. trust: run an edited artifact. joined: the processes were started
     by torchrun or Slurm. debug: tracebacks show all frames, not only those of the user's code.
-    split: of the data that is scored (shardc.cli.scoring); "": the job is to train. rows: file for the scores of each
-    row, or "". prompts: ids of each that is continued; generate: the arguments of Engine.generate.
+    split: of the data that is scored (shardc.cli.forward_jobs); "": the job is to train. rows: file for the scores of
+    each row, or "". prompts: ids of each that is continued; generate: the arguments of Engine.generate.
     """
 
     program: str

@@ -142,7 +142,7 @@ def command(
         list[int] | None,
         typer.Option(
             min=1,
-            help="steps of which every op is timed, in --log: for `shardc cost --compare` and `shardc device --fit`",
+            help="steps of which every op is timed, in --log: for `shardc cost --compare`",
         ),
     ] = None,
     memory_snapshot: Annotated[

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from shardc.cli import generating, lasting_output, scoring
+from shardc.cli import forward_jobs, lasting_output
 from shardc.cli.job import Job, collect_as_usual, joined, weights_of
 from shardc.cli.rank_errors import for_this_rank
 from shardc.cli.save_lock import SaveLock
@@ -168,7 +168,7 @@ def main(file: str) -> None:
     # where DataLoaders make their files: in the folder of the run, which goes with it, also if this process is killed
     multiprocessing.current_process()._config["tempdir"] = str(Path(file).parent)  # type: ignore[attr-defined]
     try:
-        work = scoring.run if job.split else generating.run if job.prompts else run
+        work = forward_jobs.score if job.split else forward_jobs.generate if job.prompts else run
         summary = work(job)
     except ShardcError as e:
         if isinstance(e, RankFailedError):

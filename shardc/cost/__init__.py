@@ -13,9 +13,7 @@ kept_activations
               what a forward keeps for its backward, tensor by tensor, and which ops want it
 streams       when every collective runs, on the stream of its communicator, and what hides it
 waterfall     a step's seconds, cause by cause; run_log: what a run left of itself, to compare with
-op_times      what each op of a real step takes; tour: pieces of models to measure a machine by; whole_steps: what
-              steps take beside that; machine_speed: how fast the machine is just now
-fit           a device's numbers from measured ops and collectives
+op_times      what each op of a real step takes
 caching_allocator
               what torch's allocator takes of a GPU for it
 fewer_layers  leaves out repeated layers of a model

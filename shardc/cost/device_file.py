@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from shardc import text_file
 from shardc.errors import Errors, ShardcError
 from shardc.ir.patterns import nearest
-from shardc.machine.device import Device, Link, OpRates, Outside, Products, Reaches, Reference
+from shardc.machine.device import Device, Link, OpRates, Outside, Products, Reaches
 from shardc.spec import Spec
 
 #: The devices of this machine, whose files are made by measuring.
@@ -110,7 +110,7 @@ def chosen(named: str | Path | Device | None, spec: Spec | None) -> Device:
 def _keys(place: tuple[int | str, ...]) -> list[str]:
     """The keys that the part of a device file has in which this one is."""
     sections: dict[str, type[BaseModel]] = {"within": Link, "between": Link, "beyond": Link, "ops": OpRates}
-    sections |= {"reference": Reference, "reaches": Reaches, "products": Products, "outside": Outside}
+    sections |= {"reaches": Reaches, "products": Products, "outside": Outside}
     return list(sections.get(str(place[0]), Device).model_fields if len(place) > 1 else Device.model_fields)
 
 

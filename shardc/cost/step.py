@@ -175,7 +175,7 @@ def started_by(device: Device, program: Program) -> Device:
     """The device as a program's step finds it: of one that is a CUDA graph, the host starts no op."""
     if device.kind != "gpu" or not step_graph.asked(program) or step_graph.why_not(program):
         return device
-    return device.model_copy(update={"host": 0.0, "host_collective": 0.0})
+    return device.model_copy(update={"host": 0.0})
 
 
 def assemble(program: Program, schedule: Schedule, dry_runs: Sequence[DryRun], device: Device) -> Cost:

@@ -10,6 +10,8 @@ from functools import cached_property
 #: The axis of microbatches, which run one after the other (shardc.passes.accumulate): they add up, and nobody gathers
 #: what others have.
 MICROBATCH = "microbatch"
+#: The largest clusters have a tenth of it.
+MAX_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)

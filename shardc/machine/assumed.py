@@ -24,7 +24,7 @@ from shardc.machine.work import Op
 def _h100() -> Device:
     """A graph's lines are known before it runs, so the host is ahead of the device."""
     text = resources.files("shardc.machine").joinpath("devices", "h100-80g.yaml").read_text()
-    return Device.model_validate(yaml.safe_load(text)).model_copy(update={"host": 0.0, "host_collective": 0.0})
+    return Device.model_validate(yaml.safe_load(text)).model_copy(update={"host": 0.0})
 
 
 def _large(device: Device) -> Device:

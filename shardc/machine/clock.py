@@ -121,9 +121,6 @@ class Clock:
 
     def send(self, w: Sent) -> None:
         """Begin a collective; wait for it, if it has no key."""
-        at_once = w.key is None and self.device.kind == "cpu"  # then what the host does is in the collective's seconds
-        if w.record.axes != HOST_LINK and not at_once:
-            self._after_host(self.device.host_collective)
         seconds, link = self.alone(w.record)
         after = None if w.after is None else self._under_way.get(w.after)
         flight = Flight(w.record, link, seconds, self.now, after, self._delay(w.record))
@@ -147,9 +144,8 @@ class Clock:
 
     def _until(self, flight: Flight) -> None:
         if flight.end > self.now:
-            skew = 0.0 if flight.record.axes == HOST_LINK else self.device.skew
-            self.waited_for(flight.record, flight.end + skew - self.now)
-            self.now = flight.end + skew
+            self.waited_for(flight.record, flight.end - self.now)
+            self.now = flight.end
 
     def _delay(self, record: CommRecord) -> float:
         """What passes of a collective while the one before it is sent: gloo has several threads, NCCL one stream."""

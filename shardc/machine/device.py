@@ -120,16 +120,6 @@ class OpRates(_Section):
     each: Annotated[float, Field(ge=0)] | None = None
 
 
-class Reference(_Section):
-    """Seconds of a few pieces of work while a device's other numbers were measured, by which is found out later how
-    fast it is then (shardc.cost.machine_speed): a product, sums of vectors, an op that takes next to nothing.
-    """
-
-    product: Positive
-    memory: Positive
-    small: Positive
-
-
 class Outside(_Section):
     """Bytes of a device's memory that torch's allocator does not give: the context of a process, with the kernels that
     it loads; workspaces of the library of products; buffers of each communicator of NCCL.
@@ -147,14 +137,10 @@ class Device(_Section):
     flops: per second of a matrix product, by dtype; float8: of factors of 8 bits with one scale for each row, or one
     for all; mxfp8: with one for each 32 of a row. Those of 8 bits that are not listed run in 16. bandwidth: bytes of
     memory read or written per second. launch: the least seconds that an op takes. host: seconds in which the host
-    starts one, at least; it may be ahead of the device; host_collective: and in which it starts a collective and,
-    later, hands on what came. On a CPU, which is its own host, an op takes launch and host beside its work, and that
-    of its products beside that of its bytes.
-    skew: seconds by which ranks that have computed come to a collective one after the other: who waits for it waits so
-    much longer than the collective itself takes.
+    starts one, at least; it may be ahead of the device. On a CPU, which is its own host, an op takes launch and host
+    beside its work, and that of its products beside that of its bytes.
     reaches: shares of these peaks; products: what one of them reaches, by its shape; ops: by torch's name of the op,
     "mul", and of what is otherwise in another dtype than float32, "mul bfloat16".
-    reference: how fast the machine was when it was measured.
 
     host_link: bytes per second between the device's memory and the host's, in either direction; None: copies take no
     time.
@@ -172,12 +158,9 @@ class Device(_Section):
     bandwidth: Positive
     launch: Annotated[float, Field(ge=0)] = 0.0
     host: Annotated[float, Field(ge=0)] = 0.0
-    host_collective: Annotated[float, Field(ge=0)] = 0.0
-    skew: Annotated[float, Field(ge=0)] = 0.0
     reaches: Reaches = Reaches()
     products: Products | None = None
     ops: Mapping[str, OpRates] = {}
-    reference: Reference | None = None
     host_link: Positive | None = None
     node: Annotated[int, Field(ge=1)] = 1
     nodes: Annotated[int, Field(ge=1)] | None = None
@@ -282,37 +265,6 @@ class Device(_Section):
         """Of the bytes that it reads and writes."""
         return op.traffic / (self._own(op, "bandwidth") or self.bandwidth * self.reaches.bandwidth)
 
-    def slower(self, products: float = 1.0, memory: float = 1.0, small: float = 1.0, links: float = 1.0) -> Device:
-        """The device whose products take so many times as long, its bytes, the beginning of each op, its messages."""
-
-        def op(x: OpRates) -> OpRates:
-            launch = None if x.launch is None else x.launch * small
-            bandwidth = None if x.bandwidth is None else x.bandwidth / memory
-            return x.model_copy(update={"launch": launch, "bandwidth": bandwidth})
-
-        def link(x: Link | None) -> Link | None:
-            if x is None:
-                return None
-            update = {"latency": x.latency * links, "start": x.start * links, "bandwidth": x.bandwidth / links}
-            return x.model_copy(update=update | {"peer": None if x.peer is None else x.peer / links})
-
-        update: dict[str, Any] = {name: link(getattr(self, name)) for name in ("within", "between", "beyond")}
-        update |= {"flops": {name: x / products for name, x in self.flops.items()}}
-        update |= {"bandwidth": self.bandwidth / memory, "ops": {name: op(x) for name, x in self.ops.items()}}
-        update |= {name: getattr(self, name) * small for name in ("launch", "host", "host_collective")}
-        update |= {"skew": self.skew * links}
-        return self.model_copy(update=update)
-
-    def as_fast(self, now: Reference) -> Device:
-        """The device as it is while its reference takes so long. Links go with what computes: on a CPU it is cores that
-        send.
-        """
-        if (then := self.reference) is None:
-            return self
-        small = now.small / then.small
-        found = self.slower(now.product / then.product, now.memory / then.memory, small, small)
-        return found.model_copy(update={"reference": now})
-
     def copy_seconds(self, nbytes: int) -> float:
         """Of a copy between the device's memory and the host's."""
         return 0.0 if self.host_link is None else self.launch + nbytes / (self.host_link * self.reaches.link)
@@ -334,12 +286,9 @@ _UNITS = {
     "bandwidth": "bytes of memory per second, read and written",
     "launch": "the least seconds of an op",
     "host": "seconds: the host starts no more ops than one in so many",
-    "host_collective": "seconds that the host takes to begin a collective and to hand on what came",
-    "skew": "seconds by which ranks come to a collective one after the other",
     "reaches": "shares of these peaks that large ops reach",
     "products": "tiles: rows, columns, share",
     "ops": "seconds; bytes per second; share of flops",
-    "reference": "seconds of a few pieces of work while this was measured: how fast the machine was",
     "host_link": "bytes per second to the host's memory, or from it",
     "node": "devices in a node",
     "nodes": "how many there are",

@@ -225,7 +225,7 @@ class Meter(Clock):
     def waited_for(self, record: CommRecord, seconds: float) -> None:
         super().waited_for(record, seconds)
         self.spent[self.cause(record)] += seconds
-        fixed = self.alone(replace(record, bytes=0))[0] + self.device.skew
+        fixed = self.alone(replace(record, bytes=0))[0]
         self.fixed[self.cause(record)] += min(seconds, fixed)
 
     def send(self, w: Sent) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardc.errors import Errors
-from shardc.ir.mesh import Mesh
+from shardc.ir.mesh import MAX_RANKS, Mesh
 from shardc.ir.patterns import nearest
 from shardc.spec.batch_section import Batch, Sequence
 from shardc.spec.data_section import Data
@@ -16,9 +16,6 @@ from shardc.spec.module_sections import EXPERTS_AXIS
 from shardc.spec.schema import Form
 from shardc.spec.shard_section import DimShard
 from shardc.spec.yaml_reader import Path, Places, reach
-
-#: Of a mesh. The largest clusters have a tenth of it.
-MAX_RANKS = 1 << 20
 
 
 def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, errors: Errors) -> Mesh | None:

@@ -47,7 +47,7 @@ class Run(Section):
     )
     breakdown: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
         default=(),
-        description="steps of which every op is timed, in `log`: for `shardc cost --compare` and `shardc device --fit`",
+        description="steps of which every op is timed, in `log`: for `shardc cost --compare`",
         examples=[[5, 6]],
     )
     memory_snapshot: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(

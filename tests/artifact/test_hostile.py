@@ -155,11 +155,11 @@ def test_every_entry_of_a_table_that_is_otherwise_is_named(originals: list[Path]
         path = folder / "layouts.json"
         table = json.loads(path.read_text())
         table["params"][1]["order"] = "first"
-        table["params"][3]["trained"] = 1
+        table["params"][3]["requires_grad"] = 1
         path.write_text(json.dumps(table))
 
     folder = hostile.attacked(attack, originals[0])
     with pytest.raises(ShardcError) as caught:
         shardc.load(folder)
-    assert [e.what.partition(":")[0] for e in caught.value.errors] == ["params[1].order", "params[3].trained"]
+    assert [e.what.partition(":")[0] for e in caught.value.errors] == ["params[1].order", "params[3].requires_grad"]
     assert {e.where for e in caught.value.errors} == {str(folder / "layouts.json")}

@@ -9,8 +9,7 @@
 Both add to the results that are kept in --kept FILE, and write the tables of all that are kept there; a model and a
 setting that is kept already is not run again. --only, --setting: patterns of models and settings; --quick: few of them.
 Times want all other work stopped, which may be for a part of them: --seconds 50 ends after the case that is under way
-then. The machine's own speed is measured beside each step (shardc.cost.machine_speed), and a prediction is of the
-machine as it was then. Exit status 1 where memory is off by more than 2 %.
+then. Exit status 1 where memory is off by more than 2 %.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -40,12 +39,8 @@ sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
 from shardc.api import Program  # noqa: E402
-from shardc.cost import Cost, Device, device  # noqa: E402
-from shardc.cost.machine_speed import busy  # noqa: E402
-from shardc.cost.step import assemble  # noqa: E402
-from shardc.cost.whole_steps import STEPS, Turn, in_turns, usual_turn  # noqa: E402
+from shardc.cost import Device, device  # noqa: E402
 from shardc.errors import ShardcError  # noqa: E402
-from shardc.runtime import schedule as schedules  # noqa: E402
 from shardc.runtime.mesh import own_cores  # noqa: E402
 from tests import live_bytes  # noqa: E402
 from tests.bench.new_models import MODELS, New  # noqa: E402
@@ -53,8 +48,8 @@ from tests.bench.new_models import MODELS, New  # noqa: E402
 OUT = ROOT / "docs" / "measured" / "predicted.md"
 LIMIT = 0.02
 WIDE = {"gMLP": 6, "parallel decoder": 6, "character CNN": 8, "DenseNet": 3, "cross network": 6, "Conformer": 8}
-#: So many cases take so many turns.
-TOGETHER, TURNS = 12, 9
+#: So many cases take so many turns, of so many steps; and steps before the first one.
+TOGETHER, TURNS, STEPS, WARM = 12, 9, 3, 2
 #: Steps do not count while other work takes more of the machine's cores. (What it takes while ranks wait for each other
 #: is in it.)
 QUIET = 0.3
@@ -88,15 +83,13 @@ class Peak:
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of a step: as predicted of the machine when it was measured, and of the machine as fast as it was during
-    the steps; and as they were. others: the share of the cores that other work took; spread: by how much the medians of
-    its turns differ, as a share of their median.
+    """Seconds of a step, as predicted and as they were. others: the share of the cores that other work took; spread: by
+    how much the medians of its turns differ, as a share of their median.
     """
 
     model: str
     setting: str
     processes: int
-    foretold: float
     predicted: float
     measured: float
     others: float
@@ -184,7 +177,7 @@ def _peaks(rank: int, cases: Sequence[tuple[str, str]], world: int, folder: str)
 class Took:
     """Steps in turns. others: the share of the machine's cores that other work took meanwhile."""
 
-    turns: list[Turn]
+    turns: list[float]
     others: float
 
 
@@ -205,7 +198,7 @@ def _steps(rank: int, cases: Sequence[tuple[str, str]], world: int, folder: str,
         engines = [(p.engine(model), batch) for p, model, batch in programs if p is not None]
         torch.distributed.barrier()
         began, cores, own = time.perf_counter(), busy(), time.process_time()
-        turns = in_turns([partial(engine.step, batch) for engine, batch in engines], STEPS, TURNS)
+        turns = in_turns([partial(engine.step, batch) for engine, batch in engines])
         ours = torch.tensor(time.process_time() - own, dtype=torch.float64)
         torch.distributed.all_reduce(ours)
         whole = (time.perf_counter() - began) * len(os.sched_getaffinity(0))
@@ -216,6 +209,32 @@ def _steps(rank: int, cases: Sequence[tuple[str, str]], world: int, folder: str,
         found += [None if p is None else next(each) for p, _, _ in programs]
     torch.distributed.barrier()
     return found
+
+
+def in_turns(each: Sequence[Callable[[], object]]) -> list[list[float]]:
+    """Medians of a few steps of each of several programs, which ranks begin together. They take turns: what slows the
+    machine down for a few seconds meets a turn of each, not all of one.
+    """
+    medians: list[list[float]] = [[] for _ in each]
+    for turn in range(TURNS):
+        for step, mine in zip(each, medians, strict=True):
+            took = []
+            for _ in range(WARM * (turn == 0) + STEPS):
+                torch.distributed.barrier()
+                begin = time.perf_counter()
+                step()
+                took.append(time.perf_counter() - begin)
+            mine.append(median(took[-STEPS:]))
+    return medians
+
+
+def busy() -> float:
+    """Seconds that all cores of this machine have computed, for anybody; on Linux, elsewhere 0."""
+    file = Path("/proc/stat")
+    if not file.is_file():
+        return 0.0
+    user, nice, system, _, _, irq, softirq, *_ = map(int, file.read_text().split("\n", 1)[0].split()[1:])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def compiled(name: str, label: str, world: int) -> tuple[Program | None, Any, Any]:
@@ -251,16 +270,9 @@ def times(cases: Sequence[tuple[str, str]], cpu: Device, world: int, until: floa
         if (others := max(x.others for x in each)) > QUIET:
             print(f"{name}, {label}: other work took {others:.0%} of the machine; not kept")
             continue
-        cost = program.cost(cpu)
-
-        def price(now: Device, program: Program = program, cost: Cost = cost) -> float:
-            return assemble(program, schedules.of(program), cost.dry_runs, now).step_seconds
-
-        turns = [Turn.together(turn) for turn in zip(*(x.turns for x in each), strict=True)]
-        usual, took = usual_turn(turns, price, cpu), [x.seconds for x in turns]
-        priced, spread = price(cpu.as_fast(usual.reference)), (max(took) - min(took)) / median(took)
-        day = str(date.today())
-        yield Timed(name, label, world, cost.step_seconds, priced, usual.seconds, others, cpu.source, day, spread)
+        took = [max(turn) for turn in zip(*(x.turns for x in each if x is not None), strict=True)]
+        spread, day = (max(took) - min(took)) / median(took), str(date.today())
+        yield Timed(name, label, world, program.cost(cpu).step_seconds, median(took), others, cpu.source, day, spread)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -281,7 +293,7 @@ def main() -> int:
     torch.set_num_threads(1)
     kept = [json.loads(x) for x in options.kept.read_text().splitlines()] if options.kept.is_file() else []
     peaks = [Peak(**x) for x in kept if "refused" in x]
-    timed = [Timed(**x) for x in kept if "foretold" in x]
+    timed = [Timed(**x) for x in kept if "others" in x]
 
     def wanted(name: str, label: str) -> bool:
         asked = all(
@@ -372,9 +384,8 @@ def _times(timed: list[Timed]) -> str:
     text = f"""
 ## Time
 
-Steps of processes over gloo, one thread each, on their own cores where there are enough: the median of {STEPS} steps, of the rank that took longest, in the usual one of {TURNS} turns: the one whose step, as a
-share of its prediction, is the median. The machine's speed is measured beside each step, as it changes within minutes, and so is the prediction: it is of the machine as fast
-as it was then; "as measured" is that of the machine as `--measure` found it. No model had a part in measuring it; the
+Steps of processes over gloo, one thread each, on their own cores where there are enough: the median of {TURNS} turns of {STEPS} steps, of the rank that took longest.
+No model had a part in measuring the machine; the
 first {len(SEEN)} of `new_models.py` were looked at while `shardc.cost` was written, the others were not. Other work was
 stopped, but for {100 * median(x.others for x in timed):.0f} % of the cores' time as a median (which is also what it takes while ranks wait), and {100 * max(x.others for x in timed):.0f} % at most.
 The turns of a case, a few seconds apart, differ by {100 * median(repeated):.0f} % as a median, by up to {100 * sorted(repeated)[int(0.9 * (len(repeated) - 1))]:.0f} % in nine of ten cases: so
@@ -389,7 +400,7 @@ much is the machine's own. Each cell: ms as predicted / measured, and how far th
         ):
             if some:
                 rows.append([f"{n}, {what}", *_summary(some)])
-    text += table(["processes, models", "steps", "median", "half within", "within 10 %", "worst", "as measured"], rows)
+    text += table(["processes, models", "steps", "median", "half within", "within 10 %", "worst"], rows)
     for n in counts:
         some = [x for x in timed if x.processes == n]
         labels = list(dict.fromkeys(x.setting for x in some))
@@ -409,10 +420,9 @@ def _cell(x: Timed) -> str:
 
 
 def _summary(some: list[Timed]) -> list[str]:
-    """Median error, half within, share within 10 %, the worst, and half within without the machine's speed."""
+    """Median error, half within, share within 10 %, and the worst."""
     off = [x.off for x in some]
     away = sorted(map(abs, off))
-    plain = median(abs(x.foretold / x.measured - 1) for x in some)
     within = sum(x <= 0.1 for x in away)
     worst = max(off, key=abs)
     return [
@@ -421,7 +431,6 @@ def _summary(some: list[Timed]) -> list[str]:
         f"{100 * median(away):.0f} %",
         f"{within} of {len(some)}",
         f"{100 * worst:+.0f} %",
-        f"half within {100 * plain:.0f} %",
     ]
 
 

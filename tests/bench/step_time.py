@@ -67,7 +67,7 @@ def measured(spec: dict[str, Any]) -> tuple[float, float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    cpu = measure("cpu", lambda what: print(f"measuring {what}", file=sys.stderr), compiled=shardc.compile)
+    cpu = measure("cpu", lambda what: print(f"measuring {what}", file=sys.stderr))
     print(cpu.to_yaml())
     model, batch = built()
     elements = sum(p.numel() for p in model.parameters())

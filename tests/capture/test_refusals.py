@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc.capture import capture, compare_eager
-from shardc.capture.refusals import CAUSES
+from shardc.capture.refusals import REFUSALS
 from shardc.errors import ShardcError
 from tests.zoo import hf
 
@@ -321,7 +321,7 @@ def test_one_message_per_cause(function: Function, what: str, fix: str) -> None:
 
 
 def test_every_row_can_be_read() -> None:
-    for cause in CAUSES:
+    for cause in REFUSALS:
         assert cause.what
         assert cause.fix
         assert cause.raised or cause.op

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 import shardc
 from shardc.api import Program
 from shardc.cli import app
-from shardc.cost import device, measure, whole_steps
+from shardc.cost import device, measure
 from shardc.cost.device_file import names
 from shardc.errors import ShardcError
 
@@ -66,37 +65,31 @@ def test_one_of_them() -> None:
 
 
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a hurry: the numbers are rough, and nobody looks at them. Which dtypes' products take longer than a launch,
-    or whether any do, is a matter of time, too (what is found of them: tests/cost/test_fit.py).
-    """
-    monkeypatch.setattr(measure, "SECONDS", 0.02)
-    monkeypatch.setattr(measure, "MESSAGES", (2**8, 2**12, 2**16, 2**20))
-    for name, value in {"CALLS": 3, "ROUNDS": 2, "BESIDE": 2**14}.items():
+    """In a hurry: the numbers are rough, and nobody looks at them."""
+    for name, value in {"CALLS": 3, "ROUNDS": 2, "OP_ROUNDS": 1, "BESIDE": 2**14}.items():
         monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(measure, "MESSAGES", (2**8, 2**12, 2**16, 2**20))
     monkeypatch.setattr(measure, "SIZES", {"cpu": ((16, 32), (128, 128))})
-    monkeypatch.setattr(whole_steps, "SIZES", ((32, 1),))
-    monkeypatch.setattr(whole_steps, "STEPS", 2)
     file = tmp_path / "here" / "cpu.yaml"
-    made = run("cpu", "--measure", "-o", str(file), "--json")
-    assert made.exit_code == 0, made.output
-    found = device(file)
-    assert found.kind == "cpu"
-    assert {"float32"} <= set(found.flops) <= {"float64", "float32", "bfloat16"}
-    assert {"native_layer_norm", "convolution_backward"} <= found.ops.keys()
-    assert found.within.bandwidth > 1e6
-    assert 0 < found.within.latency < 1
-    assert 0.05 <= found.reaches.computing <= 1
-    assert 0 <= found.skew < 1
-    assert 1e8 < found.memory < 1e13
-    assert "gloo" in found.source
-    assert re.search(r"ops: \d+ of \d+ held back: half within .*; collectives: 4 of 16 held back", found.source)
-    assert f'"name": "{found.name}"' in made.stdout
+    result = run("cpu", "--measure", "-o", str(file), "--json")
+    assert result.exit_code == 0, result.output
+    measured = device(file)
+    assert measured.kind == "cpu"
+    assert measured.flops.keys() == {"float32", "bfloat16"}
+    assert measured.ops
+    assert measured.within.bandwidth > 1e6
+    assert 0 < measured.within.latency < 1
+    assert 0.05 <= measured.reaches.computing <= 1
+    assert 0 <= measured.host < 0.1
+    assert 1e8 < measured.memory < 1e13
+    assert "gloo" in measured.source
+    assert f'"name": "{measured.name}"' in result.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
-        (("-o", "x.yaml"), "-o names the file that --measure and --fit write", "add --measure, or --fit RUN"),
+        (("-o", "x.yaml"), "-o names the file that --measure writes", "add --measure"),
         (("h200", "--measure"), "only this machine can be measured, not 'h200'", "shardc device cpu --measure"),
         (("cpu",), "this machine's cpu has not been measured", "shardc device cpu --measure"),
         (("h900",), "there is no device 'h900'", "h100-80g, h100-pcie, h200, l40s"),

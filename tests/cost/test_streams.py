@@ -131,33 +131,10 @@ def test_what_computes_while_a_collective_runs_is_slower() -> None:
     assert clock.now == 2 + (2 + 2) + 1  # of the second product, one second's work takes two
 
 
-def test_who_waits_waits_for_ranks_that_come_later_too() -> None:
-    late = UNIT.model_copy(update={"skew": 0.5})
-    clock = streams(gather(5, key=1), product(3), Waited(1), gather(2), device=late)
-    assert [s.exposed for s in clock.spans] == [2.5, 2.5]
-    hidden = streams(gather(2, key=1), product(3), Waited(1), device=late)
-    assert (hidden.now, [s.exposed for s in hidden.spans]) == (3, [0])
-
-
 def test_an_op_runs_when_the_host_has_started_it() -> None:
     slow = UNIT.model_copy(update={"host": 2.0})
     clock = streams(product(1), product(1), product(9), product(1), product(1), device=slow)
     assert clock.now == 6 + 9 + 1 + 1  # during the long one the host gets ahead
-
-
-def test_the_host_takes_its_time_for_a_collective() -> None:
-    """A CPU is its own host, and computes later, but for one that it waits for at once; a GPU's host may be ahead of
-    it, and then nobody waits.
-    """
-    slow = UNIT.model_copy(update={"host": 1.0, "host_collective": 3.0})
-    work = [product(9), gather(4, key=1), product(5), Waited(1), gather(2)]
-    own = streams(*work, device=slow.model_copy(update={"kind": "cpu"}))
-    assert [s.begin for s in own.spans] == [1 + 9 + 3, 10 + 3 + 1 + 5]
-    assert own.now == 19 + 2
-    ahead = streams(*work, device=slow)
-    assert [s.begin for s in ahead.spans] == [1 + 9, 10 + 5]
-    behind = streams(gather(4, key=1), product(1), Waited(1), device=slow)
-    assert ([s.begin for s in behind.spans], behind.now, behind.idle) == ([3], 7, 4)
 
 
 def test_one_that_follows_another_begins_when_that_ends() -> None:

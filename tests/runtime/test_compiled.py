@@ -37,7 +37,7 @@ LAYERS = {"execution": {"compile": "layers"}}
 @pytest.fixture
 def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also regions that save nothing."""
-    monkeypatch.setattr(cut, "LEAST", 0)
+    monkeypatch.setattr(cut, "LEAST_SAVED", 0)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_small_regions_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None
     some = regions(compiled("gpt", SPECS["sp"][1], **LAYERS))
     assert some
     assert all(saved(p) >= 1 << 16 for p in some)
-    monkeypatch.setattr(cut, "LEAST", max(map(saved, some)) + 1)
+    monkeypatch.setattr(cut, "LEAST_SAVED", max(map(saved, some)) + 1)
     assert not regions(compiled("gpt", SPECS["sp"][1], **LAYERS))
 
 

@@ -23,7 +23,7 @@ from shardc.ir.pairs import Pair, prefix_of
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint, Stage
 from shardc.passes.joint.record import is_view
-from shardc.passes.joint.rule_transposed import CONVERSIONS
+from shardc.passes.joint.rule_transposed import CONVERTED
 from shardc.passes.joint.rules import Rules
 from shardc.passes.joint.saved import types_of
 from shardc.runtime import ops
@@ -82,7 +82,7 @@ def _without_gradient(program: Program, stage: Stage, rules: Rules) -> Iterator[
     """
     types, _ = types_of(program, stage.graph, rules)
     for n in stage.graph.nodes:
-        known = types.get((n, 0)) if n.target in CONVERSIONS else None
+        known = types.get((n, 0)) if n.target in CONVERTED else None
         if known is not None and n.meta["value"].requires_grad and not known.grad:
             yield Wrong("backward", n, "it needs a gradient, and the chain rule stops here")
 

@@ -440,6 +440,10 @@ def test_what_one_looks_for_first_is_named() -> None:
         _ = PROGRAM.step  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"a program has no 'other'$"):
         _ = PROGRAM.other  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="cannot assign to field 'spec'"):
+        PROGRAM.spec = None  # type: ignore[misc]
+    with pytest.raises(ShardcError, match="a program is not pickled"):
+        pickle.dumps(PROGRAM)
     with pytest.raises(ShardcError, match=r"a program is not called\n  fix: program.engine"):
         PROGRAM(BATCH)
     with pytest.raises(AttributeError, match=r"no attribute 'train': shardc.compile\(model, batch, spec\) gives"):

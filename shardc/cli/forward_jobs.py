@@ -1,8 +1,9 @@
-"""What every process of `shardc score` does: load the program, take the weights, score the data, write a line a row."""
+"""What every process of `shardc score` and `shardc generate` does: load the program, take the weights, run forward."""
 
 from __future__ import annotations
 
 import json
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -14,14 +15,38 @@ from shardc.runtime.step.engine_forward import NoBatchesError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shardc.api import Program
+    from shardc.cli.model_file import ModelFile
+    from shardc.runtime.mesh import TorchMesh
+    from shardc.runtime.step.forward import Forward
 
-def run(job: Job) -> dict[str, Any]:
-    """Score. Returns the summary: tokens, mean log-probability, perplexity. Collective over the world."""
-    from shardc.cli import training_data
 
+def _begun(job: Job) -> tuple[ModelFile, Program, TorchMesh, Forward]:
+    """The model file, the program, this rank of its mesh, and the program with weights. Collective."""
     file, program, mesh, _ = joined(job)
     with mesh.together("taking the weights"):
-        scorer = program.forward(file.build, weights=weights_of(job, file, program), seed=job.settings.seed, mesh=mesh)
+        weights = weights_of(job, file, program)
+        return file, program, mesh, program.forward(file.build, weights=weights, seed=job.settings.seed, mesh=mesh)
+
+
+def generate(job: Job) -> dict[str, Any]:
+    """Generate. Returns the summary: the new tokens of each prompt, and seconds. Collective over the world."""
+    file, program, mesh, forward = _begun(job)
+    if mesh.rank == 0 and not job.quiet:
+        print("\n".join(forward.engine.weight_notes or [file.note] * bool(file.note)), flush=True)
+    with mesh.together("generating"):
+        collect_as_usual()
+        start = time.perf_counter()
+        tokens = forward.generate(job.prompts, **job.generate)
+        seconds = round(time.perf_counter() - start, 3)
+    return {"model": program.meta.get("model"), "mesh": dict(program.mesh.axes), "tokens": tokens, "seconds": seconds}
+
+
+def score(job: Job) -> dict[str, Any]:
+    """Score, and write a line a row. Returns tokens, mean log-probability, perplexity. Collective over the world."""
+    from shardc.cli import training_data
+
+    file, program, mesh, scorer = _begun(job)
     with mesh.together("opening the data"):
         seed = job.settings.seed
         if file.data is None:
@@ -42,12 +67,8 @@ def run(job: Job) -> dict[str, Any]:
         except NoBatchesError:
             what, fix = f"data({job.split!r}) has no batch", "return what is to be scored"
             raise ShardcError(what, where=job.model, fix=fix) from None
-    return {
-        "model": program.meta.get("model"),
-        "mesh": dict(program.mesh.axes),
-        **scores,
-        "rows": job.rows or None,
-    }
+    of = {"model": program.meta.get("model"), "mesh": dict(program.mesh.axes)}
+    return {**of, **scores, "rows": job.rows or None}
 
 
 class Rows:
