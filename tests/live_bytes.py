@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardc.cost import host_memory
 from shardc.ir.program import Program
+from shardc.runtime.checks.tensor_parts import plain
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.mesh.base import RankMesh, Work
@@ -29,7 +30,6 @@ from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.stage.communicators import runtime_mesh
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.step.engine import Engine
-from shardc.runtime.step.tensor_parts import plain
 
 
 class Live(TorchDispatchMode):

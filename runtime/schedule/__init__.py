@@ -114,13 +114,6 @@ class Maker:
         last = 2 * self.per_rank[0] - 1
         return any(a.stage == last for a in computed(self._small[0]))
 
-    @cached_property
-    def collects(self) -> bool:
-        """Does the last stage run all microbatches forward before it runs one backward?"""
-        last = 2 * self.per_rank[0] - 1
-        kinds = [a.kind for each in self._small for a in computed(each) if a.stage == last]
-        return kinds[:2] == ["F", "F"]
-
 
 #: By the name in a spec. 1f1b is interleaved with several stages a rank, and interleaved is 1f1b with one.
 SCHEDULES = {

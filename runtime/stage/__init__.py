@@ -3,10 +3,12 @@
 interpreter         the stages of one rank: a step, a forward, an evaluation; run: the actions of one of these, in
                     order: stages forward and backward, sends, receives
 runnable            a stage as a function; bindings: ops by what takes the host least time to call
-joint_stage         a stage as its forward and backward graphs; repeated_lines: which lines recompute
+joint_stage         a stage as its forward and backward graphs; repeated_lines: which lines recompute; joint_function:
+                    these graphs as a differentiable function
 communicators       the process groups that a program needs
 activation_offload  keeps values on the CPU from forward to backward
 outputs             what a step gives beside its loss, over microbatches and ranks
-clip_grad_norm      the norm of the whole gradient, and clipping by it
+clip_grad_norm      the norm of the whole gradient, and clipping by it; the norm of each parameter
+not_finite          a loss or gradient that is nan or inf: stop or skip, and which op made it
 op_errors           an op that fails, in the user's terms; profiler_ranges: each node is one in a trace
 """

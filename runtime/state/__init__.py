@@ -71,7 +71,6 @@ __all__ = [
     "weights_of",
 ]
 
-# Who keeps a file on disk (shardc.plan.disk_cache) needs the calls to it alone.
 __getattr__ = names_loaded_later(
     __name__,
     {

@@ -16,6 +16,11 @@ from shardc.errors import ShardcError
 from shardc.ir.offload import OffloadPlaces
 from shardc.ir.program import Program
 from shardc.runtime import state
+from shardc.runtime.checks import parameter_parts, shared_facts, user_changes
+from shardc.runtime.checks.every_optimizer import observe
+from shardc.runtime.checks.given_model import GivenModel
+from shardc.runtime.checks.optimizer_marks import OptimizerMarks
+from shardc.runtime.checks.stepped_once import SteppedOnce
 from shardc.runtime.data import inputs, same_samples
 from shardc.runtime.data.loader import Loader, Loaders
 from shardc.runtime.matrices.whole import WholeMatrices
@@ -25,35 +30,21 @@ from shardc.runtime.offload import Offload
 from shardc.runtime.reshard import wanted
 from shardc.runtime.reshard.places import Plan
 from shardc.runtime.rng import Rng
+from shardc.runtime.stage import not_finite
 from shardc.runtime.stage.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.stage.communicators import runtime_mesh, seen_as
 from shardc.runtime.stage.interpreter import Interpreter
-from shardc.runtime.step import (
-    batch_sizes,
-    engine_optimizer,
-    engine_options,
-    lr,
-    not_finite,
-    param_groups,
-    parameter_parts,
-    shared_facts,
-    step_graph,
-    user_changes,
-)
+from shardc.runtime.step import batch_sizes, engine_optimizer, engine_options, lr, param_groups, step_graph
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
 from shardc.runtime.step.engine_step import EngineStep
-from shardc.runtime.step.every_optimizer import observe
 from shardc.runtime.step.expert_load import Load, Loads
-from shardc.runtime.step.given_model import GivenModel
 from shardc.runtime.step.loss_scale import LossScaler
-from shardc.runtime.step.new_schedule import NewSchedule
-from shardc.runtime.step.optimizer_marks import OptimizerMarks
-from shardc.runtime.step.stepped_once import SteppedOnce
+from shardc.runtime.step.lr import NewSchedule
 from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.early_step import OverlappedStep
 from shardc.runtime.zero.offloaded_optimizer import Paged
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
-from shardc.runtime.zero.optimizer_list import class_of
+from shardc.runtime.zero.optimizer_list import class_of, lr_rates
 
 
 class Engine(EngineStep):
@@ -352,7 +343,7 @@ class Engine(EngineStep):
         """The learning rate that the next step uses, of the first parameter group; None without an optimizer, and where
         the optimizer has its own.
         """
-        return next(iter(lr.rates(self.optimizer)), None)
+        return next(iter(lr_rates(self.optimizer)), None)
 
     def set(self, **options: Any) -> None:
         """Change options in the middle of a training: `clip_norm`, `norm`, `nonfinite`, `check_every`; the next step

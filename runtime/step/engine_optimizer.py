@@ -15,7 +15,7 @@ from shardc.runtime.matrices.shown import Shown
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.offload import Offload
 from shardc.runtime.step import param_groups
-from shardc.runtime.step.whole_shapes import groups_of_whole, regroup
+from shardc.runtime.step.param_groups import groups_of_whole, regroup
 from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.named_parameters import NamedParameters
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in

@@ -16,7 +16,7 @@ import torch
 from shardc.errors import Errors, ShardcError
 from shardc.ir.patterns import nearest
 from shardc.ir.program import Program
-from shardc.runtime.step import not_finite
+from shardc.runtime.stage import not_finite
 
 _OF_OPTIMIZERS = ("lr", "weight_decay", "betas", "momentum", "eps")
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardc.ir.program import Program
 from shardc.runtime import state
+from shardc.runtime.checks.given_model import GivenModel
 from shardc.runtime.data.loader import Loaders
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh, agreement
@@ -23,14 +24,14 @@ from shardc.runtime.reshard.between import End, Reshard, move_weights
 from shardc.runtime.reshard.moves import Key
 from shardc.runtime.reshard.places import Plan
 from shardc.runtime.rng import Rng
+from shardc.runtime.stage.clip_grad_norm import parameter_norms
 from shardc.runtime.state.boxes import Part
 from shardc.runtime.state.checkpoint_folder import KEEPS
 from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.saving_optimizer import fill, room_for, state_parts
-from shardc.runtime.step import lr, parameter_norms, resumed
-from shardc.runtime.step.given_model import GivenModel
+from shardc.runtime.step import lr, resumed
 from shardc.runtime.step.loss_scale import LossScaler
-from shardc.runtime.step.new_schedule import NewSchedule, steps_of
+from shardc.runtime.step.lr import NewSchedule, steps_of
 from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.offloaded_optimizer import Paged
 
@@ -307,7 +308,7 @@ class EngineState:
         with self.mesh.together("norms"):
             if self._checks:
                 agreement.check(self.mesh, [stated("grad", grad, where="engine.norms", fix=SAME_CALLS)], "norms")
-            return parameter_norms.norms(self.program, self.owned, self.mesh, grad=grad)
+            return parameter_norms(self.program, self.owned, self.mesh, grad=grad)
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank; rank0_only: on

@@ -14,23 +14,24 @@ from shardc import torch_modes
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime import state
+from shardc.runtime.checks import parameter_parts, shared_facts, user_changes
+from shardc.runtime.checks.stepped_once import SteppedLoss, SteppedOnce
 from shardc.runtime.data import inputs
 from shardc.runtime.data.loader import Rest
 from shardc.runtime.mesh import TorchMesh, agreement, replicas
 from shardc.runtime.mesh.agreement import Fact, hashed, stated
-from shardc.runtime.stage import outputs
+from shardc.runtime.stage import not_finite, outputs
 from shardc.runtime.stage.clip_grad_norm import GradNorm
 from shardc.runtime.stage.communicators import groups_of
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import StepHooks, Values
-from shardc.runtime.step import batch_sizes, evaluating, lr, not_finite, parameter_parts, shared_facts, user_changes
+from shardc.runtime.step import batch_sizes
 from shardc.runtime.step.engine_forward import EngineForward
 from shardc.runtime.step.engine_state import WRITE_ALIKE
 from shardc.runtime.step.expert_load import Load, Loads
 from shardc.runtime.step.step_graph import Result, StepGraphs
-from shardc.runtime.step.stepped_loss import SteppedLoss
-from shardc.runtime.step.stepped_once import SteppedOnce
 from shardc.runtime.zero.early_step import OverlappedStep
+from shardc.runtime.zero.optimizer_list import lr_rates, rates_text
 
 
 class EngineStep(EngineForward):
@@ -98,7 +99,7 @@ class EngineStep(EngineForward):
     def backward(self, batch: Any, *, local: bool = False, gather: bool = False) -> Any:
         """The first half of `step`: gradients stand, reduced, in `.params[...].grad`, in place of those of the last
         one: a sum over batches is `batch: {microbatches: n}`. Returns what `step` does. A norm of a gradient of which
-        this rank has a part is refused (shardc.runtime.step.tensor_parts).
+        this rank has a part is refused (shardc.runtime.checks.tensor_parts).
         """
         if self._waiting and not self._told_replaced:
             self._told_replaced = True
@@ -181,12 +182,12 @@ class EngineStep(EngineForward):
 
     def _facts(self) -> list[Fact]:
         """What all ranks share between steps. Stages of a pipeline may have other parameter groups."""
-        rates = lr.rates(self.optimizer)
+        rates = lr_rates(self.optimizer)
         same, stage = agreement.SAME_OPTIMIZER, (self.program.axis,) if self.program.axis else ()
         return [
             stated("the number of steps done", self.rng.step, fix="load one checkpoint into all ranks"),
             stated("the seed", self.rng.seed, fix="give all ranks one seed"),
-            Fact("the learning rate", hashed(rates), stage, fix=same, shown=lr.rates_text(rates)),
+            Fact("the learning rate", hashed(rates), stage, fix=same, shown=rates_text(rates)),
             stated("whether parameters were written to", self._written, stage, fix=WRITE_ALIKE),
             stated("which parameters are frozen", self._watched.frozen(), stage, fix=user_changes.FREEZE_ALIKE),
         ]
@@ -236,7 +237,7 @@ class EngineStep(EngineForward):
         if key not in self._others:
             self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
             start = time.perf_counter()
-            program = evaluating.compiled(self.program, batch, key[0], self.mesh, use=use, tell=self._tell)
+            program = batch_sizes.compiled(self.program, batch, key[0], self.mesh, use=use, tell=self._tell)
             self.mesh.barrier()
             if isinstance(self.mesh, TorchMesh):
                 self.mesh.add_groups(groups_of(program))
@@ -250,7 +251,7 @@ class EngineStep(EngineForward):
     @cached_property
     def _evaluates_alike(self) -> bool:
         """Does the program of a step evaluate as well? What nobody knows is told once."""
-        return evaluating.switched(self.program, self._tell)
+        return batch_sizes.switched(self.program, self._tell)
 
     def _reduced(self, names: Sequence[str]) -> None:
         """Gradients that are summed over ranks, while others still are on their way."""

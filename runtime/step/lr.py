@@ -4,11 +4,13 @@ checkpoints.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from shardc.errors import ShardcError
@@ -17,19 +19,6 @@ from shardc.runtime.zero.optimizer_list import OptimizerList
 #: What `optimizer=` returned (an optimizer, or a list of them) -> a scheduler, or a list of them.
 SchedulerOf = Callable[[Any], Any]
 _PAIRS = "pairs of a dict"  # JSON's keys are strings only
-
-
-def rates(optimizer: torch.optim.Optimizer | None) -> list[float | None]:
-    """The learning rate of each parameter group: None where an optimizer has its own (Adafactor with lr=None); []
-    without an optimizer.
-    """
-    groups = optimizer.param_groups if optimizer is not None else []
-    return [float(lr) if (lr := g.get("lr")) is not None else None for g in groups]
-
-
-def rates_text(values: Iterable[float | None], form: str = "") -> str:
-    """Different rates, in their order, each once; form: of `format`."""
-    return ", ".join("its own" if lr is None else format(lr, form) for lr in dict.fromkeys(values))
 
 
 class Schedulers:
@@ -204,3 +193,44 @@ def _like(now: Any, saved: Any) -> Any:
         items = [_like(a, b) for a, b in zip(each, saved, strict=True)]
         return tuple(items) if isinstance(now, tuple) else items
     return saved
+
+
+#: Of a parameter group, what schedules move.
+MOVED = ("lr", "momentum", "betas")
+
+
+class NewSchedule:
+    """optimizer: as it was made, before any scheduler. scheduler: the user's function."""
+
+    def __init__(self, optimizer: Optimizer, scheduler: SchedulerOf | None) -> None:
+        self._scheduler = scheduler
+        self._made = [{k: _copy(x) for k, x in g.items() if k != "params"} for g in optimizer.param_groups]
+
+    def begin(self, optimizer: Optimizer, steps: int) -> Schedulers | None:
+        """After a checkpoint's state was loaded into the optimizer. steps: that the schedule has behind it. Returns the
+        new schedulers; `Schedulers.check_end` has to have been asked whether they go so far.
+        """
+        for group, made in zip(optimizer.param_groups, self._made, strict=True):
+            group |= {k: _copy(made[k]) for k in MOVED if k in made}
+            for key in group.keys() - made.keys() - {"params", "param_names"}:
+                del group[key]  # a scheduler's own: initial_lr, max_lr, ...
+        if self._scheduler is None:
+            return None
+        schedulers = Schedulers.make(self._scheduler, optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch: that it is stepped before the optimizer
+            for _ in range(steps):
+                schedulers.step()
+        return schedulers
+
+
+def steps_of(extra: Mapping[str, Any]) -> int:
+    """How many steps a checkpoint's schedule has behind it: steps that were skipped are none for it."""
+    step, saved = int(extra["step"]), extra.get("scheduler")
+    first = saved[0] if isinstance(saved, list) and saved else saved
+    done = first["state"].get("last_epoch") if isinstance(first, Mapping) else None
+    return done if type(done) is int and 0 <= done <= step else step
+
+
+def _copy(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x

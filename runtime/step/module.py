@@ -16,6 +16,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import named_nearest
 from shardc.runtime import state
+from shardc.runtime.checks import parameter_parts, shared_facts, tensor_parts, user_changes
 from shardc.runtime.data import inputs
 from shardc.runtime.matrices.own_loop import OwnersOptimizer
 from shardc.runtime.mesh import agreement, replicas
@@ -24,21 +25,13 @@ from shardc.runtime.offload import Offload
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage import op_errors, outputs
 from shardc.runtime.stage.communicators import runtime_mesh
-from shardc.runtime.step import (
-    engine_optimizer,
-    engine_options,
-    lr,
-    param_groups,
-    parameter_parts,
-    shared_facts,
-    tensor_parts,
-    user_changes,
-)
+from shardc.runtime.step import engine_optimizer, engine_options, param_groups
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.step.module_parts import Parts
 from shardc.runtime.step.module_running import Running, running_of
 from shardc.runtime.step.module_state import ModuleState, check_marks, mark
 from shardc.runtime.zero.buckets import Buckets
+from shardc.runtime.zero.optimizer_list import lr_rates, rates_text
 from shardc.torch_private import current_backward
 
 _EVALUATE_ALIKE = (
@@ -343,9 +336,9 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
         r = self._running
         r.updates.settle()
         if r.check:
-            rates = lr.rates(optimizer)
+            rates = lr_rates(optimizer)
             facts = [
-                Fact("the learning rate", hashed(rates), fix=SAME_OPTIMIZER, shown=lr.rates_text(rates)),
+                Fact("the learning rate", hashed(rates), fix=SAME_OPTIMIZER, shown=rates_text(rates)),
                 stated("whether parameters were written to", written, fix="write to parameters on all ranks alike"),
             ]
             agreement.check(r.mesh, facts, "the optimizer's step")

@@ -3,7 +3,7 @@
 They are of the model's own classes, with its attributes, so that code which looks for layers finds them: groups of an
 optimizer by `isinstance(m, nn.Linear)`, `module.apply(init)`, a loop over blocks, `bn.reset_running_stats()`. What such
 code changes and a program does not see is refused at the next forward, as it is in a model that was captured
-(shardc.runtime.step.user_changes): attributes that forward reads, modes, hooks, and submodules or parameters that are
+(shardc.runtime.checks.user_changes): attributes that forward reads, modes, hooks, and submodules or parameters that are
 put in the place of others.
 """
 

@@ -12,25 +12,19 @@ from torch import Tensor, nn
 
 from shardc.ir.program import Program
 from shardc.runtime import state
+from shardc.runtime.checks import parameter_parts, shared_facts, state_dict_marks, tensor_parts, user_changes
+from shardc.runtime.checks.given_model import GivenModel
+from shardc.runtime.checks.loop_watch import LoopWatch
+from shardc.runtime.checks.optimizer_watch import OptimizerWatch
+from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import TorchMesh, agreement
 from shardc.runtime.reshard.between import End
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage.clip_grad_norm import GradNorm, norm_axes
 from shardc.runtime.stage.communicators import groups_of
+from shardc.runtime.stage.joint_function import JointCall, differentiable
 from shardc.runtime.stage.runnable import RunnableStage, only_stage
-from shardc.runtime.step import (
-    evaluating,
-    parameter_parts,
-    shared_facts,
-    state_dict_marks,
-    tensor_parts,
-    user_changes,
-)
-from shardc.runtime.step.given_model import GivenModel
-from shardc.runtime.step.joint_function import JointCall, differentiable
-from shardc.runtime.step.loop_watch import LoopWatch
-from shardc.runtime.step.optimizer_watch import OptimizerWatch
-from shardc.runtime.step.parameter_updates import Updates
+from shardc.runtime.step import batch_sizes
 from shardc.runtime.zero.buckets import Buckets
 
 
@@ -66,13 +60,13 @@ class Running:
     told: set[str] = field(default_factory=set)  # names, of user_changes.check_attributes, and kinds of `given`
 
     def evaluating(self, batch: Any) -> tuple[Program, RunnableStage, dict[str, Tensor]]:
-        """What runs a forward in eval mode, and constants of its own: see shardc.runtime.step.evaluating."""
+        """What runs a forward in eval mode, and constants of its own: see shardc.runtime.step.batch_sizes."""
         if self.eval is None:
             program, constants = self.program, dict[str, Tensor]()
-            if not evaluating.switched(program, self.tell):
+            if not batch_sizes.switched(program, self.tell):
                 shapes = tuple(x.shape for x in program.inputs)
                 self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
-                program = evaluating.compiled(program, batch, shapes, self.mesh, use="evaluate", tell=self.tell)
+                program = batch_sizes.compiled(program, batch, shapes, self.mesh, use="evaluate", tell=self.tell)
                 self.mesh.barrier()
                 if isinstance(self.mesh, TorchMesh):
                     self.mesh.add_groups(groups_of(program))
@@ -148,3 +142,49 @@ def running_of(
         state.Saves(mesh),
         GivenModel(model, "this module", mesh.rank, copied=copied),
     )
+
+
+class Updates:
+    """Whether parameters may have changed since they were last gathered: by a backward and what follows it, by weights
+    that were loaded, or by anybody who writes to them, as what keeps an average of them does.
+
+    Use: `carry_out()` begins to gather, and `settle()` ends it, before anybody else may write: a gather in the
+    background writes to the memory of parameters too (ZeRO 1 and 2), whenever its bytes come.
+    """
+
+    def __init__(self, buckets: Buckets) -> None:
+        self.buckets, self._noted, self._settled = buckets, False, True
+        self._versions = self._now()
+        #: What owners keep of these parameters: a gather writes them, too, and changes nothing for them.
+        self.owners: weakref.WeakSet[WholeMatrices] = weakref.WeakSet()
+        self._same: list[WholeMatrices] = []
+
+    @property
+    def due(self) -> bool:
+        return self._noted or self.written
+
+    @property
+    def written(self) -> bool:
+        """Has somebody written to parameters? Waits for a gather that is under way, which writes to them too."""
+        self.settle()
+        return self._versions != self._now()
+
+    def note(self, *_: Any) -> None:
+        self._noted = True
+
+    def carry_out(self) -> None:
+        if self.due:
+            self._same = [m for m in self.owners if not m.written]
+            self.buckets.publish()
+            self._noted = self._settled = False
+
+    def settle(self) -> None:
+        if not self._settled:
+            self.buckets.wait_for_gathers()
+            self._settled, self._versions = True, self._now()
+            for m in self._same:
+                m.note()
+            self._same = []
+
+    def _now(self) -> int:
+        return sum(p._version for p in self.buckets.owned.values())

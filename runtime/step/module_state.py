@@ -14,19 +14,15 @@ from torch.optim import Optimizer
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime import state
+from shardc.runtime.checks import parameter_parts, state_dict_marks
 from shardc.runtime.matrices.own_loop import OwnersOptimizer
 from shardc.runtime.matrices.whole import WholeMatrices
 from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
 from shardc.runtime.reshard.between import End, Reshard, move_weights
-from shardc.runtime.stage.clip_grad_norm import norm_axes
+from shardc.runtime.stage.clip_grad_norm import norm_axes, parameter_norms
 from shardc.runtime.state.checkpoint_folder import KEEPS
-from shardc.runtime.step import (
-    parameter_norms,
-    parameter_parts,
-    resumed,
-    state_dict_marks,
-)
+from shardc.runtime.step import resumed
 from shardc.runtime.step.module_running import Running
 from shardc.runtime.zero.optimizer_list import as_one
 
@@ -156,7 +152,7 @@ class ModuleState(nn.Module):
         r = self._running
         with r.mesh.together("norms"):
             self._compare("norms", stated("grad", grad, where="module.norms", fix=SAME_CALLS))
-            return parameter_norms.norms(r.program, r.buckets.owned, r.mesh, grad=grad)
+            return parameter_norms(r.program, r.buckets.owned, r.mesh, grad=grad)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""

@@ -7,7 +7,7 @@ own settings, and whether it may be sharded or stepped in pieces is tried for ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -132,3 +132,16 @@ def as_one(returned: Any) -> Optimizer:
         fix = "return a torch.optim.Optimizer, or a list of them, e.g. [Muon(matrices), AdamW(others)]"
         raise ShardcError(f"optimizer(params) returns {kind}", where="optimizer", fix=fix)
     return OptimizerList(several, returned)
+
+
+def lr_rates(optimizer: Optimizer | None) -> list[float | None]:
+    """The learning rate of each parameter group: None where an optimizer has its own (Adafactor with lr=None); []
+    without an optimizer.
+    """
+    groups = optimizer.param_groups if optimizer is not None else []
+    return [float(lr) if (lr := g.get("lr")) is not None else None for g in groups]
+
+
+def rates_text(values: Iterable[float | None], form: str = "") -> str:
+    """Different rates, in their order, each once; form: of `format`."""
+    return ", ".join("its own" if lr is None else format(lr, form) for lr in dict.fromkeys(values))

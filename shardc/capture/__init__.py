@@ -66,7 +66,7 @@ from shardc.ir.generation import Step
 from shardc.ir.graph import placeholders, source_of
 from shardc.ir.program import Program
 from shardc.ir.source import Source
-from shardc.runtime.step.user_changes import EVAL_MODE, Attributes, TensorRead
+from shardc.runtime.checks.user_changes import EVAL_MODE, Attributes, TensorRead
 from shardc.torch_private import quick_walks
 
 

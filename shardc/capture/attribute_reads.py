@@ -3,7 +3,7 @@
 `if self.training:` of one's own    the program has the branch of training; compare_eager.evaluates tells whether
                                     evaluating needs another program
 `y * self.scale`                    a later `model.scale = 2.0` would change nothing: it is noticed
-                                    (shardc.runtime.step.user_changes)
+                                    (shardc.runtime.checks.user_changes)
 `y * self.config.scale`             a later `model.config.scale = 2.0` is a note
 
 A loss that is an object is watched as a config is. Names of Python modules, of functions around forward, and of the

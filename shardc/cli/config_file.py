@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,6 @@ from shardc.errors import ShardcError
 
 #: Of a transformers config.json: bytes (the longest has some 20 thousand), and values.
 MAX_CONFIG, MAX_NUMBER, MAX_LAYERS = 1 << 20, 1e15, 100_000
-
-
-def made_from(ref: str, batch: int | None, seq: int | None) -> Mapping[str, Any] | None:
-    """What decides the model and the batch of an `hf:` reference, with what is installed; None of a model file, which
-    is code of the user's. Raises ShardcError for a config that is none.
-    """
-    if not ref.startswith("hf:"):
-        return None
-    cls, file = named(ref)
-    return {"config": read(path_of(file, ref), file, ref), "class": cls, "batch": batch, "seq": seq}
 
 
 def named(ref: str) -> tuple[str, str]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #: Columns of a table that goes to a file.
 WIDE = 200
 #: What happens before anything is priced.
-PREPARING = ("looking up what is known", "loading the model", "capturing")
+PREPARING = ("loading the model", "capturing")
 
 
 def command(
@@ -76,9 +76,6 @@ def command(
         float | None,
         typer.Option(help="share of a device's memory to leave (default: none), beside what libraries take"),
     ] = None,
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="price all anew, and keep nothing on disk ($XDG_CACHE_HOME/shardc/plans)")
-    ] = False,
     batch: BatchOption = None,
     seq: SeqOption = None,
     as_json: JsonOption = False,
@@ -97,18 +94,11 @@ def command(
             def on(subject: str, done: int, total: int) -> None:
                 told(subject if subject in PREPARING else f"pricing {subject}", done, total)
 
-            from shardc.cli import config_file
             from shardc.plan import planned
-            from shardc.plan.headroom import HEADROOM
-            from shardc.plan.source import Source
-            from shardc.plan.workers import cores
+            from shardc.plan.planner import HEADROOM
 
-            made_from = config_file.made_from(model, batch, seq)
-            source = Source(lambda: _subject(model, batch, seq, on), made_from)
-            if made_from is None:
-                _ = source.subject  # it is always made: what is wrong with a model file is said first
             found = planned(
-                source,
+                _subject(model, batch, seq, on),
                 model,
                 devices=devices,
                 device=device[0] if device is not None and len(device) == 1 else device or None,
@@ -121,8 +111,6 @@ def command(
                 fewest=fewest,
                 what_if=what_if,
                 tokens=tokens,
-                cache=not no_cache,
-                processes=cores(),
                 on=on,
             )
         fits = bool(found.candidates) and found.candidates[0].fits

@@ -13,8 +13,7 @@ import torch
 from shardc.api import Program
 from shardc.folded_messages import note_lines
 from shardc.ir.units import count, per_second, plural, size
-from shardc.runtime.step import lr
-from shardc.runtime.zero.optimizer_list import class_of
+from shardc.runtime.zero.optimizer_list import class_of, lr_rates, rates_text
 
 #: Seconds between lines: a twentieth of the time so far, within these bounds.
 SOONEST, LATEST = 1.0, 10.0
@@ -55,9 +54,9 @@ def _count(shape: Sequence[int]) -> int:
 def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:
     if optimizer is None:
         return "no optimizer on this rank"
-    rates = sorted(lr.rates(optimizer), key=lambda rate: rate or 0.0)
+    rates = sorted(lr_rates(optimizer), key=lambda rate: rate or 0.0)
     groups = f", {len(optimizer.param_groups)} groups" if len(optimizer.param_groups) > 1 else ""
-    return f"{class_of(optimizer)}, lr {lr.rates_text(rates, '.3g')}{groups}"
+    return f"{class_of(optimizer)}, lr {rates_text(rates, '.3g')}{groups}"
 
 
 class StepLines:

@@ -170,8 +170,8 @@ class Training:
 
     def _step(self, batch: Any) -> Any:
         """One step. A save in the background that failed is told, and training goes on: the next one may succeed."""
+        from shardc.runtime.stage.not_finite import NotFiniteError
         from shardc.runtime.state import SavingError
-        from shardc.runtime.step.not_finite import NotFiniteError
 
         number = self.engine.step_count + 1
         try:
@@ -194,8 +194,8 @@ class Training:
         """
         from shardc.runtime.mesh.failed_rank import RankFailedError
         from shardc.runtime.mesh.replicas import ReplicasDifferError
+        from shardc.runtime.stage.not_finite import NotFiniteError
         from shardc.runtime.state import SavingError
-        from shardc.runtime.step.not_finite import NotFiniteError
 
         try:
             with self.engine.mesh.together(doing):

@@ -13,7 +13,7 @@ def premises(program: Program, optimizer: str, *, clip_norm: float | None = None
     """Such as "in float32, AdamW, without the norm of gradients". optimizer: the name of its class; "": none steps.
     Others: options of Engine.
     """
-    from shardc.runtime.step import step_graph  # torch, which an answer that is known already does without
+    from shardc.runtime.step import step_graph
 
     numbers = Counter(p.dtype for p in program.params)
     stored = str(max(numbers, key=numbers.__getitem__, default="")).removeprefix("torch.")

@@ -72,17 +72,6 @@ def reach(device: Device, ranks: tuple[int, ...]) -> int:
     return max(i for i, size in enumerate([1, *_domains(device)]) if len({r // size for r in ranks}) > 1)
 
 
-def places(device: Device, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """What collectives among these ranks take is decided by that alone: how many they are, and how many of them share a
-    node, and a pod.
-
-    >>> from shardc.cost import device
-    >>> places(device("h100-80g"), (0, 4, 8, 12))
-    (4, 2)
-    """
-    return len(ranks), *(max(Counter(r // size for r in ranks).values()) for size in _domains(device))
-
-
 def _hops(device: Device, ranks: tuple[int, ...]) -> list[tuple[Link, int, int]]:
     """The links that the ranks use, inner ones first: each with the number of other ranks that one reaches over it, and
     how many ranks' links of that kind a byte of a ring may take that leaves what they have in common.

@@ -251,16 +251,6 @@ class Device(_Section):
         """Of the flops that a causal mask empties, the share that a kernel leaves out: a CPU's has large blocks."""
         return max(1 - CPU_KEYS / op.matrices[2], 0.0) if self.kind == "cpu" and op.matrices else 1.0
 
-    def least_product_seconds(self, op: Op) -> float:
-        """Of its flops in products of any other shape: with more rows they reach more. Of attention at least half, as
-        the rest may be masked.
-        """
-        if op.attention:
-            return self.product_seconds(op._replace(masked=max(op.masked, op.flops // 2)))
-        best = self.product_seconds(op._replace(matrices=()))
-        tiles = self.products.tiles if self.products is not None and op.matrices else ()
-        return best / max((share for _, _, share in tiles), default=1.0)
-
     def traffic_seconds(self, op: Op) -> float:
         """Of the bytes that it reads and writes."""
         return op.traffic / (self._own(op, "bandwidth") or self.bandwidth * self.reaches.bandwidth)

@@ -1,27 +1,16 @@
 """`shardc plan`: which spec trains a model fastest on so many devices, and whether it fits; by the cost model alone,
 without a device or data.
 
-planner         the questions that a plan answers           result          Plan, Candidate
-source          the model, made when it is needed           few_layers      the model, with few of its layers
-space           the choices: mesh, ZeRO, schedule, ...      facts           what they have to know of a model
-dry_runs        one microbatch on one stage, dry-run        stage_vectors   the parts of a stage's step as vectors
-records         what is known of a model already            compiled_ranks  what has to be compiled to be known
-workers         processes that make dry runs ahead
-traces          dry runs as JSON                            disk_cache      files of answers
-fingerprint     whether a model is the same as before       installed       whether all around it is, too
-estimate        a first price of every choice               exact_price     an exact price of one
-columns         thousands of choices as columns for it      reserved_bytes  what the allocator takes for it
-rank_loads      what a rank does and holds, for it
-data_sums       what sums and gathers take, for it
-longest_paths   how long a pipeline takes, for it
-headroom        how much of a device's memory it may take
-growing_blocks  blocks that are larger with more layers
-highest_moment  which moment needs most memory with more layers
-frontier        which splits are dry-run                bounds          the best that one could come to
-search          from estimates to exact prices              largest_that_fits    the largest batch or sequence that fits
-clusters        the best of several clusters
-table           the plan as a table                         annotated_yaml  the best spec, with reasons as comments
-page            the plan as an HTML page                   what_if         what would help most
+planner       the questions that a plan answers; search: which spec is best, in two tiers
+space         the choices: mesh, ZeRO, schedule, what is recomputed, ...
+few_layers    the model, with few of its layers, and what a plan has to know of it
+runs          dry runs of few layers; stage: what the parts of a stage's step take
+rank          tier one: a first price of every choice, by arithmetic on one block
+price         tier two: a price by dry runs of a spec of its own
+result        Plan, Candidate
+questions     the largest that fits, what would help most, the best of several clusters
+table         the plan as a table; annotated_yaml: the best spec, with reasons as comments
+page          the plan as an HTML page
 """
 
 from __future__ import annotations
@@ -36,12 +25,10 @@ from shardc.call_arguments import checked
 from shardc.cost.device_file import chosen
 from shardc.errors import ShardcError
 from shardc.machine.device import Device
-from shardc.plan import clusters
-from shardc.plan.disk_cache import DiskCache, folder
-from shardc.plan.headroom import HEADROOM, usable
-from shardc.plan.planner import Planner
+from shardc.plan.few_layers import Subject
+from shardc.plan.planner import HEADROOM, Planner, usable
+from shardc.plan.questions import best_cluster, check_prices
 from shardc.plan.result import Candidate, Plan
-from shardc.plan.source import Source
 from shardc.spec import Spec
 
 if TYPE_CHECKING:
@@ -70,8 +57,6 @@ def plan(
     what_if: bool = False,
     tokens: float | None = None,
     prices: Mapping[str, float] | None = None,
-    cache: bool = True,
-    processes: int = 1,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     name: str = "",
     on: Callable[[str, int, int], None] = lambda subject, done, total: None,
@@ -91,15 +76,11 @@ def plan(
     what_if: also price the best spec (or the given one) on devices that are better in one respect, and on others,
         without recomputation, and with element-wise work compiled.
     tokens: also say how long so many take, of a model whose rows are sequences.
-    cache: keep dry runs and prices on disk (`$XDG_CACHE_HOME/shardc/plans`), and look there first.
-    processes: in so many dry runs are made, as in forks of this process (shardc.plan.workers); the answer is the same.
     on: called with what is being priced: (subject, done, total).
     Raises ShardcError for invalid input; if nothing fits, `.best` of the result raises it.
     """
-    from shardc.plan.few_layers import Subject
-
     return planned(
-        Source(lambda: Subject.of(model, batch, loss)),
+        Subject.of(model, batch, loss),
         name or type(model).__name__,
         devices=devices,
         device=device,
@@ -112,14 +93,12 @@ def plan(
         what_if=what_if,
         tokens=tokens,
         prices=prices,
-        cache=cache,
-        processes=processes,
         on=on,
     )
 
 
 def planned(
-    source: Source,
+    subject: Subject,
     name: str,
     *,
     devices: int | None,
@@ -133,19 +112,17 @@ def planned(
     what_if: bool,
     tokens: float | None,
     prices: Mapping[str, float] | None,
-    cache: bool,
-    processes: int,
     on: Callable[[str, int, int], None],
 ) -> Plan:
-    """As `plan`, of a model that is made when it is needed."""
+    """As `plan`, of a model with its batch."""
     started = time.perf_counter()
     if isinstance(device, Sequence) and not isinstance(device, str):
         each = [chosen(one, None) for one in device]
-        clusters.priced(prices or {}, [one.name for one in each])
+        check_prices(prices or {}, [one.name for one in each])
         same: dict[str, Any] = {"devices": devices, "global_batch": global_batch, "precision": precision}
         same |= {"headroom": headroom, "given": given, "largest": largest, "fewest": fewest, "what_if": what_if}
-        same |= {"tokens": tokens, "prices": prices, "cache": cache, "processes": processes, "on": on}
-        found = clusters.best([planned(source, name, device=one, **same) for one in each], prices or {})
+        same |= {"tokens": tokens, "prices": prices, "on": on}
+        found = best_cluster([planned(subject, name, device=one, **same) for one in each], prices or {})
         return replace(found, seconds=time.perf_counter() - started)
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     specs = [Spec.load(one, world=devices) for one in several if one is not None]
@@ -175,23 +152,18 @@ def planned(
         raise ShardcError(f"cannot search for the largest {largest!r}", where="--largest", fix=fix)
     if tokens is not None and not tokens > 0:
         raise ShardcError(f"{tokens} tokens are too few", where="--tokens", fix="name a number, such as 1e12")
-    on("looking up what is known", 0, 0)
-    disk = DiskCache(folder()) if cache else None
-    planner = Planner(source, on_device, precision, headroom, name, on, disk, processes)
-    try:
-        if specs:
-            result = planner.given(specs, global_batch)
-        else:
-            assert devices is not None
-            result = planner.search(devices, global_batch)
-        if largest is not None:
-            result = planner.largest(result, largest, given=bool(specs))
-        if fewest:
-            result = planner.fewest(result)
-        if what_if:
-            result = planner.what_if(result)
-        if tokens is not None:
-            result = planner.duration(result, tokens)
-    finally:
-        planner.records.close()
+    planner = Planner(subject, on_device, precision, headroom, name, on)
+    if specs:
+        result = planner.given(specs, global_batch)
+    else:
+        assert devices is not None
+        result = planner.search(devices, global_batch)
+    if largest is not None:
+        result = planner.largest(result, largest, given=bool(specs))
+    if fewest:
+        result = planner.fewest(result)
+    if what_if:
+        result = planner.what_if(result)
+    if tokens is not None:
+        result = planner.duration(result, tokens)
     return replace(result, seconds=time.perf_counter() - started)

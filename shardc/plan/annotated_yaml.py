@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from shardc.ir.units import seconds, size
-from shardc.plan.result import Candidate, Plan
 from shardc.plan.table import distinct, limit, microbatches, named, needed, rate, recompute, schedule
+
+if TYPE_CHECKING:
+    from shardc.plan.result import Candidate, Plan
 
 
 def annotated(c: Candidate, plan: Plan) -> str:
@@ -84,6 +88,9 @@ def reasons(c: Candidate, plan: Plan) -> dict[str, str]:
         reasons["checkpoint"] = (
             f"recompute {recompute(c)}: activations are {size(c.memory.get('activations', 0))} at the peak{tried}"
         )
+    plain = [x for x in others if x.spec.to_dict() == {k: v for k, v in s.to_dict().items() if k != "execution"}]
+    without = f": {seconds(plain[0].step_seconds)} without" if plain else ""
+    reasons["execution"] = f"element-wise work of layers is compiled{without}"
     reasons["experts"] = "experts over ranks: tokens are exchanged"
     reasons["precision"] = "products in the compute dtype, master weights and sums of gradients in the others"
     return reasons

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +23,38 @@ from shardc.ir.patterns import match, of_every_layer
 from shardc.ir.program import Program
 from shardc.ir.types import op_name
 from shardc.passes.annotate import model_plan
-from shardc.plan.facts import UNITS, Facts
 from shardc.plan.space import Layers
 from shardc.runtime.data import inputs
 from shardc.torch_private import pytree
+
+#: Units of layers, enough to see what each adds: stages of one (the first), one, two, and one (the last).
+UNITS = 5
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of the example batch: its rows, and tokens of each (None: its inputs have no sequence dim in common).
+
+    Of the model: its list of layers, if it is long enough to be shortened; the dtype of its weights, "float32";
+    carried: whether it has a plan for tensor parallelism of its own.
+
+    Of its graph, for specs: regions, sequences, experts: patterns of modules; number: of experts; cuts: stages that a
+    pipeline may have; inputs: `batch: {dims: ...}`; encoders: modules whose layers run before the last list of them.
+    """
+
+    rows: int
+    sequence: int | None
+    layers: Layers | None
+    dtype: str
+    carried: bool
+    regions: Sequence[str]
+    sequences: Sequence[str]
+    experts: Sequence[str]
+    number: int
+    cuts: int
+    inputs: Mapping[str, int | None]
+    encoders: Sequence[str] = ()
+
 
 #: Attributes in which transformers' layers keep their own number.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index")
@@ -144,6 +172,7 @@ def facts(subject: Subject) -> Facts:
         number=number,
         cuts=cuts(program),
         inputs=whole_inputs(program, 2),
+        encoders=encoders(list(layer_lists(program))),
     )
 
 
@@ -177,6 +206,22 @@ def experts(program: Program) -> tuple[tuple[str, ...], int]:
         ]
         number = max([number, *held])
     return tuple(modules), number
+
+
+def encoders(lists: Sequence[str]) -> tuple[str, ...]:
+    """The modules that hold lists of layers which run before the last one, and not that.
+
+    >>> encoders(["vision.blocks", "text.model.layers"]), encoders(["layers"])
+    (('vision',), ())
+    """
+    found = dict[str, None]()
+    last = lists[-1].split(".") if lists else []
+    for name in lists[:-1]:
+        path = name.split(".")
+        shared = next((i for i, (a, b) in enumerate(zip(path, last, strict=False)) if a != b), len(path))
+        if shared < len(path) - 1:
+            found[".".join(path[: shared + 1])] = None
+    return tuple(found)
 
 
 def sequences(program: Program) -> tuple[str, ...]:

@@ -4,13 +4,15 @@ go, what would help. Here is its data; `shardc/report/page/plan.js` draws it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardc.cost.recorded import KINDS
 from shardc.ir.units import size
 from shardc.plan import table
-from shardc.plan.result import Candidate, Plan
 from shardc.report import page
+
+if TYPE_CHECKING:
+    from shardc.plan.result import Candidate, Plan
 
 
 def html(plan: Plan) -> str:
@@ -52,7 +54,7 @@ def _row(c: Candidate) -> dict[str, Any]:
         "name": table.named(c),
         "mesh": mesh,
         "zero": table.zero(c),
-        "schedule": table.schedule(c),
+        "schedule": table.running(c),
         "recompute": table.recompute(c),
         "microbatches": table.microbatches(c),
         "peak": c.peak,

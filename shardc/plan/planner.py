@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,19 +14,14 @@ from shardc.cost.premises import gradients_norm
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 from shardc.machine.device import Device
-from shardc.plan.disk_cache import DiskCache
-from shardc.plan.dry_runs import Library
-from shardc.plan.estimate import Rough
-from shardc.plan.exact_price import Priced, price
-from shardc.plan.facts import Facts
-from shardc.plan.headroom import usable
-from shardc.plan.largest_that_fits import Largest
-from shardc.plan.records import Records
+from shardc.plan.few_layers import Facts, Subject
+from shardc.plan.price import Priced, price
+from shardc.plan.questions import Largest, what_if
+from shardc.plan.rank import Rough
 from shardc.plan.result import Candidate, Plan, Target
+from shardc.plan.runs import Library, Runs
 from shardc.plan.search import FAR, Search
-from shardc.plan.source import Source
 from shardc.plan.space import Choice, Core, Keep, SpecTemplate, spec
-from shardc.plan.what_if import what_if
 from shardc.spec import Spec
 
 #: `--precision`, as the section of a spec.
@@ -40,26 +34,35 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-#: How often a search is made where less fits than was thought; each time with so much of the room, or less.
-ROUNDS, SMALLER = 4, 0.95
-#: Exact prices this much above what was thought are a reason to search again.
-OFF = 1.1
 #: What is estimated at so many times the best price may be faster all the same.
 UNSURE = 1.15
+#: Shares of the room for live bytes: the next one where nothing fits that was thought to.
+TIGHT = (1.0, 0.9, 0.75, 0.6)
+
+
+#: The share of a device's memory that is left, where nobody says another one.
+HEADROOM = 0.0
+
+
+def usable(device: Device, headroom: float) -> float:
+    """Bytes of a device's memory that a step may use. Raises ShardcError for what is no share."""
+    if not 0 <= headroom < 1:
+        raise ShardcError(
+            f"headroom {headroom} is not a share", where="--headroom", fix="a number from 0 to 1, such as 0.05"
+        )
+    return device.memory * (1 - headroom)
 
 
 @dataclass
 class Planner:
     """A model on one kind of device. See shardc.plan.plan."""
 
-    source: Source
+    subject: Subject
     device: Device
     precision: str
     headroom: float
     name: str
     on: Callable[[str, int, int], None]
-    disk: DiskCache | None = None
-    processes: int = 1
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -72,29 +75,27 @@ class Planner:
         return usable(self.device, self.headroom)
 
     @cached_property
-    def records(self) -> Records:
-        return Records(self.source, self.device.kind == "cpu", self.disk, self.processes)
+    def runs(self) -> Runs:
+        return Runs(self.subject, self.device.kind == "cpu")
 
     @property
     def facts(self) -> Facts:
-        return self.records.facts
+        return self.runs.facts
 
     @cached_property
     def template(self) -> SpecTemplate:
         f = self.facts
         shard = {"use": "model" if f.carried else "structure"}
-        words = tuple(f.regions), tuple(f.sequences), tuple(f.experts)
+        words = tuple(f.regions), tuple(f.sequences), tuple(f.experts), tuple(f.encoders)
         return SpecTemplate(shard, PRECISIONS[self.precision], *words, f.inputs)
 
     @cached_property
     def library(self) -> Library:
-        return Library(self.records, self.template, self.device)
+        return Library(self.runs, self.template, self.device)
 
     @cached_property
     def finder(self) -> Search:
-        layers = self.facts.layers
-        number = layers.number if layers else self.facts.cuts
-        return Search(self.library, self.usable, cuts=number, experts=self.facts.number, on=self.on)
+        return Search(self.library, self.usable, self.on)
 
     def target(self, devices: int, batch: int, assumed: tuple[str, ...] = ()) -> Target:
         dtypes = (
@@ -125,104 +126,55 @@ class Planner:
     # --- which spec
 
     def search(self, devices: int, batch: int | None) -> Plan:
-        question = {"search": devices, "batch": batch, "usable": self.usable, "template": asdict(self.template)}
-        question["on"] = self.device.model_dump(mode="json", exclude={"source", "nodes"})
-        found = self.records.answer(question, lambda: self._search(devices, batch))
-        self.library.microbatches = found["microbatches"]
-        target = self.target(devices, found["rows"], (found["note"],))
-        choices = [Choice(**c) for c in found["choices"]]
-        candidates = [self._candidate(c, self.finder.exact(c), target) for c in choices]
-        candidates.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
-        return Plan(target, tuple(candidates), found["considered"], found["refused"])
-
-    def _search(self, devices: int, batch: int | None) -> dict[str, Any]:
-        """What a search comes to, as plain values: the choices that were priced are priced already, if it is asked
-        again.
-        """
         finder = self.finder
+        self.on("one microbatch", 0, 0)
+        self.library.takes_microbatches()
         cores = finder.splits(devices)
         rows, note = self._batch(devices, batch, cores)
         exact = self._refined(devices, rows, cores)
-        return {
-            "rows": rows,
-            "note": note,
-            "choices": [asdict(c) for c in exact],
-            "considered": finder.considered,
-            "refused": {k: e.what for k, e in finder.refused.items()},
-            "microbatches": self.library.microbatches,
-        }
+        target = self.target(devices, rows, (note,))
+        candidates = [self._candidate(c, p, target) for c, p in exact.items()]
+        candidates.sort(key=lambda c: (not c.fits, c.step_seconds if c.fits else c.needs))
+        return Plan(target, tuple(candidates), finder.considered, {k: e.what for k, e in finder.refused.items()})
 
     def _refined(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
-        """Exact prices of the best for so many devices, and for half of them, a quarter, and so on, where an estimate
-        says that these may be faster: others are idle then. What is found for fewer is what a search for so many finds,
-        so more devices make nothing slower. (One may be faster where two are not: what these send may take longer than
-        what they save.)
+        """Exact prices of the best for so many devices, and for half of them, a quarter, and so on, where a first price
+        says that these may be faster: others are idle then.
         """
-        finder, exact = self.finder, self._refined_on(devices, rows, cores)
+        finder = self.finder
+        exact = dict[Choice, Priced]()
 
         def best() -> float:
             return min((p.seconds for p in exact.values() if p.needs <= self.usable), default=math.inf)
 
+        for tight in TIGHT:  # more is reserved than is live: where nothing fits, others are the best
+            finder.tight = tight
+            some = self.ranked(devices, rows, cores)
+            exact |= finder.refine(some)
+            if best() < math.inf or not any(r.peak <= finder.room for _, r in some):
+                break
+        finder.tight = 1.0
+        least = 3 * self.library.products
         while best() < math.inf and devices % 2 == 0:
             devices //= 2
-            cores, limit = finder.splits(devices), UNSURE * best()
-            if self.library.least_seconds * rows / devices > limit:  # still fewer are slower still
+            limit = UNSURE * best()
+            if least * rows / devices > limit:  # still fewer are slower still
                 break
-            some = finder.estimate(devices, rows, cores, below=limit)
-            if any(r.seconds <= limit for _, r in some if r.peak <= finder.room):
-                exact |= self._refined_alone(devices, rows)
+            some = finder.ranked(devices, rows, finder.splits(devices), below=limit)
+            if some and some[0][1].peak <= finder.room and some[0][1].seconds <= limit:
+                exact |= finder.refine(some)
         return exact
 
-    def _refined_alone(self, devices: int, rows: int) -> dict[Choice, Priced]:
-        """What a search for so many devices comes to that knows of none before: with other splits known it prices other
-        choices first. (Dry runs are not made again.)
-        """
-        other = copy(self)
-        for name in ("library", "finder"):
-            other.__dict__.pop(name, None)
-        found = other._refined_on(devices, rows, other.finder.splits(devices))
-        self.finder.considered += other.finder.considered
-        self.finder.ruled_out += other.finder.ruled_out
-        self.finder.refused |= other.finder.refused
-        return found
-
-    def _refined_on(self, devices: int, rows: int, cores: list[Core]) -> dict[Choice, Priced]:
-        """Exact prices of the best for so many devices. Splits were left out for being slower than what was thought to
-        fit: where that does not, as more is reserved than is live, the search is made again with as much less room for
-        live bytes. Other questions begin with all of it.
-        """
-        finder, exact = self.finder, dict[Choice, Priced]()
-        room = finder.room
-        for _ in range(ROUNDS):
-            some = dict(self.estimates(devices, rows, cores))
-            exact |= finder.refine(finder.ranked(some.items()))
-            thought = min((r.seconds for r in some.values() if r.peak <= finder.room), default=math.inf)
-            best = min((p.seconds for p in exact.values() if p.needs <= self.usable), default=math.inf)
-            over = [
-                exact[c].needs / r.peak
-                for c, r in some.items()
-                if c in exact and r.peak <= finder.room and exact[c].needs > self.usable
-            ]
-            if not over or best <= OFF * thought:
-                break
-            finder.room = min(self.usable / min(over), SMALLER * finder.room)
-        finder.room = room
-        return exact
-
-    def estimates(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
-        """Of choices for so many devices: what is slow, or in the machine's memory, only where nothing fits without.
-        cores: the splits for so many devices.
+    def ranked(self, devices: int, rows: int, cores: list[Core]) -> list[tuple[Choice, Rough]]:
+        """First prices of choices for so many devices: of what is slow, or in the machine's memory, only where nothing
+        fits without.
         """
         finder = self.finder
-
-        def fits(some: list[tuple[Choice, Rough]]) -> bool:
-            return any(r.peak <= finder.room for _, r in some)
-
-        found = finder.estimate(devices, rows, cores)
-        if not fits(found):
-            found += finder.estimate(devices, rows, finder.splits(devices, over_nodes=True))
-        if not fits(found):
-            found += finder.estimate(devices, rows, cores, on_host=True)
+        found = finder.ranked(devices, rows, cores)
+        if not found or found[0][1].peak > finder.room:
+            found += finder.ranked(devices, rows, finder.splits(devices, over_nodes=True))
+        if not any(r.peak <= finder.room for _, r in found):
+            found += finder.ranked(devices, rows, cores, on_host=True)
         return found
 
     def _candidate(self, c: Choice, p: Priced, target: Target) -> Candidate:
@@ -231,13 +183,13 @@ class Planner:
     def _batch(self, devices: int, batch: int | None, cores: list[Core]) -> tuple[int, str]:
         """Rows of the global batch, and a note on their source. cores: the splits for so many devices."""
         rows, finder = self.facts.rows, self.finder
+        longer = [longer for core in cores for longer in finder.longer(core, devices)]
 
-        def spreads(rows: int, cores: Iterable[Core] = cores) -> bool:
-            some = (core for core in cores if any(True for _ in finder.choices([core], devices, rows)))
-            return any(finder.accepted(core) for core in some)
+        def spreads(rows: int, some: Iterable[Core] = cores) -> bool:
+            return finder.spreads(devices, rows, some)
 
         if batch is not None:
-            if not spreads(batch) and not spreads(batch, finder.long_rows(cores, devices)):
+            if not spreads(batch) and not spreads(batch, longer):
                 what = f"a global batch of {batch} rows cannot be spread over {devices} devices"
                 raise ShardcError(
                     what,
@@ -246,7 +198,7 @@ class Planner:
                 )
             return batch, f"global batch of {batch} rows (--global-batch)"
         for k in (1, *(2**i for i in range(1, 40) if 2**i * rows < 2 * devices), devices):
-            if spreads(k * rows) or (k == 1 and spreads(rows, finder.long_rows(cores, devices))):
+            if spreads(k * rows) or (k == 1 and spreads(rows, longer)):
                 times = (
                     f", times {k}: as some of {devices} devices would be idle with fewer"
                     if k > 1
@@ -313,7 +265,7 @@ class Planner:
         """
         rows, found = best.priced.batch, []
         ep = dict(best.spec.mesh.axes).get("ep", 1)
-        for core in self.finder.cores(devices):
+        for core in filter(None, map(self.finder.accepted, self.finder.splits(devices))):
             cp = devices // (core.tp * ep)
             if cp > 1 and core.ep == ep and devices % (core.tp * ep) == 0:
                 keep: Keep = "full" if self.template.regions else "none"
@@ -344,7 +296,7 @@ class Planner:
     def _deepest(self, one: Spec, rows: int) -> dict[str, Any]:
         """How many layers a spec takes: a pipeline has as many stages as before, with other numbers of layers."""
         layers = self.facts.layers
-        if layers is None or not self.records.treats_layers_alike(one):
+        if layers is None or not self.runs.treats_layers_alike(one):
             raise ShardcError(
                 "the model has no long list of equal layers, or the spec tells them apart",
                 where="--largest model",
@@ -419,7 +371,7 @@ class Planner:
         """A candidate that fits on so many devices, if there is one: tried in the order of estimated memory."""
         self.on(f"{devices} devices", 0, 0)
         finder = self.finder
-        estimates = sorted(finder.estimate(devices, batch, finder.splits(devices)), key=lambda x: x[1].peak)
+        estimates = sorted(finder.ranked(devices, batch, finder.splits(devices)), key=lambda x: x[1].peak)
         target = self.target(devices, batch)
         for c, p in estimates[:3]:
             if p.peak > FAR * finder.room:

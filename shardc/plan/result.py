@@ -10,7 +10,7 @@ from typing import Any
 from shardc.errors import ShardcError
 from shardc.ir.units import seconds, size
 from shardc.machine.device import Device
-from shardc.plan.exact_price import Priced
+from shardc.plan.price import Priced
 from shardc.spec import Spec
 
 

@@ -1,242 +1,341 @@
-"""The search: all choices, their estimated prices, and exact prices of the best.
-
-1  dry_runs   a microbatch for (tp, ep) that compile accepts; recomputed where something does not fit otherwise, and
-              with the sequence split where no row fits as it is, or rows are too few for the devices: the most
-              promising of these first, until no other can be among the best (frontier)
-2  estimate   a price of every mesh × ZeRO × schedule × microbatches
-3  exact      a price of the best, from dry runs at their own mesh; these rank the result. How far off an estimate was
-              corrects those of its kind before the next is chosen
+"""The search: tier one ranks all choices by arithmetic (shardc.plan.rank), tier two prices the best two dozen by dry
+runs of their own (shardc.plan.price).
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from shardc.errors import ShardcError
-from shardc.plan.dry_runs import Library, Stages
-from shardc.plan.estimate import Estimates, Rough
-from shardc.plan.exact_price import Priced, price
-from shardc.plan.frontier import Frontier
-from shardc.plan.space import Choice, Core, choices, divisors, sequence_widths, spec, tensor_widths
+from shardc.plan import rank
+from shardc.plan.price import Priced, price
+from shardc.plan.rank import ROWS, Block, Rough, Table
+from shardc.plan.runs import Library
+from shardc.plan.space import (
+    CHECKPOINTS,
+    OFFLOADS,
+    Choice,
+    Core,
+    Keep,
+    budget,
+    choices,
+    divisors,
+    sequence_widths,
+    spec,
+    tensor_widths,
+)
+from shardc.plan.stage import Vector
 from shardc.runtime.schedule import SCHEDULES
 from shardc.spec import Spec
 
-#: How many dry runs of whole choices are made, and how many choices are priced from them.
-DRY_RUNS, PRICED = 6, 24
-#: How many choices are priced that differ only in ZeRO and schedule: their estimates are off in the same way, so other
-#: choices get a chance.
+#: How many blocks tier one runs at most, beside those that it begins with.
+BLOCKS = 10
+#: How many choices tier two prices, and from how many dry runs of their own; twice as many where nothing fits.
+PRICED, DRY_RUNS = 24, 6
+#: How many are priced that differ only in ZeRO and schedule: their first prices are off in the same way.
 ALIKE = 4
-#: How many more are priced in search of a second one that fits.
-SECOND = 4
-#: A choice estimated at so many times a device's memory is not priced: it will not fit.
-FAR = 2
-#: Where one fits, others are priced whose estimates are at most so many times its time, and so many times the memory
-#: that there is. (If the estimates of all were as many times too long as the one that was most so.)
+#: Where one fits, others are priced whose first price is at most so many times its price, and so many times the memory.
 SLOWER, LARGER = 1.12, 1.3
+#: How many choices of a split may be priced exactly.
+BEST = 64
+#: What needs so many times the memory at first is not priced.
+FAR = 2.0
+#: Until a block with other recomputation is run: which part of the way from nothing to everything that is, in time, and
+#: in bytes.
+SHARES: dict[Keep, tuple[float, float]] = {
+    "cheap": (0.05, 0.4),
+    "products": (0.2, 0.6),
+    "selective": (0.3, 0.7),
+    "sent": (0.4, 0.75),
+    "half": (0.5, 0.5),
+    "quarter": (0.75, 0.75),
+    "eighth": (0.875, 0.875),
+    "host": (1.0, 1.05),
+}
+#: What is recomputed where something does not fit without; in the machine's memory where nothing else fits.
+KEEPS: tuple[Keep, ...] = tuple(k for k in CHECKPOINTS if k not in ("none", "host"))
 OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass
 class Search:
-    """One model on one kind of device. memory: bytes of a device that a step may use. room: bytes that estimated live
-    tensors may have, or it is taken that a choice does not fit: those of the memory that are not libraries', as what is
-    reserved is never less than what is live; less where exact prices say that more is reserved. cuts: how many stages a
-    pipeline may have. on: called with what is being priced: (subject, done, total). refused: why compile refused a
-    split, by name. considered, ruled_out: how many choices were estimated, and how many splits were not run. bounded:
-    the last bound of the stages of a split, and what it follows from: devices in all have no part in it.
+    """One model on one kind of device. memory: bytes of a device that a step may use. cuts: how many stages a pipeline
+    may have. on: called with what is being priced: (subject, done, total). refused: why compile refused a split, by
+    name. considered: how many choices were ranked. tight: the share of the room that live bytes may have at first.
     """
 
     library: Library
     memory: float
-    cuts: int = 1
-    experts: int = 0
     on: OnProgress = lambda subject, done, total: None
     refused: dict[str, ShardcError] = field(default_factory=dict)
     considered: int = 0
-    ruled_out: int = 0
-    room: float = field(init=False)
-    bounded: dict[Core, tuple[object, Stages]] = field(default_factory=dict, repr=False)
-    _exact: dict[Choice, Priced] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.estimates = Estimates(self.library)
-        self.room = max(self.memory - self._outside, 1.0)
+    tight: float = 1.0
+    _blocks: dict[Core, Block | None] = field(default_factory=dict)
+    _tables: dict[object, Table | None] = field(default_factory=dict)
+    _lines: dict[object, tuple[float, float]] = field(default_factory=dict)
+    _exact: dict[Choice, Priced | ShardcError] = field(default_factory=dict)
 
     @property
-    def _outside(self) -> float:
-        """Bytes that a process takes at least beside its tensors."""
-        return self.library.device.outside_bytes(0)
+    def room(self) -> float:
+        """Bytes for tensors: what libraries take at least is not."""
+        return max(self.tight * (self.memory - self.library.device.outside_bytes(0)), 1.0)
+
+    @property
+    def cuts(self) -> int:
+        layers = self.library.facts.layers
+        return layers.number if layers else self.library.facts.cuts
+
+    # --- tier one
 
     def splits(self, devices: int, *, over_nodes: bool = False) -> list[Core]:
         """Those of so many devices, without recomputation, whatever compile says of them: tensor parallelism inside a
         node, or over several.
         """
-        self.on("one microbatch", 0, 0)
-        self.library.takes_microbatches()
-        sequences = bool(self.library.template.sequences)
+        facts = self.library.facts
         return [
-            Core(tp, ep, sequence_parallel=tp > 1 and sequences)
+            Core(tp, ep, sequence_parallel=tp > 1 and bool(facts.sequences))
             for tp in tensor_widths(devices, self.library.device.node)[over_nodes]
-            for ep in (divisors(self.experts) if self.experts else [1])
+            for ep in (divisors(facts.number) if facts.number else [1])
             if devices % (tp * ep) == 0
         ]
 
-    def cores(self, devices: int) -> Iterator[Core]:
-        """The splits that compile accepts for so many devices, compiled as they are asked for."""
-        found = (self.accepted(core) for core in self.splits(devices))
-        return (core for core in found if core is not None)
+    def longer(self, core: Core, devices: int) -> list[Core]:
+        """A split with the sequence cut too."""
+        widths = sequence_widths(devices // (core.tp * core.ep), self.library.sequence or self.library.facts.sequence)
+        return [core._replace(cp=cp) for cp in widths]
 
-    def accepted(self, core: Core) -> Core | None:
-        """It, or the same without sequence parallelism, if compile accepts that; None if neither."""
-        mesh = ", ".join([f"tp={core.tp}", *(f"{a}={n}" for a, n in (("ep", core.ep), ("cp", core.cp)) if n > 1)])
-        name = mesh if core.checkpoint == "none" else f"{mesh}, recompute {core.checkpoint}"
-        if name in self.refused:
-            return None
-        for sp in dict.fromkeys((core.sequence_parallel, False)):
-            choice = Choice(**core._replace(sequence_parallel=sp)._asdict())
-            if not self.library.knows(choice.core):
-                self.on(f"one microbatch at {mesh}, recompute {core.checkpoint}", 0, 0)
+    def block(self, core: Core) -> Block | None:
+        """What a block of a split takes, run now if it was not; None if compile refuses it."""
+        if core not in self._blocks:
+            axes = zip(("tp", "ep", "cp"), core[:3], strict=True)
+            name = ", ".join(f"{a}={n}" for a, n in axes if n > 1 or a == "tp")
+            name = name if core.checkpoint == "none" else f"{name}, recompute {core.checkpoint}"
+            self.on(f"one block at {name}", 0, 0)
             try:
-                self.library.core(choice)
+                self._blocks[core] = Block.of([self.library.block(core, rows) for rows in ROWS])
             except ShardcError as e:
+                self._blocks[core] = None
                 self.refused[name] = e
             else:
                 self.refused.pop(name, None)
-                return choice.core
-        return None
+        return self._blocks[core]
 
-    def begin(self, core: Core, likely: Iterable[Core]) -> None:
-        """Other processes begin with splits that are likely to be run after this one."""
-        asks = (partial(self.library.ask, k) for k in (core, *likely))
-        self.library.records.begin(next(asks), asks)
+    def accepted(self, core: Core) -> Core | None:
+        """It, or the same without sequence parallelism, if compile accepts that."""
+        some = dict.fromkeys((core, core._replace(sequence_parallel=False)))
+        return next((one for one in some if self.block(one) is not None), None)
 
-    def choices(self, cores: Iterable[Core], devices: int, batch: int) -> Iterator[Choice]:
-        """All choices of these cores."""
-        most = batch if self.library.microbatches > 1 else 1
-        return choices(list(cores), devices, batch, self.cuts, most, self.library.device.node)
-
-    def estimate(
-        self, devices: int, batch: int, cores: Iterable[Core], *, on_host: bool = False, below: float = math.inf
+    def ranked(
+        self, devices: int, batch: int, cores: Sequence[Core], *, on_host: bool = False, below: float = math.inf
     ) -> list[tuple[Choice, Rough]]:
-        """Choices with their estimates, unordered: of all cores that may be among the best; others are ruled out by
-        bounds (shardc.plan.bounds). With recomputation, which costs time, only where something does not fit without;
-        with the sequence split only where nothing does, or rows are too few for all devices. on_host: also with state
-        or activations in the machine's memory. below: seconds; what is slower is of no use.
+        """Choices of these splits with their first prices, the best first: those that seem to fit by time, then the
+        others by memory. Recomputation, and rows that are cut, only where something does not fit without. below:
+        seconds; what is slower is of no use.
         """
-        frontier = Frontier(self, devices, batch, on_host, best=below)
-        for core in cores:
-            frontier.may(core)
-        frontier.go()
-        self.considered += frontier.considered
-        self.ruled_out += len(frontier.pending)
-        return frontier.estimates
+        found = self._explored(cores, devices, batch, on_host, below)
 
-    def long_rows(self, cores: Iterable[Core], devices: int, least: int = 1) -> Iterator[Core]:
-        """The splits that cut the sequence too, as compile accepts them: the fewest parts first, made as they are asked
-        for.
-        """
-        found = (self.accepted(core) for base in cores for core in self.longer(base, devices, least))
-        return (core for core in found if core is not None)
+        def fits() -> bool:
+            return any(not x.key[0] for x in found.values())
 
-    def longer(self, core: Core, devices: int, least: int = 1) -> list[Core]:
-        """A split with the sequence cut too, whatever compile says of it. least: of parts, or as many as there may be:
-        with fewer than ranks / rows, pipelines have more stages than microbatches.
-        """
-        widths = sequence_widths(devices // (core.tp * core.ep), self.library.sequence or self.library.facts.sequence)
-        return [core._replace(cp=cp) for cp in [cp for cp in widths if cp >= least] or widths[-1:]]
+        if not fits() or batch * self.library.device.node < devices:  # parts of rows
+            longer = [longer for core in cores for longer in self.longer(core, devices)]
+            found |= self._explored(longer, devices, batch, on_host, below)
+        if not fits():  # what recomputed layers keep, in the machine's memory
+            plain = [core for core in found if core.checkpoint == "none"]
+            found |= self._explored(plain, devices, batch, on_host, below, ("host",))
+        every = [x for core in found if found[core].run for x in found[core].best(core, self._sp(core))]
+        self.considered += sum(len(x.seconds) for x in found.values())
+        every.sort(key=lambda x: (x[1].peak > self.room, x[1].seconds if x[1].peak <= self.room else x[1].peak))
+        return every
 
-    def ranked(self, estimates: Iterable[tuple[Choice, Rough]]) -> list[tuple[Choice, Rough]]:
-        """The best first: those that seem to fit by time, then the others by memory."""
-        return sorted(
-            estimates, key=lambda x: (x[1].peak > self.room, x[1].seconds if x[1].peak <= self.room else x[1].peak)
-        )
+    def _explored(
+        self,
+        cores: Sequence[Core],
+        devices: int,
+        batch: int,
+        on_host: bool,
+        below: float,
+        keeps: Sequence[Keep] = KEEPS,
+    ) -> dict[Core, _Found]:
+        """First prices of these splits, with what they may recompute; the best of them are run."""
+        if below == math.inf:
+            for core in _corners(cores):
+                self.accepted(core)
+        ways = dict.fromkeys(way for core in cores for way in self._ways(core, devices, batch, on_host, keeps))
+        found, runs = dict[Core, _Found](), 0
+        while True:
+            for core in ways:
+                if core not in found or not (found[core].run or found[core].known == self._sources(core)):
+                    found[core] = self._found(core, devices, batch, on_host)
+            best = min((found[core].key for core in ways if found[core].run), default=(True, math.inf))
+            limit = best if best[0] else (False, min(best[1], below))
+            left = [core for core in ways if not found[core].run and found[core].key < limit]
+            if not left or runs == BLOCKS:
+                return {core: found[core] for core in ways}
+            core = min(left, key=lambda core: found[core].key)
+            refused = [x for x in self._needed(core) if self.accepted(x) is None]
+            ways = {c: None for c in ways if not any(x in self._needed(c) for x in refused)}
+            runs += not refused
+
+    def _sp(self, core: Core) -> bool:
+        """Whether a split that was run has its sequence split along tp."""
+        return core.sequence_parallel and self._blocks.get(self._needed(core)[0]) is not None
+
+    def _ways(self, core: Core, devices: int, batch: int, on_host: bool, keeps: Sequence[Keep]) -> Iterator[Core]:
+        """A split, and what it may recompute, where something does not fit without."""
+        yield core
+        if self.library.template.regions and (self._found(core, devices, batch, on_host).peaks > self.room).any():
+            yield from (core._replace(checkpoint=k) for k in keeps)
+
+    def _needed(self, core: Core) -> list[Core]:
+        """The blocks that one follows from: shares of what is kept lie between all and nothing."""
+        keeps: tuple[Keep, ...] = (core.checkpoint,) if budget(core.checkpoint) is None else ("full", "none")
+        return [core._replace(checkpoint=k) for k in keeps]
+
+    def _sources(self, core: Core) -> tuple[Core | None, ...]:
+        """The blocks that were run from which one's first prices follow."""
+        ran = [c for c, b in self._blocks.items() if b is not None]
+        keeps = dict.fromkeys((core.checkpoint, "none", "full"))
+        near = ([c for c in ran if c.checkpoint == k] for k in keeps)
+        return tuple(min(some, key=lambda c: rank.distance(c, core), default=None) for some in near)
+
+    def _known(self, core: Core) -> Block | None:
+        some = (core, core._replace(sequence_parallel=False))
+        return next((b for one in some if (b := self._blocks.get(one)) is not None), None)
+
+    def _found(self, core: Core, devices: int, batch: int, on_host: bool) -> _Found:
+        table = self._table(core, devices, batch, on_host)
+        each = [self._known(x) for x in self._needed(core)]
+        if table is None:
+            return _Found(all(each), None, np.zeros(0), np.zeros(0), self.room, ())
+        if all(each):
+            share = budget(core.checkpoint)
+            block = each[0] if share is None else each[0].between(each[1], share, share)  # type: ignore[union-attr,arg-type]
+        else:
+            block = self._foretold(core)
+        assert block is not None
+        return _Found(all(each), table, *rank.priced(table, block, core, self.library), self.room, self._sources(core))
+
+    def _foretold(self, core: Core) -> Block:
+        """What a block takes that was not run, from the nearest that was."""
+        keep = core.checkpoint
+        ran = [c for c, b in self._blocks.items() if b is not None]
+        same = [c for c in ran if c.checkpoint == keep]
+        if keep not in ("none", "full"):
+            near = min(same, key=lambda c: rank.distance(c, core), default=None)
+            if near is None or near[:3] != core[:3]:
+                none, full = (self._at(core._replace(checkpoint=k)) for k in ("none", "full"))
+                seconds, nbytes = self._shares(near) if near is not None else SHARES[keep]
+                return none.between(full, seconds, nbytes)
+        if same:
+            near = min(same, key=lambda c: rank.distance(c, core))
+            block = self._blocks[near]
+            assert block is not None
+            return block.scaled(rank.factors(near, core, block, self.library.device))
+        return _all_again(self._at(core._replace(checkpoint="none")))
+
+    def _at(self, core: Core) -> Block:
+        return self._known(core) or self._foretold(core)
+
+    def _shares(self, near: Core) -> tuple[float, float]:
+        """How far from nothing to everything a recomputation is, in time, and in bytes."""
+        one, none, full = (self._at(near._replace(checkpoint=k)).unit for k in (near.checkpoint, "none", "full"))
+        each = []
+        for columns in (rank.B, rank.KEPT):
+            whole = float((full - none)[columns].sum())
+            each.append(float((one - none)[columns].sum()) / whole if whole else 1.0)
+        return each[0], each[1]
+
+    def _table(self, core: Core, devices: int, batch: int, on_host: bool) -> Table | None:
+        key = core[:3], core.checkpoint == "none", devices, batch, on_host
+        if key not in self._tables:
+            most = batch if self.library.microbatches > 1 else 1
+            some = list(choices([core], devices, batch, self.cuts, most, self.library.device.node))
+            if on_host:  # parameters can be elsewhere where they are gathered before each use
+                some += [replace(c, offload=o) for c in some for o in OFFLOADS if o and (o != "all" or c.zero == 3)]
+            self._tables[key] = Table(some, self.library.device, self._lines) if some else None
+        return self._tables[key]
+
+    def spreads(self, devices: int, batch: int, cores: Iterable[Core]) -> bool:
+        """Whether so many rows can be spread over so many devices by one of these splits."""
+        some = (core for core in cores if self._table(core, devices, batch, False) is not None)
+        return any(self.accepted(core) is not None for core in some)
+
+    # --- tier two
 
     def exact(self, c: Choice) -> Priced:
+        """Raises ShardcError if compile refuses it."""
         if c not in self._exact:
-            first = Spec.load(spec(c, self.library.template))
-            self._exact[c] = price(self.library, first, c.batch)
-        return self._exact[c]
+            try:
+                self._exact[c] = price(self.library, Spec.load(spec(c, self.library.template)), c.batch)
+            except ShardcError as e:
+                self._exact[c] = e
+        found = self._exact[c]
+        if isinstance(found, ShardcError):
+            raise found
+        return found
 
-    def refine(self, ranked: list[tuple[Choice, Rough]]) -> dict[Choice, Priced]:
-        """Exact prices of the best; of more of them where these turn out not to fit."""
+    def refine(self, ranked: Sequence[tuple[Choice, Rough]]) -> dict[Choice, Priced]:
+        """Exact prices of the best, and of more of them where these turn out not to fit. What one was priced at says
+        how far off the first prices of those like it are.
+        """
         prices: dict[Choice, Priced] = {}
-        dry_runs: set[object] = set()
-        families: Counter[object] = Counter()
+        dry_runs, families = set[object](), Counter[object]()
         alike = ALIKE if self.library.facts.layers else ALIKE // 2  # each needs a dry run of its own
-        queue = Queue(ranked, self.memory, self._outside)
-        for c, rough in queue:
-            if prices and rough.peak > FAR * self.memory:
-                break
+        off = _Off(self.memory, self.library.device.outside_bytes(0))
+        rest = list(ranked)
+        while rest and len(prices) < PRICED:
+            c, rough = min(rest, key=lambda x: off.key(*x))
+            rest.remove((c, rough))
             family, run = (c.core, c.pp, c.dp, c.rows), self._dry_run(c)
-            fits = any(p.needs <= self.memory for p in prices.values())
-            if run not in dry_runs and len(dry_runs) >= (DRY_RUNS if fits else 2 * DRY_RUNS):
-                break
-            if families[family] >= alike:
+            most = DRY_RUNS if off.best < math.inf else 2 * DRY_RUNS
+            if families[family] >= alike or (run not in dry_runs and len(dry_runs) >= most):
+                continue
+            if off.behind(c, rough) or (prices and rough.peak > FAR * self.memory):
                 continue
             families[family] += 1
             dry_runs.add(run)
-            self.on(str(c), len(dry_runs) - 1, DRY_RUNS if len(dry_runs) <= DRY_RUNS else 2 * DRY_RUNS)
-            likely = (x for x, _ in queue.likely() if families[x.core, x.pp, x.dp, x.rows] < alike)
-            asks = (partial(self.exact, x) for x in itertools.chain((c,), self._others(likely, dry_runs)))
-            self.library.records.begin(next(asks), asks)
+            self.on(str(c), len(prices), PRICED)
             try:
                 prices[c] = self.exact(c)
             except ShardcError as e:
                 self.refused[str(c)] = e
-                dry_runs.discard(run)  # it was none
+                dry_runs.discard(run)
             else:
-                queue.priced(c, rough, prices[c])
-            if families.total() >= PRICED:
-                break
-        self._second(ranked, prices)
-        for c in [c for c in list(prices)[:1] if c.sequence_parallel]:
-            prices[replace(c, sequence_parallel=False)] = self.exact(replace(c, sequence_parallel=False))
+                off.priced(c, rough, prices[c])
+        self._vary(prices)
         return prices
 
-    def _second(self, ranked: list[tuple[Choice, Rough]], prices: dict[Choice, Priced]) -> None:
-        """Price choices of other kinds until a second one fits. Estimates are off by schedule: those of a schedule are
-        scaled by what its exact prices were.
+    def _vary(self, prices: dict[Choice, Priced]) -> None:
+        """Price the best also as it is not in tier one: the sequence whole between layers, an encoder's rows split over
+        more axes, element-wise work compiled; each on top of the best so far.
         """
 
-        def kind(c: Choice) -> object:
-            return c.core, c.pp, c.dp, c.schedule
+        def best() -> Choice | None:
+            fits = {c: p.seconds for c, p in prices.items() if p.needs <= self.memory}
+            return min(fits, key=lambda c: fits[c], default=None)
 
-        scale: dict[str, float] = {}
-        for c, rough in ranked:
-            if c in prices:
-                scale[c.schedule] = max(scale.get(c.schedule, 1.0), prices[c].needs / rough.peak)
-        fitting = {kind(c) for c, p in prices.items() if p.needs <= self.memory}
-        rest = [c for c, rough in ranked if rough.peak * scale.get(c.schedule, 1.0) <= self.memory]
-        tries = [c for c in rest if c not in prices and kind(c) not in fitting][:SECOND]
-        for c in tries:
-            if len(fitting) > 1:
-                return
-            self.on(str(c), 0, 0)
-            try:
-                prices[c] = self.exact(c)
-            except ShardcError as e:
-                self.refused[str(c)] = e
+        changes: tuple[dict[str, Any], ...] = {"sequence_parallel": False}, {"encoder_rows": True}, {"compiled": True}
+        for change in changes:
+            c = best()
+            other = replace(c, **change) if c is not None else None
+            if c is None or other is None or not self._differs(c, other):
                 continue
-            if prices[c].needs <= self.memory:
-                fitting.add(kind(c))
+            self.on(str(other), len(prices), len(prices))
+            try:
+                prices[other] = self.exact(other)
+            except ShardcError as e:
+                self.refused[str(other)] = e
 
-    def _others(self, likely: Iterable[Choice], dry_runs: Iterable[object]) -> Iterator[Choice]:
-        """Those that want other dry runs than these, and than one another."""
-        known = set(dry_runs)
-        for c in likely:
-            if (run := self._dry_run(c)) not in known:
-                known.add(run)
-                yield c
-                if len(known) > DRY_RUNS:
-                    return
+    def _differs(self, c: Choice, other: Choice) -> bool:
+        compiles = self.library.device.kind == "gpu" or not other.compiled
+        return compiles and spec(c, self.library.template) != spec(other, self.library.template)
 
     def _dry_run(self, c: Choice) -> object:
         """A key that is equal for choices priced from the same dry run: of a model of layers, for any schedule and
@@ -250,104 +349,101 @@ class Search:
         return c.core, c.dp, c.outer, c.over_experts, c.zero, c.kept, c.offload, c.rows, min(c.microbatches, 3), whole
 
 
-class Queue:
-    """Choices with their estimates, the best first: those that seem to fit by time, then the others by memory. What one
-    was priced at tells how far off the estimates of others like it are, in time, and by how much what is reserved is
-    more than what is live; and the rest is put in order anew. What cannot be better than the best that fits is left
-    out. ranked: in that order.
-    """
+class _Found(NamedTuple):
+    """First prices of a split's choices. run: from a block that was run; known: from which others they follow."""
 
-    def __init__(self, ranked: list[tuple[Choice, Rough]], memory: float, outside: float) -> None:
-        self._memory, self._outside = memory, outside
-        self._rest: dict[_Alike, list[tuple[Choice, Rough]]] = {}
-        for c, rough in ranked:
-            self._rest.setdefault(_Alike.of(c), []).append((c, rough))
-        self._off: dict[object, float] = {}
-        self._reserved: dict[object, tuple[float, float]] = {}  # (times what is live, bytes beside it)
-        self._next = {alike: self._first(alike) for alike in self._rest}
-        self._best = math.inf
-        self._least = 1.0
-
-    def priced(self, c: Choice, rough: Rough, exact: Priced) -> None:
-        """The exact price of a choice that was estimated."""
-        alike = _Alike.of(c)
-        self._off |= dict.fromkeys(alike.likest, exact.seconds / rough.seconds)
-        times, beside = max(exact.reserved / rough.peak, 1.0), max(exact.reserved - rough.peak, 0.0)
-        known = self._reserved.get(alike.kind, (math.inf, math.inf))
-        self._reserved[alike.kind] = min(times, known[0]), min(beside, known[1])
-        self._outside = max(self._outside, exact.outside)
-        self._least = min(self._least, exact.seconds / rough.seconds)
-        if exact.needs <= self._memory:
-            self._best = min(self._best, exact.seconds)
-        self._next = {alike: self._first(alike) for alike, some in self._rest.items() if some}
-
-    def __iter__(self) -> Iterator[tuple[Choice, Rough]]:
-        while self._next:
-            alike = min(self._next, key=self._key)
-            found = self._next.pop(alike)
-            self._rest[alike].remove(found)
-            if self._rest[alike]:
-                self._next[alike] = self._first(alike)
-            if not self._behind(alike, found[1]):
-                yield found
-            elif all(self._behind(other, rough) for other, (_, rough) in self._next.items()):
-                return
-
-    def _behind(self, alike: _Alike, rough: Rough) -> bool:
-        """Whether one cannot be better than the best that fits."""
-        slow, large = SLOWER * self._best / self._least, LARGER * self._most(alike.kind)
-        return self._best < math.inf and (rough.seconds > slow or rough.peak > large)
-
-    def likely(self) -> Iterator[tuple[Choice, Rough]]:
-        """What may come next, the best first, as far as that is known."""
-
-        def fitting(alike: _Alike) -> Iterator[tuple[float, tuple[Choice, Rough]]]:
-            most, off = self._most(alike.kind), self._times(alike)
-            return ((x[1].seconds * off, x) for x in self._rest[alike] if x[1].peak <= most)
-
-        yield from (x for _, x in heapq.merge(*map(fitting, self._rest), key=itemgetter(0)))
-        yield from (self._next[alike] for alike in sorted(self._next, key=self._key))
-
-    def _first(self, alike: _Alike) -> tuple[Choice, Rough]:
-        some, most = self._rest[alike], self._most(alike.kind)
-        return next((x for x in some if x[1].peak <= most), None) or min(some, key=lambda x: x[1].peak)
-
-    def _most(self, kind: object) -> float:
-        """Live bytes with which one fits, as far as that is known: by the least that a choice of its kind reserved. A
-        kind that has no exact price yet is taken for the best of the others: what these reserve beside live bytes may
-        grow with them, or not.
-        """
-        room = self._memory - self._outside
-        if (known := self._reserved.get(kind)) is not None:
-            return room / known[0]
-        return max((max(room / times, room - beside) for times, beside in self._reserved.values()), default=room)
-
-    def _times(self, alike: _Alike) -> float:
-        """How many times its estimate one takes, by the last exact price of those most like it."""
-        return next((self._off[x] for x in alike.likest if x in self._off), 1.0)
-
-    def _key(self, alike: _Alike) -> tuple[bool, float]:
-        _, rough = self._next[alike]
-        over = rough.peak > self._most(alike.kind)
-        return over, rough.peak if over else rough.seconds * self._times(alike)
-
-
-class _Alike(NamedTuple):
-    """What choices have in common whose estimates are off alike. kind: what hides communication in the same way, has
-    one stage a rank or several, which are less even, divides backward or not, and makes gaps in memory alike; split:
-    what sends the same inside of layers, () if nothing does.
-    """
-
-    kind: tuple[object, ...]
-    split: tuple[object, ...]
+    run: bool
+    table: Table | None
+    seconds: Vector
+    peaks: Vector
+    room: float
+    known: tuple[Core | None, ...]
 
     @property
-    def likest(self) -> list[object]:
-        """Those whose estimates are off as these are: both alike, or the split, or the kind."""
-        return [self, *([self.split] if self.split else []), self.kind]
+    def key(self) -> tuple[bool, float]:
+        """(nothing fits, seconds of the fastest that does, or the fewest bytes)."""
+        fits = self.peaks <= self.room
+        if fits.any():
+            return False, float(self.seconds[fits].min())
+        return True, float(self.peaks.min()) if len(self.peaks) else math.inf
+
+    def best(self, core: Core, sequence_parallel: bool) -> Iterator[tuple[Choice, Rough]]:
+        """The fastest that fit, and those that need least memory."""
+        if self.table is None:
+            return
+        fits = self.peaks <= self.room
+        some = [*np.argsort(np.where(fits, self.seconds, np.inf), kind="stable")[: min(BEST, int(fits.sum()))]]
+        some += [*np.argsort(self.peaks, kind="stable")[: BEST // 4]]
+        for i in dict.fromkeys(some):
+            c = replace(self.table.choices[i], checkpoint=core.checkpoint, sequence_parallel=sequence_parallel)
+            yield c, Rough(float(self.seconds[i]), float(self.peaks[i]))
+
+
+@dataclass
+class _Off:
+    """How many times their first prices those of a kind take, and how many times the bytes."""
+
+    memory: float
+    outside: float
+    best: float = math.inf
+    least: float = 1.0
+    _seconds: dict[object, float] = field(default_factory=dict)
+    _bytes: dict[object, float] = field(default_factory=dict)
 
     @staticmethod
-    def of(c: Choice) -> _Alike:
+    def _kinds(c: Choice) -> tuple[object, object, object]:
         kind = c.zero, c.kept, c.offload, c.per_rank > 1, SCHEDULES[c.schedule].splits_backward
-        split = ("tp", c.tp, "ep", c.ep, "cp", c.cp, c.sequence_parallel)
-        return _Alike(kind, split if max(c.tp, c.ep, c.cp) > 1 else ())
+        return (kind, c.core), ("core", c.core), kind
+
+    def priced(self, c: Choice, rough: Rough, exact: Priced) -> None:
+        self._seconds |= dict.fromkeys(self._kinds(c), exact.seconds / rough.seconds)
+        self._bytes |= dict.fromkeys(self._kinds(c), exact.reserved / max(rough.peak, 1.0))
+        self.outside = max(self.outside, exact.outside)
+        self.least = min(self.least, exact.seconds / rough.seconds)
+        if exact.needs <= self.memory:
+            self.best = min(self.best, exact.seconds)
+
+    def _of(self, c: Choice, known: dict[object, float]) -> float:
+        return next((known[k] for k in self._kinds(c) if k in known), 1.0)
+
+    def key(self, c: Choice, rough: Rough) -> tuple[bool, float]:
+        nbytes = rough.peak * self._of(c, self._bytes)
+        over = nbytes > self.memory - self.outside
+        return over, nbytes if over else rough.seconds * self._of(c, self._seconds)
+
+    def behind(self, c: Choice, rough: Rough) -> bool:
+        """Whether one cannot be better than the best that fits."""
+        slow = rough.seconds * min(self._of(c, self._seconds), self.least)
+        return self.best < math.inf and (slow > SLOWER * self.best or rough.peak > LARGER * self.memory)
+
+
+def _corners(cores: Sequence[Core]) -> list[Core]:
+    """The splits to begin with: no axis, each axis, and both, such that others lie between them."""
+    tp, ep = max((c.tp for c in cores), default=1), [c.ep for c in cores if c.ep <= _EXPERTS]
+    ends = {1, tp}, {1, max(ep, default=1)}
+    return [c for c in cores if c.tp in ends[0] and c.ep in ends[1] and c.cp == 1]
+
+
+#: Ranks of experts to begin with, at most.
+_EXPERTS = 8
+
+
+def _all_again(none: Block) -> Block:
+    """A block of which everything is computed again, from one of which nothing is: another forward in each backward."""
+
+    def again(v: Vector) -> Vector:
+        made = v.copy()
+        made[rank.B] += v[rank.F]
+        made[rank.KEPT] *= _BOUNDARY
+        made[rank.HEIGHT] += v[rank.KEPT] * (1 - _BOUNDARY)
+        return made
+
+    # a layer at a time is computed again
+    first, one, last = (again(v) for v in (none.first, none.one, none.last))
+    unit = again(none.unit)
+    unit[rank.HEIGHT] = none.unit[rank.HEIGHT]
+    return replace(none, first=first, one=one, unit=unit, last=last)
+
+
+#: What is kept of a layer of which everything is computed again.
+_BOUNDARY = 0.06

@@ -27,11 +27,8 @@ CHECKPOINTS: dict[Keep, dict[str, Any] | None] = {
     "full": {"save": []},
     "host": {"save": [], "offload": "cpu"},
 }
-#: What keeps no more than another one in any case, as it names fewer results, or lets more ops run again.
-LESS: dict[Keep, Keep] = {"cheap": "products", "selective": "sent"}
-#: What is kept is in the machine's memory: tried where nothing fits otherwise, as copies have no price.
-ON_HOST: tuple[Keep, ...] = ("host",)
-#: What `data: {offload: ...}` keeps there, likewise.
+#: What `data: {offload: ...}` keeps in the machine's memory: tried where nothing fits otherwise, as its copies have no
+#: price.
 Offload = Literal["", "optimizer", "all"]
 OFFLOADS: dict[Offload, dict[str, str]] = {
     "": {},
@@ -83,7 +80,7 @@ class Choice:
     outer: of the dp ranks, so many groups are replicas of each other, and ZeRO shards inside of one. kept: at ZeRO 3,
     parameters stay whole over a step. over_experts: what is not experts' is sharded over the ranks that experts are
     spread over, and replicated over dp; experts over dp. inside: neighbours in the pipeline share nodes, in place of
-    those in dp.
+    those in dp. encoder_rows: an encoder splits its rows over tp, too. compiled: element-wise work of layers is.
     """
 
     pp: int = 1
@@ -103,6 +100,8 @@ class Choice:
     over_experts: bool = False
     inside: bool = False
     offload: Offload = ""
+    encoder_rows: bool = False
+    compiled: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -110,6 +109,11 @@ class Choice:
         stages = {"pp": self.pp}
         sizes = {**data, **stages, "tp": self.tp} if self.inside else {**stages, **data, "tp": self.tp}
         return {a: n for a, n in sizes.items() if n > 1} or {"dp": 1}
+
+    @property
+    def mesh_key(self) -> tuple[object, ...]:
+        """What decides the mesh."""
+        return self.pp, self.dp, self.cp, self.ep, self.tp, self.outer, self.inside
 
     @property
     def devices(self) -> int:
@@ -160,14 +164,17 @@ class Choice:
         said += [f"zero {self.zero}{over}{', kept' if self.kept else ''}"] if self.sharded > 1 else []
         said += [f"offload {self.offload}"] if self.offload else []
         said += [self.schedule + (f" ×{self.per_rank}" if self.per_rank > 1 else "")] if self.pp > 1 else []
+        said += ["encoder's rows over tp"] if self.encoder_rows else []
+        said += ["compiled"] if self.compiled else []
         return ", ".join([*said, f"recompute {self.checkpoint}", f"{self.microbatches} microbatches of {self.rows}"])
 
 
 @dataclass(frozen=True)
 class SpecTemplate:
     """What specs of one model have in common. shard: the section, where tp > 1; regions: of recomputation, as patterns
-    of modules; sequences: modules whose results may be split by sequence; experts: those that hold experts; dims: of
-    inputs without rows. base: other sections that all have, such as `adapters`.
+    of modules; sequences: modules whose results may be split by sequence; experts: those that hold experts; encoders:
+    those that run before the model's last layers; dims: of inputs without rows. base: other sections that all have,
+    such as `adapters`.
     """
 
     shard: Mapping[str, Any]
@@ -175,6 +182,7 @@ class SpecTemplate:
     regions: tuple[str, ...] = ()
     sequences: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
+    encoders: tuple[str, ...] = ()
     dims: Mapping[str, int | None] | None = None
     base: Mapping[str, Any] = field(default_factory=dict)
 
@@ -192,6 +200,10 @@ def spec(choice: Choice, template: SpecTemplate, counts: tuple[int, ...] = ()) -
         document["shard"] = dict(template.shard)
     if choice.sequence_parallel:
         document["activations"] = {name: {1: "tp"} for name in template.sequences}
+    if choice.encoder_rows and choice.tp > 1 and template.encoders:
+        document["activations"] = {**document.get("activations", {}), **{name: {0: "tp"} for name in template.encoders}}
+    if choice.compiled:
+        document["execution"] = {"compile": "layers"}
     if choice.pp > 1:
         document["pipeline"] = {
             "axis": "pp",
@@ -224,6 +236,8 @@ def tensor_widths(devices: int, node: int) -> tuple[list[int], list[int]]:
     return inside, [t for t in divisors(devices) if t in range(2 * node, 4 * node + 1, node)]
 
 
+#: Microbatches of more rows are tried only if that is all that a rank has.
+ROWS = 64
 #: A rank of the sequence's axis has so many tokens of a row at least: with fewer, what it sends is soon more than what
 #: it computes.
 TOKENS = 1024
@@ -261,9 +275,9 @@ def choices(
                 continue
             each = batch // (dp * ep)
             base = Choice(pp, dp, cp, ep, tp, sp, checkpoint=keep)
-            for rows in (r for r in divisors(each) if r & (r - 1) == 0 or r == each):
-                if each // rows > most:
-                    continue
+            for rows in (r for r in divisors(each) if (r & (r - 1) == 0 and r <= ROWS) or r == each):
+                if each // rows > most or (rows > 1 and pp > 1 and each // rows < pp and each // pp > 0):
+                    continue  # too many, or too few to fill the pipeline, as fewer rows would
                 sized = _with(base, rows=rows, microbatches=each // rows)
                 for one in placed(sized, node):
                     for sharded in sharding(one, node):

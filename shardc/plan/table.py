@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -12,7 +12,9 @@ from rich.text import Text
 
 from shardc.cost.recorded import KINDS
 from shardc.ir.units import count, per_second, seconds, si, size
-from shardc.plan.result import Candidate, Plan
+
+if TYPE_CHECKING:
+    from shardc.plan.result import Candidate, Plan
 
 _OF_KINDS = ("blue", "cyan", "magenta", "white", "white", "green", "yellow", "red", "bright_black")
 COLORS = {**dict(zip(KINDS, _OF_KINDS, strict=True)), "gaps": "bright_white", "outside": "bright_blue"}
@@ -90,8 +92,22 @@ def named(c: Candidate) -> str:
     parts += ["sequence parallel"] if s.activations else []
     parts += [f"zero {zero(c)}"] if s.data.zero or s.data.offload.optimizer != "none" else []
     return ", ".join(
-        [*parts, *([schedule(c)] if s.pipeline else []), f"recompute {recompute(c)}", f"{microbatches(c)}"]
+        [*parts, *([schedule(c)] if s.pipeline else []), f"recompute {recompute(c)}", *more(c), f"{microbatches(c)}"]
     )
+
+
+def more(c: Candidate) -> list[str]:
+    """What else the spec asks for."""
+    rows = [name for name, dims in c.spec.to_dict().get("activations", {}).items() if 0 in dims]
+    return [
+        *(f"rows of {name} over more" for name in rows),
+        *(["compiled"] if c.spec.execution.compile != "none" else []),
+    ]
+
+
+def running(c: Candidate) -> str:
+    """The schedule, and what else the spec asks for."""
+    return ", ".join([schedule(c), *more(c)]) if c.spec.pipeline or not more(c) else ", ".join(more(c))
 
 
 def zero(c: Candidate) -> str:
@@ -176,7 +192,7 @@ def table(plan: Plan, *, plain: bool = False, most: int = 12) -> RenderableType:
             mesh,
             "yes" if s.activations else "-",
             zero(c),
-            schedule(c),
+            running(c),
             recompute(c),
             microbatches(c),
             size(c.peak),

@@ -35,11 +35,11 @@ class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     attributes: dict[torch.device, dict[str, Any]]
 
 
-def fake_mode(*, of_gpu: bool = False) -> FakeTensorMode:
+def fake_mode(*, of_gpu: bool = False, symbols: bool = True) -> FakeTensorMode:
     """A mode whose tensors have shapes and dtypes but no storage. Real tensors that the model made for itself may mix
-    in. of_gpu: they stand for those of a GPU.
+    in. of_gpu: they stand for those of a GPU. symbols: a size that hangs on data has a name; else it is an error.
     """
-    mode = _FakeMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = _FakeMode(shape_env=ShapeEnv() if symbols else None, allow_non_fake_inputs=True)
     mode.of_gpu, mode.attributes = of_gpu, {}
     return mode
 

@@ -3,7 +3,7 @@
     python tests/bench/loop_checks.py                  prints the table of docs/benchmarks.md
 
 Three ways of the same loop on the same module, in turn, a few steps each, so that what else the machine does falls on
-all alike: everything compared; without what the loop did between two forwards (shardc/runtime/step/loop_watch.py);
+all alike: everything compared; without what the loop did between two forwards (shardc/runtime/checks/loop_watch.py);
 nothing compared. Ratios are medians over rounds of the steps' wall time, with the quartiles; beside them the CPU
 seconds of the first rank, of which nobody else can take any.
 """

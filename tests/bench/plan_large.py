@@ -1,19 +1,16 @@
-"""How long `shardc plan` takes for large models' shapes, and what it finds: Llama 3 405B on 16,384 H100s, DeepSeek-V3 and
-Kimi K2 on 2,048. Nothing is asserted.
+"""How long `shardc plan` takes for large models' shapes, and what it finds: Llama 3 405B on 16,384 H100s and 8B on 64,
+DeepSeek-V3 and Kimi K2 on 2,048. Nothing is asserted.
 
-    python tests/bench/plan_large.py deepseek-v3              a first question, then a second one
-    python tests/bench/plan_large.py llama-405b --no-cache    the first one alone
+    python tests/bench/plan_large.py deepseek-v3
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -60,6 +57,20 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "--batch 1 --seq 8192 --devices 16384 --device h100-80g --global-batch 2048",
     ),
+    "llama-8b": (
+        {
+            "model_type": "llama",
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14336,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": False,
+        },
+        "--batch 1 --seq 8192 --devices 64 --device h100-80g --global-batch 256",
+    ),
     "deepseek-v3": (DEEPSEEK, "--batch 1 --seq 4096 --devices 2048 --device h100-80g --global-batch 16384"),
     # https://huggingface.co/moonshotai/Kimi-K2-Base/blob/main/config.json
     "kimi-k2": (
@@ -79,55 +90,18 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-class Peak(threading.Thread):
-    """The most bytes that this process and those that it has forked hold together: what they share counts once."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.bytes, self._done = 0, threading.Event()
-
-    def run(self) -> None:
-        while not self._done.wait(1.0):
-            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-            self.bytes = max(self.bytes, sum(map(self._of, (os.getpid(), *children))))
-
-    def _of(self, process: object) -> int:
-        """Its pages, each divided by how many processes have it."""
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-            return next((int(x.split()[1]) * 2**10 for x in lines if x.startswith("Pss:")), 0)
-        return 0
-
-    def close(self) -> int:
-        self._done.set()
-        self.join()
-        return self.bytes
-
-
-def computed() -> float:
-    """Seconds on the CPU, of this process and of those that it has forked, once they have ended."""
-    return sum(
-        x.ru_utime + x.ru_stime for x in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    )
-
-
 def main() -> None:
     config, options = MODELS[sys.argv[1]]
-    more = sys.argv[2:]
     with tempfile.TemporaryDirectory() as folder:
-        if "--no-cache" not in more:
-            os.environ["XDG_CACHE_HOME"] = folder
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
-        for question in ("first", "second") if "--no-cache" not in more else ("first",):
-            started, peak = (time.perf_counter(), computed()), Peak()
-            peak.start()
-            from shardc.cli import app
+        started = time.perf_counter()
+        from shardc.cli import app
 
-            app(["plan", f"hf:{path}", *options.split(), *more], standalone_mode=False)
-            clock, cpu, most = time.perf_counter() - started[0], computed() - started[1], peak.close() / 2**30
-            text = f"{question} question: {clock:.1f} s, {cpu:.1f} s of them on CPUs; {most:.2f} GiB at most"
-            print(text, file=sys.stderr)
+        app(["plan", f"hf:{path}", *options.split(), *sys.argv[2:]], standalone_mode=False)
+        clock, used = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
+        cpu, most = used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20
+        print(f"{clock:.1f} s, {cpu:.1f} s of CPU; {most:.2f} GiB at most", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -341,7 +341,7 @@ def all_of_them() -> Iterator[Published]:
 def predicted(run: Published, folder: Path, compiled: bool) -> Candidate:
     model, batch = run.made(folder)
     spec = run.spec | ({"execution": {"compile": "layers"}} if compiled else {})
-    return shardc.plan(model, batch, device=run.device, global_batch=run.batch, given=spec, cache=False).candidates[0]
+    return shardc.plan(model, batch, device=run.device, global_batch=run.batch, given=spec).candidates[0]
 
 
 HEAD = """\

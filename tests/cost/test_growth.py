@@ -7,8 +7,7 @@ import torch
 
 from shardc.machine.work import Op
 from shardc.plan.few_layers import Subject
-from shardc.plan.records import Rank, Records
-from shardc.plan.source import Source
+from shardc.plan.runs import Rank, Runs
 from shardc.plan.space import CHECKPOINTS, Choice, SpecTemplate, spec
 from tests.plan.test_monotone import Stack
 
@@ -26,11 +25,11 @@ def test_ops_of_more_rows_follow_from_those_of_few(choice: Choice) -> None:
     assert CHECKPOINTS["full"] is not None
     with torch.device("meta"):
         model = Stack(6, hidden=32, wide=64, vocab=32)
-    records = Records(Source(lambda: Subject.of(model, {"ids": torch.empty(4, 32, dtype=torch.long)})))
+    runs = Runs(Subject.of(model, {"ids": torch.empty(4, 32, dtype=torch.long)}))
     template = SpecTemplate({"use": "structure"}, {"params": "float32", "compute": "bfloat16"}, ("h.*",))
     few, many = (
         sorted(
-            ops(records.ranks(spec(choice, template), rows * choice.dp, 3, None, (0,))),
+            ops(runs.ranks(spec(choice, template), rows * choice.dp, 3, None, (0,))),
             key=lambda op: (op.name, op.dtype, op.still, op.traffic),
         )
         for rows in (2, 6)

@@ -17,9 +17,7 @@ from shardc.cost import Device, device
 from shardc.machine.device import Outside
 from shardc.plan.few_layers import Subject
 from shardc.plan.planner import Planner
-from shardc.plan.records import Records
-from shardc.plan.source import Source
-from shardc.plan.space import CHECKPOINTS, ON_HOST, Choice
+from shardc.plan.runs import Runs
 
 
 class Block(nn.Module):
@@ -48,16 +46,16 @@ MODELS = ((8, 64, 256, 128), (12, 256, 512, 64), (6, 512, 2048, 4096))
 
 
 @functools.cache
-def records(model: int) -> Records:
+def runs(model: int) -> Runs:
     """Of one model: its dry runs serve all cases."""
     with torch.device("meta"):
         made = Stack(*MODELS[model])
-    return Records(Source(lambda: Subject.of(made, {"ids": torch.empty(16, 64, dtype=torch.long)})))
+    return Runs(Subject.of(made, {"ids": torch.empty(16, 64, dtype=torch.long)}))
 
 
 def planner(model: int, on: Device) -> Planner:
-    made = Planner(records(model).source, on, "bfloat16", 0.05, "it", lambda what, done, of: None)
-    made.__dict__["records"] = records(model)
+    made = Planner(runs(model).subject, on, "bfloat16", 0.05, "it", lambda what, done, of: None)
+    made.__dict__["runs"] = runs(model)
     return made
 
 
@@ -79,49 +77,3 @@ def numbers(config: pytest.Config, few: int) -> range:
     """Of what is drawn. few: how many of them, where `--fuzz` does not say."""
     first = config.getoption("--fuzz-from")
     return range(first, first + (config.getoption("--fuzz") or few))
-
-
-def best(model: int, on: Device, devices: int, batch: int) -> float:
-    """Seconds of the fastest estimate that fits; inf where nothing does."""
-    plans = planner(model, on)
-    fewer = (devices >> i for i in range(devices.bit_length()))  # others may be idle
-    found = (x for n in fewer for x in plans.estimates(n, batch, list(plans.finder.cores(n))))
-    return min((r.seconds for _, r in found if r.peak <= plans.usable), default=float("inf"))
-
-
-def test_the_best_is_no_slower_with_more(pytestconfig: pytest.Config) -> None:
-    """More devices, some of which may be idle; more memory. So no split that was left out could have been the best."""
-    for number in numbers(pytestconfig, 1):
-        r = random.Random(number)
-        model, on = r.randrange(len(MODELS)), machine(r)
-        devices, batch, memory = r.choice([1, 2, 4, 8, 16]), r.choice([8, 32]), r.choice([2e6, 2e7, 1e8])
-        found = {
-            (nbytes, n): best(model, on.model_copy(update={"memory": nbytes}), n, batch)
-            for nbytes in (memory, 2 * memory, 8 * memory, on.memory)
-            for n in (devices, 2 * devices)
-        }
-        for (nbytes, n), seconds in found.items():
-            for (more, others), faster in found.items():
-                if more >= nbytes and others >= n:
-                    assert faster <= seconds * (1 + 1e-9), (number, (nbytes, n), (more, others))
-
-
-def test_no_split_that_is_left_out_is_the_best(pytestconfig: pytest.Config) -> None:
-    """The best of the splits that bounds let through is the best of all."""
-    for number in numbers(pytestconfig, 2):
-        r = random.Random(number)
-        on, devices, model, batch = machine(r), r.choice([2, 4]), 0, 32
-        plans = planner(model, on.model_copy(update={"memory": r.choice([2e6, 2e7, 80e9])}))
-        finder, fewer = plans.finder, [devices >> i for i in range(devices.bit_length())]
-        every = [
-            rough.seconds
-            for n in fewer
-            for core in finder.cores(n)
-            for keep in CHECKPOINTS
-            if keep not in ON_HOST and (again := finder.accepted(core._replace(checkpoint=keep))) is not None
-            for some in [list(finder.choices([again], n, batch))]
-            for rough in finder.estimates.of(some, finder.library.core(Choice(**again._asdict())))
-            if rough.peak <= plans.usable
-        ]
-        found = best(model, plans.device, devices, batch)
-        assert not every or found <= min(every) * (1 + 1e-9), number

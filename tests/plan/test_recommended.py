@@ -16,13 +16,13 @@ import pytest
 from shardc.cost import Device
 from shardc.cost.caching_allocator import MIB
 from shardc.errors import ShardcError
-from shardc.plan.exact_price import Priced, price
 from shardc.plan.planner import Planner
-from shardc.plan.space import CHECKPOINTS, ON_HOST, Choice, Core, budget, spec
+from shardc.plan.price import Priced, price
+from shardc.plan.space import CHECKPOINTS, Choice, Core, budget, choices, spec
 from shardc.spec import Spec
 from tests.plan.test_monotone import MODELS, machine, numbers, planner
 
-KEEPS = [keep for keep in CHECKPOINTS if keep not in ON_HOST]
+KEEPS = [keep for keep in CHECKPOINTS if keep != "host"]
 
 
 def drawn(number: int) -> tuple[random.Random, int, Device, int, int]:
@@ -38,7 +38,7 @@ def some(plans: Planner, r: random.Random, devices: int, batch: int) -> Iterator
     splits = plans.finder.splits(devices)
     while True:
         core: Core = r.choice(splits)._replace(checkpoint=r.choice(KEEPS))
-        if found := list(plans.finder.choices([core], devices, batch)):
+        if found := list(choices([core], devices, batch, plans.finder.cuts, node=plans.device.node)):
             yield r.choice(found)
 
 

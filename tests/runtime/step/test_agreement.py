@@ -12,12 +12,12 @@ from torch import nn
 
 import shardc
 from shardc.errors import ShardcError
+from shardc.runtime.checks.shared_facts import batch_facts
 from shardc.runtime.mesh.agreement import DisagreementError, check
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
+from shardc.runtime.stage.not_finite import NotFiniteError
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
-from shardc.runtime.step.not_finite import NotFiniteError
-from shardc.runtime.step.shared_facts import batch_facts
 
 
 class Net(nn.Module):

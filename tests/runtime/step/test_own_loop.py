@@ -17,11 +17,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardc
 from shardc.errors import ShardcError
+from shardc.runtime.checks.tensor_parts import TensorPart
+from shardc.runtime.checks.tensor_parts import part as part_of
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
-from shardc.runtime.step.tensor_parts import TensorPart
-from shardc.runtime.step.tensor_parts import part as part_of
 
 
 class Net(nn.Module):

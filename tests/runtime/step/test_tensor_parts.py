@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 
 import shardc
 from shardc.errors import ShardcError
+from shardc.runtime.checks.tensor_parts import ParameterPart, TensorPart
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.module import ShardedModule
-from shardc.runtime.step.tensor_parts import ParameterPart, TensorPart
 from tests.runtime.step.test_own_loop import BATCH, NET, SPECS, backward, compiled
 
 Make = Callable[[nn.Parameter], Any]

@@ -8,8 +8,9 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -78,3 +79,23 @@ class SteppedOnce:
 def _count(scheduler: LRScheduler) -> int:
     """How often it was stepped."""
     return int(getattr(scheduler, "_step_count", 0))
+
+
+class SteppedLoss(Tensor):
+    """As a plain tensor, which it is in a file and in a copy."""
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        fix = "leave .backward() out; or write the loop around program.module(model), whose loss has one"
+        raise ShardcError("the engine has run backward: this is a detached number", where="loss.backward()", fix=fix)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(Tensor))
+
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(Tensor), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.as_subclass(Tensor).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

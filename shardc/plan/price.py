@@ -1,4 +1,4 @@
-"""The exact price of a spec, from dry runs of its own: a schedule assembled from stages of layers, or the whole program
+"""The price of a spec, from dry runs of its own: a schedule assembled from stages of a few layers, or the whole program
 where it is small.
 
 `Priced` is step time, what it is spent on, peak memory by kind, and what a device has to have for it, on the spec's own
@@ -9,38 +9,43 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from shardc.cost.recorded import parts
+from shardc.cost.peak_memory import reserve
+from shardc.cost.recorded import HOST, DryRun, parts
+from shardc.cost.step import assemble
 from shardc.ir.layers import layer_of
 from shardc.machine.collectives import collective_seconds
-from shardc.plan.dry_runs import Library, Stages, fill
-from shardc.plan.records import spec_text
-from shardc.plan.reserved_bytes import Few, outside, reserved
-from shardc.plan.stage_vectors import (
+from shardc.machine.work import Part, Storage
+from shardc.plan.runs import Library, Stages, fill
+from shardc.plan.stage import (
     BYTES,
     CAUSES,
     FLOPS,
-    HERE,
     HIGH,
     NET,
     OF_UPDATE,
     SENT,
+    SHARED,
     WHAT,
+    Key,
     Meter,
     Stage,
     Vector,
+    computing,
     part_of,
+    parts_of,
     roles,
     typical,
 )
 from shardc.runtime import schedule as schedules
-from shardc.runtime.schedule import Costs, Schedule
+from shardc.runtime.schedule import SCHEDULES, Costs, Schedule
 from shardc.spec import Spec
 
 #: Of causes of time: waiting for other stages.
@@ -56,7 +61,7 @@ class Priced:
     kinds: bytes at the peak, by kind, of the rank that has the highest; at: its coordinate on the pipeline's axis.
     reserved: bytes that torch's allocator takes for these tensors, of the rank that has most; outside: bytes of a
     device that are not the allocator's (as of shardc.cost.step.Cost).
-    spent: seconds of the busiest rank, by cause (stage_vectors.WHAT), and "bubble"; flops: that it computes. counts:
+    spent: seconds of the busiest rank, by cause (stage.WHAT), and "bubble"; flops: that it computes. counts:
     layers of each stage of a pipeline. exact: from a dry run of its own mesh, not estimated from a similar one.
     """
 
@@ -89,16 +94,6 @@ class Priced:
 
 def price(library: Library, spec: Spec, batch: int) -> Priced:
     """The price of a spec for a global batch of so many rows. Raises ShardcError if compile does."""
-    p = spec.pipeline
-    if p is not None and p.schedule not in schedules.SCHEDULES:  # a file of the user's, which may change
-        return _price(library, spec, batch)
-    question = {"price": spec_text(spec), "batch": batch, "sequence": library.sequence, "layers": library.number}
-    question["on"] = library.device.model_dump(mode="json", exclude={"source", "nodes"})
-    found = library.records.answer(question, lambda: asdict(_price(library, spec, batch)))
-    return Priced(**{**found, "counts": tuple(found["counts"])})
-
-
-def _price(library: Library, spec: Spec, batch: int) -> Priced:
     layers = library.layers
     each = spec.batch.microbatches
     some = min(each, 3)  # the first, one like all between, the last
@@ -108,19 +103,19 @@ def _price(library: Library, spec: Spec, batch: int) -> Priced:
     if batch % (each * spec.data_ranks):
         return _whole(library, spec, batch)  # compile raises the error
     side_by_side = spec.execution.overlap != "none"  # a pair costs what its text takes
-    if side_by_side or not library.records.treats_layers_alike(spec):
+    if side_by_side or not library.runs.treats_layers_alike(spec):
         return _whole(library, spec, batch)
     p, bucket = spec.pipeline, _bucket(spec) if _summing(spec) > 1 else 0.0
     if p is None or spec.mesh.size(p.axis) == 1:
         less.pop("pipeline", None)
-        stage, few = library.alone(less, rows, bucket)
-        return _composed(library, spec, batch, [stage], few, schedules.alone(each), ())
+        stage, only = library.alone(less, rows, bucket)
+        return _composed(library, spec, batch, [stage], [only], schedules.alone(each), ())
     pairs = p.schedule in schedules.SCHEDULES and schedules.SCHEDULES[p.schedule].pairs
     if layers is None or p.schedule not in schedules.SCHEDULES or pairs:  # a pair costs what its text takes
         return _whole(library, spec, batch)
     stages = library.pipelined(less, rows, p.axis)
     counts = counted(spec, stages, layers.number)
-    middle, two = stages.weights[1].trained, stages.ranks["two"].weights.trained
+    middle, two = stages.ranks["one"].weights.trained, stages.ranks["two"].weights.trained
     times = fill(bucket, two - middle)
     if 1 < times < max(counts) / layers.period:  # else it fills none
         if library.number is None and library.short(times):
@@ -128,8 +123,10 @@ def _price(library: Library, spec: Spec, batch: int) -> Priced:
         if not library.short(times):
             stages = library.pipelined(less, rows, p.axis, times)
     schedule = schedules.make(p.schedule, stages=len(counts), ranks=spec.mesh.size(p.axis), microbatches=each)
-    costs = [stages.highest(i, len(counts), n) for i, n in enumerate(counts)]
-    return _composed(library, spec, batch, costs, stages.few(counts), schedule, counts)
+    costs = [stages.at(i, len(counts), n) for i, n in enumerate(counts)]
+    first, one, last = (stages.ranks[name].run for name in ("first", "one", "last"))
+    few = [first, *[one] * (len(counts) - 2), last]
+    return _composed(library, spec, batch, costs, few, schedule, counts)
 
 
 def _summing(spec: Spec) -> int:
@@ -152,17 +149,20 @@ def counted(spec: Spec, stages: Stages, layers: int) -> tuple[int, ...]:
     if p.cut is not None and all(layer_of(name) for name in p.cut):
         starts = [0, *(int(layer_of(name)[1]) for name in p.cut), layers]  # type: ignore[index]
         return tuple(b - a for a, b in pairwise(starts))
-    return balanced(stages, p.stages or schedules.default_stages(p.schedule, spec.mesh.size(p.axis)), layers)
+    count = p.stages or schedules.default_stages(p.schedule, spec.mesh.size(p.axis))
+    return balanced(beside_layers(stages), count, layers, stages.before)
 
 
-def balanced(stages: Stages, count: int, layers: int) -> tuple[int, ...]:
-    """Layers for each of `count` stages, such that the slowest is as fast as possible."""
-    first, last = beside_layers(stages)
+def balanced(beside: tuple[float, float], count: int, layers: int, before: int) -> tuple[int, ...]:
+    """Layers for each of `count` stages, such that the slowest is as fast as possible. beside: what the first and the
+    last take for what is no layer, in the time of a layer; before: layers that the first has in any case.
+    """
+    first, last = beside
     busy = [1.0] * count
     busy[0] += first
     busy[-1] += last
-    more = spread(busy, layers - count - stages.before)
-    return tuple(1 + (stages.before if i == 0 else 0) + n for i, n in enumerate(more))
+    more = spread(busy, layers - count - before)
+    return tuple(1 + (before if i == 0 else 0) + n for i, n in enumerate(more))
 
 
 def beside_layers(stages: Stages) -> tuple[float, float]:
@@ -170,14 +170,13 @@ def beside_layers(stages: Stages) -> tuple[float, float]:
     least what it computes, as two may wait less for gathers than one does, which has nothing to hide them.
     """
 
-    def seconds(s: Stage, causes: slice = slice(None)) -> float:
-        return float(sum(typical(s, kind)[CAUSES][causes].sum() for kind in computing(s)))
+    def seconds(s: Stage, causes: slice = CAUSES) -> float:
+        return float(sum(typical(s, kind)[causes].sum() for kind in computing(s)))
 
-    def more(causes: slice = slice(None)) -> float:
-        return seconds(stages.two, causes) - seconds(stages.one, causes)
-
-    one, layer = seconds(stages.one), max(more(), more(slice(HERE)), 1e-12) / stages.period
-    return (seconds(stages.first) - one) / layer, (seconds(stages.last) - one) / layer
+    here = slice(CAUSES.start, CAUSES.start + 3)
+    one, two = stages.one, stages.two
+    more = max(seconds(two) - seconds(one), seconds(two, here) - seconds(one, here), 1e-12) / stages.period
+    return (seconds(stages.first) - seconds(one)) / more, (seconds(stages.last) - seconds(one)) / more
 
 
 def spread(busy: Sequence[float], layers: int) -> list[int]:
@@ -212,11 +211,11 @@ def _composed(
     spec: Spec,
     batch: int,
     stages: Sequence[Stage],
-    few: Few,
+    few: Sequence[DryRun],
     schedule: Schedule,
     counts: tuple[int, ...],
 ) -> Priced:
-    """A step, assembled from the parts of its stages."""
+    """A step, assembled from the parts of its stages. few: the dry runs that stand for theirs, with few layers."""
     peaks, ends = [], []
     for rank in range(schedule.ranks):
         mine = schedule.stages_of(rank)
@@ -246,14 +245,10 @@ def _composed(
     by = dict(zip(BYTES, map(float, peaks[fullest]), strict=True))
     by["temporaries"] += by.pop("still")
     kinds = {k: n for k, n in by.items() if n > 0}
-    beside = outside(library.device, few)
+    beside = library.device.outside_bytes(max(len(_communicators(run)) for run in few))
     live = [float(v.sum()) for v in peaks]
-    room = library.device.memory - beside
-    known = library.records.reserved  # however fast a device is
-    key = spec_text(spec), batch, library.sequence, library.number, counts, library.device.kind, room, *live
-    if key not in known:
-        known[key] = reserved(library.device, few._replace(bucket=_bucket(spec)), schedule, live, room)
-    return Priced(batch, step, kinds, spent, known[key], beside, fullest, counts, flops=float(each[slow][FLOPS]))
+    taken = reserved(library, few, schedule, live, library.device.memory - beside)
+    return Priced(batch, step, kinds, spent, taken, beside, fullest, counts, flops=float(each[slow][FLOPS]))
 
 
 def once_a_step(ends: Sequence[Vector]) -> Vector:
@@ -269,11 +264,6 @@ def _all(s: Stage, microbatches: int) -> Vector:
     """All microbatches on a stage: the first and the last one, and those between."""
     some = {"first": 1, "middle": max(microbatches - 2, 0), "last": int(microbatches > 1)}
     return np.sum([n * part_of(s, kind, which) for kind in computing(s) for which, n in some.items()], 0)  # type: ignore[no-any-return]
-
-
-def computing(s: Stage) -> tuple[str, ...]:
-    """The actions that a microbatch is, in a stage."""
-    return ("F", "I", "W") if any(k == "I" for k, _ in s) else ("F", "B")
 
 
 def costs(stages: Sequence[Stage], transfer: Mapping[tuple[int, int], float], schedule: Schedule) -> Costs:
@@ -332,17 +322,15 @@ def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = (
     """A spec whose program is compiled as it is, with a dry run of each of its ranks. counts: of layers of its stages,
     which it leaves open.
     """
-    from shardc.cost.step import assemble  # needs the passes, as does what it prices
-
     if counts:
         p = {k: v for k, v in spec.to_dict()["pipeline"].items() if k not in ("stages", "cut")}
         spec = Spec.load({**spec.to_dict(), "mesh": dict(spec.mesh.axes), "pipeline": {**p, "balance": counts}})
-    program, each = library.records.compiled.whole(spec, batch, library.sequence)
+    program, each = library.runs.whole(spec, batch, library.sequence)
     schedule = schedules.of(program)
     cost = assemble(program, schedule, each, library.device)
     spent: list[dict[str, float]] = []
     for r in each:
-        clock = Meter.of(library.device, program.mesh, r.rank, roles(spec))
+        clock = Meter(library.device, program.mesh, r.rank, roles=roles(spec))
         for _, part in parts(r, schedule.actions[r.at]):
             clock.run(part)
         spent.append(clock.spent)
@@ -352,3 +340,110 @@ def _whole(library: Library, spec: Spec, batch: int, counts: tuple[int, ...] = (
     flops = cost.ranks[spent.index(most)].flops
     kinds, taken = dict(peak.memory.kinds), (float(cost.reserved), float(cost.outside))
     return Priced(batch, cost.step_seconds, kinds, shown, *taken, peak.at, counts, flops=float(flops))
+
+
+# --- what the allocator takes
+
+
+def _communicators(run: DryRun) -> set[str]:
+    return {r.axis for _, part in parts_of(run) for r in part.sent if r.bytes}
+
+
+#: What has less than this share of the highest live bytes reserves less.
+_LIKELY = 0.8
+
+
+def reserved(library: Library, few: Sequence[DryRun], schedule: Schedule, live: Sequence[float], room: float) -> float:
+    """Bytes that torch's allocator takes, of the rank that has most: its rules run over the rank's own actions on
+    stages of few layers, which get as much room as the live bytes of all others leave. live: at most, of each rank.
+    room: bytes that there are for tensors.
+    """
+    if library.device.kind == "cpu" or max(live) > room:
+        return max(live)
+    ends = 0, schedule.ranks - 1
+    middle = max(range(schedule.ranks), key=lambda r: (r not in ends, live[r]))
+    short = _shortened(schedule)
+    likely = sorted(r for r in {*ends, middle} if live[r] > _LIKELY * max(live))
+    return max(max(_reserved(few, short, r, live[r], room), live[r]) for r in likely)
+
+
+def _reserved(few: Sequence[DryRun], schedule: Schedule, rank: int, live: float, room: float) -> float:
+    own: dict[int, DryRun] = {}
+    for s in schedule.stages_of(rank):
+        own[s] = _copied(few[s]) if any(few[s] is run for run in own.values()) else few[s]
+    step, resident = list(_step(own, schedule, rank)), [s for run in own.values() for s in run.resident]
+    there = high = sum(s.nbytes for s in resident if s.kind != HOST)
+    held = dict.fromkeys(resident, 1)
+    for part, _ in step:
+        for sign, x in part.changes:
+            if x.kind != HOST and held.get(x, 0) + sign >= 0:
+                held[x] = held.get(x, 0) + sign
+                there += sign * x.nbytes
+                high = max(high, there)
+    others = max(live - high, 0.0)
+    return reserve(resident, step, max(room - others, high)) + others
+
+
+def _copied(run: DryRun) -> DryRun:
+    """The same with storages of its own."""
+    copies: dict[Storage, Storage] = {}
+
+    def part(p: Part) -> Part:
+        return replace(p, changes=[(sign, copies.setdefault(s, Storage(s.nbytes, s.kind))) for sign, s in p.changes])
+
+    return replace(
+        run,
+        resident=tuple(copies.setdefault(s, Storage(s.nbytes, s.kind)) for s in run.resident),
+        before=part(run.before),
+        actions=tuple((a, part(p)) for a, p in run.actions),
+        after=part(run.after),
+        update=part(run.update),
+    )
+
+
+def _shortened(schedule: Schedule) -> Schedule:
+    """The same with fewer microbatches, of which a rank keeps as many at once: the rest is repetition."""
+    ranks, most, per_rank = schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks
+    if ranks == 1:
+        return schedules.alone(min(most, 4))
+    kept = SCHEDULES[schedule.name].kept
+    for n in range(2 * ranks, most, ranks):
+        if all(kept(ranks, per_rank, n, first) == kept(ranks, per_rank, most, first) for first in (True, False)):
+            return schedules.make(schedule.name, stages=schedule.stages, ranks=ranks, microbatches=n)
+    return schedule
+
+
+def _step(runs: Mapping[int, DryRun], schedule: Schedule, rank: int) -> Iterator[tuple[Part, bool]]:
+    """The parts of a step, as shardc.cost.peak_memory.reserve takes them."""
+    named = {stage: _microbatches(run) for stage, run in runs.items()}
+    last = schedule.microbatches - 1
+    yield from ((run.before, False) for run in runs.values())
+    for a in schedules.computed(schedule.actions[rank]):
+        if a.stage < 0:
+            continue
+        which = "first" if a.microbatch == 0 else "last" if a.microbatch == last else "middle"
+        yield from ((part, False) for part in _same(named[a.stage], a.kind, which if a.microbatch >= 0 else ""))
+    yield from ((run.after, i == 0) for i, run in enumerate(runs.values()))
+    yield from ((run.update, False) for run in runs.values())
+
+
+def _microbatches(run: DryRun) -> dict[Key, Part]:
+    """The parts of a step. A microbatch that stands for many leaves nothing, as in `stage`."""
+    found = dict(reversed(list(parts_of(run))))
+    several = len({a.microbatch for a, _ in run.actions if a.microbatch >= 0}) > 1
+    for which, stays in (("first", SHARED), ("middle", ())) if several else ():
+        end = next((key for kind in "WB" if (key := (kind, which)) in found), None)
+        if end is not None:
+            left = Counter[Storage]()
+            for sign, storage in (x for (_, w), part in found.items() if w == which for x in part.changes):
+                left[storage] += sign
+            freed = [(-1, s) for s, n in left.items() if n > 0 and s.kind not in stays]
+            found[end] = replace(found[end], changes=[*found[end].changes, *freed])
+    return found
+
+
+def _same(named: Mapping[Key, Part], kind: str, which: str) -> Iterator[Part]:
+    """An action, or the same of the most similar microbatch, of a backward that is divided or not: as `part_of`."""
+    there, divided = {k for k, _ in named}, {"I": ("B",), "B": ("I", "W")}
+    for one in (kind,) if kind in there else divided.get(kind, ()):
+        yield from [named[one, w] for w in (which, "middle", "last", "first") if (one, w) in named][:1]

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.runtime.step.every_optimizer import observe
-from shardc.runtime.step.optimizer_marks import OptimizerMarks
+from shardc.runtime.checks.every_optimizer import observe
+from shardc.runtime.checks.optimizer_marks import OptimizerMarks
 from shardc.runtime.zero.flat_partition import Run
 from shardc.runtime.zero.optimizer_check import check_sharded
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.runtime.step import parameter_parts, state_dict_marks
+from shardc.runtime.checks import parameter_parts, state_dict_marks
 from shardc.runtime.zero.flat_partition import Run
 from shardc.runtime.zero.optimizer_list import members_of
 

@@ -1,7 +1,7 @@
 """Who is told before each step of every optimizer of the process: a module is not given its optimizer, as an engine is.
 
 One hook of torch's for all, made when there is somebody to tell. It only looks, and tells no one while nobody lives.
-While an optimizer of torch's own steps, parts are the plain tensors that they are (shardc.runtime.step.tensor_parts):
+While an optimizer of torch's own steps, parts are the plain tensors that they are (shardc.runtime.checks.tensor_parts):
 it was tried on parts before, and looks up a parameter some 20 times.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardc.runtime.step import tensor_parts
+from shardc.runtime.checks import tensor_parts
 
 
 class Observer(Protocol):

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardc.runtime.checks.every_optimizer import observe, observers
 from shardc.runtime.mesh.agreement import SAME_OPTIMIZER, DisagreementError, Fact, fingerprint, hashed
-from shardc.runtime.step.every_optimizer import observe, observers
-from shardc.runtime.step.lr import rates_text
-from shardc.runtime.zero.optimizer_list import class_of
+from shardc.runtime.zero.optimizer_list import class_of, rates_text
 
 _SAME_LOSS = (
     "the loss that the module returns is the whole batch's, alike on all ranks: a factor or another term that is made"

@@ -1,5 +1,5 @@
-"""The parameters of which ranks have parts, and let know it (shardc.runtime.step.tensor_parts): those of a module, and
-those of an engine once somebody asks for them.
+"""Make parameters of which ranks have parts `ParameterPart`s (shardc.runtime.checks.tensor_parts): those of a module,
+and those of an engine once somebody reads them.
 
 torch.distributed.checkpoint takes a plain tensor for the whole one, alike on all ranks, of which it writes one. It asks
 a tensor first how it is to be written: parts refuse, as parameters, in a state_dict and in an optimizer's.
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import UnknownParameterError
+from shardc.runtime.checks import tensor_parts
+from shardc.runtime.checks.tensor_parts import Origin
 from shardc.runtime.stage.clip_grad_norm import norm_axes
-from shardc.runtime.step import tensor_parts
-from shardc.runtime.step.tensor_parts import Origin
 
 
 def watch(program: Program, params: Mapping[str, nn.Parameter], runs: Collection[str]) -> None:

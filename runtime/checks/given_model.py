@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardc.runtime.step.user_changes import Notes, hooks_of
+from shardc.runtime.checks.user_changes import Notes, hooks_of
 
 _LOST = "changed after {made} was made of the model, which has a copy: this changes nothing there; "
 _AGAIN = "compile again after the change, and load the weights (save, load) into what comes out"
@@ -92,7 +92,7 @@ class GivenModel:
         return self._changes(model)
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """Of `shardc.runtime.step.every_optimizer`."""
+        """Of `shardc.runtime.checks.every_optimizer`."""
         model = self._model() if self._model is not None else None
         if model is None or not self._used or self._in_vain:
             return

@@ -1,0 +1,12 @@
+"""What an engine and a module check of the user's code, beside their step. Not checked: docs/not-checked.md.
+
+shared_facts        what all ranks share: program, options, batch, learning rates (compared in shardc.runtime.mesh)
+user_changes        the model that was compiled: frozen, hooked, other modes or attributes; given_model: the model that
+                    an engine took its weights from
+loop_watch          what a loop does between two forwards, the same on all ranks; optimizer_watch: its optimizer, before
+                    the first step; both see all optimizers by every_optimizer
+tensor_parts        parameters and gradients of which a rank has a part: they refuse what mixes elements;
+                    parameter_parts: which parameters these are
+state_dict_marks    whose slices a module's state_dict has; optimizer_marks: an optimizer's
+stepped_once        an optimizer, a schedule or a loss that an engine has stepped already
+"""

@@ -1,0 +1,173 @@
+"""Questions beside which spec is best: the largest number that fits, what would help most, the best of some clusters.
+
+The largest is solved on the curve through the points that were priced, and confirmed by pricing it and the next one. A
+step's live memory is a polynomial of low degree in rows and in sequence length (piecewise: the op at the peak may
+change), so two or three points lead near the answer. What is reserved for it goes up in steps, so close to the answer
+the curve says little: where a guess does not halve what is left, the next one does.
+
+Dry runs do not depend on the device, so what another device would change costs arithmetic only; what another spec
+would, dry runs of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardc.cost.device_file import device, names
+from shardc.errors import ShardcError
+from shardc.machine.device import Device
+from shardc.plan.price import Priced, price
+from shardc.plan.runs import Library
+from shardc.spec import Spec
+
+if TYPE_CHECKING:
+    from shardc.plan.result import Plan
+
+
+@dataclass
+class Largest:
+    """The largest n >= 1 with peak(n) <= limit, at most `most`; 0 if there is none. peaks: what was priced. peak
+    returns inf where n is not possible.
+    """
+
+    peak: Callable[[int], float]
+    limit: float
+    most: int = 1 << 30
+    peaks: dict[int, float] = field(default_factory=dict)
+
+    def at(self, n: int) -> float:
+        if n not in self.peaks:
+            self.peaks[n] = self.peak(n)
+        return self.peaks[n]
+
+    def solve(self, start: int = 1) -> int:
+        low, high = 0, self.most + 1  # low fits, high does not
+        n = max(min(start, self.most), 1)
+        while high - low > 1:
+            left = high - low
+            if self.at(n) <= self.limit:
+                low = max(low, n)
+            else:
+                high = min(high, n)
+            slow = 2 * (high - low) > left and low > 0 and high <= self.most
+            n = min(max((low + high) // 2 if slow else self._guess(low, high), low + 1), high - 1)
+        return low
+
+    def _guess(self, low: int, high: int) -> int:
+        """Where the curve through the known points crosses the limit."""
+        known = sorted((n, p) for n, p in self.peaks.items() if np.isfinite(p))
+        if len(known) < 2:
+            return 2 * low if high > self.most else (low + high) // 2
+        near = sorted(known, key=lambda x: abs(x[1] - self.limit))[:3]
+        curve = np.polynomial.Polynomial.fit([n for n, _ in near], [p - self.limit for _, p in near], len(near) - 1)
+        complex_roots = [complex(r) for r in curve.roots()]
+        roots = [r.real for r in complex_roots if abs(r.imag) < 1e-6 and low - 1 < r.real < high + 1]
+        if not roots:
+            return 4 * max(low, 1) if high > self.most else (low + high) // 2
+        guess = int(np.floor(max(roots) + 1e-9))
+        tried = guess in self.peaks
+        return guess + 1 if tried and guess == low else guess
+
+
+# --- what would help
+
+#: A vocabulary of 50,257 makes rows of the head's products begin anywhere, which keeps them from a GPU's usual kernels.
+ALIGNED = "sizes of products that are multiples of 8 (a padded vocabulary)"
+
+
+def what_if(library: Library, spec: Spec, batch: int, usable: float) -> list[dict[str, Any]]:
+    """[{"what", "step_seconds", "ratio", "fits"}], the most helpful first; ratio: of a step's time to that on this
+    device. usable: bytes of the device's memory that a step may use; of another device, the same share.
+    """
+    now = price(library, spec, batch)
+    share = usable / library.device.memory
+
+    def answer(what: str, other: Device, priced: Priced) -> dict[str, Any]:
+        fits = priced.needs <= share * other.memory
+        return {"what": what, "step_seconds": priced.seconds, "ratio": priced.seconds / now.seconds, "fits": fits}
+
+    found = [answer(what, other, price(library.on(other), spec, batch)) for what, other in _others(library.device)]
+    for what, one in _specs(spec):
+        with contextlib.suppress(ShardcError):  # what compile refuses would not help
+            found.append(answer(what, library.device, price(library, one, batch)))
+    found = [x for x in found if x["what"] != ALIGNED or x["ratio"] < 1]  # of interest where some are not
+    return sorted(found, key=lambda x: x["ratio"])
+
+
+def _specs(spec: Spec) -> Iterator[tuple[str, Spec]]:
+    """The spec with less to compute or to move."""
+    now = spec.to_dict()
+    if spec.checkpoint:
+        yield "nothing computed again (no checkpoint:)", Spec.load({k: v for k, v in now.items() if k != "checkpoint"})
+    if spec.execution.compile == "none":
+        execution = {**spec.execution.model_dump(), "compile": "layers"}
+        yield "element-wise work compiled (execution: {compile: layers})", Spec.load({**now, "execution": execution})
+
+
+def _others(d: Device) -> Iterator[tuple[str, Device]]:
+    """Devices that are twice as good as this one in one respect; and those that there are."""
+
+    def but(**changes: Any) -> Device:
+        return d.model_copy(update=changes)
+
+    yield "products twice as fast", but(flops={k: 2 * n for k, n in d.flops.items()})
+    yield "memory twice as fast", but(bandwidth=2 * d.bandwidth)
+    yield "links in a node twice as fast", but(within=_twice(d.within))
+    yield "links between nodes twice as fast", but(between=_twice(d.between), beyond=d.beyond and _twice(d.beyond))
+    if d.host or d.launch:
+        yield "no time to start ops (fused, or captured)", but(host=0.0, launch=0.0)
+    if d.products and d.products.unaligned:
+        yield ALIGNED, but(products=d.products.model_copy(update={"unaligned": {}}))
+    for name in names():
+        if d.kind == "gpu" and name != d.name:
+            yield f"on {name}", device(name)
+
+
+def _twice(link: Any) -> Any:
+    return link.model_copy(update={"bandwidth": 2 * link.bandwidth, "peer": link.peer and 2 * link.peer})
+
+
+# --- clusters
+
+
+def check_prices(prices: Mapping[str, float], names: Sequence[str]) -> None:
+    """Raises ShardcError for prices that are none, or of devices that nobody asked for."""
+    for name, hourly in prices.items():
+        if name not in names:
+            raise ShardcError(f"a price of {name!r}, which is not planned for", where="--price", fix=f"one of {names}")
+        if not hourly > 0:
+            raise ShardcError(f"{hourly} is no price of an hour", where="--price", fix="a number above 0, such as 2.5")
+
+
+def best_cluster(plans: Sequence[Plan], prices: Mapping[str, float]) -> Plan:
+    """The plan of the best cluster, with all of them among its answers: `clusters`, the best first. prices: of an hour
+    of one device, by the device's name.
+    """
+    found = []
+    for plan in plans:
+        a, c = plan.target, plan.candidates[0] if plan.candidates else None
+        fits = c is not None and c.fits
+        one: dict[str, Any] = {"device": a.device.name, "devices": a.devices, "fits": fits}
+        if c is not None and fits:
+            one |= {"step_seconds": c.step_seconds, "mfu": c.mfu, "rows_per_second": c.rows_per_second}
+            if a.device.name in prices:
+                hourly = a.devices * prices[a.device.name]
+                one |= {"price_per_hour": hourly, "price_per_row": hourly / 3600 / c.rows_per_second}
+                if a.sequence:
+                    one["price_per_million_tokens"] = one["price_per_row"] / a.sequence * 1e6
+        found.append((plan, one))
+    every = all("price_per_row" in one for _, one in found if one["fits"])
+
+    def rank(x: tuple[Plan, dict[str, Any]]) -> tuple[bool, float]:
+        one = x[1]
+        return not one["fits"], 0.0 if not one["fits"] else one["price_per_row"] if every else -one["rows_per_second"]
+
+    found.sort(key=rank)
+    plan, one = found[0]
+    answer = {"what": "the cheapest" if every else "the fastest", "value": one["device"] if one["fits"] else None}
+    return replace(plan, answers={**plan.answers, "clusters": {**answer, "clusters": [x for _, x in found]}})
