@@ -84,7 +84,9 @@ class EngineState:
     def _tell(self, note: str) -> None:
         raise NotImplementedError
 
-    def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = KEEP_LAST, overwrite: bool = False) -> None:
+    def save(
+        self, folder: str | Path, *, wait: bool = True, keep: int | None = KEEP_LAST, overwrite: bool = False
+    ) -> None:
         """Write a checkpoint that any mesh can load, `folder/step-N`: parameters, buffers, optimizer, scheduler,
         loaders, step, seed. Collective.
 
