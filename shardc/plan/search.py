@@ -49,13 +49,13 @@ SLOWER, LARGER = 1.12, 1.3
 BEST = 64
 #: What needs so many times the memory at first is not priced.
 FAR = 2.0
-#: Until a block with other recomputation is run: which part of the way from nothing to everything that is, in time, and
-#: in bytes.
+#: Until a block with other recomputation is run: which part of the way from nothing to everything that is at best, in
+#: time, and in bytes.
 SHARES: dict[Keep, tuple[float, float]] = {
-    "cheap": (0.05, 0.4),
-    "products": (0.2, 0.6),
-    "selective": (0.3, 0.7),
-    "sent": (0.4, 0.75),
+    "cheap": (0.05, 0.6),
+    "products": (0.15, 0.65),
+    "selective": (0.3, 0.8),
+    "sent": (0.4, 0.85),
     "half": (0.5, 0.5),
     "quarter": (0.75, 0.75),
     "eighth": (0.875, 0.875),
