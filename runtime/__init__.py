@@ -5,6 +5,7 @@ here knows the compiler.
     mesh/        collectives by mesh axis: over torch.distributed, or between threads of one process
     schedule/    pipeline schedules as data: SCHEDULES, their text, the proof that they end
     stage/       the graphs of a program's stages, run on one rank: interpreter, outputs, errors of ops
+    checks/      what an engine and a module check of the user's code, beside their step
     step/        one rank's training step: engine, module, loss scaling
     compiled/    pieces of graphs of a step as compiled code
     matrices/    optimizers that need whole matrices, each of which has an owner

@@ -76,7 +76,9 @@ class Timeline:
         return sum(s.end - s.start for s in self.slots[rank])
 
     def bubble(self, rank: int | None = None) -> float:
-        """The part of the time in which the rank (None: all of them, on average) does nothing."""
+        """The part of the time in which the rank (None: all of them, on average) waits for others."""
+        if len(self.slots) == 1:
+            return 0.0
         ranks = range(len(self.slots)) if rank is None else (rank,)
         return 1 - sum(map(self.busy, ranks)) / (len(ranks) * self.end) if self.end else 0.0
 

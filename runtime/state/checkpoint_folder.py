@@ -25,7 +25,7 @@ from shardc.runtime.state.checkpoint_index import FILE, Index
 
 _NAME = re.compile(r"step-([0-9]{6,18})(?:\.([0-9]{1,6}))?(\.old)?")
 #: So many checkpoints stay, the last ones (the command line has the same default, without torch).
-KEEPS = 2
+KEEP = 2
 WORK = ".saving-"
 LOCK = ".lock"
 _OLDER_FORMAT = (".metadata", "manifest.json")
@@ -117,7 +117,7 @@ def aside(g: Generation) -> Path:
     return g.path.with_name(g.path.name + ".old")
 
 
-def prune(folder: Path, keep: int = KEEPS, *, known: Path | None = None) -> list[Path]:
+def prune(folder: Path, keep: int = KEEP, *, known: Path | None = None) -> list[Path]:
     """Remove all but the last `keep` complete checkpoints of a folder, and what is damaged and older than those. known:
     one that need not be looked at. Gives what was removed. The caller has the folder's lock.
     """

@@ -26,7 +26,7 @@ from shardc.runtime.reshard.places import Plan
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage.clip_grad_norm import parameter_norms
 from shardc.runtime.state.boxes import Part
-from shardc.runtime.state.checkpoint_folder import KEEPS
+from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.saving_optimizer import fill, room_for, state_parts
 from shardc.runtime.step import lr, resumed
@@ -84,7 +84,7 @@ class EngineState:
     def _tell(self, note: str) -> None:
         raise NotImplementedError
 
-    def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = KEEPS, overwrite: bool = False) -> None:
+    def save(self, folder: str | Path, *, wait: bool = True, keep: int | None = KEEP, overwrite: bool = False) -> None:
         """Write a checkpoint that any mesh can load, `folder/step-N`: parameters, buffers, optimizer, scheduler,
         loaders, step, seed. Collective.
 

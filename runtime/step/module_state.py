@@ -21,7 +21,7 @@ from shardc.runtime.mesh import agreement, replicas
 from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
 from shardc.runtime.reshard.between import End, Reshard, move_weights
 from shardc.runtime.stage.clip_grad_norm import norm_axes, parameter_norms
-from shardc.runtime.state.checkpoint_folder import KEEPS
+from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.step import resumed
 from shardc.runtime.step.module_running import Running
 from shardc.runtime.zero.optimizer_list import as_one
@@ -66,7 +66,7 @@ class ModuleState(nn.Module):
         optimizer: Any = None,
         *,
         extra: Mapping[str, Any] | None = None,
-        keep: int | None = KEEPS,
+        keep: int | None = KEEP,
         overwrite: bool = False,
     ) -> None:
         """Write a checkpoint that any mesh can load, `folder/step-N` with N the training forwards done: parameters,

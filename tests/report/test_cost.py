@@ -66,8 +66,5 @@ def test_a_snapshot_is_what_torch_s_viewer_reads() -> None:
         named = [[f["name"] for f in e["frames"]] for e in events]
         assert any(name[0].startswith("activations [") and name[-1].startswith("forward of ") for name in named)
         assert any(f["filename"].endswith(".py") and f["line"] > 0 for e in events for f in e["frames"])
-    text = _memory_viz.trace(made)  # a line for each event; it fails for what it does not know
-    assert text.count("MEM[") == sum(e["action"] == "alloc" for events in made["device_traces"] for e in events)
-    assert [line for line in text.splitlines() if line.startswith("Device ")] == [
-        f"Device {i} ----------------" for i in range(len(found().ranks))
-    ]
+        text = _memory_viz.trace({"segments": [], "device_traces": [events]})  # it fails for what it does not know
+        assert text.count("MEM[") == sum(e["action"] == "alloc" for e in events)

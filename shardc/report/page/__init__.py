@@ -9,8 +9,8 @@ plan.js         the page of a plan, in the frame plan.html
 document.js     turns elements into the document's; page.js: tabs, search, keys, the address
 dagre.min.js    lays graphs out (docs/decisions.md, 68): @dagrejs/dagre 3.1.3, MIT (dagre.LICENSE), unchanged from npm
 
-Data and scripts stand in the file apart from each other: names of a model are JSON, and become text of the page, never
-HTML. A content security policy allows the page's own scripts, by their digests, and nothing from anywhere else.
+Data and scripts are apart in the file: names of a model are JSON, and become text of the page, never HTML. A content
+security policy allows the page's own scripts, by their digests, and nothing from anywhere else.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ function apply(key) {
 
 /** Draw a run's trace below the predicted step. */
 function layRun(file) {
-  file.text().then((text) => { view.run = runOf(JSON.parse(text), file.name); }).catch((e) => { view.run = { said: `${file.name} is no trace: ${e.message}`, end: 0, ranges: [], sends: [] }; }).then(redraw);
+  return file.text().then((text) => { view.run = runOf(JSON.parse(text), file.name); }).catch((e) => { view.run = { said: `${file.name} is no trace: ${e.message}`, end: 0, ranges: [], sends: [] }; }).then(redraw);
 }
 
 const timesWide = () => Math.max((byId("times").clientWidth - 4) * view.zoom, 500);

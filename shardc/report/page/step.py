@@ -39,7 +39,7 @@ def timeline(cost: Cost, number: Number) -> dict[str, Any]:
                 "rank": r.rank,
                 "at": r.at,
                 "stages": list(schedule.stages_of(i)) if program.axis else [0],
-                "bubble": cost.timeline.bubble(i) if program.axis else 0.0,
+                "bubble": cost.timeline.bubble(i),
                 "live": cost.timeline.live[i] if program.axis else 0,
                 "slots": [
                     [a.kind, a.microbatch, at.begin(begin), at.end(end), a.stage, *(a.other if a.kind in PAIRS else ())]

@@ -77,9 +77,10 @@ class Browser:
         mobile = width < 600
         self._do("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
         self._do("Page.navigate", url="about:blank")
-        self._do("Page.navigate", url=file.resolve().as_uri() + hash_)
-        self.wait("document.documentElement?.dataset.ready")
-        self.run("new Promise((done) => requestAnimationFrame(() => done(1)))")  # before a first frame there is no text
+        address = file.resolve().as_uri()
+        self._do("Page.navigate", url=address + hash_)
+        # a page that is left may still answer
+        self.wait(f"location.href.startsWith({json.dumps(address)}) && document.documentElement?.dataset.ready")
 
     def wait(self, expression: str, seconds: float = 60) -> Any:
         """Until an expression is true: its value. Raises TimeoutError with what went wrong in the page."""

@@ -4,6 +4,7 @@ Chromium.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def test_every_panel_is_drawn_and_legible(browser: Browser, file: Path, dark: bo
         browser.run(f"show('{panel}')")
         assert (
             browser.run(
-                "document.getElementById('panel').innerText.length + document.querySelectorAll('#panel svg *').length"
+                "document.getElementById('panel').textContent.length + document.querySelectorAll('#panel svg *').length"
             )
             > 60
         )
@@ -272,7 +273,18 @@ def test_a_program_without_times_or_graph_has_all_panels(browser: Browser, tmp_p
         browser.open(file)
         for panel in PANELS:
             browser.run(f"show('{panel}')")
-            assert len(browser.run("document.getElementById('panel').innerText")) > 20
+            assert len(browser.run("document.getElementById('panel').textContent")) > 20
         for key in ("before", "after", "both"):
             browser.run(f"state.graph = '{key}'; show('graph')")
             assert browser.run("document.querySelectorAll('#panel .box').length") > 3
+
+
+def test_a_trace_is_laid_over_the_timeline(browser: Browser, file: Path) -> None:
+    browser.open(file, hash_="#timeline")
+    event = {"ph": "X", "cat": "user_annotation", "name": "linear_3 h.0.fc", "ts": 5.0, "dur": 700.0}
+    trace = json.dumps(json.dumps({"traceEvents": [event], "distributedInfo": {"rank": 0}}))
+    browser.run(f"layRun(new File([{trace}], 'trace-step2-rank0.json')).then(() => 1)")
+    assert browser.run("[...document.querySelectorAll('#times text')].map(e => e.textContent)").count("measured") == 1
+    assert "trace-step2-rank0.json: 700 µs" in browser.run("document.getElementById('panel').innerText")
+    browser.run("layRun(new File(['{'], 'no.json')).then(() => 1)")
+    assert "no.json is no trace: " in browser.run("document.getElementById('panel').innerText")

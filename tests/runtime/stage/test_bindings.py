@@ -104,8 +104,7 @@ def test_a_rank_runs_bindings_and_the_program_keeps_overloads(monkeypatch: pytes
         made.append(bind(graph))
         return graph
 
-    for module in ("joint_stage",):
-        monkeypatch.setattr(f"shardc.runtime.step.{module}.bind", watched)
+    monkeypatch.setattr("shardc.runtime.stage.joint_stage.bind", watched)
     batch = {"x": torch.randn(4, 8)}
     program = shardc.compile(Net(), batch, {"shardc": 1, "mesh": {"dp": 1}}, prove=False)
     program.engine(Net()).step(batch)
