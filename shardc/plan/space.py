@@ -279,7 +279,7 @@ def placed(c: Choice, node: int) -> Iterator[Choice]:
     """With stages in different nodes; and inside of nodes, where then other ranks are in different ones."""
     yield c
     neighbours = c.tp * c.cp * c.ep
-    if c.pp > 1 and c.dp > 1 and neighbours < node < c.devices:
+    if c.pp > 1 and c.dp > 1 and neighbours < node < neighbours * c.pp * c.dp:
         yield _with(c, inside=True)
 
 
