@@ -59,6 +59,7 @@ SHARES: dict[Keep, tuple[float, float]] = {
     "half": (0.5, 0.5),
     "quarter": (0.75, 0.75),
     "eighth": (0.875, 0.875),
+    "full": (1.0, 1.0),
     "host": (1.0, 1.05),
 }
 #: What is recomputed where something does not fit without; in the machine's memory where nothing else fits.
@@ -230,33 +231,34 @@ class Search:
         return _Found(all(each), table, seconds, peaks, self.room, sources)
 
     def _foretold(self, core: Core) -> Block:
-        """What a block takes that was not run, from the nearest that was."""
-        keep = core.checkpoint
-        ran = [c for c, b in self._blocks.items() if b is not None]
-        same = [c for c in ran if c.checkpoint == keep]
-        if keep not in ("none", "full"):
-            near = min(same, key=lambda c: rank.distance(c, core), default=None)
-            if near is None or near[:3] != core[:3]:
-                none, full = (self._at(core._replace(checkpoint=k)) for k in ("none", "full"))
-                seconds, nbytes = self._shares(near) if near is not None else SHARES[keep]
-                return none.between(full, seconds, nbytes)
-        if same:
-            near = min(same, key=lambda c: rank.distance(c, core))
+        """What a block takes that was not run: with nothing recomputed as the nearest that was, divided among other
+        ranks; else as far from that to everything as the nearest with the same recomputation is.
+        """
+        keep, plain = core.checkpoint, core._replace(checkpoint="none")
+        ran = [c for c, b in self._blocks.items() if b is not None and c.checkpoint == keep]
+        near = min(ran, key=lambda c: rank.distance(c, core), default=None)
+        if keep == "none":
+            assert near is not None
             block = self._blocks[near]
             assert block is not None
             return block.scaled(rank.factors(near, core, block, self.library.device))
-        return _all_again(self._at(core._replace(checkpoint="none")))
+        none = self._at(plain)
+        full = _all_again(none) if keep == "full" else self._at(core._replace(checkpoint="full"))
+        seconds, nbytes = SHARES[keep] if near is None else self._shares(near)
+        return none.between(full, seconds, nbytes)
 
     def _at(self, core: Core) -> Block:
         return self._known(core) or self._foretold(core)
 
     def _shares(self, near: Core) -> tuple[float, float]:
         """How far from nothing to everything a recomputation is, in time, and in bytes."""
-        one, none, full = (self._at(near._replace(checkpoint=k)).unit for k in (near.checkpoint, "none", "full"))
+        none = self._at(near._replace(checkpoint="none"))
+        full = _all_again(none) if near.checkpoint == "full" else self._at(near._replace(checkpoint="full"))
+        one, less, more = self._at(near).unit, none.unit, full.unit
         each = []
         for columns in (rank.B, rank.KEPT):
-            whole = float((full - none)[columns].sum())
-            each.append(float((one - none)[columns].sum()) / whole if whole else 1.0)
+            whole = float((more - less)[columns].sum())
+            each.append(float((one - less)[columns].sum()) / whole if whole else 1.0)
         return each[0], each[1]
 
     def _table(self, core: Core, devices: int, batch: int, on_host: bool) -> Table | None:
