@@ -13,6 +13,7 @@ score, generate             log-probabilities of data; tokens after prompts; for
 checkpoint, export          folders of checkpoints; weights for transformers
 device, rules, spec         devices that programs are priced for; rules of ops, proven; the format of specs
 compile_once                under torchrun, one process of a machine compiles for all
+run_options                 options of `run`, one for each key of the spec's section
 run_folder                  the temporary folder of a run; save_lock: one run at a time saves to a folder
 lasting_output              output that ends before the run does
 hidden_modules              files that are named as a module that shardc imports

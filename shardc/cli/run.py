@@ -8,8 +8,8 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +36,7 @@ from shardc.cli.common import (
     say_whose,
 )
 from shardc.cli.run_folder import run_folder
+from shardc.cli.run_options import given, with_settings
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -47,56 +48,17 @@ FAILED = 1  # exit status of a run in which a rank failed; 2: its input was wron
 SAVING = 120.0  # seconds that ranks have to save in when the run is stopped by a signal
 
 
-class Nonfinite(str, Enum):
-    """What a run does where a loss or a gradient is nan or inf."""
-
-    stop = "stop"
-    skip = "skip"
-    ignore = "ignore"
-
-
+@with_settings
 def command(
     model: Source,
     spec: SpecFile = None,
-    steps: Annotated[
-        int | None, typer.Option(min=0, help="optimizer steps in all, those before a resume counted in (default: 100)")
-    ] = None,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="processes on this machine; default: what the mesh needs")
-    ] = None,
-    save: Annotated[Path | None, typer.Option(help="folder for checkpoints, and the weights for others")] = None,
-    save_every: Annotated[int | None, typer.Option(min=0, help="save every so many steps too; 0 = at the end")] = None,
-    keep: Annotated[
-        int | None, typer.Option(min=1, help="checkpoints that stay in --save, the last ones (default: 2)")
-    ] = None,
-    eval_every: Annotated[
-        int | None, typer.Option(min=0, help="held-out loss every so many steps; 0 = at the end")
-    ] = None,
-    eval_batches: Annotated[
-        int | None, typer.Option(min=0, help="of so many held-out batches, the first; 0 = of all")
-    ] = None,
-    log_every: Annotated[
-        int | None,
-        typer.Option(min=1, help="read loss and gradient norm from the device every so many steps (default: 1)"),
-    ] = None,
-    clip: Annotated[float | None, typer.Option(help="clip gradients to this norm of all of them")] = None,
-    nonfinite: Annotated[
-        Nonfinite | None,
-        typer.Option(
-            help="where a loss or gradient is nan or inf: stop before the update, skip it, or ignore it (default: stop)"
-        ),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace what is in --save and --log: an earlier run's, or weights")
     ] = False,
     resume: Annotated[Path | None, typer.Option(help="folder that --save wrote, on any mesh")] = None,
-    auto_resume: Annotated[
-        bool | None,
-        typer.Option(
-            "--auto-resume/--no-auto-resume",
-            help="go on from the last checkpoint in --save if there is one: one command starts and restarts",
-        ),
-    ] = None,
     last_good: Annotated[
         bool, typer.Option("--last-good", help="if the last checkpoint is damaged, resume from the last that is not")
     ] = False,
@@ -114,47 +76,6 @@ def command(
         Path | None,
         typer.Option(help="begin from these: a folder or file of safetensors, a torch file, or what --save wrote"),
     ] = None,
-    max_restarts: Annotated[
-        int | None, typer.Option(min=0, help="after a rank failed, begin again from --save so many times")
-    ] = None,
-    watch: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="seconds after which a rank that the others wait for is named; 0 = never (default: 8)"
-        ),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(min=0, help="seconds that ranks wait for each other; 0 = torch's, 30 min (10 with NCCL)"),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="of initial weights, dropout and the order of data")] = None,
-    log: Annotated[Path | None, typer.Option(help="folder for steps.jsonl")] = None,
-    tensorboard: Annotated[
-        bool | None,
-        typer.Option(
-            "--tensorboard/--no-tensorboard", help="write what the step lines say for TensorBoard, too, in --log"
-        ),
-    ] = None,
-    trace: Annotated[
-        list[int] | None, typer.Option(min=1, help="steps of which torch.profiler records a trace, in --log")
-    ] = None,
-    breakdown: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1,
-            help="steps of which every op is timed, in --log: for `shardc cost --compare`",
-        ),
-    ] = None,
-    memory_snapshot: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1, help="steps of which CUDA's allocator records who holds memory, in --log, for pytorch.org/memory_viz"
-        ),
-    ] = None,
-    routing: Annotated[
-        bool | None,
-        typer.Option("--routing/--no-routing", help="say in every step line how tokens are spread over experts"),
-    ] = None,
     mesh: MeshOption = None,
     set_: SetOption = None,
     batch: BatchOption = None,
@@ -169,6 +90,7 @@ def command(
     model_: ModelOption = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
+    **settings: Any,
 ) -> None:
     """Train: starts one process a rank on this machine, or joins the world of torchrun or Slurm."""
     from shardc.cli import worker
@@ -176,9 +98,9 @@ def command(
     from shardc.runtime import launch
     from shardc.spec import Run
 
-    # a shell leaves the `~` of --save=~/runs as it is
-    save, log, resume, weights = (x.expanduser() if x else None for x in (save, log, resume, weights))
-    save_given, log_given = save, log
+    resume, weights = (x.expanduser() if x else None for x in (resume, weights))
+    options = given(settings)
+    save, log = (Path(options[name]) if name in options else None for name in ("save", "log"))
     one_rank = any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
     lasting_output.install(tell=as_json or one_rank)  # else rank 0, which writes the lines, says it
     with reporting(debug, as_json) as show, ExitStack() as stack:
@@ -186,7 +108,7 @@ def command(
         launch.join_slurm()
         first = os.environ.get("RANK", "0") == "0"  # it alone writes lines, on its own machine
         check_outputs(folders={"--save": save, "--log": log if first else None})
-        _check_options(clip=clip, seed=seed, watch=watch, timeout=timeout)
+        _check_options(options)
         joined = launch.in_world()
 
         def compiled(world: int | None) -> Program:
@@ -204,30 +126,8 @@ def command(
                 as_compiled=as_compiled,
             )
 
-        program, world = stack.enter_context(compile_once.in_world(model, nproc, compiled, watch=watch))
-        run = _settings(
-            program.spec.run if program.spec is not None else Run(),
-            steps=steps,
-            seed=seed,
-            clip=clip,
-            nonfinite=nonfinite.value if nonfinite is not None else None,
-            save=str(save) if save is not None else None,
-            save_every=save_every,
-            keep=keep,
-            auto_resume=auto_resume,
-            max_restarts=max_restarts,
-            eval_every=eval_every,
-            eval_batches=eval_batches,
-            log_every=log_every,
-            log=str(log) if log is not None else None,
-            tensorboard=tensorboard,
-            trace=tuple(trace) if trace else None,
-            breakdown=tuple(breakdown) if breakdown else None,
-            memory_snapshot=tuple(memory_snapshot) if memory_snapshot else None,
-            routing=routing,
-            watch=watch,
-            timeout=timeout,
-        )
+        program, world = stack.enter_context(compile_once.in_world(model, nproc, compiled, watch=options.get("watch")))
+        run = _settings(program.spec.run if program.spec is not None else Run(), **options)
         save, log = (Path(x) if x else None for x in (run.save, run.log))
         if new_schedule and resume is None and not run.auto_resume:
             fix = "name the checkpoint, --resume DIR; a run that begins has the model file's schedule anyway"
@@ -244,8 +144,7 @@ def command(
         ref = model_ or (model_of(program.meta) if compiled_before else program.meta["model_ref"])
         _check(program, ref, model, resume, world)
         if compiled_before and os.environ.get("LOCAL_RANK", "0") == "0":
-            given = {"save": save_given, "log": log_given}
-            writes = {n: str(getattr(run, n)) for n, x in given.items() if x is None and getattr(run, n)}
+            writes = {n: str(getattr(run, n)) for n in ("save", "log") if n not in options and getattr(run, n)}
             writes |= {f"offload: {n}": x for n, x in program.offload.used.items() if x != "cpu"}
             say_whose(model, "" if model_ else ref, writes)
         check_weights(weights)
@@ -300,14 +199,14 @@ def command(
     raise typer.Exit(status)
 
 
-def _check_options(**options: Any) -> None:
+def _check_options(options: Mapping[str, Any]) -> None:
     """Raises ShardcError for values that the spec's section would not take either."""
     from pydantic import ValidationError
 
     from shardc.spec import Run
 
     try:
-        Run.model_validate({name: value for name, value in options.items() if value is not None})
+        Run.model_validate(options)
     except ValidationError as e:
         errors = []
         for wrong in e.errors():
@@ -320,7 +219,7 @@ def _check_options(**options: Any) -> None:
 
 def _settings(run: Run, **options: Any) -> Run:
     """The spec's section with the options that were given. Raises ShardcError where they do not go together."""
-    run = run.model_copy(update={name: value for name, value in options.items() if value is not None})
+    run = run.model_copy(update=options)
     paths = {name: str(Path(x).expanduser()) for name in ("save", "log") if (x := getattr(run, name))}
     run = run.model_copy(update=paths)
     for name, wanted in (
