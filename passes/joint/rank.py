@@ -10,14 +10,14 @@ from shardc.passes.joint.record import Ref
 from shardc.passes.joint.template import Template
 from shardc.runtime.mesh.shapes import ShapeMesh
 from shardc.runtime.rng import Rng
-from shardc.torch_private import fake_mode
+from shardc.torch_private import FakeTensorMode
 
 
 class Rank:
-    """Rank 0 of a program's mesh. mode: in which its calls run, as on a GPU, whose grouped products are one call."""
+    """Rank 0 of a program's mesh. mode: in which its tensors are made and its calls run."""
 
     def __init__(self, program: Program) -> None:
-        self.mode = fake_mode(of_gpu=True, symbols=False)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._mesh = ShapeMesh(program.mesh, 0)
         self._mesh.step.set_microbatch(0, program.microbatches)
         self._rng = Rng(0)

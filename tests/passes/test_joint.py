@@ -149,7 +149,8 @@ def test_one_ranks_step_is_eagers_to_the_bit(name: str) -> None:
         if step == 0:
             optimizer.step()
     optimizer.step()
-    assert torch.equal(have.loss, loss)
+    # the program adds up losses by `sum`, and torch's nll_loss one after the other: in which order, its vectors decide
+    torch.testing.assert_close(have.loss, loss, rtol=1e-15, atol=0)
     assert have.grads.keys() >= grads.keys()
     assert [n for n, g in grads.items() if not torch.equal(have.grads[n], g)] == []
     assert [n for n, x in eager.state_dict().items() if n in have.state and not same(have.state[n], x)] == []
