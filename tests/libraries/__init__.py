@@ -28,9 +28,12 @@ KINDS = ("vision", "images", "text", "decoders", "graphs", "audio", "tables", "s
 
 
 def waves(output: Any, batch: Any) -> Tensor:
-    """A loss of whatever a model gives: of all floating-point tensors, whose gradient is no constant behind a norm."""
-    found = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
-    return torch.stack([(x.cos() + 0.1 * x).mean() for x in found if x.requires_grad]).sum()
+    """A loss of whatever a model gives: of all floating-point tensors, whose gradient is no constant behind a norm. Of
+    their logarithms: a cosine of a large number would be that of its last digits.
+    """
+    tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+    small = [x.sign() * x.abs().log1p() for x in tensors if x.requires_grad]
+    return torch.stack([(x.cos() + 0.1 * x).mean() for x in small]).sum()
 
 
 def given(output: Any, batch: Any) -> Tensor:
