@@ -5,8 +5,8 @@ A device is one process: on a CPU with the threads and the cores that `shardc ru
     ops           products, copies and small pieces of models, forward and backward, in several sizes; each op is timed
                   (shardc.cost.op_times), and the median of its rounds counts
     collectives   of two processes, by kind and size, one after the other; the quickest of several rounds counts
-    rates         least squares: an op takes launch + bytes / bandwidth + flops / rate of its dtype; a collective takes
-                  latency and bytes / bandwidth as shardc.machine.collectives counts them
+    rates         least squares: a copy takes launch + bytes / bandwidth, a product flops / rate of its dtype besides; a
+                  collective takes latency and bytes / bandwidth as shardc.machine.collectives counts them
     single ops    whose median is more than `OWN` off these rates get their own
     host          what a small op takes beside its own time
     computing     what is computed beside collectives: gloo's threads and NCCL's kernels take their part
@@ -59,6 +59,8 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MESSAGES = (2**8, 2**12, 2**15, 2**17, 2**20, 3 * 2**20, 2**23, 2**25)
 #: Beside products of matrices of this size: so many collectives, of so many bytes each.
 PRODUCT, BUCKETS, BESIDE = {"cpu": 384, "cuda": 4096}, 6, 2**21
+#: Ops that compute next to nothing: they say what memory takes.
+COPIES = ("add", "mul", "sub", "copy_", "clone", "_to_copy")
 #: An op gets rates of its own where its median is more than this off.
 OWN = 0.1
 VOCABULARY, HEAD, LENGTH, LAYERS = 1000, 32, 64, 8
@@ -138,9 +140,15 @@ def fit(samples: Sequence[Sample]) -> dict[str, Any]:
     ops = [(x.of, x.seconds) for x in samples if isinstance(x.of, Op)]
     dtypes = sorted({format_of(op.dtype) for op, _ in ops if op.flops and not op.attention})
     plain = [(op, seconds) for op, seconds in ops if not op.attention]
-    columns = [[1.0, op.traffic, *(op.flops * (format_of(op.dtype) == dtype) for dtype in dtypes)] for op, _ in plain]
-    launch, traffic, *each = _positive_least_squares(columns, [seconds for _, seconds in plain])
-    flops = {dtype: 1 / x for dtype, x in zip(dtypes, each, strict=True)}
+    copies = [(op, seconds) for op, seconds in plain if op.name in COPIES]
+    launch, traffic = _positive_least_squares([[1.0, op.traffic] for op, _ in copies], [s for _, s in copies])
+    flops = {}
+    for dtype in dtypes:
+        products = [(op, s) for op, s in plain if op.flops and format_of(op.dtype) == dtype]
+        large = statistics.median(op.flops for op, _ in products)
+        rest = [(op.flops, max(s - launch - op.traffic * traffic, 0.1 * s)) for op, s in products if op.flops >= large]
+        (each,) = _positive_least_squares([[x] for x, _ in rest], [s for _, s in rest])
+        flops[dtype] = 1 / each
     rates: dict[str, Any] = {"flops": flops, "bandwidth": 1 / traffic, "launch": launch}
     device = Device(name="", memory=1, kind="cpu", within=_NO_LINK, between=_NO_LINK, **rates)
     shares = [(op.flops - op.masked) / device.flops_per_second(op.dtype) / s for op, s in ops if op.attention]
@@ -288,7 +296,7 @@ def _host(device: torch.device, size: tuple[int, int]) -> float:
         step()
     each = times.measured(0).ops
     count = sum(op.count for op in each)
-    spent = sum(op.seconds for op in each) if device.type == "cpu" else 0.0
+    spent = sum(op.count * op.least for op in each) if device.type == "cpu" else 0.0
     return max(least - spent, 0.0) / count
 
 
