@@ -59,7 +59,7 @@ from shardc.capture.hidden_layers import HiddenError, UnlikeError
 from shardc.capture.lift import lift
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf, check_loss
 from shardc.capture.loss import default_loss as default_loss
-from shardc.capture.masked_rows.unfit import DrawnError, because
+from shardc.capture.masked_rows.rows import DrawnError, because
 from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.generation import Step

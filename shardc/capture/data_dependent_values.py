@@ -32,9 +32,9 @@ from torch import Tensor, fx, nn
 
 from shardc.capture.constants import constant_ends, constant_value, given_numbers
 from shardc.capture.data_dependent_sizes import KnownSizes
-from shardc.capture.guards import needed
 from shardc.capture.masked_rows import ChosenRows
-from shardc.capture.masked_rows.kinds import seen_by_the_model
+from shardc.capture.masked_rows.branches import needed
+from shardc.capture.masked_rows.rows import seen_by_the_model
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.source import Source

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from shardc.capture.functional_twins import arguments_of, twin_of
-from shardc.capture.masked_rows.unfit import Unfit
+from shardc.capture.masked_rows.rows import Unfit
 from shardc.ir import types as values
 from shardc.ir.graph import operands_of
 from shardc.ir.metadata import Value
@@ -72,7 +72,7 @@ def _without_write(call: fx.Node) -> None:
     """Make an op in place its functional twin."""
     if isinstance(call.target, OpOverload) and call.target._schema.is_mutable:
         twin = twin_of(call.target)
-        if twin is None or values.op_name(twin) in ("copy", "index_add", "scatter_add"):
+        if twin is None or values.op_name(twin) in ("copy", "index_add", "scatter_add", "index_copy"):
             raise Unfit(f"{call.target} writes to them")
         call.args, call.kwargs = arguments_of(twin, call)
         call.target = twin

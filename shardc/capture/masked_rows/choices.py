@@ -140,18 +140,24 @@ class Draws:
                 self.known.append(next(self.more))
             yield self.known[i]
 
-    def implied(self, condition: Sequence[fx.Node], holds: Callable[[Any], bool], mask: fx.Node) -> bool:
-        """Is nothing chosen wherever a condition does not hold? holds(values of its nodes) -> whether it does. False
-        also where no draw is known in which it does not."""
+    def implied(
+        self,
+        condition: Sequence[fx.Node],
+        holds: Callable[[Any], bool],
+        others: Sequence[fx.Node],
+        quiet: Callable[[list[Any]], bool],
+    ) -> bool:
+        """Are other values quiet wherever a condition does not hold? holds, quiet: of the values of nodes. False also
+        where no draw is known in which it does not."""
         empty = 0
-        for known in self._each(leaves([*condition, mask])):
+        for known in self._each(leaves([*condition, *others])):
             try:
-                *numbers, chosen = run([*condition, mask], known)
+                numbers = run([*condition, *others], known)
             except (KeyError, RuntimeError, IndexError):
                 return False
-            if not holds(numbers):
+            if not holds(numbers[: len(condition)]):
                 empty += 1
-                if bool(chosen.any()):
+                if not quiet(numbers[len(condition) :]):
                     return False
                 if empty == 3:
                     return True
