@@ -135,15 +135,20 @@ class Guards:
         return untraced(self.draws.implied, guard.nodes, guard.holds, nodes, quiet)
 
 
+def parsed(code: CodeType) -> tuple[ast.AST, int]:
+    """The syntax tree of a function, empty if there is none (code without a file, a lambda in the middle of an
+    expression); and what its lines are counted from."""
+    try:
+        lines, first = inspect.getsourcelines(code)
+        return ast.parse(textwrap.dedent("".join(lines))), max(first, 1) - 1
+    except (OSError, SyntaxError):
+        return ast.Module([], []), 0
+
+
 @lru_cache(maxsize=256)
 def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
     """By the lines of conditions (loop: of headers of loops): what hangs on them."""
-    try:
-        lines, first = inspect.getsourcelines(code)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError):
-        return {}
-    shift = max(first, 1) - 1
+    tree, shift = parsed(code)
     by_line: dict[int, Body] = {}
     for node in ast.walk(tree):
         if loop and isinstance(node, ast.For) and not node.orelse:
