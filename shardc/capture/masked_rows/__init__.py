@@ -96,7 +96,7 @@ class ChosenRows(KnownSizes):
                 rows.read = args[0], node_of(args[0])
             return rows
         if func is Tensor.__setitem__:
-            return put(args[0], self._places(args[0], args[1]), args[2])
+            return put(args[0], self._target(args[0], args[1]), args[2])
         if func in _NONZERO or (func in _WHERE and len(args) == 1):
             return self._chosen(args[0], func in _WHERE or bool(kwargs.get("as_tuple")))
         if func in _BINS:
@@ -194,7 +194,7 @@ class ChosenRows(KnownSizes):
 
     # --- reading and joining
 
-    def _places(self, x: Any, index: Any) -> Pick | Rows:
+    def _target(self, x: Any, index: Any) -> Pick | Rows:
         """Where `x[index] = ...` writes."""
         each = _as_tuple(index)
         if isinstance(x, Rows):
