@@ -122,7 +122,12 @@ def listed(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("forward", [norms, lists, rebinds, kept_if_tensors, listed])
+def known_too(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    """A mask whose values are known, beside those that are not."""
+    return listed(s, x, chosen)[:, torch.tensor([True, False] * 4)] + listed(s, x, chosen)[:, ::2]
+
+
+@pytest.mark.parametrize("forward", [norms, lists, rebinds, kept_if_tensors, listed, known_too])
 def test_any_rows_that_are_chosen(forward: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
     """Captured, and proven by the capture."""
     program = capture_rows(forward)
