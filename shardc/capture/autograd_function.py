@@ -409,16 +409,7 @@ def _close(a: Tensor | None, b: Tensor | None) -> bool:
 
 def uses(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
     """Does a value depend on the numbers (not just on the shapes) of any of the sources?"""
-    todo, seen = [node], set()
-    while todo:
-        n = todo.pop()
-        if n in sources:
-            return True
-        if n not in seen:
-            seen.add(n)
-            if not _shape_only(n):
-                todo.extend(n.all_input_nodes)
-    return False
+    return not values.behind([node], lambda n: not _shape_only(n)).isdisjoint(sources)
 
 
 def _shape_only(node: fx.Node) -> bool:
@@ -472,13 +463,4 @@ def works(node: fx.Node) -> bool:
 
 def made_only_for(paths: Sequence[fx.Node | None], ys: Sequence[fx.Node]) -> set[fx.Node]:
     """The nodes that the paths need and the results do not."""
-
-    def behind(nodes: Sequence[fx.Node | None]) -> set[fx.Node]:
-        todo, seen = [n for n in nodes if n is not None], set[fx.Node]()
-        while todo:
-            if (node := todo.pop()) not in seen:
-                seen.add(node)
-                todo.extend(node.all_input_nodes)
-        return seen
-
-    return behind(paths) - behind(ys)
+    return values.behind(n for n in paths if n is not None) - values.behind(ys)

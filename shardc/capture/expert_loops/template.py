@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc.capture.constants import is_random
 from shardc.capture.masked_rows.choices import run
 from shardc.ir import types as values
 from shardc.ir.metadata import Value
@@ -209,8 +210,7 @@ class Unifier:
         kwargs = self._arguments([tuple(sorted(n.kwargs.items())) for n in nodes])
         if args is None or kwargs is None:
             return Each(nodes)
-        drawn = isinstance(first.target, OpOverload) and torch.Tag.nondeterministic_seeded in first.target.tags
-        if not drawn and not any(map(_differs, (*args, *kwargs))):
+        if not is_random(first) and not any(map(_differs, (*args, *kwargs))):
             return Same(first)
         return Op(first.target, args, kwargs, nodes)
 

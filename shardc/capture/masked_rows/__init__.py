@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from shardc.capture.constants import constant
+from shardc.capture.constants import constant, is_random
 from shardc.capture.data_dependent_sizes import KnownSizes, functions, hidden
 from shardc.capture.masked_rows.branches import Guards
 from shardc.capture.masked_rows.ends import ADDS, add, from_mean, put, reduced
@@ -44,7 +44,7 @@ from shardc.capture.masked_rows.rows import ChosenNumbers, Count, DrawnError, Pi
 from shardc.capture.masked_rows.rowwise import follow
 from shardc.ir import source
 from shardc.torch_modes import untraced
-from shardc.torch_private import FakeTensor, OpOverload, pytree, traced_node, tracing
+from shardc.torch_private import FakeTensor, pytree, traced_node, tracing
 
 #: A loop over chosen rows themselves (`for i, j in mask.nonzero()`) is unrolled up to so many.
 UNROLLED = 1024
@@ -312,9 +312,8 @@ class ChosenRows(KnownSizes):
 
 def _draws(node: fx.Node) -> bool:
     """Does an op draw random numbers? Dropout that is off, or drops nothing, draws none."""
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    return node.target is not torch.ops.aten.dropout.default or bool(node.args[1] and node.args[2])
+    dropout = node.target is torch.ops.aten.dropout.default
+    return is_random(node) and not (dropout and not (node.args[1] and node.args[2]))
 
 
 def _leaves(x: Any) -> Iterator[Any]:

@@ -24,9 +24,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from shardc.capture.functional_twins import mutates
 from shardc.capture.masked_rows.choices import Draws
 from shardc.torch_modes import untraced
-from shardc.torch_private import OpOverload
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Guards:
         guards = self.around()
         if not guards:
             return True
-        while isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+        while mutates(node):
             node = node.args[0]  # type: ignore[assignment]
         order = {n: i for i, n in enumerate(node.graph.nodes)}
         return all(order[node] > order.get(g.since, 0) for g in guards)

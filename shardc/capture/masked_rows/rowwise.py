@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.capture.functional_twins import arguments_of, twin_of
+from shardc.capture.functional_twins import arguments_of, mutates, twin_of
 from shardc.capture.masked_rows.rows import Unfit
 from shardc.ir import types as values
 from shardc.ir.graph import operands_of
@@ -17,7 +17,6 @@ from shardc.ir.source import Source
 from shardc.passes.canonical import rewritten
 from shardc.rules import registry
 from shardc.rules.op_call import call_of
-from shardc.torch_private import OpOverload
 
 
 def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, int | None]:
@@ -70,7 +69,7 @@ def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, in
 
 def _without_write(call: fx.Node) -> None:
     """Make an op in place its functional twin."""
-    if isinstance(call.target, OpOverload) and call.target._schema.is_mutable:
+    if mutates(call):
         twin = twin_of(call.target)
         if twin is None or values.op_name(twin) in ("copy", "index_add", "scatter_add", "index_copy"):
             raise Unfit(f"{call.target} writes to them")
