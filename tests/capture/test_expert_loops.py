@@ -127,7 +127,17 @@ def known_too(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
     return listed(s, x, chosen)[:, torch.tensor([True, False] * 4)] + listed(s, x, chosen)[:, ::2]
 
 
-@pytest.mark.parametrize("forward", [norms, lists, rebinds, kept_if_tensors, listed, known_too])
+def replaced(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    """Rows of a mask with two dims, put in the place of others."""
+    out = x * 1
+    for e, linear in enumerate((s.first, s.second)):
+        rows, _ = torch.where(chosen[:, None] == e)
+        if len(rows):
+            out[rows] = linear(x[rows])
+    return out
+
+
+@pytest.mark.parametrize("forward", [norms, lists, rebinds, kept_if_tensors, listed, known_too, replaced])
 def test_any_rows_that_are_chosen(forward: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
     """Captured, and proven by the capture."""
     program = capture_rows(forward)
