@@ -40,12 +40,12 @@ from shardc.capture.expert_loops.template import (
     shape_of,
     weighted,
 )
-from shardc.capture.masked_rows.choices import draws, leaves, run, unrepeated
 from shardc.errors import ShardcError
 from shardc.ir import types as values
 from shardc.ir.graph import copy_graph, source_of
 from shardc.ir.program import Program
 from shardc.nn import text_of
+from shardc.passes.canonical.choices import draws, leaves, run, unrepeated
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from shardc.capture.constants import is_random
-from shardc.capture.masked_rows.choices import run
 from shardc.ir import types as values
 from shardc.ir.metadata import Value
+from shardc.passes.canonical.choices import run
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten

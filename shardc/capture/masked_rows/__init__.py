@@ -22,7 +22,7 @@ is right for any loop.
     rows.py         what the model sees in place of chosen rows, and of their number
     rowwise.py      is a call one on each row by itself? by the rules
     ends.py         writes, sums, means and losses of them
-    branches.py     branches that are taken for granted; choices.py: tried on random choices
+    branches.py     branches that are taken for granted, as tried on random choices (shardc.passes.canonical.choices)
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     for e in hit.nonzero(): ...           all turns of the loop, those of experts that were not chosen too
     if count == 0: continue               not taken
 
-It is checked that nothing else happens in them, on random choices (choices.py). What is written there has to be rows of
-a mask that is empty where the condition is false; and names that are bound there may be used there only, unless they
-hold numbers that are then what they were (`start = end` behind `if end == start: continue`).
+It is checked that nothing else happens in them, on random choices (shardc.passes.canonical.choices). What is written
+there has to be rows of a mask that is empty where the condition is false; and names that are bound there may be used
+there only, unless they hold numbers that are then what they were (`start = end` behind `if end == start: continue`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from shardc.capture.functional_twins import mutates
-from shardc.capture.masked_rows.choices import Draws
+from shardc.passes.canonical.choices import Draws
 from shardc.torch_modes import untraced
 
 
