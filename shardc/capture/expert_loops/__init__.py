@@ -102,10 +102,7 @@ class _Writer:
         if any(numel_of(m) != n for m in masks) or shape_of(x)[-1] != width:
             raise _StaysLoop("masks, or what its experts give, are of other rows")
         trial = _Trial(masks)
-        if first.to is not None:
-            x, index, share = self._pairs(trial, factors, first.to, x, n)
-        else:
-            index, share = self._choices(trial, factors, n, x)
+        x, index, share = self._choices(trial, factors, first.to, x, n)
         rows = self._shaped(x, numel_of(x) // width, width)
         typed = replace(rows.meta["value"], requires_grad=values.requires_grad(first.value))
         args = (rows, index, share, up, down, up_bias, down_bias, text, transposed)
@@ -184,64 +181,55 @@ class _Writer:
 
     # --- the choices
 
-    def _choices(self, trial: _Trial, factors: list[Any], n: int, x: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Of rows that masks choose: which ones are true, [n, k], -1 for none; and their weights."""
+    def _choices(
+        self, trial: _Trial, factors: list[Any], to: Tensor | None, x: fx.Node, n: int
+    ) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """The tokens, the experts that each has chosen, [tokens, k], -1 for none, and their weights. to: the token of
+        each row; None: rows are tokens."""
+        order = torch.arange(n).view(n, 1)  # [tokens, k]: the rows of each token
+        if to is not None:
+            x, rows = _taken(x)
+            t = numel_of(x) // shape_of(x)[-1]
+            k = max(n // t, 1)
+            ways = (torch.arange(n).view(t, k), torch.arange(n).view(k, t).t()) if n == k * t else ()
+            each = torch.arange(t)[:, None].expand(t, k)
+            fits = next((o for o in ways if torch.equal(to[o], each)), None) if _equal(rows, to) else None
+            if fits is None:
+                raise _StaysLoop("rows are not added to the tokens that they are made of")
+            order = fits
+        t, k = order.shape
         plain = all(isinstance(f, (int, float, Same)) for f in factors)
-        index = trial.index(torch.arange(n)) if plain else None
-        if index is not None:
-            numbers = index = self._shaped(index, n, 1)
-        else:
-            flat = [self._shaped(m, n) for m in trial.masks]
-            chosen = self._call(aten.stack.default, flat, 1)  # [n, experts]
+        if plain and (leaf := trial.index(order)) is not None:
+            numbers = index = self._shaped(leaf, t, k)
+        elif to is None:
+            chosen = self._call(aten.stack.default, [self._shaped(m, n) for m in trial.masks], 1)  # [n, experts]
             if trial.disjoint():
-                numbers = self._call(
-                    aten.argmax.default, self._call(aten._to_copy.default, chosen, dtype=torch.int64), 1
-                )
-                numbers = self._shaped(numbers, n, 1)
+                numbers = self._call(aten._to_copy.default, chosen, dtype=torch.int64)
+                numbers = self._shaped(self._call(aten.argmax.default, numbers, 1), n, 1)
             elif (covering := trial.covering(n)) is not None:
                 numbers = self._shaped(covering, n, numel_of(covering) // n)
             else:
-                all_ = self._call(aten.arange.default, len(flat))
-                numbers = self._call(aten.expand.default, all_, [n, len(flat)])
+                numbers = self._call(aten.arange.default, len(trial.masks))
+                numbers = self._call(aten.expand.default, numbers, [n, len(trial.masks)])
             inside = self._call(aten.gather.default, chosen, 1, numbers)
             index = self._call(aten.where.ScalarOther, inside, numbers, -1)
+        else:
+            raise _StaysLoop("no number says which expert a token chose")
         share: Any = 1.0
         for f in factors:
             if isinstance(f, Same):
-                f = self._shaped(f.node, numel_of(f.node), 1)
+                one = numel_of(f.node) == 1
+                origin = f.node if one else _moved(f.node, order)
+                if origin is None:
+                    raise _StaysLoop("its weights are not of its rows")
+                f = self._shaped(origin, *((1, 1) if one else (t, k)))
             elif not isinstance(f, (int, float)):
                 if len(f.nodes) != len(trial.masks):
                     raise _StaysLoop("its weights are one tensor of all experts")
                 flat = [self._call(aten.expand.default, self._shaped(c, numel_of(c)), [n]) for c in f.nodes]
                 f = self._call(aten.gather.default, self._call(aten.stack.default, flat, 1), 1, numbers)
             share = self._times(share, f)
-        return index, self._filled(share, shape_of(index), x)
-
-    def _pairs(
-        self, trial: _Trial, factors: list[Any], to: Tensor, x: fx.Node, n: int
-    ) -> tuple[fx.Node, fx.Node, fx.Node]:
-        """Of rows that are pairs of tokens and choices: the tokens, the choices of each, [tokens, k], their weights."""
-        tokens, rows = _taken(x)
-        t = numel_of(tokens) // shape_of(tokens)[-1]
-        k = max(n // t, 1)
-        ways = (torch.arange(n).view(t, k), torch.arange(n).view(k, t).t()) if n == k * t and _equal(rows, to) else ()
-        order = next((o for o in ways if torch.equal(to[o], torch.arange(t)[:, None].expand(t, k))), None)
-        if order is None:
-            raise _StaysLoop("rows are not added to the tokens that they are made of")
-        index = trial.index(order)
-        if index is None:
-            raise _StaysLoop("no number says which expert a token chose")
-        share: Any = 1.0
-        for f in factors:
-            if isinstance(f, Same):
-                f = _moved(f.node, order)
-                if f is None:
-                    raise _StaysLoop("weights are not of the pairs of tokens and choices")
-                f = self._shaped(f, t, k)
-            elif not isinstance(f, (int, float)):
-                raise _StaysLoop("weights are not of the pairs of tokens and choices")
-            share = self._times(share, f)
-        return tokens, self._shaped(index, t, k), self._filled(share, (t, k), x)
+        return x, index, self._filled(share, shape_of(index), x)
 
     def _times(self, a: Any, b: Any) -> Any:
         if not isinstance(a, fx.Node) and not isinstance(b, fx.Node):
@@ -347,7 +335,10 @@ def _moved(node: fx.Node, order: Tensor) -> fx.Node | None:
             break
         path.append(x)
     for origin in reversed([x for x in path if numel_of(x) == numel_of(node) == order.numel()]):
-        (places,) = run([node], {origin: torch.arange(numel_of(origin)).view(shape_of(origin))})
+        try:
+            (places,) = run([node], {origin: torch.arange(numel_of(origin)).view(shape_of(origin))})
+        except RuntimeError:  # an op that takes no whole numbers
+            continue
         if torch.equal(places.reshape(-1)[order.reshape(-1)], torch.arange(order.numel())):
             return origin
     return None
