@@ -146,11 +146,12 @@ class Draws:
         holds: Callable[[Any], bool],
         others: Sequence[fx.Node],
         quiet: Callable[[list[Any]], bool],
+        tried: int = 3,
     ) -> bool:
-        """Are other values quiet wherever a condition does not hold? holds, quiet: of the values of nodes. False also
-        where no draw is known in which it does not."""
+        """Are other values quiet wherever a condition does not hold? holds, quiet: of the values of nodes. tried: of so
+        many draws at least. False also where no draw is known in which it does not hold."""
         empty = 0
-        for known in self._each(leaves([*condition, *others])):
+        for i, known in enumerate(self._each(leaves([*condition, *others])), 1):
             try:
                 numbers = run([*condition, *others], known)
             except (KeyError, RuntimeError, IndexError):
@@ -159,6 +160,6 @@ class Draws:
                 empty += 1
                 if not quiet(numbers[len(condition) :]):
                     return False
-                if empty == 3:
-                    return True
+            if empty >= 3 and i >= tried:
+                return True
         return empty > 0

@@ -48,14 +48,15 @@ class Body:
 class Guard:
     """A branch that was taken for granted.
 
-    nodes, holds: its condition; see Draws.implied. since: the last node of the graph before. held: what names held
-    before.
+    nodes, holds: its condition; tried: on how many choices at least; see Draws.implied. since: the last node of the
+    graph before. held: what names held before.
     """
 
     frame: FrameType
     body: Body
     nodes: Sequence[fx.Node]
     holds: Callable[[Any], bool]
+    tried: int
     since: fx.Node
     held: dict[str, Any]
 
@@ -69,7 +70,13 @@ class Guards:
         self.draws = Draws()
 
     def take(
-        self, frame: FrameType, nodes: Sequence[fx.Node], truth: Callable[[Any], bool], *, loop: bool = False
+        self,
+        frame: FrameType,
+        nodes: Sequence[fx.Node],
+        truth: Callable[[Any], bool],
+        *,
+        loop: bool = False,
+        tried: int = 3,
     ) -> Body | None:
         """Take the branch at a frame's line for granted; None if that would not do. truth: of the part of its condition
         that Python reads, from the values of nodes."""
@@ -82,7 +89,7 @@ class Guards:
             return None
         held = {name: frame.f_locals.get(name) for name in body.names}
         since = next(iter(reversed(nodes[0].graph.nodes)))
-        self.open[key] = Guard(frame, body, nodes, lambda known: truth(known) == body.wanted, since, held)
+        self.open[key] = Guard(frame, body, nodes, lambda known: truth(known) == body.wanted, tried, since, held)
         return body
 
     def around(self) -> list[Guard]:
@@ -132,7 +139,7 @@ class Guards:
         return self._implied(guard, nodes, equal) if nodes else bool(new == old)
 
     def _implied(self, guard: Guard, nodes: Sequence[fx.Node], quiet: Callable[[list[Any]], bool]) -> bool:
-        return untraced(self.draws.implied, guard.nodes, guard.holds, nodes, quiet)
+        return untraced(self.draws.implied, guard.nodes, guard.holds, nodes, quiet, guard.tried)
 
 
 def parsed(code: CodeType) -> tuple[ast.AST, int]:

@@ -112,11 +112,13 @@ class Count:
     """A whole number, not below 0, that depends on values: `tensor` has it in the graph.
 
     It may be compared with 0, and with others: where no row makes the difference, that has to change nothing
-    (branches.py). It bounds slices of sorted rows. shifted: a number was added, so that 0 does not mean "no rows".
+    (branches.py). It bounds slices of sorted rows. shifted: a number was added, so that 0 does not mean "no rows";
+    differs: it is a difference, of which 0 means so only if the one is a part of the other.
     """
 
-    def __init__(self, loop: ChosenRows, tensor: Tensor, shifted: bool = False) -> None:
-        self.loop, self.tensor, self.node, self.shifted = loop, tensor, node_of(tensor), shifted
+    def __init__(self, loop: ChosenRows, tensor: Tensor, shifted: bool = False, differs: bool = False) -> None:
+        self.loop, self.tensor, self.node = loop, tensor, node_of(tensor)
+        self.shifted, self.differs = shifted, differs
 
     @property
     def key(self) -> Any:
@@ -131,8 +133,10 @@ class Count:
     def combined(self, other: Any, combine: Callable[[Any, Any], Any]) -> Any:
         if not isinstance(other, (Count, int, np.integer)):
             return NotImplemented
-        shifted = self.shifted or (other.shifted if isinstance(other, Count) else other != 0)
-        return Count(self.loop, combine(self.tensor, getattr(other, "tensor", other)), shifted)
+        both = isinstance(other, Count)
+        shifted = self.shifted or (other.shifted if both else other != 0)
+        differs = self.differs or (both and other.differs) or combine is not operator.add
+        return Count(self.loop, combine(self.tensor, other.tensor if both else other), shifted, differs)
 
     def compared(self, other: Any, compare: Callable[[int, int], bool], frame: FrameType) -> bool:
         """What a comparison is where rows make it: it may tell some from none, and nothing else."""
@@ -144,7 +148,8 @@ class Count:
         splits = [compare(0, least) != compare(s, least) == compare(s << 40, least) for s in signs]
         if difference.shifted or not any(splits):
             raise Unfit("their number is compared with more than 0")
-        body = self.loop.guards.take(frame, [difference.node], lambda known: compare(int(known[0]), least))
+        tried = 24 if difference.differs else 3
+        body = self.loop.guards.take(frame, [difference.node], lambda known: compare(int(known[0]), least), tried=tried)
         if body is None:
             raise Unfit(UNCHECKED)
         return body.wanted

@@ -29,19 +29,16 @@ def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, in
     for name in ("mesh", "rng"):
         graph.placeholder(name).meta["value"] = None
     env: dict[fx.Node, fx.Node] = {}
-    for n in new:
-        for x in n.all_input_nodes:
-            if x not in env and x not in new:
-                env[x] = graph.placeholder(f"given_{len(env)}")
-                env[x].meta = {"value": values.typed(x.meta.get("val"), None, (), {})}
+    for x in dict.fromkeys(x for n in new for x in (*n.all_input_nodes, n)):
+        if x not in new or x.op == "get_attr":
+            env[x] = graph.placeholder(f"given_{len(env)}")
+            env[x].meta = {"value": values.typed(x.meta.get("val"), None, (), {})}
     dim_of = {env[n]: d for n, d in rows.items() if n in env}
     results: list[fx.Node] = []
     for n in new:
+        if n in env:
+            continue
         if n.op != "call_function":
-            if n.op == "get_attr":
-                env[n] = graph.placeholder(f"constant_{len(env)}")
-                env[n].meta = {"value": values.typed(n.meta.get("val"), None, (), {})}
-                continue
             raise Unfit(f"{n.op} {n.target}")
         copy = graph.node_copy(n, env.__getitem__)
         _without_write(copy)
