@@ -131,12 +131,15 @@ class Count:
         return self.compared(0, operator.ne, sys._getframe(1))
 
     def combined(self, other: Any, combine: Callable[[Any, Any], Any]) -> Any:
-        if not isinstance(other, (Count, int, np.integer)):
+        if isinstance(other, Count):
+            operand: Any = other.tensor
+            shifted, differs = other.shifted, other.differs
+        elif isinstance(other, (int, np.integer)):
+            operand, shifted, differs = int(other), bool(other != 0), False
+        else:
             return NotImplemented
-        both = isinstance(other, Count)
-        shifted = self.shifted or (other.shifted if both else other != 0)
-        differs = self.differs or (both and other.differs) or combine is not operator.add
-        return Count(self.loop, combine(self.tensor, other.tensor if both else other), shifted, differs)
+        differs = self.differs or differs or combine is not operator.add
+        return Count(self.loop, combine(self.tensor, operand), self.shifted or shifted, differs)
 
     def compared(self, other: Any, compare: Callable[[int, int], bool], frame: FrameType) -> bool:
         """What a comparison is where rows make it: it may tell some from none, and nothing else."""
