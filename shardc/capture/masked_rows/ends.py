@@ -44,9 +44,12 @@ _ELEMENTS: set[Any] = {
 def put(x: Tensor, places: Pick | Rows, value: Any) -> None:
     """`x[places] = value`: row i to row i of a mask, or to the rows that an index names, none of them twice (else torch
     does not say what comes out)."""
-    pick = places if isinstance(places, Pick) else places.pick
-    index = places if isinstance(places, Rows) and (places.place != 0 or len(pick.grid) > 1) else None
-    grid, rest = (list(pick.grid) if places is pick else [pick.n]), x.shape
+    index: Rows | None = None
+    if isinstance(places, Pick):
+        pick, grid = places, places.grid
+    else:
+        pick, grid = places.pick, (places.pick.n,)
+        index = None if places.place == 0 and pick.grid == grid == x.shape[:1] else places
     pick.loop.allow(pick)
     added = None
     if isinstance(value, Rows):
@@ -68,7 +71,7 @@ def put(x: Tensor, places: Pick | Rows, value: Any) -> None:
         x.index_add_(0, index.full, torch.where(mask, added, 0))
         return
     new = torch.zeros_like(x).index_add(0, index.full, torch.where(mask, value, 0).to(x.dtype))
-    hit = torch.zeros(rest[0], dtype=torch.int64, device=x.device).index_add(0, index.full, pick.mask.long())
+    hit = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device).index_add(0, index.full, pick.mask.long())
     x.copy_(torch.where((hit > 0).reshape(-1, *[1] * (x.dim() - 1)), new, x))
 
 
