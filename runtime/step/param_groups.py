@@ -29,22 +29,6 @@ from shardc.runtime.zero.optimizer_list import OptimizerList, as_one, members_of
 _ALIKE = 0.88
 
 
-def check_trains(program: Program) -> None:
-    """Raises ShardcError where no parameter is trained: a step would do nothing, without a word."""
-    if program.forward_only:
-        what, fix = "the program is forward-only: there is no loss to train by", "compile without forward="
-        raise ShardcError(what, where="engine.step", fix=f"{fix}; program.forward(model) runs it (docs/forward.md)")
-    if not any(p.requires_grad for p in program.params):
-        what = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
-        fix = (
-            "let some have it before compiling (p.requires_grad_(True)); engine.evaluate, and --steps 0, train nothing"
-        )
-        frozen = program.spec is not None and program.spec.freeze
-        if frozen:
-            fix = f"leave some out of the spec's freeze; or {fix}"
-        raise ShardcError(what, where="freeze" if frozen else "the model", fix=fix)
-
-
 def groups(
     params: Iterable[tuple[str, nn.Parameter]], settings: Mapping[str, Mapping[str, Any]], **default: Any
 ) -> list[dict[str, Any]]:

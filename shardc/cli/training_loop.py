@@ -22,7 +22,7 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
 from shardc.runtime.state.checkpoint_folder import generations
-from shardc.runtime.step.engine_forward import NoBatchesError
+from shardc.runtime.step.evaluation import NoBatchesError
 from shardc.spec import Run
 from shardc.torch_private import let_workers_end, memory_recorded
 

@@ -129,7 +129,7 @@ def run(job: Job) -> dict[str, Any]:
 
 def _check_training(program: Program, steps: int, engine: Engine) -> None:
     """What can be known before the first step of some that would not train, or not to the end."""
-    from shardc.runtime.step.param_groups import check_trains
+    from shardc.runtime.checks.engine_options import check_trains
 
     check_trains(program)
     engine.check_schedule(steps)

@@ -119,8 +119,8 @@ def test_exactly_what_must_move_is_sent(spec: str) -> None:
         mesh.records.clear()
         engine.step(X)
         sent = [r.bytes for r in mesh.records if r.tag.startswith("matrices")]
-        assert engine._matrices is not None
-        return sent, stored, set(engine._matrices.owned)
+        assert engine._model.matrices is not None
+        return sent, stored, set(engine._model.matrices.owned)
 
     ranks = loopback(p.mesh, work)
     there = back = 0
