@@ -69,7 +69,8 @@ class Engine:
     routing: note in every step how tokens are spread over experts, in `.loads`: one
     shardc.runtime.step.expert_load.Load a layer.
     check: compare what all ranks share: weights, program and seed here, batch, step and learning rate in each step
-        (shardc.runtime.mesh.agreement); a difference is an error on all ranks.
+        (shardc.runtime.mesh.agreement); a difference is an error on all ranks. False: nothing looks at the model, the
+        optimizer and the scheduler of the user either.
     check_every: steps between two comparisons of all copies of weights, buffers and optimizer states, which find a bit
         that flipped in one of them (shardc.runtime.mesh.replicas); `save` compares them too. 0: never.
     broadcast: rank 0's weights for all ranks, for models that are not seeded.
@@ -271,6 +272,7 @@ class Engine:
         Returns (the loss, buffers' new values, what the loss function names beside the loss).
         """
         buckets, scaler = self.buckets, self._updating.scaler
+        # gradients come to buckets by `ops.accumulate`; `ops.launch` in the backward graph calls `launch`
         hooks = StepHooks(buckets.start, buckets.pause, buckets.launch, buckets.reduce, self._updating.scale)
         self.mesh.step.routings = [] if self._loads is not None else None
 
@@ -296,7 +298,7 @@ class Engine:
         """Clip, step the optimizer and the schedules."""
         self._waiting = False
         updated = self._updating.apply()
-        self.rng.step += 1
+        self.rng.step += 1  # the count of steps: random numbers are drawn by it
         self.loaders.note_step()
         self._updating.whole = True
         if updated:  # a step that is skipped is none for the schedule either
