@@ -335,7 +335,8 @@ def test_wrong_override(setting: str, what: str, fix: str) -> None:
 def test_an_override_that_nests_without_end(keys: int) -> None:
     found = errors_of(HEAD, overrides=["a" + ".a" * (keys - 1) + "=1"])
     assert [e.what for e in found] == [f"a path of {keys} keys: no more than 32 are allowed"]
-    assert found[0].where.startswith("--set a.a.a") and len(found[0].where) <= 210
+    assert found[0].where.startswith("--set a.a.a")
+    assert len(found[0].where) <= 210
 
 
 def test_wrong_file(tmp_path: Path) -> None:
