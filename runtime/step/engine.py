@@ -297,12 +297,11 @@ class Engine:
     def _update(self) -> None:
         """Clip, step the optimizer and the schedules."""
         self._waiting = False
-        updated = self._updating.apply()
+        self._updating.apply()
         self.rng.step += 1  # the count of steps: random numbers are drawn by it
         self.loaders.note_step()
         self._updating.whole = True
-        if updated:  # a step that is skipped is none for the schedule either
-            self._updating.step_schedule()
+        self._updating.step_schedule()
         self._checks.updated()
 
     # --- forward alone

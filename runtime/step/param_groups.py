@@ -7,7 +7,6 @@ engine = program.engine(model, optimizer=lambda params: torch.optim.AdamW(
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -117,9 +116,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             raise ShardcError(what, where="optimizer", fix=fix)
         for i, group in enumerate(m.param_groups):
             for key in group.keys() - m.defaults.keys() - {"params", "param_names"}:
-                if near := difflib.get_close_matches(key, m.defaults, 1, _ALIKE):
+                if near := patterns.nearest(key, m.defaults, alike=_ALIKE):
                     what = f"{type(m).__name__} has no setting {key!r}, and would ignore it"
-                    errors.add(what, where=f"parameter group {i}", fix=f"did you mean {near[0]!r}?")
+                    errors.add(what, where=f"parameter group {i}", fix=f"did you mean {near!r}?")
             names = group.get("param_names", [])
             for k, p in enumerate(group["params"]):
                 if id(p) in owner:

@@ -53,7 +53,7 @@ class Update:
         self._norm = GradNorm(program, model.owned, model.mesh)
         self._unbucketed = [n for n in model.owned if n not in model.buckets.names]
         self.norm: Tensor | None = None
-        self.whole, self._skipping, self._early, self._sends = True, False, False, False
+        self.whole, self._skipping, self._updated, self._early, self._sends = True, False, False, False, False
         self._buffers_before = model.buffers
         self.settle(**options)
 
@@ -139,15 +139,15 @@ class Update:
         if self.scaler is not None:
             self.scaler.sync_overflow()
 
-    def apply(self) -> bool:
-        """Clip, and step the optimizer. Returns whether parameters were updated."""
+    def apply(self) -> None:
+        """Clip, and step the optimizer, unless the step is left out."""
         model = self.model
         if self.trains and self._needs_norm:
             self.norm = self._norm.total()
             if self.scaler is None and not self._skipping:
                 self._look_at_gradients(self.norm)
-        updates = self.trains and not self._skipping and (self.scaler is None or not self.scaler.overflow)
-        if updates:
+        self._updated = self.trains and not self._skipping and (self.scaler is None or not self.scaler.overflow)
+        if self._updated:
             self.whole = False
             if self.clip_norm is not None and self.norm is not None:
                 self._norm.clip(self.clip_norm, self.norm)
@@ -157,7 +157,6 @@ class Update:
         model.buckets.narrow()
         if self.scaler is not None:
             self.scaler.update()
-        return updates
 
     def _step(self, optimizer: Optimizer) -> None:
         matrices = self.model.matrices
@@ -179,8 +178,8 @@ class Update:
             model.buffers = new
 
     def step_schedule(self) -> None:
-        """Step the schedulers, which are the user's and may fail."""
-        if self.schedulers is not None:
+        """Step the schedulers, which are the user's and may fail. A step that is left out is none for them either."""
+        if self.schedulers is not None and self._updated:
             try:
                 self.schedulers.step()
             finally:
