@@ -99,9 +99,7 @@ def diff(a: Folder, b: Folder, as_json: JsonOption = False, debug: DebugOption =
 @app.command()
 def prune(
     folder: Folder,
-    keep: Annotated[
-        int, typer.Option(min=1, help="how many stay, the last ones; what is damaged is not counted")
-    ] = KEEP,
+    keep: Annotated[int, typer.Option(min=1, help="how many stay, the last ones; damaged ones do not count")] = KEEP,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
