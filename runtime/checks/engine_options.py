@@ -141,6 +141,25 @@ INSTEAD_OF_MODULE = {
     "generate": "program.engine(model).generate(prompts), or program.forward(model) and module.weights_to(it)",
 }
 
+#: What wrappers ask a module for first: (what is called, why not, fix).
+WRAPPERS = {
+    "_ddp_params_and_buffers_to_ignore": (
+        "DistributedDataParallel(module)",
+        "DistributedDataParallel would sum gradients that are summed already, and send this rank's parts to others",
+        "use the module as it is: backward() sums over all ranks",
+    ),
+    "_torchdynamo_orig_callable": (
+        "torch.compile(module)",
+        "forward is a program with collectives, which torch.compile would cut into many small pieces",
+        "use the module as it is; the spec's `execution: {compile: layers}` compiles all between collectives",
+    ),
+    "__prepare_scriptable__": (
+        "torch.jit.script(module)",
+        "forward is a program with collectives, of which TorchScript knows nothing",
+        "script the plain model: model.load_state_dict(...) of full_state_dict(), which every rank calls",
+    ),
+}
+
 #: What other trainers have, and what an engine has in its place.
 INSTEAD = {
     **dict.fromkeys(

@@ -34,7 +34,7 @@ from shardc.runtime.step.module_state import ModuleState, check_marks, mark
 from shardc.runtime.zero.buckets import Buckets
 
 
-class ShardedModule(user_changes.NoWrapper, ModuleState):
+class ShardedModule(ModuleState):
     """One rank's part of a model. Made by `program.module(model)`; arguments as of shardc.runtime.step.engine.Engine.
 
     Its state_dict has the model's own names (all names of a tied weight) with local shapes. `forward` takes this rank's
@@ -166,7 +166,14 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
         if name in engine_options.INSTEAD_OF_MODULE:
             what = f"a module of a program has no {name!r}: {engine_options.INSTEAD_OF_MODULE[name]}"
             raise AttributeError(what, name=name, obj=self)
+        if name in engine_options.WRAPPERS:
+            where, what, fix = engine_options.WRAPPERS[name]
+            raise ShardcError(what, where=where, fix=fix)
         return super().__getattr__(name)
+
+    def compile(self, *_: Any, **__: Any) -> None:
+        """nn.Module's own way to torch.compile, refused as that is."""
+        _ = self._torchdynamo_orig_callable
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """As of any module. Raises UnknownNameError, which is an AttributeError too, with the nearest name."""
