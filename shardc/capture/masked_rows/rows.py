@@ -254,12 +254,10 @@ class Rows:
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> Count:
-        return Count(self.pick.loop, self.pick.mask.sum() * math.prod(self.full.shape[d] for d in self.others()))
+        rest = math.prod(n for d, n in enumerate(self.full.shape) if d != self.dim)
+        return Count(self.pick.loop, self.pick.mask.sum() * rest)
 
     nelement = numel
-
-    def others(self) -> list[int]:
-        return [d for d in range(self.full.ndim) if d != self.dim]
 
     def chosen(self, otherwise: Any = 0) -> Tensor:
         """All rows, with a number in place of those that were not chosen."""
