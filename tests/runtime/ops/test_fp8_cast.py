@@ -16,7 +16,7 @@ from tests.triton_interpreter import interpreted
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[ModuleType]:
-    with interpreted("fp8_cast_kernel") as module:
+    with interpreted("fp8.cast_kernel") as module:
         yield module
 
 
