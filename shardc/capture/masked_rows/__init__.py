@@ -40,7 +40,7 @@ from shardc.capture.constants import constant, is_random
 from shardc.capture.data_dependent_sizes import KnownSizes, functions, hidden
 from shardc.capture.masked_rows.branches import Guards
 from shardc.capture.masked_rows.ends import ADDS, add, from_mean, put, reduced
-from shardc.capture.masked_rows.rows import ChosenNumbers, Count, DrawnError, Pick, Rows, Unfit, key_of, node_of
+from shardc.capture.masked_rows.rows import ChosenNumbers, Count, DrawnError, Pick, Rows, Unfit, node_of, structure_of
 from shardc.capture.masked_rows.rowwise import follow
 from shardc.ir import source
 from shardc.torch_modes import untraced
@@ -120,7 +120,7 @@ class ChosenRows(KnownSizes):
 
     def pick(self, mask: Tensor) -> Pick:
         """The choice that a mask is; the same mask [n] for one that is equal, or another view of it."""
-        key, grid = key_of(mask), tuple(mask.shape)
+        key, grid = structure_of(mask), tuple(mask.shape)
         if key not in self.picks:
             flat = (mask if mask.dtype == torch.bool else mask != 0).reshape(-1)
             self.picks[key] = Pick(self, flat, grid)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardc.capture.data_dependent_sizes import functions
-from shardc.capture.masked_rows.rows import Pick, Rows, Unfit, key_of, node_of
+from shardc.capture.masked_rows.rows import Pick, Rows, Unfit, node_of, structure_of
 from shardc.ir import types as values
 from shardc.torch_private import traced_node
 
@@ -138,7 +138,7 @@ def _alignment(log_probs: Tensor, targets: Rows, frames: Any, lengths: Any, *arg
     mask = targets.pick.mask.reshape(targets.pick.grid)
     node = traced_node(lengths) if isinstance(lengths, Tensor) else None
     count = node is not None and node.target is aten.sum.dim_IntList and node.args[1] in ([-1], [mask.dim() - 1])
-    if mask.dim() != 2 or targets.ndim != 1 or not count or key_of(node.args[0]) != key_of(mask):  # type: ignore[union-attr, arg-type]
+    if mask.dim() != 2 or targets.ndim != 1 or not count or structure_of(node.args[0]) != structure_of(mask):  # type: ignore[union-attr, arg-type]
         raise Unfit("their lengths are not their numbers in each row")
     order = torch.sort((~mask).long(), dim=-1, stable=True).indices
     kept = torch.where(mask, targets.full.reshape(mask.shape), 0).gather(1, order)

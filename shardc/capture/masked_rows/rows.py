@@ -78,7 +78,7 @@ _SAME = {"reshape", "view", "_unsafe_view", "flatten", "clone", "contiguous", "t
 _MAKERS = {"select", "slice", "eq", "ne", "gt", "any", "index", "bool", "to", "add", "sub", "sum"}
 
 
-def key_of(x: Tensor | fx.Node) -> Any:
+def structure_of(x: Tensor | fx.Node) -> Any:
     """Equal for tensors that are computed in the same way, other views of the same rows included."""
     node = x if isinstance(x, fx.Node) else traced_node(x)
     if node is None:
@@ -101,7 +101,7 @@ def _is_mask(node: fx.Node) -> bool:
 
 def _frozen(x: Any) -> Any:
     if isinstance(x, fx.Node):
-        return key_of(x)
+        return structure_of(x)
     return tuple(map(_frozen, x)) if isinstance(x, (tuple, list)) else (type(x), x)
 
 
@@ -122,7 +122,7 @@ class Count:
 
     @property
     def key(self) -> Any:
-        return key_of(self.node)
+        return structure_of(self.node)
 
     def __hash__(self) -> int:
         raise Unfit("their number is put in a set, or is the key of a dict")
