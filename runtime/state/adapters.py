@@ -26,7 +26,6 @@ from shardc.ir.program import Program
 from shardc.runtime.state.init import Recipe, record
 from shardc.runtime.state.init_recorder import Recorder
 from shardc.runtime.state.sources import Weights, from_files, of_recipe, weights_for
-from shardc.runtime.state.tape_slices import OnTape
 from shardc.runtime.state.weight_files import WeightFiles, is_checkpoint, open_weights
 
 CONFIG, PREFIX = "adapter_config.json", "base_model.model."
@@ -118,27 +117,25 @@ def _with(
     recipe, keys = _begin(drawn)
     first = of_recipe(recipe, seed + _STREAM)
     dims = {p.name: p for p in begun.values() if p.kind == MAGNITUDE}
-    sliced = {n: OnTape(recorder.tape, recorder.ref(x), seed) for n, x in found.items()}
+    refs = {n: recorder.ref(x) for n, x in found.items()}
+    sources = {n: recorder.tape.source(ref) for n, ref in refs.items()}
 
-    def get(name: str, device: torch.device) -> Tensor:
+    def get(name: str) -> Tensor:
         if name in keys:
-            return first.get(keys[name], device)
+            return first.get(keys[name])
         if name in dims:
             part = dims[name]
-            w = given.get(part.base, device).detach()
+            w = given.get(part.base).detach()
             lengths: Tensor = torch.linalg.vector_norm(w, dim=-2 if part.adapter.flipped else -1)
             return lengths
-        if name in sliced:
-            return sliced[name].read([(0, n) for n in sliced[name].shape])
-        return given.get(name, device)
+        return recorder.tape.replay([refs[name]], seed)[0] if name in refs else given.get(name)
 
     shapes = {n: p.shape for n, p in begun.items()} | {n: tuple(x.shape) for n, x in found.items()}
     return replace(
         given,
         shapes={**given.shapes, **shapes},
         get=get,
-        sliced={**given.sliced, **sliced},
-        drawn={**given.drawn, **{n: first.drawn[k] for n, k in keys.items() if k in first.drawn}},
+        sliced={**given.sliced, **{n: x for n, x in sources.items() if x is not None}},
         notes=(*given.notes, *notes) if given.notes or found else given.notes,
     )
 

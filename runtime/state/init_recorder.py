@@ -5,15 +5,13 @@ that code which treats meta tensors differently (transformers, torch.nn.init) ru
 changes a tensor goes on the tape. Tensors are known by their *storage*: views, `.data` and parameters made of a tensor
 all lead to the same one, so views need no entry.
 
-A value that Python asks for (`.item()`, `if x.any()`) is replayed on the spot if no random number goes into it.
+A value that Python reads (`.item()`, `if x.any()`) is replayed on the spot if no random number goes into it.
 
-Tensors of files are on the tape too (`Recorder.stored`): they are read when a replay needs them, or slice by slice
-(shardc.runtime.state.tape_slices).
+Tensors of files are on the tape too (`Recorder.stored`): they are read when a replay needs them, or by slice.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,14 +23,13 @@ from torch.overrides import TorchFunctionMode
 
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.runtime import random_draws
-from shardc.runtime.state.init_tape import Entry, RandomValue, Ref, Tape
-from shardc.runtime.state.sliced_tensors import Sliced
+from shardc.runtime.state.init_tape import RECORDING, Entry, RandomValue, Ref, Tape
+from shardc.runtime.state.sliced_tensors import InMemory, Sliced
 from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced_trunc_normal
 
-#: Held while something is recorded: functions of torch and transformers are replaced for a while, which all threads
-#: would see.
-RECORDING = threading.RLock()
+#: torch's generator has this seed before the first random op that is recorded, and i + 1 more after the i-th, which
+#: draws nothing: so each op finds out after which one it draws, or that the builder has seeded the generator.
+_SEEDS = 0x5EED_0F_4E0B_0000
 
 
 class Recorder:
@@ -42,6 +39,7 @@ class Recorder:
         self.tape = Tape()
         self._held: dict[int, torch.UntypedStorage] = {}  # keeps storages alive, so that their ids stay theirs
         self._shadows: dict[int, Tensor] = {}  # of real tensors' storages: meta tensors of the same size
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # with the states that they get back
         self._stack = ExitStack()
         self._paused = self._open = False
         #: What to tell of weights that were read while the model was built, and the folder that they came from.
@@ -50,6 +48,8 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         self._stack.enter_context(RECORDING)
+        self._stack.callback(self._give_back)
+        self._seeded(torch.default_generator, _SEEDS)
         self._stack.enter_context(replaced_trunc_normal(self._trunc_normal))
         self._stack.enter_context(_Pretend(self))
         self._stack.enter_context(_Dispatch(self))
@@ -59,6 +59,15 @@ class Recorder:
     def __exit__(self, *exc: object) -> None:
         self._open = False
         self._stack.close()
+
+    def _give_back(self) -> None:
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+        self._generators.clear()
+
+    def _seeded(self, generator: torch.Generator, seed: int) -> None:
+        self._generators.setdefault(id(generator), (generator, generator.get_state()))
+        generator.manual_seed(seed)
 
     def ref(self, x: Tensor) -> Ref:
         """Where x is on the tape."""
@@ -72,7 +81,7 @@ class Recorder:
         with self._pause():
             x = torch.empty(source.shape, dtype=source.dtype, device="meta")
             ref = self.ref(x)
-        self._add(None, "stored", (source,), {}, (ref,), {ref.storage}, set())
+        self._add(None, (source,), {}, (ref,), {ref.storage}, set())
         return x
 
     def value(self, x: Tensor) -> Tensor:
@@ -80,7 +89,7 @@ class Recorder:
         ref = self.ref(x)
         try:
             with self._pause():
-                return self.tape.replay([ref], None)[0]
+                return self.tape.replay([ref], None)[0].clone()
         except RandomValue as e:
             place = source.of_call()
             raise ShardcError(
@@ -111,7 +120,7 @@ class Recorder:
             shadow = torch.empty(whole.shape, dtype=x.dtype, device="meta")
             self._held[id(storage)], self._shadows[id(storage)] = storage, shadow
             ref = self.ref(shadow)
-            self._add(None, "constant", (whole.detach().clone(),), {}, (ref,), {ref.storage}, set())
+            self._add(None, (InMemory(whole.detach().clone()),), {}, (ref,), {ref.storage}, set())
         like = torch.empty(0, dtype=x.dtype, device="meta")
         return like.set_(self._shadows[id(storage)].untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
@@ -135,20 +144,27 @@ class Recorder:
 
     def _add(
         self,
-        func: OpOverload | None,
-        name: str,
+        func: Any,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        outputs: tuple[Ref | None, ...],
+        created: tuple[Ref | None, ...],
         writes: set[int],
         reads: set[int],
         random: bool = False,
     ) -> None:
-        ordinal = self.tape.randoms if random else -1
-        self.tape.randoms += random
-        self.tape.add(
-            Entry(func, name, args, kwargs, outputs, frozenset(writes), frozenset(reads), source.of_call(), ordinal)
-        )
+        ordinal, start = (len(self.tape.randoms), self._start(args, kwargs)) if random else (-1, -1)
+        at = source.of_call()
+        self.tape.add(Entry(func, args, kwargs, created, frozenset(writes), frozenset(reads), at, ordinal, start))
+
+    def _start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | Tensor:
+        """After which random op the next one draws, or from which state."""
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
+        generator, count = next(given, torch.default_generator), len(self.tape.randoms)
+        with self._pause():
+            before = generator.initial_seed() - _SEEDS
+            start = before - 1 if 0 <= before <= count else generator.get_state()
+            self._seeded(generator, _SEEDS + count + 1)
+        return start
 
     # --- ops
 
@@ -192,34 +208,18 @@ class Recorder:
             pytree.tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, part) for part in (args, kwargs)
         )
         reads = {r.storage for r in pytree.tree_flatten((args, kwargs))[0] if isinstance(r, Ref)}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            if (
-                outputs
-                and outputs[0] is not None
-                and any(a.name == "dtype" for a in func._schema.arguments[len(args) :])
-            ):
-                kwargs = {**kwargs, "dtype": outputs[0].dtype}  # the default dtype may be another one at replay
-            self._add(func, "", args, kwargs, tuple(outputs), writes, reads)
-            return
-        name, named = func.overloadpacket.__name__, {a.name: x for a, x in _by_name(func, args, kwargs)}
-        if not random_draws.known(name, named) or len(outputs) != 1:
-            raise ShardcError(
-                f"the random op {func} has no counter-based form",
-                where=source.of_call().line,
-                fix=(
-                    "initialise with normal_, uniform_, trunc_normal_, bernoulli_, randint or randperm, or pass a real"
-                    " model"
-                ),
-            )
-        self._add(func, name, (), named, tuple(outputs), writes, reads, random=True)
+        made = any(a.name == "dtype" for a in func._schema.arguments[len(args) :])
+        if outputs and outputs[0] is not None and made:
+            kwargs = {**kwargs, "dtype": outputs[0].dtype}  # the default dtype may be another one at replay
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        self._add(func, args, kwargs, tuple(outputs), writes, reads, random)
 
     def _trunc_normal(
         self, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
     ) -> Tensor:
         """Stands in for torch.nn.init's, which draws again until all numbers fit, and so looks at them."""
-        ref = self.ref(tensor)
-        named = {"self": ref, "mean": mean, "std": std, "a": a, "b": b}
-        self._add(None, "trunc_normal_", (), named, (None,), {ref.storage}, set(), random=True)
+        args = (self.ref(tensor), mean, std, a, b, generator)
+        self._add(torch.nn.init.trunc_normal_, args, {}, (None,), {args[0].storage}, set(), random=True)
         return tensor
 
     def _values(self, arguments: Any) -> Any:

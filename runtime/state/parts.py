@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardc.errors import Errors
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime.state.sliced_tensors import Ranges, Sliced, Stacked, index, whole
+from shardc.runtime.state.sliced_tensors import Joined, Ranges, Sliced, index, whole
 from shardc.runtime.state.sources import Weights, check_names, weights
 
 
@@ -58,17 +58,17 @@ def local_parts(
 
     def part(x: Param | Buffer) -> Tensor:
         names = x.names
-        if not broadcast and (sliced := _sliced(x, given, mesh.device)) is not None:
+        if not broadcast and (sliced := _sliced(x, given)) is not None:
             return _read(x, sliced, mesh)
         if isinstance(x, Buffer) and x.constant is not None:
             whole = x.constant
         elif x.members:
-            whole = torch.stack([given.get(n, mesh.device).detach() for n in x.members])
+            whole = torch.stack([given.get(n).detach() for n in x.members])
         else:
             name = next((n for n in names if n in given.shapes), "")
             chosen = given if name else rest
             assert chosen is not None
-            whole = chosen.get(name or next(n for n in names if n in chosen.shapes), mesh.device)
+            whole = chosen.get(name or next(n for n in names if n in chosen.shapes))
             whole = mesh.broadcast(whole, tag=x.fqn) if broadcast else whole
         whole_of(x, whole)
         return _local(x, whole, mesh)
@@ -100,7 +100,7 @@ def blank(program: Program) -> Weights:
     every: list[Param | Buffer] = [*program.params, *program.buffers]
     sliced: dict[str, Sliced] = {n: _Zeros(shape, x.dtype) for x in every if x.fqn for n, shape in x.shapes.items()}
     shapes = {n: x.shape for n, x in sliced.items()}
-    return Weights("engine", shapes, lambda n, _: sliced[n].read(whole(shapes[n])), lambda names: True, sliced)
+    return Weights("engine", shapes, lambda n: sliced[n].read(whole(shapes[n])), lambda names: True, sliced)
 
 
 def constants(program: Program, mesh: Any) -> dict[str, Tensor]:
@@ -118,20 +118,12 @@ def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
     return cut.to(device=mesh.device, dtype=x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _sliced(x: Param | Buffer, given: Weights, device: torch.device) -> Sliced | None:
-    """What its part can be read or computed from, slice by slice; None if only the whole can be."""
+def _sliced(x: Param | Buffer, given: Weights) -> Sliced | None:
+    """What its part can be read from, slice by slice; None if only the whole can be."""
     if x.members:
-        each = [_one(given, n, device) for n in x.members]
-        found = [s for s in each if s is not None]
-        return Stacked(found) if len(found) == len(x.members) else None
-    # of a tied parameter's names one may have been read, while the others are what the model would begin with
-    names = sorted(x.names, key=lambda n: n not in given.sliced)
-    return next((s for n in names if (s := _one(given, n, device)) is not None), None)
-
-
-def _one(given: Weights, name: str, device: torch.device) -> Sliced | None:
-    drawn = given.drawn.get(name)
-    return given.sliced.get(name) or (replace(drawn, device=device) if drawn is not None else None)
+        found = [given.sliced[n] for n in x.members if n in given.sliced]
+        return Joined(found, 0, new=True) if len(found) == len(x.members) else None
+    return next((given.sliced[n] for n in x.names if n in given.sliced), None)
 
 
 def _read(x: Param | Buffer, source: Sliced, mesh: Any) -> Tensor:

@@ -160,8 +160,6 @@ class Engine(EngineStep):
         given = state.weights_of(program, model, weights, seed)
         self.weight_notes = given.notes
         self._told: set[str] = set()
-        if given.overruled:
-            self._tell(given.overruled)
         changed = user_changes.check_as_compiled(program, given.model, built=given.model is not model)
         user_changes.tell_once(changed, self._told, self._tell)
         user_changes.tell_eval_mode(program, self._tell)

@@ -128,8 +128,6 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
             given.model,
         )
         user_changes.tell_eval_mode(program, self._running.tell)
-        if given.overruled:
-            self._running.tell(given.overruled)
         user_changes.tell_once(changed, self._running.told, self._running.tell)
 
     def _hold(self, running: Running, buffers: Mapping[str, Tensor], like: Any) -> None:
