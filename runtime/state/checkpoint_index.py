@@ -26,10 +26,12 @@ import numpy as np
 import torch
 
 from shardc import text_file
-from shardc.runtime.state import digest
-from shardc.runtime.state.boxes import Numbers
+from shardc.runtime.state.sliced_tensors import Numbers
 from shardc.runtime.state.tensor_file import MAX_HEADER, whole_numbers
 
+#: What a digest looks like in the index: XXH3 of the slice's bytes, 128 bits. It finds damage, not forgery: whoever can
+#: write a checkpoint can write its digests. It reads at the speed of memory. Another one is another VERSION.
+DIGEST = re.compile(r"[0-9a-f]{32}")
 NAME = "index.json"
 KIND, VERSION = "shardc checkpoint", 3
 MAX_BYTES = 4 << 30
@@ -236,7 +238,7 @@ def _stored(name: str, x: Any, files: tuple[File, ...], partial: bool) -> Stored
 
 
 def _slice(name: str, x: Any, whole: Stored, files: tuple[File, ...]) -> Slice:
-    if not isinstance(x, list) or len(x) != 5 or not _text(x[4], digest.TEXT):
+    if not isinstance(x, list) or len(x) != 5 or not _text(x[4], DIGEST):
         raise ValueError(f"a slice of {name!r} is not [file, first byte, offset, shape, digest]")
     file, place = whole_numbers(x[:2], f"place of a slice of {name!r}")
     found = Slice(

@@ -33,11 +33,10 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.adapter_files import OfSpec
+from shardc.runtime.state.adapters import OfSpec
 from shardc.runtime.state.boxes import Runs, kept, model_parts
-from shardc.runtime.state.gathering import gathered_entry
-from shardc.runtime.state.init_recorder import Recorder
-from shardc.runtime.state.init_tape import Ref, Tape
+from shardc.runtime.state.init_tape import Recorder, Ref, Tape
+from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
 from shardc.runtime.state.sliced_tensors import Ranges, index, stretches, whole
 from shardc.runtime.state.tensor_file import NAMES, Entry, TensorFile, bytes_of, header

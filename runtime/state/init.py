@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
-from shardc.runtime.state.init_recorder import Recorder
-from shardc.runtime.state.init_tape import Ref, Tape
-from shardc.runtime.state.reading_calls import lazily
+from shardc.runtime.state.init_tape import Recorder, Ref, Tape
+from shardc.runtime.state.pretrained import lazily
 from shardc.torch_private import pytree
 
 Builder = Callable[[], nn.Module]

@@ -22,14 +22,15 @@ from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Box, Part, Runs, disjoint, kept, model_parts, overlap
-from shardc.runtime.state.checked_slices import damage, read_slice
 from shardc.runtime.state.checkpoint_folder import (
     DamagedError,
     check_file,
+    damage,
     generations,
     is_one,
     none_in,
     read_index,
+    read_slice,
     remedy,
 )
 from shardc.runtime.state.checkpoint_index import NAME, Index, Slice, Stored

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+Numbers = tuple[int, ...]
 #: Per dim (start, length).
 Ranges = Sequence[tuple[int, int]]
 

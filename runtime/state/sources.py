@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.runtime.state.init import Recipe, named_tensors, record, record_reset
-from shardc.runtime.state.init_recorder import Recorder
+from shardc.runtime.state.init_tape import Recorder
 from shardc.runtime.state.pretrained import hf_builder, place
 from shardc.runtime.state.quantized import plain_state
 from shardc.runtime.state.sliced_tensors import Sliced, whole

@@ -42,10 +42,17 @@ from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.checked_slices import damage, read_whole
-from shardc.runtime.state.checkpoint_folder import DamagedError, check_file, is_one, newest, read_index
+from shardc.runtime.state.boxes import Piece, Plan
+from shardc.runtime.state.checkpoint_folder import (
+    DamagedError,
+    check_file,
+    damage,
+    is_one,
+    newest,
+    read_index,
+    read_whole,
+)
 from shardc.runtime.state.checkpoint_index import Slice, Stored
-from shardc.runtime.state.save_plan import Piece, Plan
 from shardc.runtime.state.saving import Saves
 
 _FILE = re.compile(r"__\d+_\d+\.distcp")

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.checked_slices import read_box
-from shardc.runtime.state.checkpoint_folder import generations, is_one, newest, read_index
+from shardc.runtime.state.checkpoint_folder import generations, is_one, newest, read_box, read_index
 from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.sliced_tensors import InMemory, Ranges, Sliced, index
 from shardc.runtime.state.tensor_file import DTYPES

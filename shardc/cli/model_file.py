@@ -32,7 +32,7 @@ from shardc.cli import config_file, hidden_modules
 from shardc.cli.training_data import PARTS, seed_everything, takes_parts
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.reading_calls import lazily
+from shardc.runtime.state.pretrained import lazily
 from shardc.runtime.state.weight_files import has_weights
 
 #: What a model file may have besides model() and batch(), with the arguments that each is called with. data() may take

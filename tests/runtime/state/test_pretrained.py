@@ -22,7 +22,7 @@ from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.state import weight_files
 from shardc.runtime.state.init import record
-from shardc.runtime.state.reading_calls import lazily
+from shardc.runtime.state.pretrained import lazily
 from shardc.runtime.state.sources import weights
 from shardc.runtime.state.weight_files import open_weights
 
