@@ -126,9 +126,9 @@ class Tape:
         elif into == ref and entry.func in _COPIES and given.shape == ref.shape:
             found = self.source(given, at)
         elif into == ref and entry.func in _JOINS:
-            members = [self.source(x, at) for x in given]
+            members = [x for x in (self.source(r, at) for r in given) if x is not None]
             dim = entry.args[1] if len(entry.args) > 1 else 0
-            if len({x and x.dtype for x in members}) == 1 and members[0] is not None:
+            if len(members) == len(given) and len({x.dtype for x in members}) == 1:
                 found = Joined(members, dim % len(ref.shape), new=entry.func is aten.stack.default)
         return found if found is None or found.dtype == ref.dtype else Cast(found, ref.dtype)
 
