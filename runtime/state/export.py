@@ -39,7 +39,7 @@ from shardc.runtime.state.init_tape import Recorder, Ref, Tape
 from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
 from shardc.runtime.state.sliced_tensors import Ranges, index, stretches, whole
-from shardc.runtime.state.tensor_file import NAMES, Entry, TensorFile, bytes_of, header
+from shardc.runtime.state.tensor_file import NAMES, Entry, bytes_of, header, opened
 from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
 
@@ -182,7 +182,7 @@ def foreign_weights(path: Path) -> Path | None:
         return path
     for file in files:
         try:
-            ours = file.suffix == ".safetensors" and _MARK.items() <= TensorFile(file).metadata.items()
+            ours = file.suffix == ".safetensors" and _MARK.items() <= (opened(file).metadata() or {}).items()
         except (ShardcError, OSError):
             ours = False
         if not ours:

@@ -260,7 +260,7 @@ def test_sources_that_are_none_are_refused(tmp_path: Path) -> None:
     assert "weights cannot come from a int" in str(_fails(3, program))
     assert "there are no weights at this path" in str(_fails(tmp_path / "nowhere", program))
     (tmp_path / "model.safetensors").write_bytes(b"junk")
-    assert "the weights cannot be read" in str(_fails(tmp_path, program))
+    assert "the file cannot be read" in str(_fails(tmp_path, program))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
