@@ -220,7 +220,7 @@ def read_index(path: Path) -> Index:
             disk_calls.read_file(path / checkpoint_index.NAME, checkpoint_index.MAX_BYTES)
         )
     except (FileNotFoundError, NotADirectoryError):
-        if path.is_dir() and any(FILE.fullmatch(n) for n in os.listdir(path)):
+        if path.is_dir() and any(re.fullmatch(FILE, n) for n in os.listdir(path)):
             raise DamagedError("the index is missing", where=where) from None
         raise none_in(path) from None
     except (ValueError, OSError) as e:

@@ -191,7 +191,7 @@ class Save:
         every: list[File] = []
         tensors: dict[str, Stored] = {}
         for part in parts:
-            mine, theirs = checkpoint_index.read_tables(part, partial=True)
+            mine, theirs = checkpoint_index.read_tables(part)
             for name, t in theirs.items():
                 known = tensors.setdefault(name, Stored(t.dtype, t.shape))
                 if (known.dtype, known.shape) != (t.dtype, t.shape):

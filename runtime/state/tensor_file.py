@@ -103,13 +103,6 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) 
     return data, placed
 
 
-def whole_numbers(x: Any, what: str) -> tuple[int, ...]:
-    """A list of numbers from 0 to 2^63 - 1. Raises ValueError for anything else."""
-    if not isinstance(x, list) or any(type(n) is not int or not 0 <= n < 2**63 for n in x):
-        raise ValueError(f"the {what} is no list of whole numbers")
-    return tuple(x)
-
-
 def opened(path: Path) -> Any:
     """A .safetensors file to read from, as safetensors.safe_open has it; a symbolic link is followed.
 
