@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -331,38 +331,29 @@ def _replace(library: ModuleType, calls: _Calls, stack: ExitStack) -> None:
 
 
 def _once_imported(name: str, then: Callable[[ModuleType], None], stack: ExitStack) -> None:
-    """Call `then` with a module: now if it is imported, else when the builder imports it. transformers imports the
-    modules of its models no sooner than one of them is asked for, which may be in the builder.
+    """Call `then` with a module: now if it is imported, else when the builder imports it, as transformers does when one
+    of its models is looked up.
     """
     if (module := sys.modules.get(name)) is not None:
         then(module)
         return
-    finder = _Finder(name, then)
-    sys.meta_path.insert(0, finder)
-    stack.callback(sys.meta_path.remove, finder)
 
+    class Finder(MetaPathFinder):
+        def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+            spec = PathFinder.find_spec(fullname, path, target) if fullname == name else None
+            if spec is not None and spec.loader is not None:
+                run = spec.loader.exec_module
 
-class _Finder(MetaPathFinder):
-    """Finds one module where it is, and calls `then` when it has run."""
+                def exec_module(module: ModuleType) -> None:
+                    run(module)
+                    if finder in sys.meta_path:  # an import that another thread began may end after the builder
+                        then(module)
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self.name, self.then = name, then
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == self.name else None
-        if spec is None or spec.loader is None:
+                spec.loader.exec_module = exec_module  # type: ignore[method-assign]
             return spec
-        run = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            if self in sys.meta_path:  # an import that another thread began may end after the builder
-                self.then(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    sys.meta_path.insert(0, finder := Finder())
+    stack.callback(sys.meta_path.remove, finder)
 
 
 class _Calls:
@@ -446,32 +437,19 @@ class _Calls:
         return info, None
 
 
-class _Opened:
-    """An open safetensors file, whose tensors stand on a tape."""
+class _Opened(AbstractContextManager["_Opened"]):
+    """An open safetensors file, whose tensors stand on a tape. A slice of it is a tensor, which can be indexed."""
 
     def __init__(self, recorder: Recorder, files: WeightFiles) -> None:
-        self._recorder, self._files = recorder, files
-
-    def __enter__(self) -> _Opened:
-        return self
+        self._files = files
+        self.keys = self.offset_keys = lambda: list(files.tensors)
+        self.get_tensor = self.get_slice = lambda name: recorder.stored(files.tensors[name])
 
     def __exit__(self, *_: object) -> None:
         pass
 
-    def keys(self) -> list[str]:
-        return list(self._files.tensors)
-
-    offset_keys = keys
-
     def metadata(self) -> dict[str, str]:
         return {"format": "pt", **self._files.ties}
 
-    def get_tensor(self, name: str) -> Tensor:
-        return self._recorder.stored(self._files.tensors[name])
-
     def get_tensors(self) -> dict[str, Tensor]:
         return {name: self.get_tensor(name) for name in self.keys()}
-
-    def get_slice(self, name: str) -> Tensor:
-        """A tensor that can be indexed, as a slice can."""
-        return self.get_tensor(name)

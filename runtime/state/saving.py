@@ -23,6 +23,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,23 +62,31 @@ class Cancelled(Exception):
     """Another rank's save failed."""
 
 
+@dataclass
 class Save:
     """One save of one rank. id: the same on all ranks; folder: that the user named; work: where all is written until it
     is whole. done: bytes written.
     """
 
-    def __init__(self, mesh: Any, folder: Path, step: int, keep: int | None, id: str) -> None:
-        self.mesh, self.folder, self.step, self.keep, self.id = mesh, folder, step, keep, id
-        self.plan = Plan({}, {}, {})
-        self.drafts: dict[str, Draft] = {}
-        self.work = folder / f"{WORK}{id}"
-        self.error: BaseException | None = None
-        self.cancelled = False
-        self.committing = False
-        self.done = self.nbytes = 0
-        self.lock: disk_calls.Lock | None = None
-        self.known: Known | None = None
-        self._thread: threading.Thread | None = None
+    mesh: Any
+    folder: Path
+    step: int
+    keep: int | None
+    id: str
+    known: Known
+    plan: Plan = field(default_factory=lambda: Plan({}, {}, {}))
+    drafts: dict[str, Draft] = field(default_factory=dict)
+    error: BaseException | None = None
+    cancelled: bool = False
+    committing: bool = False
+    done: int = 0
+    nbytes: int = 0
+    lock: disk_calls.Lock | None = None
+    _thread: threading.Thread | None = None
+
+    @property
+    def work(self) -> Path:
+        return self.folder / f"{WORK}{self.id}"
 
     def start(self, work: Callable[[], None], *, background: bool) -> None:
         """Run, here or in a thread; what goes wrong is kept in `.error`."""
@@ -145,7 +154,7 @@ class Save:
         except BlockingIOError:
             fix = "give every run a folder of its own"
             raise SavingError("another process is saving to this folder", where=str(self.folder), fix=fix) from None
-        if self.known is not None and (others := self.known.others(self.folder)):
+        if others := self.known.others(self.folder):
             raise SavingError(
                 f"checkpoints are there that this run neither saved nor loaded ({', '.join(others[:3])}): it would"
                 " replace those of another run",
@@ -178,8 +187,7 @@ class Save:
             fix = "see who may write there"
             raise SavingError(what, where=str(self.folder), fix=fix) from e
         finally:
-            if self.known is not None:
-                self.known.see(self.folder)
+            self.known.see(self.folder)
 
     def _read(self, rank: int) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(
@@ -248,8 +256,8 @@ class Saves:
         Raises SavingError, on all ranks, if this save fails or the one before it has.
         """
         self.finish()
-        save = Save(self._mesh, folder.absolute(), step, keep, agreement.said(self._mesh, secrets.token_hex(8)))
-        save.known = self._known
+        id = agreement.said(self._mesh, secrets.token_hex(8))
+        save = Save(self._mesh, folder.absolute(), step, keep, id, self._known)
         if overwrite:
             self._known.see(save.folder)
         self._save = save
