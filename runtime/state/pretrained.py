@@ -441,9 +441,15 @@ class _Opened(AbstractContextManager["_Opened"]):
     """An open safetensors file, whose tensors stand on a tape. A slice of it is a tensor, which can be indexed."""
 
     def __init__(self, recorder: Recorder, files: WeightFiles) -> None:
-        self._files = files
-        self.keys = self.offset_keys = lambda: list(files.tensors)
-        self.get_tensor = self.get_slice = lambda name: recorder.stored(files.tensors[name])
+        self._recorder, self._files = recorder, files
+
+    def keys(self) -> list[str]:
+        return list(self._files.tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._recorder.stored(self._files.tensors[name])
+
+    offset_keys, get_slice = keys, get_tensor
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -452,4 +458,4 @@ class _Opened(AbstractContextManager["_Opened"]):
         return {"format": "pt", **self._files.ties}
 
     def get_tensors(self) -> dict[str, Tensor]:
-        return {name: self.get_tensor(name) for name in self.keys()}
+        return {name: self.get_tensor(name) for name in self._files.tensors}
