@@ -359,42 +359,44 @@ def write(
     parts = [layout.folder / f".{layout.stem}-{i}.writing" for i in range(len(groups))]
     headers = [header([x.entry for x in group], {**layout.metadata, **_MARK}) for group in groups]
     problem: OSError | None = None
-    try:
-        if mesh.rank == 0:
-            layout.folder.mkdir(parents=True, exist_ok=True)
-            for part, (first, placed) in zip(parts, headers, strict=True):
-                part.unlink(missing_ok=True)
-                disk_calls.write_file(part, first)
-                os.truncate(part, placed[-1].stop if placed else len(first))
-    except OSError as e:
-        problem = e
+
+    def tried(work: Callable[..., None], *args: Any) -> None:
+        """All ranks gather alike, so one that cannot write goes on without writing."""
+        nonlocal problem
+        if problem is None:
+            try:
+                work(*args)
+            except OSError as e:
+                problem = e
+
+    if mesh.rank == 0:
+        tried(_begin, layout.folder, parts, headers)
     _agree(mesh, problem, layout.folder)
     for group, part, (_, placed) in zip(groups, parts, headers, strict=True):
-        descriptor = -1
-        try:
-            descriptor = os.open(part, os.O_WRONLY | os.O_CLOEXEC)
-        except OSError as e:
-            problem = e
+        files: list[int] = []
+        tried(lambda part: files.append(os.open(part, os.O_WRONLY | os.O_CLOEXEC)), part)  # noqa: B023 (called at once)
         try:
             for entry, place, data in _data(layout, list(zip(group, placed, strict=True)), held, gathered, mesh.rank):
-                if problem is None:
-                    _put(descriptor, entry, place, data.to(device="cpu", dtype=entry.dtype))
-            if problem is None:
-                disk_calls.sync(descriptor)
-        except OSError as e:
-            problem = e
+                tried(_put, *files, entry, place, data)
+            tried(disk_calls.sync, *files)
         finally:
-            if descriptor >= 0:
+            for descriptor in files:
                 os.close(descriptor)
     _agree(mesh, problem, layout.folder)
-    try:
-        if mesh.rank == 0:
-            _name(layout, groups, parts, single)
-            layout.finish()
-            disk_calls.sync_folder(layout.folder)
-    except OSError as e:
-        problem = e
+    if mesh.rank == 0:
+        tried(_name, layout, groups, parts, single)
+        tried(layout.finish)
+        tried(disk_calls.sync_folder, layout.folder)
     _agree(mesh, problem, layout.folder)
+
+
+def _begin(folder: Path, parts: Sequence[Path], headers: Sequence[tuple[bytes, list[Entry]]]) -> None:
+    """Files of their full length, with their headers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, (first, placed) in zip(parts, headers, strict=True):
+        part.unlink(missing_ok=True)
+        disk_calls.write_file(part, first)
+        os.truncate(part, placed[-1].stop if placed else len(first))
 
 
 def _data(
@@ -422,8 +424,7 @@ def _data(
 def _put(descriptor: int, entry: Entry, place: Ranges, data: Tensor) -> None:
     """Write a slice of a tensor to its place in a file."""
     length, starts = stretches(entry.shape, place)
-    size, data = length * entry.dtype.itemsize, data.contiguous()
-    memory = bytes_of(data)
+    size, memory = length * entry.dtype.itemsize, bytes_of(data.to(device="cpu", dtype=entry.dtype).contiguous())
     for i, start in enumerate(starts):
         disk_calls.write(descriptor, memory[i * size : (i + 1) * size], entry.start + start * entry.dtype.itemsize)
 
