@@ -23,16 +23,11 @@ from pathlib import Path
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.runtime.first_failed import GAVE_UP, GRACE, POLL, first_failed
 
 #: The address at which the ranks of one machine meet.
 LOOPBACK = "127.0.0.1"
-POLL = 0.05  # seconds between looks at the ranks
-_LAST = 5  # lines at the end of an error that name its kind; notes come after it
 _NOTE = 160  # bytes of a rank's note of what it is doing
-# seconds in which ranks may still fail because another one did; then, in which a SIGTERM is heeded
-GRACE = 1.0
-#: Exit status of a rank that ended because another one failed, or does not answer.
-GAVE_UP = 75
 #: Seconds for which some ranks may be stopped (SIGSTOP) while others run, before all are ended.
 STOPPED = 6.0
 #: What can be done where memory does not suffice.
@@ -272,7 +267,7 @@ def launch(
             if not failed:
                 _repeat(notes)
                 return 0
-            culprit = _culprit(ranks, logs, failed) if stopped is None else stopped
+            culprit = first_failed(ranks, logs, failed) if stopped is None else stopped
             failed_first(culprit)
             doing = Progress.read(progress / f"rank{culprit}") if progress is not None else ""
             words = notes.rest() if culprit == 0 else logs[culprit].read_text(errors="replace")
@@ -290,38 +285,6 @@ def launch(
             _end(ranks)
             for s, handler in before.items():
                 signal.signal(s, handler)
-
-
-def _culprit(ranks: list[subprocess.Popen[bytes]], logs: list[Path], failed: list[int]) -> int:
-    """The rank that failed first. Ranks that died of a signal have nothing to say but come before those that lost their
-    peer.
-    """
-    killed = [r for r in failed if ranks[r].returncode < 0]
-    if killed:
-        return killed[0]
-    deadline = time.monotonic() + GRACE
-    while time.monotonic() < deadline and len(failed) < len(ranks):
-        time.sleep(POLL)
-        late = [r for r, p in enumerate(ranks) if p.poll() and r not in failed]
-        killed = [r for r in late if ranks[r].returncode < 0]
-        if killed and all(_lost_peer(logs[r]) for r in failed):
-            return killed[0]
-        failed = [*failed, *late]
-    own = [r for r in failed if ranks[r].returncode != GAVE_UP and not _lost_peer(logs[r])]
-    return (own or failed)[0]
-
-
-def _lost_peer(log: Path) -> bool:
-    """Whether a rank's last words are those of one whose peer went away."""
-    last = "".join(log.read_text(errors="replace").strip().lower().splitlines()[-_LAST:])
-    signs = (
-        "connection closed by peer",
-        "connection reset by peer",
-        "broken pipe",
-        "connection refused",
-        "remote process exited",
-    )
-    return any(sign in last for sign in signs)
 
 
 class _StoppedRanks:

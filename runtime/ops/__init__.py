@@ -19,7 +19,7 @@ fp8               numbers of 8 bits: values and gradients rounded, and as bytes 
                   fp8_format: the two formats; fp8_experts: experts of them
 factors           which arguments of a product are its input, weight and bias
 linear_nll        a linear layer and its cross entropy in chunks of rows
-stretches         cumulative sums and convolutions along a dim that is split
+along_split_dim   cumulative sums and convolutions along a dim that is split
 extremum          the largest element along dims that are split
 softmax_parts     a softmax's normaliser over dims that are split
 local_math        losses on split classes, look-ups in a part of a table
@@ -31,6 +31,7 @@ torch_library     ops of torch that a captured graph cannot hold
 
 from __future__ import annotations
 
+from shardc.runtime.ops.along_split_dim import conv1d, cumsum
 from shardc.runtime.ops.attention import attention
 from shardc.runtime.ops.attention_held import attention_reach
 from shardc.runtime.ops.cast_once import cast_once
@@ -83,7 +84,6 @@ from shardc.runtime.ops.one_way import start, transpose, transpose_start, wait
 from shardc.runtime.ops.opaque import OPS, opaque, opaque_backward
 from shardc.runtime.ops.random_ops import random
 from shardc.runtime.ops.softmax_parts import largest, log_sum, sum_exp
-from shardc.runtime.ops.stretches import conv1d, cumsum
 from shardc.runtime.ops.zero import (
     accumulate,
     add_into,

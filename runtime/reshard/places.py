@@ -12,8 +12,7 @@ import torch
 
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime.state.boxes import Box, Part, by_name
-from shardc.runtime.state.sliced_tensors import Numbers
+from shardc.runtime.state.boxes import Box, Numbers, Part, by_name
 from shardc.runtime.zero.flat_partition import Stretches
 
 _NOTHING = torch.empty(0)

@@ -14,8 +14,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from shardc.runtime.reshard.places import Place
-from shardc.runtime.state.boxes import Box, cuts, overlap, without
-from shardc.runtime.state.sliced_tensors import Numbers
+from shardc.runtime.state.boxes import Box, Numbers, cuts, overlap, without
 
 H = TypeVar("H", bound=Hashable)
 #: Offsets and shapes of a rank's boxes.

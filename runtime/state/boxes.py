@@ -21,12 +21,13 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.checkpoint_index import Stored
-from shardc.runtime.state.sliced_tensors import Numbers
 from shardc.runtime.state.tensor_file import Entry, header, stored_as
 from shardc.runtime.zero.flat_partition import Run, elements
 
 # --- what one rank writes: slices of its tensors, and the files that hold them
 
+
+Numbers = tuple[int, ...]
 
 #: Bytes of a slice at most: what is read, checked and held at once.
 SLICE = 64 << 20

@@ -27,9 +27,8 @@ from xxhash import xxh3_128
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import checkpoint_index, disk_calls
-from shardc.runtime.state.boxes import Box, disjoint, overlap
+from shardc.runtime.state.boxes import Box, Numbers, disjoint, overlap
 from shardc.runtime.state.checkpoint_index import FILE, Index, Slice, Stored
-from shardc.runtime.state.sliced_tensors import Numbers
 from shardc.runtime.state.tensor_file import BLOCK, bytes_of
 
 # --- slices of files, read and checked against their digests

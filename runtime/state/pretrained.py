@@ -6,7 +6,7 @@
     layers.0.mlp.experts.3.up_proj.weight   ┴──►  layers.0.mlp.experts.gate_up_proj[3]           (transformers)
 
 transformers' own tables say how its checkpoints are converted. They are run on tensors without memory, on a tape; a
-rank then reads the slices that its part is made of (shardc.runtime.state.tape_slices).
+rank then reads the slices that its part is made of (init_tape.py).
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-Numbers = tuple[int, ...]
 #: Per dim (start, length).
 Ranges = Sequence[tuple[int, int]]
 

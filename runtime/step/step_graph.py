@@ -229,9 +229,17 @@ _WAITING = {
 }
 
 
-def asked(program: Program) -> bool:
+def requested(program: Program) -> bool:
     """Does a program's spec say `execution: {graphs: true}`?"""
     return program.spec is not None and program.spec.execution.graphs
+
+
+def of(program: Program, mesh: Any, rng: Rng, buckets: Buckets, note: Callable[[str], None]) -> StepGraphs | None:
+    """The recorded steps of a spec that requests them; None: steps run op by op."""
+    if not requested(program):
+        return None
+    graphs = StepGraphs(program, mesh, rng, buckets, buckets.owned, note)
+    return graphs if graphs.records else None
 
 
 def why_not(program: Program) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from shardc.cli.job import Job, collect_as_usual, joined, weights_of
 from shardc.errors import ShardcError
-from shardc.runtime.step.engine_forward import NoBatchesError
+from shardc.runtime.step.evaluation import NoBatchesError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
 from shardc.runtime.state.checkpoint_folder import generations
-from shardc.runtime.step.engine_forward import NoBatchesError
+from shardc.runtime.step.evaluation import NoBatchesError
 from shardc.spec import Run
 from shardc.torch_private import let_workers_end, memory_recorded
 
@@ -78,17 +78,10 @@ class Training:
     unread: list[Unread] = dataclasses.field(default_factory=list)
 
     def speed(self, steps: float) -> dict[str, float]:
-        """At so many steps a second: samples, and tokens if the model has any."""
-        samples, tokens = self.sizes
-        return {"samples_per_second": round(samples * steps, 1)} | (
-            {"tokens_per_second": round(tokens * steps, 1)} if tokens is not None else {}
-        )
+        """At so many steps a second: see shardc.cli.step_metrics."""
+        from shardc.cli.step_metrics import speed
 
-    def work(self, steps: float) -> dict[str, float]:
-        """At so many steps a second: of the model's own operations (three times forward's) TFLOP/s on this rank, and
-        the share of the device's peak, if that is known."""
-        rate = 3 * self.flops * steps
-        return {"tflops": round(rate / 1e12, 4)} | ({"mfu": round(rate / self.peak, 4)} if self.peak else {})
+        return speed(*self.sizes, steps)
 
     @functools.cached_property
     def peak(self) -> float | None:
@@ -317,6 +310,8 @@ class Training:
         self.lines.add(last, always="held_out" in last)
 
     def _line(self, step: Unread, loss: float, seconds: float, waited: dict[str, float]) -> dict[str, Any]:
+        from shardc.cli.step_metrics import work
+
         line: dict[str, Any] = {
             "step": step.step,
             "loss": loss,
@@ -326,7 +321,7 @@ class Training:
             "seconds": round(seconds, 6),
             "data_wait": round(step.waited, 6),
             "waited": waited,
-            **self.work(1 / seconds),
+            **work(self.flops, self.peak, 1 / seconds),
             "bytes": self.bytes,
             "memory_mb": round(peak_memory(self.engine.mesh.device) / 2**20, 1),
         }

@@ -20,7 +20,7 @@ import torch
 
 from shardc.cli import forward_jobs, lasting_output
 from shardc.cli.job import Job, collect_as_usual, joined, weights_of
-from shardc.cli.rank_errors import for_this_rank
+from shardc.cli.same_error_once import for_this_rank
 from shardc.cli.save_lock import SaveLock
 from shardc.cli.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
 from shardc.cli.user_frames import place, print_error, said
@@ -129,7 +129,7 @@ def run(job: Job) -> dict[str, Any]:
 
 def _check_training(program: Program, steps: int, engine: Engine) -> None:
     """What can be known before the first step of some that would not train, or not to the end."""
-    from shardc.runtime.step.param_groups import check_trains
+    from shardc.runtime.checks.engine_options import check_trains
 
     check_trains(program)
     engine.check_schedule(steps)
@@ -156,7 +156,7 @@ def main(file: str) -> None:
     """Run a job, and leave at once if it fails: a rank that waits in a destructor for its
     peers would hide the cause.
     """
-    from shardc.runtime.launch import GAVE_UP
+    from shardc.runtime.first_failed import GAVE_UP
     from shardc.runtime.mesh import own_cores
     from shardc.runtime.mesh.failed_rank import RankFailedError
     from shardc.runtime.mesh.replicas import ReplicasDifferError
