@@ -59,26 +59,14 @@ __all__ = [
     "weights_of",
 ]
 
-__getattr__ = names_loaded_later(
-    __name__,
-    {
-        "weights_of": "shardc.runtime.state.adapters",
-        "DamagedError": "shardc.runtime.state.checkpoint_folder",
-        "SavingError": "shardc.runtime.state.checkpoint_folder",
-        "export_safetensors": "shardc.runtime.state.export",
-        "skeleton": "shardc.runtime.state.export",
-        "full_state_dict": "shardc.runtime.state.parts",
-        "gather": "shardc.runtime.state.parts",
-        "load": "shardc.runtime.state.loading",
-        "blank": "shardc.runtime.state.parts",
-        "constants": "shardc.runtime.state.parts",
-        "local_parameters": "shardc.runtime.state.parts",
-        "local_parts": "shardc.runtime.state.parts",
-        "plain": "shardc.runtime.state.quantized",
-        "Saves": "shardc.runtime.state.saving",
-        "save": "shardc.runtime.state.saving",
-        "Weights": "shardc.runtime.state.sources",
-        "weights": "shardc.runtime.state.sources",
-        "weights_for": "shardc.runtime.state.sources",
-    },
-)
+_NAMES = {
+    "adapters": ["weights_of"],
+    "checkpoint_folder": ["DamagedError", "SavingError"],
+    "export": ["export_safetensors", "skeleton"],
+    "loading": ["load"],
+    "parts": ["blank", "constants", "full_state_dict", "gather", "local_parameters", "local_parts"],
+    "quantized": ["plain"],
+    "saving": ["Saves", "save"],
+    "sources": ["Weights", "weights", "weights_for"],
+}
+__getattr__ = names_loaded_later(__name__, {n: f"{__name__}.{file}" for file, names in _NAMES.items() for n in names})
