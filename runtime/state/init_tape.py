@@ -274,7 +274,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         self._stack.enter_context(RECORDING)
         self._stack.callback(self._give_back)
-        self._seeded(torch.default_generator, _SEEDS)
+        self._seeded(torch.default_generator, _SEEDS + len(self.tape.randoms))
         self._stack.enter_context(replaced_trunc_normal(self._trunc_normal))
         self._stack.enter_context(_Pretend(self))
         self._stack.enter_context(_Dispatch(self))

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardc.errors import ShardcError
 from shardc.runtime.state.init import named_tensors, record, record_reset
+from shardc.runtime.state.init_tape import Recorder
 
 torch.set_num_threads(1)
 
@@ -312,3 +313,14 @@ def test_recording_leaves_no_trace() -> None:
     assert nn.init._no_grad_trunc_normal_ is before
     assert torch.empty(2).device.type == "cpu"
     assert torch.empty(2, device="meta").is_meta
+
+
+def test_a_recorder_that_is_opened_again_draws_on() -> None:
+    recorder, drawn = Recorder(), list[Tensor]()
+    for _ in range(2):
+        with recorder.recording():
+            drawn.append(torch.randn(3))
+    torch.manual_seed(4)
+    plain = [torch.randn(3), torch.randn(3)]
+    for x, y in zip(recorder.tape.replay([recorder.ref(x) for x in drawn], 4), plain, strict=True):
+        assert torch.equal(x, y)
