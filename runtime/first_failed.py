@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 POLL = 0.05  # seconds between looks at the ranks
 _LAST = 5  # lines at the end of an error that name its kind; notes come after it
@@ -15,9 +15,9 @@ GRACE = 1.0
 GAVE_UP = 75
 
 
-def first_failed(ranks: list[subprocess.Popen[bytes]], logs: list[Path], failed: list[int]) -> int:
+def first_failed(ranks: list[subprocess.Popen[bytes]], said: Callable[[int], str], failed: list[int]) -> int:
     """The rank that failed first. Ranks that died of a signal have nothing to say but come before those that lost their
-    peer.
+    peer. said: by rank, its last words.
     """
     killed = [r for r in failed if ranks[r].returncode < 0]
     if killed:
@@ -27,16 +27,16 @@ def first_failed(ranks: list[subprocess.Popen[bytes]], logs: list[Path], failed:
         time.sleep(POLL)
         late = [r for r, p in enumerate(ranks) if p.poll() and r not in failed]
         killed = [r for r in late if ranks[r].returncode < 0]
-        if killed and all(_lost_peer(logs[r]) for r in failed):
+        if killed and all(_lost_peer(said(r)) for r in failed):
             return killed[0]
         failed = [*failed, *late]
-    own = [r for r in failed if ranks[r].returncode != GAVE_UP and not _lost_peer(logs[r])]
+    own = [r for r in failed if ranks[r].returncode != GAVE_UP and not _lost_peer(said(r))]
     return (own or failed)[0]
 
 
-def _lost_peer(log: Path) -> bool:
+def _lost_peer(said: str) -> bool:
     """Whether a rank's last words are those of one whose peer went away."""
-    last = "".join(log.read_text(errors="replace").strip().lower().splitlines()[-_LAST:])
+    last = "".join(said.strip().lower().splitlines()[-_LAST:])
     signs = (
         "connection closed by peer",
         "connection reset by peer",

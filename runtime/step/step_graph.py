@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.runtime.ops.attention_held import attention_reach
-from shardc.runtime.ops.expert_parallel import experts_route
+from shardc.runtime.ops.attention.held import attention_reach
+from shardc.runtime.ops.experts.parallel import experts_route
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage import outputs
 from shardc.runtime.stage.run import Values

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def _begun(job: Job) -> tuple[ModelFile, Program, TorchMesh, Forward]:
     """The model file, the program, this rank of its mesh, and the program with weights. Collective."""
-    file, program, mesh, _ = joined(job)
+    file, program, mesh = joined(job)
     with mesh.together("taking the weights"):
         weights = weights_of(job, file, program)
         return file, program, mesh, program.forward(file.build, weights=weights, seed=job.settings.seed, mesh=mesh)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
+from shardc.runtime.mesh.watch import told
 from shardc.runtime.state.checkpoint_folder import generations
 from shardc.runtime.step.evaluation import NoBatchesError
 from shardc.spec import Run
@@ -66,7 +67,6 @@ class Training:
     valid: Batches | None
     lines: StepLines
     signals: Signals
-    tell: Callable[[str], None]  # at once, on the run's standard error
     saved: int | None = None  # the last step that was saved, or is being saved
     writing: int | None = None  # the step that is being saved in the background
     flops: int = 0  # of this rank's products in a step's forward, counted in the first
@@ -244,7 +244,7 @@ class Training:
     def _not_saved(self, error: ShardcError) -> None:
         self.saved = self.writing = None
         if self.engine.mesh.rank == 0:
-            self.tell(f"{error.what}; training goes on")
+            told(f"{error.what}; training goes on")
 
     def _next(self, stream: Iterator[Any]) -> Any:
         """The next batch. All ranks agree whether to go on: if one stopped alone, the others would wait for it."""
@@ -336,7 +336,7 @@ class Training:
         """{"loss": ..., name: ...} over all held-out batches, as Engine.evaluate_all adds them up; {} without any."""
         if self.valid is None:
             if self.settings.eval_every and not self.empty and self.engine.mesh.rank == 0:
-                self.tell("note: there is no data('valid') in the model file: no held-out loss (--eval-every)")
+                told("note: there is no data('valid') in the model file: no held-out loss (--eval-every)")
             self.empty = True
             return {}
         with self._save_on_failure(f"the evaluation after step {self.engine.step_count}"):
@@ -346,7 +346,7 @@ class Training:
                 values = self.engine.evaluate_all(batches, local=self.valid.local)
         if not values and not self.signals.seen and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True
-            self.tell("note: data('valid') gives no batch: there is no held-out loss (return None where none is meant)")
+            told("note: data('valid') gives no batch: there is no held-out loss (return None where none is meant)")
         return values
 
     def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:

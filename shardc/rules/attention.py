@@ -19,8 +19,8 @@ from shardc.rules.random import part_held
 from shardc.rules.registry import LocalCall, rule
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
-from shardc.runtime.ops.attention_held import Held
-from shardc.runtime.ops.attention_spans import ALL, CAUSAL, Band, Span, seen
+from shardc.runtime.ops.attention.held import Held
+from shardc.runtime.ops.attention.spans import ALL, CAUSAL, Band, Span, seen
 
 aten = torch.ops.aten
 #: Both have queries, keys and values first, and their other arguments in one order.
