@@ -25,9 +25,10 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from shardc.capture import layer_copies
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.constants import FRESH
-from shardc.capture.layer_copies import EQUAL_LAYER, Copied, Copies
+from shardc.capture.layer_copies import EQUAL_LAYER, Copied
 from shardc.capture.side_effects import Changes, identity
 from shardc.ir.graph import placeholders
 from shardc.torch_private import (
@@ -410,4 +411,4 @@ def unfold(model: nn.Module, exported: ExportedProgram, folding: Folding | None,
             node.replace_all_uses_with(one)
     stored = {name: by_tensor[id(x)] for name, x in tensors.items() if id(x) in by_tensor}
     constants = {nodes[s.arg.name] for s in exported.graph_signature.input_specs if s.kind == InputKind.CONSTANT_TENSOR}
-    Copies(graph, folding.calls, stored, constants).unfold(cut)
+    layer_copies.unfold(graph, folding.calls, stored, constants, cut)
