@@ -17,23 +17,23 @@ from shardc.machine.device import Device
 from shardc.machine.flops import flops_of
 from shardc.report.comm import comm_rows
 from shardc.runtime.mesh import RankMesh
+from shardc.runtime.mesh.step_context import StepContext
 from shardc.torch_private import TorchDispatchMode
 
 
-class ForwardFlops(TorchDispatchMode):
-    """`with ForwardFlops() as counted:` counts the matrix products of a step's forward on this rank: `.flops`.
+class ModelFlops(TorchDispatchMode):
+    """`with ModelFlops(mesh.step) as counted:` counts the matrix products of a step on this rank, without what backward
+    computes again (PaLM, Chowdhery et al. 2022, appendix B): `.flops`.
+    """
 
-    Backward has twice as many, and what is computed again is not counted: a model's own operations are three times
-    forward's (PaLM, Chowdhery et al. 2022, appendix B)."""
-
-    def __init__(self) -> None:
+    def __init__(self, step: StepContext) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
+        self._step, self.flops = step, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch._C._current_autograd_node() is None:
-            self.flops += flops_of(func, args, kwargs or {}, result)
+        if not self._step.repeats:
+            self.flops += flops_of(func, args, kwargs or {}, result, again=False)
         return result
 
 

@@ -69,7 +69,7 @@ class Training:
     tell: Callable[[str], None]  # at once, on the run's standard error
     saved: int | None = None  # the last step that was saved, or is being saved
     writing: int | None = None  # the step that is being saved in the background
-    flops: int = 0  # of this rank's products in a step's forward, counted in the first
+    flops: int = 0  # of this rank's products in a step, counted in the first
     waited: float = 0.0  # seconds for the batch of this step
     wrote: bool = False  # a checkpoint into --save
     empty: bool = False  # there was no held-out batch, and that was told
@@ -85,9 +85,9 @@ class Training:
         )
 
     def work(self, steps: float) -> dict[str, float]:
-        """At so many steps a second: of the model's own operations (three times forward's) TFLOP/s on this rank, and
-        the share of the device's peak, if that is known."""
-        rate = 3 * self.flops * steps
+        """At so many steps a second: of the model's own operations TFLOP/s on this rank, and the share of the device's
+        peak, if that is known."""
+        rate = self.flops * steps
         return {"tflops": round(rate / 1e12, 4)} | ({"mfu": round(rate / self.peak, 4)} if self.peak else {})
 
     @functools.cached_property
@@ -150,11 +150,11 @@ class Training:
         """The first step's products are counted; traces, snapshots and times of ops are recorded of steps that are to
         have them.
         """
-        from shardc.cli.step_metrics import ForwardFlops, timed_ops
+        from shardc.cli.step_metrics import ModelFlops, timed_ops
 
         step, mesh = self.engine.step_count + 1, self.engine.mesh
         with ExitStack() as stack:
-            counted = stack.enter_context(ForwardFlops()) if not self.flops else None
+            counted = stack.enter_context(ModelFlops(mesh.step)) if not self.flops else None
             # of one rank a stage: the others do the same
             others = (c for axis, c in mesh.layout.coords(mesh.rank).items() if axis != self.engine.program.axis)
             first, name = not any(others), f"step{step}-rank{mesh.rank}"
