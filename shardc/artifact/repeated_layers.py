@@ -18,7 +18,7 @@ from typing import TypeVar
 from torch import fx
 
 from shardc.ir.program import Program
-from shardc.ir.repeats import Repeats, graph_key, repeats
+from shardc.ir.repeats import Repeats, graph_key, in_order, repeats
 from shardc.ir.stage import Stage
 from shardc.ir.units import plural
 from shardc.layer_names import blank, enclosing_layers, ranges
@@ -61,7 +61,7 @@ def fold(program: Program) -> Folded:
         return tuple((str(v), v.requires_grad) for v in program.edges[i].values)
 
     return Folded(
-        _layers(((p.name, [p.fqn]) for p in program.params), equal),
+        _layers([(p.name, [p.fqn]) for p in program.params], equal),
         {s.name: _graph(s.graph, equal) for s in stages},
         _entries("bucket", [f"bucket {i}" for i in range(len(program.buckets))], bucket),
         _entries("region", [r.name for r in program.regions], region),
@@ -82,24 +82,24 @@ def _graph(graph: fx.Graph, equal: Repeats) -> Notes:
     return {name: note for items in both for name, note in _layers(items, equal).items()}
 
 
-def _layers(items: Iterable[tuple[str, Sequence[str]]], equal: Repeats) -> Notes:
+def _layers(items: Sequence[tuple[str, Sequence[str]]], equal: Repeats) -> Notes:
     """items: each with the modules that it is of."""
+    layers = {layer for _, modules in items for m in modules for layer in enclosing_layers(m)}
     shown: dict[str, str] = {}  # of equal layers, the first that has an item
+    for layer in sorted(layers, key=in_order):
+        shown.setdefault(equal.first.get(layer, layer), layer)
 
     def like(module: str) -> tuple[str, str] | None:
-        for layer in enclosing_layers(module):
-            if (one := shown.setdefault(equal.first.get(layer, layer), layer)) != layer:
-                return one, layer
-        return None
+        each = ((shown[equal.first.get(layer, layer)], layer) for layer in enclosing_layers(module))
+        return next((pair for pair in each if pair[0] != pair[1]), None)
 
     pairs = ((name, [like(m) for m in modules]) for name, modules in items)
     return _notes("layer", ((name, each[-1] if each and all(each) else None) for name, each in pairs))
 
 
 def _notes(kind: str, items: Iterable[tuple[T, tuple[str, str] | None]]) -> dict[T, str]:
-    """What is left out, with the lines in its place. items: each with (what is shown, what it stands for), or None.
-
-    A line is where the last item of something would be; what begins earlier, such as a gather, is shown there.
+    """What is left out, with the lines in its place. items: each with (what is shown, what it stands for), or None. A
+    single one is shown: it is as long as the line in its place.
     """
     gaps: list[list[tuple[T, tuple[str, str]]]] = [[]]
     for item, of in items:
@@ -107,14 +107,13 @@ def _notes(kind: str, items: Iterable[tuple[T, tuple[str, str] | None]]) -> dict
             gaps[-1].append((item, of))
         elif gaps[-1]:
             gaps.append([])
-    end = {of: i for i, gap in enumerate(gaps) for _, of in gap}
     notes: dict[T, str] = {}
-    for i, gap in enumerate(gaps):
-        ended: dict[str, dict[str, None]] = {}
-        for one, other in (of for _, of in gap if end[of] == i):
-            ended.setdefault(one, {})[other] = None
-        if ended and len(gap) > 1:
-            lines = (f"{plural(len(x), f'more {kind}')} like {one}: {_together(list(x))}" for one, x in ended.items())
+    for gap in gaps:
+        like: dict[str, dict[str, None]] = {}
+        for _, (one, other) in gap:
+            like.setdefault(one, {})[other] = None
+        if len(gap) > 1:
+            lines = (f"{plural(len(x), f'more {kind}')} like {one}: {_together(list(x))}" for one, x in like.items())
             notes |= dict.fromkeys((item for item, _ in gap), "") | {gap[0][0]: "\n".join(lines)}
     return notes
 

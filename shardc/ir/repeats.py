@@ -7,6 +7,7 @@ order. What a layer takes from outside is compared by type; by name where severa
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -66,7 +67,8 @@ class Repeats:
             return [self.names.get(node.name, "")]
         if source_of(node) != _NOWHERE:
             return [source_of(node).module]
-        return [m for x in node.all_input_nodes for m in self.modules(x)]
+        every = [m for x in node.all_input_nodes for m in self.modules(x)]
+        return [every[node.args[1]]] if node.target is operator.getitem else every  # type: ignore[index]
 
 
 def repeats(program: Program) -> Repeats:
@@ -84,7 +86,7 @@ def repeats(program: Program) -> Repeats:
     first: dict[str, str] = {}
     of_key: dict[Hashable, str] = {}
     alike: defaultdict[str, list[str]] = defaultdict(list)
-    for layer in sorted(keys, key=_in_order):
+    for layer in sorted(keys, key=in_order):
         of, _, number = layer.rpartition(".")
         one = of_key.setdefault((of, tuple(keys[layer])), layer)
         alike[one].append(number)
@@ -158,6 +160,6 @@ def _argument(a: Any, value: Callable[[fx.Node], Hashable]) -> Hashable:
     return _BUCKET.sub("bucket", a) if isinstance(a, str) else repr(a)
 
 
-def _in_order(layer: str) -> tuple[Any, ...]:
+def in_order(layer: str) -> tuple[Any, ...]:
     """Layers by number: 2 before 10, a layer before those in it."""
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in layer.split("."))

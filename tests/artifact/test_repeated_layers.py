@@ -18,6 +18,7 @@ from tests import zoo
 
 SPECS: dict[str, dict[str, Any]] = {
     "tp": {"mesh": {"dp": 2, "tp": 2}, "shard": {"use": "structure"}},
+    "zero 1": {"mesh": {"dp": 2}, "data": {"zero": 1}},  # a bucket's parameters are in the order of backward
     "zero 3": {"mesh": {"dp": 2}, "data": {"zero": 3, "bucket_mb": 0.05}},
     "checkpoint": {"mesh": {"tp": 2}, "shard": {"use": "structure"}, "checkpoint": [{"match": "h.*"}]},
 }
@@ -32,7 +33,7 @@ def test_equal_layers(spec: dict[str, Any], tmp_path: Path) -> None:
     """A model of 8 layers has a text as long as one of 5, which says how many it leaves out."""
     texts = {n: str(compiled(*zoo.gpt(layers=n), spec)) for n in (5, 8)}
     assert len(texts[5].splitlines()) == len(texts[8].splitlines())
-    (more,) = re.findall(r"\n    # (\d) more layers like h.0: h\.{1-(\d)}", texts[8].partition("):\n")[2])
+    *_, more = re.findall(r"\n    # (\d) more layers like h.0: h\.{1-(\d)}", texts[8].partition("):\n")[2])
     assert int(more[0]) == int(more[1]) >= 6
     program = compiled(*zoo.gpt(layers=8), spec)
     assert "more layers" not in program.text(full=True)
