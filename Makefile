@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train documents generate adapters sequences libraries families test test-all gpu fuzz graphs hostile ops faults mutants lint bench table docs types clean
+.PHONY: train documents generate adapters sequences libraries families test quick test-all gpu fuzz graphs hostile ops faults mutants lint bench table docs types clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -47,6 +47,9 @@ families: $(READY)   ## docs/measured/families.md: every model class of transfor
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+quick: $(READY)   ## one short test of each file, of every folder: a look after each change
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --quick
 
 test-all: $(READY)   ## every case of every test: of those with many long ones, `make test` takes a share (tests/shares.py)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --all-cases --all-families --write-seconds

@@ -20,7 +20,7 @@ from shardc.passes.gradient_buckets import GradientBuckets
 from shardc.passes.joint import JointGraphs
 from shardc.passes.loss_chunks import LossChunks
 from shardc.passes.match_recompiled import MatchRecompiled
-from shardc.passes.matrices import Matrices
+from shardc.passes.matrix_cuts import Matrices
 from shardc.passes.packed_inputs import PackedInputs
 from shardc.passes.partition import Partition
 from shardc.passes.pipeline import Pipeline

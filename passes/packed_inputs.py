@@ -31,7 +31,7 @@ from shardc.ir.program import Program
 from shardc.passes.base import Pass
 from shardc.runtime import ops
 from shardc.runtime.ops.fp8 import message_bytes
-from shardc.runtime.ops.fp8_recipe import RECIPES, along
+from shardc.runtime.ops.fp8.recipe import RECIPES, along
 
 
 @dataclass(frozen=True)

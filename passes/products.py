@@ -11,7 +11,7 @@
 
 It works on the graph of one device, so this is what one device computes, and all that follows splits it like anything
 else. Rounded values keep their dtype (shardc.runtime.ops.fp8 says why that loses nothing): they are sent and kept as 8
-bits, and multiplied as 8 bits where there is a kernel for it (shardc.runtime.ops.fp8_products). It stands before
+bits, and multiplied as 8 bits where there is a kernel for it (shardc.runtime.ops.fp8.products). It stands before
 placement, as the largest values of granules that are split have to be compared over ranks, and behind all that knows
 layers by their shape.
 """
@@ -36,7 +36,7 @@ from shardc.rules.experts import DOWN, DOWN_BIAS, TRANSPOSED, UP, UP_BIAS
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import PRODUCTS, factors
 from shardc.runtime.ops.fp8 import granules
-from shardc.runtime.ops.fp8_recipe import ALIGNED, BLOCK, RECIPES, Recipe, along
+from shardc.runtime.ops.fp8.recipe import ALIGNED, BLOCK, RECIPES, Recipe, along
 from shardc.spec.names import Names
 
 aten = torch.ops.aten

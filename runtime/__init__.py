@@ -17,5 +17,5 @@ here knows the compiler.
     data/        a loader that reads this rank's part of each global batch
     rng          random numbers that are the same on every mesh; random_draws: torch's random ops by means of
                  them
-    launch       one process for every rank on this machine
+    launch       one process for every rank on this machine; first_failed: whose error it shows
 """

@@ -18,21 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
+from shardc.runtime.first_failed import GAVE_UP, GRACE, POLL, first_failed
 
 #: The address at which the ranks of one machine meet.
 LOOPBACK = "127.0.0.1"
-POLL = 0.05  # seconds between looks at the ranks
-_LAST = 5  # lines at the end of an error that name its kind; notes come after it
 _NOTE = 160  # bytes of a rank's note of what it is doing
-# seconds in which ranks may still fail because another one did; then, in which a SIGTERM is heeded
-GRACE = 1.0
-#: Exit status of a rank that ended because another one failed, or does not answer.
-GAVE_UP = 75
 #: Seconds for which some ranks may be stopped (SIGSTOP) while others run, before all are ended.
 STOPPED = 6.0
 #: What can be done where memory does not suffice.
@@ -133,57 +129,43 @@ class Progress:
         return file.read_bytes().rstrip(b"\0").decode(errors="replace") if file.exists() else ""
 
 
-#: How a note begins (of an engine, or a command).
-_A_NOTE = "note: "
-
-
-class Told:
-    """What ranks have to say while they run, in a file that the launcher shows: their standard errors are shown at the
-    end.
+class _Live:
+    """Shows what ranks write to their standard errors, as it comes. A line that several ranks write alike, such as a
+    warning of a library, is shown once.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._file, self._shown = folder / "told", 0
+    REMEMBERED = 10_000  # lines
 
-    def begin(self) -> None:
-        """Forget what ranks of an earlier start have said."""
-        self._file.unlink(missing_ok=True)
+    def __init__(self, logs: Sequence[Path]) -> None:
+        self._logs, self._read = logs, [0] * len(logs)
+        self._written = [Counter[str]() for _ in logs]
+        self._shown = Counter[str]()
 
-    def say(self, text: str) -> None:
-        with self._file.open("a") as f:
-            f.write(f"{text}\n")
-
-    def show(self) -> None:
-        """On this process's standard error, what has come since the last time."""
-        if self._file.exists():
-            text = self._file.read_text(errors="replace")
-            print(text[self._shown :], file=sys.stderr, end="", flush=True)
-            self._shown = len(text)
-
-
-class _Notes:
-    """Of what rank 0 writes to its standard error, the lines that are notes, shown as they come: that a run goes on by
-    other learning rates than today's is to be known while it runs. What else there is comes at the end.
-    """
-
-    def __init__(self, log: Path) -> None:
-        self._log, self._read = log, 0
-
-    def show(self) -> None:
-        with self._log.open("rb") as f:
-            f.seek(self._read)
-            new = f.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read += len(whole)
-        lines = whole.decode(errors="replace").splitlines(keepends=True)
-        if notes := [line for line in lines if line.startswith(_A_NOTE)]:
+    def show(self, *, rest: bool = False) -> None:
+        """What has come since the last time. rest: also a line that has not ended."""
+        new = []
+        for rank, log in enumerate(self._logs):
+            with log.open("rb") as f:
+                f.seek(self._read[rank])
+                text = f.read()
+            whole = text if rest else text[: max(text.rfind(b"\n"), text.rfind(b"\r")) + 1]  # bars end lines by \r
+            self._read[rank] += len(whole)
+            for line in whole.decode(errors="replace").splitlines(keepends=True):
+                self._written[rank][line] += 1
+                if self._written[rank][line] > self._shown[line]:
+                    self._shown[line] += 1
+                    new.append(line)
+        if new:
             sys.stdout.flush()
-            print(*notes, sep="", end="", file=sys.stderr, flush=True)
+            print(*new, sep="", end="", file=sys.stderr, flush=True)
+        if len(self._shown) > self.REMEMBERED:
+            for counted in (self._shown, *self._written):
+                counted.clear()
 
-    def rest(self) -> str:
-        self.show()
-        lines = self._log.read_text(errors="replace").splitlines(keepends=True)
-        return "".join(line for line in lines if not line.startswith(_A_NOTE))
+
+def last_words(folder: Path, rank: int) -> Path:
+    """Where a rank that fails leaves its error: only that of the rank that failed first is shown."""
+    return folder / f"words{rank}"
 
 
 def ignored_hangup(number: int) -> bool:
@@ -208,9 +190,10 @@ def launch(
     """Run `command` once for every rank of a mesh, with torch.distributed's environment; return 0, 2 if a rank found
     the input wrong, 1 if it failed.
 
-    Rank 0 writes to this terminal; stdout: to this file descriptor. If a rank fails, all end within seconds, and the
-    standard error of the rank that failed first is shown, with its rank and coordinates, and with what it was doing:
-    progress is a folder whose files `rank0`, ... say it (`Progress`). failed_first is called with that
+    Rank 0 writes to this terminal; stdout: to this file descriptor. Standard errors of all ranks are shown as they are
+    written. If a rank fails, all end within seconds, and the error of the rank that failed first is shown
+    (`last_words`), with its rank and coordinates, and with what it was doing: progress is a folder whose files `rank0`,
+    ... say it (`Progress`). failed_first is called with that
     rank. Ctrl-C, SIGTERM and SIGHUP (the terminal closes; not under nohup) go to all ranks, which have `patience`
     seconds to save and leave; a second one ends them at once. Then the signal's own exit status (130, 143) is returned.
     """
@@ -238,12 +221,16 @@ def launch(
     heeded = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if not ignored_hangup(s)]
     before = {s: signal.signal(s, stop) for s in heeded}
     before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, pass_on)
-    watched, told = _StoppedRanks(ranks), Told(progress) if progress is not None else None
-    notes: _Notes | None = None
-    if told is not None:
-        told.begin()
+    watched = _StoppedRanks(ranks)
+    live: _Live | None = None
+    for r in range(world if progress is not None else 0):
+        last_words(Path(str(progress)), r).unlink(missing_ok=True)  # of an earlier start
     with tempfile.TemporaryDirectory(prefix="shardc-", dir=progress) as folder:
         logs = [Path(folder) / f"rank{r}.err" for r in range(world)]
+
+        def said(rank: int) -> str:
+            return (_text(last_words(progress, rank)) if progress is not None else "") or _text(logs[rank])
+
         try:
             for r in range(world):
                 mine = {**env, "RANK": str(r), "LOCAL_RANK": str(r)}
@@ -261,28 +248,27 @@ def launch(
                         )
                     )
             stopped: int | None = None
-            notes = _Notes(logs[0])
+            live = _Live(logs)
             while stopped is None and any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
                 time.sleep(POLL)
                 stopped = watched.since(STOPPED)
-                notes.show()
-                if told is not None:
-                    told.show()
+                live.show()
             failed = [r for r, p in enumerate(ranks) if p.poll()] if stopped is None else [stopped]
             if not failed:
-                _repeat(notes)
+                live.show(rest=True)
                 return 0
-            culprit = _culprit(ranks, logs, failed) if stopped is None else stopped
+            culprit = first_failed(ranks, said, failed) if stopped is None else stopped
             failed_first(culprit)
             doing = Progress.read(progress / f"rank{culprit}") if progress is not None else ""
-            words = notes.rest() if culprit == 0 else logs[culprit].read_text(errors="replace")
+            live.show(rest=True)
+            words = _text(last_words(progress, culprit)) if progress is not None else ""
             _report(culprit, ranks[culprit].returncode, mesh, words, doing)
             return 2 if ranks[culprit].returncode == 2 else 1
         except _Interrupt as e:
             with contextlib.suppress(_Interrupt):
                 _signal(ranks, e.args[0], patience)
-            if notes is not None:
-                _repeat(notes)
+            if live is not None:
+                live.show(rest=True)
             return 128 + int(e.args[0])
         finally:
             for s in before:
@@ -290,38 +276,6 @@ def launch(
             _end(ranks)
             for s, handler in before.items():
                 signal.signal(s, handler)
-
-
-def _culprit(ranks: list[subprocess.Popen[bytes]], logs: list[Path], failed: list[int]) -> int:
-    """The rank that failed first. Ranks that died of a signal have nothing to say but come before those that lost their
-    peer.
-    """
-    killed = [r for r in failed if ranks[r].returncode < 0]
-    if killed:
-        return killed[0]
-    deadline = time.monotonic() + GRACE
-    while time.monotonic() < deadline and len(failed) < len(ranks):
-        time.sleep(POLL)
-        late = [r for r, p in enumerate(ranks) if p.poll() and r not in failed]
-        killed = [r for r in late if ranks[r].returncode < 0]
-        if killed and all(_lost_peer(logs[r]) for r in failed):
-            return killed[0]
-        failed = [*failed, *late]
-    own = [r for r in failed if ranks[r].returncode != GAVE_UP and not _lost_peer(logs[r])]
-    return (own or failed)[0]
-
-
-def _lost_peer(log: Path) -> bool:
-    """Whether a rank's last words are those of one whose peer went away."""
-    last = "".join(log.read_text(errors="replace").strip().lower().splitlines()[-_LAST:])
-    signs = (
-        "connection closed by peer",
-        "connection reset by peer",
-        "broken pipe",
-        "connection refused",
-        "remote process exited",
-    )
-    return any(sign in last for sign in signs)
 
 
 class _StoppedRanks:
@@ -373,14 +327,11 @@ def _report(rank: int, code: int | None, mesh: Mesh, words: str, doing: str) -> 
         print("  fix: let it run, or stop all ranks together", file=sys.stderr)
     elif code < 0:
         print("  fix: native code crashed, of an op or an extension; see its last words", file=sys.stderr)
-    print(words.rstrip(), file=sys.stderr)
-    sys.stderr.flush()
+    print(words, file=sys.stderr, end="", flush=True)
 
 
-def _repeat(notes: _Notes) -> None:
-    """What rank 0 wrote to its standard error in a run that went well: the user's own words and warnings."""
-    sys.stdout.flush()
-    print(notes.rest(), file=sys.stderr, end="", flush=True)
+def _text(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:

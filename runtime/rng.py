@@ -76,7 +76,7 @@ class Rng:
     _offsets: dict[Any, tuple[Any, tuple[Tensor, Tensor]]] = field(default_factory=dict, repr=False, compare=False)
 
     def key(self, stream: int) -> Key:
-        return key(self.seed, stream, self.step, self.microbatch)._replace(block=self.block)
+        return key_of((self.seed, self.step, self.microbatch), stream)._replace(block=self.block)
 
     def words(self, device: torch.device) -> Tensor:
         """i64[3]: seed, step and microbatch, on a device: what ops there make their keys of.
@@ -142,8 +142,14 @@ def key(*words: int) -> Key:
     return Key(_signed(state, 32), _signed(state >> 32, 32))
 
 
+def key_of(words: Sequence[int], stream: int) -> Key:
+    """The key of a stream of random numbers. words: seed, step, microbatch, as of Rng.words."""
+    seed, step, microbatch = words
+    return key(seed, stream, step, microbatch)
+
+
 def device_key(words: Tensor, stream: int) -> Tensor:
-    """i32[2]: `key` of (seed, stream, step, microbatch), computed where the words are. words: i64[3], of Rng.words."""
+    """i32[2]: `key_of`, computed where the words are. words: i64[3], of Rng.words."""
 
     def shifted(x: Tensor, by: int) -> Tensor:  # int64's shift is arithmetic
         return (x >> by) & ((1 << (64 - by)) - 1)

@@ -17,11 +17,11 @@ from shardc.artifact import emit, model_source
 from shardc.errors import ShardcError
 from shardc.ir import program as ir
 from shardc.machine.device import Device
+from shardc.runtime.checks.engine_options import MOVES, check_names, check_program
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import rank_here
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import adamw, assumed
-from shardc.runtime.step.engine_options import MOVES, check_names, check_program
 from shardc.runtime.step.forward import Forward
 from shardc.runtime.step.module import ShardedModule
 from shardc.spec import Spec

@@ -14,9 +14,9 @@ from torch import Tensor, fx
 
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.runtime.ops import experts_op
-from shardc.runtime.ops.expert_activation import PARTS, elementwise, read
-from shardc.runtime.ops.expert_products import experts as run
+from shardc.runtime.ops.experts import op as experts_op
+from shardc.runtime.ops.experts.activation import PARTS, elementwise, read
+from shardc.runtime.ops.experts.products import experts as run
 from shardc.torch_modes import untraced
 from shardc.torch_private import FakeTensor, OpOverload, traced_on
 
@@ -115,7 +115,7 @@ FORM = (
 
 
 def text_of(activation: Activation, m: int, i: int) -> str:
-    """The text (shardc.runtime.ops.expert_activation) of an activation, f[n, m] -> f[n, i]. Raises ShardcError if it
+    """The text (shardc.runtime.ops.experts.activation) of an activation, f[n, m] -> f[n, i]. Raises ShardcError if it
     has none.
     """
     return untraced(_traced, activation, m, i) if callable(activation) else _named(activation, m, i)

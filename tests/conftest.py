@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-from", type=int, default=0, metavar="M", help="tests/plan: the first number that is drawn")
     parser.addoption("--all-families", action="store_true", help="tests/test_models_hf.py: every family and mesh")
     parser.addoption("--all-cases", action="store_true", help="every case of every test (tests/shares.py)")
+    parser.addoption("--quick", action="store_true", help="one short test of each file (tests/shares.py)")
     parser.addoption("--write-seconds", action="store_true", help="write tests/seconds.json from this run")
     parser.addoption("--prove", type=Path, metavar="FILE", help="prove every program (tests/proven.py)")
     parser.addoption("--fuzz-models", default="", metavar="NAMES", help="... of these models only")

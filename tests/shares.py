@@ -3,6 +3,7 @@ for about `LIMIT` seconds. `pytest --all-cases` (`make test-all`) takes all; so 
 
     tests/seconds.json    {test: seconds of one of its cases}, the mean; of those that take more than LIMIT together
     --write-seconds       writes it anew, from this run
+    --quick               one test of each file, a short one: `make quick`, for a look after each change
 
 What proves something for each of its cases and nothing else does (an op's rule) says `@pytest.mark.every_case`.
 """
@@ -24,6 +25,9 @@ LIMIT = 1.5
 
 def take_shares(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects the rest."""
+    if config.getoption("--quick"):
+        _take_quick(config, items)
+        return
     whole = all(Path(config.rootpath, a).is_dir() for a in config.args)
     if config.getoption("--all-cases") or config.option.keyword or not whole:
         return
@@ -36,6 +40,23 @@ def take_shares(config: pytest.Config, items: list[pytest.Item]) -> None:
     if left_out:
         items[:] = [x for x in items if x not in left_out]
         config.hook.pytest_deselected(items=list(left_out))
+
+
+def _take_quick(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each file the test that takes least, as far as that is known: of one that is not on record, all cases together
+    take less than LIMIT; a test without cases is not recorded.
+    """
+    seconds = json.loads(SECONDS.read_text(encoding="utf-8"))
+
+    def least(item: pytest.Item) -> tuple[float, bool]:
+        return seconds.get(test_of(item.nodeid), 0.0), "[" not in item.nodeid
+
+    files: dict[Path, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        files[item.path].append(item)
+    taken = {min(each, key=least) for each in files.values()}
+    config.hook.pytest_deselected(items=[x for x in items if x not in taken])
+    items[:] = [x for x in items if x in taken]
 
 
 def share(cases: Sequence[Any], seconds: float) -> Sequence[Any]:

@@ -31,7 +31,8 @@ def interpreted(name: str) -> Iterator[ModuleType]:
             return torch.from_numpy(data.copy()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
         return real(data, source, target, mode)
 
-    spec = importlib.util.spec_from_file_location(f"interpreted_{name}", f"{shardc.runtime.ops.__path__[0]}/{name}.py")
+    file = f"{shardc.runtime.ops.__path__[0]}/{name.replace('.', '/')}.py"
+    spec = importlib.util.spec_from_file_location(f"interpreted_{name}", file)
     assert spec is not None
     assert spec.loader is not None
     with (

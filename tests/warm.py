@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
@@ -115,4 +116,5 @@ def _run(command: Sequence[str], env: Mapping[str, str], cwd: str, out: str, err
     _, dash_m, module, *sys.argv[1:] = command
     assert dash_m == "-m", command
     sys.argv[0] = module
+    warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)  # it was imported before the fork
     runpy.run_module(module, run_name="__main__", alter_sys=True)

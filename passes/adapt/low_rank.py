@@ -24,7 +24,7 @@ from shardc.ir.patterns import names_weight
 from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
-from shardc.passes.canonical import number_random
+from shardc.passes.canonical.random_streams import number_random
 from shardc.passes.canonical.rewrite import Emit
 from shardc.rules.experts import DOWN, TRANSPOSED, UP
 from shardc.runtime import ops

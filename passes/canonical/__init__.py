@@ -19,7 +19,7 @@ refused, naming the model's line.
 pointwise, views, factories   names, sizes and constants spelled one way
 norm, moments, loss           norms, variances and losses as sums that can be split
 lookup, masks, recurrent      bags of embeddings, writes under masks, recurrent layers
-random_tensors                random numbers come from the counter generator
+random_tensors                random numbers come from the counter generator; random_streams: each op from its own
 experts, grouped_mm           what a mixture of experts is captured as, as the op `experts`
 cleanup                       the last steps, on the whole graph
 """
@@ -57,8 +57,8 @@ from shardc.passes.canonical import (  # noqa: F401 (they register)
 )
 from shardc.passes.canonical.cleanup import cast_integers, join_slices
 from shardc.passes.canonical.decompose import decompose, needed
+from shardc.passes.canonical.random_streams import number_random
 from shardc.passes.canonical.rewrite import KNOWN_LIMIT, TABLE, Args, Emit, Result
-from shardc.runtime import ops
 from shardc.torch_private import OpOverload, add_node
 
 aten = torch.ops.aten
@@ -238,13 +238,3 @@ def _erase_dead(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if node.op == "call_function" and node not in alive:
             graph.erase_node(node)
-
-
-def number_random(graph: fx.Graph) -> None:
-    """The index of a random op is its ordinal in the finished graph: the same for every mesh."""
-    for i, node in enumerate(n for n in graph.nodes if n.target in _INDEX):
-        node.update_arg(_INDEX[node.target], i)
-
-
-#: Random ops -> the position of their index.
-_INDEX: dict[Any, int] = {ops.dropout: 3, ops.random: 5, ops.attention: 9}

@@ -160,7 +160,7 @@ class Emit:
         return self.typed(value_of(x), ops.dropout, x, p, self.rng, 0)
 
     def attention(self, result: Value, *args: Any) -> fx.Node:
-        """Attention with dropout (shardc/runtime/ops/attention.py); its index is set when the graph is finished.
+        """Attention with dropout (shardc/runtime/ops/attention/); its index is set when the graph is finished.
 
         args: up to `enable_gqa`."""
         grad = values.carries_gradient(ops.attention, args, {})

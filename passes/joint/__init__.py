@@ -7,9 +7,9 @@
                 rule: what a derivative is
     saved       what the backward of a call keeps of it, which `checkpoint` and cost ask
     order       which rule runs when, and what is added to what: as autograd would
-    recompute   which values backward keeps, and which it recomputes
+    kept        which values backward keeps, on the device or on the host, and which it recomputes
     write       the two graphs; take_over: in whose memory sums are; halves: backward as two, where a schedule asks
-    offload     where copies to the host and back stand (`checkpoint: {offload: cpu}`)
+    host_copies   where copies to the host and back stand (`checkpoint: {offload: cpu}`)
     overlap     collectives in two, and lines in an order that hides them; seconds: what a line takes;
                 memory: the bytes that are alive
     pair        a forward and a backward of two microbatches, or two forwards, as one graph
@@ -33,8 +33,8 @@ from shardc.ir.program import Program
 from shardc.ir.stage import DeferredJoint, Joint, Stage
 from shardc.passes.base import Pass
 from shardc.passes.joint.fused_regions import mark_fused_regions
+from shardc.passes.joint.host_copies import arrange_copies
 from shardc.passes.joint.memory import Sizes
-from shardc.passes.joint.offload import arrange_copies
 from shardc.passes.joint.order import Backward
 from shardc.passes.joint.overlap import overlap_collectives
 from shardc.passes.joint.pair import pairs_of

@@ -1,4 +1,4 @@
-"""Rules of rounding to float8, and of products of 8 bits: written by hand (shardc.runtime.ops.fp8_products)."""
+"""Rules of rounding to float8, and of products of 8 bits: written by hand (shardc.runtime.ops.fp8.products)."""
 
 from __future__ import annotations
 

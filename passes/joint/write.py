@@ -3,7 +3,7 @@
 forward     the stage's ops, those whose backward wants more than operands and results as the ops that they consist
             of; it also returns what backward wants
 backward    the lines of every event; what is recomputed or gathered again, where it is first wanted; what waits on
-            the host, for each event that wants it (shardc.passes.joint.offload moves these lines)
+            the host, for each event that wants it (shardc.passes.joint.host_copies moves these lines)
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Joint
 from shardc.ir.types import op_name
 from shardc.passes.joint.halves import halves_of
+from shardc.passes.joint.kept import Plan, Recomputed, Wanted
 from shardc.passes.joint.order import BucketComplete, Complete, Event, GatheredComplete, Gradient, RuleRuns
-from shardc.passes.joint.recompute import Plan, Recomputed, Wanted
 from shardc.passes.joint.record import Line, Ref, Type, is_view, map_refs
 from shardc.passes.joint.rules import Facts, Rules
 from shardc.passes.joint.take_over import take_over_memory

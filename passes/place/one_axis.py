@@ -18,10 +18,10 @@ from shardc.ir.program import Program
 from shardc.machine.assumed import LARGE
 from shardc.passes.place.transfer_cost import MESSAGE, REPEATED, UNDO, Prices
 from shardc.rules import attention_methods, reduce_parts, softmax
+from shardc.rules.along_split_dim import STRETCHES
 from shardc.rules.attention import RING, sent_by_ring
 from shardc.rules.choices import Choices
 from shardc.rules.strategy import Strategy
-from shardc.rules.stretches import STRETCHES
 from shardc.runtime import ops
 
 #: Demands go one op with a choice of its own further up in every sweep; few models change after the second.

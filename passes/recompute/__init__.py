@@ -12,7 +12,7 @@ shardc.runtime.state.
 A region is one call of a module that a pattern names. Its inputs are kept, if something is computed from them; so are,
 if backward needs them, the results of ops that `save` names, or that `budget` pays for, or without which an op would
 have to run again that `recompute` does not name. All other values are computed again when backward comes to the region
-(shardc.passes.joint.recompute). Of the modules that a pattern matches the outermost count, as with activations; regions
+(shardc.passes.joint.kept). Of the modules that a pattern matches the outermost count, as with activations; regions
 of several entries may be nested.
 
 The budget is a share of the bytes that backward would keep of the region without a checkpoint. It is spent as in a

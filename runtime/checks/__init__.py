@@ -1,5 +1,8 @@
 """What an engine and a module check of the user's code, beside their step. Not checked: docs/not-checked.md.
 
+moments             when checks look: with check=False nothing does; checks: what an engine and a module have in common;
+                    engine_checks, module_checks: what each looks at, at which moment
+engine_options      options that do not exist, or that mean nothing
 shared_facts        what all ranks share: program, options, batch, learning rates (compared in shardc.runtime.mesh)
 user_changes        the model that was compiled: frozen, hooked, other modes or attributes; given_model: the model that
                     an engine took its weights from

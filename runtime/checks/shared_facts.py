@@ -104,6 +104,12 @@ def batch_facts(program: Program, batch: Any, *, local: bool) -> list[Fact]:
     ]
 
 
+def written(program: Program, written: bool) -> Fact:
+    """Whether parameters were written to: then all ranks that have them gather them."""
+    fix = "write to engine.params, under torch.no_grad(), on all ranks alike"
+    return stated("whether parameters were written to", written, (program.axis,) if program.axis else (), fix=fix)
+
+
 class SameRows:
     """Whether all ranks get the same rows, as where each reads a whole DataLoader without a sampler: nothing is wrong
     with such a step, but that it is one of fewer rows. It is told once, if the first RUNNING parts of batches are so.

@@ -81,6 +81,23 @@ def _count(scheduler: LRScheduler) -> int:
     return int(getattr(scheduler, "_step_count", 0))
 
 
+def keep_groups(optimizer: Optimizer) -> None:
+    """Let an engine's optimizer have the groups of the start: one added later was compared with no other rank's,
+    and what is in it is no parameter of the program.
+    """
+
+    def add_param_group(*_: Any, **__: Any) -> NoReturn:
+        raise ShardcError(
+            "an engine's optimizer has the groups that it was made with",
+            where="engine.optimizer.add_param_group",
+            fix="make all groups in the function that is given as optimizer=, with lr=0.0 for what trains later, and"
+            " set that group's lr then; what is frozen (requires_grad=False) trains after compiling again",
+        )
+
+    for member in (optimizer, *members_of(optimizer)):
+        member.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
 class SteppedLoss(Tensor):
     """As a plain tensor, which it is in a file and in a copy."""
 

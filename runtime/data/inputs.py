@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.patterns import match
+from shardc.ir.patterns import match, nearest
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.ir.shard_chunks import chunks, widen
@@ -136,12 +135,12 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
             if any(path[: len(x.path)] == x.path for x in program.inputs if x.path not in by_path):
                 continue  # an entry of a list where a tensor is expected: told of that
             lacking = [x for x in program.inputs if x.path not in by_path]
-            near = difflib.get_close_matches(name_of(path), [name_of(x.path) for x in lacking], 1)
-            near = near or [name_of(x.path) for x in lacking if (x.shape, x.dtype) == (tuple(leaf.shape), leaf.dtype)]
+            alike = (name_of(x.path) for x in lacking if (x.shape, x.dtype) == (tuple(leaf.shape), leaf.dtype))
+            near = nearest(name_of(path), [name_of(x.path) for x in lacking]) or next(alike, "")
             errors.add(
                 f"the program was compiled without this input, {type_name(leaf.dtype, leaf.shape)}",
                 where=name_of(path),
-                fix=f"name it {near[0]!r}" if near else "leave it out, or compile again with a batch that has it",
+                fix=f"name it {near!r}" if near else "leave it out, or compile again with a batch that has it",
             )
     for path, then in program.baked:
         now = by_path.get(path)

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from shardc.ir.matrices import Matrix, inner, work
+from shardc.ir.matrices import Matrix, inner
 from shardc.ir.program import Program
 from shardc.runtime.matrices.exchange import bytes_sent, planned
+from shardc.runtime.matrices.owners import work
 from shardc.runtime.matrices.routes import Routes
 from shardc.runtime.matrices.shown import matrices_here
 from shardc.runtime.matrices.whole import routes_of

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardc.errors import ShardcError
-from shardc.ir.matrices import Matrix, owners, work
+from shardc.ir.matrices import Matrix
 from shardc.ir.program import Program
 from shardc.runtime.matrices.exchange import Exchange, Sending
+from shardc.runtime.matrices.owners import owners, work
 from shardc.runtime.matrices.routes import Routes
 from shardc.runtime.matrices.shown import Shown
 from shardc.runtime.offload import Offload

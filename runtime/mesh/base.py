@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -77,6 +78,11 @@ class RankMesh(ABC):
         view = copy.copy(self)
         view.step = StepContext()
         return view
+
+    def note(self, text: str) -> None:
+        """Print a line for the user, on the first rank's stderr."""
+        if self.rank == 0:
+            print(f"note: {text}", file=sys.stderr, flush=True)
 
     def coordinate(self, axis: str) -> int:
         """This rank's place on an axis. The microbatches of a step are an axis too: one of time."""

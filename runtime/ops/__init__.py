@@ -10,16 +10,14 @@ cast_once         weights in the dtype of products, one copy a step
 zero              the gathers of ZeRO 3, gradients for buckets; host_copy: copies that stop nothing
 host_handle       values that wait on the host from forward to backward, for backward graphs
 random_ops        random numbers by global index; dropout, dropout_kernel: masks by the same
-attention         with dropout, or of a part of the queries: attention_blocks; attention_ring: of a part of the keys
-                  too; attention_spans: which keys rows see; attention_held: which of them a rank has, and a mask shows
-expert_parallel   tokens to experts and back; expert_products: what experts compute, by grouped_mm and
-                  expert_activation; experts_op: the op in a captured graph
-fp8               numbers of 8 bits: values and gradients rounded, and as bytes of a message; fp8_products: of
-                  them, by fp8_kernel, as fp8_recipe says; fp8_cast: rounding, fp8_cast_kernel: the same on a GPU;
-                  fp8_format: the two formats; fp8_experts: experts of them
+attention/        with dropout, or of a part of the queries: blocks; ring: of a part of the keys too; spans: which keys
+                  rows see; held: which of them a rank has, and a mask shows
+experts/          mixtures of experts
+fp8/              numbers of 8 bits: values and gradients rounded, and as bytes of a message; products: of them, by
+                  kernel, as recipe says; casts: rounding, cast_kernel: the same on a GPU; format: the two formats
 factors           which arguments of a product are its input, weight and bias
 linear_nll        a linear layer and its cross entropy in chunks of rows
-stretches         cumulative sums and convolutions along a dim that is split
+along_split_dim   cumulative sums and convolutions along a dim that is split
 extremum          the largest element along dims that are split
 softmax_parts     a softmax's normaliser over dims that are split
 local_math        losses on split classes, look-ups in a part of a table
@@ -31,8 +29,9 @@ torch_library     ops of torch that a captured graph cannot hold
 
 from __future__ import annotations
 
+from shardc.runtime.ops.along_split_dim import conv1d, cumsum
 from shardc.runtime.ops.attention import attention
-from shardc.runtime.ops.attention_held import attention_reach
+from shardc.runtime.ops.attention.held import attention_reach
 from shardc.runtime.ops.cast_once import cast_once
 from shardc.runtime.ops.convert import (
     all_gather,
@@ -50,18 +49,18 @@ from shardc.runtime.ops.convert import (
     unshard_partial,
 )
 from shardc.runtime.ops.dropout import dropout
-from shardc.runtime.ops.expert_parallel import (
+from shardc.runtime.ops.experts.fp8 import fp8_experts, fp8_experts_apply
+from shardc.runtime.ops.experts.parallel import (
     experts_combine,
     experts_keep,
     experts_return,
     experts_route,
     experts_send,
 )
-from shardc.runtime.ops.expert_products import experts, experts_apply
+from shardc.runtime.ops.experts.products import experts, experts_apply
 from shardc.runtime.ops.extremum import extremum, ties, top
 from shardc.runtime.ops.fp8 import fp8_amax, fp8_grad, fp8_round, fp8_round_grad
-from shardc.runtime.ops.fp8_experts import fp8_experts, fp8_experts_apply
-from shardc.runtime.ops.fp8_products import fp8_grad_of_data, fp8_grad_of_weight, fp8_linear, fp8_pack
+from shardc.runtime.ops.fp8.products import fp8_grad_of_data, fp8_grad_of_weight, fp8_linear, fp8_pack
 from shardc.runtime.ops.host_handle import offload_start, offload_wait, reload_start, reload_wait
 from shardc.runtime.ops.linear_nll import linear_nll, nll_exp, nll_top
 from shardc.runtime.ops.local_math import (
@@ -83,7 +82,6 @@ from shardc.runtime.ops.one_way import start, transpose, transpose_start, wait
 from shardc.runtime.ops.opaque import OPS, opaque, opaque_backward
 from shardc.runtime.ops.random_ops import random
 from shardc.runtime.ops.softmax_parts import largest, log_sum, sum_exp
-from shardc.runtime.ops.stretches import conv1d, cumsum
 from shardc.runtime.ops.zero import (
     accumulate,
     add_into,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.ops.with_backward import with_backward
-from shardc.runtime.rng import BLOCK, Digits, Paddings, Rng, bits, key, threshold
+from shardc.runtime.rng import BLOCK, Digits, Paddings, Rng, bits, key_of, threshold
 
 torch.library.define(
     "shardc::dropout",
@@ -29,8 +29,7 @@ def by_blocks(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: i
 
     words: i64[3], of Rng.words; rows, columns: of rng.row_and_column_offsets, i32, or i64 where the global tensor has
     2^31 elements or more. stream: the op's ordinal."""
-    seed, step, microbatch = words.tolist()
-    k = key(seed, stream, step, microbatch)
+    k = key_of(words.tolist(), stream)
     x = x.contiguous()
     out = torch.empty_like(x)
     source, target, limit, scale = x.view(-1), out.view(-1), threshold(p), 1 / (1 - p)

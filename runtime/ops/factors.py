@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.runtime.ops.fp8_products import fp8_linear
+from shardc.runtime.ops.fp8.products import fp8_linear
 
 aten = torch.ops.aten
 

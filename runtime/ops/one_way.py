@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardc.runtime.ops import convert
 from shardc.runtime.ops.convert import Started
-from shardc.runtime.ops.expert_parallel import (
+from shardc.runtime.ops.experts.parallel import (
     experts_return_start,
     experts_return_transposed,
     experts_return_transposed_start,

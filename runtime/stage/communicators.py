@@ -8,7 +8,7 @@ from shardc.ir.outputs import loss_axes, sum_axes
 from shardc.ir.program import Program
 from shardc.runtime.matrices.routes import stage_axes
 from shardc.runtime.mesh import TorchMesh
-from shardc.runtime.ops.expert_parallel import experts_route
+from shardc.runtime.ops.experts.parallel import experts_route
 from shardc.runtime.stage.clip_grad_norm import norm_axes
 
 

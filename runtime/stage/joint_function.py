@@ -56,7 +56,7 @@ class JointCall:
             after_backward(self._running.finish_backward)
         alone = set(self._running.waiting) == {self}
         buckets.start(first=not buckets.active, last=alone)
-        self._running.loop.note_gradient(g)
+        self._running.checks.loss_gradient(g)
         keeps = keeps_graph()
         if self._kept is None:  # of `retain_graph=True`, which ran before
             self.forward()

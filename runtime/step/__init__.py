@@ -1,9 +1,10 @@
 """One rank's training step, from a batch to updated parameters.
 
-engine                what trains, evaluates, generates and saves on one rank: how it is made; engine_step: takes a
-                      batch, runs forward and backward, sums gradients, updates; engine_forward: losses, scores and
-                      tokens without training; engine_state: what it saves, loads and hands out; engine_optimizer: the
-                      user's optimizer on what a rank owns
+engine                what trains, evaluates, generates and saves on one rank; a step is on one screen there
+local_model           this rank's part of the model, and what runs a batch on it
+update                the optimizer's half of a step; engine_optimizer: the user's optimizer on what a rank owns
+evaluation            losses, scores and tokens without training
+saver                 the state, into files and to another plan
 forward               what runs a forward-only program
 module                a program as an nn.Module for a custom loop: its forward; module_running: what it holds, how
                       backward begins and ends, when its parameters are gathered; module_state: what it saves and loads;
@@ -12,7 +13,6 @@ step_graph            forward, backward and sums of a step as one CUDA graph
 loss_scale            loss scaling for float16, the same on all ranks
 means                 losses and outputs over batches
 batch_sizes           programs for batches of other sizes than were compiled, and for evaluating
-engine_options        options that do not exist, or that mean nothing
 param_groups          the optimizer's parameter groups by name, and by the shapes of whole parameters
 lr                    learning-rate schedulers, also in place of a checkpoint's
 resumed               what a checkpoint replaced of an engine's settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from shardc.runtime.zero.buckets import Buckets
 from shardc.runtime.zero.named_parameters import NamedParameters
 from shardc.runtime.zero.optimizer import replace_stand_ins, stand_in
 from shardc.runtime.zero.optimizer_check import check_apart, check_sharded
-from shardc.runtime.zero.optimizer_list import as_one, members_of
+from shardc.runtime.zero.optimizer_list import as_one
 
 #: Returns a torch.optim.Optimizer, or a list of them
 OptimizerOf = Callable[[NamedParameters], Any]
@@ -110,23 +110,6 @@ def _called(make: OptimizerOf, trained: NamedParameters, *, by_shape: bool) -> t
             what = "an optimizer got no parameter on this rank, where it would get some of the whole shapes"
             fix = "choose an optimizer's parameters by their names, not by p.shape: it is that of a rank's part"
         raise ShardcError(what, where="optimizer", fix=fix) from e
-
-
-def keep_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Let an engine's optimizer have the groups of the start: one added later was compared with no other rank's,
-    and what is in it is no parameter of the program.
-    """
-
-    def add_param_group(*_: Any, **__: Any) -> NoReturn:
-        raise ShardcError(
-            "an engine's optimizer has the groups that it was made with",
-            where="engine.optimizer.add_param_group",
-            fix="make all groups in the function that is given as optimizer=, with lr=0.0 for what trains later, and"
-            " set that group's lr then; what is frozen (requires_grad=False) trains after compiling again",
-        )
-
-    for member in (optimizer, *members_of(optimizer)):
-        member.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
 def _look_at_parameters(

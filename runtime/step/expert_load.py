@@ -15,7 +15,7 @@ from torch import fx
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program
 from shardc.runtime.mesh.step_context import Routing
-from shardc.runtime.ops.expert_parallel import experts_route
+from shardc.runtime.ops.experts.parallel import experts_route
 
 
 @dataclass(frozen=True)

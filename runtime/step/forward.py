@@ -76,7 +76,7 @@ class Forward:
     @property
     def weights_end(self) -> End:
         """What has the weights."""
-        return self.engine
+        return self.engine.weights_end
 
     def weights_to(self, other: Any) -> Reshard:
         """Copy the weights into an engine, or into what runs another program: see Engine.weights_to."""

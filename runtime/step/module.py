@@ -6,41 +6,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardc import torch_modes
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import named_nearest
 from shardc.runtime import state
-from shardc.runtime.checks import parameter_parts, shared_facts, tensor_parts, user_changes
+from shardc.runtime.checks import engine_options, tensor_parts, user_changes
+from shardc.runtime.checks.module_checks import ModuleChecks
+from shardc.runtime.checks.moments import Moments
 from shardc.runtime.data import inputs
 from shardc.runtime.matrices.own_loop import OwnersOptimizer
-from shardc.runtime.mesh import agreement, replicas
-from shardc.runtime.mesh.agreement import SAME_CALLS, SAME_OPTIMIZER, Fact, hashed, stated
+from shardc.runtime.mesh import replicas
 from shardc.runtime.offload import Offload
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage import op_errors, outputs
 from shardc.runtime.stage.communicators import runtime_mesh
-from shardc.runtime.step import engine_optimizer, engine_options, param_groups
+from shardc.runtime.step import engine_optimizer
 from shardc.runtime.step.engine_optimizer import OptimizerOf
 from shardc.runtime.step.module_parts import Parts
 from shardc.runtime.step.module_running import Running, running_of
 from shardc.runtime.step.module_state import ModuleState, check_marks, mark
 from shardc.runtime.zero.buckets import Buckets
-from shardc.runtime.zero.optimizer_list import lr_rates, rates_text
-from shardc.torch_private import current_backward
-
-_EVALUATE_ALIKE = (
-    "a forward under torch.no_grad() is one of all ranks, as every forward is: call it outside of `if rank == 0:`; to"
-    " print it on one rank is fine"
-)
 
 
-class ShardedModule(user_changes.NoWrapper, ModuleState):
+class ShardedModule(ModuleState):
     """One rank's part of a model. Made by `program.module(model)`; arguments as of shardc.runtime.step.engine.Engine.
 
     Its state_dict has the model's own names (all names of a tied weight) with local shapes. `forward` takes this rank's
@@ -99,38 +93,17 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
             )
         model = state.plain(model)
         mesh = mesh if mesh is not None else runtime_mesh(program)
-        check = check and mesh.layout.world > 1  # one rank agrees with itself: nothing is hashed
-        if check:
-            facts = shared_facts.program_facts(program, seed=seed, broadcast=broadcast, check_every=check_every)
-            agreement.check(mesh, facts, "making a module")
+        checks = ModuleChecks(program, mesh) if check else Moments()
+        checks.making(seed, broadcast=broadcast, check_every=check_every)
+        checks.options(check_every=check_every)
         given = state.weights_of(program, model, weights, seed)
-        changed = user_changes.check_as_compiled(program, given.model, built=given.model is not model)
-        prints = replicas.Given(program)
-        if not check:
-            parts, buffers = state.local_parts(program, given, mesh, broadcast=broadcast)
-        else:
-            parts, buffers = state.local_parts(program, given, mesh, broadcast=broadcast, whole_of=prints.whole)
-            parts = prints.passing(parts)
-        buckets = Buckets(program, parts, mesh, aliased=True)
-        if check:
-            prints.check(mesh, buffers)
-        self._hold(
-            running_of(
-                program,
-                model if isinstance(model, nn.Module) else given.model,
-                mesh,
-                Rng(seed),
-                buckets,
-                check_every if check else 0,
-                check,
-            ),
-            buffers,
-            given.model,
-        )
-        user_changes.tell_eval_mode(program, self._running.tell)
+        checks.weights(model, given)
         if given.overruled:
-            self._running.tell(given.overruled)
-        user_changes.tell_once(changed, self._running.told, self._running.tell)
+            mesh.note(given.overruled)
+        parts, buffers = state.local_parts(program, given, mesh, broadcast=broadcast, whole_of=checks.whole)
+        buckets = Buckets(program, checks.parts(parts), mesh, aliased=True)
+        source = model if isinstance(model, nn.Module) else given.model
+        self._hold(running_of(program, source, mesh, Rng(seed), buckets, checks), buffers, given.model)
 
     def _hold(self, running: Running, buffers: Mapping[str, Tensor], like: Any) -> None:
         """Register parameters and buffers under the model's names. like: a module with the model's submodules."""
@@ -147,8 +120,6 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
                         parent._parameters, name, p, p.data_ptr() * (x.name in running.buckets.runs), p.dtype, fqn
                     )
                 )
-        self._held = held
-        parameter_parts.watch(program, running.buckets.owned, running.buckets.runs)
         self._constants = {b.name: buffers[b.name] for b in program.buffers if not b.fqn}
         for b in program.buffers:
             for fqn in (b.fqn, *b.aliases) if b.fqn else ():
@@ -163,6 +134,9 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
         self.register_load_state_dict_pre_hook(check_marks)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(running.updates.note)  # type: ignore[no-untyped-call]
         self._running = running
+        running.read_buffers = WeakMethod(self._buffers_by_name)
+        running.checks.made(running)
+        running.checks.held(running.model, parts, held, running.updates)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """A module with parameters and buffers of its own, on the same mesh: what averages weights begins with one
@@ -181,8 +155,7 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
         result = ShardedModule.__new__(ShardedModule)
         nn.Module.__init__(result)
         buffers = {name: b.clone() for name, b in self._buffers_by_name().items()}
-        running = running_of(r.program, r.model, r.mesh, rng, buckets, r.check_every, r.check, copied=True)
-        result._hold(running, buffers, self)
+        result._hold(running_of(r.program, r.model, r.mesh, rng, buckets, r.checks.copy(r.model)), buffers, self)
         memo[id(self)] = result
         memo.update({id(p): buckets.owned[name] for name, p in owned.items()})
         for copied, m in zip(result.modules(), self.modules(), strict=True):
@@ -193,7 +166,14 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
         if name in engine_options.INSTEAD_OF_MODULE:
             what = f"a module of a program has no {name!r}: {engine_options.INSTEAD_OF_MODULE[name]}"
             raise AttributeError(what, name=name, obj=self)
+        if name in engine_options.WRAPPERS:
+            where, what, fix = engine_options.WRAPPERS[name]
+            raise ShardcError(what, where=where, fix=fix)
         return super().__getattr__(name)
+
+    def compile(self, *_: Any, **__: Any) -> None:
+        """nn.Module's own way to torch.compile, refused as that is."""
+        _ = self._torchdynamo_orig_callable
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """As of any module. Raises UnknownNameError, which is an AttributeError too, with the nearest name."""
@@ -225,8 +205,7 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
 
     def train(self, mode: bool = True) -> ShardedModule:
         """As of any module. Of a program of a model in eval mode it is told, once, that this brings no dropout back."""
-        if mode and (r := self._running).program.eval_mode:
-            user_changes.tell_once({"module.train()": user_changes.EVAL_MODE}, r.told, r.tell)
+        self._running.checks.mode(training=mode)
         return super().train(mode)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,50 +217,13 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
             return self._forward(r, args, kwargs)
 
     def _forward(self, r: Running, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor_parts.end_plain()  # of an optimizer's step that failed
-        torch_modes.check("module.forward", r.mesh.device.type, training=False)
-        if current_backward() is not None:
-            raise ShardcError(
-                "forward is run inside of backward, as torch.utils.checkpoint does: its gradients would go nowhere",
-                where="module.forward",
-                fix="call the module as it is; what is computed again is the spec's `checkpoint:`",
-            )
-        r.watched.check()
-        if self.training and torch.is_grad_enabled():
-            r.optimizers.check_model(changed=r.updates.written)
-        self._parts.check()
-        user_changes.check_held(self._held)
-        user_changes.check_submodules(self._parts, r.program.still)
-        changed = self._parts if self.training else ()  # a train() of one's own sets attributes by the mode
-        user_changes.check_attributes(r.program, r.told, r.tell, changed)
-        for note in r.given.tell(r.told):
-            r.tell(note)
+        r.checks.forward("module.forward", training=self.training)
         batch = inputs.from_call(r.program, inputs.arguments(r.model), args, kwargs)
         inputs.check_plain(batch)
-        if torch.is_grad_enabled():
-            inputs.check_no_gradient(batch)
-        if r.check:
-            facts = shared_facts.batch_facts(r.program, batch, local=True)
-            calls = [
-                stated("the number of steps done", r.rng.step, fix=SAME_CALLS),
-                stated("whether the module trains", self.training, fix="call train() or eval() on all ranks"),
-                stated("whether parameters changed", r.updates.due, fix="update parameters on all ranks alike"),
-                stated("whether weights were loaded", r.unmarked, fix="load weights on all ranks alike"),
-                stated("which parameters are frozen", r.watched.frozen(), fix=user_changes.FREEZE_ALIKE),
-                stated("whether gradients are on", torch.is_grad_enabled(), fix=_EVALUATE_ALIKE),
-            ]
-            after_step = r.loop.others
-            alike = agreement.check(r.mesh, [*facts, *calls, *r.loop.facts()], "forward")
-            if after_step:
-                r.loop.check_others(r.mesh)
-            if r.unmarked:
-                r.check_loaded()
-            r.same_rows.look(r.program, batch, facts, alike, r.tell)
-            if self.training and r.check_every and r.rng.step and r.rng.step % r.check_every == 0:
-                replicas.check_replicas(r.program, r.mesh, r.buckets.owned, self._buffers_by_name(), step=r.rng.step)
+        r.rng.training = self.training
+        r.checks.batch(batch, local=True)
         tensors = inputs.take(r.program, batch, r.mesh, local=True)
         r.buckets.reset()
-        r.rng.training = self.training
         program, stage, constants = r.evaluating(batch) if not self.training else (r.program, r.stage, {})
         r.updates.carry_out()
         r.buckets.follow()
@@ -320,11 +262,11 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
         """
         r = self._running
         with r.mesh.together("making an optimizer"):
-            param_groups.check_trains(r.program)
+            engine_options.check_trains(r.program)
             r.updates.carry_out()
             r.updates.settle()
             check, offload = engine_optimizer.check_parts(r.program, r.buckets), Offload(r.program.offload, r.mesh)
-            optimizer, matrices = engine_optimizer.made(make, r.program, r.buckets, r.mesh, check, r.tell, offload)
+            optimizer, matrices = engine_optimizer.made(make, r.program, r.buckets, r.mesh, check, r.mesh.note, offload)
         assert optimizer is not None, "a module has all parameters"
         if matrices is None:
             return optimizer
@@ -335,13 +277,7 @@ class ShardedModule(user_changes.NoWrapper, ModuleState):
         """Before owners step: a rank may own nothing of a group, whose learning rate nobody else looks at."""
         r = self._running
         r.updates.settle()
-        if r.check:
-            rates = lr_rates(optimizer)
-            facts = [
-                Fact("the learning rate", hashed(rates), fix=SAME_OPTIMIZER, shown=rates_text(rates)),
-                stated("whether parameters were written to", written, fix="write to parameters on all ranks alike"),
-            ]
-            agreement.check(r.mesh, facts, "the optimizer's step")
+        r.checks.owners_step(optimizer, written=written)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +11,10 @@ from torch import Tensor, nn
 
 from shardc.ir.program import Program
 from shardc.runtime import state
-from shardc.runtime.checks import parameter_parts, shared_facts, state_dict_marks, tensor_parts, user_changes
-from shardc.runtime.checks.given_model import GivenModel
-from shardc.runtime.checks.loop_watch import LoopWatch
-from shardc.runtime.checks.optimizer_watch import OptimizerWatch
+from shardc.runtime.checks import state_dict_marks, tensor_parts
+from shardc.runtime.checks.moments import Moments
 from shardc.runtime.matrices.whole import WholeMatrices
-from shardc.runtime.mesh import TorchMesh, agreement
+from shardc.runtime.mesh import TorchMesh
 from shardc.runtime.reshard.between import End
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage.clip_grad_norm import GradNorm, norm_axes
@@ -42,31 +39,40 @@ class Running:
     buckets: Buckets
     updates: Updates
     norm: GradNorm
-    split: tuple[tuple[nn.Parameter, frozenset[int] | None, str], ...]  # the dims that are, and the name
     summed: tuple[str, ...]  # names of those whose gradient is not whole and final when the graph's backward brings it
-    watched: user_changes.Watched
-    optimizers: OptimizerWatch
-    loop: LoopWatch
-    same_rows: shared_facts.SameRows
-    check_every: int
-    check: bool
+    checks: Moments
     slices: dict[str, str]
     saves: state.Saves
-    given: GivenModel
+    #: Reads the module's buffers: a weak reference, as the module holds this.
+    read_buffers: Callable[[], Callable[[], dict[str, Tensor]] | None] = lambda: None
     end: End | None = None  # made when it is asked for
-    unmarked: bool = False  # weights were loaded that do not say of which rank they are
     eval: tuple[Program, RunnableStage, dict[str, Tensor]] | None = None
     waiting: weakref.WeakSet[JointCall] = field(default_factory=weakref.WeakSet)  # for their backward
-    told: set[str] = field(default_factory=set)  # names, of user_changes.check_attributes, and kinds of `given`
+
+    @property
+    def owned(self) -> dict[str, nn.Parameter]:
+        """What optimizers work on."""
+        return self.buckets.owned
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """{placeholder name: buffer}"""
+        read = self.read_buffers()
+        return read() if read is not None else {}
+
+    @property
+    def written(self) -> bool:
+        """Has anybody written to parameters?"""
+        return self.updates.written
 
     def evaluating(self, batch: Any) -> tuple[Program, RunnableStage, dict[str, Tensor]]:
         """What runs a forward in eval mode, and constants of its own: see shardc.runtime.step.batch_sizes."""
         if self.eval is None:
             program, constants = self.program, dict[str, Tensor]()
-            if not batch_sizes.switched(program, self.tell):
+            if not batch_sizes.switched(program, self.mesh.note):
                 shapes = tuple(x.shape for x in program.inputs)
                 self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
-                program = batch_sizes.compiled(program, batch, shapes, self.mesh, use="evaluate", tell=self.tell)
+                program = batch_sizes.compiled(program, batch, shapes, self.mesh, use="evaluate", tell=self.mesh.note)
                 self.mesh.barrier()
                 if isinstance(self.mesh, TorchMesh):
                     self.mesh.add_groups(groups_of(program))
@@ -74,19 +80,6 @@ class Running:
             same = program is self.program
             self.eval = program, self.stage if same else only_stage(program, self.mesh), constants
         return self.eval
-
-    def check_loaded(self) -> None:
-        """Collective, where ranks have loaded weights of which nothing says whose slices they are."""
-        axes = {p.name: norm_axes(self.program, p.name) for p in self.program.params}
-        held = [(axes[n], p.detach()) for n, p in self.buckets.owned.items() if axes[n]]
-        facts = state_dict_marks.loaded_facts(held, self.mesh.rank)
-        state_dict_marks.check_loaded(facts, agreement.check(self.mesh, facts, "forward"))
-        self.unmarked = False
-
-    def tell(self, note: str) -> None:
-        """A line on the first rank's stderr."""
-        if self.mesh.rank == 0:
-            print(f"note: {note}", file=sys.stderr, flush=True)
 
     def differentiable(self, stage: RunnableStage, values: Mapping[str, Any]) -> tuple[Tensor, Sequence[Tensor]]:
         """Run a forward whose loss has a backward: (loss, news). values: what the stage takes, by name."""
@@ -104,22 +97,11 @@ class Running:
     def finish_backward(self) -> None:
         with tensor_parts.plain():
             self.buckets.finish()
-            parameter_parts.mark(self.split)
+            self.checks.gradients()
 
 
-def running_of(
-    program: Program,
-    model: Any,
-    mesh: Any,
-    rng: Rng,
-    buckets: Buckets,
-    check_every: int,
-    check: bool,
-    *,
-    copied: bool = False,
-) -> Running:
-    """copied: of a copy of another module."""
-    owned = buckets.owned
+def running_of(program: Program, model: Any, mesh: Any, rng: Rng, buckets: Buckets, checks: Moments) -> Running:
+    """model: what the weights came from."""
     split = {p.name for p in program.params if norm_axes(program, p.name)}
     return Running(
         program,
@@ -129,18 +111,11 @@ def running_of(
         only_stage(program, mesh),
         buckets,
         Updates(buckets),
-        GradNorm(program, owned, mesh),
-        tuple(parameter_parts.split(program, owned, buckets.runs)),
+        GradNorm(program, buckets.owned, mesh),
         tuple(sorted(buckets.names | split)),
-        user_changes.Watched(program, owned, buckets.runs, buckets.names | split),
-        OptimizerWatch(program, owned, buckets.runs, model, mesh),
-        LoopWatch(owned.values(), noting=check),
-        shared_facts.SameRows(),
-        check_every,
-        check,
+        checks,
         state_dict_marks.slices(program, mesh, buckets.runs),
         state.Saves(mesh),
-        GivenModel(model, "this module", mesh.rank, copied=copied),
     )
 
 

@@ -17,8 +17,7 @@ from shardc.runtime import state
 from shardc.runtime.checks import parameter_parts, state_dict_marks
 from shardc.runtime.matrices.own_loop import OwnersOptimizer
 from shardc.runtime.matrices.whole import WholeMatrices
-from shardc.runtime.mesh import agreement, replicas
-from shardc.runtime.mesh.agreement import SAME_CALLS, Fact, stated
+from shardc.runtime.mesh.agreement import SAME_CALLS, stated
 from shardc.runtime.reshard.between import End, Reshard, move_weights
 from shardc.runtime.stage.clip_grad_norm import norm_axes, parameter_norms
 from shardc.runtime.state.checkpoint_folder import KEEP
@@ -81,10 +80,7 @@ class ModuleState(nn.Module):
         made, matrices = _parts_of(optimizer)
         facts = {"step": r.rng.step, "seed": r.rng.seed, "module": dict(extra or {})} | resumed.record(r.program)
         with r.mesh.together(f"saving step {r.rng.step}"):
-            self._compare("saving", stated("the number of steps done", r.rng.step, fix=SAME_CALLS))
-            if r.check_every:
-                held = r.buckets.owned, self._buffers_by_name(), made
-                replicas.check_replicas(r.program, r.mesh, *held, step=r.rng.step, call="saving")
+            r.checks.saving(made)
             state.save(
                 folder,
                 r.program,
@@ -112,8 +108,7 @@ class ModuleState(nn.Module):
         r.buckets.reset(forward=True)
         r.updates.settle()
         with r.mesh.together("loading a checkpoint"):
-            if r.check:
-                agreement.check(r.mesh, [], "loading a checkpoint")
+            r.checks.call("loading a checkpoint")
             extra = state.load(
                 folder,
                 r.program,
@@ -129,7 +124,7 @@ class ModuleState(nn.Module):
         r.updates.note()
         r.rng.step, r.rng.seed = int(extra["step"]), int(extra["seed"])
         for note in resumed.changed(r.program, extra):
-            r.tell(note)
+            r.mesh.note(note)
         return dict(extra.get("module", {}))
 
     @property
@@ -151,27 +146,18 @@ class ModuleState(nn.Module):
         """
         r = self._running
         with r.mesh.together("norms"):
-            self._compare("norms", stated("grad", grad, where="module.norms", fix=SAME_CALLS))
+            r.checks.last("norms", stated("grad", grad, where="module.norms", fix=SAME_CALLS))
             return parameter_norms(r.program, r.buckets.owned, r.mesh, grad=grad)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """{fqn: whole tensor on the CPU}, as the unsharded model's state_dict gives it, on every rank. Collective."""
         r = self._running
         with r.mesh.together("full_state_dict"):
-            self._compare("full_state_dict", stated("whether parameters changed", r.updates.due))
+            r.checks.last("full_state_dict", stated("whether parameters changed", r.updates.due))
             r.updates.carry_out()
             r.updates.settle()
-            r.given.handed_out = True
+            r.checks.handed_out()
             return state.full_state_dict(r.program, r.mesh, r.buckets.wholes(), self._buffers_by_name())
-
-    def _compare(self, call: str, fact: Fact) -> None:
-        """What no forward may come to compare, as the loop is at its end. Collective. Raises ShardcError."""
-        r = self._running
-        if r.check:
-            after_step = r.loop.others
-            agreement.check(r.mesh, [fact, *r.loop.facts(last=True)], call)
-            if after_step:
-                r.loop.check_others(r.mesh)
 
 
 def _parts_of(optimizer: Any) -> tuple[Optimizer | None, WholeMatrices | None]:
@@ -195,7 +181,7 @@ def check_marks(module: ModuleState, given: Mapping[str, Any], prefix: str, meta
     names = (n for x in (*r.program.params, *r.program.buffers) if x.fqn for n in x.names)
     note = metadata.get(state_dict_marks.KEY)
     if state_dict_marks.check(given, prefix, note, r.slices, names, _split_names(r.program)):
-        r.unmarked = True
+        r.checks.loaded_unmarked()
 
 
 def _split_names(program: Program) -> set[str]:
@@ -213,7 +199,7 @@ class _End:
             running.program,
             running.mesh,
             running.buckets,
-            running.check,
+            running.checks.compares,
         )
         self.reshards: MutableMapping[End, Reshard] = WeakKeyDictionary()
 

@@ -7,7 +7,6 @@ engine = program.engine(model, optimizer=lambda params: torch.optim.AdamW(
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -27,22 +26,6 @@ from shardc.runtime.zero.optimizer_list import OptimizerList, as_one, members_of
 #: How alike an unknown setting must be to one of the optimizer's to be called a misspelling of it: optimizers may have
 #: settings of groups that stand in no defaults.
 _ALIKE = 0.88
-
-
-def check_trains(program: Program) -> None:
-    """Raises ShardcError where no parameter is trained: a step would do nothing, without a word."""
-    if program.forward_only:
-        what, fix = "the program is forward-only: there is no loss to train by", "compile without forward="
-        raise ShardcError(what, where="engine.step", fix=f"{fix}; program.forward(model) runs it (docs/forward.md)")
-    if not any(p.requires_grad for p in program.params):
-        what = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
-        fix = (
-            "let some have it before compiling (p.requires_grad_(True)); engine.evaluate, and --steps 0, train nothing"
-        )
-        frozen = program.spec is not None and program.spec.freeze
-        if frozen:
-            fix = f"leave some out of the spec's freeze; or {fix}"
-        raise ShardcError(what, where="freeze" if frozen else "the model", fix=fix)
 
 
 def groups(
@@ -133,9 +116,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             raise ShardcError(what, where="optimizer", fix=fix)
         for i, group in enumerate(m.param_groups):
             for key in group.keys() - m.defaults.keys() - {"params", "param_names"}:
-                if near := difflib.get_close_matches(key, m.defaults, 1, _ALIKE):
+                if near := patterns.nearest(key, m.defaults, alike=_ALIKE):
                     what = f"{type(m).__name__} has no setting {key!r}, and would ignore it"
-                    errors.add(what, where=f"parameter group {i}", fix=f"did you mean {near[0]!r}?")
+                    errors.add(what, where=f"parameter group {i}", fix=f"did you mean {near!r}?")
             names = group.get("param_names", [])
             for k, p in enumerate(group["params"]):
                 if id(p) in owner:

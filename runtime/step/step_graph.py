@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
-from shardc.runtime.ops.attention_held import attention_reach
-from shardc.runtime.ops.expert_parallel import experts_route
+from shardc.runtime.ops.attention.held import attention_reach
+from shardc.runtime.ops.experts.parallel import experts_route
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage import outputs
 from shardc.runtime.stage.run import Values
@@ -229,9 +229,17 @@ _WAITING = {
 }
 
 
-def asked(program: Program) -> bool:
+def requested(program: Program) -> bool:
     """Does a program's spec say `execution: {graphs: true}`?"""
     return program.spec is not None and program.spec.execution.graphs
+
+
+def of(program: Program, mesh: Any, rng: Rng, buckets: Buckets, note: Callable[[str], None]) -> StepGraphs | None:
+    """The recorded steps of a spec that requests them; None: steps run op by op."""
+    if not requested(program):
+        return None
+    graphs = StepGraphs(program, mesh, rng, buckets, buckets.owned, note)
+    return graphs if graphs.records else None
 
 
 def why_not(program: Program) -> str:

@@ -14,9 +14,9 @@ ranks once a step. With it they are reduce-scattered in every backward, and add 
 gradients of a few buckets exist at a time, however many microbatches a step has. An all-reduce over the axes that
 replicate follows after the step's last.
 
-On a GPU nothing is freed by waiting for a sum in backward, so it is waited for afterwards: where stages of a pipeline
-follow one another, each would hold up the others. On a CPU a sum under way takes as much memory again, for what is
-received, so one at a time is under way.
+Without `scatters`, on a GPU, nothing is freed by waiting for a sum in backward, so it is waited for afterwards: where
+stages of a pipeline follow one another, each would hold up the others. With it, and on a CPU, where a sum under way
+takes as much memory again for what is received, one at a time is under way.
 """
 
 from __future__ import annotations

@@ -5,6 +5,15 @@ is full, and all before it have started, its sum starts in the background. Which
 size, in which order, is decided by the pass shardc.passes.gradient_buckets: the order in which backward finishes them,
 which the graph shows, so that no warm-up step measures it and all ranks agree. What ZeRO shards is a matter of each
 bucket (shardc.runtime.zero.bucket).
+
+A step at ZeRO 2 with two microbatches and buckets a, b (the backward graph calls `ops.accumulate` for each gradient and
+`ops.launch` where a bucket is full):
+
+    F0 B0     put into a | launch a: reduce-scatter begins | put into b | launch b, wait for a, free a's buffer
+    F1 B1     launch a, wait for b | launch b, wait for a: both add up in this rank's part
+    finish    wait for b; gradients are in `.owned[name].grad`, flat shards
+    update    the optimizer steps flat shards; `publish` begins an all-gather of each bucket
+    F0        of the next step: `ops.updated` waits for a bucket's gather where its first parameter is used
 """
 
 from __future__ import annotations
@@ -197,7 +206,7 @@ class Buckets:
 
     def _launched(self, bucket: Bucket) -> None:
         """A bucket's sum is under way: go on with the one before it, whose buffer is then free."""
-        for other in self._flying:
+        for other in (b for b in self._flying if b is not bucket):
             other.settle()
             if self.early is not None and other.final and other not in self._done:
                 self._done.add(other)

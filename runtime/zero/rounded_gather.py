@@ -19,7 +19,8 @@ from torch import Tensor
 
 from shardc.ir.buckets import Bucket, Rounded
 from shardc.runtime.mesh import Work
-from shardc.runtime.ops import fp8, fp8_cast
+from shardc.runtime.ops import fp8
+from shardc.runtime.ops.fp8 import casts as fp8_cast
 from shardc.runtime.zero.flat_partition import Flat, Run
 
 

@@ -18,7 +18,7 @@ run_folder                  the temporary folder of a run; save_lock: one run at
 lasting_output              output that ends before the run does
 hidden_modules              files that are named as a module that shardc imports
 elsewhere                   where options of other trainers are written here
-rank_errors                 an error that all ranks have alike is printed once; user_frames: of the user's code alone
+same_error_once             an error that all ranks have alike is printed once; user_frames: of the user's code alone
 """
 
 from __future__ import annotations

@@ -11,10 +11,13 @@ import typer
 
 from shardc.cli.common import DebugOption, JsonOption, Show, console, reporting
 from shardc.errors import ShardcError
+from shardc.spec.run_section import Run
 
 if TYPE_CHECKING:
     from shardc.runtime.state.checkpoint_folder import Generation
 
+#: As of `shardc run`.
+KEEP: int = Run.model_fields["keep"].default
 app = typer.Typer(no_args_is_help=True, help="Checkpoints: list, verify, compare, remove, convert.")
 
 Folder = Annotated[
@@ -96,7 +99,7 @@ def diff(a: Folder, b: Folder, as_json: JsonOption = False, debug: DebugOption =
 @app.command()
 def prune(
     folder: Folder,
-    keep: Annotated[int, typer.Option(min=1, help="how many stay, the last ones; what is damaged is not counted")] = 2,
+    keep: Annotated[int, typer.Option(min=1, help="how many stay, the last ones; damaged ones do not count")] = KEEP,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

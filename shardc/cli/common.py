@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from shardc.cli.rank_errors import FirstFailedError, for_this_rank
+from shardc.cli.same_error_once import FirstFailedError, for_this_rank
 from shardc.errors import ERROR, ShardcError
 
 if TYPE_CHECKING:

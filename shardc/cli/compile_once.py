@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardc.cli.common import is_artifact, program_of
-from shardc.cli.rank_errors import FirstFailedError
+from shardc.cli.same_error_once import FirstFailedError
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from shardc import text_file
 from shardc.errors import ShardcError
+from shardc.ir.patterns import nearest
 
 #: Of a transformers config.json: bytes (the longest has some 20 thousand), and values.
 MAX_CONFIG, MAX_NUMBER, MAX_LAYERS = 1 << 20, 1e15, 100_000
@@ -70,6 +70,6 @@ def path_of(name: str, ref: str) -> Path:
     what = f"there is no file {name}, and no model of that name in this machine's cache of the hub"
     fix = f"download its config once, `hf download {name} config.json --local-dir DIR`, and name hf:DIR/config.json"
     folders = [str(p.parent) for p in Path(name).parent.glob("*/config.json")]
-    if near := difflib.get_close_matches(name, folders, 1):
-        fix = f"did you mean hf:{near[0]}? Or {fix}"
+    if near := nearest(name, folders):
+        fix = f"did you mean hf:{near}? Or {fix}"
     raise ShardcError(what, where=ref, fix=fix)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from shardc.cli.job import Job, collect_as_usual, joined, weights_of
 from shardc.errors import ShardcError
-from shardc.runtime.step.engine_forward import NoBatchesError
+from shardc.runtime.step.evaluation import NoBatchesError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def _begun(job: Job) -> tuple[ModelFile, Program, TorchMesh, Forward]:
     """The model file, the program, this rank of its mesh, and the program with weights. Collective."""
-    file, program, mesh, _ = joined(job)
+    file, program, mesh = joined(job)
     with mesh.together("taking the weights"):
         weights = weights_of(job, file, program)
         return file, program, mesh, program.forward(file.build, weights=weights, seed=job.settings.seed, mesh=mesh)

@@ -16,8 +16,6 @@ from shardc.spec.run_section import Run
 from shardc.torch_private import flight_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from shardc.api import Program
     from shardc.cli.model_file import ModelFile
     from shardc.runtime.mesh import TorchMesh
@@ -65,13 +63,12 @@ class Job:
         return Run.model_validate({name: tuple(x) if isinstance(x, list) else x for name, x in self.run.items()})
 
 
-def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh, Callable[[str], None]]:
-    """The model file, the program, this rank of its mesh, and what says a line for all ranks. Collective."""
+def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh]:
+    """The model file, the program, and this rank of its mesh. Collective."""
     from shardc.api import load
     from shardc.cli import model_file
     from shardc.recompile import Resizer
-    from shardc.runtime.launch import Progress, Told
-    from shardc.runtime.mesh.watch import told
+    from shardc.runtime.launch import Progress
     from shardc.runtime.stage.communicators import runtime_mesh
 
     settings = job.settings
@@ -81,14 +78,11 @@ def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh, Callable[[str], Non
     program = dataclasses.replace(program, resize=Resizer(file.on_meta, file.loss, {}, _compiled, forward, file.batch))
     timeout = timedelta(seconds=settings.timeout) if settings.timeout else None
     mesh = runtime_mesh(program, watch=settings.watch, timeout=timeout)
-    tell = Told(Path(job.progress)).say if job.progress else told
     if job.progress:
         mesh.activity.noted.append(Progress(Path(job.progress) / f"rank{mesh.rank}").note)
-    if mesh.watch is not None:
-        mesh.watch.tell = tell
-        if settings.log:
-            mesh.watch.record = functools.partial(_record, Path(settings.log) / f"flight-rank{mesh.rank}.json")
-    return file, program, mesh, tell
+    if mesh.watch is not None and settings.log:
+        mesh.watch.record = functools.partial(_record, Path(settings.log) / f"flight-rank{mesh.rank}.json")
+    return file, program, mesh
 
 
 def weights_of(job: Job, file: ModelFile, program: Program) -> Any:

@@ -9,7 +9,6 @@ hf:DIR               the model of a folder, and its weights if it has any
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import re
@@ -31,6 +30,7 @@ from shardc.artifact.model_source import WHOLE
 from shardc.cli import config_file, hidden_modules
 from shardc.cli.training_data import PARTS, seed_everything, takes_parts
 from shardc.errors import ShardcError
+from shardc.ir.patterns import nearest
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.reading_calls import lazily
 from shardc.runtime.state.weight_files import has_weights
@@ -180,10 +180,8 @@ def _existing(
 ) -> Path:
     path = Path(name)
     if not path.is_file():
-        near = difflib.get_close_matches(
-            path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [], 1
-        )
-        fix = f"did you mean {path.parent / near[0]}?" if near else f"name {wanted}"
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else [])
+        fix = f"did you mean {path.parent / near}?" if near else f"name {wanted}"
         raise ShardcError(f"there is no {kind} {name}", where=ref, fix=fix)
     if path.suffix in (".yaml", ".yml"):
         fix = f"the model file comes first, then the spec: shardc ... model.py {path.name}"
@@ -274,10 +272,10 @@ def _function(
     function = getattr(module, name, None)
     if function is None and needed:
         own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-        near = difflib.get_close_matches(name, own, 1, 0.5)
+        near = nearest(name, own, alike=0.5)
         fix = f"define {name}(): it {needed}"
         if near:
-            fix += f"; there is {near[0]}()"
+            fix += f"; there is {near}()"
         elif own and name != "batch":
             fix += f"; or name what makes it, {path}:NAME, of {', '.join(own[:8])}"
         raise ShardcError(f"the file has no {name}()", where=str(path), fix=fix)
@@ -317,11 +315,11 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
     if not isinstance(values, dict) or "model_type" not in values:
         raise ShardcError("the config has no model_type", where=file, fix='add "model_type": "llama", for example')
     if cls and not hasattr(transformers, cls):
-        near = difflib.get_close_matches(cls, [n for n in dir(transformers) if n.startswith(cls[:3])], 1)
+        near = nearest(cls, [n for n in dir(transformers) if n.startswith(cls[:3])])
         raise ShardcError(
             f"transformers has no {cls}",
             where=ref,
-            fix=f"did you mean {near[0]}?" if near else "see transformers' list of models",
+            fix=f"did you mean {near}?" if near else "see transformers' list of models",
         )
     try:
         config = transformers.AutoConfig.for_model(**values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import json
 import os
@@ -18,6 +17,7 @@ from rich.console import Console
 
 from shardc.cli.common import DebugOption, JsonOption, reporting
 from shardc.errors import ShardcError
+from shardc.ir.patterns import nearest
 
 if TYPE_CHECKING:
     from shardc.rules.registry import Rule
@@ -85,8 +85,8 @@ def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
     if unmatched:
         names = [name_of(op) for op in {**RULES, **SAMPLES}]
         stems = dict.fromkeys(n.rpartition(".")[0] for n in names)
-        near = difflib.get_close_matches(unmatched[0], names if unmatched[0].count(".") > 1 else stems, 3)
-        fix = f"did you mean {' or '.join(near)}?" if near else "`shardc rules` lists all; --file loads yours"
+        near = nearest(unmatched[0], names if unmatched[0].count(".") > 1 else stems)
+        fix = f"did you mean {near}?" if near else "`shardc rules` lists all; --file loads yours"
         raise ShardcError(f"no op with a rule matches {unmatched[0]!r}", where="shardc rules", fix=fix)
     if file and not patterns:
         rules = {op: r for op, r in rules.items() if op in RULES and op not in before}

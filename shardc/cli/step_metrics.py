@@ -48,6 +48,20 @@ def timed_ops(log: Path, step: int, mesh: RankMesh) -> Iterator[None]:
     file_of(log, step, mesh.rank).write_text(json.dumps(times.measured(step).to_json()))
 
 
+def speed(samples: int, tokens: int | None, steps: float) -> dict[str, float]:
+    """Samples a second, and tokens if the model has any, of a step's and of the steps a second."""
+    rates = {"samples_per_second": round(samples * steps, 1)}
+    return rates | ({"tokens_per_second": round(tokens * steps, 1)} if tokens is not None else {})
+
+
+def work(flops: int, peak: float | None, steps: float) -> dict[str, float]:
+    """TFLOP/s of the model's own operations on this rank, at so many steps a second; and the share of the device's
+    peak, if that is known.
+    """
+    rate = flops * steps
+    return {"tflops": round(rate / 1e12, 4)} | ({"mfu": round(rate / peak, 4)} if peak else {})
+
+
 def peak_flops(program: Program, where: torch.device) -> float | None:
     """Of this rank's device, a second, in the dtype that products are computed in: as `shardc device --measure` found,
     or of the file in shardc/machine/devices that has its name; None where neither knows it.

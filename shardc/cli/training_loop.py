@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
+from shardc.runtime.mesh.watch import told
 from shardc.runtime.state.checkpoint_folder import generations
-from shardc.runtime.step.engine_forward import NoBatchesError
+from shardc.runtime.step.evaluation import NoBatchesError
 from shardc.spec import Run
 from shardc.torch_private import let_workers_end, memory_recorded
 
@@ -66,7 +67,6 @@ class Training:
     valid: Batches | None
     lines: StepLines
     signals: Signals
-    tell: Callable[[str], None]  # at once, on the run's standard error
     saved: int | None = None  # the last step that was saved, or is being saved
     writing: int | None = None  # the step that is being saved in the background
     flops: int = 0  # of this rank's products in a step, counted in the first
@@ -78,17 +78,10 @@ class Training:
     unread: list[Unread] = dataclasses.field(default_factory=list)
 
     def speed(self, steps: float) -> dict[str, float]:
-        """At so many steps a second: samples, and tokens if the model has any."""
-        samples, tokens = self.sizes
-        return {"samples_per_second": round(samples * steps, 1)} | (
-            {"tokens_per_second": round(tokens * steps, 1)} if tokens is not None else {}
-        )
+        """At so many steps a second: see shardc.cli.step_metrics."""
+        from shardc.cli.step_metrics import speed
 
-    def work(self, steps: float) -> dict[str, float]:
-        """At so many steps a second: of the model's own operations TFLOP/s on this rank, and the share of the device's
-        peak, if that is known."""
-        rate = self.flops * steps
-        return {"tflops": round(rate / 1e12, 4)} | ({"mfu": round(rate / self.peak, 4)} if self.peak else {})
+        return speed(*self.sizes, steps)
 
     @functools.cached_property
     def peak(self) -> float | None:
@@ -251,7 +244,7 @@ class Training:
     def _not_saved(self, error: ShardcError) -> None:
         self.saved = self.writing = None
         if self.engine.mesh.rank == 0:
-            self.tell(f"{error.what}; training goes on")
+            told(f"{error.what}; training goes on")
 
     def _next(self, stream: Iterator[Any]) -> Any:
         """The next batch. All ranks agree whether to go on: if one stopped alone, the others would wait for it."""
@@ -317,6 +310,8 @@ class Training:
         self.lines.add(last, always="held_out" in last)
 
     def _line(self, step: Unread, loss: float, seconds: float, waited: dict[str, float]) -> dict[str, Any]:
+        from shardc.cli.step_metrics import work
+
         line: dict[str, Any] = {
             "step": step.step,
             "loss": loss,
@@ -326,7 +321,7 @@ class Training:
             "seconds": round(seconds, 6),
             "data_wait": round(step.waited, 6),
             "waited": waited,
-            **self.work(1 / seconds),
+            **work(self.flops, self.peak, 1 / seconds),
             "bytes": self.bytes,
             "memory_mb": round(peak_memory(self.engine.mesh.device) / 2**20, 1),
         }
@@ -341,7 +336,7 @@ class Training:
         """{"loss": ..., name: ...} over all held-out batches, as Engine.evaluate_all adds them up; {} without any."""
         if self.valid is None:
             if self.settings.eval_every and not self.empty and self.engine.mesh.rank == 0:
-                self.tell("note: there is no data('valid') in the model file: no held-out loss (--eval-every)")
+                told("note: there is no data('valid') in the model file: no held-out loss (--eval-every)")
             self.empty = True
             return {}
         with self._save_on_failure(f"the evaluation after step {self.engine.step_count}"):
@@ -351,7 +346,7 @@ class Training:
                 values = self.engine.evaluate_all(batches, local=self.valid.local)
         if not values and not self.signals.seen and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True
-            self.tell("note: data('valid') gives no batch: there is no held-out loss (return None where none is meant)")
+            told("note: data('valid') gives no batch: there is no held-out loss (return None where none is meant)")
         return values
 
     def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:

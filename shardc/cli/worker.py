@@ -13,6 +13,8 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,11 +22,12 @@ import torch
 
 from shardc.cli import forward_jobs, lasting_output
 from shardc.cli.job import Job, collect_as_usual, joined, weights_of
-from shardc.cli.rank_errors import for_this_rank
+from shardc.cli.same_error_once import for_this_rank
 from shardc.cli.save_lock import SaveLock
 from shardc.cli.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
 from shardc.cli.user_frames import place, print_error, said
 from shardc.errors import ShardcError
+from shardc.runtime.launch import last_words
 from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
 
 if TYPE_CHECKING:
@@ -46,7 +49,7 @@ def run(job: Job) -> dict[str, Any]:
 
     signals = Signals()
     settings = job.settings
-    file, program, mesh, tell = joined(job)
+    file, program, mesh = joined(job)
     if settings.memory_snapshot and mesh.device.type != "cuda":
         what, fix = f"CUDA's allocator holds nothing: the run is on {mesh.device.type}", "leave it out"
         raise ShardcError(what, where="--memory-snapshot", fix=fix)
@@ -94,7 +97,7 @@ def run(job: Job) -> dict[str, Any]:
     )
     held_out_data = valid.description if valid is not None else ""
     lines.say(header(program, engine, train.description, held_out_data, settings.steps, begin_from))
-    training = Training(settings, engine, train, valid, lines, signals, tell)
+    training = Training(settings, engine, train, valid, lines, signals)
     collect_as_usual()
     begun, begin = engine.step_count, time.perf_counter()
     try:
@@ -129,7 +132,7 @@ def run(job: Job) -> dict[str, Any]:
 
 def _check_training(program: Program, steps: int, engine: Engine) -> None:
     """What can be known before the first step of some that would not train, or not to the end."""
-    from shardc.runtime.step.param_groups import check_trains
+    from shardc.runtime.checks.engine_options import check_trains
 
     check_trains(program)
     engine.check_schedule(steps)
@@ -156,7 +159,7 @@ def main(file: str) -> None:
     """Run a job, and leave at once if it fails: a rank that waits in a destructor for its
     peers would hide the cause.
     """
-    from shardc.runtime.launch import GAVE_UP
+    from shardc.runtime.first_failed import GAVE_UP
     from shardc.runtime.mesh import own_cores
     from shardc.runtime.mesh.failed_rank import RankFailedError
     from shardc.runtime.mesh.replicas import ReplicasDifferError
@@ -182,7 +185,8 @@ def main(file: str) -> None:
     except BaseException as e:
         if no_memory(e):
             _refuse(job, out_of_memory(e, "weights, gradients and the optimizer's state, before or after a step"))
-        print_error(e, debug=job.debug)
+        with _last_words(job):
+            print_error(e, debug=job.debug)
         where = place(e) or f"rank {os.environ.get('RANK', '0')}"
         _report_errors(job, [{"where": where, "what": said(e), "fix": "correct what raises it"}])
         _quit(job, 1)
@@ -197,9 +201,23 @@ def _refuse(job: Job, error: ShardcError, status: int = 2) -> NoReturn:
     """Say what is wrong, unless another rank says the same, and end."""
     if isinstance(error, OutOfMemoryError):
         error = ShardcError(f"{error.what}; {_expected(job)}", where=error.where, fix=error.fix)
-    print(for_this_rank(error.told()) if job.joined else error.told(), file=sys.stderr, flush=True)
+    with _last_words(job):
+        print(for_this_rank(error.told()) if job.joined else error.told(), file=sys.stderr, flush=True)
     _report_errors(job, error.to_json())
     _quit(job, status)
+
+
+@contextmanager
+def _last_words(job: Job) -> Iterator[None]:
+    """Write what ends this rank to the launcher, which shows that of the rank that failed first; under torchrun or
+    Slurm to stderr.
+    """
+    if not job.progress:
+        yield
+        return
+    file = last_words(Path(job.progress), int(os.environ.get("RANK", "0")))
+    with file.open("a") as f, redirect_stderr(f):
+        yield
 
 
 def _quit(job: Job, status: int) -> NoReturn:

@@ -366,9 +366,6 @@ class _Engine(Engine):
     ) -> None:
         """Tensors without data prove nothing."""
 
-    def _check_trains(self) -> None:
-        """A forward has its price without a backward, too."""
-
     def _update(self) -> None:
         recorded = self.interpreter
         assert isinstance(recorded, _Recorded)

@@ -151,7 +151,7 @@ def fit(samples: Sequence[Sample]) -> dict[str, Any]:
         flops[dtype] = 1 / each
     rates: dict[str, Any] = {"flops": flops, "bandwidth": 1 / traffic, "launch": launch}
     device = Device(name="", memory=1, kind="cpu", within=_NO_LINK, between=_NO_LINK, **rates)
-    shares = [(op.flops - op.masked) / device.flops_per_second(op.dtype) / s for op, s in ops if op.attention]
+    shares = [op.computed() / device.flops_per_second(op.dtype) / s for op, s in ops if op.attention]
     by: defaultdict[str, list[float]] = defaultdict(list)
     for op, seconds in plain:
         by[op.name].append(seconds / device.op_seconds(op))

@@ -21,7 +21,7 @@ def premises(program: Program, optimizer: str, *, clip_norm: float | None = None
     words = [f"in {computed}"] if computed else []
     if computed != stored:
         words.append(f"weights in {stored}")
-    if step_graph.asked(program) and not step_graph.why_not(program):
+    if step_graph.requested(program) and not step_graph.why_not(program):
         words.append("one CUDA graph on a GPU")
     if optimizer:
         words.append(optimizer)

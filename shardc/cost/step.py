@@ -173,7 +173,7 @@ def cost(program: Program, device: Device, optimizer: OptimizerOf | None, on: On
 
 def started_by(device: Device, program: Program) -> Device:
     """The device as a program's step finds it: of one that is a CUDA graph, the host starts no op."""
-    if device.kind != "gpu" or not step_graph.asked(program) or step_graph.why_not(program):
+    if device.kind != "gpu" or not step_graph.requested(program) or step_graph.why_not(program):
         return device
     return device.model_copy(update={"host": 0.0})
 

@@ -10,7 +10,6 @@ Pure arithmetic.
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 import math
 import operator
@@ -121,29 +120,3 @@ def fault(shape: Sequence[int], cuts: Sequence[Cut]) -> str:
 
 def _stretches(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
-
-
-def work(shape: Sequence[int], *, products: bool = True) -> float:
-    """What an optimizer's step of a matrix costs, in multiplications.
-
-    products: it multiplies matrices, as the five Newton-Schulz iterations of Muon do (Jordan et al. 2024), each of
-    2 k² n + k³ for a matrix k × n, k <= n; roots and eigenvectors (Shampoo, SOAP) cost the same powers of the sides.
-    All else goes over the elements some times, which the memory's speed limits: of an H100, 300 multiplications a byte.
-    """
-    numel = float(math.prod(shape))
-    if not products or len(shape) < 2:
-        return 1e3 * numel
-    k, n = sorted((float(shape[0]), float(math.prod(shape[1:]))))
-    return 1e3 * numel + 5 * (2 * k * k * n + k**3)
-
-
-def owners(works: Sequence[float], ranks: int) -> list[int]:
-    """Who of so many ranks steps which of these: each goes to the one with the least work so far, the largest first
-    (Graham 1969; at most 4/3 of the best). Of equals the last rank comes first."""
-    load = [(0.0, -rank) for rank in range(ranks)]
-    found = [0] * len(works)
-    for i in sorted(range(len(works)), key=lambda i: -works[i]):
-        sofar, rank = load[0]
-        found[i] = -rank
-        heapq.heapreplace(load, (sofar + works[i], rank))
-    return found

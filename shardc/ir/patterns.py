@@ -80,8 +80,8 @@ def expand(pattern: str) -> list[str]:
     return ["".join(p) for p in itertools.product(*(p.split(",") if i % 2 else [p] for i, p in enumerate(parts)))]
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """The candidate most like `name`, ignoring case; "" if none is alike.
+def nearest(name: str, candidates: Iterable[str], *, alike: float = 0.6) -> str:
+    """The candidate most like `name`, ignoring case; "" if none is alike. alike: from 0 to 1, of difflib.
 
     A pattern is compared by its text after the last `*`, and the answer is the repaired pattern:
     `*.q_prj` among `model.layers.0.q_proj` gives `*.q_proj`.
@@ -92,7 +92,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     folded: dict[str, str] = {}
     for n in names:
         folded.setdefault(n.lower(), n)
-    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=alike)
     return folded[close[0]] if close else ""
 
 

@@ -77,7 +77,7 @@ def unchunk(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
 
 def turned(x: torch.Tensor, d: int) -> torch.Tensor:
     """x [..., split, n, rest, ...], split in front of it being dim d: with n backwards in every second block. Its own
-    inverse.
+    inverse. The order of a zigzag, as shardc.ir.placement.runs has it in numbers; a test compares them.
     """
     pairs = x.reshape(*x.shape[:d], x.shape[d] // 2, 2, *x.shape[d + 1 :])
     even, odd = pairs.unbind(d + 1)

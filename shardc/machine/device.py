@@ -237,7 +237,7 @@ class Device(_Section):
         share = self._own(op, "flops") or 1.0
         if op.attention:
             peak *= self.reaches.attention or self.reaches.flops
-            return (op.flops - op.masked * self._left_out(op)) / (peak * share)
+            return op.computed(self._left_out(op)) / (peak * share)
         if self.products is not None and op.matrices and min(op.matrices[1:]) > 1:  # a matrix by a vector has no tiles
             many, m, n = op.matrices
             # a ramp takes its seconds, in which 8 bits get further

@@ -199,9 +199,14 @@ _OF_CLASSES = {
 }
 
 
+def attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> int:
+    """Of forward's two products, [.., s, d] by [.., d, t] and [.., s, t] by [.., t, e], by the operands' shapes."""
+    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Of one product of [.., s, d] by [.., d, t]; forward has two of them, backward five."""
-    return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]) // 2
+    """Of one product; forward has two of them, backward five."""
+    return attention_flops(q.shape, k.shape, v.shape) // 2
 
 
 #: Attention: the index of q among the arguments, and the number of products (backward computes the scores again).

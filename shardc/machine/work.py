@@ -61,6 +61,10 @@ class Op(NamedTuple):
     grows: int | None = 0
     aligned: int = 16
 
+    def computed(self, left_out: float = 1.0) -> float:
+        """Its flops without those that its kernel leaves out. left_out: the share of these that it does leave out."""
+        return self.flops - self.masked * left_out
+
     def of_rows(self, times: int) -> Op:
         """The op in a batch of so many times the rows."""
         moved = self.traffic - self.still

@@ -9,7 +9,7 @@ sample_calls            calls of ops, on which their rules are proven (shardc.ve
 reduce_parts            norms, products and extrema over a dim that stays split
 
 Rules, a file a family: pointwise, reduce, views, writes, create, index, matmul, linalg, conv, norm, attention, experts,
-recurrent, random, fourier, softmax, loss, fp8. stretches: cumulative sums and convolutions along a dim that stays
+recurrent, random, fourier, softmax, loss, fp8. along_split_dim: cumulative sums and convolutions along a dim that stays
 split; attention_methods: what `sequence: {method: ...}` allows attention.
 """
 

@@ -3,7 +3,6 @@ dropped."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,14 +12,15 @@ from torch import fx
 
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import REPLICATE, Layout, Placement, Shard, runs
+from shardc.machine.flops import attention_flops
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
 from shardc.rules.random import part_held
 from shardc.rules.registry import LocalCall, rule
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
-from shardc.runtime.ops.attention_held import Held
-from shardc.runtime.ops.attention_spans import ALL, CAUSAL, Band, Span, seen
+from shardc.runtime.ops.attention.held import Held
+from shardc.runtime.ops.attention.spans import ALL, CAUSAL, Band, Span, seen
 
 aten = torch.ops.aten
 #: Both have queries, keys and values first, and their other arguments in one order.
@@ -73,9 +73,9 @@ def attention(call: Call) -> Signature:
     return Signature(tuple(ins), ((*full_query, ("s",), ("e",)),), sizes, frozenset(), frozenset(whole))
 
 
-def attention_flops(call: Call) -> int:
+def _flops(call: Call) -> int:
     q, k, v = (o.shape for o in call.operands[:3])
-    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+    return attention_flops(q, k, v)
 
 
 def by_ring(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
@@ -178,5 +178,5 @@ def local_torch(call: LocalCall) -> fx.Node:
     return local_attention(ours)
 
 
-rule(OPS[0], attention, linear="2", flops=attention_flops, local=local_torch, extra=by_ring)
-rule(OPS[1], attention, linear="2", flops=attention_flops, local=local_attention, extra=by_ring)
+rule(OPS[0], attention, linear="2", flops=_flops, local=local_torch, extra=by_ring)
+rule(OPS[1], attention, linear="2", flops=_flops, local=local_attention, extra=by_ring)

@@ -1,7 +1,7 @@
 """How attention over a split sequence may run on the sequence's axis, by `sequence: {method: ...}`.
 
 gather      queries stay split, keys and values are gathered
-ring        queries stay split, keys and values travel (shardc.runtime.ops.attention_ring)
+ring        queries stay split, keys and values travel (shardc.runtime.ops.attention.ring)
 ulysses     sequence to heads by all_to_all, each rank computes some heads of all tokens, and back (Jacobs et al. 2023,
             "DeepSpeed Ulysses"); heads may be those of queries within a group, then keys and values are gathered
 auto        the cheaper, in bytes sent; ring before gather, for its memory

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.rules import stretches
+from shardc.rules import along_split_dim
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
 from shardc.rules.registry import LocalCall, LocalOf, rule
@@ -97,8 +97,8 @@ rule(
     linear=bias_or_not,
     added=(2,),
     flops=_flops,
-    local=stretches.local_conv1d,
-    extra=stretches.of_conv1d,
+    local=along_split_dim.local_conv1d,
+    extra=along_split_dim.of_conv1d,
 )
 rule(aten.convolution.default, conv_general, linear=bias_or_not, added=(2,), flops=_flops, local=local_groups(8, 6))
 for _op in (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input):

@@ -24,7 +24,7 @@ from shardc.rules.op_call import Call, Operand
 from shardc.rules.registry import LocalCall, rule
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
-from shardc.runtime.ops.expert_activation import read
+from shardc.runtime.ops.experts.activation import read
 
 #: Positions of the arguments of `ops.experts`.
 X, INDEX, WEIGHTS, UP, DOWN, UP_BIAS, DOWN_BIAS, ACTIVATION, TRANSPOSED = range(9)

@@ -20,7 +20,7 @@ from shardc.rules.registry import LocalCall, rule
 from shardc.rules.strategy import Strategy
 from shardc.runtime import ops
 from shardc.runtime.ops.fp8 import granules
-from shardc.runtime.ops.fp8_recipe import RECIPES
+from shardc.runtime.ops.fp8.recipe import RECIPES
 
 #: The kind of the strategy by which granules are split.
 GRANULE = "granule"

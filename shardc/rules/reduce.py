@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.rules import stretches
+from shardc.rules import along_split_dim
 from shardc.rules.notation import Dim, Signature
 from shardc.rules.op_call import Call
 from shardc.rules.reduce_parts import by_parts, local_parts
@@ -122,8 +122,8 @@ rule(
     aten.cumsum.default,
     whole_dims((1, "dim", -1)),
     linear="0",
-    local=stretches.local_cumsum,
-    extra=stretches.of_cumsum,
+    local=along_split_dim.local_cumsum,
+    extra=along_split_dim.of_cumsum,
 )
 rule(aten.sort.default, whole_dims((1, "dim", -1)))
 rule(aten.sort.stable, whole_dims((2, "dim", -1)))

@@ -326,7 +326,7 @@ def override(document: Document, setting: str, errors: Errors) -> None:
     """Put a setting such as `data.zero=3` or `shard."*.o_proj"=row` into the document. The value is YAML; null leaves
     out.
     """
-    where = f"--set {setting}"
+    where = f"--set {setting}" if len(setting) < 200 else f"--set {setting[:196]} ..."
     path: list[str | int] = []
     position = 0
     while part := _PART.match(setting, position):
@@ -341,6 +341,10 @@ def override(document: Document, setting: str, errors: Errors) -> None:
     if not path or setting[position : position + 1] != "=" or setting[position - 1] == ".":
         example = 'section.key=value, e.g. data.zero=3; quote patterns: shard."*.o_proj"=row'
         errors.add("cannot read this override", where=where, fix=f"write {example}")
+        return
+    if len(path) > DEPTH:
+        fix = "no section of a spec nests so deep"
+        errors.add(f"a path of {len(path)} keys: no more than {DEPTH} are allowed", where=where, fix=fix)
         return
     with errors.collect():
         put(document, tuple(path), read_value(setting[position + 1 :], where, errors), where)

@@ -21,9 +21,9 @@ from shardc.ir.metadata import Value
 from shardc.ir.program import Program
 from shardc.ir.types import OUTSIDE_DOMAIN
 from shardc.ir.units import plural, size
+from shardc.runtime.checks.engine_options import check_trains
 from shardc.runtime.rng import Rng
 from shardc.runtime.stage.outputs import divided
-from shardc.runtime.step.param_groups import check_trains
 from shardc.verify.not_finite import op_on_ranks
 from shardc.verify.random_batch import random_inputs, random_state
 from shardc.verify.reference import interpret_all, reach

@@ -73,13 +73,14 @@ def work(rank: int, name: str, meeting: str, found: Any) -> None:
     module = program.module(model, check_every=0)
     optimizer = llama.optimizer(module.parameters())
     part, running = module.local(batch()), module._running
-    watch = running.loop
+    checks = running.checks
+    watch = checks._loop
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for i in range(rounds + 2):
         for k in range(3):
             way = WAYS[(i + k) % 3]
-            running.check = way != "nothing compared"
-            running.loop = watch if way == "all compared" else _Off()  # type: ignore[assignment]
+            checks.compares = way != "nothing compared"
+            checks._loop = watch if way == "all compared" else _Off()  # type: ignore[assignment]
             watch._noting = way == "all compared"
             torch.distributed.barrier()
             wall, cpu = time.perf_counter(), time.process_time()

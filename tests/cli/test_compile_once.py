@@ -16,7 +16,7 @@ from torch import nn
 import shardc
 from shardc.api import load
 from shardc.cli import compile_once
-from shardc.cli.rank_errors import FirstFailedError
+from shardc.cli.same_error_once import FirstFailedError
 from shardc.errors import ShardcError
 
 SPEC = {"shardc": 1, "mesh": {"tp": 2}}

@@ -177,7 +177,7 @@ def test_own_rules_stand_last_with_their_place(files: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "what", "fix"),
     [
-        (["aten.sofmax"], "no op with a rule matches 'aten.sofmax'", "did you mean aten.softmax or"),
+        (["aten.sofmax"], "no op with a rule matches 'aten.sofmax'", "did you mean aten.softmax"),
         (["aten.mm.defalt", "--check"], "no op with a rule matches 'aten.mm.defalt'", "did you mean aten.mm.default"),
         (
             ["nothing.like.*"],

@@ -65,7 +65,7 @@ def test_ops_that_are_known_give_what_torch_says(name: str, spec: dict[str, Any]
 
 
 def test_experts_on_a_gpu_are_one_product() -> None:
-    """As the engine runs them there (runtime/ops/grouped_mm.py): as many flops, fewer calls."""
+    """As the engine runs them there (runtime/ops/experts/grouped_mm.py): as many flops, fewer calls."""
     spec = {"shardc": 1, "mesh": {"dp": 1}, "precision": {"params": "bfloat16"}}
     program = shardc.compile(Sparse(), {"x": torch.zeros(8, 4, 16)}, spec, prove=False)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops import grouped_mm
+from shardc.runtime.ops.experts import grouped_mm as grouped_mm
 from tests.gpu.watched import Gpu, watching
 
 SIZES = (5, 0, 64, 27)  # of experts; one gets nothing

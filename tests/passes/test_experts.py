@@ -23,7 +23,8 @@ import shardc.nn
 from shardc.cli import step_lines
 from shardc.runtime import launch, ops, state
 from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.ops import expert_activation, grouped_mm
+from shardc.runtime.ops.experts import activation as expert_activation
+from shardc.runtime.ops.experts import grouped_mm as grouped_mm
 from shardc.runtime.step.expert_load import Load
 from tests import equality, warm, zoo
 from tests.zoo import hf

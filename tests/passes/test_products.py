@@ -19,9 +19,10 @@ from shardc.ir.metadata import Collective
 from shardc.machine.work import Op
 from shardc.report.comm import comm_rows
 from shardc.runtime import launch, ops
-from shardc.runtime.ops import fp8, fp8_products
-from shardc.runtime.ops.fp8_cast import blocks, exponents, powers
-from shardc.runtime.ops.fp8_format import FORMATS
+from shardc.runtime.ops import fp8
+from shardc.runtime.ops.fp8 import products as fp8_products
+from shardc.runtime.ops.fp8.casts import blocks, exponents, powers
+from shardc.runtime.ops.fp8.format import FORMATS
 from shardc.torch_private import multiplies_float8_on_cpu
 from shardc.verify.equality import verify
 from tests import equality, warm, zoo

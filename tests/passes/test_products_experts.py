@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import shardc
 from shardc.api import Program
 from shardc.runtime import ops
-from shardc.runtime.ops import fp8, fp8_products
-from shardc.runtime.ops.fp8_recipe import RECIPES
+from shardc.runtime.ops import fp8
+from shardc.runtime.ops.fp8 import products as fp8_products
+from shardc.runtime.ops.fp8.recipe import RECIPES
 from shardc.verify.equality import verify
 from tests import zoo
 

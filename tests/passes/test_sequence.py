@@ -23,7 +23,7 @@ from shardc.ir.graph import values_of
 from shardc.ir.placement import Shard, runs
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.ops.attention_spans import CAUSAL, Span, blocks
+from shardc.runtime.ops.attention.spans import CAUSAL, Span, blocks
 from shardc.runtime.step.engine import Engine
 from tests import equality, zoo
 from tests.equality import assert_equal

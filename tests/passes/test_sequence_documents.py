@@ -15,7 +15,7 @@ import shardc
 from shardc.ir.placement import Shard, runs
 from shardc.runtime import ops
 from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.ops import attention_blocks
+from shardc.runtime.ops.attention import blocks as attention_blocks
 from shardc.runtime.step.engine import Engine
 from tests import equality
 from tests.equality import assert_equal

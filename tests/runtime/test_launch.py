@@ -50,12 +50,13 @@ def test_all_ranks_run_with_their_coordinates(tmp_path: Path, capfd: pytest.Capt
 
 def test_a_rank_that_raises_ends_all_with_its_own_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The others lose their peer a little later: that is not the cause, and is not shown."""
+    words = f"(pathlib.Path({str(tmp_path)!r}) / f'words{{rank}}').write_text"
     body = (
-        "import time\nif rank == 2:\n    raise ValueError('the culprit')\n"
-        "time.sleep(0.3)\nif rank == 1:\n    raise RuntimeError('Connection closed by peer')\ntime.sleep(60)"
+        f"import time\nif rank == 2:\n    {words}('ValueError: the culprit')\n    sys.exit(1)\n"
+        f"time.sleep(0.3)\nif rank == 1:\n    {words}('Connection closed by peer')\n    sys.exit(1)\ntime.sleep(60)"
     )
     start = time.monotonic()
-    assert launch.launch(script(tmp_path, body), MESH) == 1
+    assert launch.launch(script(tmp_path, body), MESH, progress=tmp_path) == 1
     assert time.monotonic() - start < 10
     err = capfd.readouterr().err
     assert "rank 2 (dp=1, tp=0) failed" in err
@@ -150,9 +151,11 @@ def test_a_second_ctrl_c_does_not_leave_ranks_half_ended(tmp_path: Path) -> None
     assert not alive(tmp_path)
 
 
-def test_what_rank_0_says_is_repeated_when_all_went_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch.launch(script(tmp_path, "print('a warning of', rank, file=sys.stderr)"), MESH) == 0
-    assert capfd.readouterr().err == "a warning of 0\n"
+def test_what_ranks_write_is_shown_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As often as one of them writes it; a last line that has not ended, too."""
+    body = "print('a warning\\na warning', file=sys.stderr)\nif rank == 2:\n    print('of 2', end='', file=sys.stderr)"
+    assert launch.launch(script(tmp_path, body), MESH) == 0
+    assert sorted(capfd.readouterr().err.splitlines()) == ["a warning", "a warning", "of 2"]
 
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "2"}
@@ -205,19 +208,19 @@ def test_joining_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert [os.environ[n] for n in names] == ["3", "8", "1", "4", "node03", "20079"]
 
 
-def test_notes_are_shown_while_ranks_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A note of rank 0's is on the launcher's standard error before the rank goes on; the rest comes at the end."""
+def test_lines_are_shown_while_ranks_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A line of a rank's standard error is on the launcher's before the rank goes on."""
     body = (
-        "import time\nprint('a warning', file=sys.stderr)\nprint('note: early', file=sys.stderr, flush=True)\n"
+        "import time\nif rank == 1:\n    print('early', file=sys.stderr, flush=True)\n"
         "seen = pathlib.Path('seen')\n"
-        "for _ in range(3000):\n    if rank == 0 and not seen.exists(): time.sleep(0.02)\n"
-        "print('note: late', file=sys.stderr)"
+        "for _ in range(3000):\n    if not seen.exists(): time.sleep(0.02)\n"
+        "print('late', file=sys.stderr)"
     )
     command = [sys.executable, "-c", "import sys; from shardc.ir.mesh import Mesh; from shardc.runtime import launch\n"
                "sys.exit(launch.launch(sys.argv[1:], Mesh((('dp', 2),))))"]  # fmt: skip
     with subprocess.Popen([*command, *script(tmp_path, body)], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as p:
         assert p.stderr is not None
-        assert p.stderr.readline() == "note: early\n"
+        assert p.stderr.readline() == "early\n"
         (tmp_path / "seen").touch()
-        assert sorted(p.stderr.read().splitlines()) == ["a warning", "note: late"]
+        assert p.stderr.read().splitlines() == ["late"]
     assert p.returncode == 0

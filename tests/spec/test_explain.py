@@ -331,6 +331,14 @@ def test_wrong_override(setting: str, what: str, fix: str) -> None:
     assert fix in found[0].fix
 
 
+@pytest.mark.parametrize("keys", [33, 2_000])
+def test_an_override_that_nests_without_end(keys: int) -> None:
+    found = errors_of(HEAD, overrides=["a" + ".a" * (keys - 1) + "=1"])
+    assert [e.what for e in found] == [f"a path of {keys} keys: no more than 32 are allowed"]
+    assert found[0].where.startswith("--set a.a.a")
+    assert len(found[0].where) <= 210
+
+
 def test_wrong_file(tmp_path: Path) -> None:
     file = tmp_path / "spec.yaml"
     file.write_bytes(HEAD.encode() + b"# \xff\n")

@@ -17,7 +17,7 @@ from torch import fx
 from shardc.ir.buckets import Bucket, Rounded
 from shardc.ir.graph import operands_of, producer_of
 from shardc.runtime import ops
-from shardc.runtime.ops.fp8_recipe import RECIPES
+from shardc.runtime.ops.fp8.recipe import RECIPES
 from shardc.verify.static.statement import Claim
 
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from shardc.ir.matrices import Matrix, matrices_of, work
+from shardc.ir.matrices import Matrix, matrices_of
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
+from shardc.runtime.matrices.owners import work
 from shardc.runtime.matrices.routes import Routes
 from shardc.runtime.matrices.whole import routes_of
 from shardc.runtime.state.boxes import boxes_of, disjoint

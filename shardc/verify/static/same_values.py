@@ -22,7 +22,7 @@ from shardc.ir.placement import Layout
 from shardc.ir.program import Program
 from shardc.rules.choices import Choices, choices_of
 from shardc.runtime import ops
-from shardc.runtime.ops.fp8_recipe import RECIPES, along
+from shardc.runtime.ops.fp8.recipe import RECIPES, along
 from shardc.verify.static import op_types
 from shardc.verify.static.statement import mesh_of
 

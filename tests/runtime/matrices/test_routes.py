@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost.fake_mesh import rank_of
-from shardc.ir.matrices import Cut, fault, matrices_of, owners, work
+from shardc.ir.matrices import Cut, fault, matrices_of
 from shardc.ir.stored import Param
 from shardc.report.comm import OF_MATRICES, comm_rows, comm_table
 from shardc.runtime.matrices.assumed import muon_and_adamw
 from shardc.runtime.matrices.exchange import Exchange
+from shardc.runtime.matrices.owners import owners, work
 from shardc.runtime.matrices.routes import Routes
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 
@@ -119,8 +120,8 @@ def test_exactly_what_must_move_is_sent(spec: str) -> None:
         mesh.records.clear()
         engine.step(X)
         sent = [r.bytes for r in mesh.records if r.tag.startswith("matrices")]
-        assert engine._matrices is not None
-        return sent, stored, set(engine._matrices.owned)
+        assert engine._model.matrices is not None
+        return sent, stored, set(engine._model.matrices.owned)
 
     ranks = loopback(p.mesh, work)
     there = back = 0

@@ -97,7 +97,7 @@ def train(p: Program, make: Any = adamw, *, staged: bool = False, clip: float | 
     def work(mesh: LoopbackMesh) -> Result:
         engine = Engine(p, model(), make, mesh=mesh, clip_norm=clip)
         if staged:
-            engine._offload.mover.in_place = False
+            engine._model.offload.mover.in_place = False
         losses = []
         for _ in range(3):
             losses += [engine.evaluate(batch()), engine.step(batch())]
@@ -229,11 +229,11 @@ def test_a_step_that_fails_leaves_pages_where_they_belong(tmp_path: Path) -> Non
     """The optimizer raises at its second page; the run then goes on with everything in its place."""
     p = program({"dp": 1}, {"optimizer": str(tmp_path), "parameters": str(tmp_path)})
     engine = p.engine(model(), adamw)
-    engine._offload.mover.in_place = False
+    engine._model.offload.mover.in_place = False
     engine.step(batch())
     assert engine.optimizer is not None
     members = [list(g["params"]) for g in engine.optimizer.param_groups]
-    homes = {q: q.data_ptr() for q in engine._offload.homes}
+    homes = {q: q.data_ptr() for q in engine._model.offload.homes}
     real, calls = engine.optimizer.step, [0]
 
     def failing(*args: Any) -> None:
@@ -288,7 +288,7 @@ def test_checkpoints_do_not_know_it(staged: bool, tmp_path: Path) -> None:
         def work(mesh: LoopbackMesh) -> Result:
             engine = Engine(p, model(), adamw, mesh=mesh)
             if p is away:
-                engine._offload.mover.in_place = not staged
+                engine._model.offload.mover.in_place = not staged
             if load:
                 engine.evaluate(batch())  # reads ahead what is old then
                 engine.load(tmp_path / load)
@@ -371,7 +371,7 @@ def test_what_is_moved_is_not_held(tmp_path: Path) -> None:
 def test_at_most_two_pages_are_on_the_device(tmp_path: Path) -> None:
     p = program({"dp": 1}, {"optimizer": str(tmp_path)}, 0)
     engine = p.engine(model(), adamw)
-    engine._offload.mover.in_place = False
+    engine._model.offload.mover.in_place = False
     engine.step(batch())
     assert engine.optimizer is not None
     state, real, seen = engine.optimizer.state, engine.optimizer.step, []
@@ -511,7 +511,7 @@ def test_parameters_need_a_data_axis() -> None:
 
 
 def test_nothing_is_made_where_nothing_is_asked() -> None:
-    found = program({"dp": 1}, {}).engine(model(), adamw)._offload
+    found = program({"dp": 1}, {}).engine(model(), adamw)._model.offload
     assert (found.places, found.homes, found._mover) == ({}, {}, None)
 
 

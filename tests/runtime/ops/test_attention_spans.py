@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops import attention_blocks, attention_spans
-from shardc.runtime.ops.attention_blocks import Rule, of_rows
-from shardc.runtime.ops.attention_spans import ALL, CAUSAL, UPPER, Band, Span, blocks, seen
+from shardc.runtime.ops.attention import blocks as attention_blocks
+from shardc.runtime.ops.attention import spans as attention_spans
+from shardc.runtime.ops.attention.blocks import Rule, of_rows
+from shardc.runtime.ops.attention.spans import ALL, CAUSAL, UPPER, Band, Span, blocks, seen
 
 BANDS = (ALL, CAUSAL, UPPER, Band(-5, 0), Band(-13, 0), Band(-3, 3), Band(2, 9), Band(None, -4), Band(-20, None))
 

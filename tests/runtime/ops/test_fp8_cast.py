@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from shardc.runtime.ops import fp8
-from shardc.runtime.ops.fp8_cast import _empty, by_torch, row_amax_by_torch
+from shardc.runtime.ops.fp8.casts import _empty, by_torch, row_amax_by_torch
 from tests.triton_interpreter import interpreted
 
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[ModuleType]:
-    with interpreted("fp8_cast_kernel") as module:
+    with interpreted("fp8.cast_kernel") as module:
         yield module
 
 

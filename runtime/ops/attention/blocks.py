@@ -1,4 +1,4 @@
-"""Attention of a part of the queries, block by block (shardc.runtime.ops.attention_spans): rows of queries against
+"""Attention of a part of the queries, block by block (shardc.runtime.ops.attention.spans): rows of queries against
 stretches of keys, joined by their log-sum-exps.
 
 A block gives (out, lse): the softmax over its own keys, and the log of what it divided by. Two blocks of the same
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops.attention_spans import ALL, CAUSAL, QUERIES, UPPER, Band, Block, Span, blocks
+from shardc.runtime.ops.attention.spans import ALL, CAUSAL, QUERIES, UPPER, Band, Block, Span, blocks
 from shardc.runtime.ops.dropout import dropped
 from shardc.runtime.ops.with_backward import with_backward
 

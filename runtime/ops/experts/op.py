@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops.expert_products import experts as run
+from shardc.runtime.ops.experts.products import experts as run
 
 
 @torch.library.custom_op("shardc::experts", mutates_args=())

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops.fp8_cast import blocks, cast, of_columns, scaled, wide
+from shardc.runtime.ops.fp8.casts import blocks, cast, of_columns, scaled, wide
 from shardc.runtime.ops.with_backward import with_backward
 
 Granule = Sequence[int]

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardc.runtime.ops import attention_blocks
-from shardc.runtime.ops.attention_blocks import Drop
-from shardc.runtime.ops.attention_held import Held, reach_of
-from shardc.runtime.ops.attention_ring import Ring, ring_attention
-from shardc.runtime.ops.attention_spans import ALL, CAUSAL, QUERIES, Band, Span, stretches
+from shardc.runtime.ops.attention import blocks as attention_blocks
+from shardc.runtime.ops.attention.blocks import Drop
+from shardc.runtime.ops.attention.held import Held, reach_of
+from shardc.runtime.ops.attention.ring import Ring, ring_attention
+from shardc.runtime.ops.attention.spans import ALL, CAUSAL, QUERIES, Band, Span, stretches
 from shardc.runtime.ops.dropout import dropped
 from shardc.runtime.ops.with_backward import with_backward
 from shardc.runtime.rng import Digits, Paddings, Rng
@@ -173,8 +173,8 @@ def attention(
     a shape that broadcasts to [.., h, s, t]; scale: 1 / sqrt(d) if None. enable_gqa: each of g heads serves h / g.
     index: ordinal of this op in the graph. shape: of the *global* weights [.., h, s, t] (default: this rank's); digits,
     paddings: which part of them this rank holds, as of `ops.dropout`. ring: an axis over which keys are split too: k
-    and v are a rank's part, which travels (shardc.runtime.ops.attention_ring); digits then tell the keys' as well.
-    window: (low, high) of a band (shardc.runtime.ops.attention_spans): row i sees key j only if low <= j - i <= high.
+    and v are a rank's part, which travels (shardc.runtime.ops.attention.ring); digits then tell the keys' as well.
+    window: (low, high) of a band (shardc.runtime.ops.attention.spans): row i sees key j only if low <= j - i <= high.
     Where a mask is given too, which then says it of each pair, only a ring looks at it: for what is not to be sent.
     reach: i64[ranks, stretches, 2] of `attention_reach`: what a ring's mask shows of keys, and nothing beside it.
     Returns f[.., h, s, e]."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops import expert_activation
-from shardc.runtime.ops.expert_parallel import by_pair, experts_route, rows_by_expert, weighted_sum
-from shardc.runtime.ops.grouped_mm import Groups, grad_of_bias, grad_of_rows, grad_of_weight, product
+from shardc.runtime.ops.experts import activation as expert_activation
+from shardc.runtime.ops.experts.grouped_mm import Groups, grad_of_bias, grad_of_rows, grad_of_weight, product
+from shardc.runtime.ops.experts.parallel import by_pair, experts_route, rows_by_expert, weighted_sum
 from shardc.runtime.ops.with_backward import with_backward
 
 Between = Callable[[Tensor], Tensor]
@@ -38,7 +38,7 @@ def experts(
     """f[t, h] like x: sum over k of weights[t, k] * (down[e] @ activation(up[e] @ x[t] + up_bias[e]) + down_bias[e]), e
     = index[t, k].
 
-    activation: text (shardc.runtime.ops.expert_activation), or what it says.
+    activation: text (shardc.runtime.ops.experts.activation), or what it says.
     """
     order, counts = experts_route(index, None, (), up.shape[0], ())
     groups = Groups(tuple(rows_by_expert(order, counts)), x.device)

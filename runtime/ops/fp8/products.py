@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from shardc.runtime.ops import fp8
-from shardc.runtime.ops.fp8_cast import cast
-from shardc.runtime.ops.fp8_format import FORMATS
-from shardc.runtime.ops.fp8_kernel import Narrow, has_kernel, multiplied
-from shardc.runtime.ops.fp8_recipe import BLOCK, RECIPES, Recipe, along
+from shardc.runtime.ops.fp8.casts import cast
+from shardc.runtime.ops.fp8.format import FORMATS
+from shardc.runtime.ops.fp8.kernel import Narrow, has_kernel, multiplied
+from shardc.runtime.ops.fp8.recipe import BLOCK, RECIPES, Recipe, along
 from shardc.runtime.ops.with_backward import with_backward
 
 

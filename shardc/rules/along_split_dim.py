@@ -1,4 +1,4 @@
-"""Ops along a dim that stays split, for which ranks tell each other a little (shardc.runtime.ops.stretches).
+"""Ops along a dim that stays split, for which ranks tell each other a little (shardc.runtime.ops.along_split_dim).
 
 cumsum      the sums of what every rank has
 conv1d      the edges of what every rank has: the window's length less one
@@ -19,7 +19,7 @@ from shardc.rules.op_call import Call
 from shardc.rules.registry import LocalCall
 from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
-from shardc.runtime.ops.stretches import count
+from shardc.runtime.ops.along_split_dim import count
 
 #: The kind of these strategies. Microbatches cannot communicate as ranks do.
 STRETCHES = "stretches"

@@ -1,7 +1,7 @@
 """Rounding to float8 as Triton kernels: one reads numbers once and writes bytes, or rounded numbers; one finds the
 largest of each row of products with a power of two for each column.
 
-The same arithmetic as torch's casts in shardc.runtime.ops.fp8_cast, on the bits of float32, so that the results are
+The same arithmetic as torch's casts in shardc.runtime.ops.fp8.casts, on the bits of float32, so that the results are
 equal bit for bit, and a GPU needs no float8 of its own. A granule's scale is made of its largest number in registers.
 """
 
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardc.runtime.ops.fp8_format import EXPONENTS, FORMATS, NAN
+from shardc.runtime.ops.fp8.format import EXPONENTS, FORMATS, NAN
 
 #: Elements that one program computes; at most so many of them side by side.
 TILE = 2048

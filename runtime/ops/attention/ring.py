@@ -9,7 +9,7 @@ comes from the rank that owns it, in one exchange of all ranks a step; only what
 causal mask nothing from ranks whose keys all lie ahead, of a window only the keys near the border. Of grouped queries
 it is the key-value heads that travel.
 
-Results are joined by their log-sum-exps (shardc.runtime.ops.attention_blocks). Backward sends keys and values again,
+Results are joined by their log-sum-exps (shardc.runtime.ops.attention.blocks). Backward sends keys and values again,
 takes the joined out and log-sum-exp for every part, and sends each part's gradients to the rank that owns it, which
 adds them up in float32 at least."""
 
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from shardc.runtime.mesh.base import Work
-from shardc.runtime.ops import attention_blocks
-from shardc.runtime.ops.attention_blocks import Drop, Joined, Rule
-from shardc.runtime.ops.attention_spans import Band, Block, Reach, Span, between, blocks, seen
+from shardc.runtime.ops.attention import blocks as attention_blocks
+from shardc.runtime.ops.attention.blocks import Drop, Joined, Rule
+from shardc.runtime.ops.attention.spans import Band, Block, Reach, Span, between, blocks, seen
 from shardc.runtime.ops.with_backward import with_backward
 
 Mesh = Any

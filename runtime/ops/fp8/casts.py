@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.runtime.ops.fp8_format import EXPONENTS, FORMATS, NAN
+from shardc.runtime.ops.fp8.format import EXPONENTS, FORMATS, NAN
 
 torch.library.define(
     "shardc::fp8_cast",
@@ -110,7 +110,7 @@ def _empty(x: Tensor, amax: Tensor, kind: str) -> Tensor:
 def _kernels() -> Any:
     """Those of Triton, which comes with torch for CUDA on Linux; None without it."""
     try:
-        from shardc.runtime.ops import fp8_cast_kernel
+        from shardc.runtime.ops.fp8 import cast_kernel as fp8_cast_kernel
     except ModuleNotFoundError:
         return None
     return fp8_cast_kernel

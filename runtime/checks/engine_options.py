@@ -141,6 +141,25 @@ INSTEAD_OF_MODULE = {
     "generate": "program.engine(model).generate(prompts), or program.forward(model) and module.weights_to(it)",
 }
 
+#: What wrappers ask a module for first: (what is called, why not, fix).
+WRAPPERS = {
+    "_ddp_params_and_buffers_to_ignore": (
+        "DistributedDataParallel(module)",
+        "DistributedDataParallel would sum gradients that are summed already, and send this rank's parts to others",
+        "use the module as it is: backward() sums over all ranks",
+    ),
+    "_torchdynamo_orig_callable": (
+        "torch.compile(module)",
+        "forward is a program with collectives, which torch.compile would cut into many small pieces",
+        "use the module as it is; the spec's `execution: {compile: layers}` compiles all between collectives",
+    ),
+    "__prepare_scriptable__": (
+        "torch.jit.script(module)",
+        "forward is a program with collectives, of which TorchScript knows nothing",
+        "script the plain model: model.load_state_dict(...) of full_state_dict(), which every rank calls",
+    ),
+}
+
 #: What other trainers have, and what an engine has in its place.
 INSTEAD = {
     **dict.fromkeys(
@@ -195,3 +214,19 @@ def _held(name: str) -> str:
     if name in ("seed", "weights", "broadcast", "mesh"):
         return f"give it when the engine is made: program.engine(model, {name}=...)"
     return _HELD.get(name, f"engine = engine.to(engine.program, {name}=...) goes on with another one")
+
+
+def check_trains(program: Program) -> None:
+    """Raises ShardcError where no parameter is trained: a step would do nothing, without a word."""
+    if program.forward_only:
+        what, fix = "the program is forward-only: there is no loss to train by", "compile without forward="
+        raise ShardcError(what, where="engine.step", fix=f"{fix}; program.forward(model) runs it (docs/forward.md)")
+    if not any(p.requires_grad for p in program.params):
+        what = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
+        fix = (
+            "let some have it before compiling (p.requires_grad_(True)); engine.evaluate, and --steps 0, train nothing"
+        )
+        frozen = program.spec is not None and program.spec.freeze
+        if frozen:
+            fix = f"leave some out of the spec's freeze; or {fix}"
+        raise ShardcError(what, where="freeze" if frozen else "the model", fix=fix)

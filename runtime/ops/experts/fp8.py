@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from shardc.runtime.ops import expert_activation, fp8
-from shardc.runtime.ops.expert_parallel import experts_combine, experts_route, experts_send, rows_by_expert
-from shardc.runtime.ops.fp8_cast import exponents, scaled
-from shardc.runtime.ops.grouped_mm import Groups, grad_of_rows, grad_of_weight, product
+from shardc.runtime.ops import fp8
+from shardc.runtime.ops.experts import activation as expert_activation
+from shardc.runtime.ops.experts.grouped_mm import Groups, grad_of_rows, grad_of_weight, product
+from shardc.runtime.ops.experts.parallel import experts_combine, experts_route, experts_send, rows_by_expert
+from shardc.runtime.ops.fp8.casts import exponents, scaled
 from shardc.runtime.ops.with_backward import with_backward
 
 

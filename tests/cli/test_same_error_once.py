@@ -24,7 +24,8 @@ def test_a_store_that_goes_away_is_no_dump_of_frames() -> None:
 
         threading.Thread(target=gone, daemon=True).start()
         script = (
-            "from shardc.cli.rank_errors import for_this_rank as f; print(f('model.py:3: no'), f('no', alone=False))"
+            "from shardc.cli.same_error_once import for_this_rank as f;"
+            " print(f('model.py:3: no'), f('no', alone=False))"
         )
         done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "model.py:3: no \n"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardc.ir.placement import Shard, runs
-from shardc.runtime.ops.attention_spans import Span, stretches
+from shardc.runtime.ops.attention.spans import Span, stretches
 from shardc.runtime.ops.host_copy import to_host
 from shardc.runtime.rng import Digits, Paddings
 from shardc.torch_private import FakeTensor

@@ -1,0 +1,100 @@
+"""What an engine and a module check alike: the weights that they are given, and what all ranks share."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardc.ir.program import Program
+from shardc.runtime.checks import parameter_parts, shared_facts, user_changes
+from shardc.runtime.checks.every_optimizer import observe
+from shardc.runtime.checks.given_model import GivenModel
+from shardc.runtime.checks.moments import Model, Moments
+from shardc.runtime.mesh import agreement, replicas
+from shardc.runtime.mesh.agreement import Fact
+from shardc.runtime.stage.clip_grad_norm import norm_axes
+from shardc.runtime.state.sources import Weights
+
+
+class Checks(Moments):
+    """See Moments. On one rank there is nothing to compare: only the user's code is looked at.
+
+    made: what is made, with its article. copied: it is a copy of a module, such as an average of weights.
+    """
+
+    def __init__(self, program: Program, mesh: Any, made: str, *, copied: bool = False) -> None:
+        self._program, self._mesh, self._made, self._copied = program, mesh, made, copied
+        self.compares = mesh.layout.world > 1
+        self._noted: set[str] = set()
+        self._weights = replicas.Given(program)
+        self._same_rows = shared_facts.SameRows()
+        self._check_every = 0
+
+    def making(self, seed: int, **options: Any) -> None:
+        if self.compares:
+            self.call(f"making {self._made}", *shared_facts.program_facts(self._program, seed=seed, **options))
+            self.call(f"making {self._made}", *shared_facts.joint_facts(self._program, self._mesh))
+
+    def weights(self, model: Any, given: Weights) -> None:
+        changed = user_changes.check_as_compiled(self._program, given.model, built=given.model is not model)
+        self._note(changed)
+        user_changes.tell_eval_mode(self._program, self._mesh.note)
+        self.follow_model(model)
+
+    def follow_model(self, model: Any) -> None:
+        """Notice from now on what is done to the model that the weights are of."""
+        self._given = GivenModel(model, f"this {self._made.split()[-1]}", self._mesh.rank, copied=self._copied)
+        observe(self._given)
+
+    def _note(self, notes: user_changes.Notes) -> None:
+        user_changes.tell_once(notes, self._noted, self._mesh.note)
+
+    def _look_at_model(self, modules: Iterable[tuple[str, Any]] = ()) -> None:
+        """Refuse changes of the compiled model that forward reads, and note those that do not reach the copy."""
+        user_changes.check_attributes(self._program, self._noted, self._mesh.note, modules)
+        for note in self._given.tell(self._noted):
+            self._mesh.note(note)
+
+    def whole(self, x: Any, whole: Tensor) -> None:
+        if self.compares:
+            self._weights.whole(x, whole)
+
+    def parts(self, parts: Iterator[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+        return self._weights.passing(parts) if self.compares else parts
+
+    def made(self, model: Model) -> None:
+        self._model: Model = weakref.proxy(model)  # a module's holds these checks
+        if self.compares and not self._copied:
+            self._weights.check(self._mesh, model.buffers)
+        partial = model.buckets.names | {n for n in model.owned if norm_axes(self._program, n)}
+        self._watched = user_changes.Watched(self._program, model.owned, model.buckets.runs, partial)
+
+    def options(self, **settable: Any) -> None:
+        self._check_every = settable["check_every"] if self.compares else 0
+
+    def call(self, name: str, *facts: Fact, steps: bool = False) -> None:
+        if self.compares:
+            agreement.check(self._mesh, [*facts, *(self._between_steps() if steps else ())], name)
+
+    def _between_steps(self) -> list[Fact]:
+        """What all ranks share between steps."""
+        raise NotImplementedError
+
+    def _compare_copies(self, call: str, optimizer: Optimizer | None) -> None:
+        held = self._model.owned, self._model.buffers, optimizer
+        replicas.check_replicas(self._program, self._mesh, *held, step=self._model.rng.step, call=call)
+
+    def _mark_gradients(self) -> None:
+        """Let gradients of which this rank has parts refuse what mixes elements."""
+        parameter_parts.mark(parameter_parts.split(self._program, self._model.owned, self._model.buckets.runs))
+
+    def _watch_parts(self) -> None:
+        """Let parameters of which this rank has parts refuse what mixes elements."""
+        parameter_parts.watch(self._program, self._model.owned, self._model.buckets.runs)
+
+    def handed_out(self) -> None:
+        self._given.handed_out = True

@@ -1,0 +1,114 @@
+"""What is checked at the moments of an engine: what the user's code did, and what ranks have to share."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardc import torch_modes
+from shardc.ir.program import Program
+from shardc.runtime.checks import engine_options, shared_facts, user_changes
+from shardc.runtime.checks.checks import Checks
+from shardc.runtime.checks.moments import Moments
+from shardc.runtime.checks.optimizer_marks import OptimizerMarks
+from shardc.runtime.checks.stepped_once import SteppedLoss, SteppedOnce, keep_groups
+from shardc.runtime.data import inputs, same_samples
+from shardc.runtime.data.loader import Loader
+from shardc.runtime.mesh import agreement
+from shardc.runtime.mesh.agreement import Fact, hashed, stated
+from shardc.runtime.zero.optimizer_list import lr_rates, rates_text
+
+
+class EngineChecks(Checks):
+    """See Moments."""
+
+    def __init__(self, program: Program, mesh: Any) -> None:
+        super().__init__(program, mesh, "an engine")
+        self._params_read = False
+        self._schedulers: Any = None
+        self._optimizer: Optimizer | None = None
+
+    def optimizer(self, optimizer: Optimizer | None) -> None:
+        self._optimizer = optimizer
+        self._once = SteppedOnce(optimizer)
+        if optimizer is not None:
+            if self.compares:
+                fix = "save by engine.save(folder) on all ranks, and load by engine.load(folder)"
+                runs = self._model.buckets.runs
+                OptimizerMarks(self._program, self._mesh, self._model.owned, runs, fix).guard(optimizer)
+            keep_groups(optimizer)
+        if self.compares:
+            self.call("making an engine", *shared_facts.optimizer_facts(self._program, optimizer))
+
+    def schedule(self, schedulers: Any) -> None:
+        self._schedulers = schedulers
+        self._once.note(schedulers.members if schedulers is not None else ())
+
+    def loader(self, loader: Loader) -> None:
+        if self.compares:
+            self.call("making a loader", *shared_facts.loader_facts(loader.order))
+            same_samples.check(self._mesh, loader)
+
+    def forward(self, call: str, *, training: bool) -> None:
+        if training:
+            self._once.check()
+            engine_options.check_trains(self._program)
+            if self._schedulers is not None:
+                self._schedulers.check_room(1)
+            self._watched.check()
+        torch_modes.check(call, self._mesh.device.type, training=training)
+        self._look_at_model()
+
+    def batch(self, batch: Any, *, local: bool) -> None:
+        training = self._model.rng.training
+        if training:
+            inputs.check_no_gradient(batch)
+        if self.compares:
+            facts = shared_facts.batch_facts(self._program, batch, local=local)
+            call = "a step" if training else "evaluating"
+            alike = agreement.check(self._mesh, [*facts, *self._between_steps()], call)
+            self._same_rows.look(self._program, batch, facts, alike, self._mesh.note)
+
+    def _between_steps(self) -> list[Fact]:
+        """What all ranks share between steps. Stages of a pipeline may have other parameter groups."""
+        rates, rng, axis = lr_rates(self._optimizer), self._model.rng, self._program.axis
+        stage = (axis,) if axis else ()
+        return [
+            stated("the number of steps done", rng.step, fix="load one checkpoint into all ranks"),
+            stated("the seed", rng.seed, fix="give all ranks one seed"),
+            Fact("the learning rate", hashed(rates), stage, fix=agreement.SAME_OPTIMIZER, shown=rates_text(rates)),
+            shared_facts.written(self._program, self._model.written),
+            stated("which parameters are frozen", self._watched.frozen(), stage, fix=user_changes.FREEZE_ALIKE),
+        ]
+
+    def read_params(self) -> None:
+        self._watch_parts()
+        self._params_read = True
+        self.gradients()
+
+    def gradients(self, *, handed_out: bool = False) -> None:
+        if handed_out or self._params_read:
+            self._mark_gradients()
+
+    def loss(self, loss: Any) -> Any:
+        return loss.as_subclass(SteppedLoss) if type(loss) is Tensor else loss
+
+    def stepping(self) -> AbstractContextManager[None]:
+        return self._once.by_the_engine()
+
+    def updated(self) -> None:
+        if self._check_every and self._model.rng.step % self._check_every == 0 and not self._program.offload.used:
+            self._compare_copies("a step", self._optimizer)
+
+    def saving(self, optimizer: Optimizer | None) -> None:
+        if self._check_every:
+            self._compare_copies("saving", optimizer)
+        else:
+            self.call("saving")
+
+    def follow(self, other: Moments) -> None:
+        if isinstance(other, EngineChecks):
+            self._given = other._given

@@ -1,0 +1,148 @@
+"""What is checked at the moments of a module in a loop of the user's: its forward sees what was done since the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardc import torch_modes
+from shardc.errors import ShardcError
+from shardc.ir.program import Program
+from shardc.runtime.checks import shared_facts, state_dict_marks, tensor_parts, user_changes
+from shardc.runtime.checks.checks import Checks
+from shardc.runtime.checks.loop_watch import LoopWatch
+from shardc.runtime.checks.optimizer_watch import OptimizerWatch
+from shardc.runtime.data import inputs
+from shardc.runtime.mesh import agreement
+from shardc.runtime.mesh.agreement import SAME_CALLS, SAME_OPTIMIZER, Fact, hashed, stated
+from shardc.runtime.stage.clip_grad_norm import norm_axes
+from shardc.runtime.zero.optimizer_list import lr_rates, rates_text
+from shardc.torch_private import current_backward
+
+_EVALUATE_ALIKE = (
+    "a forward under torch.no_grad() is one of all ranks, as every forward is: call it outside of `if rank == 0:`; to"
+    " print it on one rank is fine"
+)
+
+
+class Updates(Protocol):
+    """Whether parameters may have changed since they were last gathered."""
+
+    @property
+    def due(self) -> bool: ...
+
+    @property
+    def written(self) -> bool: ...
+
+
+class ModuleChecks(Checks):
+    """See Moments. A module's forward is a step of its loop."""
+
+    def __init__(self, program: Program, mesh: Any, *, copied: bool = False) -> None:
+        super().__init__(program, mesh, "a module", copied=copied)
+        self._unmarked = False
+
+    def held(self, model: Any, parts: Any, held: Sequence[user_changes.Held], updates: Updates) -> None:
+        """Parameters and buffers are registered. model: what the weights came from; parts: the tree of submodules."""
+        self._parts, self._held, self._updates = parts, held, updates
+        owned, runs = self._model.owned, self._model.buckets.runs
+        self._optimizers = OptimizerWatch(self._program, owned, runs, model, self._mesh)
+        self._loop = LoopWatch(owned.values(), noting=self.compares)
+        self._watch_parts()
+
+    def mode(self, *, training: bool) -> None:
+        if training and self._program.eval_mode:
+            self._note({"module.train()": user_changes.EVAL_MODE})
+
+    def forward(self, call: str, *, training: bool) -> None:
+        tensor_parts.end_plain()  # of an optimizer's step that failed
+        torch_modes.check(call, self._mesh.device.type, training=False)
+        if current_backward() is not None:
+            raise ShardcError(
+                "forward is run inside of backward, as torch.utils.checkpoint does: its gradients would go nowhere",
+                where=call,
+                fix="call the module as it is; what is computed again is the spec's `checkpoint:`",
+            )
+        self._watched.check()
+        if training and torch.is_grad_enabled():
+            self._optimizers.check_model(changed=self._updates.written)
+        self._parts.check()
+        user_changes.check_held(self._held)
+        user_changes.check_submodules(self._parts, self._program.still)
+        self._look_at_model(self._parts if training else ())  # the user's own train() sets attributes by the mode
+
+    def batch(self, batch: Any, *, local: bool) -> None:
+        if torch.is_grad_enabled():
+            inputs.check_no_gradient(batch)
+        if not self.compares:
+            return
+        training = self._model.rng.training
+        facts = shared_facts.batch_facts(self._program, batch, local=local)
+        calls = [
+            stated("the number of steps done", self._model.rng.step, fix=SAME_CALLS),
+            stated("whether the module trains", training, fix="call train() or eval() on all ranks"),
+            stated("whether parameters changed", self._updates.due, fix="update parameters on all ranks alike"),
+            stated("whether weights were loaded", self._unmarked, fix="load weights on all ranks alike"),
+            stated("which parameters are frozen", self._watched.frozen(), fix=user_changes.FREEZE_ALIKE),
+            stated("whether gradients are on", torch.is_grad_enabled(), fix=_EVALUATE_ALIKE),
+        ]
+        alike = self._compare("forward", [*facts, *calls, *self._loop.facts()])
+        if self._unmarked:
+            self._check_loaded()
+        self._same_rows.look(self._program, batch, facts, alike, self._mesh.note)
+        step = self._model.rng.step
+        if training and self._check_every and step and step % self._check_every == 0:
+            self._compare_copies("a step", None)
+
+    def _compare(self, call: str, facts: Sequence[Fact]) -> Sequence[Fact]:
+        """Compare facts over ranks, and parameters of no module that an optimizer has stepped. Returns those alike."""
+        after_step = self._loop.others
+        alike = agreement.check(self._mesh, facts, call)
+        if after_step:
+            self._loop.check_others(self._mesh)
+        return alike
+
+    def _check_loaded(self) -> None:
+        """Collective, where ranks have loaded weights of which nothing says whose slices they are."""
+        axes = {p.name: norm_axes(self._program, p.name) for p in self._program.params}
+        held = [(axes[n], p.detach()) for n, p in self._model.owned.items() if axes[n]]
+        facts = state_dict_marks.loaded_facts(held, self._mesh.rank)
+        state_dict_marks.check_loaded(facts, agreement.check(self._mesh, facts, "forward"))
+        self._unmarked = False
+
+    def loss_gradient(self, gradient: Tensor) -> None:
+        self._loop.note_gradient(gradient)
+
+    def gradients(self, *, handed_out: bool = False) -> None:
+        self._mark_gradients()
+
+    def owners_step(self, optimizer: Optimizer, *, written: bool) -> None:
+        if self.compares:
+            rates = lr_rates(optimizer)
+            facts = [
+                Fact("the learning rate", hashed(rates), fix=SAME_OPTIMIZER, shown=rates_text(rates)),
+                stated("whether parameters were written to", written, fix="write to parameters on all ranks alike"),
+            ]
+            agreement.check(self._mesh, facts, "the optimizer's step")
+
+    def last(self, call: str, fact: Fact) -> None:
+        if self.compares:
+            self._compare(call, [fact, *self._loop.facts(last=True)])
+
+    def saving(self, optimizer: Optimizer | None) -> None:
+        self.last("saving", stated("the number of steps done", self._model.rng.step, fix=SAME_CALLS))
+        if self._check_every:
+            self._compare_copies("saving", optimizer)
+
+    def loaded_unmarked(self) -> None:
+        self._unmarked = True
+
+    def copy(self, model: Any) -> ModuleChecks:
+        copied = ModuleChecks(self._program, self._mesh, copied=True)
+        copied._check_every = self._check_every
+        copied.follow_model(model)
+        return copied

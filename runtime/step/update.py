@@ -1,0 +1,186 @@
+"""The end of a step: gradients as their sums end, their norm, clipping, the optimizer's step, learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardc.errors import ShardcError
+from shardc.runtime.checks.moments import Moments
+from shardc.runtime.stage import not_finite
+from shardc.runtime.stage.clip_grad_norm import GradNorm
+from shardc.runtime.stage.interpreter import Interpreter
+from shardc.runtime.stage.run import Values
+from shardc.runtime.step import lr
+from shardc.runtime.step.local_model import LocalModel
+from shardc.runtime.step.loss_scale import LossScaler
+from shardc.runtime.zero.early_step import OverlappedStep
+from shardc.runtime.zero.offloaded_optimizer import Paged
+from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
+
+
+class Update:
+    """Use, in each step: `begin`, backward, `look_at_loss`, `reduced` for gradients whose sums have ended, then
+    `all_reduced` and `apply`.
+
+    optimizer: on what this rank owns; None: it has nothing to train. trains: the engine was given an optimizer.
+    .whole: all of the state is that of one step. .norm: the gradient's 2-norm, before clipping; None: nothing needs it.
+    """
+
+    def __init__(
+        self,
+        model: LocalModel,
+        optimizer: Optimizer | None,
+        scheduler: lr.SchedulerOf | None,
+        checks: Moments,
+        options: Mapping[str, Any],
+        *,
+        trains: bool,
+    ) -> None:
+        self.model, self.optimizer, self.trains, self._checks = model, optimizer, trains, checks
+        program = model.program
+        if optimizer is not None and model.mesh.device.type == "cuda" and not model.offload.places:
+            choose_as_on_gpu(optimizer)  # not where a page's state comes and goes
+        self.new_schedule = lr.NewSchedule(optimizer, scheduler) if optimizer is not None else None
+        checks.optimizer(optimizer)  # before schedulers are made, which look at its method `step`
+        self.paged = Paged(optimizer, model.offload) if optimizer is not None and model.offload.places else None
+        made = lr.Schedulers.make(scheduler, optimizer) if scheduler is not None and optimizer is not None else None
+        self.schedule(made)
+        self.scaler = LossScaler(program.loss_scale, model.mesh) if program.loss_scale is not None else None
+        self._norm = GradNorm(program, model.owned, model.mesh)
+        self._unbucketed = [n for n in model.owned if n not in model.buckets.names]
+        self.norm: Tensor | None = None
+        self.whole, self._skipping, self._updated, self._early, self._sends = True, False, False, False, False
+        self._buffers_before = model.buffers
+        self.settle(**options)
+
+    def settle(
+        self, *, clip_norm: float | None, norm: bool, nonfinite: not_finite.Action, check_every: int, **_: Any
+    ) -> None:
+        """Take options that `engine.set` may change."""
+        self.clip_norm, self._nonfinite = clip_norm, nonfinite
+        self._needs_norm = norm or clip_norm is not None or nonfinite != "ignore"
+        #: All gradients have to be there before anything is updated.
+        at_once = clip_norm is not None or nonfinite != "ignore" or self.scaler is not None
+        self._apart = not at_once and not self.model.offload.places
+        self._overlapped = (
+            OverlappedStep(self.optimizer, self.model.owned)
+            if self.optimizer is not None
+            and self._apart
+            and self.model.matrices is None
+            and self.model.buckets.arrive_apart
+            else None
+        )
+        self._checks.options(check_every=check_every)
+
+    def schedule(self, schedulers: lr.Schedulers | None) -> None:
+        """These schedulers are the engine's."""
+        self.schedulers = schedulers
+        self._checks.schedule(schedulers)
+
+    def check_whole(self) -> None:
+        """After an error in backward the next step is as any other; after one in an update, nobody knows what was
+        updated.
+        """
+        if not self.whole:
+            raise ShardcError(
+                "an update or a load failed halfway: some parameters may be new, others not, and ranks may differ",
+                where="Engine.update",
+                fix="load a checkpoint into this engine, or make a new one",
+            )
+
+    @property
+    def scale(self) -> Callable[[Tensor], Tensor]:
+        """The gradient that backward begins with, of that of the loss."""
+        return self.scaler.scale if self.scaler is not None else lambda loss: loss
+
+    def begin(self, *, early: bool) -> None:
+        """Forget the last step's gradients. early: this step may update a bucket while others are being summed."""
+        model = self.model
+        self._early = early and self._overlapped is not None and self._overlapped.possible()
+        self._sends = early and self._apart and model.matrices is not None
+        for p in model.owned.values():
+            p.grad = None
+        if model.matrices is not None:
+            model.matrices.forget()
+        model.buckets.early = self.reduced if self._sends else None
+        self._norm.start()
+
+    def look_at_loss(self, loss: Tensor, interpreter: Interpreter, values: Values) -> None:
+        """Decide whether this step updates anything. (Loss scaling looks at the gradients instead.)"""
+        step = self.model.rng.step + 1
+        self._skipping = self.scaler is None and not_finite.skips(self._nonfinite, loss, interpreter, values, step=step)
+
+    def replace_buffers(self, new: Mapping[str, Tensor]) -> None:
+        """Buffers get their new values, unless the step is left out."""
+        self._buffers_before = self.model.buffers
+        if not self._skipping:
+            self.model.replace_buffers(new)
+
+    def reduced(self, names: Sequence[str]) -> None:
+        """Gradients of these are summed over ranks, while others may not be."""
+        if self.scaler is not None:
+            self.scaler.unscale(self.model.owned[n].grad for n in names)
+        if self._needs_norm:
+            self._norm.add(names)
+        if self._sends and self.model.matrices is not None:
+            self.model.matrices.begin(names)
+        if self._early and self._overlapped is not None and names and not self._skipping:
+            self.whole = False
+            with self._checks.stepping():
+                self._overlapped.step(names)
+
+    def all_reduced(self) -> None:
+        """All sums have ended."""
+        self.reduced(self._unbucketed)
+        if self.scaler is not None:
+            self.scaler.sync_overflow()
+
+    def apply(self) -> None:
+        """Clip, and step the optimizer, unless the step is left out."""
+        model = self.model
+        if self.trains and self._needs_norm:
+            self.norm = self._norm.total()
+            if self.scaler is None and not self._skipping:
+                self._look_at_gradients(self.norm)
+        self._updated = self.trains and not self._skipping and (self.scaler is None or not self.scaler.overflow)
+        if self._updated:
+            self.whole = False
+            if self.clip_norm is not None and self.norm is not None:
+                self._norm.clip(self.clip_norm, self.norm)
+            if self.optimizer is not None and not self._early:
+                self._step(self.optimizer)
+            model.buckets.publish()
+        model.buckets.narrow()
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def _step(self, optimizer: Optimizer) -> None:
+        matrices = self.model.matrices
+        if matrices is not None:
+            matrices.take_gradients()
+        with self._checks.stepping():
+            (self.paged or optimizer).step()
+        if matrices is not None:
+            matrices.publish()
+
+    def _look_at_gradients(self, norm: Tensor) -> None:
+        """Skip or stop where they are not finite; buffers are then as they were before the step, too."""
+        model = self.model
+        new, model.buffers = model.buffers, self._buffers_before
+        self._skipping = not_finite.skips_gradient(
+            self._nonfinite, norm, model.program, model.owned, model.mesh, step=model.rng.step + 1
+        )
+        if not self._skipping:
+            model.buffers = new
+
+    def step_schedule(self) -> None:
+        """Step the schedulers, which are the user's and may fail. A step that is left out is none for them either."""
+        if self.schedulers is not None and self._updated:
+            try:
+                self.schedulers.step()
+            finally:
+                self._checks.schedule(self.schedulers)
