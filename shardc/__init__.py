@@ -9,7 +9,7 @@ rules         what may be split in an op               verify     programs and r
 runtime       what runs on a rank                      artifact   a program on disk
 machine       seconds and bytes of ops, on a device    report     text, tables and pictures
 cost, plan    time and memory; the fastest spec        nn         functions for models that torch has no op for
-cli           the commands                             errors     ShardcError; folded_messages: equal ones, once
+cli           the commands                             errors     ShardcError; layer_names: 80 layers' mistakes are one
 call_arguments: those of the public functions, checked; names_loaded_later: names of packages, imported when used
 torch_modes, torch_private    modes and private modules of torch; text_file: small files of users; version
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from shardc.folded_messages import fold
+from shardc.layer_names import fold
 
 #: Of several errors so many are shown.
 SHOWN = 40

@@ -22,9 +22,9 @@ from torch import fx
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import source_of, values_of
-from shardc.ir.layers import layer_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import did_you_mean, enclosing, match
+from shardc.layer_names import layer_of
 from shardc.machine.assumed import STAGES, byte_seconds, work_seconds
 from shardc.rules.registry import rank_seconds
 from shardc.runtime import ops

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
+from shardc.layer_names import of_every_layer
 from shardc.runtime.state.init_tape import RECORDING, Recorder
 from shardc.runtime.state.sliced_tensors import InMemory
 from shardc.runtime.state.weight_files import WeightFiles, of_files
@@ -80,8 +81,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def folded(names: Iterable[str]) -> str:
     """Names that differ in numbers alone, as one, with their count: "h.*.attn.weight (12), score.weight"."""
-    groups = Counter(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", n) for n in names)
-    examples = {re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", n): n for n in names}
+    groups = Counter(of_every_layer(n) for n in names)
+    examples = {of_every_layer(n): n for n in names}
     shown = [f"{k} ({n})" if n > 1 else examples[k] for k, n in list(groups.items())[: 2 * SHOWN]]
     more = len(groups) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")

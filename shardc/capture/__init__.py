@@ -16,8 +16,7 @@ constants               values that are known while a model is traced
 autograd_function       custom autograd Functions keep their backward
 attribute_reads         what forward reads of modules and of a loss object: `self.training`, plain values, counters
 masked_rows             rows chosen by a mask, in a fixed size; expert_loops makes the experts op of loops over experts
-equal_layers            equal layers are traced once; hidden_layers: the others are not seen by torch's export;
-                        layer_copies: they are copied in the graph
+equal_layers            equal layers are traced once; layer_copies: the others are copied in the graph
 inline_regions          `with torch.no_grad()` in a graph, and the casts of autocast
 inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
 flex_attention          FlexAttention as ops; attention_sinks: scores of each head beside those of keys
@@ -48,7 +47,7 @@ from shardc.capture import (
 from shardc.capture.batch_leaves import Leaves, with_plain_dicts
 from shardc.capture.export import Fold, export
 from shardc.capture.forward_arguments import keys_of_loss
-from shardc.capture.hidden_layers import HiddenError, UnlikeError
+from shardc.capture.layer_copies import UnlikeError
 from shardc.capture.lift import lift
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf, check_loss
 from shardc.capture.loss import default_loss as default_loss
@@ -103,7 +102,6 @@ def capture(
     # Perhaps rows are chosen by values: of loops over experts.
     # Equal layers are traced once, unless something is special: then the whole is traced, and says what is wrong.
     ways = [(True, False, False)] * (not generates) + [(False, False, False), (False, True, False), (False, True, True)]
-    shown: frozenset[str] | None = frozenset()
     while True:
         fold, sizes, rows = ways[0]
         try:
@@ -111,12 +109,9 @@ def capture(
                 side_effects.unchanged(model) as changes,
                 attribute_reads.recorded(model, changes, function) as reads,
             ):
-                given = Fold(reads, changes, shown) if fold else None
+                given = Fold(reads, changes) if fold else None
                 exported = export(model, leaves, loss, forward, sizes=sizes, rows=rows, fold=given)
             break
-        except HiddenError as e:  # of the equal layers more have to be in sight; or all, if that will not do
-            shown = None if shown else e.paths
-            continue
         except UnlikeError:
             pass
         except ShardcError as e:

@@ -17,23 +17,23 @@ from shardc.machine.device import Device
 from shardc.machine.flops import flops_of
 from shardc.report.comm import comm_rows
 from shardc.runtime.mesh import RankMesh
+from shardc.runtime.mesh.step_context import StepContext
 from shardc.torch_private import TorchDispatchMode
 
 
-class ForwardFlops(TorchDispatchMode):
-    """`with ForwardFlops() as counted:` counts the matrix products of a step's forward on this rank: `.flops`.
+class ModelFlops(TorchDispatchMode):
+    """`with ModelFlops(mesh.step) as counted:` counts the matrix products of a step on this rank, without what backward
+    computes again (PaLM, Chowdhery et al. 2022, appendix B): `.flops`.
+    """
 
-    Backward has twice as many, and what is computed again is not counted: a model's own operations are three times
-    forward's (PaLM, Chowdhery et al. 2022, appendix B)."""
-
-    def __init__(self) -> None:
+    def __init__(self, step: StepContext) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
+        self._step, self.flops = step, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch._C._current_autograd_node() is None:
-            self.flops += flops_of(func, args, kwargs or {}, result)
+        if not self._step.repeats:
+            self.flops += flops_of(func, args, kwargs or {}, result, again=False)
         return result
 
 
@@ -54,11 +54,11 @@ def speed(samples: int, tokens: int | None, steps: float) -> dict[str, float]:
     return rates | ({"tokens_per_second": round(tokens * steps, 1)} if tokens is not None else {})
 
 
-def work(forward_flops: int, peak: float | None, steps: float) -> dict[str, float]:
-    """TFLOP/s of the model's own operations on this rank, three times forward's, at so many steps a second; and the
-    share of the device's peak, if that is known.
+def work(flops: int, peak: float | None, steps: float) -> dict[str, float]:
+    """TFLOP/s of the model's own operations on this rank, at so many steps a second; and the share of the device's
+    peak, if that is known.
     """
-    rate = 3 * forward_flops * steps
+    rate = flops * steps
     return {"tflops": round(rate / 1e12, 4)} | ({"mfu": round(rate / peak, 4)} if peak else {})
 
 

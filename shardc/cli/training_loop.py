@@ -69,7 +69,7 @@ class Training:
     signals: Signals
     saved: int | None = None  # the last step that was saved, or is being saved
     writing: int | None = None  # the step that is being saved in the background
-    flops: int = 0  # of this rank's products in a step's forward, counted in the first
+    flops: int = 0  # of this rank's products in a step, counted in the first
     waited: float = 0.0  # seconds for the batch of this step
     wrote: bool = False  # a checkpoint into --save
     empty: bool = False  # there was no held-out batch, and that was told
@@ -143,11 +143,11 @@ class Training:
         """The first step's products are counted; traces, snapshots and times of ops are recorded of steps that are to
         have them.
         """
-        from shardc.cli.step_metrics import ForwardFlops, timed_ops
+        from shardc.cli.step_metrics import ModelFlops, timed_ops
 
         step, mesh = self.engine.step_count + 1, self.engine.mesh
         with ExitStack() as stack:
-            counted = stack.enter_context(ForwardFlops()) if not self.flops else None
+            counted = stack.enter_context(ModelFlops(mesh.step)) if not self.flops else None
             # of one rank a stage: the others do the same
             others = (c for axis, c in mesh.layout.coords(mesh.rank).items() if axis != self.engine.program.axis)
             first, name = not any(others), f"step{step}-rank{mesh.rank}"

@@ -13,9 +13,9 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph, source_of
-from shardc.ir.layers import layer_of
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
+from shardc.layer_names import layer_of
 
 
 def layer_lists(captured: Program) -> dict[str, list[str]]:

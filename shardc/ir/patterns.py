@@ -132,17 +132,6 @@ def _end(name: str, dots: int, leading: bool) -> str:
     return ("." if leading else "") + ".".join(parts[-keep:])
 
 
-def of_every_layer(name: str) -> str:
-    """A module's or parameter's name with `*` for the numbers in it: "layers.3.fc" -> "layers.*.fc"."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
-
-
-def of_every_outer_layer(name: str) -> str:
-    """The same but for the last number: "blocks.3.0" -> "blocks.*.0"."""
-    outer, number, rest = re.fullmatch(r"(.*?)((?:\.\d+)?)((?:\.\D[^.]*)*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
-    return of_every_layer(outer) + number + rest
-
-
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 

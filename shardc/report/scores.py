@@ -16,10 +16,10 @@ from torch import fx
 from shardc.ir.graph import calls, source_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective
-from shardc.ir.patterns import of_every_layer
 from shardc.ir.placement import Layout, runs
 from shardc.ir.program import Program
 from shardc.ir.units import count, size
+from shardc.layer_names import of_every_layer
 from shardc.rules.attention import OPS
 from shardc.rules.op_call import call_of
 from shardc.runtime.ops.attention.spans import ALL, CAUSAL, Band, Span, blocks

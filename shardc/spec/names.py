@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardc.errors import Errors
-from shardc.ir.patterns import SEE_NAMES, did_you_mean, enclosing, expand, match, names_weight, of_every_layer
+from shardc.ir.patterns import SEE_NAMES, did_you_mean, enclosing, expand, match, names_weight
+from shardc.layer_names import of_every_layer
 from shardc.spec.schema import Form
 from shardc.spec.yaml_reader import Path, Places
 

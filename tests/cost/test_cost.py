@@ -305,6 +305,7 @@ def test_a_causal_mask_leaves_out_the_blocks_that_it_empties() -> None:
         (aten.copy_.default, lambda: (torch.ones(8, 16), torch.ones(8, 16, dtype=torch.float64)), 8 * 16 * 12),
         (aten.embedding.default, lambda: (torch.ones(100, 16), torch.zeros(8, dtype=torch.int64)), 2 * 8 * 16 * 4 + 64),
         (aten.view.default, lambda: (torch.ones(8, 16), [16, 8]), None),
+        (aten._unsafe_view.default, lambda: (torch.ones(8, 16), [16, 8]), None),
         (
             aten.nll_loss_backward.default,
             lambda: (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardc.errors import Errors, ShardcError
-from shardc.folded_messages import NOTES, fold, note_lines
+from shardc.layer_names import NOTES, fold, note_lines
 
 
 def test_layers_are_told_once_with_a_range_and_a_count() -> None:
