@@ -77,9 +77,9 @@ def compile(
     """
     torch_modes.check("compile", training=False)
     if isinstance(batch, (str, Path, Spec)):
-        what = f"the batch is a {type(batch).__name__}, which looks like the spec"
+        fault = f"the batch is a {type(batch).__name__}, which looks like the spec"
         raise ShardcError(
-            what, where="shardc.compile", fix="pass the batch before the spec: compile(model, batch, spec)"
+            fault, where="shardc.compile", fix="pass the batch before the spec: compile(model, batch, spec)"
         )
     start = time.perf_counter()
     model = quantized.plain(model)

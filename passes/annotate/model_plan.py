@@ -121,12 +121,12 @@ def with_experts(spec: Spec, model: nn.Module, program: Program) -> Spec:
         modules = _planned_experts(model) if spec.shard_use == "model" else _stacked_experts(program)
         entries = tuple(Expert(match=m, axis=EXPERTS_AXIS) for m in dict.fromkeys(modules))
     if spec.shard_axis not in spec.mesh.names and not (entries or spec.experts):
-        what = (
+        fault = (
             f"splits weights over {spec.shard_axis!r}, which the mesh does not have, and finds no experts for"
             f" {EXPERTS_AXIS!r}"
         )
         fix = f"write use: {{plan: {spec.shard_use}, axis: {EXPERTS_AXIS}}}, or add {spec.shard_axis} to the mesh"
-        raise ShardcError(f"`use: {spec.shard_use}` {what}", where=where, fix=fix)
+        raise ShardcError(f"`use: {spec.shard_use}` {fault}", where=where, fix=fix)
     if not entries:
         return spec
     places = Places(dict(spec.places.keys), dict(spec.places.values))

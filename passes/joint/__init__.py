@@ -63,12 +63,12 @@ class JointGraphs(Pass):
     def _check_overlap(self, program: Program, how: str) -> None:
         where = self.spec.where(("execution", "overlap"))
         if program.schedule is not None:
-            what = f"`overlap: {how}` is without a pipeline, whose schedule says what runs beside what"
+            fault = f"`overlap: {how}` is without a pipeline, whose schedule says what runs beside what"
             fix = "`pipeline: {schedule: dualpipe-v}`, and leave `overlap` out"
-            raise ShardcError(what, where=where, fix=fix)
+            raise ShardcError(fault, where=where, fix=fix)
         if program.microbatches == 1:
-            what = f"`overlap: {how}` with one microbatch: there is none to run beside it"
-            raise ShardcError(what, where=where, fix="`batch: {microbatches: 2}`, or leave `overlap` out")
+            fault = f"`overlap: {how}` with one microbatch: there is none to run beside it"
+            raise ShardcError(fault, where=where, fix="`batch: {microbatches: 2}`, or leave `overlap` out")
 
 
 def with_joint_graphs(program: Program, how: Execution) -> Program:

@@ -53,9 +53,9 @@ def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
                 _add(errors, fqn, trains=now[fqn].requires_grad)
     errors.raise_any()
     if program.eval_mode and model.training and not built:
-        what = "the model was in eval mode when it was compiled, and is in training mode now: a program has no dropout"
+        fault = "the model was in eval mode when it was compiled, and is in training mode now: a program has no dropout"
         fix = "call it before compiling; to train without dropout, call eval() on the model that is given here"
-        raise ShardcError(what, where="model.train()", fix=fix)
+        raise ShardcError(fault, where="model.train()", fix=fix)
     if model.training and not built:
         _check_still(program.still, {name: m.training for name, m in model.named_modules()}, "model")
     found = program.check_attributes(model.named_modules()) if program.check_attributes is not None else {}
@@ -243,9 +243,9 @@ class Watched:
                 _add(errors, self._fqns[name], trains=trains)
             # a hook on the sum is called too early, as the sum over ranks comes later; one on a stretch never
             elif hooks[1] > self._hooks[name][1] or (hooks[0] > self._hooks[name][0] and name in self._partial):
-                what = "a hook on this parameter's gradient would not see the gradient of the whole batch and of the"
-                what += " whole parameter, or never run"
-                errors.add(what, where=self._fqns[name], fix="remove it, and change .grad after backward")
+                fault = "a hook on this parameter's gradient would not see the gradient of the whole batch and of the"
+                fault += " whole parameter, or never run"
+                errors.add(fault, where=self._fqns[name], fix="remove it, and change .grad after backward")
         errors.raise_any()
 
     def frozen(self) -> str:
@@ -261,10 +261,10 @@ def _check_still(still: Collection[str], training: Mapping[str, bool], model: st
     errors = Errors()
     for name in woken:
         if not any(name.startswith(f"{outer}.") for outer in woken):
-            what = "this submodule was in eval mode when the model was compiled, and is in training mode now, which"
-            what += f" would change nothing: {model}.train() does that to all of them"
+            fault = "this submodule was in eval mode when the model was compiled, and is in training mode now, which"
+            fault += f" would change nothing: {model}.train() does that to all of them"
             fix = f"call {model}.{name}.eval() after {model}.train(); or, to train it, train() before shardc.compile"
-            errors.add(what, where=name, fix=fix)
+            errors.add(fault, where=name, fix=fix)
     errors.raise_any()
 
 
@@ -279,13 +279,13 @@ def check_submodules(modules: Iterable[tuple[str, nn.Module]], still: Collection
     errors = Errors()
     for name, m in others:
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
-            what = "a hook on this submodule would never run: the program replaces its forward and backward"
-            errors.add(what, where=name, fix="let the loss function return the value: it comes back beside the loss")
+            fault = "a hook on this submodule would never run: the program replaces its forward and backward"
+            errors.add(fault, where=name, fix="let the loss function return the value: it comes back beside the loss")
         elif m.training != root.training and not any(f"{name}.".startswith(f"{outer}.") for outer in still):
-            what = (
+            fault = (
                 f"this submodule is in {_mode(m)} mode and the module in {_mode(root)} mode, which would change nothing"
             )
-            errors.add(what, where=name, fix=f"call eval() on it before shardc.compile; {_AGAIN}")
+            errors.add(fault, where=name, fix=f"call eval() on it before shardc.compile; {_AGAIN}")
     errors.raise_any()
 
 
@@ -334,9 +334,9 @@ def _within(name: str) -> bool:
 
 
 def _add(errors: Errors, fqn: str, *, trains: bool) -> None:
-    what = "was frozen when the model was compiled, and" if trains else "was trained when the model was compiled, and"
+    fault = "was frozen when the model was compiled, and" if trains else "was trained when the model was compiled, and"
     now = "now requires a gradient, which the program does not compute" if trains else "is frozen now"
-    errors.add(f"{what} {now}", where=f"{fqn}.requires_grad", fix=_AGAIN)
+    errors.add(f"{fault} {now}", where=f"{fqn}.requires_grad", fix=_AGAIN)
 
 
 def hooks_of(m: nn.Module) -> int:

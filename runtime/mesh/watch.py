@@ -267,10 +267,10 @@ def verdict(
         each = [f"{answers[r]['place']}{_comma(answers[r]['doing'])}" for r in busy[:_SHOWN]]
         at, many = "; ".join(dict.fromkeys(each)), len(busy) > 1
         keep, are, have = ("keep", "they are", "have") if many else ("keeps", "it is", "has")
-        what = f"{keep} the others waiting for {seconds:.0f} s: {are} at {at}"
+        said = f"{keep} the others waiting for {seconds:.0f} s: {are} at {at}"
         if not waiting:
-            what = f"{have} been busy for {seconds:.0f} s, at {at}"
-        return f"{layout.named(*busy)} {what}" + (f"; {where}" if where else "")
+            said = f"{have} been busy for {seconds:.0f} s, at {at}"
+        return f"{layout.named(*busy)} {said}" + (f"; {where}" if where else "")
     each = [f"rank {r} {doing}" for r, doing in list(waiting.items())[:_SHOWN]]
     return f"all ranks wait for each other for {seconds:.0f} s: {'; '.join(each)}"
 

@@ -104,12 +104,12 @@ def _called(make: OptimizerOf, trained: NamedParameters, *, by_shape: bool) -> t
             ) from e
         if "empty parameter list" not in str(e):
             raise
-        what = "an optimizer got no parameter on this rank: with a pipeline, ranks have those of their stages"
+        fault = "an optimizer got no parameter on this rank: with a pipeline, ranks have those of their stages"
         fix = "leave an optimizer out of the list where it would have none"
         if by_shape:
-            what = "an optimizer got no parameter on this rank, where it would get some of the whole shapes"
+            fault = "an optimizer got no parameter on this rank, where it would get some of the whole shapes"
             fix = "choose an optimizer's parameters by their names, not by p.shape: it is that of a rank's part"
-        raise ShardcError(what, where="optimizer", fix=fix) from e
+        raise ShardcError(fault, where="optimizer", fix=fix) from e
 
 
 def _look_at_parameters(
@@ -118,9 +118,9 @@ def _look_at_parameters(
     """Does it train all that it was given, and nothing else?"""
     if left := param_groups.not_trained(optimizer, trained):
         if not param_groups.trains_any(optimizer, trained):
-            what = "the optimizer has none of the parameters that it was given: nothing would train"
+            fault = "the optimizer has none of the parameters that it was given: nothing would train"
             fix = "make it of what the function gets: lambda params: torch.optim.AdamW(params, lr=3e-4)"
-            raise ShardcError(what, where="optimizer", fix=fix)
+            raise ShardcError(fault, where="optimizer", fix=fix)
         tell(f"the optimizer has none of {left}: nothing updates them")
     if others := param_groups.strangers(optimizer, trained):
         tell(f"the optimizer has {others} that it was not given: no step has a gradient for that")

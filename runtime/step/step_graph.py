@@ -136,10 +136,10 @@ class StepGraphs:
         if not reason:
             return
         self._make = None
-        what = f"execution: {{graphs: true}}: {reason}; steps run op by op"
+        fault = f"execution: {{graphs: true}}: {reason}; steps run op by op"
         if self.program.spec is not None and self.program.spec.strict:
-            raise ShardcError(what, where="engine", fix="leave graphs out, or `strict: true`")
-        self.tell(what)
+            raise ShardcError(fault, where="engine", fix="leave graphs out, or `strict: true`")
+        self.tell(fault)
 
     def step(self, key: Any, values: Values, work: Callable[[Values], Result]) -> Result:
         """What `work` gives of values, and gradients in `.grad`. key: what else it depends on."""

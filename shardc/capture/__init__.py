@@ -220,8 +220,8 @@ def _counts(name: str, place: Source) -> str:
 
 def _no_module(model: object) -> ShardcError:
     if isinstance(model, Program) or hasattr(model, "program"):
-        what, fix = f"this is compiled already: {model!r}", "pass the plain model, which it was compiled from"
-        return ShardcError(what, where="shardc.compile", fix=fix)
+        fault, fix = f"this is compiled already: {model!r}", "pass the plain model, which it was compiled from"
+        return ShardcError(fault, where="shardc.compile", fix=fix)
     kind = "function" if inspect.isroutine(model) else "class" if inspect.isclass(model) else type(model).__name__
     fix = "pass what it returns: model()" if callable(model) else "pass an instance of the model"
     return ShardcError(f"the model is a {kind}, not a torch.nn.Module", fix=fix)

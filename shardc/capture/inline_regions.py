@@ -179,8 +179,8 @@ class AutocastRegion:
         operands = {n: n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)}
         devices = {x.device.type for x in operands.values() if x.is_floating_point()} - {self._device}
         if devices:
-            what = f"the model turns autocast of {self._device} on, around tensors of {', '.join(sorted(devices))}"
-            raise ShardcError(what, where=source.place(node), fix=FIX)
+            fault = f"the model turns autocast of {self._device} on, around tensors of {', '.join(sorted(devices))}"
+            raise ShardcError(fault, where=source.place(node), fix=FIX)
         dtypes = self._dtypes(node, list(operands.values()))
         casts: list[fx.Node] = []
 
@@ -201,8 +201,8 @@ class AutocastRegion:
 
         copied = graph.node_copy(node, cast)
         if self._result(node, dtypes) != _dtypes_of(node.meta["val"]):
-            what = f"the model turns autocast ({self._dtype}) on around {node.target}, which casts inside"
-            raise ShardcError(what, where=source.place(node), fix=FIX)
+            fault = f"the model turns autocast ({self._dtype}) on around {node.target}, which casts inside"
+            raise ShardcError(fault, where=source.place(node), fix=FIX)
         return copied, casts
 
     def _dtypes(self, node: fx.Node, operands: list[Tensor]) -> dict[int, torch.dtype]:

@@ -69,9 +69,9 @@ def _engine(
         return original(outputs, *args, **kwargs)  # type: ignore[no-any-return]
     place = source.of_call()
     if kwargs.get("accumulate_grad"):
-        what = f"backward() is called inside forward ({place.shown})"
+        fault = f"backward() is called inside forward ({place.shown})"
         raise ShardcError(
-            what, where=place.line, fix="torch.autograd.grad(y, x, create_graph=True) gives the gradient as a tensor"
+            fault, where=place.line, fix="torch.autograd.grad(y, x, create_graph=True) gives the gradient as a tensor"
         )
     weights, _retain, differentiable, inputs, allow_unused = args
     sources = [traced_node(x) for x in outputs]
@@ -84,9 +84,9 @@ def _engine(
     above = values.behind([n for n in sources if n is not None], _carries)
     used = [x for x in inputs if traced_node(x) in above]
     if len(used) < len(inputs) and not allow_unused:
-        what = f"a gradient is taken with respect to a tensor that the result does not depend on ({place.shown})"
+        fault = f"a gradient is taken with respect to a tensor that the result does not depend on ({place.shown})"
         raise ShardcError(
-            what, where=place.line, fix="differentiate a result of that very tensor, or pass allow_unused=True"
+            fault, where=place.line, fix="differentiate a result of that very tensor, or pass allow_unused=True"
         )
     seeds = [torch.ones_like(y) if w is None else w for y, w in zip(outputs, weights, strict=True)]
     grads = iter(GRADIENT(list(outputs), used, seeds, bool(differentiable)) if used else [])

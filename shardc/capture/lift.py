@@ -120,9 +120,9 @@ def lift(
     graph.output((loss, (*with_news, *kept)))
     graph.lint()
     if loss is not None and not values.requires_grad(loss) and any(p.requires_grad for p in params):
-        what = "the loss depends on no trainable parameter"
+        fault = "the loss depends on no trainable parameter"
         fix = "check that nothing between the parameters and the loss is detached, or computed under no_grad"
-        raise ShardcError(what, where=source.where(source_of(loss)), fix=fix)
+        raise ShardcError(fault, where=source.where(source_of(loss)), fix=fix)
     outputs = tuple(
         Output(name, v.shape, v.dtype, divisor=divisor)
         for (name, divisor), v in zip(made.beside.items(), (n.meta["value"] for n in kept), strict=True)

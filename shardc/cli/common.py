@@ -219,12 +219,12 @@ def program_of(
     refused else.
     """
     if forward and score:
-        what, fix = "a program gives values or scores", "leave one of the two out"
-        raise ShardcError(what, where="--forward, --score", fix=fix)
+        fault, fix = "a program gives values or scores", "leave one of the two out"
+        raise ShardcError(fault, where="--forward, --score", fix=fix)
     if is_artifact(source):
         if forward or score:
-            what, fix = "a compiled DIR is what it was compiled for", "compile the model with it: -o DIR"
-            raise ShardcError(what, where="--forward" if forward else "--score", fix=fix)
+            fault, fix = "a compiled DIR is what it was compiled for", "compile the model with it: -o DIR"
+            raise ShardcError(fault, where="--forward" if forward else "--score", fix=fix)
         if spec is not None or mesh or settings or batch or seq:
             raise ShardcError(
                 "a compiled DIR already contains its spec and the sizes of its batch",
@@ -273,14 +273,14 @@ def _check_source(folder: str, program: Program, model: str | None, *, refuse: b
     from shardc.artifact import model_source
     from shardc.cli import model_file
 
-    what, sure = model_source.stale(program.meta, model_file.source_of(model) if model else None)
-    if what and sure and refuse:
+    fault, sure = model_source.stale(program.meta, model_file.source_of(model) if model else None)
+    if fault and sure and refuse:
         file = Path(model_file.source_of(model) if model else program.meta["source_main"])
         again = f"shardc compile {file.name} SPEC -o {folder}"
         fix = f"compile it again ({again}), or, to train it as it is, add --as-compiled"
-        raise ShardcError(what, where=folder, fix=fix)
-    if what:
-        console.print(f"note: {folder}: {what}", markup=False)
+        raise ShardcError(fault, where=folder, fix=fix)
+    if fault:
+        console.print(f"note: {folder}: {fault}", markup=False)
 
 
 def _loaded(folder: str, *, trust: bool, model: str | None) -> Program:
@@ -323,8 +323,8 @@ def say_whose(folder: str, ref: str, writes: Mapping[str, str]) -> None:
 
     if file := model_file.path_of(ref):
         console.print(f"importing {file}, which {folder} names; --model FILE imports another", markup=False)
-    for what, place in writes.items():
-        console.print(f"{what}: {place}, as the spec in {folder} says", markup=False)
+    for fault, place in writes.items():
+        console.print(f"{fault}: {place}, as the spec in {folder} says", markup=False)
 
 
 def _mesh_sizes(options: list[str]) -> dict[str, int]:

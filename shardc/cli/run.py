@@ -187,9 +187,9 @@ def command(
             status = start(job, folder, program, show)
         result = Path(job.result)
         if status == 0 and not joined and not result.exists():
-            what = "rank 0 ended with status 0 before the last step, and nothing was saved then"
+            fault = "rank 0 ended with status 0 before the last step, and nothing was saved then"
             fix = "something in the model file ends the process (os._exit): raise an error, which saves first"
-            raise ShardcError(what, where="run", fix=fix)
+            raise ShardcError(fault, where="run", fix=fix)
         if status == 0 and result.exists():
             summary = json.loads(result.read_text())
             tied = any(p.aliases for p in program.params)
@@ -247,12 +247,14 @@ def _check_new_data(save: Path | None, resume: Path | None) -> None:
     from those that it began with.
     """
     if resume is None:
-        what = "there is no checkpoint whose place in the data it would replace"
+        fault = "there is no checkpoint whose place in the data it would replace"
         fix = "name the checkpoint, --resume DIR; a run that begins reads its data from the beginning anyway"
-        raise ShardcError(what, where="--new-data", fix=fix)
+        raise ShardcError(fault, where="--new-data", fix=fix)
     if save is not None and save.resolve() in (resume.resolve(), *resume.resolve().parents):
-        what = f"--save names {save}, where it resumes from: a restart could not tell which data its checkpoints are of"
-        raise ShardcError(what, where="--new-data", fix="save to another folder")
+        fault = (
+            f"--save names {save}, where it resumes from: a restart could not tell which data its checkpoints are of"
+        )
+        raise ShardcError(fault, where="--new-data", fix="save to another folder")
 
 
 def _checkpoint(save: Path | None) -> Path | None:
@@ -266,9 +268,9 @@ def _check(program: Program, file: str | None, model: str, resume: Path | None, 
     from shardc.runtime.state.weight_files import has_weights
 
     if program.forward_only:
-        what = "the program is forward-only: there is no loss to train by"
+        fault = "the program is forward-only: there is no loss to train by"
         fix = "compile without --forward and --score; in Python, program.forward(model) runs it (docs/forward.md)"
-        raise ShardcError(what, where=model, fix=fix)
+        raise ShardcError(fault, where=model, fix=fix)
     if resume is not None:
         folder = checkpoints(resume)
         if not (checkpoint_folder.is_one(folder) or checkpoint_folder.generations(folder)):
@@ -281,8 +283,8 @@ def _check(program: Program, file: str | None, model: str, resume: Path | None, 
 def check_ranks(program: Program, file: str | None, model: str, world: int | None) -> None:
     """Raises ShardcError for another number of ranks than the mesh's, and where no model file is known."""
     if world is not None and world != program.mesh.world:
-        what = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
-        raise ShardcError(what, where="--nproc", fix="change --mesh, or leave --nproc out")
+        fault = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
+        raise ShardcError(fault, where="--nproc", fix="change --mesh, or leave --nproc out")
     if not file:
         raise ShardcError(
             "this artifact does not say which model file it was compiled from",
@@ -366,8 +368,8 @@ def _exported(folder: Path, *, tied: bool) -> str:
     if (folder / "config.json").exists():
         return f"config and model.safetensors\nload them with transformers: from_pretrained({str(folder)!r})"
     once = "; a tied weight is stored once, and load_state_dict alone misses its other names" if tied else ""
-    what = "model.safetensors (the plain model's weights)"
-    return f"{what}\nload them with safetensors.torch.load_model(model, FILE){once}"
+    written = "model.safetensors (the plain model's weights)"
+    return f"{written}\nload them with safetensors.torch.load_model(model, FILE){once}"
 
 
 def _summary(run: dict[str, Any], *, tied: bool) -> str:

@@ -100,8 +100,8 @@ def command(
 
         program, world = stack.enter_context(compile_once.in_world(model, nproc, compiled))
         if not program.scores:
-            what, fix = "this folder's program gives no scores", "compile it for them: shardc compile --score -o DIR"
-            raise ShardcError(what, where=model, fix=fix)
+            fault, fix = "this folder's program gives no scores", "compile it for them: shardc compile --score -o DIR"
+            raise ShardcError(fault, where=model, fix=fix)
         ref = model_ or (model_of(program.meta) if is_artifact(model) else program.meta["model_ref"])
         training.check_ranks(program, ref, model, world)
         if is_artifact(model):

@@ -278,8 +278,8 @@ class Training:
                 raise problem
             time.sleep(FIRST_WORD)
             ranks = self.engine.mesh.layout.named(*(r for r, n in enumerate(failed) if n))
-            what = f"{ranks} failed in data(), after step {self.engine.step_count}; {saved}"
-            raise ShardcError(what, where="data", fix="see the error of that rank")
+            fault = f"{ranks} failed in data(), after step {self.engine.step_count}; {saved}"
+            raise ShardcError(fault, where="data", fix="see the error of that rank")
         return batch
 
     def _read(self, *, evaluated: bool = False) -> None:
@@ -384,9 +384,9 @@ class Training:
                 return
             if not all(having):
                 ended = mesh.layout.named(*(rank for rank, has in enumerate(having) if not has))
-                what = f"the held-out data of {ended} ended after {count} batches, and others have more"
+                fault = f"the held-out data of {ended} ended after {count} batches, and others have more"
                 fix = "let data(split, part, parts) give the same number of batches for every part"
-                raise DisagreementError(what, where="data", fix=fix)
+                raise DisagreementError(fault, where="data", fix=fix)
             count += 1
             yield batch
 

@@ -51,8 +51,8 @@ def run(job: Job) -> dict[str, Any]:
     settings = job.settings
     file, program, mesh = joined(job)
     if settings.memory_snapshot and mesh.device.type != "cuda":
-        what, fix = f"CUDA's allocator holds nothing: the run is on {mesh.device.type}", "leave it out"
-        raise ShardcError(what, where="--memory-snapshot", fix=fix)
+        fault, fix = f"CUDA's allocator holds nothing: the run is on {mesh.device.type}", "leave it out"
+        raise ShardcError(fault, where="--memory-snapshot", fix=fix)
     with mesh.together("taking the folders of --save and --log"):
         folders = {"--log": settings.log or "", "--save": settings.save or ""}
         locks = SaveLock.of(folders) if mesh.rank == 0 else []
@@ -75,8 +75,8 @@ def run(job: Job) -> dict[str, Any]:
         folder = checkpoints(Path(job.resume))
         engine.load(folder, last_good=job.last_good, new_schedule=job.new_schedule, new_data=job.new_data)
     if engine.step_count > settings.steps:
-        what = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
-        raise ShardcError(what, where="--steps", fix="--steps counts from the first step of all: name a later one")
+        fault = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
+        raise ShardcError(fault, where="--steps", fix="--steps counts from the first step of all: name a later one")
     if settings.steps > engine.step_count:
         _check_training(program, settings.steps - engine.step_count, engine)
     with mesh.together("opening the data"):
@@ -147,8 +147,8 @@ def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches |
         return training_data.example(file, seed), None
     train = training_data.batches(engine, file, "train", seed)
     if train is None:
-        what, fix = "data('train') returns None", "return an iterable of global batches, or a torch Dataset"
-        raise ShardcError(what, where=job.model, fix=fix)
+        fault, fix = "data('train') returns None", "return an iterable of global batches, or a torch Dataset"
+        raise ShardcError(fault, where=job.model, fix=fix)
     valid = training_data.batches(engine, file, "valid", seed)
     if valid is not None and engine.mesh.rank == 0:  # which prints it
         training_data.tell_the_same(train, valid)

@@ -134,8 +134,8 @@ def _text(name: str | Path) -> tuple[str, str]:
     if name in MEASURED:
         path = measured_file(str(name))
         if not path.is_file():
-            what = f"this machine's {name} has not been measured: there is no file {path}"
-            raise ShardcError(what, where="device", fix=f"measure it once: shardc device {name} --measure")
+            fault = f"this machine's {name} has not been measured: there is no file {path}"
+            raise ShardcError(fault, where="device", fix=f"measure it once: shardc device {name} --measure")
         return text_file.read(path, "device"), str(path)
     if str(name) not in names():
         raise ShardcError(

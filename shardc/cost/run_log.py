@@ -68,6 +68,6 @@ def read(folder: str | Path, *, timed: bool = True) -> RunLog:
     if not lines or "seconds" not in lines[-1]:
         raise ShardcError(f"{file} has no step", where=str(folder), fix="let the run make some steps")
     if timed and not steps:
-        what, fix = "no step of this run has times of ops", "run it again with --breakdown 5 (a step's number)"
-        raise ShardcError(what, where=str(folder), fix=fix)
+        fault, fix = "no step of this run has times of ops", "run it again with --breakdown 5 (a step's number)"
+        raise ShardcError(fault, where=str(folder), fix=fix)
     return RunLog(folder, lines, steps)

@@ -169,8 +169,8 @@ def select_modules(
             fix = did_you_mean(s.pattern, sorted(modules), SEE_NAMES)
             errors.add(f"pattern {shown} matches no module that computes anything", where=s.where, fix=fix)
         elif all((s.group, m) in taken for m in outermost):
-            what = f"pattern {shown} never wins: earlier patterns match all modules that it matches"
-            errors.add(what, where=s.where, fix="delete it, or move it up")
+            fault = f"pattern {shown} never wins: earlier patterns match all modules that it matches"
+            errors.add(fault, where=s.where, fix="delete it, or move it up")
         selected.append([m for m in outermost[:: s.every] if (s.group, m) not in taken])
         taken |= {(s.group, m) for m in selected[-1]}
     return selected

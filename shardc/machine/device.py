@@ -186,9 +186,9 @@ class Device(_Section):
         if self.nodes is None or ranks <= self.nodes * self.node:
             return
         there = f"{plural(self.nodes, 'node')} of {plural(self.node, 'device')}"
-        what = f"{ranks:,} ranks have no room on {there}, which are {self.nodes * self.node:,}"
+        fault = f"{ranks:,} ranks have no room on {there}, which are {self.nodes * self.node:,}"
         fix = f"make it at most {self.nodes * self.node:,} ranks, or write nodes: {-(-ranks // self.node)}"
-        raise ShardcError(what, where=where, fix=fix)
+        raise ShardcError(fault, where=where, fix=fix)
 
     def flops_per_second(self, dtype: str) -> float:
         """The peak of products in a dtype, "bfloat16". Of one that is not listed, that of the slowest: but of factors

@@ -82,9 +82,9 @@ def squares(program: Program) -> list[Square]:
     for stage in program.stages:
         for node in calls(stage.graph):
             if node.target in OPS:
-                what = _square(node, program.mesh)
-                found.setdefault(what, ([], what))[0].append(of_every_layer(source_of(node).module) or ".")
-    return [Square(tuple(dict.fromkeys(modules)), *what) for modules, what in found.values()]
+                square = _square(node, program.mesh)
+                found.setdefault(square, ([], square))[0].append(of_every_layer(source_of(node).module) or ".")
+    return [Square(tuple(dict.fromkeys(modules)), *square) for modules, square in found.values()]
 
 
 def _square(node: fx.Node, mesh: Mesh) -> tuple[Any, ...]:

@@ -55,8 +55,8 @@ def candidates(
         found = True
         yield s
     if not found:
-        what, fix = _why_not(method, choices, n)
-        raise ShardcError(f"{method.module or 'attention'}: {what}", where=method.where, fix=fix)
+        fault, fix = _why_not(method, choices, n)
+        raise ShardcError(f"{method.module or 'attention'}: {fault}", where=method.where, fix=fix)
 
 
 def _ring(choices: Choices, n: int, available: Sequence[Sequence[Placement]]) -> list[Strategy]:

@@ -155,8 +155,8 @@ class Choices:
         found = finite_padding.fills(self, Padded.of(node, strategies, self.signature, copies))
         if found is None:
             shown = " and ".join(str(s) for s in strategies)
-            what = f"{self.call.target} has no finite gradient in the padding of {shown} at once"
-            raise ShardcError(what, where=self.rule.where, fix="make one of the two sizes divide by its ranks")
+            fault = f"{self.call.target} has no finite gradient in the padding of {shown} at once"
+            raise ShardcError(fault, where=self.rule.where, fix="make one of the two sizes divide by its ranks")
         return found
 
     def finite(self, node: fx.Node, strategies: Iterable[Strategy], holds: Fills, copies: Group) -> bool:

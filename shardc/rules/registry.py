@@ -70,11 +70,11 @@ class LocalCall:
         rule = find(self.call.target)
         has = parse(rule.notation).factors() if rule is not None and isinstance(rule.notation, str) else {factor}
         if rule is not None and factor not in has and not re.fullmatch(r"e\d+", factor):  # e0, e1: the dims of "..."
-            what = (
+            fault = (
                 f"`local` of the rule {rule.text!r} of {rule.op} asks for a factor {factor!r}, which the rule does not"
                 " have"
             )
-            raise ShardcError(what, where=rule.where, fix=f"one of {', '.join(sorted(has))}")
+            raise ShardcError(fault, where=rule.where, fix=f"one of {', '.join(sorted(has))}")
         return [a for a, s in self.strategies.items() if s.kind == "split" and s.base == factor]
 
     def without_padding(self, x: fx.Node, operand: int, dim: int, fill: float) -> fx.Node:
@@ -140,12 +140,12 @@ class Rule:
             return parse(self.notation).bind([v.shape for v in call.operands], [v.shape for v in call.results])
         except ValueError as e:
             types = f"{', '.join(map(str, call.operands))} -> {', '.join(map(str, call.results))}"
-            what = f"the rule {self.text!r} of {self.op} does not fit a call ({types}): {e}"
+            fault = f"the rule {self.text!r} of {self.op} does not fit a call ({types}): {e}"
             fix = (
                 "every tensor operand and result has one part of the notation, every dim one factor; or give a function"
                 " of the call"
             )
-            raise ShardcError(what, where=self.where, fix=fix) from None
+            raise ShardcError(fault, where=self.where, fix=fix) from None
 
     def groups(self, call: Call) -> tuple[tuple[int, ...], ...]:
         return parse_linear(self.linear_of(call)) if self.linear_of else self.linear

@@ -129,8 +129,8 @@ def arguments(given: Any, where: str = "") -> Arguments:
     if isinstance(given, Tensor):
         return (given,), {}
     if not isinstance(given, tuple):
-        what = f"a sample is a {type(given).__name__}, not a tuple of arguments"
-        raise ShardcError(what, where=where, fix="samples=[lambda: (torch.randn(4, 12), torch.randn(12))]")
+        fault = f"a sample is a {type(given).__name__}, not a tuple of arguments"
+        raise ShardcError(fault, where=where, fix="samples=[lambda: (torch.randn(4, 12), torch.randn(12))]")
     if len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], dict):
         return given[0], given[1]
     return given, {}

@@ -62,8 +62,8 @@ def rule(
     )  # an op defined again is another object
     if old is not None:
         if RULES[old].where != where:
-            what = f"{overload} already has the rule {RULES[old].text!r} ({RULES[old].where})"
-            raise ShardcError(what, where=where, fix="keep one of the two")
+            fault = f"{overload} already has the rule {RULES[old].text!r} ({RULES[old].where})"
+            raise ShardcError(fault, where=where, fix="keep one of the two")
         del RULES[old]
         SAMPLES.pop(old, None)
     new = registry.rule(
@@ -108,19 +108,19 @@ def _check(
     ]
     count = len(parsed.inputs) if parsed else len(tensors)
     if parsed and not lists and not len(needed) <= len(parsed.inputs) <= len(tensors):
-        what = (
+        fault = (
             f"{op} has {len(tensors)} tensor operands ({', '.join(a.name for a in tensors)}), the rule {notation!r} has"
             f" {len(parsed.inputs)}"
         )
         errors.add(
-            what,
+            fault,
             where=where,
             fix="one part per tensor operand, in the order of the op's arguments, separated by commas",
         )
     returns = [r for r in op._schema.returns if "Tensor" in str(r.type)]
     if parsed and not any("List" in str(r.type) for r in returns) and len(parsed.outputs) != len(returns):
-        what = f"{op} has {len(returns)} results, the rule {notation!r} has {len(parsed.outputs)}"
-        errors.add(what, where=where, fix="one part per result after the arrow")
+        fault = f"{op} has {len(returns)} results, the rule {notation!r} has {len(parsed.outputs)}"
+        errors.add(fault, where=where, fix="one part per result after the arrow")
     if isinstance(linear, str):
         try:
             groups = registry.parse_linear(linear)
