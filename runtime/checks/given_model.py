@@ -80,7 +80,7 @@ class GivenModel:
                 takers.add(self)
 
     def changes(self) -> Notes:
-        """What to tell, by the name of what changed first, one of each kind."""
+        """Notes, by the name of what changed first, one of each kind."""
         model: nn.Module | None = self._model() if self._model is not None else None
         if model is None:
             return {}
@@ -133,11 +133,11 @@ class GivenModel:
             notes[f"{names[0]}{more}"] = fault
         return notes
 
-    def tell(self, told: set[str]) -> Iterator[str]:
-        """The notes of kinds that are not told yet. told: new ones are added."""
+    def notes(self, noted: set[str]) -> Iterator[str]:
+        """The notes of kinds that are new. noted: new ones are added."""
         for name, fault in self.changes().items():
-            if fault not in told:
-                told.add(fault)
+            if fault not in noted:
+                noted.add(fault)
                 yield f"{name}: {fault}"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
 
-#: What to tell, by the name that it is about.
+#: What to note, by the name that it is about.
 Notes = dict[str, str]
 
 _PASS_IT = (
@@ -75,29 +75,29 @@ def _other_dtype(program: Program, now: Mapping[str, nn.Parameter]) -> Notes:
     return {}
 
 
-def tell_eval_mode(program: Program, tell: Callable[[str], None]) -> None:
+def note_eval_mode(program: Program, note: Callable[[str], None]) -> None:
     """Say of a program that was compiled in this process, of a model in eval mode, what that means. (Of one that was
     read from a folder, the commands print the notes.)
     """
     if program.eval_mode and program.check_attributes is not None:
-        tell(EVAL_MODE)
+        note(EVAL_MODE)
 
 
 def check_attributes(
-    program: Program, told: set[str], tell: Callable[[str], None], modules: Iterable[tuple[str, nn.Module]] = ()
+    program: Program, noted: set[str], note: Callable[[str], None], modules: Iterable[tuple[str, nn.Module]] = ()
 ) -> None:
     """Raises ShardcError where attributes of the model that was compiled, which forward reads, were changed since.
-    Tells of what forward may read. told: names that were told; new ones are added. modules: others that have them, too.
+    Notes what forward may read. noted: names of earlier notes; new ones are added. modules: others that have them.
     """
     if program.check_attributes is not None:
-        tell_once(program.check_attributes() | program.check_attributes(modules), told, tell)
+        note_once(program.check_attributes() | program.check_attributes(modules), noted, note)
 
 
-def tell_once(notes: Notes, told: set[str], tell: Callable[[str], None]) -> None:
-    for name, note in notes.items():
-        if name not in told:
-            told.add(name)
-            tell(f"{name}: {note}")
+def note_once(notes: Notes, noted: set[str], note: Callable[[str], None]) -> None:
+    for name, text in notes.items():
+        if name not in noted:
+            noted.add(name)
+            note(f"{name}: {text}")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Attributes:
         self._modules = [(weakref.ref(modules[path]), path) for path in self._values]
 
     def check(self, modules: Iterable[tuple[str, nn.Module]] | None = None) -> Notes:
-        """Raises ShardcError for attributes of modules that are others now; what to tell of objects and names. modules:
+        """Raises ShardcError for attributes of modules that are others now; notes on objects and names. modules:
         of another model than was captured, with their paths; what they do not have is not looked at.
         """
         if modules is None:

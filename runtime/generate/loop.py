@@ -92,13 +92,13 @@ class _Call:
 
 class Generator:
     """What generates with the weights of one engine. stored: gives the parameters and buffers that a forward takes, of
-    now; tell: says a line on the first rank.
+    now; note: prints a line on the first rank.
     """
 
     def __init__(
-        self, program: Program, mesh: Any, stored: Callable[[], dict[str, Any]], tell: Callable[[str], None]
+        self, program: Program, mesh: Any, stored: Callable[[], dict[str, Any]], note: Callable[[str], None]
     ) -> None:
-        self.program, self.mesh, self.stored, self.tell = program, mesh, stored, tell
+        self.program, self.mesh, self.stored, self.note = program, mesh, stored, note
         #: Both programs; None of a model that keeps no cache; and the programs of whole sequences.
         self._steps: dict[Sizes, tuple[_Runs, _Runs] | None] = {}
         self._wholes: dict[Sizes, _Runs] = {}
@@ -150,7 +150,7 @@ class Generator:
     def _told(self, what: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.tell(f"compiled for {what}, in {time.perf_counter() - start:.1f} s")
+        self.note(f"compiled for {what}, in {time.perf_counter() - start:.1f} s")
 
     def _compiled(self, call: _Call) -> tuple[_Runs, _Runs] | None:
         why = ""
@@ -163,7 +163,7 @@ class Generator:
                 if self._agree(longer, first, following, call):
                     return first, following
             why = why or made.why or f"with a cache {self.program.meta.get('model')} gives other logits than without"
-        self.tell(f"{why}: each token takes a forward of the whole sequence")
+        self.note(f"{why}: each token takes a forward of the whole sequence")
         return None
 
     def _runs(self, program: Program) -> _Runs:

@@ -155,8 +155,8 @@ _BRANCHES = "forward has branches of its own on self.training"
 _PLAIN = "evaluate the plain model with engine.full_state_dict()"
 
 
-def switched(program: Program, tell: Callable[[str], None]) -> bool:
-    """Does the program of a step evaluate as well? tell: of what nobody knows.
+def switched(program: Program, note: Callable[[str], None]) -> bool:
+    """Does the program of a step evaluate as well? note: of what nobody knows.
 
     Raises ShardcError where it does not, and there is no model to compile for it.
     """
@@ -167,12 +167,12 @@ def switched(program: Program, tell: Callable[[str], None]) -> bool:
     if program.evaluates == "otherwise":
         fault = f"{_BRANCHES}, and does something else in eval mode; a program that was loaded has no model to compile"
         raise ShardcError(fault, where="evaluating", fix=f"compile in this process (shardc.compile), or {_PLAIN}")
-    tell(f"{_BRANCHES}, which stay as in training: what they do in eval mode was not tried. If it matters, {_PLAIN}")
+    note(f"{_BRANCHES}, which stay as in training: what they do in eval mode was not tried. If it matters, {_PLAIN}")
     return True
 
 
 def compiled(
-    program: Program, batch: Any, shapes: Shapes, mesh: Any, *, use: Use, tell: Callable[[str], None]
+    program: Program, batch: Any, shapes: Shapes, mesh: Any, *, use: Use, note: Callable[[str], None]
 ) -> Program:
     """The program for a batch of these global shapes, the same on all ranks, for a use. Collective.
 
@@ -194,6 +194,6 @@ def compiled(
     if use != "evaluate" or program.evaluates == "otherwise":
         raise error or ShardcError("another rank could not compile the program for this batch", where="engine")
     why = error.what if error is not None else "another rank could not compile the model in eval mode"
-    tell(f"{why}. So dropout and BatchNorm alone are switched to evaluate. If it matters, {_PLAIN}")
+    note(f"{why}. So dropout and BatchNorm alone are switched to evaluate. If it matters, {_PLAIN}")
     same = shapes == tuple(x.shape for x in program.inputs)
-    return program if same else compiled(program, batch, shapes, mesh, use="as compiled", tell=tell)
+    return program if same else compiled(program, batch, shapes, mesh, use="as compiled", note=note)

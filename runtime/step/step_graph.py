@@ -107,14 +107,14 @@ class _Recorded:
 
 @dataclass
 class StepGraphs:
-    """The recorded steps of an engine. tell: hears why there are none."""
+    """The recorded steps of an engine. note: hears why there are none."""
 
     program: Program
     mesh: Any
     rng: Rng
     buckets: Buckets
     owned: Mapping[str, nn.Parameter]
-    tell: Callable[[str], None]
+    note: Callable[[str], None]
     _make: Callable[[], Graph] | None = None
     _seen: dict[Any, int] = field(default_factory=dict)
     _recorded: dict[Any, _Recorded] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class StepGraphs:
         fault = f"execution: {{graphs: true}}: {reason}; steps run op by op"
         if self.program.spec is not None and self.program.spec.strict:
             raise ShardcError(fault, where="engine", fix="leave graphs out, or `strict: true`")
-        self.tell(fault)
+        self.note(fault)
 
     def step(self, key: Any, values: Values, work: Callable[[Values], Result]) -> Result:
         """What `work` gives of values, and gradients in `.grad`. key: what else it depends on."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
-from shardc.runtime.mesh.watch import told
+from shardc.runtime.mesh.watch import print_line
 from shardc.runtime.state.checkpoint_folder import generations
 from shardc.runtime.step.evaluation import NoBatchesError
 from shardc.spec import Run
@@ -244,7 +244,7 @@ class Training:
     def _not_saved(self, error: ShardcError) -> None:
         self.saved = self.writing = None
         if self.engine.mesh.rank == 0:
-            told(f"{error.what}; training goes on")
+            print_line(f"{error.what}; training goes on")
 
     def _next(self, stream: Iterator[Any]) -> Any:
         """The next batch. All ranks agree whether to go on: if one stopped alone, the others would wait for it."""
@@ -336,7 +336,7 @@ class Training:
         """{"loss": ..., name: ...} over all held-out batches, as Engine.evaluate_all adds them up; {} without any."""
         if self.valid is None:
             if self.settings.eval_every and not self.empty and self.engine.mesh.rank == 0:
-                told("note: there is no data('valid') in the model file: no held-out loss (--eval-every)")
+                print_line("note: there is no data('valid') in the model file: no held-out loss (--eval-every)")
             self.empty = True
             return {}
         with self._save_on_failure(f"the evaluation after step {self.engine.step_count}"):
@@ -346,7 +346,9 @@ class Training:
                 values = self.engine.evaluate_all(batches, local=self.valid.local)
         if not values and not self.signals.seen and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True
-            told("note: data('valid') gives no batch: there is no held-out loss (return None where none is meant)")
+            print_line(
+                "note: data('valid') gives no batch: there is no held-out loss (return None where none is meant)"
+            )
         return values
 
     def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:

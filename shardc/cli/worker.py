@@ -202,7 +202,7 @@ def _refuse(job: Job, error: ShardcError, status: int = 2) -> NoReturn:
     if isinstance(error, OutOfMemoryError):
         error = ShardcError(f"{error.what}; {_expected(job)}", where=error.where, fix=error.fix)
     with _last_words(job):
-        print(for_this_rank(error.told()) if job.joined else error.told(), file=sys.stderr, flush=True)
+        print(for_this_rank(error.text()) if job.joined else error.text(), file=sys.stderr, flush=True)
     _report_errors(job, error.to_json())
     _quit(job, status)
 
