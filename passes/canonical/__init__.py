@@ -21,6 +21,7 @@ norm, moments, loss           norms, variances and losses as sums that can be sp
 lookup, masks, recurrent      bags of embeddings, writes under masks, recurrent layers
 random_tensors                random numbers come from the counter generator; random_streams: each op from its own
 experts, grouped_mm           what a mixture of experts is captured as, as the op `experts`
+choices                       a model's choices as random numbers, on which capture and grouped_mm try what they are
 cleanup                       the last steps, on the whole graph
 """
 

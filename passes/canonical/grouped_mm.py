@@ -18,8 +18,8 @@ stay as they are.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from shardc.ir.metadata import Value
 from shardc.ir.program import Program
 from shardc.nn import text_of
 from shardc.passes.base import Pass
+from shardc.passes.canonical.choices import draws, run
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
@@ -228,7 +229,7 @@ class _Writer:
 
     def _experts(self, down: fx.Node) -> None:
         """The op for a second product, what is between, and the first ones."""
-        between, ups = self._behind(down.args[0])
+        ups = self._products(down.args[0])
         rows: set[Any] = {up.args[0] for up in ups}
         if len(rows) != 1:
             return
@@ -240,11 +241,7 @@ class _Writer:
         m, i = len(ups) * first[2], second[1]
 
         def activation(x: Tensor) -> Any:
-            known: dict[fx.Node, Any] = dict(zip(ups, x.chunk(len(ups), -1), strict=True))
-            for n in between:
-                args, kwargs = fx.map_arg((n.args, n.kwargs), known.__getitem__)
-                known[n] = n.target(*args, **kwargs)  # type: ignore[operator]
-            return known[down.args[0]]  # type: ignore[index]
+            return run([down.args[0]], dict(zip(ups, x.chunk(len(ups), -1), strict=True)))[0]  # type: ignore[list-item]
 
         try:
             text = text_of(activation, m, i)
@@ -263,10 +260,8 @@ class _Writer:
         experts = self._put(ops.experts, (x, choice, share, up, down.args[1], None, None, text, True), value_of(down))
         down.replace_all_uses_with(experts)
 
-    def _behind(self, node: Any) -> tuple[list[fx.Node], list[fx.Node]]:
-        """(the ops between a value and the products that it is made of, in order; those products, in order). ([], [])
-        if anything else goes in.
-        """
+    def _products(self, node: Any) -> list[fx.Node]:
+        """The products that a value is made of, in order. [] if anything else goes in."""
         mine, reached = set(self.plain.values()), dict[fx.Node, None]()
 
         def visit(n: fx.Node) -> bool:
@@ -279,8 +274,7 @@ class _Writer:
             reached[n] = None
             return True
 
-        products = [n for n in reached if n.target is product] if visit(node) else []
-        return ([n for n in reached if n.target is not product], products) if products else ([], [])
+        return [n for n in reached if n.target is product] if visit(node) else []
 
     # --- what is tried
 
@@ -292,12 +286,11 @@ class _Writer:
 
     def _right(self, ends: Any, experts: int, *, skewed: bool) -> bool:
         assert self.index is not None
-        typed = value_of(self.index)
-        chosen = _drawn(self.index, experts, skewed=skewed)
-        run = _runner(self.index, chosen.to(typed.dtype))
+        *_, known = islice(draws([self.index], experts), 1 + skewed)
+        chosen = known[self.index]
         try:
-            order, stops = run(self.order), run(ends)
-        except (_Unknown, RuntimeError, IndexError):  # of other data too, or not for such numbers
+            order, stops = run([self.order, ends], known)
+        except (KeyError, RuntimeError, IndexError):  # of other data too, or not for such numbers
             return False
         flat = chosen.flatten()
         whole = torch.equal(order.sort().values, torch.arange(self.n))
@@ -316,42 +309,6 @@ class _Writer:
             new.meta = {"value": value, "source": source_of(self.here)}
             self.put[key] = new
         return self.put[key]
-
-
-class _Unknown(Exception):
-    pass
-
-
-def _drawn(index: fx.Node, experts: int, *, skewed: bool) -> Tensor:
-    """Random choices among so many experts: of topk distinct ones of each token. skewed: most experts get none."""
-    shape, generator = value_of(index).shape, torch.Generator().manual_seed(experts)
-    of: Any = index.args[0] if index.target is operator.getitem else None
-    k = shape[-1] if shape else 1
-    if of is not None and of.target is aten.topk.default and _last(of.args[2:3], shape) and k <= experts:
-        scores = torch.rand((*shape[:-1], experts), generator=generator)
-        scores[..., : min(k + 1, experts)] += skewed  # the others are chosen by nobody
-        return scores.topk(k, -1).indices
-    chosen = torch.randint(experts, shape, generator=generator)
-    return torch.where(chosen > 0, chosen.clamp(max=1), chosen) if skewed else chosen
-
-
-def _last(dim: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
-    return not dim or dim[0] in (-1, len(shape) - 1)
-
-
-def _runner(index: fx.Node, chosen: Tensor) -> Callable[[Any], Any]:
-    """Computes what follows from the choices alone. Raises _Unknown for what does not."""
-    known: dict[fx.Node, Any] = {index: chosen}
-
-    def run(node: fx.Node) -> Any:
-        if node not in known:
-            if node.op != "call_function":
-                raise _Unknown
-            args, kwargs = fx.map_arg((node.args, node.kwargs), run)
-            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        return known[node]
-
-    return run
 
 
 def _choices(order: fx.Node) -> fx.Node | None:

@@ -37,7 +37,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(eq=False)
-class Plan:
+class KeptValues:
     """Calls that run again, in order. wanted: what of their results."""
 
     nodes: tuple[fx.Node, ...]
@@ -67,7 +67,7 @@ class Recomputed:
         self._regions: dict[Wanted, str] = {}
         place = {n: i for i, n in enumerate(graph.nodes)}
         self.held: set[Wanted] = set()
-        self.plans: dict[Wanted, Plan] = {}
+        self.plans: dict[Wanted, KeptValues] = {}
         asked: dict[str, set[Wanted]] = {}
         for by, w in wants:
             chain = self._chain(by)
@@ -96,7 +96,7 @@ class Recomputed:
                 if few is not many:  # a node moves to a list at least twice as long: O(n log n) moves in all
                     many += few
                     together.update(dict.fromkeys(few, many))
-            plans = {id(s): Plan(tuple(sorted(s, key=place.__getitem__)), []) for s in together.values()}
+            plans = {id(s): KeptValues(tuple(sorted(s, key=place.__getitem__)), []) for s in together.values()}
             for w in wanted:
                 self.plans[w] = plan = plans[id(together[w.node])]
                 plan.wanted.append(w)

@@ -24,7 +24,7 @@ from shardc.ir.program import Program
 from shardc.ir.stage import Joint
 from shardc.ir.types import op_name
 from shardc.passes.joint.halves import halves_of
-from shardc.passes.joint.kept import Plan, Recomputed, Wanted
+from shardc.passes.joint.kept import KeptValues, Recomputed, Wanted
 from shardc.passes.joint.order import BucketComplete, Complete, Event, GatheredComplete, Gradient, RuleRuns
 from shardc.passes.joint.record import Line, Ref, Type, is_view, map_refs
 from shardc.passes.joint.rules import Facts, Rules
@@ -438,7 +438,7 @@ class Writer:
             self._reloaded[handle] = there
         return self._reloaded[handle]
 
-    def _recompute(self, plan: Plan) -> None:
+    def _recompute(self, plan: KeptValues) -> None:
         outer = self._reloaded, self._reloading
         self._reloaded = {}
         local: Found = {}

@@ -8,7 +8,7 @@ torch.float32, rng, 3)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +17,10 @@ from torch import Tensor
 from shardc.runtime import random_draws
 from shardc.runtime.rng import Digits, Paddings, Rng, bits, indices
 
-#: kind -> the op of runtime/random_draws.py that samples it, and the names of its options there.
-KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "uniform": ("uniform_", ("from", "to")),
-    "normal": ("normal_", ("mean", "std")),
-    "log_normal": ("log_normal_", ("mean", "std")),
-    "exponential": ("exponential_", ("lambd",)),
-    "geometric": ("geometric_", ("p",)),
-    "cauchy": ("cauchy_", ("median", "sigma")),
-    "integers": ("random_", ("from", "to")),
-    "permutation": ("randperm", ()),
+#: kind -> what samples it, given its options.
+KINDS: dict[str, Callable[..., random_draws.Sampler]] = {
+    kind: getattr(random_draws, kind)
+    for kind in ("uniform", "normal", "log_normal", "exponential", "geometric", "cauchy", "integers")
 }
 
 
@@ -44,7 +38,7 @@ def random(
 ) -> Tensor:
     """Independent random numbers, without a gradient; drawn also where `rng` is not training, as torch draws them.
 
-    kind, options: a distribution of KINDS and its parameters; "integers" are in [from, to), "permutation" is one of
+    kind, options: one of KINDS and its parameters; "integers" are in [from, to), "permutation" is one of
     range(shape[0]).
     shape: global. index: ordinal of this op in the graph. digits, paddings: which part this rank holds, as in
     `ops.dropout`."""
@@ -54,10 +48,9 @@ def random(
     if kind == "permutation":
         assert not digits, "a permutation is drawn whole"
         return torch.argsort(bits(key, where), stable=True).to(dtype)
-    name, options_of = KINDS[kind]
-    sample = random_draws.SAMPLERS[name](dict(zip(options_of, options, strict=True)))
+    sample = KINDS[kind](*options)
     flat = torch.cat(
-        [sample(key, part, {}, dtype).to(dtype) for part in torch.split(where.reshape(-1), random_draws.CHUNK)]
+        [sample(key, part, dtype).to(dtype) for part in torch.split(where.reshape(-1), random_draws.CHUNK)]
     )
     if kind == "uniform" and dtype.itemsize < 4:  # rounding must not reach the upper end
         flat = flat.clamp_(max=_below(options[1], dtype))

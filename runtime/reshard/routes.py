@@ -126,12 +126,12 @@ def messages(
             common, _ = _taken(lacking, boxes)
             for n, target in enumerate(targets if common else ()):
                 if rank in (None, target, *sources):
-                    source = nearest(target, sources, n + number + turn)
+                    source = nearest_source(target, sources, n + number + turn)
                     if rank in (None, source, target):
                         yield Message(source, target, common)
 
 
-def nearest(target: int, sources: Sequence[int], turn: int) -> int:
+def nearest_source(target: int, sources: Sequence[int], turn: int) -> int:
     """Of the ranks that could send, one in the smallest block that the target is in, too. Blocks are of powers of two,
     as axes of meshes and devices of machines mostly are; of several sources there, the one whose turn it is."""
     shared = min((target ^ s).bit_length() for s in sources)

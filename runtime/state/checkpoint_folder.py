@@ -16,12 +16,87 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_128
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import checkpoint_index, disk_calls
-from shardc.runtime.state.checkpoint_index import FILE, Index
+from shardc.runtime.state.boxes import Box, Numbers, disjoint, overlap
+from shardc.runtime.state.checkpoint_index import FILE, Index, Slice, Stored
+from shardc.runtime.state.tensor_file import BLOCK, bytes_of
+
+# --- slices of files, read and checked against their digests
+
+
+def damage(file: Path, key: str, s: Slice) -> DamagedError:
+    """The error for a slice whose digest is another."""
+    place = ",".join(f"{a}:{a + n}" for a, n in zip(s.offset, s.shape, strict=True))
+    return DamagedError(f"{key}[{place}], at byte {s.place}, is not what was saved", where=str(file))
+
+
+def read_whole(descriptor: int, stored: Stored, s: Slice) -> Tensor | None:
+    """One slice; None: it is not what was saved."""
+    x = torch.empty(s.shape, dtype=stored.dtype)
+    return x if _read_into(descriptor, x, s) else None
+
+
+def _read_into(descriptor: int, x: Tensor, s: Slice) -> bool:
+    data, found = bytes_of(x), xxh3_128()
+    try:
+        for start in range(0, len(data), BLOCK):
+            block = data[start : start + BLOCK]
+            disk_calls.read_into(descriptor, block, s.place + start)
+            found.update(block)  # while it is in the cache
+    except OSError:
+        return False
+    return found.hexdigest() == s.digest
+
+
+def read_slice(descriptor: int, stored: Stored, s: Slice, boxes: list[tuple[Box, Tensor]]) -> bool:
+    """Read one slice, and copy what it has of each box to where it belongs. False: it is not what was saved."""
+    (box, target), *others = boxes
+    direct = (
+        not others
+        and (box.offset, box.shape) == (s.offset, s.shape)
+        and target.dtype == stored.dtype
+        and target.device.type == "cpu"
+        and target.is_contiguous()
+    )
+    buffer = target if direct else torch.empty(s.shape, dtype=stored.dtype)
+    if not _read_into(descriptor, buffer, s):
+        return False
+    for box, target in () if direct else boxes:
+        common = overlap(box.offset, box.shape, s.offset, s.shape)
+        assert common is not None
+        to, here = (
+            tuple(slice(a - o, a - o + n) for a, n, o in zip(*common, origin, strict=True))
+            for origin in (box.offset, s.offset)
+        )
+        target[to].copy_(buffer[here])
+    return True
+
+
+def read_box(path: Path, index: Index, key: str, offset: Numbers, shape: Numbers) -> Tensor:
+    """A box of a tensor of one checkpoint, on the CPU. Raises DamagedError for a slice that is not what was saved."""
+    stored = index.tensors[key]
+    found = torch.empty(shape, dtype=stored.dtype)
+    box = Box(offset, shape, (), None)
+    for s in stored.slices:
+        if overlap(offset, shape, s.offset, s.shape) is not None:
+            file = path / index.files[s.file].name
+            with disk_calls.opened(file) as descriptor:
+                if not read_slice(descriptor, stored, s, [(box, found)]):
+                    raise damage(file, key, s)
+    return found
+
+
+# --- names
 
 _NAME = re.compile(r"step-([0-9]{6,18})(?:\.([0-9]{1,6}))?(\.old)?")
 #: So many checkpoints stay, the last ones (the command line has the same default, without torch).
@@ -144,7 +219,7 @@ def read_index(path: Path) -> Index:
             disk_calls.read_file(path / checkpoint_index.NAME, checkpoint_index.MAX_BYTES)
         )
     except (FileNotFoundError, NotADirectoryError):
-        if path.is_dir() and any(FILE.fullmatch(n) for n in os.listdir(path)):
+        if path.is_dir() and any(re.fullmatch(FILE, n) for n in os.listdir(path)):
             raise DamagedError("the index is missing", where=where) from None
         raise none_in(path) from None
     except (ValueError, OSError) as e:
@@ -190,3 +265,100 @@ def remedy(path: Path) -> str:
         if g.path.name != path.name and complete(g.path):
             return f"{g.path} is complete: load that one, or let it be found with last_good=True (run: --last-good)"
     return "no other checkpoint is beside it: get it again from where it was copied"
+
+
+# --- without a program: is a checkpoint whole, and in what do two differ?
+
+
+def verify(path: Path) -> Iterator[ShardcError]:
+    """All that is wrong with one checkpoint. Every byte is read, a slice at a time."""
+    try:
+        index = read_index(path)
+    except DamagedError as e:
+        yield e
+        return
+    for key, stored in index.tensors.items():
+        if not disjoint((s.offset, s.shape) for s in stored.slices):
+            yield DamagedError(f"slices of {key} overlap, and others are missing", where=str(path))
+    of_file: dict[int, list[tuple[str, Slice]]] = {}
+    for key, stored in index.tensors.items():
+        for s in stored.slices:
+            of_file.setdefault(s.file, []).append((key, s))
+    for number, file in enumerate(index.files):
+        try:
+            check_file(path, index, number)
+        except DamagedError as e:
+            yield e
+            if not (path / file.name).is_file():
+                continue
+        with disk_calls.opened(path / file.name) as descriptor:
+            for key, s in sorted(of_file.get(number, []), key=lambda x: x[1].place):
+                if read_whole(descriptor, index.tensors[key], s) is None:
+                    yield damage(path / file.name, key, s)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that two checkpoints do not have alike. a, b: what each has; "" for what it lacks."""
+
+    what: str
+    a: str
+    b: str
+
+
+def diff(a: Path, b: Path) -> Iterator[Difference]:
+    """In what two checkpoints differ: tensors, however they are cut, and numbers. Raises DamagedError."""
+    first, second = read_index(a), read_index(b)
+    for name in ("step", "model", "program", "mesh"):
+        x, y = getattr(first, name), getattr(second, name)
+        if x != y:
+            yield Difference(name, str(x), str(y))
+    yield from _values("extra", first.extra, second.extra)
+    yield from _values("optimizer", first.optimizer or {}, second.optimizer or {})
+    for key in sorted(first.tensors.keys() | second.tensors.keys()):
+        x, y = first.tensors.get(key), second.tensors.get(key)
+        if x is None or y is None or (x.dtype, x.shape) != (y.dtype, y.shape):
+            yield Difference(key, _form(x), _form(y))
+        elif _cut(x) != _cut(y):
+            count, most = _compare(a, first, b, second, key)
+            if count:
+                text = f"{count} of its numbers differ" + (f", by {most:.3g} at most" if most is not None else "")
+                yield Difference(key, text, text)
+
+
+def _values(name: str, x: Any, y: Any) -> Iterator[Difference]:
+    if isinstance(x, dict) and isinstance(y, dict):
+        for k in sorted(x.keys() | y.keys()):
+            yield from _values(f"{name}.{k}", x.get(k), y.get(k))
+    elif repr(x) != repr(y):  # nan is nan
+        yield Difference(name, "" if x is None else str(x), "" if y is None else str(y))
+
+
+def _form(x: Stored | None) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if x is not None else ""
+
+
+def _cut(x: Stored) -> set[Any]:
+    return {(s.offset, s.shape, s.digest) for s in x.slices}
+
+
+def _compare(a: Path, first: Index, b: Path, second: Index, key: str) -> tuple[int, float | None]:
+    """How many numbers of a tensor differ, and by how much; None where one is nan."""
+    stored, count, most = first.tensors[key], 0, 0.0
+    for s in stored.slices:
+        file = a / first.files[s.file].name
+        with disk_calls.opened(file) as descriptor:
+            x = read_whole(descriptor, stored, s)
+        if x is None:
+            raise damage(file, key, s)
+        y = read_box(b, second, key, s.offset, s.shape)
+        differ = (_bytes(x) != _bytes(y)).any(-1)
+        count += int(differ.sum())
+        if differ.any():
+            wide = torch.complex128 if x.dtype.is_complex else torch.float64
+            most = max(most, float((x.to(wide) - y.to(wide)).abs().max()))
+    return count, most if most == most else None
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8).view(x.numel(), x.dtype.itemsize)

@@ -17,25 +17,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationError
 
 from shardc import text_file
-from shardc.runtime.state import digest
-from shardc.runtime.state.boxes import Numbers
-from shardc.runtime.state.tensor_file import MAX_HEADER, whole_numbers
+from shardc.runtime.state.tensor_file import MAX_HEADER
 
 NAME = "index.json"
 KIND, VERSION = "shardc checkpoint", 3
 MAX_BYTES = 4 << 30
-MAX_DIMS = 64
-FILE = re.compile(r"(model|optimizer)-[0-9]{5,9}\.safetensors")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+FILE = r"(model|optimizer)-[0-9]{5,9}\.safetensors"
 DTYPES: dict[str, torch.dtype] = {
     str(x).removeprefix("torch."): x
     for x in vars(torch).values()
@@ -43,34 +39,56 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-@dataclass(frozen=True)
-class File:
+def _dtype(x: Any) -> torch.dtype:
+    if not isinstance(x, str) or x not in DTYPES:
+        raise ValueError(f"the dtype {x!r} is unknown")
+    return DTYPES[x]
+
+
+def _optimizer(x: dict[str, Any]) -> dict[str, Any]:
+    groups, numbers = x.get("groups"), x.get("numbers")
+    fits = x.keys() == {"class", "groups", "numbers"} and isinstance(x["class"], str)
+    fits = fits and isinstance(groups, list) and all(isinstance(g, dict) for g in groups)
+    fits = fits and isinstance(numbers, dict) and all(isinstance(each, dict) for each in numbers.values())
+    params = [g.get("params") for g in groups or ()] if fits else []
+    if not fits or not all(isinstance(p, list) and all(isinstance(n, str) for n in p) for p in params):
+        raise ValueError("it is not {class, groups: [{params: [name, ...], ...}], numbers: {name: {...}}}")
+    return x
+
+
+Whole = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+Sizes = Annotated[tuple[Whole, ...], Field(max_length=64)]
+Dtype = Annotated[torch.dtype, PlainValidator(_dtype)]
+
+
+class File(NamedTuple):
     """A file of tensors. rank: that wrote it; header: its bytes before the data; sha256: of those."""
 
-    name: str
-    rank: int
-    nbytes: int
-    header: int
-    sha256: str
+    name: Annotated[str, Field(pattern=f"^{FILE}$")]
+    rank: Whole
+    nbytes: Whole
+    header: Annotated[Whole, Field(ge=8, le=MAX_HEADER + 8)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-@dataclass(frozen=True)
-class Slice:
-    """A box of a tensor: its bytes stand in one stretch. file: its number in the index; place: its first byte there."""
+class Slice(NamedTuple):
+    """A box of a tensor: its bytes are one stretch. file: its number in the index; place: its first byte there. digest:
+    XXH3 of its bytes, 128 bits, at the speed of memory. It finds damage, not forgery: whoever can write a checkpoint
+    can write its digests. Another one is another VERSION.
+    """
 
-    file: int
-    place: int
-    offset: Numbers
-    shape: Numbers
-    digest: str
+    file: Whole
+    place: Whole
+    offset: Sizes
+    shape: Annotated[tuple[Annotated[Whole, Field(ge=1)], ...], Field(max_length=64)]
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A tensor in a checkpoint, of global shape, and the slices that it consists of."""
 
-    dtype: torch.dtype
-    shape: Numbers
+    dtype: Dtype
+    shape: Sizes
     slices: tuple[Slice, ...] = ()
 
     def nbytes(self, x: Slice) -> int:
@@ -84,12 +102,12 @@ class Index:
     """
 
     id: str
-    step: int
+    step: Whole
     model: str
     program: str
-    mesh: dict[str, int]
+    mesh: dict[str, Annotated[int, Field(strict=True, ge=1)]]
     extra: dict[str, Any]
-    optimizer: dict[str, Any] | None
+    optimizer: Annotated[dict[str, Any], AfterValidator(_optimizer)] | None
     files: tuple[File, ...] = ()
     tensors: Mapping[str, Stored] = field(default_factory=dict)
 
@@ -103,17 +121,8 @@ class Index:
 
 def tables(files: tuple[File, ...], tensors: Mapping[str, Stored]) -> dict[str, Any]:
     """Files and tensors as JSON has them."""
-    return {
-        "files": [[f.name, f.rank, f.nbytes, f.header, f.sha256] for f in files],
-        "tensors": {
-            name: [
-                str(t.dtype).removeprefix("torch."),
-                list(t.shape),
-                [[s.file, s.place, list(s.offset), list(s.shape), s.digest] for s in t.slices],
-            ]
-            for name, t in tensors.items()
-        },
-    }
+    entries = {n: (str(t.dtype).removeprefix("torch."), t.shape, t.slices) for n, t in tensors.items()}
+    return {"files": files, "tensors": entries}
 
 
 def plain(x: Any) -> Any:
@@ -158,99 +167,51 @@ def _checked(found: dict[str, Any]) -> Index:
     keys = {"sha256", "format", "version", *Index.__dataclass_fields__}
     if found.keys() != keys:
         raise ValueError(f"it has the keys {', '.join(map(repr, sorted(found)))}, and should have {sorted(keys)}")
-    for name, kind in (("id", str), ("model", str), ("program", str), ("mesh", dict), ("extra", dict)):
-        _is(found[name], kind, name)
-    for axis, size in found["mesh"].items():
-        if type(size) is not int or size < 1:
-            raise ValueError(f"the size of {axis!r} in mesh is {size!r}")
-    if found["optimizer"] is not None:
-        _check_optimizer(_is(found["optimizer"], dict, "optimizer"))
-    files, tensors = read_tables(found)
-    (step,) = whole_numbers([found["step"]], "step")
-    facts = {k: found[k] for k in ("id", "model", "program", "mesh", "extra", "optimizer")}
-    return Index(step=step, files=files, tensors=tensors, **facts)
+    index: Index = _as(_INDEX, {k: found[k] for k in Index.__dataclass_fields__})
+    _check(index.files, index.tensors, partial=False)
+    return index
 
 
-def _check_optimizer(x: dict[str, Any]) -> None:
-    if x.keys() != {"class", "groups", "numbers"}:
-        raise ValueError("optimizer has other keys than class, groups and numbers")
-    _is(x["class"], str, "class of the optimizer")
-    for group in _is(x["groups"], list, "groups of the optimizer"):
-        names = _is(group, dict, "group of the optimizer").get("params")
-        if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-            raise ValueError("a group of the optimizer has no list of params")
-    for numbers in _is(x["numbers"], dict, "numbers of the optimizer").values():
-        _is(numbers, dict, "numbers of a parameter")
+def _as(form: TypeAdapter[Any], found: Any) -> Any:
+    try:
+        return form.validate_python(found)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def _is(x: Any, kind: type, what: str) -> Any:
-    if not isinstance(x, kind):
-        raise ValueError(f"its {what} is no {kind.__name__}")
-    return x
+_INDEX = TypeAdapter(Index)
+_FILES, _TENSORS = TypeAdapter(tuple[File, ...]), TypeAdapter(dict[str, Stored])
 
 
-def read_tables(found: Mapping[str, Any], *, partial: bool = False) -> tuple[tuple[File, ...], dict[str, Stored]]:
-    """The inverse of `tables`. Raises ValueError where something does not fit: every byte of every file belongs to its
-    header or to one slice, and, unless they are partial, the slices of a tensor are all of it.
+def read_tables(found: Mapping[str, Any]) -> tuple[tuple[File, ...], dict[str, Stored]]:
+    """The inverse of `tables`, for what one rank writes: slices that need not be all of a tensor. Raises ValueError
+    where something does not fit.
     """
-    files = tuple(_file(x) for x in _is(found["files"], list, "files"))
+    files, tensors = _as(_FILES, found["files"]), _as(_TENSORS, found["tensors"])
+    _check(files, tensors, partial=True)
+    return files, tensors
+
+
+def _check(files: tuple[File, ...], tensors: Mapping[str, Stored], *, partial: bool) -> None:
+    """Every byte of every file belongs to its header or to one slice; unless partial, slices are all of a tensor."""
     if len({f.name for f in files}) != len(files):
         raise ValueError("a file stands twice in files")
-    tensors = {name: _stored(name, x, files, partial) for name, x in _is(found["tensors"], dict, "tensors").items()}
+    for name, t in tensors.items():
+        if not partial and sum(math.prod(s.shape) for s in t.slices) != math.prod(t.shape):
+            raise ValueError(f"the slices of {name!r} are not all of it")
+        for s in t.slices:
+            if len(s.offset) != len(t.shape) or len(s.shape) != len(t.shape):
+                raise ValueError(f"a slice of {name!r} has other dims than its shape")
+            if any(a + n > size for a, n, size in zip(s.offset, s.shape, t.shape, strict=True)):
+                raise ValueError(f"a slice of {name!r} reaches over its end")
+            if s.file >= len(files):
+                raise ValueError(f"a slice of {name!r} is in no file")
     ends = [f.header for f in files]
-    stretches = sorted((s.file, s.place, t.nbytes(s)) for t in tensors.values() for s in t.slices)
-    for file, place, nbytes in stretches:
+    for file, place, nbytes in sorted((s.file, s.place, t.nbytes(s)) for t in tensors.values() for s in t.slices):
         if place != ends[file]:
             raise ValueError(f"slices of {files[file].name} overlap or leave a gap at byte {ends[file]}")
         ends[file] = place + nbytes
     for f, end in zip(files, ends, strict=True):
         if end != f.nbytes:
             raise ValueError(f"the slices of {f.name} end at byte {end}, and the file at {f.nbytes}")
-    return files, tensors
-
-
-def _file(x: Any) -> File:
-    if not isinstance(x, list) or len(x) != 5:
-        raise ValueError("an entry of files is not [name, rank, bytes, bytes before the data, sha256]")
-    name, *numbers, sha256 = x
-    if not isinstance(name, str) or not FILE.fullmatch(name):
-        raise ValueError(f"files names {name!r}, which is no file of a checkpoint")
-    rank, nbytes, header = whole_numbers(numbers, f"numbers of {name}")
-    if not 8 <= header <= min(nbytes, MAX_HEADER + 8) or not _text(sha256, _SHA256):
-        raise ValueError(f"the header of {name} does not fit")
-    return File(name, rank, nbytes, header, sha256)
-
-
-def _stored(name: str, x: Any, files: tuple[File, ...], partial: bool) -> Stored:
-    if not isinstance(x, list) or len(x) != 3 or not isinstance(x[2], list) or not _text(x[0], re.compile(r"\w+")):
-        raise ValueError(f"the entry of {name!r} is not [dtype, shape, slices]")
-    if x[0] not in DTYPES:
-        raise ValueError(f"the dtype of {name!r}, {x[0]!r}, is unknown")
-    whole = Stored(DTYPES[x[0]], whole_numbers(x[1], f"shape of {name!r}"))
-    if len(whole.shape) > MAX_DIMS:
-        raise ValueError(f"{name!r} has {len(whole.shape)} dims")
-    slices = tuple(_slice(name, s, whole, files) for s in x[2])
-    if not partial and sum(math.prod(s.shape) for s in slices) != math.prod(whole.shape):
-        raise ValueError(f"the slices of {name!r} are not all of it")
-    return Stored(whole.dtype, whole.shape, slices)
-
-
-def _slice(name: str, x: Any, whole: Stored, files: tuple[File, ...]) -> Slice:
-    if not isinstance(x, list) or len(x) != 5 or not _text(x[4], digest.TEXT):
-        raise ValueError(f"a slice of {name!r} is not [file, first byte, offset, shape, digest]")
-    file, place = whole_numbers(x[:2], f"place of a slice of {name!r}")
-    found = Slice(
-        file, place, whole_numbers(x[2], f"offset in {name!r}"), whole_numbers(x[3], f"slice of {name!r}"), x[4]
-    )
-    dims = len(whole.shape)
-    if len(found.offset) != dims or len(found.shape) != dims or 0 in found.shape:
-        raise ValueError(f"a slice of {name!r} has other dims than its shape, or no elements")
-    if any(a + n > size for a, n, size in zip(found.offset, found.shape, whole.shape, strict=True)):
-        raise ValueError(f"a slice of {name!r} reaches over its end")
-    if file >= len(files) or place < files[file].header or place + whole.nbytes(found) > files[file].nbytes:
-        raise ValueError(f"a slice of {name!r} is outside of its file")
-    return found
-
-
-def _text(x: Any, form: re.Pattern[str]) -> bool:
-    return isinstance(x, str) and form.fullmatch(x) is not None

@@ -6,14 +6,14 @@
     OUT/adapter_model.safetensors, adapter_config.json      of a model with peft's adapters, instead
 
 Names and form are those of the model's own checkpoints: what transformers joined when it loaded (experts, fused
-projections) is apart again. Every rank knows from the headers where each number stands, and writes what it holds to its
-place: nothing is gathered, and no process holds more than its own part. Only what a conversion computes anew is
-gathered, one tensor at a time.
+projections) is apart again. Every rank knows from the headers where each number is, and writes what it holds to its
+place. What a conversion makes of a tensor is made of the whole one, which all ranks gather, one at a time.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -33,15 +33,13 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.adapter_files import OfSpec
+from shardc.runtime.state.adapters import OfSpec
 from shardc.runtime.state.boxes import Runs, kept, model_parts
-from shardc.runtime.state.gathering import gathered_entry
-from shardc.runtime.state.init_recorder import Recorder
-from shardc.runtime.state.init_tape import Tape
+from shardc.runtime.state.init_tape import Recorder, Ref, Tape
+from shardc.runtime.state.parts import gathered_entry
 from shardc.runtime.state.pretrained import pretrained_modules
 from shardc.runtime.state.sliced_tensors import Ranges, index, stretches, whole
-from shardc.runtime.state.tape_slices import OnTape, Piece
-from shardc.runtime.state.tensor_file import NAMES, Entry, TensorFile, bytes_of, header
+from shardc.runtime.state.tensor_file import NAMES, Entry, bytes_of, header, opened
 from shardc.runtime.state.weight_files import weight_files
 from shardc.torch_private import pytree
 
@@ -75,32 +73,29 @@ class Named:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor of a file. pieces: of which named tensors it is made; None: it is computed of those `needs` names."""
+    """A tensor of a file, and its place on the tape. of: the named tensors that it is made of; itself: it is one."""
 
     name: str
-    on_tape: OnTape
+    ref: Ref
     dtype: torch.dtype
-    pieces: tuple[Piece, ...] | None
+    of: tuple[str, ...]
+    itself: bool
 
     @property
     def entry(self) -> Entry:
-        return Entry(self.name, self.dtype, self.on_tape.shape)
-
-    @property
-    def needs(self) -> list[str]:
-        tape: Tape = self.on_tape.tape
-        entries = (tape.entries[i] for i in tape.closure([self.on_tape.ref.storage]))
-        return [e.args[0].name for e in entries if e.name == "stored"]
+        return Entry(self.name, self.dtype, self.ref.shape)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of one folder. stem: "model" or "adapter_model"; outputs: their tensors, in order; metadata: in every
-    file's header. finish: writes what else belongs to the folder."""
+    """The files of one folder. stem: "model" or "adapter_model"; outputs: their tensors, in order; values: of named
+    tensors, while something is computed of them; metadata: in every file's header. finish: writes what else belongs to
+    the folder."""
 
     folder: Path
     stem: str
     outputs: tuple[Output, ...]
+    tape: Tape
     values: dict[str, Tensor]
     metadata: Mapping[str, str]
     finish: Callable[[], None]
@@ -187,7 +182,7 @@ def foreign_weights(path: Path) -> Path | None:
         return path
     for file in files:
         try:
-            ours = file.suffix == ".safetensors" and _MARK.items() <= TensorFile(file).metadata.items()
+            ours = file.suffix == ".safetensors" and _MARK.items() <= (opened(file).metadata() or {}).items()
         except (ShardcError, OSError):
             ours = False
         if not ours:
@@ -224,12 +219,13 @@ def plan(
     folder = path.parent if single else path
 
     def layout(at: Path, stem: str, found: Mapping[str, Tensor], ties: Mapping[str, str], finish: Any) -> Layout:
-        outputs = tuple(_output(n, x, recorder, dtype) for n, x in found.items())
+        outputs = tuple(sorted((_output(n, x, recorder, dtype) for n, x in found.items()), key=lambda x: x.of))
         if wide := [x.name for x in outputs if x.dtype not in NAMES]:
             fix = "save a checkpoint instead (engine.save), or train in complex64"
             kinds = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in outputs if x.name in wide}))
             raise ShardcError(f"safetensors files hold no {kinds}", where=", ".join(wide), fix=fix)
-        return Layout(at, stem, outputs, values, {k: v for k, v in ties.items() if v in found}, finish)
+        metadata = {k: v for k, v in ties.items() if v in found}
+        return Layout(at, stem, outputs, recorder.tape, values, metadata, finish)
 
     if adapters is not None and not adapters.merge:
         with recorder.recording():
@@ -251,10 +247,11 @@ def plan(
 
 
 def _output(name: str, x: Tensor, recorder: Recorder, dtype: torch.dtype | None) -> Output:
-    on_tape = OnTape(recorder.tape, recorder.ref(x))
-    pieces = on_tape.pieces(whole(on_tape.shape))
-    written = dtype if dtype is not None and on_tape.dtype.is_floating_point else on_tape.dtype
-    return Output(name, on_tape, written, tuple(pieces) if pieces is not None else None)
+    ref, tape = recorder.ref(x), recorder.tape
+    written = dtype if dtype is not None and ref.dtype.is_floating_point else ref.dtype
+    stored = (tape.entries[i].args[0] for i in tape.closure([ref.storage]) if tape.entries[i].func is None)
+    read = tuple(x.name for x in stored if isinstance(x, Named))
+    return Output(name, ref, written, read, isinstance(tape.source(ref), Named))
 
 
 def skeleton(model: nn.Module | None) -> nn.Module | None:
@@ -362,79 +359,72 @@ def write(
     parts = [layout.folder / f".{layout.stem}-{i}.writing" for i in range(len(groups))]
     headers = [header([x.entry for x in group], {**layout.metadata, **_MARK}) for group in groups]
     problem: OSError | None = None
-    try:
-        if mesh.rank == 0:
-            layout.folder.mkdir(parents=True, exist_ok=True)
-            for part, (first, placed) in zip(parts, headers, strict=True):
-                part.unlink(missing_ok=True)
-                disk_calls.write_file(part, first)
-                os.truncate(part, placed[-1].stop if placed else len(first))
-    except OSError as e:
-        problem = e
+
+    def tried(work: Callable[..., None], *args: Any) -> None:
+        """All ranks gather alike, so one that cannot write goes on without writing."""
+        nonlocal problem
+        if problem is None:
+            try:
+                work(*args)
+            except OSError as e:
+                problem = e
+
+    if mesh.rank == 0:
+        tried(_begin, layout.folder, parts, headers)
     _agree(mesh, problem, layout.folder)
     for group, part, (_, placed) in zip(groups, parts, headers, strict=True):
-        descriptor = -1
+        files: list[int] = []
+        tried(lambda part: files.append(os.open(part, os.O_WRONLY | os.O_CLOEXEC)), part)  # noqa: B023 (called at once)
         try:
-            descriptor = os.open(part, os.O_WRONLY | os.O_CLOEXEC)
-        except OSError as e:
-            problem = e
-        try:
-            for x, entry in zip(group, placed, strict=True):
-                pieces = x.pieces if x.pieces is not None else _computed(x, layout, gathered)
-                for piece, data in _data(x, pieces, held, mesh.rank == 0):
-                    if problem is None:
-                        _put(descriptor, entry, piece.place, data)
-            if problem is None:
-                disk_calls.sync(descriptor)
-        except OSError as e:
-            problem = e
+            for entry, place, data in _data(layout, list(zip(group, placed, strict=True)), held, gathered, mesh.rank):
+                tried(_put, *files, entry, place, data)
+            tried(disk_calls.sync, *files)
         finally:
-            if descriptor >= 0:
+            for descriptor in files:
                 os.close(descriptor)
     _agree(mesh, problem, layout.folder)
-    try:
-        if mesh.rank == 0:
-            _name(layout, groups, parts, single)
-            layout.finish()
-            disk_calls.sync_folder(layout.folder)
-    except OSError as e:
-        problem = e
+    if mesh.rank == 0:
+        tried(_name, layout, groups, parts, single)
+        tried(layout.finish)
+        tried(disk_calls.sync_folder, layout.folder)
     _agree(mesh, problem, layout.folder)
 
 
-def _computed(x: Output, layout: Layout, gathered: Callable[[str], Tensor]) -> tuple[Piece, ...]:
-    """A tensor that is no part of others: it is computed on every rank, of gathered ones."""
-    for name in x.needs:
-        if name not in layout.values:
-            layout.values[name] = gathered(name)
-    found = x.on_tape.read(whole(x.on_tape.shape))
-    for name in x.needs:
-        layout.values.pop(name, None)
-    ranges = tuple(whole(x.on_tape.shape))
-    computed = Named("", x.on_tape.shape, x.on_tape.dtype, {"": found})
-    return (Piece(computed, ranges, ranges, tuple(range(len(ranges)))),)
+def _begin(folder: Path, parts: Sequence[Path], headers: Sequence[tuple[bytes, list[Entry]]]) -> None:
+    """Files of their full length, with their headers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, (first, placed) in zip(parts, headers, strict=True):
+        part.unlink(missing_ok=True)
+        disk_calls.write_file(part, first)
+        os.truncate(part, placed[-1].stop if placed else len(first))
 
 
-def _data(x: Output, pieces: Sequence[Piece], held: Held, first: bool) -> Iterator[tuple[Piece, Tensor]]:
-    """What this rank writes of a tensor: (its place, the numbers). first: the rank that writes what all have."""
-    for piece in pieces:
-        assert isinstance(piece.source, Named)
-        if not piece.source.name:
-            if first:
-                yield piece, piece.turned(piece.source.read(piece.ranges)).to(x.dtype)
+def _data(
+    layout: Layout,
+    outputs: Sequence[tuple[Output, Entry]],
+    held: Held,
+    gathered: Callable[[str], Tensor],
+    rank: int,
+) -> Iterator[tuple[Entry, Ranges, Tensor]]:
+    """What this rank writes: (the tensor's entry, where in it, the numbers). What is computed of the same tensors is
+    computed at once, on every rank."""
+    for (itself, names), found in itertools.groupby(outputs, lambda x: (x[0].itself, x[0].of)):
+        together = list(found)
+        if itself:
+            for x, entry in together:
+                yield from ((entry, ranges, local.detach()) for ranges, local in held(x.of[0]))
             continue
-        for ranges, local in held(piece.source.name):
-            part = piece.within(ranges)
-            if part is not None:
-                start = [(a - b, n) for (a, n), (b, _) in zip(part.ranges, ranges, strict=True)]
-                yield part, part.turned(local.detach()[index(start)]).to(device="cpu", dtype=x.dtype)
+        layout.values.update({name: gathered(name) for name in names})
+        if rank == 0:
+            computed = layout.tape.replay([x.ref for x, _ in together], None)
+            yield from ((e, whole(e.shape), x) for (_, e), x in zip(together, computed, strict=True))
+        layout.values.clear()
 
 
 def _put(descriptor: int, entry: Entry, place: Ranges, data: Tensor) -> None:
     """Write a slice of a tensor to its place in a file."""
     length, starts = stretches(entry.shape, place)
-    size, data = length * entry.dtype.itemsize, data.contiguous()
-    memory = bytes_of(data)
+    size, memory = length * entry.dtype.itemsize, bytes_of(data.to(device="cpu", dtype=entry.dtype).contiguous())
     for i, start in enumerate(starts):
         disk_calls.write(descriptor, memory[i * size : (i + 1) * size], entry.start + start * entry.dtype.itemsize)
 

@@ -1,13 +1,11 @@
 """Weights without a copy of the whole model: a builder is recorded without memory, and each parameter is computed by
-itself.
+itself, on the host.
 
     model, recipe = record(lambda: GPT(config))                     # the model on the meta device; nothing is allocated
-    recipe.materialise("blocks.0.qkv.weight", seed=0)               # that parameter, computed from counters
+    recipe.materialise("blocks.0.qkv.weight", seed=0)               # that parameter, as after torch.manual_seed(0)
 
-Every rank computes its part of a parameter that one random op filled (shardc.runtime.state.tape_slices); of others it
-computes all, keeps its shard and frees the rest. Nothing is broadcast. Random ops draw from the
-counter-based generator, keyed by (seed, ordinal of the op in the recording): `torch.manual_seed` plays no role, and
-every mesh and `materialise_model`, the single-device reference, get the same numbers.
+Every rank replays what made a tensor (init_tape.py), keeps its part and frees the rest: nothing is broadcast, and every
+mesh gets the numbers that the builder gives on one device.
 """
 
 from __future__ import annotations
@@ -24,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
-from shardc.runtime.state.init_recorder import Recorder
-from shardc.runtime.state.init_tape import Ref, Tape
-from shardc.runtime.state.reading_calls import lazily
+from shardc.runtime.state.init_tape import Recorder, Ref, Tape
+from shardc.runtime.state.pretrained import lazily
 from shardc.torch_private import pytree
 
 Builder = Callable[[], nn.Module]
@@ -35,48 +32,30 @@ Builder = Callable[[], nn.Module]
 @dataclass(frozen=True)
 class Recipe:
     """How to compute each parameter and buffer of a model. names: FQN (all names of tied
-    tensors) -> place on the tape. notes: what to tell of weights that building it read from files. folder: where
-    those came from. reseeded: building it gave torch this seed, which plays no role; None: it did not.
+    tensors) -> place on the tape. notes: what to say of weights that building it read from files. folder: where
+    those came from.
     """
 
     tape: Tape
     names: dict[str, Ref]
     notes: tuple[str, ...] = ()
     folder: Path | None = None
-    reseeded: int | None = None
 
-    @property
-    def draws(self) -> bool:
-        """Are any of its values random?"""
-        return any(self.tape.entries[i].random >= 0 for i in self.tape.closure(r.storage for r in self.names.values()))
-
-    def materialise(self, fqn: str, seed: int, device: torch.device | str = "cpu") -> Tensor:
-        """The whole tensor of this name, in the dtype that the builder gave it; new memory on every call.
+    def materialise(self, fqn: str, seed: int) -> Tensor:
+        """The whole tensor of this name, in the dtype that the builder gave it; it may be memory of the builder's.
 
         Raises ShardcError if the builder never gave it a value, KeyError if there is no such name.
         """
         ref = self.names[fqn]
         writers = [self.tape.entries[i] for i in self.tape.writers.get(ref.storage, ())]
-        if 0 not in ref.shape and all(e.func is not None and e.func.overloadpacket in _EMPTY for e in writers):
+        if 0 not in ref.shape and all(e.name.removeprefix("new_").startswith("empty") for e in writers):
             places = next((str(e.line) for e in writers), "")
             raise ShardcError(
                 f"{fqn} is never initialised" + (f" (made at {places})" if places else ""),
                 where=fqn.rpartition(".")[0],
                 fix="initialise it where the model is built, or pass a real model instead of its builder",
             )
-        value = self.tape.replay([ref], seed, device)[0]
-        return (
-            value.clone(memory_format=torch.contiguous_format) if ref.stride != value.contiguous().stride() else value
-        )
-
-
-_EMPTY = {
-    getattr(torch.ops.aten, name)
-    for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
-}
-
-
-_NOBODYS = 0x5EED_0F_4E0B0D7  # torch has this seed while a model is built, unless that gives it another
+        return self.tape.replay([ref], seed)[0].contiguous()
 
 
 def record(builder: Builder) -> tuple[nn.Module, Recipe]:
@@ -86,12 +65,8 @@ def record(builder: Builder) -> tuple[nn.Module, Recipe]:
     Raises ShardcError, with the line, where building depends on random values or uses randomness that is not torch's.
     """
     with Recorder() as recorder, lazily(recorder):
-        before, state = _foreign_randomness(), torch.get_rng_state()
-        torch.default_generator.manual_seed(_NOBODYS)
+        before = _foreign_randomness()
         model = builder()
-        reseeded = seed if (seed := torch.initial_seed()) != _NOBODYS else None
-        if reseeded is None:
-            torch.set_rng_state(state)
         if not isinstance(model, nn.Module):
             raise ShardcError(
                 f"the builder returned a {type(model).__name__}, not a torch.nn.Module", fix="return the model"
@@ -106,7 +81,7 @@ def record(builder: Builder) -> tuple[nn.Module, Recipe]:
                 )
         names = {name: recorder.ref(x) for name, x in named_tensors(model)}
     _settle_attributes(model, recorder)
-    return model, Recipe(recorder.tape, names, tuple(recorder.notes), recorder.folder, reseeded)
+    return model, Recipe(recorder.tape, names, tuple(recorder.notes), recorder.folder)
 
 
 def record_reset(model: nn.Module) -> Recipe:
@@ -161,26 +136,6 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 
 def _own(module: nn.Module) -> Iterator[Tensor]:
     yield from (x for held in (module._parameters, module._buffers) for x in held.values() if x is not None)
-
-
-def materialise_model(
-    builder: Builder, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> nn.Module:
-    """The plain, unsharded model with exactly the weights that every mesh gets for this seed.
-
-    dtype: floating-point parameters and buffers are cast to it afterwards, as `model.to(dtype)` does.
-    """
-    model, recipe = record(builder)
-    real: dict[int, Tensor] = {}
-    for path, module in model.named_modules():
-        for name, x in [*module._parameters.items(), *module._buffers.items()]:
-            if x is None:
-                continue
-            if id(x) not in real:
-                value = recipe.materialise(f"{path}.{name}" if path else name, seed, device)
-                real[id(x)] = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
-            setattr(module, name, real[id(x)])  # modules such as LSTM keep further references up to date this way
-    return model.to(dtype) if dtype is not None else model
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,24 +1,37 @@
 """The tape of what a model's constructor did to its tensors, and the replay of any one of them: running, in order, just
 the ops that its storage depends on.
+
+Random ops draw from torch's generator of the CPU, each from the state that the one before it left: values are those of
+`torch.manual_seed(seed); builder()`. Draws of other tensors in between are made, and thrown away.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from shardc.errors import ShardcError
 from shardc.ir import source
-from shardc.runtime import random_draws, rng
-from shardc.runtime.state.sliced_tensors import whole
-from shardc.torch_private import OpOverload, pytree
+from shardc.runtime.state.sliced_tensors import Cast, InMemory, Joined, Sliced, whole
+from shardc.torch_private import OpOverload, TorchDispatchMode, pytree, replaced_trunc_normal
 
-STREAM = 0x1417  # keeps initial weights apart from dropout's streams of the same seed
+#: Held while something is recorded or replayed: both change what all threads see, such as the generator's state.
+RECORDING = threading.RLock()
+aten = torch.ops.aten
+_COPIES = (aten.copy_.default, aten._to_copy.default, aten.clone.default)
+_JOINS = (aten.cat.default, aten.stack.default)
+#: Ops in place that leave nothing of what was there.
+_FILLS = ("normal_", "uniform_", "trunc_normal_", "zero_", "fill_")
 
 
 @dataclass(frozen=True)
@@ -41,32 +54,43 @@ class Ref:
             size *= n
         return self.nbytes == size * self.dtype.itemsize and self.stride == tuple(reversed(strides))
 
+    def empty(self) -> Tensor:
+        """Memory for it."""
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        flat = torch.empty(self.offset if 0 in self.shape else self.offset + last + 1, dtype=self.dtype)
+        return flat.as_strided(self.shape, self.stride, self.offset)
+
 
 @dataclass(frozen=True)
 class Entry:
-    """One op. name: of a random op or "constant", "stored", "trunc_normal_"; else "". args: with Refs for tensors; by
-    schema name if random; of "stored", the `Sliced` that it is read from.
+    """One op, with Refs for tensors in args and kwargs. func: None where created[0] is read from args[0], a `Sliced`.
 
     created: for each result, its Ref if the op made its storage. writes, reads: storages. line: the user's line.
+    random: ordinal among the random ops, else -1. start: the ordinal of the random op after which it draws (-1: it is
+    the first after the seed), or the state of a generator that the builder seeded.
     """
 
-    func: OpOverload | None
-    name: str
+    func: OpOverload | Callable[..., Any] | None
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     created: tuple[Ref | None, ...]
     writes: frozenset[int]
     reads: frozenset[int]
     line: source.Source
-    random: int = -1  # ordinal among the random ops
+    random: int = -1
+    start: int | Tensor = -1
+
+    @property
+    def name(self) -> str:
+        return getattr(getattr(self.func, "overloadpacket", self.func), "__name__", "a file")
 
     @property
     def overwrites(self) -> int | None:
         """The storage that this op gives new values throughout, whatever was in it."""
-        if self.func is not torch.ops.aten.copy_.default:
+        if self.name not in _FILLS and self.func is not aten.copy_.default:
             return None
-        into, source = self.args[:2]
-        return into.storage if into.whole and source.storage != into.storage else None
+        into, given = self.args[0], self.args[1] if len(self.args) > 1 else None
+        return into.storage if into.whole and getattr(given, "storage", None) != into.storage else None
 
 
 @dataclass
@@ -75,25 +99,46 @@ class Tape:
 
     entries: list[Entry] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)
-    randoms: int = 0
+    randoms: list[int] = field(default_factory=list)  # positions of random ops
+    _states: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # after (seed, ordinal)
 
     def add(self, entry: Entry) -> None:
         for s in entry.writes:
             self.writers.setdefault(s, []).append(len(self.entries))
+        if entry.random >= 0:
+            self.randoms.append(len(self.entries))
         self.entries.append(entry)
 
-    @property
-    def stored(self) -> bool:
-        """Is anything on it read from files?"""
-        return any(e.name == "stored" for e in self.entries)
+    def source(self, ref: Ref, before: int | None = None) -> Sliced | None:
+        """What a tensor can be read from by slice: it was copied, cast and joined of others at most. None: it is
+        computed."""
+        at = self.last_writer(ref.storage, before)
+        if at is None:
+            return None
+        entry = self.entries[at]
+        if entry.func is aten.copy_.default:
+            into, given = entry.args[:2] if entry.overwrites is not None else (None, None)
+        else:
+            into, given = entry.created[0], next(iter(entry.args), None)
+        found: Sliced | None = None
+        if into == ref and entry.func is None:
+            found = given
+        elif into == ref and entry.func in _COPIES and given.shape == ref.shape:
+            found = self.source(given, at)
+        elif into == ref and entry.func in _JOINS:
+            members = [x for x in (self.source(r, at) for r in given) if x is not None]
+            dim = entry.args[1] if len(entry.args) > 1 else 0
+            if len(members) == len(given) and len({x.dtype for x in members}) == 1:
+                found = Joined(members, dim % len(ref.shape), new=entry.func is aten.stack.default)
+        return found if found is None or found.dtype == ref.dtype else Cast(found, ref.dtype)
 
-    def closure(self, storages: Iterable[int]) -> list[int]:
-        """Positions of all entries that the present values of these storages depend on, in order."""
+    def closure(self, storages: Iterable[int], before: int | None = None) -> list[int]:
+        """Positions of all entries that the values of these storages depend on, in order: at the end, or before one of
+        the entries."""
         needed: set[int] = set()
-        todo = [(s, len(self.entries)) for s in storages]
+        todo: list[tuple[int, int | None]] = [(s, before) for s in storages]
         while todo:
-            storage, before = todo.pop()
-            position = self.last_writer(storage, before)
+            position = self.last_writer(*todo.pop())
             if position is None or position in needed:
                 continue
             needed.add(position)
@@ -101,76 +146,99 @@ class Tape:
             todo += [(s, position) for s in {*entry.reads, *entry.writes} if s != entry.overwrites]
         return sorted(needed)
 
-    def last_writer(self, storage: int, before: int) -> int | None:
-        """Position of the last entry before this position that makes or changes a storage."""
+    def last_writer(self, storage: int, before: int | None) -> int | None:
+        """Position of the last entry (before this position) that makes or changes a storage."""
         positions = self.writers.get(storage, [])
-        i = bisect_left(positions, before)
+        i = bisect_left(positions, len(self.entries) if before is None else before)
         return positions[i - 1] if i else None
 
-    def replay(self, refs: Iterable[Ref], seed: int | None, device: torch.device | str = "cpu") -> list[Tensor]:
-        """The values of these tensors on `device`; they share memory where they did. seed None: no random ops."""
+    def replay(self, refs: Iterable[Ref], seed: int | None, before: int | None = None) -> list[Tensor]:
+        """The values of these tensors; they share memory where they did, and may be what they are read from. seed None:
+        no random ops."""
         wanted = list(refs)
-        memory: dict[int, torch.UntypedStorage] = {}
-
-        def real(ref: Ref) -> Tensor:
-            if ref.storage not in memory and ref.whole and ref.storage in overwritten:
-                memory[ref.storage] = torch.empty(ref.shape, dtype=ref.dtype, device=device).untyped_storage()
-            if ref.storage not in memory:
-                what = "a tensor was made on the meta device, which keeps no values"
-                raise ShardcError(what, fix="build the model without torch.device('meta')")
-            return torch.empty(0, dtype=ref.dtype, device=device).set_(
-                memory[ref.storage], ref.offset, ref.shape, ref.stride
-            )
-
-        needed = self.closure(r.storage for r in wanted)
-        overwritten = {self.entries[position].overwrites for position in needed}
-        with torch.no_grad():
+        needed = self.closure((r.storage for r in wanted), before)
+        memory = _Memory(self.entries[position] for position in needed)
+        with _own_generator(), torch.no_grad():
             for position in needed:
-                self._run(self.entries[position], memory, real, seed, torch.device(device))
-            return [real(r) for r in wanted]
+                self._run(self.entries[position], memory, seed)
+            return [memory.real(r) for r in wanted]
 
-    def _run(
-        self,
-        e: Entry,
-        memory: dict[int, torch.UntypedStorage],
-        real: Callable[[Ref], Tensor],
-        seed: int | None,
-        device: torch.device,
-    ) -> None:
-        def argument(x: Any) -> Any:
-            return real(x) if isinstance(x, Ref) else device if isinstance(x, torch.device) else x
-
-        if e.random >= 0:
-            if seed is None:
-                raise RandomValue(e)
-            (out,) = e.created
-            target = e.kwargs.get("self") if out is None else out
-            assert isinstance(target, Ref)
-            if out is not None:
-                memory[out.storage] = _empty(out, device).untyped_storage()
-            random_draws.draw(
-                e.name, real(target), rng.key(seed, STREAM, e.random), pytree.tree_map(argument, dict(e.kwargs))
-            )
-            return
-        if e.name == "stored":
-            (stored,) = e.args
-            results: Any = (stored.read(whole(stored.shape)),)
-        elif e.func is None:
-            results = e.args
+    def _run(self, e: Entry, memory: _Memory, seed: int | None) -> None:
+        if e.func is None:
+            results: Any = e.args[0].read(whole(e.args[0].shape))
+        elif e.random < 0:
+            results = memory.call(e)
+        elif seed is None:
+            raise RandomValue(e)
         else:
-            results = e.func(*pytree.tree_map(argument, e.args), **pytree.tree_map(argument, dict(e.kwargs)))
+            torch.set_rng_state(self._state(e.start, seed))
+            results = memory.call(e)
+            self._states[seed, e.random] = torch.get_rng_state()
         for ref, x in zip(e.created, pytree.tree_flatten(results)[0], strict=True):
             if ref is not None:
-                if e.func is None or x.stride() != ref.stride or x.storage_offset() != ref.offset:
-                    # a constant must not be written to; windows assume the strides of the recorded result
-                    x = _empty(ref, device).copy_(x)
-                memory[ref.storage] = x.untyped_storage()
+                memory.add(ref, x, own=e.func is not None)
+
+    def _state(self, start: int | Tensor, seed: int) -> Tensor:
+        """The generator's state after the random op of this ordinal, and after those before it."""
+        todo: list[int] = []
+        while isinstance(start, int) and start >= 0 and (seed, start) not in self._states:
+            todo.append(self.randoms[start])
+            start = self.entries[todo[-1]].start
+        for position in reversed(todo):
+            e = self.entries[position]
+            memory = _Memory([e])
+            refs = [r for r in pytree.tree_flatten((e.args, e.kwargs))[0] if isinstance(r, Ref)]
+            for r in refs:  # what it fills may be anything
+                value = r.empty() if r.storage in e.writes else self.replay([r], seed, position)[0]
+                memory.add(r, value)
+            self._run(replace(e, created=(None,) * len(e.created)), memory, seed)
+            start = e.random
+        if isinstance(start, Tensor):
+            return start
+        return self._states[seed, start] if start >= 0 else torch.Generator().manual_seed(seed).get_state()
 
 
-def _empty(ref: Ref, device: torch.device) -> Tensor:
-    last = sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True))
-    flat = torch.empty(ref.offset if 0 in ref.shape else ref.offset + last + 1, dtype=ref.dtype, device=device)
-    return flat.as_strided(ref.shape, ref.stride, ref.offset)
+class _Memory:
+    """The storages of a replay of these entries."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._held: dict[int, torch.UntypedStorage] = {}
+        self._writes = Counter(s for e in entries for s in e.writes)
+
+    def call(self, e: Entry) -> Any:
+        assert e.func is not None
+        return e.func(*pytree.tree_map(self._argument, e.args), **pytree.tree_map(self._argument, dict(e.kwargs)))
+
+    def _argument(self, x: Any) -> Any:
+        if isinstance(x, torch.Generator):
+            return None  # the default one has its state
+        return self.real(x) if isinstance(x, Ref) else torch.device("cpu") if isinstance(x, torch.device) else x
+
+    def real(self, ref: Ref) -> Tensor:
+        if ref.storage not in self._held:
+            if ref.storage not in self._writes or not ref.whole:
+                what = "a tensor was made on the meta device, which keeps no values"
+                raise ShardcError(what, fix="build the model without torch.device('meta')")
+            self._held[ref.storage] = ref.empty().untyped_storage()
+        return torch.empty(0, dtype=ref.dtype).set_(self._held[ref.storage], ref.offset, ref.shape, ref.stride)
+
+    def add(self, ref: Ref, x: Tensor, *, own: bool = True) -> None:
+        """own: it may be written to. Windows assume the strides of the recorded result."""
+        shared = not own and self._writes[ref.storage] > 1
+        if shared or x.stride() != ref.stride or x.storage_offset() != ref.offset:
+            x = ref.empty().copy_(x)
+        self._held[ref.storage] = x.untyped_storage()
+
+
+@contextmanager
+def _own_generator() -> Iterator[None]:
+    """Leave torch's generator as it was."""
+    with RECORDING:
+        state = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
 
 
 class RandomValue(Exception):
@@ -179,3 +247,256 @@ class RandomValue(Exception):
     def __init__(self, entry: Entry) -> None:
         super().__init__(entry.name)
         self.entry = entry
+
+
+# --- the recording
+
+
+#: torch's generator has this seed before the first random op that is recorded, and i + 1 more after the i-th, which
+#: draws nothing: so each op finds out after which one it draws, or that the builder has seeded the generator.
+_SEEDS = 0x5EED_0F_4E0B_0000
+
+
+class Recorder:
+    """`with Recorder() as r:` records on `r.tape`; `r.ref(tensor)` is a tensor's place on it."""
+
+    def __init__(self) -> None:
+        self.tape = Tape()
+        self._held: dict[int, torch.UntypedStorage] = {}  # keeps storages alive, so that their ids stay theirs
+        self._shadows: dict[int, Tensor] = {}  # of real tensors' storages: meta tensors of the same size
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # with the states that they get back
+        self._stack = ExitStack()
+        self._paused = self._open = False
+        #: What to tell of weights that were read while the model was built, and the folder that they came from.
+        self.notes: list[str] = []
+        self.folder: Path | None = None
+
+    def __enter__(self) -> Recorder:
+        self._stack.enter_context(RECORDING)
+        self._stack.callback(self._give_back)
+        self._seeded(torch.default_generator, _SEEDS + len(self.tape.randoms))
+        self._stack.enter_context(replaced_trunc_normal(self._trunc_normal))
+        self._stack.enter_context(_Pretend(self))
+        self._stack.enter_context(_Dispatch(self))
+        self._open = True
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open = False
+        self._stack.close()
+
+    def _give_back(self) -> None:
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+        self._generators.clear()
+
+    def _seeded(self, generator: torch.Generator, seed: int) -> None:
+        self._generators.setdefault(id(generator), (generator, generator.get_state()))
+        generator.manual_seed(seed)
+
+    def ref(self, x: Tensor) -> Ref:
+        """Where x is on the tape."""
+        x = self._meta(x)
+        storage = x.untyped_storage()
+        self._held[id(storage)] = storage
+        return Ref(id(storage), x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()), storage.nbytes())
+
+    def stored(self, source: Sliced) -> Tensor:
+        """A tensor on the tape, without memory, whose values are in a file: they are read when they are needed."""
+        with self._pause():
+            x = torch.empty(source.shape, dtype=source.dtype, device="meta")
+            ref = self.ref(x)
+        self._add(None, (source,), {}, (ref,), {ref.storage}, set())
+        return x
+
+    def value(self, x: Tensor) -> Tensor:
+        """The real value of a recorded tensor. Raises ShardcError if it depends on random numbers."""
+        ref = self.ref(x)
+        try:
+            with self._pause():
+                return self.tape.replay([ref], None)[0].clone()
+        except RandomValue as e:
+            place = source.of_call()
+            raise ShardcError(
+                f"building the model looks at the value of random numbers ({place.shown or e.entry.name})",
+                where=place.line,
+                fix="pass a real model instead of its builder",
+            ) from e
+
+    def _meta(self, x: Tensor) -> Tensor:
+        """x itself, or the meta tensor in place of a real x (from outside, from numpy, a file, torch.tensor): a
+        constant.
+        """
+        if x.layout is not torch.strided or x.is_quantized:
+            raise ShardcError(
+                f"building the model makes a {x.layout} tensor",
+                where=source.of_call().line,
+                fix="pass a real model instead of its builder",
+            )
+        storage = x.untyped_storage()
+        if storage.device.type == "meta":
+            return x
+        with self._pause():
+            return self._shadow(x, storage)
+
+    def _shadow(self, x: Tensor, storage: torch.UntypedStorage) -> Tensor:
+        if id(storage) not in self._shadows:
+            whole = torch.empty(0, dtype=x.dtype, device=storage.device).set_(storage)
+            shadow = torch.empty(whole.shape, dtype=x.dtype, device="meta")
+            self._held[id(storage)], self._shadows[id(storage)] = storage, shadow
+            ref = self.ref(shadow)
+            self._add(None, (InMemory(whole.detach().clone()),), {}, (ref,), {ref.storage}, set())
+        like = torch.empty(0, dtype=x.dtype, device="meta")
+        return like.set_(self._shadows[id(storage)].untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs in here, also where this recorder is not open."""
+        if self._open:
+            yield
+        else:
+            with self:
+                yield
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Our own work on tensors is not recorded."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _add(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        created: tuple[Ref | None, ...],
+        writes: set[int],
+        reads: set[int],
+        random: bool = False,
+    ) -> None:
+        ordinal, start = (len(self.tape.randoms), self._start(args, kwargs)) if random else (-1, -1)
+        at = source.of_call()
+        self.tape.add(Entry(func, args, kwargs, created, frozenset(writes), frozenset(reads), at, ordinal, start))
+
+    def _start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | Tensor:
+        """After which random op the next one draws, or from which state."""
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator))
+        generator, count = next(given, torch.default_generator), len(self.tape.randoms)
+        with self._pause():
+            before = generator.initial_seed() - _SEEDS
+            start = before - 1 if 0 <= before <= count else generator.get_state()
+            self._seeded(generator, _SEEDS + count + 1)
+        return start
+
+    # --- ops
+
+    def op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op on meta tensors and put it on the tape if it makes or changes a tensor."""
+        if self._paused:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default:
+            return self._meta(args[0])
+        if torch.Tag.data_dependent_output in func.tags:
+            return func(*self._values(args), **self._values(kwargs))
+        if any(a.name == "device" for a in func._schema.arguments) and not _tensors((args, kwargs)):
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # made explicit, so that replay can replace it
+        changed = [x for a, x in _by_name(func, args, kwargs) if a.alias_info is not None and a.alias_info.is_write]
+        changed = _tensors(changed)
+        args, kwargs = (
+            pytree.tree_map(lambda x: self._meta(x) if isinstance(x, Tensor) else x, part) for part in (args, kwargs)
+        )
+        try:
+            results = func(*pytree.tree_map(_on_meta, args), **pytree.tree_map(_on_meta, kwargs))
+        except NotImplementedError:
+            if changed:  # an op in place needs no run to know its result
+                results = changed[0]
+            else:  # the shape of the result depends on values: boolean indexing, nonzero
+                results = func(*self._values(args), **self._values(kwargs))
+                return pytree.tree_map(lambda x: self._meta(x) if isinstance(x, Tensor) else x, results)
+        self._record(func, args, kwargs, changed, results)
+        alias = func._schema.returns[0].alias_info if len(func._schema.returns) == 1 else None
+        return changed[0] if alias is not None and alias.is_write and len(changed) == 1 else results
+
+    def _record(self, func: OpOverload, args: Any, kwargs: Any, changed: list[Tensor], results: Any) -> None:
+        writes = {self.ref(x).storage for x in changed}
+        outputs: list[Ref | None] = []
+        for x in pytree.tree_flatten(results)[0]:
+            new = isinstance(x, Tensor) and id(x.untyped_storage()) not in self._held
+            outputs.append(self.ref(x) if new else None)
+        writes |= {r.storage for r in outputs if r is not None}
+        if not writes:
+            return  # a view
+        args, kwargs = (
+            pytree.tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, part) for part in (args, kwargs)
+        )
+        reads = {r.storage for r in pytree.tree_flatten((args, kwargs))[0] if isinstance(r, Ref)}
+        made = any(a.name == "dtype" for a in func._schema.arguments[len(args) :])
+        if outputs and outputs[0] is not None and made:
+            kwargs = {**kwargs, "dtype": outputs[0].dtype}  # the default dtype may be another one at replay
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        self._add(func, args, kwargs, tuple(outputs), writes, reads, random)
+
+    def _trunc_normal(
+        self, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+    ) -> Tensor:
+        """Stands in for torch.nn.init's, which draws again until all numbers fit, and so looks at them."""
+        args = (self.ref(tensor), mean, std, a, b, generator)
+        self._add(torch.nn.init.trunc_normal_, args, {}, (None,), {args[0].storage}, set(), random=True)
+        return tensor
+
+    def _values(self, arguments: Any) -> Any:
+        return pytree.tree_map(lambda x: self.value(x) if isinstance(x, Tensor) else x, arguments)
+
+
+class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.recorder.op(func, tuple(args), dict(kwargs or {}))
+
+
+_PRETENCES: dict[Any, Any] = {
+    torch.Tensor.device.__get__: torch.device("cpu"),
+    torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+}
+
+
+class _Pretend(TorchFunctionMode):
+    """Meta tensors answer that they lie on the CPU, and give their values to Python and numpy."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # this mode is off in here: devices are the true ones
+        if func in _PRETENCES and args[0].device.type == "meta":
+            return _PRETENCES[func]
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__) and args[0].device.type == "meta":
+            args = (self.recorder.value(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """(argument of the schema, what was given for it)."""
+    declared = func._schema.arguments
+    return [
+        *zip(declared, args, strict=False),
+        *((a, kwargs[a.name]) for a in declared[len(args) :] if a.name in kwargs),
+    ]
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_flatten(x)[0] if isinstance(t, Tensor)]
+
+
+def _on_meta(x: Any) -> Any:
+    if isinstance(x, torch.Generator):
+        return None  # a generator of the CPU does not fit a meta tensor
+    return torch.device("meta") if isinstance(x, torch.device) else x

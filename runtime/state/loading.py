@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +23,15 @@ from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh import agreement
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.boxes import Box, Part, Runs, disjoint, kept, model_parts, overlap
-from shardc.runtime.state.checked_slices import damage, read_slice
 from shardc.runtime.state.checkpoint_folder import (
     DamagedError,
     check_file,
+    damage,
     generations,
     is_one,
     none_in,
     read_index,
+    read_slice,
     remedy,
 )
 from shardc.runtime.state.checkpoint_index import NAME, Index, Slice, Stored
@@ -133,28 +135,23 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+@dataclass
 class _Loading:
     """One checkpoint, on its way into one rank."""
 
-    def __init__(
-        self,
-        path: Path,
-        program: Program,
-        mesh: Any,
-        params: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        optimizer: Optimizer | None,
-        runs: Runs,
-        matrices: WholeMatrices | None,
-        room: Room | None,
-        accept: Callable[[Mapping[str, Any]], None],
-    ) -> None:
-        self.path, self.program, self.mesh, self.params, self.buffers = path, program, mesh, params, buffers
-        self.optimizer, self.runs, self.room, self.accept = optimizer, runs, room, accept
-        self.matrices = matrices
-        self.index = Index("", 0, "", "", {}, {}, None)
-        self._parts: dict[str, Part] = {}
-        self._states: dict[str, dict[str, Any]] = {}
+    path: Path
+    program: Program
+    mesh: Any
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    optimizer: Optimizer | None
+    runs: Runs
+    matrices: WholeMatrices | None
+    room: Room | None
+    accept: Callable[[Mapping[str, Any]], None]
+    index: Index = field(default_factory=lambda: Index("", 0, "", "", {}, {}, None))
+    _parts: dict[str, Part] = field(default_factory=dict)
+    _states: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def check(self) -> None:
         """Does it fit? Nothing has changed when this raises."""

@@ -2,18 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors
+from shardc.ir.placement import Layout
 from shardc.ir.program import Program
+from shardc.ir.shard_chunks import trim, unchunk
 from shardc.ir.stored import Buffer, Param
-from shardc.runtime.state.sliced_tensors import Ranges, Sliced, Stacked, index, whole
+from shardc.runtime.state.sliced_tensors import Joined, Ranges, Sliced, index, whole
 from shardc.runtime.state.sources import Weights, check_names, weights
+
+# --- global tensors, from every rank's parts of them
+
+
+def _all(program: Program) -> list[Param | Buffer]:
+    return [*program.params, *program.buffers]
+
+
+def gather(x: Tensor, layout: Layout, mesh: Any, tag: str = "") -> Tensor:
+    """The global tensor of this rank's part `x`, on every rank. Collective over the axes that shard it."""
+    x = x.detach()
+    for axis, shard in sorted(layout.shards(), key=lambda item: item[1].split):  # outer digits first, as Layout.join
+        x = unchunk(mesh.all_gather(x.contiguous(), axis, direction="state", tag=tag), shard)
+    for shard in layout.paddings():
+        x = trim(x, shard)
+    return x
+
+
+def _entries(
+    program: Program, mesh: Any, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+) -> Iterator[tuple[Param | Buffer, Tensor]]:
+    """Every parameter and persistent buffer with its global value on the CPU, one at a time."""
+    for x in _all(program):
+        if not x.fqn or (isinstance(x, Buffer) and not x.persistent):
+            continue
+        yield x, gathered_entry(program, mesh, x, params if isinstance(x, Param) else buffers)
+
+
+def gathered_entry(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[str, Tensor]) -> Tensor:
+    """The global value of a parameter or buffer on the CPU, on every rank. Collective."""
+    local = _everywhere(program, mesh, x, held)
+    return gather(local, x.layout, mesh, x.fqn).to(device="cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _everywhere(program: Program, mesh: Any, x: Param | Buffer, held: Mapping[str, Tensor]) -> Tensor:
+    """This rank's part; where its pipeline stage has none, that of the first stage that has. Collective over the
+    pipeline's axis.
+    """
+    if not program.axis:
+        return held[x.name]
+    first, *_ = holders = program.holders(x)
+    at, others = mesh.coordinate(program.axis), [c for c in range(mesh.size(program.axis)) if c not in holders]
+    if at in others:
+        found = torch.empty(x.layout.local_shape(x.shape, program.mesh), dtype=x.dtype, device=mesh.device)
+        mesh.start_receive(found, program.axis, first, tag=x.fqn).wait()
+        return found
+    local = held[x.name]
+    if at == first:
+        for work in [mesh.start_send(local, program.axis, c, direction="state", tag=x.fqn) for c in others]:
+            work.wait()
+    return local
+
+
+def full_state_dict(
+    program: Program,
+    mesh: Any,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    *,
+    rank0_only: bool = False,
+) -> dict[str, Tensor]:
+    """{fqn: global tensor on the CPU}, as the unsharded `model.state_dict()` gives it: all names of tied tensors (one
+    tensor under several names), persistent buffers. rank0_only: the other ranks take part but keep nothing and return
+    {}. Collective."""
+    found: dict[str, Tensor] = {}
+    for x, value in _entries(program, mesh, params, buffers):
+        if mesh.rank == 0 or not rank0_only:
+            found |= x.by_name(value)
+    return found
+
+
+# --- parts, of whatever weights come from
 
 
 def local_parameters(
@@ -58,17 +132,17 @@ def local_parts(
 
     def part(x: Param | Buffer) -> Tensor:
         names = x.names
-        if not broadcast and (sliced := _sliced(x, given, mesh.device)) is not None:
+        if not broadcast and (sliced := _sliced(x, given)) is not None:
             return _read(x, sliced, mesh)
         if isinstance(x, Buffer) and x.constant is not None:
             whole = x.constant
         elif x.members:
-            whole = torch.stack([given.get(n, mesh.device).detach() for n in x.members])
+            whole = torch.stack([given.get(n).detach() for n in x.members])
         else:
             name = next((n for n in names if n in given.shapes), "")
             chosen = given if name else rest
             assert chosen is not None
-            whole = chosen.get(name or next(n for n in names if n in chosen.shapes), mesh.device)
+            whole = chosen.get(name or next(n for n in names if n in chosen.shapes))
             whole = mesh.broadcast(whole, tag=x.fqn) if broadcast else whole
         whole_of(x, whole)
         return _local(x, whole, mesh)
@@ -100,7 +174,7 @@ def blank(program: Program) -> Weights:
     every: list[Param | Buffer] = [*program.params, *program.buffers]
     sliced: dict[str, Sliced] = {n: _Zeros(shape, x.dtype) for x in every if x.fqn for n, shape in x.shapes.items()}
     shapes = {n: x.shape for n, x in sliced.items()}
-    return Weights("engine", shapes, lambda n, _: sliced[n].read(whole(shapes[n])), lambda names: True, sliced)
+    return Weights("engine", shapes, lambda n: sliced[n].read(whole(shapes[n])), lambda names: True, sliced)
 
 
 def constants(program: Program, mesh: Any) -> dict[str, Tensor]:
@@ -118,20 +192,12 @@ def _local(x: Param | Buffer, whole: Tensor, mesh: Any) -> Tensor:
     return cut.to(device=mesh.device, dtype=x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _sliced(x: Param | Buffer, given: Weights, device: torch.device) -> Sliced | None:
-    """What its part can be read or computed from, slice by slice; None if only the whole can be."""
+def _sliced(x: Param | Buffer, given: Weights) -> Sliced | None:
+    """What its part can be read from, slice by slice; None if only the whole can be."""
     if x.members:
-        each = [_one(given, n, device) for n in x.members]
-        found = [s for s in each if s is not None]
-        return Stacked(found) if len(found) == len(x.members) else None
-    # of a tied parameter's names one may have been read, while the others are what the model would begin with
-    names = sorted(x.names, key=lambda n: n not in given.sliced)
-    return next((s for n in names if (s := _one(given, n, device)) is not None), None)
-
-
-def _one(given: Weights, name: str, device: torch.device) -> Sliced | None:
-    drawn = given.drawn.get(name)
-    return given.sliced.get(name) or (replace(drawn, device=device) if drawn is not None else None)
+        found = [given.sliced[n] for n in x.members if n in given.sliced]
+        return Joined(found, 0, new=True) if len(found) == len(x.members) else None
+    return next((given.sliced[n] for n in x.names if n in given.sliced), None)
 
 
 def _read(x: Param | Buffer, source: Sliced, mesh: Any) -> Tensor:

@@ -6,28 +6,37 @@
     layers.0.mlp.experts.3.up_proj.weight   ┴──►  layers.0.mlp.experts.gate_up_proj[3]           (transformers)
 
 transformers' own tables say how its checkpoints are converted. They are run on tensors without memory, on a tape; a
-rank then reads the slices that its part is made of (shardc.runtime.state.tape_slices).
+rank then reads the slices that its part is made of (init_tape.py).
 """
 
 from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.layer_names import of_every_layer
-from shardc.runtime.state.init_recorder import Recorder
-from shardc.runtime.state.weight_files import WeightFiles
+from shardc.runtime.state.init_tape import RECORDING, Recorder
+from shardc.runtime.state.sliced_tensors import InMemory
+from shardc.runtime.state.weight_files import WeightFiles, of_files
+from shardc.torch_modes import untraced
+from shardc.torch_private import pytree
 
 #: Names that an error or a note gives.
 SHOWN = 4
@@ -289,3 +298,165 @@ def _tree(tensors: Mapping[str, Tensor]) -> nn.Module:
         else:
             at.register_buffer(last, empty)
     return root
+
+
+# --- calls that read weights inside a model's builder, answered without reading
+
+
+@contextmanager
+def lazily(recorder: Recorder | None) -> Iterator[None]:
+    """While open, what builders read from files are tensors without memory. recorder: on whose tape; None: nobody will
+    want their values."""
+    own = recorder if recorder is not None else Recorder()
+    calls = _Calls(own)
+    with RECORDING, ExitStack() as stack:
+        stack.callback(calls.close)
+        stack.enter_context(mock.patch.object(torch, "load", calls.load(torch.load)))
+        for module in (safetensors, safetensors.torch):
+            stack.enter_context(mock.patch.object(module, "safe_open", calls.only_here(calls.open, module.safe_open)))
+        _once_imported("transformers.modeling_utils", lambda library: _replace(library, calls, stack), stack)
+        yield
+
+
+def _replace(library: ModuleType, calls: _Calls, stack: ExitStack) -> None:
+    """transformers' way from files into a model."""
+    model = getattr(library, "PreTrainedModel", None)
+    if model is None or not hasattr(model, "_load_pretrained_model"):
+        return
+    read = staticmethod(calls.only_here(calls.load_pretrained, model._load_pretrained_model))
+    stack.enter_context(mock.patch.object(model, "_load_pretrained_model", read))
+    build = classmethod(calls.from_pretrained(model.from_pretrained.__func__))
+    stack.enter_context(mock.patch.object(model, "from_pretrained", build))
+    contexts = classmethod(calls.uninitialised(model.get_init_context.__func__, library.init.no_init_weights))
+    stack.enter_context(mock.patch.object(model, "get_init_context", contexts))
+
+
+def _once_imported(name: str, then: Callable[[ModuleType], None], stack: ExitStack) -> None:
+    """Call `then` with a module: now if it is imported, else when the builder imports it, as transformers does when one
+    of its models is looked up.
+    """
+    if (module := sys.modules.get(name)) is not None:
+        then(module)
+        return
+
+    class Finder(MetaPathFinder):
+        def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+            spec = PathFinder.find_spec(fullname, path, target) if fullname == name else None
+            if spec is not None and spec.loader is not None:
+                run = spec.loader.exec_module
+
+                def exec_module(module: ModuleType) -> None:
+                    run(module)
+                    if finder in sys.meta_path:  # an import that another thread began may end after the builder
+                        then(module)
+
+                spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            return spec
+
+    sys.meta_path.insert(0, finder := Finder())
+    stack.callback(sys.meta_path.remove, finder)
+
+
+class _Calls:
+    """What the calls do instead, in the thread in which the builder runs."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._thread: int | None = threading.get_ident()
+
+    def close(self) -> None:
+        """The calls are again what they replace. A module that the builder was the first to import (`from safetensors
+        import safe_open`) keeps them for good.
+        """
+        self._thread = None
+
+    def only_here(self, function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        """The function in this thread, and what it replaces in all others, which may read files as well, and later."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (function if threading.get_ident() == self._thread else original)(*args, **kwargs)
+
+        return call
+
+    def load(self, torch_load: Callable[..., Any]) -> Callable[..., Any]:
+        """torch.load: its tensors are mapped into memory, and stand on the tape."""
+
+        def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+            try:
+                held = untraced(lambda: torch_load(f, "cpu", *args, **{**kwargs, "mmap": True}))
+            except (RuntimeError, ValueError):  # no file's path, or an old format: it is read as a whole
+                held = untraced(lambda: torch_load(f, "cpu", *args, **kwargs))
+            seen: dict[tuple[int, Any, Any, Any], Tensor] = {}
+
+            def stored(x: Any) -> Any:
+                if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_quantized:
+                    return x
+                key = x.data_ptr(), x.dtype, x.shape, x.stride()  # a tied weight stays one
+                if key not in seen:
+                    seen[key] = self.recorder.stored(InMemory(x))
+                return seen[key]
+
+            return pytree.tree_map(stored, held)
+
+        return self.only_here(load, torch_load)
+
+    def open(self, filename: Any, framework: str = "pt", device: Any = "cpu", **_: Any) -> _Opened:
+        """safetensors.safe_open, which load_file calls as well."""
+        return _Opened(self.recorder, of_files(Path(filename), [Path(filename)]))
+
+    def from_pretrained(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            # on the CPU, as far as transformers can see, also where the builder runs on the meta device
+            with torch.device("cpu"), self.recorder.recording():
+                return original(cls, *args, **kwargs)
+
+        return self.only_here(from_pretrained, original)
+
+    def uninitialised(self, original: Callable[..., Any], without: Callable[[], Any]) -> Callable[..., Any]:
+        """While `from_pretrained` makes the model: weights are not initialised yet. It would see that from the meta
+        device, which a recorder hides."""
+        return self.only_here(lambda *args, **kwargs: [*original(*args, **kwargs), without()], original)
+
+    def load_pretrained(
+        self, model: Any, state_dict: Mapping[str, Any] | None, files: list[str] | None, config: Any, *_: Any
+    ) -> tuple[Any, None]:
+        """How `from_pretrained` puts weights into a model."""
+        if config.hf_quantizer is not None:
+            what = "the weights are quantized, which shardc cannot train"
+            fix = "load weights that are not quantized, or fine-tune them elsewhere"
+            raise ShardcError(what, where=str(config.pretrained_model_name_or_path), fix=fix)
+        where = str(config.pretrained_model_name_or_path)
+        if state_dict is None:
+            found = of_files(Path(where), [Path(f) for f in files or ()])
+            state_dict = {name: self.recorder.stored(x) for name, x in found.tensors.items()}
+        info = load_converted(model, state_dict, (), self.recorder, where, config=config)
+        loaded = len(model.state_dict()) - len(info.missing_keys)
+        self.recorder.notes.append(f"weights: {loaded} tensors of {where} (from_pretrained)")
+        self.recorder.folder = Path((files or [where])[0]).parent
+        if tied := info.missing_keys - set(model.all_tied_weights_keys):
+            self.recorder.notes.append(f"not in the files, and initialised by the model: {folded(sorted(tied))}")
+        return info, None
+
+
+class _Opened(AbstractContextManager["_Opened"]):
+    """An open safetensors file, whose tensors stand on a tape. A slice of it is a tensor, which can be indexed."""
+
+    def __init__(self, recorder: Recorder, files: WeightFiles) -> None:
+        self._recorder, self._files = recorder, files
+
+    def keys(self) -> list[str]:
+        return list(self._files.tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._recorder.stored(self._files.tensors[name])
+
+    offset_keys, get_slice = keys, get_tensor
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def metadata(self) -> dict[str, str]:
+        return {"format": "pt", **self._files.ties}
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        return {name: self.get_tensor(name) for name in self._files.tensors}

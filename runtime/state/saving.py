@@ -5,7 +5,7 @@
 
 Ranks meet only to agree: an error on one of them (a full disk, an I/O error) is an error on all, and what was there
 before is as it was. All is written into a folder that gets its name at the very end (checkpoint_folder.py). What each
-of them does by itself: save_plan.py, one_save.py.
+of them does by itself: `Save`; what one writes: boxes.py.
 
 In the background, the tensors are copied to memory of the host first, and a thread does the rest. It cannot meet other
 ranks, whose main threads may be in the middle of a step; so it only notes how it went, and main threads agree on it
@@ -15,30 +15,219 @@ when they are between two steps (`Saves.poll`).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import json
+import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from xxhash import xxh3_128_hexdigest
 
+from shardc import text_file
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.mesh import agreement
-from shardc.runtime.state import disk_calls
-from shardc.runtime.state.boxes import Runs, model_parts
-from shardc.runtime.state.checkpoint_folder import Known, SavingError, is_one
-from shardc.runtime.state.checkpoint_index import plain
-from shardc.runtime.state.one_save import Cancelled, Save
-from shardc.runtime.state.save_plan import Plan, drafts, planned
-from shardc.runtime.state.saving_optimizer import state_parts
+from shardc.runtime.state import checkpoint_index, disk_calls
+from shardc.runtime.state.boxes import Draft, Plan, Runs, drafts, model_parts, planned
+from shardc.runtime.state.checkpoint_folder import (
+    LOCK,
+    WORK,
+    Known,
+    SavingError,
+    aside,
+    free_name,
+    generations,
+    is_one,
+    prune,
+)
+from shardc.runtime.state.checkpoint_index import File, Index, Slice, Stored, plain
+from shardc.runtime.state.saving_optimizer import state_parts, together
+from shardc.runtime.state.tensor_file import bytes_of
 
 if TYPE_CHECKING:
     from shardc.runtime.matrices.whole import WholeMatrices
+
+# --- one save of one rank: its files, and on rank 0 the index of all and the rename that makes it visible
+
+
+class Cancelled(Exception):
+    """Another rank's save failed."""
+
+
+@dataclass
+class Save:
+    """One save of one rank. id: the same on all ranks; folder: that the user named; work: where all is written until it
+    is whole. done: bytes written.
+    """
+
+    mesh: Any
+    folder: Path
+    step: int
+    keep: int | None
+    id: str
+    known: Known
+    plan: Plan = field(default_factory=lambda: Plan({}, {}, {}))
+    drafts: dict[str, Draft] = field(default_factory=dict)
+    error: BaseException | None = None
+    cancelled: bool = False
+    committing: bool = False
+    done: int = 0
+    nbytes: int = 0
+    lock: disk_calls.Lock | None = None
+    _thread: threading.Thread | None = None
+
+    @property
+    def work(self) -> Path:
+        return self.folder / f"{WORK}{self.id}"
+
+    def start(self, work: Callable[[], None], *, background: bool) -> None:
+        """Run, here or in a thread; what goes wrong is kept in `.error`."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as e:  # raised again where all ranks meet
+                self.error = e
+
+        if background:
+            self._thread = threading.Thread(target=guarded, name=f"save step {self.step}", daemon=True)
+            self._thread.start()
+        else:
+            guarded()
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    # --- what every rank does
+
+    def write(self) -> None:
+        """This rank's files, and what rank 0 has to know of them."""
+        mine: list[File] = []
+        for kind, draft in self.drafts.items():
+            self._write_file(kind, draft, mine)
+        part = {"facts": self.plan.facts, **checkpoint_index.tables(tuple(mine), self.plan.tensors)}
+        disk_calls.write_file(self._part(self.mesh.rank), json.dumps(part, default=plain).encode())
+
+    def _part(self, rank: int) -> Path:
+        return self.work / f"part-{rank:05d}.json"
+
+    def _write_file(self, kind: str, draft: Draft, mine: list[File]) -> None:
+        name = f"{kind}-{self.mesh.rank:05d}.safetensors"
+        file = disk_calls.Stream(self.work / name)
+        try:
+            file.add(memoryview(draft.head))
+            for piece, entry in draft.pieces:
+                if self.cancelled:
+                    raise Cancelled
+                data = bytes_of(piece.read().to("cpu").contiguous())
+                found = Slice(len(mine), entry.start, piece.offset, piece.shape, xxh3_128_hexdigest(data))
+                file.add(data)
+                whole = self.plan.tensors[piece.key]
+                self.plan.tensors[piece.key] = Stored(whole.dtype, whole.shape, (*whole.slices, found))
+                self.done += len(data)
+            file.finish()
+        finally:
+            file.close()
+        nbytes, head = draft.pieces[-1][1].stop, draft.head
+        mine.append(File(name, self.mesh.rank, nbytes, len(head), hashlib.sha256(head).hexdigest()))
+
+    # --- what rank 0 does
+
+    def prepare(self) -> None:
+        """The folder to write into. Raises SavingError where another process is saving to the same place."""
+        disk_calls.make_folder(self.folder)
+        try:
+            self.lock = disk_calls.Lock(self.folder / LOCK)
+        except BlockingIOError:
+            fix = "give every run a folder of its own"
+            raise SavingError("another process is saving to this folder", where=str(self.folder), fix=fix) from None
+        if others := self.known.others(self.folder):
+            raise SavingError(
+                f"checkpoints are there that this run neither saved nor loaded ({', '.join(others[:3])}): it would"
+                " replace those of another run",
+                where=str(self.folder),
+                fix="load them to go on from there, save to another folder, or pass overwrite=True",
+            )
+        for name in os.listdir(self.folder):
+            if name.startswith(WORK):  # of a process that ended: nobody else has the lock
+                disk_calls.remove_folder(self.folder / name)
+        disk_calls.make_folder(self.work)
+
+    def commit(self) -> None:
+        """Make it visible, from the parts of all ranks; then remove checkpoints that are not to be kept."""
+        index = self._index([self._read(r) for r in range(self.mesh.layout.world)])
+        disk_calls.write_file(self.work / checkpoint_index.NAME, checkpoint_index.to_bytes(index))
+        for r in range(self.mesh.layout.world):
+            disk_calls.unlink(self._part(r))
+        disk_calls.sync_folder(self.work)
+        path = free_name(self.folder, self.step)
+        disk_calls.rename(self.work, path)
+        disk_calls.sync_folder(self.folder)
+        try:
+            for g in generations(self.folder):
+                if not g.replaced and g.step > self.step:
+                    disk_calls.rename(g.path, aside(g))
+            if self.keep is not None:
+                prune(self.folder, self.keep, known=path)
+        except OSError as e:
+            what = f"the checkpoint of step {self.step} was saved, but others cannot be renamed or deleted: {e}"
+            fix = "see who may write there"
+            raise SavingError(what, where=str(self.folder), fix=fix) from e
+        finally:
+            self.known.see(self.folder)
+
+    def _read(self, rank: int) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(
+            disk_calls.read_file(self._part(rank), checkpoint_index.MAX_BYTES), object_pairs_hook=text_file.unique
+        )
+        return found
+
+    def _index(self, parts: Sequence[dict[str, Any]]) -> Index:
+        every: list[File] = []
+        tensors: dict[str, Stored] = {}
+        for part in parts:
+            mine, theirs = checkpoint_index.read_tables(part)
+            for name, t in theirs.items():
+                known = tensors.setdefault(name, Stored(t.dtype, t.shape))
+                if (known.dtype, known.shape) != (t.dtype, t.shape):
+                    raise SavingError(
+                        f"ranks have it in two forms: {known.dtype} {known.shape}, {t.dtype} {t.shape}", where=name
+                    )
+                moved = (Slice(s.file + len(every), s.place, s.offset, s.shape, s.digest) for s in t.slices)
+                tensors[name] = Stored(t.dtype, t.shape, (*known.slices, *moved))
+            every += mine
+        facts = dict(parts[0]["facts"])
+        for part in reversed(parts):
+            facts["extra"] = {**facts["extra"], **part["facts"]["extra"]}
+        optimizers = [part["facts"]["optimizer"] for part in parts if part["facts"]["optimizer"] is not None]
+        facts["optimizer"] = together(optimizers) if optimizers else None
+        return Index(id=self.id, step=self.step, files=tuple(every), tensors=tensors, **facts)
+
+    def end(self, *, failed: bool) -> None:
+        """Leave nothing behind."""
+        if self.lock is not None:
+            try:
+                if failed:
+                    with contextlib.suppress(OSError):
+                        disk_calls.remove_folder(self.work)
+            finally:
+                self.lock.release()
+
+
+# --- all ranks together
 
 
 class Saves:
@@ -67,8 +256,8 @@ class Saves:
         Raises SavingError, on all ranks, if this save fails or the one before it has.
         """
         self.finish()
-        save = Save(self._mesh, folder.absolute(), step, keep, agreement.said(self._mesh, secrets.token_hex(8)))
-        save.known = self._known
+        id = agreement.said(self._mesh, secrets.token_hex(8))
+        save = Save(self._mesh, folder.absolute(), step, keep, id, self._known)
         if overwrite:
             self._known.see(save.folder)
         self._save = save

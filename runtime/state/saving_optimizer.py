@@ -21,13 +21,54 @@ from shardc.ir.program import Program
 from shardc.ir.stored import Param
 from shardc.runtime.state.boxes import Part, Runs, by_name, copied, cut_axes, part_of, replicas
 from shardc.runtime.state.checkpoint_index import Index, Stored
-from shardc.runtime.state.nested_state import flattened, restored
 from shardc.runtime.state.sources import check_names
 from shardc.runtime.zero.optimizer_kernels import IMPLEMENTATIONS
 from shardc.runtime.zero.optimizer_list import class_of, group_classes
 
 if TYPE_CHECKING:
     from shardc.runtime.matrices.whole import WholeMatrices
+
+# --- state that is no tensor but holds some
+
+
+#: In the place of a tensor in plain values: the key of {KEY: name}.
+KEY = "tensor"
+
+
+def flattened(name: str, x: Any) -> tuple[dict[str, Tensor], Any]:
+    """({name: tensor}, the rest): of a container its tensors as "name/0" and so on, and itself with {"tensor": name} in
+    their places; of what holds no tensor, none, and itself.
+    """
+    if isinstance(x, Tensor):
+        return {name: x}, {KEY: name}
+    items = x.items() if isinstance(x, Mapping) else enumerate(x) if isinstance(x, (list, tuple)) else ()
+    tensors: dict[str, Tensor] = {}
+    rest: list[tuple[Any, Any]] = []
+    for k, each in items:
+        found, plain = flattened(f"{name}/{k}", each)
+        tensors |= found
+        rest.append((k, plain))
+    if not tensors:
+        return {}, x
+    kind = "dict" if isinstance(x, Mapping) else "tuple" if isinstance(x, tuple) else "list"
+    return tensors, {kind: dict(rest) if kind == "dict" else [v for _, v in rest]}
+
+
+def restored(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `flattened` took apart."""
+    if isinstance(plain, Mapping) and len(plain) == 1:
+        ((kind, inside),) = plain.items()
+        if kind == KEY and isinstance(inside, str) and inside in tensors:
+            return tensors[inside]
+        if kind == "dict" and isinstance(inside, Mapping):
+            return {k: restored(v, tensors) for k, v in inside.items()}
+        if kind in ("list", "tuple") and isinstance(inside, list):
+            each = [restored(v, tensors) for v in inside]
+            return tuple(each) if kind == "tuple" else each
+    return plain
+
+
+# --- the optimizer
 
 #: (parameter, name of a state of it, a tensor of its form) -> a tensor to fill
 Room = Callable[[Any, str, Tensor], Tensor]

@@ -1,5 +1,5 @@
 """Tensors of which a range of each dim can be read without the rest, wherever they lie: in memory, in files
-(weight_files.py), on the tape of a constructor (tape_slices.py).
+(weight_files.py), on the tape of a constructor.
 
     x.read([(0, 8), (16, 4)])     # rows 0 to 7, columns 16 to 19: [8, 4]
 """
@@ -61,22 +61,48 @@ class InMemory:
 
 
 @dataclass(frozen=True)
-class Stacked:
-    """Tensors of one shape as one: [number of them, ...]."""
+class Cast:
+    """Another tensor, of another dtype."""
 
-    members: Sequence[Sliced]
+    of: Sliced
+    dtype: torch.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self.members), *self.members[0].shape)
+        return self.of.shape
+
+    def read(self, ranges: Ranges) -> Tensor:
+        return self.of.read(ranges).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Tensors along a dim, as one. new: it is a dim that they do not have (stack), or one of theirs (cat)."""
+
+    members: Sequence[Sliced]
+    dim: int
+    new: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        before, after = self.members[0].shape[: self.dim], self.members[0].shape[self.dim + (not self.new) :]
+        return (*before, sum(1 if self.new else x.shape[self.dim] for x in self.members), *after)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.members[0].dtype
 
     def read(self, ranges: Ranges) -> Tensor:
-        (first, n), *rest = ranges
-        return torch.stack([x.read(rest) for x in self.members[first : first + n]])
+        d, (first, count), begin = self.dim, ranges[self.dim], 0
+        found = [torch.empty([n for _, n in ranges], dtype=self.dtype)] if not count else []
+        for x in self.members:
+            size = 1 if self.new else x.shape[d]
+            start, stop = max(first, begin), min(first + count, begin + size)
+            if start < stop:
+                read = x.read([*ranges[:d], *([(start - begin, stop - start)] * (not self.new)), *ranges[d + 1 :]])
+                found.append(read.unsqueeze(d) if self.new else read)
+            begin += size
+        return torch.cat(found, d)
 
 
 def stretches(shape: Sequence[int], ranges: Ranges) -> tuple[int, list[int]]:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.runtime.state.init import Recipe, named_tensors, record, record_reset
-from shardc.runtime.state.init_recorder import Recorder
+from shardc.runtime.state.init_tape import Recorder
 from shardc.runtime.state.pretrained import hf_builder, place
 from shardc.runtime.state.quantized import plain_state
 from shardc.runtime.state.sliced_tensors import Sliced, whole
-from shardc.runtime.state.tape_slices import Drawn, OnTape, drawn
 from shardc.runtime.state.weight_files import WeightFiles, open_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -27,24 +26,20 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Weights:
-    """what: "model", "state_dict", "file ..." for messages. shapes: by name, global. get(name, device): the whole
-    tensor; it may be the source's own memory and lie on another device. tied(names): are these present names one
-    tensor, or equal? sliced: what lies in files, of which a rank reads its part alone; drawn: what is random, of which
-    it computes its part alone. model: the module that they are the weights of, if there is one; its own values do not
-    count. notes: what to tell of them. folder: where they came from, if from a folder. overruled: what to tell of a
-    seed that building the model set for nothing.
+    """what: "model", "state_dict", "file ..." for messages. shapes: by name, global. get(name): the whole tensor; it
+    may be the source's own memory. tied(names): are these present names one tensor, or equal? sliced: what lies in
+    files, of which a rank reads its part alone. model: the module that they are the weights of, if there is one; its
+    own values do not count. notes: what to say of them. folder: where they came from, if from a folder.
     """
 
     what: str
     shapes: Shapes
-    get: Callable[[str, torch.device], Tensor]
+    get: Callable[[str], Tensor]
     tied: Callable[[Sequence[str]], bool]
     sliced: Mapping[str, Sliced] = field(default_factory=dict)
-    drawn: Mapping[str, Drawn] = field(default_factory=dict)
     model: nn.Module | None = None
     notes: tuple[str, ...] = ()
     folder: Path | None = None
-    overruled: str = ""
 
 
 def weights(source: Any, seed: int) -> Weights:
@@ -60,9 +55,7 @@ def weights(source: Any, seed: int) -> Weights:
         return _of_files(source)
     if callable(source):
         model, recipe = record(source)
-        overruled = "" if recipe.reseeded is None or not recipe.draws else _overruled(model, recipe.reseeded, seed)
-        made = of_recipe(recipe, seed)
-        return replace(made, model=model, notes=recipe.notes, folder=recipe.folder, overruled=overruled)
+        return replace(of_recipe(recipe, seed), model=model, notes=recipe.notes, folder=recipe.folder)
     fix = "pass a model, a function that builds it, a state_dict or the path of one"
     raise ShardcError(f"weights cannot come from a {type(source).__name__}", fix=fix)
 
@@ -75,14 +68,6 @@ def check_flat(state_dict: Mapping[str, Any]) -> None:
         if isinstance(x, Mapping) and any(isinstance(y, Tensor) for y in x.values()):
             fix = f"pass that one: state_dict[{key!r}]"
             raise ShardcError(f"the weights are a state_dict under the key {key!r}", where="state_dict", fix=fix)
-
-
-def _overruled(model: nn.Module, given: int, seed: int) -> str:
-    return (
-        f"building {type(model).__name__} calls torch.manual_seed({given}), which has no effect: its weights are drawn"
-        f" from seed={seed} (of the engine, or --seed), each by itself, and are not those that torch would draw one"
-        " after the other. To train from those, pass the model itself, or its weights"
-    )
 
 
 def weights_for(model: Any, files: Any, seed: int) -> Weights:
@@ -114,7 +99,7 @@ def _of_tensors(tensors: Mapping[str, Tensor], what: str) -> Weights:
             tensors[n] is tensors[names[0]] or torch.equal(tensors[n], tensors[names[0]]) for n in names if n in tensors
         )
 
-    return Weights(what, {k: tuple(x.shape) for k, x in tensors.items()}, lambda name, _: tensors[name], tied)
+    return Weights(what, {k: tuple(x.shape) for k, x in tensors.items()}, tensors.__getitem__, tied)
 
 
 def of_recipe(recipe: Recipe, seed: int) -> Weights:
@@ -124,36 +109,25 @@ def of_recipe(recipe: Recipe, seed: int) -> Weights:
         return len({recipe.names[n] for n in names if n in recipe.names}) <= 1
 
     shapes = {k: r.shape for k, r in recipe.names.items()}
-    on_tape = {k: OnTape(recipe.tape, r, seed) for k, r in recipe.names.items()} if recipe.tape.stored else {}
-    sliced = {k: x for k, x in on_tape.items() if x.stored}
-    return Weights(
-        "model", shapes, lambda n, device: recipe.materialise(n, seed, device), tied, sliced, _drawn(recipe, seed)
-    )
-
-
-def _drawn(recipe: Recipe | None, seed: int) -> dict[str, Drawn]:
-    found = {n: drawn(recipe.tape, r, seed) for n, r in recipe.names.items()} if recipe is not None else {}
-    return {n: x for n, x in found.items() if x is not None}
+    sources = {k: recipe.tape.source(r) for k, r in recipe.names.items()}
+    sliced = {k: x for k, x in sources.items() if x is not None}
+    return Weights("model", shapes, lambda n: recipe.materialise(n, seed), tied, sliced)
 
 
 def _of_module(model: nn.Module, seed: int) -> Weights:
     tensors = dict(named_tensors(model))
     recipe = record_reset(model) if any(x.is_meta for x in tensors.values()) else None
 
-    def get(name: str, device: torch.device) -> Tensor:
+    def get(name: str) -> Tensor:
         x = tensors[name]
-        if not x.is_meta:
-            return x
-        assert recipe is not None
-        return recipe.materialise(name, seed, device)
+        return recipe.materialise(name, seed) if recipe is not None and x.is_meta else x
 
     shapes = {k: tuple(x.shape) for k, x in tensors.items()}
 
     def tied(names: Sequence[str]) -> bool:
         return len({id(tensors[n]) for n in names if n in tensors}) <= 1
 
-    computed = {n: x for n, x in _drawn(recipe, seed).items() if tensors[n].is_meta}
-    return Weights("model", shapes, get, tied, drawn=computed, model=model)
+    return Weights("model", shapes, get, tied, model=model)
 
 
 def _of_files(path: str | Path | WeightFiles) -> Weights:
@@ -161,11 +135,11 @@ def _of_files(path: str | Path | WeightFiles) -> Weights:
     files = open_weights(path)
     tensors = {**files.tensors, **{other: files.tensors[name] for other, name in files.ties.items()}}
 
-    def get(name: str, _: torch.device) -> Tensor:
+    def get(name: str) -> Tensor:
         return tensors[name].read(whole(tensors[name].shape))
 
     def tied(names: Sequence[str]) -> bool:
-        found = [get(n, torch.device("cpu")) for n in names if n in tensors and n not in files.ties]
+        found = [get(n) for n in names if n in tensors and n not in files.ties]
         return all(torch.equal(x, found[0]) for x in found[1:])
 
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
@@ -180,29 +154,24 @@ def from_files(path: Any, base: Weights, seed: int) -> Weights:
     assert base.model is not None
     recorder = Recorder()
     placed = place(open_weights(path), base.model, recorder)
-    sliced = {n: OnTape(recorder.tape, recorder.ref(x), seed) for n, x in placed.tensors.items()}
+    refs = {n: recorder.ref(x) for n, x in placed.tensors.items()}
+    sources = {n: recorder.tape.source(ref) for n, ref in refs.items()}
 
-    def get(name: str, device: torch.device) -> Tensor:
-        return sliced[name].read(whole(sliced[name].shape)) if name in sliced else base.get(name, device)
+    def get(name: str) -> Tensor:
+        return recorder.tape.replay([refs[name]], seed)[0] if name in refs else base.get(name)
 
     def tied(names: Sequence[str]) -> bool:
         if not base.tied(names):
             return False
-        found = [n for n in names if n in sliced]
-        same = {sliced[n].ref for n in found}
-        return len(same) <= 1 or all(torch.equal(get(n, _CPU), get(found[0], _CPU)) for n in found[1:])
+        found = [n for n in names if n in refs]
+        return len({refs[n] for n in found}) <= 1 or all(torch.equal(get(n), get(found[0])) for n in found[1:])
 
-    kept = {n: x for n, x in base.sliced.items() if n not in sliced}
+    kept = {n: x for n, x in base.sliced.items() if n not in refs}
+    sliced = {n: x for n, x in sources.items() if x is not None}
     notes = (*base.notes, *placed.notes(base.model))
     folder = base.folder or placed.files.folder
-    computed = {n: x for n, x in base.drawn.items() if n not in sliced}
-    overruled = base.overruled if computed else ""
-    return Weights(
-        base.what, base.shapes, get, tied, {**kept, **sliced}, computed, base.model, notes, folder, overruled
-    )
+    return Weights(base.what, base.shapes, get, tied, {**kept, **sliced}, base.model, notes, folder)
 
-
-_CPU = torch.device("cpu")
 
 #: More names than so many that do not fit are another model's.
 _SHOWN = 8

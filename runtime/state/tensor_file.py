@@ -1,26 +1,24 @@
-"""Files of tensors in the safetensors format, read and written by stretches of bytes: nobody holds a whole file.
+"""Files of tensors in the safetensors format, written by stretches of bytes: nobody holds a whole file.
 
     u64 length | header, JSON: {"NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} | data
 
-safetensors' own library writes a file from tensors that are all in memory, and reads whole tensors or rows of them.
-What is here writes tensors as they come, and reads any stretch of a tensor's bytes into memory that is there already.
-A header is checked before anything is allocated: types, shapes and places have to fit the file, without gaps.
+safetensors' own library writes a file from tensors that are all in memory. It reads them (`opened`), after it has
+checked the header: types, shapes and places have to fit the file, without gaps.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardc import text_file
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
 
@@ -105,90 +103,15 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) 
     return data, placed
 
 
-def read_header(descriptor: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
-    """{name: entry} and the metadata of an open file. where: the file, for errors.
+def opened(path: Path) -> Any:
+    """A .safetensors file to read from, as safetensors.safe_open has it; a symbolic link is followed.
 
-    Raises ShardcError for what is no such file: a header that is not JSON of that form, sizes that do not fit its
-    dtypes and shapes, tensors that overlap, leave gaps or reach over the file's end.
+    Raises ShardcError for a file that is none, or is no regular file, before anything is allocated.
     """
-    size = os.fstat(descriptor).st_size
     try:
-        found, length = _parse(descriptor, size)
-        metadata = found.pop("__metadata__", {})
-        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-            raise ValueError("__metadata__ is not a table of texts")
-        entries = {name: _entry(name, x, 8 + length) for name, x in found.items()}
-        place = 8 + length
-        for e in sorted(entries.values(), key=lambda e: (e.start, e.stop)):
-            if e.start != place:
-                raise ValueError(f"{e.name!r} begins at byte {e.start}, and what is before it ends at {place}")
-            place = e.stop
-        if place != size:
-            raise ValueError(f"its tensors end at byte {place}, and the file at {size}")
-    except (ValueError, KeyError, TypeError, OSError, RecursionError) as e:
+        with disk_calls.opened(path, links=True):  # a pipe would be waited for
+            return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as e:
+        why = getattr(e, "strerror", None) or e
         fix = "get the file again: it is cut off, damaged, or no .safetensors file"
-        raise ShardcError(f"the file's header cannot be read: {e}", where=where, fix=fix) from None
-    return entries, metadata
-
-
-def _parse(descriptor: int, size: int) -> tuple[dict[str, Any], int]:
-    start = bytearray(8)
-    disk_calls.read_into(descriptor, memoryview(start), 0)
-    length = int.from_bytes(start, "little")
-    if length > min(MAX_HEADER, size - 8):
-        raise ValueError(f"it would have {length} bytes, and the file has {size}")
-    text = bytearray(length)
-    disk_calls.read_into(descriptor, memoryview(text), 8)
-    found = json.loads(bytes(text).decode(), object_pairs_hook=text_file.unique)
-    if not isinstance(found, dict):
-        raise TypeError("it is not a table")
-    return found, length
-
-
-def _entry(name: str, x: Any, data: int) -> Entry:
-    if not isinstance(x, dict) or x.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name!r} is not described by dtype, shape and data_offsets")
-    start, stop = whole_numbers(x["data_offsets"], f"data_offsets of {name!r}")
-    if x["dtype"] not in DTYPES:
-        raise ValueError(f"the dtype of {name!r} is unknown")
-    e = Entry(name, DTYPES[x["dtype"]], whole_numbers(x["shape"], f"shape of {name!r}"), data + start, data + stop)
-    if e.nbytes != stop - start:
-        raise ValueError(f"{name!r} has {stop - start} bytes, and its shape {e.nbytes}")
-    return e
-
-
-def whole_numbers(x: Any, what: str) -> tuple[int, ...]:
-    """A list of numbers from 0 to 2^63 - 1. Raises ValueError for anything else."""
-    if not isinstance(x, list) or any(type(n) is not int or not 0 <= n < 2**63 for n in x):
-        raise ValueError(f"the {what} is no list of whole numbers")
-    return tuple(x)
-
-
-class TensorFile:
-    """A .safetensors file to read from; a symbolic link is followed. .entries: by name; .metadata: the texts in its
-    header.
-
-    Raises ShardcError for a file that is none, or is no regular file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with disk_calls.opened(path, links=True) as descriptor:
-                self.entries, self.metadata = read_header(descriptor, str(path))
-        except OSError as e:
-            fix = "name a .safetensors file that can be read"
-            raise ShardcError(f"the file cannot be read: {e.strerror or e}", where=str(path), fix=fix) from None
-
-    def read(self, name: str, box: Sequence[tuple[int, int]] | None = None) -> Tensor:
-        """A tensor or a part of it, contiguous, on the CPU. box: (start, length) for every dim. Only the rows of dim 0
-        that hold the part are read.
-        """
-        e = self.entries[name]
-        (first, count), *inner = box or [(0, n) for n in e.shape] or [(0, 1)]
-        rows = torch.empty((count, *e.shape[1:]) if e.shape else (), dtype=e.dtype)
-        with disk_calls.opened(self.path, links=True) as descriptor:
-            disk_calls.read_into(
-                descriptor, bytes_of(rows), e.start + first * math.prod(e.shape[1:]) * e.dtype.itemsize
-            )
-        return rows[(slice(None), *(slice(a, a + n) for a, n in inner))].contiguous() if inner else rows
+        raise ShardcError(f"the file cannot be read: {why}", where=str(path), fix=fix) from None

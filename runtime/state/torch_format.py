@@ -7,7 +7,7 @@ what torch's tools and other libraries write and read.
 
 `.metadata` is unpickled, which is what shardc's own format is for not to do. So a checkpoint is brought in by a process
 of its own (`python -m shardc.runtime.state.torch_format OLD NEW`), and by an unpickler that finds nothing but the few
-classes of which torch makes it. (torch's own, which reads the tensors, does not know the protocol of `.metadata`.)
+classes of which torch makes it. The rest is torch's own reading and writing, a tensor at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,24 +29,18 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.checked_slices import damage, read_whole
-from shardc.runtime.state.checkpoint_folder import DamagedError, check_file, is_one, newest, read_index
-from shardc.runtime.state.checkpoint_index import Slice, Stored
-from shardc.runtime.state.save_plan import Piece, Plan
+from shardc.runtime.state.boxes import Piece, Plan
+from shardc.runtime.state.checkpoint_folder import DamagedError, check_file, is_one, newest, read_box, read_index
+from shardc.runtime.state.checkpoint_index import Index, Stored
 from shardc.runtime.state.saving import Saves
 
 _FILE = re.compile(r"__\d+_\d+\.distcp")
@@ -74,23 +69,31 @@ def import_checkpoint(folder: Path, new: Path) -> str:
 
 
 def _import(folder: Path, new: Path) -> str:
-    metadata = _read_metadata(folder / ".metadata")
-    manifest = _read_manifest(folder / "manifest.json")
-    names = {k: _name(k, manifest is not None) for k in metadata.state_dict_metadata}
-    plan = Plan({}, {}, _facts(manifest))
-    left = [k for k, n in names.items() if n is None]
-    for key, name in names.items():
-        entry = metadata.state_dict_metadata[key]
+    metadata, manifest = _read_metadata(folder / ".metadata"), _read_manifest(folder / "manifest.json")
+    for info in metadata.storage_data.values():
+        file = folder / str(info.relative_path)
+        if not _FILE.fullmatch(str(info.relative_path)) or file.is_symlink() or not file.is_file():
+            fix = "the checkpoint is not complete, or not to be trusted"
+            raise ShardcError(f"tensors would be read from {str(info.relative_path)!r}", where=str(folder), fix=fix)
+    reader = FileSystemReader(folder)
+    reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
+
+    @functools.lru_cache(maxsize=1)  # it is written slice by slice
+    def read(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        x = torch.empty(shape, dtype=dtype)
+        load({key: x}, storage_reader=reader, no_dist=True)
+        return x
+
+    plan, left = Plan({}, {}, _facts(manifest)), []
+    for key, entry in metadata.state_dict_metadata.items():
+        name = _name(key, manifest is not None)
         if name is None or not isinstance(entry, TensorStorageMetadata):
-            left += [key] if name is not None else []
+            left.append(key)
             continue
         dtype, shape = entry.properties.dtype, tuple(entry.size)
         plan.tensors[name] = Stored(dtype, shape)
-        for chunk in entry.chunks:
-            if 0 not in chunk.sizes:
-                info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-                read = functools.partial(_read_chunk, folder, info, key, tuple(chunk.sizes), dtype)
-                plan.add(Piece(name, dtype, tuple(chunk.offsets), tuple(chunk.sizes), read))
+        if 0 not in shape:
+            plan.add(Piece(name, dtype, (0,) * len(shape), shape, functools.partial(read, key, shape, dtype)))
 
     def work(mesh: LoopbackMesh) -> None:
         Saves(mesh).save(new, lambda: plan, step=int(plan.facts["extra"].get("step", 0)))
@@ -166,38 +169,24 @@ def _name(key: str, ours: bool) -> str | None:
     return None if ours or key.startswith(("optim", "scheduler", "extra")) else f"model.{key}"
 
 
-def _read_chunk(folder: Path, info: Any, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    where = folder / str(info.relative_path)
-    if not _FILE.fullmatch(str(info.relative_path)):
-        fix = "the checkpoint is not to be trusted"
-        raise ShardcError(f"{key} would be read from {str(info.relative_path)!r}", where=str(folder), fix=fix)
-    try:
-        with disk_calls.opened(where) as descriptor:
-            data = bytearray(int(info.length) if 0 <= info.length <= where.stat().st_size else 0)
-            disk_calls.read_into(descriptor, memoryview(data), int(info.offset))
-        found = torch.load(io.BytesIO(bytes(data)), map_location="cpu", weights_only=True)
-    except Exception as e:  # what torch.load raises for damaged files is of many kinds
-        raise ShardcError(f"{key} cannot be read: {e}", where=str(where), fix="get the file again") from None
-    if not isinstance(found, Tensor) or tuple(found.shape) != shape or found.dtype != dtype:
-        raise ShardcError(f"{key} is not of the shape that .metadata says", where=str(where), fix="get the file again")
-    return found.detach()
-
-
 # --- out
 
 
 class _Planner(DefaultSavePlanner):
-    def __init__(self, read: Mapping[MetadataIndex, Callable[[], Tensor]]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._read = read
+    """Reads a tensor when it is to be written. Known are names and shapes."""
+
+    def __init__(self, path: Path, index: Index) -> None:
+        super().__init__()
+        self._path, self._index = path, index
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._read[index]()
+        shape = self._index.tensors[index.fqn].shape
+        return read_box(self._path, self._index, index.fqn, (0,) * len(shape), shape)
 
 
 def export_checkpoint(folder: Path, new: Path) -> str:
     """Write a checkpoint (the last one of a folder, or one of them) as torch.distributed.checkpoint has it, and
-    manifest.json beside it. One slice is in memory at a time. Raises ShardcError for a damaged one.
+    manifest.json beside it. One tensor is in memory at a time. Raises ShardcError for a damaged one.
     """
     path = folder if is_one(folder) else newest(folder)
     index = read_index(path)
@@ -205,41 +194,18 @@ def export_checkpoint(folder: Path, new: Path) -> str:
         raise ShardcError("the folder is not empty", where=str(new), fix="name a new one")
     for number in range(len(index.files)):
         check_file(path, index, number)
-    items, read = [], dict[MetadataIndex, Callable[[], Tensor]]()
-    for key, stored in index.tensors.items():
-        properties, size = TensorProperties(dtype=stored.dtype), torch.Size(stored.shape)
-        slices: list[Slice | None] = [*stored.slices]
-        for found in slices or [None]:  # of an empty tensor there is none, but its name must be known
-            offset, shape = (found.offset, found.shape) if found is not None else ((0,) * len(size), stored.shape)
-            box = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
-            at = MetadataIndex(key, box.offsets)
-            items.append(WriteItem(at, WriteItemType.SHARD, tensor_data=TensorWriteData(box, properties, size)))
-            name = index.files[found.file].name if found is not None else ""
-            read[at] = functools.partial(_slice, path, name, key, stored, found)
-    new.mkdir(parents=True, exist_ok=True)
-    planner, writer = _Planner(read), FileSystemWriter(new)
-    plan = SavePlan(items)
-    (mine,) = writer.prepare_global_plan([plan])
-    results = writer.write_data(mine, planner).wait()
-    _, metadata = planner.create_global_plan([plan])
-    writer.finish(metadata, [results])
+    forms = {key: torch.empty(x.shape, dtype=x.dtype, device="meta") for key, x in index.tensors.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are no other ranks
+        save(forms, storage_writer=FileSystemWriter(new), planner=_Planner(path, index), no_dist=True)
     manifest = {"format": _MANIFEST_FORMAT, "model": index.model, "mesh": index.mesh, "extra": index.extra}
     manifest |= {"optimizer": index.optimizer} if index.optimizer is not None else {}
     disk_calls.write_file(new / "manifest.json", json.dumps(manifest, indent=2).encode() + b"\n")
     return f"{len(index.tensors)} tensors of {path}"
 
 
-def _slice(path: Path, name: str, key: str, stored: Stored, s: Slice | None) -> Tensor:
-    if s is None:
-        return torch.empty(stored.shape, dtype=stored.dtype)
-    with disk_calls.opened(path / name) as descriptor:
-        found = read_whole(descriptor, stored, s)
-    if found is None:
-        raise damage(path / name, key, s)
-    return found
-
-
 def main(folder: str, new: str) -> int:
+    warnings.simplefilter("ignore")  # that there are no other ranks
     try:
         print(_import(Path(folder), Path(new)))
     except (ShardcError, DamagedError) as e:

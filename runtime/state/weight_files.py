@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.checked_slices import read_box
-from shardc.runtime.state.checkpoint_folder import generations, is_one, newest, read_index
+from shardc.runtime.state.checkpoint_folder import generations, is_one, newest, read_box, read_index
 from shardc.runtime.state.checkpoint_index import Index
 from shardc.runtime.state.sliced_tensors import InMemory, Ranges, Sliced, index
-from shardc.runtime.state.tensor_file import DTYPES
+from shardc.runtime.state.tensor_file import DTYPES, opened
 
 
 @dataclass(frozen=True)
@@ -134,15 +132,14 @@ def _of_safetensors(path: Path, files: Sequence[Path]) -> WeightFiles:
     tensors: dict[str, Sliced] = {}
     ties: dict[str, str] = {}
     for file in files:
-        try:
-            handle: Any = safe_open(file, framework="pt")
-            for name in handle.keys():  # noqa: SIM118 (not a dict)
-                view = handle.get_slice(name)
-                tensors[name] = InSafetensors(handle, name, tuple(view.get_shape()), DTYPES[view.get_dtype()])
-            ties |= {k: v for k, v in (handle.metadata() or {}).items() if k != "format"}
-        except (SafetensorError, OSError, KeyError) as e:
-            fix = "pass a .safetensors file or a folder that holds them"
-            raise ShardcError(f"the weights cannot be read: {e}", where=str(file), fix=fix) from e
+        handle = opened(file)
+        for name in handle.keys():  # noqa: SIM118 (not a dict)
+            view = handle.get_slice(name)
+            if (dtype := DTYPES.get(view.get_dtype())) is None:
+                fix = "convert it to another dtype"
+                raise ShardcError(f"{name} is of the dtype {view.get_dtype()}", where=str(file), fix=fix)
+            tensors[name] = InSafetensors(handle, name, tuple(view.get_shape()), dtype)
+        ties |= {k: v for k, v in (handle.metadata() or {}).items() if k != "format"}
     ties = {other: name for other, name in ties.items() if name in tensors and other not in tensors}
     return WeightFiles(path, "safetensors", tensors, ties)
 

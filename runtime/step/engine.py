@@ -149,8 +149,6 @@ class Engine:
         model = state.plain(model)
         given = state.weights_of(program, model, weights, seed)
         self.weight_notes = given.notes
-        if given.overruled:
-            self.mesh.note(given.overruled)
         self._checks.weights(model, given)
         parts, buffers = state.local_parts(program, given, self.mesh, broadcast=broadcast, whole_of=self._checks.whole)
         local = LocalModel(

@@ -98,8 +98,6 @@ class ShardedModule(ModuleState):
         checks.options(check_every=check_every)
         given = state.weights_of(program, model, weights, seed)
         checks.weights(model, given)
-        if given.overruled:
-            mesh.note(given.overruled)
         parts, buffers = state.local_parts(program, given, mesh, broadcast=broadcast, whole_of=checks.whole)
         buckets = Buckets(program, checks.parts(parts), mesh, aliased=True)
         source = model if isinstance(model, nn.Module) else given.model

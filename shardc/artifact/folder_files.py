@@ -16,7 +16,7 @@ from torch import Tensor
 from shardc import text_file
 from shardc.errors import Errors, ShardcError
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.tensor_file import TensorFile
+from shardc.runtime.state.tensor_file import opened
 
 MANIFEST, LAYOUTS, SPEC, CONSTANTS, SCHEDULE = (
     "manifest.json",
@@ -77,7 +77,7 @@ class FolderFiles:
                 continue
             try:
                 if name == CONSTANTS:  # as large as the model's own: not held, and its header is looked at first
-                    TensorFile(path)
+                    opened(path)
                     actual = digest(path)
                 else:
                     self._held[name] = disk_calls.read_file(path, text_file.LARGEST)
@@ -153,8 +153,8 @@ class FolderFiles:
         if CONSTANTS not in self:
             return {}
         try:
-            held = TensorFile(self.folder / CONSTANTS)
-            return {name: held.read(name) for name in held.entries}
+            held = opened(self.folder / CONSTANTS)
+            return {name: held.get_tensor(name).clone() for name in held.keys()}  # noqa: SIM118 (not a dict)
         except OSError as e:
             raise self._unreadable(CONSTANTS, e) from None
 

@@ -12,20 +12,15 @@ user's terms why a capture failed.
 The model is captured in the mode it is in: put it in train mode first. It may be on the meta device; it is not changed.
 
 forward_arguments       which argument of the model's forward each part of the batch is
-wrapped_models          what DDP, FSDP or torch.compile has wrapped: refused, or looked through
-constants, guards       values that are known while a model is traced; branches that do nothing then
-tensor_methods          methods of tensors that tracing cannot follow; written_out: functions of torch
+constants               values that are known while a model is traced
 autograd_function       custom autograd Functions keep their backward
 attribute_reads         what forward reads of modules and of a loss object: `self.training`, plain values, counters
 masked_rows             rows chosen by a mask, in a fixed size; expert_loops makes the experts op of loops over experts
 equal_layers            equal layers are traced once; layer_copies: the others are copied in the graph
-random_choices          what a model's masks are, tried on random numbers; dependence: what values depend on
-inline_regions          `with torch.no_grad()` in a graph; autocast_region: the casts of autocast; value_checks: checks
-                        that are left out
+inline_regions          `with torch.no_grad()` in a graph, and the casts of autocast
 inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
 flex_attention          FlexAttention as ops; attention_sinks: scores of each head beside those of keys
 foreign_parameters      parameters of nobody that the loss uses
-narrow_values           a note on what a model of float64 computes in fewer bits
 generation              a model as it generates, with the states of earlier tokens; generation_cache: its own cache
 side_effects            what forward depends on and must not change
 """
@@ -45,11 +40,9 @@ from shardc.capture import (
     compare_eager,
     expert_loops,
     flex_attention,
-    narrow_values,
     patches,
     refusals,
     side_effects,
-    wrapped_models,
 )
 from shardc.capture.batch_leaves import Leaves, with_plain_dicts
 from shardc.capture.export import Fold, export
@@ -58,7 +51,7 @@ from shardc.capture.layer_copies import UnlikeError
 from shardc.capture.lift import lift
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf, check_loss
 from shardc.capture.loss import default_loss as default_loss
-from shardc.capture.masked_rows.unfit import DrawnError, because
+from shardc.capture.masked_rows.rows import DrawnError, because
 from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.generation import Step
@@ -94,7 +87,7 @@ def capture(
     started = time.perf_counter()
     if not isinstance(model, nn.Module):
         raise _no_module(model)
-    wrapped_models.check(model)
+    patches.check_wrapped(model)
     patches.check_hooks(model)
     if loss is not None:
         check_loss(loss)
@@ -137,7 +130,7 @@ def capture(
     branches = bool(reads.training) and any(m.training for m in model.modules())
     program = replace(
         program,
-        notes=(*exported.notes, *counts, *narrow_values.note(program), *((EVAL_MODE,) if eval_mode else ())),
+        notes=(*exported.notes, *counts, *compare_eager.narrow_values(program), *((EVAL_MODE,) if eval_mode else ())),
         baked=tuple(leaves.constants),
         check_attributes=Attributes(model, reads.values, of_loss, _constants(program)).check,
         eval_mode=eval_mode,

@@ -28,12 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.capture.dependence import Zeros, made_only_for, uses, works
 from shardc.errors import ShardcError
 from shardc.ir import source
+from shardc.ir import types as values
+from shardc.ir.graph import operands_of
+from shardc.rules import registry
+from shardc.rules.op_call import call_of
 from shardc.runtime.ops.torch_library import with_gradient_of
 from shardc.runtime.state.quantized import consists, inner, put_together
-from shardc.torch_private import pytree, traced_on
+from shardc.torch_private import FakeTensor, pytree, traced_on
 
 #: Calls of up to so many elements are run to see whether their backward is the derivative of their forward.
 TRY_LIMIT = 1 << 20
@@ -399,3 +402,65 @@ def _close(a: Tensor | None, b: Tensor | None) -> bool:
     scale = float(b.detach().abs().max()) if b.numel() else 0.0
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     return torch.allclose(a.to(wide), b.to(wide), rtol=0, atol=SAME * max(scale, 1.0))
+
+
+# --- what values of a traced graph depend on --------------------------------------------------------------------------
+
+
+def uses(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
+    """Does a value depend on the numbers (not just on the shapes) of any of the sources?"""
+    return not values.behind([node], lambda n: not _shape_only(n)).isdisjoint(sources)
+
+
+def _shape_only(node: fx.Node) -> bool:
+    name = values.op_name(node.target)
+    return node.op == "call_function" and (name.endswith("_like") or name.startswith("new_"))
+
+
+class Zeros:
+    """Which values of a traced graph are certainly zero where the sources are: an op linear in operands that are all
+    zero gives zero.
+    """
+
+    def __init__(self, module: fx.GraphModule, sources: Sequence[fx.Node]) -> None:
+        self.module = module
+        self.known = dict.fromkeys(sources, True)
+        for node in module.graph.nodes:
+            val = node.meta.get("val")
+            node.meta["value"] = values.of_tensor(val) if isinstance(val, Tensor) else None
+
+    def __call__(self, node: fx.Node) -> bool:
+        if node not in self.known:
+            self.known[node] = self._look(node)
+        return self.known[node]
+
+    def _look(self, node: fx.Node) -> bool:
+        if node.op == "get_attr":
+            value = getattr(self.module, str(node.target), None)
+            return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not bool(value.any())
+        if node.op != "call_function" or node.meta["value"] is None:
+            return False
+        name = values.op_name(node.target)
+        if name in ("zeros", "zeros_like", "new_zeros"):
+            return True
+        if name in ("full", "full_like", "new_full"):
+            return isinstance(node.args[-1], (int, float)) and node.args[-1] == 0
+        rule = registry.find(node.target)
+        operands = operands_of(node)
+        if rule is None or any(n.meta["value"] is None for n in operands):
+            return False
+        return any(
+            group and all(i < len(operands) and self(operands[i]) for i in group)
+            for group in rule.groups(call_of(node))
+        )
+
+
+def works(node: fx.Node) -> bool:
+    """Is an op one of those whose work counts (matmuls, convolutions, attention)?"""
+    rule = registry.find(node.target) if node.op == "call_function" else None
+    return rule is not None and rule.flops is not None
+
+
+def made_only_for(paths: Sequence[fx.Node | None], ys: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that the paths need and the results do not."""
+    return values.behind(n for n in paths if n is not None) - values.behind(ys)

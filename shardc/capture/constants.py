@@ -45,7 +45,7 @@ def constant_ends(x: Tensor, stored: Mapping[fx.Node, Tensor]) -> tuple[tuple[Te
     family = _family(node)
     known = {n: c for n in family if n.op == "get_attr" and (c := traced_constant(str(n.target))) is not None}
     known |= {n: c for n, c in stored.items() if n in family}
-    if any(n not in known and (n.op != "call_function" or (_random(n) and _name(n) not in UNIFORM)) for n in family):
+    if any(n not in known and (n.op != "call_function" or (is_random(n) and _name(n) not in UNIFORM)) for n in family):
         return None, set()
     low, high = (untraced(_evaluate, node, family, known, end) for end in ENDS)
     return (low, high), family & stored.keys()
@@ -67,7 +67,7 @@ def _evaluate(node: fx.Node, family: set[fx.Node], constants: Mapping[fx.Node, T
             args, kwargs = fx.map_arg((n.args, n.kwargs), lambda m: known[m])
             with torch.random.fork_rng(devices=[]):
                 result: Tensor = n.target(*args, **kwargs)
-            known[n] = result.fill_(drawn) if _random(n) else result
+            known[n] = result.fill_(drawn) if is_random(n) else result
     return known[node]
 
 
@@ -104,5 +104,6 @@ def _name(node: fx.Node) -> str:
     return node.target._schema.name if isinstance(node.target, OpOverload) else ""
 
 
-def _random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
+    """Does an op draw random numbers?"""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

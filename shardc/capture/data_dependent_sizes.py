@@ -4,11 +4,12 @@ lengths = torch.repeat_interleave(sizes, counts)     of constants (masks, grids 
 x[mask]                                              x[i, j], if the mask is known
 x.repeat_interleave(counts, dim=0)                   with output_size, if the counts are known
 torch.arange(counts.sum()), F.pad(x, (left, right))  numbers in place of tensors
-torch.cov(x), corrcoef(x), combinations(x)            written out (written_out.py)
+torch.cov(x), corrcoef(x), combinations(x)            written out: torch reads a number there, or picks by a mask
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,44 +18,65 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardc.capture.written_out import WRITTEN_OUT
 from shardc.torch_modes import untraced
 from shardc.torch_private import pytree, tracing
 
-#: By name, as functions of torch's and as methods.
-SIZED = (
-    *("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave"),
-    "combinations",
-)
-_CALLS = {getattr(holder, name) for holder in (torch, Tensor) for name in SIZED if hasattr(holder, name)}
-#: Calls in whose arguments torch reads numbers where Python does not see it.
-_NUMBERED = {
-    torch.arange,
-    torch.linspace,
-    torch.full,
-    torch.zeros,
-    torch.ones,
-    torch.empty,
-    torch.rand,
-    torch.randn,
-    F.pad,
-    F.interpolate,
-    Tensor.view,
-    Tensor.reshape,
-    Tensor.expand,
-    Tensor.repeat,
-    Tensor.narrow,
-    Tensor.new_zeros,
-    Tensor.new_ones,
-    Tensor.new_full,
+
+def _cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    if fweights is not None or aweights is not None or input.dim() > 2:  # refused: divides by a value
+        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
+    rows = input if input.dim() == 2 else input.reshape(1, -1)
+    n = rows.shape[1]
+    apart = rows - rows.sum(1, keepdim=True) / n
+    return (apart @ apart.mH / max(n - correction, 0)).squeeze()
+
+
+def _corrcoef(input: Tensor) -> Tensor:
+    c = _cov(input)
+    if c.dim() == 0:
+        return c / c
+    deviation = (c.diagonal().real if c.is_complex() else c.diagonal()).sqrt()
+    c = c / deviation[:, None] / deviation
+    return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1)) if c.is_complex() else c.clamp(-1, 1)
+
+
+def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    if r == 0:
+        return input.new_empty(0)
+    chosen = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = torch.tensor(list(chosen(range(len(input)), r)), dtype=torch.int64, device=input.device)
+    return input[places.reshape(-1, r)]
+
+
+WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
+    torch.cov: _cov,
+    Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    Tensor.corrcoef: _corrcoef,
+    torch.combinations: _combinations,
 }
+
+
+def functions(names: str) -> set[Any]:
+    """The functions of torch, and the methods of tensors, of these names."""
+    return {getattr(holder, n) for n in names.split() for holder in (torch, Tensor) if hasattr(holder, n)}
+
+
+#: Ops whose result's size follows from values.
+_CALLS = functions("nonzero argwhere unique unique_consecutive masked_select bincount repeat_interleave combinations")
+#: Calls in whose arguments torch reads numbers where Python does not see it.
+_NUMBERED = {F.pad, F.interpolate} | functions(
+    "arange linspace full zeros ones empty rand randn view reshape expand repeat narrow new_zeros new_ones new_full"
+)
 _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8}
-_REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave)
+_REPEAT = functions("repeat_interleave")
 _MINE = {Tensor.__getitem__, torch.where, *_CALLS, *_NUMBERED, *WRITTEN_OUT}
 
 
 class KnownSizes(TorchFunctionMode):
-    """While open, ops of SIZED and indexing with masks have known sizes where the values are known.
+    """While open, ops whose size follows from values, and indexing with masks, have known sizes where those are known.
 
     known: the value of a traced tensor, or None.
     """

@@ -16,9 +16,7 @@ Anything else becomes a symbol of torch's, and export fails where the program de
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,15 +30,15 @@ from torch import Tensor, fx, nn
 
 from shardc.capture.constants import constant_ends, constant_value, given_numbers
 from shardc.capture.data_dependent_sizes import KnownSizes
-from shardc.capture.guards import needed
 from shardc.capture.masked_rows import ChosenRows
-from shardc.capture.masked_rows.kinds import seen_by_the_model
+from shardc.capture.masked_rows.branches import needed, parsed
+from shardc.capture.masked_rows.rows import seen_by_the_model
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir.source import Source
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::ctc_loss)
 from shardc.torch_modes import untraced
-from shardc.torch_private import FakeTensor, traced_node
+from shardc.torch_private import FakeTensor, OpOverload, traced_node
 
 
 @dataclass(frozen=True)
@@ -190,15 +188,7 @@ def _checks(code: CodeType) -> dict[int, bool]:
     (`if mask.any(): x[mask] = 0`): with which it is; of a shortcut (`if not mask.any(): mask = None`): with which it is
     not.
     """
-    try:
-        lines, first = inspect.getsourcelines(code)
-    except OSError:  # code without a file
-        return {}
-    try:
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except SyntaxError:  # a lambda in the middle of an expression
-        return {}
-    shift = max(first, 1) - 1
+    tree, shift = parsed(code)
     checks: dict[int, bool] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and all(isinstance(s, ast.Raise) for s in node.body):
@@ -303,3 +293,28 @@ def ctc_loss(
     if reduction == 1:
         return (each / outs.clamp(min=1).to(each.dtype)).mean()
     return each.sum() if reduction == 2 else each if batched else each.squeeze(0)
+
+
+#: Ops that only check values.
+_CHECKS = (
+    "_assert_async",
+    "_assert_scalar",
+    "_assert_tensor_metadata",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+)
+#: What a number of the graph is; torch 2.11 knows those that its checks took for true.
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
+
+
+def drop_checks(graph: fx.Graph) -> None:
+    """Erase checks of values (`assert lengths.max().item() <= n`) and the numbers computed for them alone, in place.
+
+    A compiled program does not look at values; the model itself checks them wherever it runs.
+    """
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or node.users:
+            continue
+        checks = isinstance(node.target, OpOverload) and node.target._schema.name.removeprefix("aten::") in _CHECKS
+        if checks or isinstance(node.meta.get("val"), _NUMBERS):
+            graph.erase_node(node)

@@ -28,18 +28,16 @@ from shardc.capture import (
     refusals,
     side_effects,
     transformers,
-    value_checks,
 )
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.constants import FRESH
-from shardc.capture.data_dependent_values import ValueReads, known_values
+from shardc.capture.data_dependent_values import ValueReads, drop_checks, known_values
 from shardc.capture.foreign_parameters import ForeignParameters
 from shardc.capture.forward_arguments import arguments, check_call
 from shardc.capture.generation import GenerationOf, caches
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf
 from shardc.capture.side_effects import Changes
-from shardc.capture.tensor_methods import traceable
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
@@ -104,7 +102,7 @@ def export(
         patches.export_patches(wrapper.side),
         flex_attention.as_ops(),
         known_values(model, sizes=sizes, rows=rows) as reads,
-        traceable(),
+        patches.traceable(),
         patches.faked(wrapper) as mode,
         inner_autograd.recorded(),
         traced_with(source.trace_of_call),
@@ -133,7 +131,7 @@ def export(
         gm = exported.graph_module
         fresh = _fresh(exported)
         cut = inline_regions.inline_regions(gm)
-        value_checks.drop_checks(gm.graph)
+        drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
         equal_layers.unfold(model, exported, folding, cut)
         if not transformed:

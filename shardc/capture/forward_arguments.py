@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from shardc.capture.wrapped_models import beneath_compile
 from shardc.errors import ShardcError
 from shardc.ir import source
 
@@ -73,3 +72,10 @@ def _fitting(forward: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[
         fix = f"leave {', '.join(map(repr, unknown))} out of the batch"
         return f"{fix}, or define loss(output, batch), which is given every key"
     return "a dict gives forward's arguments by name, a tuple by position; a tensor is the first one"
+
+
+def beneath_compile(model: nn.Module) -> nn.Module:
+    """What torch.compile(model) wraps, whose forward has names for its arguments."""
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        model = inner
+    return model

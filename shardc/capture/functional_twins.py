@@ -46,6 +46,11 @@ def is_inplace(node: fx.Node) -> bool:
     return updates_statistics(node) if node.target in _STATISTICS else node.target._schema.is_mutable
 
 
+def mutates(node: fx.Node) -> bool:
+    """Does an op's schema say that it writes to an operand?"""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
 def updates_statistics(node: fx.Node) -> bool:
     """Is it a norm in training mode that has running statistics?"""
     if node.target not in _STATISTICS or node.args[3] is None:

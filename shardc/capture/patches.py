@@ -1,4 +1,5 @@
-"""Around torch.export: refuse hooks that it would drop without a word, patch torch for graphs that can be split.
+"""Around torch.export: refuse hooks that it would drop without a word, and models that something has wrapped or cut for
+several devices already; patch torch, and methods of tensors, for graphs that can be split.
 
 Patches are context managers, undone when the capture ends, also when it fails.
 """
@@ -15,11 +16,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardc.capture import autograd_function
 from shardc.capture.refusals import PACKED, PADDED
 from shardc.errors import Errors, ShardcError
 from shardc.ir import source
+from shardc.runtime.state.quantized import consists
 from shardc.torch_modes import untraced
 from shardc.torch_private import (
     FakeTensor,
@@ -82,6 +85,55 @@ def check_hooks(model: nn.Module) -> None:
                 fix="run the model once on a batch before compiling it",
             )
     errors.raise_any()
+
+
+def check_wrapped(model: nn.Module) -> None:
+    """Raises ShardcError for a model, or a part of it, that is wrapped to sum gradients or to be split over devices,
+    and for parameters that are DTensors.
+    """
+    errors = Errors()
+    if hasattr(model, "full_state_dict") and hasattr(model, "clip_grad_norm_"):  # what program.module makes
+        what, fix = (
+            "it is compiled already, and has this rank's part",
+            "pass the plain model, which it was compiled from",
+        )
+        errors.add(what, where="the model", fix=fix)
+        errors.raise_any()
+    for name, module in model.named_modules():
+        where = name or "the model"
+        if isinstance(module, (DataParallel, DistributedDataParallel)):
+            what = f"it is wrapped in {type(module).__name__}, which spreads the batch and sums gradients by itself"
+            held = f"{name}.module" if name else "model.module"
+            errors.add(what, where=where, fix=f"pass what it holds: {held}; `mesh: {{dp: ...}}` of the spec does that")
+            break
+        if kind := _sharded_by_fsdp(module):
+            what = f"{kind} has cut its parameters over the ranks already"
+            fix = "pass the model as it was before; `data: {zero: 3}` of the spec cuts parameters as it does"
+            errors.add(what, where=where, fix=fix)
+            break
+    else:
+        cut = [name for name, p in model.named_parameters() if _is_dtensor(p)]
+        if cut:
+            more = f" ({len(cut)} such)" if len(cut) > 1 else ""
+            what = f"the parameter is a DTensor: something has cut it over the ranks already{more}"
+            errors.add(what, where=cut[0], fix="pass the model as it was before, and write its plan as `shard:`")
+    errors.raise_any()
+
+
+# Who has wrapped a model has imported these; importing them here would cost every start.
+
+
+def _sharded_by_fsdp(module: nn.Module) -> str:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for name, said in (("FSDPModule", "fully_shard"), ("FullyShardedDataParallel", "FullyShardedDataParallel")):
+        if (kind := getattr(fsdp, name, None)) is not None and isinstance(module, kind):
+            return said
+    return ""
+
+
+def _is_dtensor(p: object) -> bool:
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(p, tensor.DTensor)
 
 
 def _at(name: str, hooks: list[Callable[..., Any]]) -> str:
@@ -215,3 +267,72 @@ def faked(model: nn.Module) -> Iterator[FakeTensorMode]:
     mode = fake_mode()
     with swapped(model, {id(x): fake_tensor(mode, x) for x in (*model.parameters(), *model.buffers())}):
         yield mode
+
+
+# --- methods of Tensor that tracing cannot follow ---------------------------------------------------------------------
+
+
+_DATA = Tensor.data
+_FORMAT: Any = Tensor.__format__
+_RANDOM, _TO = Tensor.random_, Tensor.to
+
+
+@contextmanager
+def traceable() -> Iterator[None]:
+    """While open: `x.data` in the model is `x.detach()`, which tracing sees; formatted
+    tensors print as what they are.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Tensor, "data", property(_data, _set_data)))
+        stack.enter_context(mock.patch.object(Tensor, "__format__", _format))
+        stack.enter_context(mock.patch.object(Tensor, "random_", _random))
+        stack.enter_context(mock.patch.object(Tensor, "to", _to))
+        yield
+
+
+def _by_user(x: Tensor) -> bool:
+    return isinstance(x, FakeTensor) and source.is_models(sys._getframe(2).f_code.co_filename)
+
+
+def _data(self: Tensor) -> Tensor:
+    return self.detach() if _by_user(self) else _DATA.__get__(self)  # type: ignore[attr-defined]
+
+
+def _set_data(self: Tensor, value: Tensor) -> None:
+    if _by_user(self):
+        place = source.of_call()
+        raise ShardcError(
+            f"the forward pass replaces a tensor's .data ({place.shown})",
+            where=place.line,
+            fix="change a buffer in place (self.x.copy_(new)); change parameters outside of forward",
+        )
+    _DATA.__set__(self, value)  # type: ignore[attr-defined]
+
+
+def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch aborts the process if a traced tensor is moved to a device that this machine does not have."""
+    target = next((a for a in (*args[:1], kwargs.get("device")) if isinstance(a, (str, int, torch.device))), None)
+    if isinstance(self, FakeTensor) and target is not None and not isinstance(target, bool):
+        device = torch.device(target)
+        if device.type not in (self.device.type, "cpu", "meta") and not torch.get_device_module(device).is_available():
+            raise RuntimeError(f"Invalid device {device}: not linked with support for it")  # as .cuda() does
+    if consists(self):  # torch would hand this function to the tensor's own, which knows torch's
+        own: Any = type(self)
+        made: Tensor = own.__torch_function__(_TO, (type(self),), (self, *args), kwargs)
+        return made
+    return _TO(self, *args, **kwargs)
+
+
+def _format(self: Tensor, spec: str) -> str:
+    """A traced tensor has no number to show: f"{loss:.3f}" in a message."""
+    text: str = repr(self) if isinstance(self, FakeTensor) else _FORMAT(self, spec)
+    return text
+
+
+def _random(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`random_(low, high)`: the overload that torch traces it to has a name that Python cannot write ("from")."""
+    limits = (*args, *(kwargs[k] for k in ("from", "to") if k in kwargs))
+    if isinstance(self, FakeTensor) and limits and set(kwargs) <= {"from", "to"}:
+        low, high = limits if len(limits) == 2 else (0, limits[0])
+        return self.copy_(torch.randint(low, high, self.shape, dtype=self.dtype, device=self.device))
+    return _RANDOM(self, *args, **kwargs)

@@ -106,13 +106,10 @@ REFUSALS = (
         raised=DATA,
         code=r"module_dropout",
     ),
-    Cause(f"the loop over experts {DEPENDS}", EXPERTS, raised=DATA, code=r"expert"),
-    Cause(
-        f"the loop over experts {DEPENDS}", EXPERTS, op=r"nonzero|item|^where$|^index$|masked_select", code=r"expert"
-    ),
-    Cause(f"the loop over experts {DEPENDS}", EXPERTS, raised=DATA, loop=r"expert"),
-    Cause(
-        f"the loop over experts {DEPENDS}", EXPERTS, op=r"nonzero|item|^where$|^index$|masked_select", loop=r"expert"
+    *(
+        Cause(f"the loop over experts {DEPENDS}", EXPERTS, **{kind: pattern, place: "expert"})
+        for place in ("code", "loop")
+        for kind, pattern in (("raised", DATA), ("op", r"nonzero|item|^where$|^index$|masked_select"))
     ),
     Cause(*ATTENTION, raised=r"(?i)flash.?attn|flash.?attention|`kernels` is"),
     Cause(*ATTENTION, raised=r"must be callable", code=r"flash_kwargs"),  # transformers 5.17

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.capture.functional_twins import twin_of
+from shardc.capture.functional_twins import mutates, twin_of
 from shardc.ir.graph import call_like
 from shardc.torch_private import OpOverload
 
@@ -53,7 +53,7 @@ def can_write(
     node: fx.Node | None = x
     while node is not None and (parent := aliased(node)) is not None:
         if (
-            not _mutates(node)
+            not mutates(node)
             and node.target not in _PARTS
             and node.target not in _SAME_ORDER
             and _transposed(node) is None
@@ -169,10 +169,6 @@ def _transposed(view: fx.Node) -> list[int] | None:
         order[a], order[b] = order[b], order[a]  # type: ignore[index]
         return order
     return None
-
-
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _certain(node: fx.Node) -> bool:

@@ -63,13 +63,15 @@ def _row(g: Generation) -> dict[str, Any]:
 @app.command()
 def verify(folder: Folder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """Read every byte of all checkpoints in a folder, or of one, and compare with the digests."""
-    from shardc.runtime.state import inspecting
+    from shardc.runtime.state import checkpoint_folder
 
     with reporting(debug, as_json) as show:
         found = {}
         for g in _all(folder):
             with console.status(f"reading {g.path.name}"):
-                found[g.path.name] = problems = [e for error in inspecting.verify(g.path) for e in error.to_json()]
+                found[g.path.name] = problems = [
+                    e for error in checkpoint_folder.verify(g.path) for e in error.to_json()
+                ]
             if not as_json:
                 show(f"{g.path.name}  {'whole' if not problems else f'{len(problems)} problems'}")
                 for p in problems:
@@ -83,10 +85,10 @@ def verify(folder: Folder, as_json: JsonOption = False, debug: DebugOption = Fal
 @app.command()
 def diff(a: Folder, b: Folder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """In what two checkpoints differ, on whatever meshes they were saved. Exit status 1 if they do."""
-    from shardc.runtime.state import inspecting
+    from shardc.runtime.state import checkpoint_folder
 
     with reporting(debug, as_json) as show:
-        found = list(inspecting.diff(_one(a), _one(b)))
+        found = list(checkpoint_folder.diff(_one(a), _one(b)))
         if as_json:
             show(json.dumps({"differences": [vars(d) for d in found]}))
         else:

@@ -14,7 +14,7 @@ from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
     from shardc.cli.model_file import ModelFile
-    from shardc.runtime.state.adapter_files import OfSpec
+    from shardc.runtime.state.adapters import OfSpec
 
 
 class Dtype(str, Enum):
@@ -99,8 +99,7 @@ def _adapters(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, 
     """
     from shardc.compile import compile
     from shardc.ir.adapters import A
-    from shardc.runtime.state.adapter_files import OfSpec
-    from shardc.runtime.state.adapters import parts
+    from shardc.runtime.state.adapters import OfSpec, parts
 
     own = file.on_meta()
     there = [n for n in stored if n.endswith(A) and n not in own.state_dict()]

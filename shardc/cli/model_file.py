@@ -32,7 +32,7 @@ from shardc.cli.training_data import PARTS, seed_everything, takes_parts
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 from shardc.runtime.state import disk_calls
-from shardc.runtime.state.reading_calls import lazily
+from shardc.runtime.state.pretrained import lazily
 from shardc.runtime.state.weight_files import has_weights
 
 #: What a model file may have besides model() and batch(), with the arguments that each is called with. data() may take
@@ -103,12 +103,9 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
         with _users(path, f"{builder or 'model'}()"):
             before = torch.get_rng_state()
             seed_everything(seed)
-            ours = torch.initial_seed()
+            torch.manual_seed(seed)  # as one would before it on one device
             model = build()
-            if (
-                torch.initial_seed() == ours
-            ):  # else it is the user's, and whoever records this call says what becomes of it
-                torch.set_rng_state(before)
+            torch.set_rng_state(before)
         if not isinstance(model, nn.Module):
             raise ShardcError(
                 f"{builder or 'model'}() returns a {type(model).__name__}", where=str(path), fix="return an nn.Module"

@@ -122,7 +122,22 @@ def listed(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("forward", [norms, lists, rebinds, kept_if_tensors, listed])
+def known_too(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    """A mask whose values are known, beside those that are not."""
+    return listed(s, x, chosen)[:, torch.tensor([True, False] * 4)] + listed(s, x, chosen)[:, ::2]
+
+
+def replaced(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    """Rows of a mask with two dims, put in the place of others."""
+    out = x * 1
+    for e, linear in enumerate((s.first, s.second)):
+        rows, _ = torch.where(chosen[:, None] == e)
+        if len(rows):
+            out[rows] = linear(x[rows])
+    return out
+
+
+@pytest.mark.parametrize("forward", [norms, lists, rebinds, kept_if_tensors, listed, known_too, replaced])
 def test_any_rows_that_are_chosen(forward: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
     """Captured, and proven by the capture."""
     program = capture_rows(forward)
@@ -229,9 +244,46 @@ def has_else(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize(
-    "forward", [mixes_rows, uses_their_number, more_than_rows, another_mask, changes_all, counts, has_else]
-)
+def only_many(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for e in range(2):
+        rows = torch.where(chosen == e)[0]
+        if rows.numel() > 2:
+            out[rows] += x[rows]
+    return out
+
+
+def one_more(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    out, numbers = torch.zeros_like(x), torch.bincount(chosen, minlength=2).tolist()
+    for e in range(2):
+        if numbers[e] + 1 > 2:
+            out[chosen == e] += x[chosen == e]
+    return out
+
+
+def more_than_others(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    out, numbers = torch.zeros_like(x), torch.bincount(chosen, minlength=2).tolist()
+    if numbers[0] > numbers[1]:
+        out[chosen == 0] += x[chosen == 0]
+    return out
+
+
+def remembers(s: Rows, x: Tensor, chosen: Tensor) -> Tensor:
+    out, last, numbers = torch.zeros_like(x), 0, torch.bincount(chosen, minlength=2).tolist()
+    for e in range(2):
+        if numbers[e] == 0:
+            continue
+        out[chosen == e] += x[chosen == e]
+        last = numbers[e]
+    out[:last] = 0.0
+    return out
+
+
+MORE = [mixes_rows, uses_their_number, more_than_rows, another_mask, changes_all, counts, has_else]
+MORE += [only_many, one_more, more_than_others, remembers]
+
+
+@pytest.mark.parametrize("forward", MORE)
 def test_what_is_more_than_rows_is_refused(forward: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(shardc.ShardcError, match="depends on a tensor's value"):
         capture_rows(forward)

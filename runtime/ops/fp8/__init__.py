@@ -9,7 +9,7 @@
 The result of `fp8_round` has the dtype of x. Scales are powers of two, so a number of 4 significant bits is the same in
 bfloat16, float32 and float64: a product of such tensors is the product of float8 tensors, exactly, and everything that
 follows (splits, gradients, proofs) is that of an ordinary product. Where it counts, the 8 bits are made of the values
-again, by `packed`: for messages (half the bytes of bfloat16), and for kernels (fp8_products.py). Rounding twice changes
+again, by `packed`: for messages (half the bytes of bfloat16), and for kernels (products.py). Rounding twice changes
 nothing, and no scale.
 
 A granule is written as a block size for each dim: 0 is the whole dim. [rows, features] in (1, 0) has a scale for each
@@ -18,6 +18,10 @@ row; (0, 0) one scale; (1, 32) one for each 32 features of a row.
 Scales as in torchao's float8 (`round_scales_to_power_of_2`) and in the OCP's MX formats, but for the very top: a scale
 is the largest with which the largest element still rounds to a number. Then it is the scale of the rounded values,
 too.
+
+format, recipe      the two formats, and how products take them
+casts, cast_kernel  rounding, on the CPU and as a Triton kernel
+products, kernel    products of rounded factors, and torch's kernels for them
 """
 
 from __future__ import annotations

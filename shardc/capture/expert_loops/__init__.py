@@ -7,31 +7,347 @@
     after    y = experts(x, index, w, stack([up0, up1]), stack([down0, down1]), None, None, "silu(x)", False)
 
 A mixture of experts is several steps that add to (or fill) the same tensor and differ in their parameters and masks
-only. The steps are laid on top of each other (`Unifier.unified`): what is the same in all is of the tokens, parameters
-are stacked, and what else differs are weights of the choices. How the model writes it down does not matter: it is read
-off what it computes. Whether masks exclude each other, and whether `index` says what they say, is tried on random
-choices, as shardc.passes.canonical.grouped_mm does; and the whole is proven against eager as any captured graph is
+only. The steps are laid on top of each other (template.py): what is the same in all is of the tokens, parameters are
+stacked, and what else differs are weights of the choices. How the model writes it down does not matter: it is read off
+what it computes. Whether masks exclude each other, and whether `index` says what they say, is tried on random choices,
+as shardc.passes.canonical.grouped_mm does; and the whole is proven against eager as any captured graph is
 (shardc.capture.compare_eager). What is not of this kind stays: slow, and right.
-
-    steps.py       the turns of a loop: what was written to one tensor, one turn after the other
-    unify.py       the turns on top of each other: what is the same, and what each expert has of its own
-    products.py    what one expert computes, read off that
-    trial.py       what is tried on random choices
-    writer.py      the op in place of the loop
 
 Rows that a model sorts by expert itself stay sorted here, each with one choice; that pass then takes the order away.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
-from shardc.capture.expert_loops.writer import Writer
+import torch
+from torch import Tensor, fx
+
+from shardc.capture.expert_loops.template import (
+    SAME_ELEMENTS,
+    Op,
+    Same,
+    Step,
+    Unifier,
+    bare,
+    chains,
+    constant_of,
+    numel_of,
+    product_of,
+    rows_of,
+    shape_of,
+    weighted,
+)
+from shardc.errors import ShardcError
+from shardc.ir import types as values
+from shardc.ir.graph import copy_graph, source_of
 from shardc.ir.program import Program
+from shardc.nn import text_of
+from shardc.passes.canonical.choices import draws, leaves, run, unrepeated
+from shardc.torch_private import OpOverload
+
+aten = torch.ops.aten
 
 
 def with_experts(program: Program) -> Program:
     """The program with its loops over experts as ops; notes for those that stay loops."""
-    writer = Writer(program)
+    writer = _Writer(program)
     writer.run()
     return replace(program, graph=writer.graph, notes=(*program.notes, *writer.notes))
+
+
+class _StaysLoop(Exception):
+    """Steps that are no mixture of experts of this form."""
+
+
+class _Writer:
+    def __init__(self, program: Program) -> None:
+        self.graph = copy_graph(program.graph)
+        self.notes: list[str] = []
+
+    def run(self) -> None:
+        loops = list(chains(self.graph))
+        self.sums = {
+            steps[-1].node: (tuple(s.mask for s in steps), tuple(s.value for s in steps))
+            for steps in loops
+            if steps[0].before is None and all(s.adds for s in steps)
+        }
+        for steps in reversed(loops):
+            self.here = steps[-1].node
+            if not self.here.users:
+                continue  # it was part of another one
+            try:
+                self._mixture(steps)
+            except _StaysLoop as e:
+                place = source_of(self.here)
+                self.notes.append(
+                    f"{place or 'a loop over experts'}: all {len(steps)} experts run on all rows, for the loop could"
+                    f" not be made one op ({e}); `shardc.nn.experts` is one"
+                )
+            for n in reversed(self.graph.nodes):
+                if n.op == "call_function" and not n.users and (not n.is_impure() or bare(n) is not n):
+                    self.graph.erase_node(n)
+
+    def _mixture(self, steps: list[Step]) -> None:
+        first, last = steps[0], steps[-1].node
+        if any(s.adds != first.adds or not _equal(s.to, first.to) for s in steps):
+            raise _StaysLoop("its turns write in different ways")
+        masks = tuple(s.mask for s in steps)
+        factors, core = weighted(Unifier(masks, self.sums).unified([s.value for s in steps]))
+        width = shape_of(first.value)[-1]
+        n = numel_of(first.value) // width
+        x, up, down, up_bias, down_bias, text, transposed = self._expert(core)
+        if any(numel_of(m) != n for m in masks) or shape_of(x)[-1] != width:
+            raise _StaysLoop("masks, or what its experts give, are of other rows")
+        trial = _Trial(masks)
+        x, index, share = self._choices(trial, factors, first.to, x, n)
+        rows = self._shaped(x, numel_of(x) // width, width)
+        typed = replace(rows.meta["value"], requires_grad=values.requires_grad(first.value))
+        args = (rows, index, share, up, down, up_bias, down_bias, text, transposed)
+        result = self._put(torch.ops.shardc.experts.default, args, typed)
+        shape, base = list(shape_of(last)), first.before
+        result = self._shaped(result, *shape)
+        if typed.dtype != last.meta["value"].dtype:
+            result = self._call(aten._to_copy.default, result, dtype=last.meta["value"].dtype)
+        if base is not None and not _is_zeros(base):
+            if first.adds:
+                result = self._call(aten.add.Tensor, base, result)
+            else:
+                some = self._call(aten.any.dim, self._call(aten.ge.Scalar, index, 0), -1)
+                result = self._call(aten.where.self, self._shaped(some, *shape[:-1], 1), result, base)
+        last.replace_all_uses_with(result)
+
+    # --- the expert
+
+    def _expert(self, core: Any) -> tuple[Any, ...]:
+        """(tokens, up, down, biases, the activation's text, transposed) of what an expert computes."""
+        second = product_of(core)
+        if second is None:
+            raise _StaysLoop("its experts do not end with a product with a parameter")
+        firsts: list[Op] = []
+        between: list[Op] = []
+
+        def visit(t: Any) -> None:
+            if isinstance(t, tuple):
+                for part in t:
+                    visit(part)
+            elif isinstance(t, Op):
+                if product_of(t) is not None:
+                    firsts.extend([t] * (t not in firsts))
+                elif t not in between:
+                    visit((t.args, tuple(v for _, v in t.kwargs)))
+                    between.append(t)
+            elif hasattr(t, "node") or hasattr(t, "nodes"):
+                raise _StaysLoop("its experts are not two layers of products with elementwise ops in between")
+
+        visit(second.x)
+        ups = [p for t in firsts if (p := product_of(t)) is not None]
+        same = {(p.x, p.transposed, p.weight.shape, p.bias is None) for p in ups}
+        if len(same) != 1 or not isinstance(ups[0].x, Same):
+            raise _StaysLoop("its experts do not begin with products of the rows")
+        out = [rows[1] for t in firsts if (rows := rows_of(t)) is not None]
+        m, i = sum(out), second.weight.shape[0 if second.transposed else 1]
+
+        def activation(y: Tensor) -> Any:
+            known: dict[int, Any] = {id(t): part for t, part in zip(firsts, y.split_with_sizes(out, -1), strict=True)}
+
+            def value(t: Any) -> Any:
+                if isinstance(t, tuple):
+                    return [value(part) for part in t]
+                return known[id(t)] if isinstance(t, Op) else t
+
+            for t in between:
+                known[id(t)] = t.target(*value(t.args), **{k: value(v) for k, v in t.kwargs})
+            return known[id(second.x)]
+
+        try:
+            text = text_of(activation, m, i)
+        except (ShardcError, KeyError, RuntimeError, TypeError) as e:
+            raise _StaysLoop("its experts compute more than elementwise ops between two products") from e
+        transposed = ups[0].transposed
+        up = self._joined([p.weight for p in ups], 2 if transposed else 1)
+        up_bias = None if ups[0].bias is None else self._joined([p.bias for p in ups], 1)
+        down = self._joined([second.weight], 1)
+        if second.transposed != transposed:
+            down = self._call(aten.transpose.int, down, 1, 2)
+        down_bias = None if second.bias is None else self._joined([second.bias], 1)
+        return ups[0].x.node, up, down, up_bias, down_bias, text, transposed
+
+    def _joined(self, stacks: list[Any], dim: int) -> fx.Node:
+        nodes = [s.nodes[0] if len(s.nodes) == 1 else self._call(aten.stack.default, list(s.nodes)) for s in stacks]
+        return nodes[0] if len(nodes) == 1 else self._call(aten.cat.default, nodes, dim)
+
+    # --- the choices
+
+    def _choices(
+        self, trial: _Trial, factors: list[Any], to: Tensor | None, x: fx.Node, n: int
+    ) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """The tokens, the experts that each has chosen, [tokens, k], -1 for none, and their weights. to: the token of
+        each row; None: rows are tokens."""
+        order = torch.arange(n).view(n, 1)  # [tokens, k]: the rows of each token
+        if to is not None:
+            x, rows = _taken(x)
+            t = numel_of(x) // shape_of(x)[-1]
+            k = max(n // t, 1)
+            ways = (torch.arange(n).view(t, k), torch.arange(n).view(k, t).t()) if n == k * t else ()
+            each = torch.arange(t)[:, None].expand(t, k)
+            fits = next((o for o in ways if torch.equal(to[o], each)), None) if _equal(rows, to) else None
+            if fits is None:
+                raise _StaysLoop("rows are not added to the tokens that they are made of")
+            order = fits
+        t, k = order.shape
+        plain = all(isinstance(f, (int, float, Same)) for f in factors)
+        if plain and (leaf := trial.index(order)) is not None:
+            numbers = index = self._shaped(leaf, t, k)
+        elif to is None:
+            chosen = self._call(aten.stack.default, [self._shaped(m, n) for m in trial.masks], 1)  # [n, experts]
+            if trial.disjoint():
+                numbers = self._call(aten._to_copy.default, chosen, dtype=torch.int64)
+                numbers = self._shaped(self._call(aten.argmax.default, numbers, 1), n, 1)
+            elif (covering := trial.covering(n)) is not None:
+                numbers = self._shaped(covering, n, numel_of(covering) // n)
+            else:
+                numbers = self._call(aten.arange.default, len(trial.masks))
+                numbers = self._call(aten.expand.default, numbers, [n, len(trial.masks)])
+            inside = self._call(aten.gather.default, chosen, 1, numbers)
+            index = self._call(aten.where.ScalarOther, inside, numbers, -1)
+        else:
+            raise _StaysLoop("no number says which expert a token chose")
+        share: Any = 1.0
+        for f in factors:
+            if isinstance(f, Same):
+                one = numel_of(f.node) == 1
+                origin = f.node if one else _moved(f.node, order)
+                if origin is None:
+                    raise _StaysLoop("its weights are not of its rows")
+                f = self._shaped(origin, *((1, 1) if one else (t, k)))
+            elif not isinstance(f, (int, float)):
+                if len(f.nodes) != len(trial.masks):
+                    raise _StaysLoop("its weights are one tensor of all experts")
+                flat = [self._call(aten.expand.default, self._shaped(c, numel_of(c)), [n]) for c in f.nodes]
+                f = self._call(aten.gather.default, self._call(aten.stack.default, flat, 1), 1, numbers)
+            share = self._times(share, f)
+        return x, index, self._filled(share, shape_of(index), x)
+
+    def _times(self, a: Any, b: Any) -> Any:
+        if not isinstance(a, fx.Node) and not isinstance(b, fx.Node):
+            return a * b
+        a, b = (a, b) if isinstance(a, fx.Node) else (b, a)
+        return a if isinstance(b, float) and b == 1.0 else self._call(aten.mul.Tensor, a, b)
+
+    def _filled(self, share: Any, shape: tuple[int, ...], x: fx.Node) -> fx.Node:
+        if isinstance(share, fx.Node):
+            return self._call(aten.expand.default, share, list(shape))
+        return self._call(aten.full.default, list(shape), float(share), dtype=x.meta["value"].dtype)
+
+    # --- nodes
+
+    def _shaped(self, x: fx.Node, *shape: int) -> fx.Node:
+        return self._call(aten.reshape.default, x, list(shape))
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if target in (aten.reshape.default, aten.expand.default) and list(shape_of(args[0])) == list(args[1]):
+            same: fx.Node = args[0]
+            return same
+        return self._put(target, args, values.infer(target, args, kwargs), kwargs)
+
+    def _put(self, target: Any, args: tuple[Any, ...], value: Any, kwargs: dict[str, Any] | None = None) -> fx.Node:
+        with self.graph.inserting_before(self.here):
+            new = self.graph.call_function(target, args, kwargs or {})
+        new.meta = {"value": value, "source": source_of(self.here)}
+        return new
+
+
+class _Trial:
+    """Masks on random choices: whether they exclude each other, and which numbers say what they say."""
+
+    def __init__(self, masks: tuple[fx.Node, ...]) -> None:
+        self.masks = masks
+        self.drawn = leaves(masks)
+        self.known: list[dict[fx.Node, Any]] = []
+        self.chosen: list[Tensor] = []  # [experts, n]
+        for _, known in zip(range(3), draws(self.drawn, len(masks)), strict=False):
+            try:
+                results = run(masks, known)
+            except (RuntimeError, IndexError, KeyError) as e:
+                raise _StaysLoop("its masks cannot be tried") from e
+            self.known.append(known)
+            self.chosen.append(torch.stack([m.reshape(-1).bool() for m in results]))
+
+    def disjoint(self) -> bool:
+        return all(bool((chosen.sum(0) <= 1).all()) for chosen in self.chosen)
+
+    def _chosen_by(self, leaf: fx.Node, known: dict[fx.Node, Any], n: int) -> Tensor:
+        """bool [experts, n, k]: is a leaf's number an expert's?"""
+        return known[leaf].reshape(n, -1) == torch.arange(len(self.masks)).view(-1, 1, 1)  # type: ignore[no-any-return]
+
+    def _numbers(self, n: int) -> Iterator[fx.Node]:
+        for leaf in self.drawn:
+            dtype = leaf.meta["value"].dtype
+            if numel_of(leaf) % n == 0 and not dtype.is_floating_point and dtype != torch.bool:
+                yield leaf
+
+    def index(self, order: Tensor) -> fx.Node | None:
+        """What says, in this order of the masks' rows, which of them is true."""
+        n = order.numel()
+        for leaf in (m for m in self._numbers(n) if numel_of(m) == n):
+            each = zip(self.known, self.chosen, strict=True)
+            if all(torch.equal(self._chosen_by(leaf, k, n)[..., 0], c[:, order.reshape(-1)]) for k, c in each):
+                return leaf
+        return None
+
+    def covering(self, n: int) -> fx.Node | None:
+        """Numbers of experts [n, k], none twice, among which are all whose mask is true."""
+        for leaf in self._numbers(n):
+            each = zip(self.known, self.chosen, strict=True)
+            more = any(bool((c & ~self._chosen_by(leaf, k, n).any(-1)).any()) for k, c in each)
+            if not more and unrepeated(leaf) and shape_of(leaf)[-1] == numel_of(leaf) // n:
+                return leaf
+        return None
+
+
+def _taken(x: fx.Node) -> tuple[fx.Node, Tensor | None]:
+    """(y, which row of y each row of x is) of rows picked by a constant index."""
+    node = bare(x, rows=True)
+    if node.target is aten.index.Tensor:
+        where: Any = node.args[1]
+        indexed = [d for d, i in enumerate(where) if i is not None]
+        shape = shape_of(node.args[0])
+        if len(indexed) == 1 and indexed[0] == len(shape) - 2 and torch.Size(shape[: indexed[0]]).numel() == 1:
+            return bare(node.args[0], rows=True), constant_of(where[indexed[0]])
+    elif node.target is aten.index_select.default and node.args[1] == 0 and len(shape_of(node.args[0])) == 2:
+        return node.args[0], constant_of(node.args[2])
+    return node, None
+
+
+_MOVES = SAME_ELEMENTS | {"index", "transpose", "permute", "t", "expand", "select", "slice", "index_select", "gather"}
+
+
+def _moved(node: fx.Node, order: Tensor) -> fx.Node | None:
+    """The value whose elements, as they lie, are a node's in this order."""
+    path = [node]
+    while isinstance(path[-1].target, OpOverload) and values.op_name(path[-1].target) in _MOVES:
+        n = path[-1]
+        x: Any = n.args[0]
+        if any(constant_of(o) is None for o in n.all_input_nodes if o is not x):
+            break
+        path.append(x)
+    for origin in reversed([x for x in path if numel_of(x) == numel_of(node) == order.numel()]):
+        try:
+            (places,) = run([node], {origin: torch.arange(numel_of(origin)).view(shape_of(origin))})
+        except RuntimeError:  # an op that takes no whole numbers
+            continue
+        if torch.equal(places.reshape(-1)[order.reshape(-1)], torch.arange(order.numel())):
+            return origin
+    return None
+
+
+def _is_zeros(node: fx.Node) -> bool:
+    name = values.op_name(node.target) if (node := bare(node, rows=True)).op == "call_function" else ""
+    return name in ("zeros", "zeros_like", "new_zeros")
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))

@@ -12,25 +12,22 @@ any number of rows that Python sees, unless it only asks whether there are any: 
 done with no rows changes nothing.
 
 Sorted rows need no more than this: the rows from `ends[e - 1]` to `ends[e]` are those whose position lies between. Then
-`Count` is a number that is not known, as an expression of the traced tensors that it is made of.
+`Count` is a number that is not known, which the graph computes.
 
 All experts on all rows is as many times too much work as there are experts: shardc.capture.expert_loops makes the
 experts op of it. The two are apart so that this one need not know what a mixture of experts looks like: what it gives
 is right for any loop.
 
-    rows.py, count.py    what the model sees in place of chosen rows, and of their number
-    __init__.py          `ChosenRows`, the mode under which the model is traced: calls that choose, read and join rows
-    kinds.py             what they are to the model's `isinstance`
-    reductions.py        sums, means and losses of them
-    writes.py            writing them back to a tensor
-    rowwise.py           is a call one on each row by itself? by the rules
-    traced.py            what the graph in the making says of a tensor
-    arguments.py         indices and slices of calls on chosen rows; unfit.py: the error that all files here raise
+    __init__.py     `ChosenRows`, the mode under which the model is traced: calls that choose, read and join rows
+    rows.py         what the model sees in place of chosen rows, and of their number
+    rowwise.py      is a call one on each row by itself? by the rules
+    ends.py         writes, sums, means and losses of them
+    branches.py     branches that are taken for granted, as tried on random choices (shardc.passes.canonical.choices)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -39,41 +36,24 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from shardc.capture.constants import constant
-from shardc.capture.data_dependent_sizes import KnownSizes, hidden
-from shardc.capture.guards import Guards
-from shardc.capture.masked_rows.arguments import (
-    along,
-    as_rows,
-    as_tuple,
-    bounded,
-    changes_first,
-    concerned,
-    dtype_of,
-    many,
-    start_of,
-)
-from shardc.capture.masked_rows.count import Count, Term
-from shardc.capture.masked_rows.reductions import behind, reduced
-from shardc.capture.masked_rows.rows import Pick, Rows
+from shardc.capture.constants import constant, is_random
+from shardc.capture.data_dependent_sizes import KnownSizes, functions, hidden
+from shardc.capture.masked_rows.branches import Guards
+from shardc.capture.masked_rows.ends import ADDS, add, from_mean, put, reduced
+from shardc.capture.masked_rows.rows import ChosenNumbers, Count, DrawnError, Pick, Rows, Unfit, node_of, structure_of
 from shardc.capture.masked_rows.rowwise import follow
-from shardc.capture.masked_rows.traced import key_of, node_of, of_numbers
-from shardc.capture.masked_rows.unfit import DrawnError, Unfit
-from shardc.capture.masked_rows.writes import WRITES, put, written
 from shardc.ir import source
 from shardc.torch_modes import untraced
-from shardc.torch_private import FakeTensor, OpOverload, pytree, tracing
+from shardc.torch_private import FakeTensor, pytree, traced_node, tracing
 
-aten = torch.ops.aten
 #: A loop over chosen rows themselves (`for i, j in mask.nonzero()`) is unrolled up to so many.
 UNROLLED = 1024
-_WHERE: set[Any] = {torch.where, Tensor.where}
-_NONZERO: set[Any] = {torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere}
-_SELECT: set[Any] = {torch.masked_select, Tensor.masked_select}
-_LIKE: set[Any] = {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.Tensor.new_empty}
-_CAT: set[Any] = {torch.cat, torch.concat, torch.concatenate}
-_SPLIT: set[Any] = {torch.split, Tensor.split, Tensor.split_with_sizes, torch.split_with_sizes}
-_ADDS: set[Any] = {Tensor.__add__, Tensor.__iadd__, Tensor.add, Tensor.add_, torch.add}
+_WHERE, _NONZERO, _SELECT = functions("where"), functions("nonzero argwhere"), functions("masked_select")
+_LIKE = functions("zeros_like ones_like empty_like full_like new_empty")
+_CAT, _SPLIT, _BINS = functions("cat concat concatenate"), functions("split split_with_sizes"), functions("bincount")
+_PLUS = functions("__add__ __iadd__ add add_")
+#: Functions that take sizes, of which one may be the number of rows.
+_SIZED = {"view", "reshape", "expand", "unflatten", "new_zeros", "new_ones", "new_full", "new_empty"}
 
 
 class ChosenRows(KnownSizes):
@@ -87,8 +67,8 @@ class ChosenRows(KnownSizes):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not concerned((args, kwargs)) and not self._chooses(func, args):
-            changed = args[0] if self.guards.open and tracing() and changes_first(func) else None
+        if not any(isinstance(x, (Rows, Count)) for x in _leaves((args, kwargs))) and not self._chooses(func, args):
+            changed = args[0] if self.guards.open and tracing() and _changes_first(func) else None
             if isinstance(changed, FakeTensor) and not self.guards.allow_write(node_of(changed)):
                 raise Unfit("whether there are any changes more than rows")
             return super().__torch_function__(func, types, args, kwargs)
@@ -97,35 +77,32 @@ class ChosenRows(KnownSizes):
     def _chooses(self, func: Any, args: Any) -> bool:
         """Does a call on tensors choose rows by values that are not known?"""
         if func in (Tensor.__getitem__, Tensor.__setitem__):
-            if not hidden(args[1]) or (func is Tensor.__setitem__ and not many(args[2])):
+            if not hidden(args[1]) or (func is Tensor.__setitem__ and not _many(args[2])):
                 return False
-            masks = [i for i in as_tuple(args[1]) if isinstance(i, Tensor) and i.dtype == torch.bool and i.dim()]
-            return bool(masks) and any(self.known(m) is None for m in masks)
+            masks = [i for i in _as_tuple(args[1]) if isinstance(i, Tensor) and i.dtype == torch.bool and i.dim()]
+            return any(self.known(m) is None for m in masks)
         if func in _SELECT:
             return len(args) == 2 and args[0].shape == args[1].shape and self.known(args[1]) is None
-        if func in _NONZERO or (func in _WHERE and len(args) == 1):
-            return isinstance(args[0], FakeTensor) and self.known(args[0]) is None
-        if func in (torch.bincount, Tensor.bincount):
+        if func in _NONZERO or func in _BINS or (func in _WHERE and len(args) == 1):
             return isinstance(args[0], FakeTensor) and self.known(args[0]) is None
         return False
 
-    # --- calls
-
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = as_rows((args, kwargs))
+        """A call that chooses rows, or has some or their number among its arguments."""
+        args, kwargs = pytree.tree_map(lambda x: x.rows if isinstance(x, ChosenNumbers) else x, (args, kwargs))
         if func is Tensor.__getitem__ or func in _SELECT:
             rows = self._picked(args[0], args[1])
             if isinstance(args[0], Tensor) and isinstance(rows, Rows):
                 rows.read = args[0], node_of(args[0])
             return rows
         if func is Tensor.__setitem__:
-            return put(self, args[0], args[1], args[2])
+            return put(args[0], self._target(args[0], args[1]), args[2])
         if func in _NONZERO or (func in _WHERE and len(args) == 1):
             return self._chosen(args[0], func in _WHERE or bool(kwargs.get("as_tuple")))
-        if func in (torch.bincount, Tensor.bincount):
+        if func in _BINS:
             return self._bins(*args, **kwargs)
-        if func in WRITES:
-            return written(self, func, *args, **kwargs)
+        if func in ADDS:
+            return add(self, func, *args, **kwargs)
         if func in _CAT:
             return self._cat(*args, **kwargs)
         if func in _SPLIT and not isinstance(args[0], Rows):
@@ -134,34 +111,30 @@ class ChosenRows(KnownSizes):
             return value
         result = self._rowwise(func, args, kwargs)
         old = args[0]
-        adds = func in _ADDS and len(args) == 2 and not kwargs and isinstance(old, Rows) and isinstance(result, Rows)
+        adds = func in _PLUS and len(args) == 2 and not kwargs and isinstance(old, Rows) and isinstance(result, Rows)
         if adds and old.more is None and result.full.shape == old.full.shape:
             result.read, result.more = old.read, args[1]
         return result
 
+    # --- choices
+
     def pick(self, mask: Tensor) -> Pick:
-        """The choice that a mask is; the same one for a mask that is equal, or another view of it."""
-        key = key_of(mask)
+        """The choice that a mask is; the same mask [n] for one that is equal, or another view of it."""
+        key, grid = structure_of(mask), tuple(mask.shape)
         if key not in self.picks:
             flat = (mask if mask.dtype == torch.bool else mask != 0).reshape(-1)
-            self.picks[key] = Pick(self, flat, tuple(mask.shape))
-        chosen = self.picks[key]
-        return chosen if chosen.grid == tuple(mask.shape) else self._regridded(chosen, tuple(mask.shape))
-
-    def _regridded(self, pick: Pick, grid: tuple[int, ...]) -> Pick:
-        key = (id(pick), grid)
-        if key not in self.picks:
-            self.picks[key] = Pick(self, pick.mask, grid)
-        return self.picks[key]
+            self.picks[key] = Pick(self, flat, grid)
+        first = self.picks[key]
+        return first if first.grid == grid else self.picks.setdefault((key, grid), Pick(self, first.mask, grid))
 
     def _coordinates(self, pick: Pick) -> list[Rows]:
         """The indices of chosen places, one for each dim of the mask."""
         coordinates, inner = [], pick.n
         for d, size in enumerate(pick.grid):
             inner //= size
-            along = torch.arange(pick.n, device=pick.mask.device)
-            along = along // inner if inner > 1 else along
-            coordinates.append(Rows(along % size if d else along, 0, pick, d))
+            places = torch.arange(pick.n, device=pick.mask.device)
+            places = places // inner if inner > 1 else places
+            coordinates.append(Rows(places % size if d else places, 0, pick, d))
         return coordinates
 
     def _chosen(self, x: Any, as_tuple: bool) -> Any:
@@ -170,8 +143,15 @@ class ChosenRows(KnownSizes):
         each = self._coordinates(self.pick(x))
         if as_tuple:
             return tuple(each)
-        place = 0 if len(each) == 1 else None
-        return Rows(torch.stack([r.full for r in each], 1), 0, each[0].pick, place)
+        return Rows(torch.stack([r.full for r in each], 1), 0, each[0].pick, 0 if len(each) == 1 else None)
+
+    def _bins(self, x: Any, weights: Any = None, minlength: int = 0) -> Tensor:
+        if isinstance(x, Rows) or weights is not None or not minlength:
+            raise Unfit("bincount has a size that depends on values")
+        zeros = torch.zeros(minlength, dtype=torch.int64, device=x.device)
+        return zeros.scatter_add(0, x.reshape(-1).long(), torch.ones_like(x.reshape(-1), dtype=torch.int64))
+
+    # --- what Python asks
 
     def unrolled(self, rows: Rows) -> list[Any]:
         """The rows of an index, all of them, as constants: of a loop over those that were chosen. (Those that were not
@@ -182,30 +162,25 @@ class ChosenRows(KnownSizes):
 
     def number(self, x: Any, method: str) -> Any:
         """What `x.item()`, `x.tolist()` and `x.numpy()` give for whole numbers that are not known; None for others."""
-        if isinstance(x, FakeTensor) and not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool:
-            if method == "item" and x.numel() == 1:
-                return self._counts(x.reshape(1))[0]
-            if method in ("tolist", "numpy") and x.numel() <= UNROLLED:
-                numbers = self._counts(x)
-                return np.array(numbers, dtype=object) if method == "numpy" else numbers
+        if not isinstance(x, FakeTensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            return None
+        if method == "item" and x.numel() == 1:
+            return Count(self, x.reshape(()))
+        if method in ("tolist", "numpy") and x.numel() <= UNROLLED:
+            return np.array(self._counts(x), dtype=object) if method == "numpy" else self._counts(x)
         return None
 
     def _counts(self, x: Tensor) -> Any:
         """`x.tolist()` of whole numbers that are not known, nested alike."""
-
-        def level(position: tuple[int, ...]) -> Any:
-            if len(position) < x.dim():
-                return [level((*position, i)) for i in range(x.shape[len(position)])]
-            whole = x if position else x.reshape(1)
-            return Count(self, {(key_of(x), position): Term(whole, position or (0,), 1)})
-
-        return level(())
+        return [self._counts(x[i]) for i in range(x.shape[0])] if x.dim() else Count(self, x)
 
     def truth(self, x: Tensor, frame: FrameType) -> bool | None:
         """What a condition is to be that is made of whole numbers and masks; None if that is not known."""
-        if not of_numbers(x):
+        node = traced_node(x)
+        made_of = [] if node is None else [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+        if node is None or any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in made_of):
             return None
-        body = self.guards.take(frame, [node_of(x)], lambda v: bool(v[0]))
+        body = self.guards.take(frame, [node], lambda known: bool(known[0]))
         return None if body is None else body.wanted
 
     def check(self) -> None:
@@ -217,71 +192,68 @@ class ChosenRows(KnownSizes):
         if not self.guards.allow(node_of(pick.mask)):
             raise Unfit("what is done with them depends on more than whether there are any")
 
-    def _bins(self, x: Any, weights: Any = None, minlength: int = 0) -> Tensor:
-        if isinstance(x, Rows) or weights is not None or not minlength:
-            raise Unfit("bincount has a size that depends on values")
-        zeros = torch.zeros(minlength, dtype=torch.int64, device=x.device)
-        return zeros.scatter_add(0, x.reshape(-1).long(), torch.ones_like(x.reshape(-1), dtype=torch.int64))
+    # --- reading and joining
 
-    # --- reading
+    def _target(self, x: Any, index: Any) -> Pick | Rows:
+        """Where `x[index] = ...` writes."""
+        each = _as_tuple(index)
+        if isinstance(x, Rows):
+            raise Unfit("some of them are replaced")
+        if len(each) == 1 and isinstance(each[0], Rows):
+            return each[0]
+        if len(each) == 1 and _bounded(each[0]):
+            return self._stretch(x, each[0].start, each[0].stop).pick
+        if len(each) == 1 and isinstance(each[0], Tensor) and each[0].dtype == torch.bool:
+            return self.pick(each[0])
+        raise Unfit("they are written to places of another form")
 
     def _picked(self, x: Any, index: Any) -> Any:
-        each = as_tuple(index)
-        if isinstance(x, Tensor) and len(each) == 1 and isinstance(each[0], slice) and bounded(each[0]):
-            return self.stretch(x, start_of(each[0]), each[0].stop)
-        masks = [i for i in each if isinstance(i, (Tensor, Rows)) and dtype_of(i) == torch.bool and i.ndim]
+        each = _as_tuple(index)
+        if isinstance(x, Tensor) and len(each) == 1 and _bounded(each[0]):
+            return self._stretch(x, each[0].start, each[0].stop)
+        masks = [i for i in each if isinstance(i, (Tensor, Rows)) and i.dtype == torch.bool and i.ndim]
         if any(isinstance(m, Rows) for m in masks) or (masks and isinstance(x, Rows)):
             raise Unfit("some of them are chosen again")
         if masks and each[0] is masks[0] and len(masks) == 1 and not any(isinstance(i, Rows) for i in each):
-            mask = masks[0]
-            pick = self.pick(mask)
-            flat = Rows(x.reshape(pick.n, *x.shape[mask.dim() :]).clone(), 0, pick)
+            pick = self.pick(masks[0])
+            flat = Rows(x.reshape(pick.n, *x.shape[masks[0].dim() :]).clone(), 0, pick)
             return flat if len(each) == 1 else self._rowwise(Tensor.__getitem__, (flat, (slice(None), *each[1:])), {})
         indices: list[Any] = []
         for i in each:
             indices += self._coordinates(self.pick(i)) if any(i is m for m in masks) else [i]
         return self._rowwise(Tensor.__getitem__, (x, indices[0] if len(indices) == 1 else tuple(indices)), {})
 
-    def stretch(self, x: Tensor, start: Any, stop: Any) -> Rows:
+    def _stretch(self, x: Tensor, start: Any, stop: Any) -> Rows:
         """Rows of a tensor from one place to another one: those whose position lies between."""
         n = x.shape[0]
-        stop = n if stop is None else stop
-        ends = [e.key if isinstance(e, Count) else e for e in (start, stop)]
-        key = ("stretch", n, *ends)
+        ends = [0 if start is None else start, n if stop is None else stop]
+        bounds = getattr(ends[0], "key", ends[0]), getattr(ends[1], "key", ends[1])
+        key = ("stretch", n, *bounds)
         if key not in self.picks:
             position = torch.arange(n, device=x.device)
-            low, high = (e.tensor() if isinstance(e, Count) else e for e in (start, stop))
-            self.picks[key] = Pick(self, (position >= low) & (position < high), (n,), (ends[0], ends[1]))
+            low, high = (e.tensor if isinstance(e, Count) else e for e in ends)
+            self.picks[key] = Pick(self, (position >= low) & (position < high), (n,), bounds)
         return Rows(x.clone(), 0, self.picks[key])
 
     def _split(self, x: Tensor, sizes: Any = None, dim: int = 0, **other: Any) -> Any:
         sizes = other.get("split_size", other.get("split_sizes", sizes))
         if not isinstance(sizes, (list, tuple, np.ndarray)) or dim not in (0, -x.dim()):
             raise Unfit("a tensor is split by a number that is not known")
-        start: Any = 0
-        stretches = []
-        for i, size in enumerate(sizes):
-            stop = start + size
-            stretches.append(self.stretch(x, start, x.shape[0] if i == len(sizes) - 1 else stop))
-            start = stop
-        return tuple(stretches)
+        ends: list[Any] = [0]
+        for size in sizes[:-1]:
+            ends.append(ends[-1] + size)
+        return tuple(self._stretch(x, start, stop) for start, stop in pairwise([*ends, None]))
 
     def _cat(self, parts: Any, dim: int = 0, **other: Any) -> Any:
         rows = [x for x in parts if isinstance(x, Rows)]
         dim = dim % rows[0].ndim
         if any(x.dim != dim for x in rows):
             return self._rowwise(torch.cat, (list(parts), dim), {})
-        bounds = [x.pick.bounds for x in rows]
-        whole = (
-            len(rows) == len(parts)
-            and all(bounds)
-            and all(a is not None and b is not None and a[1] == b[0] for a, b in pairwise(bounds))
-        )
-        if whole and bounds[0] is not None and bounds[0][0] == 0:  # stretch after stretch: where they were before
-            total: Any = None
-            for x in rows:
-                part = torch.where(along(x.pick.mask, dim, x.ndim), x.full, 0)
-                total = part if total is None else total + part
+        bounds: list[Any] = [x.pick.bounds for x in rows]
+        if len(rows) == len(parts) and all(bounds) and all(a[1] == b[0] for a, b in pairwise([(0, 0), *bounds])):
+            total = rows[0].chosen()  # stretch after stretch: where they were before
+            for x in rows[1:]:
+                total = total + x.chosen()
             return total
         if dim or len(rows) != len(parts):
             raise Unfit("they are joined with other rows")
@@ -299,19 +271,25 @@ class ChosenRows(KnownSizes):
         rows = [x for x in leaves if isinstance(x, Rows)]
         if not rows:
             raise Unfit(f"their number goes into {getattr(func, '__name__', func)}")
-        masks = {id(r.pick.mask) for r in rows}
-        if len(masks) > 1:
-            raise Unfit("they meet other ones")
-        if self.means and any(isinstance(x, FakeTensor) and behind(node_of(x), self.means) for x in leaves):
-            raise Unfit("they meet their mean, which is nan without rows")
         pick = rows[0].pick
-        sizes = getattr(func, "__name__", "") in _SIZED
-        args, kwargs = pytree.tree_map(lambda x: _whole(x, pick, sizes), (args, kwargs))
+        if any(r.pick.mask is not pick.mask for r in rows):
+            raise Unfit("they meet other ones")
+        if any(isinstance(x, FakeTensor) and from_mean(self, x) for x in leaves):
+            raise Unfit("they meet their mean, which is nan without rows")
         before = {node_of(r.full): r for r in rows}  # now: a tensor that a call gives back is that call from then on
-        graph = node_of(rows[0].full).graph
-        last = next(iter(reversed(graph.nodes)))
-        result = self._plainly(func, args, kwargs)
-        new = []
+        last = next(iter(reversed(node_of(rows[0].full).graph.nodes)))
+        sized = getattr(func, "__name__", "") in _SIZED
+
+        def whole(x: Any) -> Any:
+            if isinstance(x, Count):
+                if not sized or x.key != pick.count.key:
+                    raise Unfit("their number is used")
+                return pick.n
+            return x.full if isinstance(x, Rows) else x
+
+        args, kwargs = pytree.tree_map(whole, (args, kwargs))
+        result = func(*args, **kwargs)
+        new: list[fx.Node] = []
         while last.next.op != "root":
             last = last.next
             new.append(last)
@@ -325,36 +303,53 @@ class ChosenRows(KnownSizes):
             node = node_of(x)
             if node in before and node not in dims:
                 return before[node]
-            if dims.get(node) is not None:
-                keeps = rows[0].place if len(rows) == 1 and func in (Tensor.long, Tensor.to) else None
-                return Rows(x, dims[node], pick, keeps)  # type: ignore[arg-type]
-            if func in _LIKE:
-                return Rows(x, rows[0].dim, pick)
-            return x
+            dim = rows[0].dim if func in _LIKE else dims.get(node)
+            place = rows[0].place if len(rows) == 1 and func in (Tensor.long, Tensor.to) else None
+            return x if dim is None else Rows(x, dim, pick, place)
 
         return pytree.tree_map(wrap, result)
-
-    def _plainly(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return func(*args, **kwargs)
 
 
 def _draws(node: fx.Node) -> bool:
     """Does an op draw random numbers? Dropout that is off, or drops nothing, draws none."""
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    off = node.target is torch.ops.aten.dropout.default and (not node.args[1] or not node.args[2])
-    return not off
+    dropout = node.target is torch.ops.aten.dropout.default
+    return is_random(node) and not (dropout and not (node.args[1] and node.args[2]))
 
 
-#: Functions that take sizes, of which one may be the number of rows.
-_SIZED = {"view", "reshape", "expand", "unflatten", "new_zeros", "new_ones", "new_full", "new_empty"}
+def _leaves(x: Any) -> Iterator[Any]:
+    """Arguments of a call, with the rows of which a list was made in its place, and the bounds of slices."""
+    if isinstance(x, ChosenNumbers):
+        yield x.rows
+    elif isinstance(x, (tuple, list)):
+        for y in x:
+            yield from _leaves(y)
+    elif isinstance(x, dict):
+        for y in x.values():
+            yield from _leaves(y)
+    elif isinstance(x, slice):
+        yield from (x.start, x.stop)
+    else:
+        yield x
 
 
-def _whole(x: Any, pick: Pick, sizes: bool) -> Any:
-    if isinstance(x, Rows):
-        return x.full
-    if isinstance(x, Count):
-        if not sizes or x.key != pick.count().key:
-            raise Unfit("their number is used")
-        return pick.n
-    return x
+def _changes_first(func: Any) -> bool:
+    """Does a function of torch's change its first argument?"""
+    name = getattr(func, "__name__", "")
+    return (
+        name == "__setitem__"
+        or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
+        or (name.endswith("_") and not name.endswith("__"))
+    )
+
+
+def _as_tuple(index: Any) -> tuple[Any, ...]:
+    return tuple(index) if isinstance(index, (tuple, list)) else (index,)
+
+
+def _bounded(index: Any) -> bool:
+    ends = (index.start, index.stop) if isinstance(index, slice) and index.step is None else ()
+    return any(isinstance(e, Count) for e in ends)
+
+
+def _many(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 1

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from shardc.capture.functional_twins import arguments_of, twin_of
-from shardc.capture.masked_rows.unfit import Unfit
+from shardc.capture.functional_twins import arguments_of, mutates, twin_of
+from shardc.capture.masked_rows.rows import Unfit
 from shardc.ir import types as values
 from shardc.ir.graph import operands_of
 from shardc.ir.metadata import Value
@@ -17,7 +17,6 @@ from shardc.ir.source import Source
 from shardc.passes.canonical import rewritten
 from shardc.rules import registry
 from shardc.rules.op_call import call_of
-from shardc.torch_private import OpOverload
 
 
 def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, int | None]:
@@ -30,19 +29,16 @@ def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, in
     for name in ("mesh", "rng"):
         graph.placeholder(name).meta["value"] = None
     env: dict[fx.Node, fx.Node] = {}
-    for n in new:
-        for x in n.all_input_nodes:
-            if x not in env and x not in new:
-                env[x] = graph.placeholder(f"given_{len(env)}")
-                env[x].meta = {"value": values.typed(x.meta.get("val"), None, (), {})}
+    for x in dict.fromkeys(x for n in new for x in (*n.all_input_nodes, n)):
+        if x not in new or x.op == "get_attr":
+            env[x] = graph.placeholder(f"given_{len(env)}")
+            env[x].meta = {"value": values.typed(x.meta.get("val"), None, (), {})}
     dim_of = {env[n]: d for n, d in rows.items() if n in env}
     results: list[fx.Node] = []
     for n in new:
+        if n in env:
+            continue
         if n.op != "call_function":
-            if n.op == "get_attr":
-                env[n] = graph.placeholder(f"constant_{len(env)}")
-                env[n].meta = {"value": values.typed(n.meta.get("val"), None, (), {})}
-                continue
             raise Unfit(f"{n.op} {n.target}")
         copy = graph.node_copy(n, env.__getitem__)
         _without_write(copy)
@@ -70,9 +66,9 @@ def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, in
 
 def _without_write(call: fx.Node) -> None:
     """Make an op in place its functional twin."""
-    if isinstance(call.target, OpOverload) and call.target._schema.is_mutable:
+    if mutates(call):
         twin = twin_of(call.target)
-        if twin is None or values.op_name(twin) in ("copy", "index_add", "scatter_add"):
+        if twin is None or values.op_name(twin) in ("copy", "index_add", "scatter_add", "index_copy"):
             raise Unfit(f"{call.target} writes to them")
         call.args, call.kwargs = arguments_of(twin, call)
         call.target = twin

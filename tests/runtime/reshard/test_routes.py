@@ -11,7 +11,7 @@ import torch
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Placement, Shard
 from shardc.runtime.reshard.places import Whole
-from shardc.runtime.reshard.routes import messages, nearest, routes
+from shardc.runtime.reshard.routes import messages, nearest_source, routes
 from shardc.runtime.state.boxes import Box, boxes_of, overlap, without
 
 
@@ -80,8 +80,8 @@ def test_replicas_take_turns_and_the_nearest_comes_first() -> None:
     assert {t for _, t in pairs} == {4, 5, 6, 7}
     some, rest = Whole((4,), frozenset({0, 4})), Whole((4,), frozenset(range(8)))
     assert {m.target: m.source for m in messages(some, rest, 8)} == dict(enumerate([0] * 4 + [4] * 4))
-    assert [nearest(6, [0, 1, 2, 3], turn) for turn in range(5)] == [0, 1, 2, 3, 0]
-    assert [nearest(3, [0, 1, 2], turn) for turn in range(2)] == [2, 2]
+    assert [nearest_source(6, [0, 1, 2, 3], turn) for turn in range(5)] == [0, 1, 2, 3, 0]
+    assert [nearest_source(3, [0, 1, 2], turn) for turn in range(2)] == [2, 2]
 
 
 def test_what_nobody_has_is_told() -> None:

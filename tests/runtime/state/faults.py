@@ -37,7 +37,8 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.runtime import state
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.state import disk_calls, inspecting
+from shardc.runtime.state import disk_calls
+from shardc.runtime.state.checkpoint_folder import verify
 from tests.runtime.state.test_state import OPTIMIZERS, Net, program_of
 
 Value = dict[str, Any]
@@ -182,7 +183,7 @@ def try_damages(count: int, seed: int = 0) -> Counter[str]:
             except ShardcError as e:
                 named = any(p in str(e) for p in (*os.listdir(folder), *WORDS, "no checkpoint"))
                 result = "named" if named else f"UNCLEAR: {what}: {e}"
-            if result == "benign" and list(inspecting.verify(folder)):
+            if result == "benign" and list(verify(folder)):
                 result = "benign to a load, named by verify"
             undo()
             found[result] += 1

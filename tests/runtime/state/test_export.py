@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +165,21 @@ def test_a_computed_tensor_is_gathered_and_written_once(tmp_path: Path, monkeypa
     found = load_file(tmp_path / "model.safetensors")
     assert torch.equal(found["twice"], model.state_dict()["model.embed_tokens.weight"] * 2)
     assert torch.equal(found["lm_head.weight"], model.state_dict()["lm_head.weight"])
+
+
+def test_a_rank_that_cannot_write_still_gathers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardc.runtime.state import export
+
+    model = family("mixtral")
+    program = shardc.compile(model, batch(), EXPERTS, prove=False)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(export, "_put", full)
+    with pytest.raises(ShardcError, match="the weights cannot be written: No space left on device"):
+        trained(program, model, steps=0, then=lambda engine: engine.export(tmp_path))
+    assert not [*tmp_path.glob("*.safetensors")]
 
 
 @PEFT_WARNS

@@ -1,28 +1,21 @@
-"""Recorded builders: what they compute, that it depends on (seed, op, element) alone, and what is refused."""
+"""Recorded builders: what they compute is what plain torch computes with that seed, and what is refused."""
 
 from __future__ import annotations
 
-import math
 import random
+import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import shardc
 from shardc.errors import ShardcError
-from shardc.runtime.mesh.loopback import loopback
-from shardc.runtime.random_draws import draw, draw_box
-from shardc.runtime.rng import Key
-from shardc.runtime.state.init import materialise_model, named_tensors, record, record_reset
-from shardc.runtime.state.parts import local_parameters
-from shardc.runtime.state.sources import weights_for
-from shardc.runtime.state.tape_slices import drawn
+from shardc.runtime.state.init import named_tensors, record, record_reset
+from shardc.runtime.state.init_tape import Recorder
 
 torch.set_num_threads(1)
 
@@ -88,52 +81,85 @@ def test_constructor_runs_without_memory_and_gives_the_model_on_meta() -> None:
 
 def test_huge_model_is_recorded_and_one_parameter_of_it_computed() -> None:
     _, recipe = record(
-        lambda: nn.ModuleList([nn.Linear(100_000, 100_000), nn.Linear(3, 4)])
-    )  # the first would take 40 GB
-    assert recipe.materialise("1.weight", 0).shape == (4, 3)
+        lambda: nn.ModuleList([nn.Linear(3, 4), nn.Linear(100_000, 100_000)])
+    )  # the second would take 40 GB
+    assert recipe.materialise("0.weight", 0).shape == (4, 3)
 
 
-def test_deterministic_values_are_exactly_those_of_the_plain_model() -> None:
-    mine, plain = values(materialise_model(Zoo, seed=1)), values(Zoo())
-    norm = [f"norm.{n}" for n in ("weight", "running_var", "num_batches_tracked")]
-    for name in ("inv_freq", "trunc.bias", "chosen", "numpy", "dirac.weight", *norm):
-        assert torch.equal(mine[name], plain[name]), name
-    assert mine["trunc.weight"][2].eq(5).all()
-    assert mine["emb.weight"][3].eq(0).all()
-    assert mine["made"][[0, 2]].eq(7).all()
-    assert not mine["made"][1].eq(7).any()
-    gram = mine["orthogonal.weight"] @ mine["orthogonal.weight"].T
-    assert torch.allclose(gram, torch.eye(8), atol=1e-5)
-    assert mine["sparse.weight"].eq(0).sum(0).eq(4).all()
+class Streams(nn.Module):
+    """Generators that are seeded, set back and shared, and random ops that tensors are arguments of."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__()
+        if seed is not None:
+            torch.manual_seed(seed)
+        self.first = nn.Linear(4, 4)
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.forked = nn.Parameter(torch.randn(40))
+        self.after = nn.Parameter(torch.randn(5))
+        own = torch.Generator().manual_seed(5)
+        self.own = nn.Parameter(torch.randn(5, generator=own))
+        self.shared = nn.Parameter(torch.rand(3))
+        self.later = nn.Parameter(torch.empty(20).normal_(generator=own))
+        self.kept = nn.Parameter(torch.bernoulli(self.shared.detach()))
+        self.means = nn.Parameter(torch.normal(torch.arange(4.0), 0.1))
+        self.bits = nn.Parameter(torch.empty(5).random_())
+        self.order = nn.Parameter(torch.randperm(9).float())
+        with torch.no_grad():
+            self.first.weight.data[1:3].normal_()
+            self.first.bias.uniform_()
 
 
-def test_numbers_depend_on_the_seed_and_the_op_alone() -> None:
-    torch.manual_seed(1)
-    one = values(materialise_model(Zoo, seed=1))
-    torch.manual_seed(2)
-    with torch.device("cpu"):
-        again = values(materialise_model(Zoo, seed=1))
-    other = values(materialise_model(Zoo, seed=2))
-    _, recipe = record(Zoo)
-    for name, x in one.items():
-        assert torch.equal(x, again[name]), name
-        assert torch.equal(x, recipe.materialise(name, 1)), name
-    assert not torch.equal(one["made"], other["made"])
-    assert not torch.equal(one["lstm.weight_ih_l0"], one["lstm.weight_hh_l0"])
+def _equal_plain(builder: Callable[[], nn.Module], seed: int) -> None:
+    torch.manual_seed(seed)
+    plain = values(builder())
+    torch.manual_seed(seed + 1)
+    state = torch.get_rng_state()
+    _, recipe = record(builder)
+    for name in reversed(plain):  # the last one needs all draws before it
+        mine = recipe.materialise(name, seed)
+        assert (mine.dtype, mine.shape) == (plain[name].dtype, plain[name].shape), name
+        assert torch.equal(mine, plain[name]), name
+        assert torch.equal(mine, recipe.materialise(name, seed)), name
+    assert torch.equal(state, torch.get_rng_state())
 
 
-def test_ties_and_references_survive() -> None:
-    model = materialise_model(Zoo, seed=0)
-    assert model.head.weight is model.emb.weight
-    assert model.lstm(torch.zeros(2, 4))[0].shape == (2, 4)  # LSTM keeps a list of its parameters
-    assert not torch.equal(model.trunc.weight[0], model.trunc.weight[1])
+@pytest.mark.parametrize("builder", [Zoo, Streams, lambda: Streams(9)], ids=["zoo", "streams", "seeded"])
+def test_values_are_those_of_plain_torch_with_the_seed(builder: Callable[[], nn.Module]) -> None:
+    for seed in (1, 2):
+        _equal_plain(builder, seed)
 
 
-def test_dtype_casts_the_same_numbers() -> None:
-    single, double = values(materialise_model(Zoo, 3)), values(materialise_model(Zoo, 3, dtype=torch.float64))
-    assert double["half.weight"].dtype == torch.float64
-    assert double["norm.num_batches_tracked"].dtype == torch.int64
-    assert all(torch.equal(single[n].to(x.dtype), x) for n, x in double.items())
+def test_a_seed_that_the_builder_sets_wins() -> None:
+    _, recipe = record(lambda: Streams(9))
+    assert torch.equal(recipe.materialise("first.weight", 1), recipe.materialise("first.weight", 2))
+
+
+def test_generators_of_the_caller_are_as_they_were() -> None:
+    own = torch.Generator().manual_seed(5)
+    _, recipe = record(lambda: nn.ParameterList([torch.randn(4, generator=own)]))
+    assert torch.equal(own.get_state(), torch.Generator().manual_seed(5).get_state())
+    assert torch.equal(recipe.materialise("0", 0), torch.randn(4, generator=own))
+
+
+def test_memory_of_a_replay_is_one_tensor_beyond_what_is_kept() -> None:
+    """Draws of others are thrown away: 40 tensors of 4 MB take no 40 MB."""
+    _, recipe = record(lambda: nn.ModuleList([nn.Linear(1024, 1024, bias=False) for _ in range(40)]))
+    recipe.materialise("0.weight", 0)
+    held: list[int] = []
+    alive: list[weakref.ref[Tensor]] = []
+
+    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            x = func(*args, **(kwargs or {}))
+            alive.extend([weakref.ref(x)] if func is torch.ops.aten.empty.memory_format else [])
+            held.append(sum(y.untyped_storage().nbytes() for r in alive if (y := r()) is not None))
+            return x
+
+    with Counting():
+        recipe.materialise("39.weight", 0)
+    assert 4 << 20 <= max(held) <= 9 << 20, max(held)
 
 
 def test_default_dtype_at_replay_does_not_matter() -> None:
@@ -143,112 +169,6 @@ def test_default_dtype_at_replay_does_not_matter() -> None:
         assert recipe.materialise("weight", 0).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-Case = tuple[str, dict[str, Any], float, float]
-CASES: list[Case] = [
-    ("normal_", {"mean": 2.0, "std": 3.0}, 2.0, 3.0),
-    ("randn", {}, 0.0, 1.0),
-    ("uniform_", {"from": -1.0, "to": 3.0}, 1.0, 4 / math.sqrt(12)),
-    ("bernoulli_", {"p": 0.25}, 0.25, math.sqrt(0.25 * 0.75)),
-    ("exponential_", {"lambd": 2.0}, 0.5, 0.5),
-    ("geometric_", {"p": 0.5}, 2.0, math.sqrt(2)),
-    ("log_normal_", {"mean": 0.0, "std": 0.5}, math.exp(0.125), math.exp(0.125) * math.sqrt(math.exp(0.25) - 1)),
-    ("randint", {"low": -2, "high": 3}, 0.0, math.sqrt(2)),
-    ("trunc_normal_", {"mean": 0.0, "std": 1.0, "a": -2.0, "b": 2.0}, 0.0, 0.8796),
-    ("trunc_normal_", {"mean": 0.0, "std": 0.02, "a": -2.0, "b": 2.0}, 0.0, 0.02),
-    ("trunc_normal_", {"mean": 0.0, "std": 1.0, "a": 3.0, "b": 9.0}, 3.2831, 0.2657),
-]
-
-
-@pytest.mark.parametrize(("name", "args", "mean", "std"), CASES)
-def test_distribution_of_each_random_op(name: str, args: dict[str, Any], mean: float, std: float) -> None:
-    out = torch.empty(400, 500, dtype=torch.float64)
-    draw(name, out, Key(123, 456), args)
-    noise = std / math.sqrt(out.numel())
-    assert abs(out.mean().item() - mean) < 6 * noise + 1e-4 * std
-    assert abs(out.std().item() - std) < 0.02 * std
-    if "a" in args:
-        assert args["a"] <= out.min()
-        assert out.max() <= args["b"]
-
-
-@pytest.mark.parametrize(("name", "args"), [(name, args) for name, args, _, _ in CASES])
-def test_a_box_of_a_draw_is_computed_without_the_rest(
-    name: str, args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = torch.empty(6, 5, 8, dtype=torch.bfloat16)
-    draw(name, whole, Key(123, 456), args)
-    monkeypatch.setattr("shardc.runtime.random_draws.CHUNK", 7)
-    box = [(2, 3), (0, 5), (4, 2)]
-    part = draw_box(name, whole.shape, whole.dtype, Key(123, 456), args, box)
-    assert torch.equal(part, whole[2:5, :, 4:6])
-
-
-class Tables(nn.Module):
-    """Weights that a random op fills, and others: scaled afterwards, with a row of zeros, from a tensor of means."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.plain = nn.Linear(8, 6)
-        self.scaled = nn.Parameter(torch.randn(4, 4) * 3)
-        self.padded = nn.Embedding(5, 4, padding_idx=1)
-        self.means = nn.Parameter(torch.normal(torch.arange(4.0), 0.1))
-        with torch.no_grad():
-            nn.init.trunc_normal_(self.plain.weight, std=0.02)
-
-
-def test_only_what_a_random_op_alone_filled_is_computed_by_slice() -> None:
-    _, recipe = record(Tables)
-    found = {n: drawn(recipe.tape, ref, 7) for n, ref in recipe.names.items()}
-    assert {n for n, x in found.items() if x is not None} == {"plain.weight", "plain.bias"}
-    weight, whole = found["plain.weight"], recipe.materialise("plain.weight", 7)
-    assert weight is not None
-    assert torch.equal(weight.read([(1, 4), (3, 2)]), whole[1:5, 3:5])
-
-
-def test_a_rank_computes_its_own_part_of_a_split_weight_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = shardc.compile(
-        nn.Sequential(nn.Linear(8, 6)),
-        {"input": torch.ones(2, 8)},
-        {"shardc": 1, "mesh": {"tp": 2}, "shard": {"0": "column"}},
-        loss=lambda y, _: y.square().mean(),
-        prove=False,
-    )
-    wanted = record(lambda: nn.Sequential(nn.Linear(8, 6)))[1].materialise("0.weight", 3)
-    computed: list[int] = []
-
-    def counted(*args: Any, **options: Any) -> Tensor:
-        part = draw_box(*args, **options)
-        computed.append(part.numel())
-        return part
-
-    monkeypatch.setattr("shardc.runtime.random_draws.draw_box", counted)
-    parts = loopback(
-        program.mesh, lambda mesh: local_parameters(program, lambda: nn.Sequential(nn.Linear(8, 6)), mesh, 3)[0]
-    )
-    assert sorted(computed) == [3, 3, 24, 24]
-    name = next(p.name for p in program.params if p.fqn == "0.weight")
-    assert torch.equal(torch.cat([p[name].detach() for p in parts]), wanted)
-
-
-def test_cauchy_and_permutation() -> None:
-    out = torch.empty(100_000)
-    draw("cauchy_", out, Key(1, 2), {"median": 5.0, "sigma": 2.0})
-    assert abs(out.median().item() - 5) < 0.1
-    permutation = torch.empty(1000, dtype=torch.int64)
-    draw("randperm", permutation, Key(1, 2), {"n": 1000})
-    assert permutation.sort().values.equal(torch.arange(1000))
-    assert not permutation.equal(torch.arange(1000))
-
-
-def test_draws_go_by_element_not_by_memory_order_or_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, columns = torch.empty(30, 7), torch.empty(7, 30).T
-    draw("normal_", rows, Key(1, 2), {"mean": torch.arange(210.0).view(30, 7), "std": 0.1})
-    monkeypatch.setattr("shardc.runtime.random_draws.CHUNK", 16)
-    draw("normal_", columns, Key(1, 2), {"mean": torch.arange(210.0).view(30, 7), "std": 0.1})
-    assert torch.equal(rows, columns)
-    assert (rows.flatten() - torch.arange(210.0)).abs().max() < 1
 
 
 def _transformers() -> dict[str, Callable[[], nn.Module]]:
@@ -278,26 +198,11 @@ def _transformers() -> dict[str, Callable[[], nn.Module]]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "from_config", "llama", "bert", "t5", "vit", "swin"])
-def test_transformers_models_get_the_distributions_of_their_own_init(name: str) -> None:
-    builder = _transformers()[name]
-    mine, plain = materialise_model(builder, seed=0), builder()
-    theirs = dict(named_tensors(plain))
-    assert [n for n, _ in named_tensors(mine)] == list(theirs)
-    ids = {id(x) for _, x in mine.named_parameters(remove_duplicate=False)}
-    assert len(ids) == len({id(x) for _, x in plain.named_parameters(remove_duplicate=False)}), "other ties"
-    for n, x in named_tensors(mine):
-        y = theirs[n]
-        assert (x.shape, x.dtype, x.requires_grad) == (y.shape, y.dtype, y.requires_grad), n
-        if (
-            y.unique().numel() <= 2
-            or not y.is_floating_point()
-            or "inv_freq" in n
-            or n.endswith("relative_coords_table")
-        ):
-            assert torch.equal(x, y), n
-        elif y.numel() >= 500:
-            assert abs(x.float().std() / y.float().std() - 1) < 0.25, n
-            assert abs(x.float().mean() - y.float().mean()) < y.float().std() / 2, n
+def test_transformers_models_get_the_values_of_their_own_init(name: str) -> None:
+    _equal_plain(_transformers()[name], 0)
+    models = [record(_transformers()[name])[0], _transformers()[name]()]
+    one, other = (len({id(x) for _, x in m.named_parameters(remove_duplicate=False)}) for m in models)
+    assert one == other, "other ties"
 
 
 # --- models on the meta device ----------------------------------------------------------------------------------------
@@ -378,16 +283,6 @@ def test_foreign_randomness_is_refused(name: str, draw_one: Callable[[], float])
         record(build)
 
 
-def test_random_op_without_counter_form_is_refused() -> None:
-    def build() -> nn.Module:
-        model = nn.Linear(2, 2)
-        model.weight.data.random_()
-        return model
-
-    with pytest.raises(ShardcError, match=r"aten\.random_\.default has no counter-based form"):
-        record(build)
-
-
 def test_builder_of_something_else_is_refused() -> None:
     with pytest.raises(ShardcError, match=r"the builder returned a int, not a torch\.nn\.Module"):
         record(lambda: 3)  # type: ignore[arg-type, return-value]
@@ -420,28 +315,12 @@ def test_recording_leaves_no_trace() -> None:
     assert torch.empty(2, device="meta").is_meta
 
 
-def test_a_seed_that_building_sets_is_told_where_it_would_decide_weights(tmp_path: Path) -> None:
-    def seeded() -> nn.Module:
-        torch.manual_seed(42)
-        return nn.Linear(4, 4)
-
-    def constant() -> nn.Module:
-        torch.manual_seed(42)
-        made = nn.BatchNorm1d(4)
-        return made
-
-    torch.manual_seed(42)  # the same one: told all the same
-    said = weights_for(seeded, None, 7).overruled
-    assert "building Linear calls torch.manual_seed(42), which has no effect" in said
-    assert "drawn from seed=7" in said
-    save_file(nn.Linear(4, 4).state_dict(), tmp_path / "w.safetensors")
-    quiet: list[tuple[Any, Any]] = [
-        (lambda: nn.Linear(4, 4), None),
-        (constant, None),
-        (seeded(), None),  # a model: its values count
-        (seeded, tmp_path / "w.safetensors"),  # nothing is drawn
-    ]
-    for source, files in quiet:
-        state = torch.get_rng_state()
-        assert not weights_for(source, files, 7).overruled
-        assert source in (constant, seeded) or torch.equal(torch.get_rng_state(), state)
+def test_a_recorder_that_is_opened_again_draws_on() -> None:
+    recorder, drawn = Recorder(), list[Tensor]()
+    for _ in range(2):
+        with recorder.recording():
+            drawn.append(torch.randn(3))
+    torch.manual_seed(4)
+    plain = [torch.randn(3), torch.randn(3)]
+    for x, y in zip(recorder.tape.replay([recorder.ref(x) for x in drawn], 4), plain, strict=True):
+        assert torch.equal(x, y)

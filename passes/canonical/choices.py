@@ -140,19 +140,26 @@ class Draws:
                 self.known.append(next(self.more))
             yield self.known[i]
 
-    def implied(self, condition: Sequence[fx.Node], holds: Callable[[Any], bool], mask: fx.Node) -> bool:
-        """Is nothing chosen wherever a condition does not hold? holds(values of its nodes) -> whether it does. False
-        also where no draw is known in which it does not."""
+    def implied(
+        self,
+        condition: Sequence[fx.Node],
+        holds: Callable[[Any], bool],
+        others: Sequence[fx.Node],
+        quiet: Callable[[list[Any]], bool],
+        tried: int = 3,
+    ) -> bool:
+        """Are other values quiet wherever a condition does not hold? holds, quiet: of the values of nodes. tried: of so
+        many draws at least. False also where no draw is known in which it does not hold."""
         empty = 0
-        for known in self._each(leaves([*condition, mask])):
+        for i, known in enumerate(self._each(leaves([*condition, *others])), 1):
             try:
-                *numbers, chosen = run([*condition, mask], known)
+                numbers = run([*condition, *others], known)
             except (KeyError, RuntimeError, IndexError):
                 return False
-            if not holds(numbers):
+            if not holds(numbers[: len(condition)]):
                 empty += 1
-                if bool(chosen.any()):
+                if not quiet(numbers[len(condition) :]):
                     return False
-                if empty == 3:
-                    return True
+            if empty >= 3 and i >= tried:
+                return True
         return empty > 0

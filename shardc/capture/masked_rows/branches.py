@@ -5,9 +5,9 @@
     for e in hit.nonzero(): ...           all turns of the loop, those of experts that were not chosen too
     if count == 0: continue               not taken
 
-It is checked that nothing else happens in them. What is written there has to be rows of a mask that is empty where the
-condition is false (shardc.capture.random_choices); and names that are bound there may be used there only, unless they
-hold numbers that do not change by it (`start = end` behind `if end == start: continue`).
+It is checked that nothing else happens in them, on random choices (shardc.passes.canonical.choices). What is written
+there has to be rows of a mask that is empty where the condition is false; and names that are bound there may be used
+there only, unless they hold numbers that are then what they were (`start = end` behind `if end == start: continue`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from shardc.capture import random_choices
+from shardc.capture.functional_twins import mutates
+from shardc.passes.canonical.choices import Draws
 from shardc.torch_modes import untraced
-from shardc.torch_private import OpOverload
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ class Body:
 class Guard:
     """A branch that was taken for granted.
 
-    nodes, holds: its condition; see random_choices.Draws.implied. keys: of the numbers that are zero where it does not
-    hold. since: the last node of the graph before. held: what names held before.
+    nodes, holds: its condition; tried: on how many choices at least; see Draws.implied. since: the last node of the
+    graph before. held: what names held before.
     """
 
     frame: FrameType
     body: Body
     nodes: Sequence[fx.Node]
     holds: Callable[[Any], bool]
+    tried: int
     since: fx.Node
     held: dict[str, Any]
-    keys: frozenset[Any]
 
 
 class Guards:
@@ -67,7 +67,7 @@ class Guards:
     def __init__(self) -> None:
         self.open: dict[tuple[int, ...], Guard] = {}
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
-        self.draws = random_choices.Draws()
+        self.draws = Draws()
 
     def take(
         self,
@@ -76,7 +76,7 @@ class Guards:
         truth: Callable[[Any], bool],
         *,
         loop: bool = False,
-        keys: frozenset[Any] = frozenset(),
+        tried: int = 3,
     ) -> Body | None:
         """Take the branch at a frame's line for granted; None if that would not do. truth: of the part of its condition
         that Python reads, from the values of nodes."""
@@ -89,7 +89,7 @@ class Guards:
             return None
         held = {name: frame.f_locals.get(name) for name in body.names}
         since = next(iter(reversed(nodes[0].graph.nodes)))
-        self.open[key] = Guard(frame, body, nodes, lambda v: truth(v) == body.wanted, since, held, keys)
+        self.open[key] = Guard(frame, body, nodes, lambda known: truth(known) == body.wanted, tried, since, held)
         return body
 
     def around(self) -> list[Guard]:
@@ -103,14 +103,14 @@ class Guards:
 
     def allow(self, mask: fx.Node) -> bool:
         """May rows of a mask be written here?"""
-        return all(untraced(self.draws.implied, g.nodes, g.holds, mask) for g in self.around())
+        return all(self._implied(g, [mask], lambda known: not bool(known[0].any())) for g in self.around())
 
     def allow_write(self, node: fx.Node) -> bool:
         """May a tensor be changed here as a whole? It may if it was made here."""
         guards = self.around()
         if not guards:
             return True
-        while isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+        while mutates(node):
             node = node.args[0]  # type: ignore[assignment]
         order = {n: i for i, n in enumerate(node.graph.nodes)}
         return all(order[node] > order.get(g.since, 0) for g in guards)
@@ -122,35 +122,40 @@ class Guards:
     def _unchanged(self, guard: Guard | None) -> bool:
         if guard is None:
             return True
-        for name, old in guard.held.items():
-            new = guard.frame.f_locals.get(name)
-            if new is old or (old is None and name not in guard.held):
-                continue
-            if isinstance(new, Tensor) and isinstance(old, Tensor):
-                while new is not old and id(new) in self.written:
-                    new = self.written[id(new)][1]
-                if new is not old:
-                    return False
-                continue
-            try:
-                change = new - old
-            except TypeError:
-                return False
-            terms = getattr(change, "terms", {})
-            if getattr(change, "constant", change) != 0 or not terms.keys() <= guard.keys:
-                return False
-        return True
+        return all(self._same(guard, guard.frame.f_locals.get(name), old) for name, old in guard.held.items())
+
+    def _same(self, guard: Guard, new: Any, old: Any) -> bool:
+        """Is a name's value the old one wherever a branch's condition does not hold?"""
+        while isinstance(new, Tensor) and new is not old and id(new) in self.written:
+            new = self.written[id(new)][1]
+        nodes = [x.node for x in (new, old) if isinstance(getattr(x, "node", None), fx.Node)]  # of Counts
+        if new is old or len(nodes) + isinstance(new, int) + isinstance(old, int) < 2:
+            return new is old
+
+        def equal(known: list[Any]) -> bool:
+            a, b = (x if isinstance(x, int) else int(known[nodes.index(x.node)]) for x in (new, old))
+            return a == b
+
+        return self._implied(guard, nodes, equal) if nodes else bool(new == old)
+
+    def _implied(self, guard: Guard, nodes: Sequence[fx.Node], quiet: Callable[[list[Any]], bool]) -> bool:
+        return untraced(self.draws.implied, guard.nodes, guard.holds, nodes, quiet, guard.tried)
+
+
+def parsed(code: CodeType) -> tuple[ast.AST, int]:
+    """The syntax tree of a function, empty if there is none (code without a file, a lambda in the middle of an
+    expression); and what its lines are counted from."""
+    try:
+        lines, first = inspect.getsourcelines(code)
+        return ast.parse(textwrap.dedent("".join(lines))), max(first, 1) - 1
+    except (OSError, SyntaxError):
+        return ast.Module([], []), 0
 
 
 @lru_cache(maxsize=256)
 def bodies(code: CodeType, *, loop: bool) -> dict[int, Body]:
     """By the lines of conditions (loop: of headers of loops): what hangs on them."""
-    try:
-        lines, first = inspect.getsourcelines(code)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError):
-        return {}
-    shift = max(first, 1) - 1
+    tree, shift = parsed(code)
     by_line: dict[int, Body] = {}
     for node in ast.walk(tree):
         if loop and isinstance(node, ast.For) and not node.orelse:
@@ -203,43 +208,21 @@ def _rest(tree: ast.AST, branch: ast.If) -> list[ast.stmt]:
     return []
 
 
+_PLAIN = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr | ast.If | ast.For | ast.Continue | ast.Pass | ast.Assert
+_PLAIN |= ast.With
+
+
 def _effects(tree: ast.AST, statements: Sequence[ast.stmt], branch: ast.stmt) -> tuple[frozenset[str], bool]:
     """(names that statements bind and that are used outside of them, can all they do be checked)."""
-    inside = {id(n) for s in statements for n in ast.walk(s)}
+    nodes = [n for s in statements for n in ast.walk(s)]
+    inside = set(map(id, nodes))
     every = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
     bound = {n.id for n in every if id(n) in inside and not isinstance(n.ctx, ast.Load)}
     used = {n.id for n in every if id(n) not in inside and isinstance(n.ctx, ast.Load)}
+    before = {n.id for n in every if id(n) not in inside and not isinstance(n.ctx, ast.Load)}
     own = {n.id for n in ast.walk(branch.target) if isinstance(n, ast.Name)} if isinstance(branch, ast.For) else set()
-    added = {s.target.id for s in _all(statements) if isinstance(s, ast.AugAssign) and isinstance(s.target, ast.Name)}
-    fits = all(isinstance(s, _PLAIN) for s in _all(statements)) and not any(
-        isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load) for s in statements for n in ast.walk(s)
+    added = {n.target.id for n in nodes if isinstance(n, ast.AugAssign) and isinstance(n.target, ast.Name)}
+    fits = all(isinstance(n, _PLAIN) for n in nodes if isinstance(n, ast.stmt)) and not any(
+        isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load) for n in nodes
     )
-    return frozenset((bound & used - own) | (added & _before(tree, statements, added))), fits
-
-
-def _before(tree: ast.AST, statements: Sequence[ast.stmt], names: set[str]) -> set[str]:
-    """Names of these that something else than the statements binds first."""
-    inside = {id(n) for s in statements for n in ast.walk(s)}
-    return {
-        n.id
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Name) and n.id in names and id(n) not in inside and not isinstance(n.ctx, ast.Load)
-    }
-
-
-_PLAIN = (
-    ast.Assign,
-    ast.AnnAssign,
-    ast.AugAssign,
-    ast.Expr,
-    ast.If,
-    ast.For,
-    ast.Continue,
-    ast.Pass,
-    ast.Assert,
-    ast.With,
-)
-
-
-def _all(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
-    return [n for s in statements for n in ast.walk(s) if isinstance(n, ast.stmt)]
+    return frozenset((bound & used - own) | (added & before)), fits
