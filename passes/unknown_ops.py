@@ -10,7 +10,7 @@ from shardc.errors import Errors
 from shardc.ir.graph import calls
 from shardc.ir.program import Program
 from shardc.passes.base import Pass
-from shardc.rules import registry
+from shardc.rules.core import registry
 
 #: What to write instead of an op, by a part of its name.
 ALTERNATIVES = {

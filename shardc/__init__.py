@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # the same table as _MODULES, for type checkers and editors
     from shardc.plan import plan as plan
     from shardc.report.coverage import Coverage as Coverage
     from shardc.report.coverage import coverage as coverage
-    from shardc.rules.user_ops import rule as rule
+    from shardc.rules.core.user_ops import rule as rule
     from shardc.runtime.matrices.shown import whole as whole
     from shardc.runtime.step.param_groups import groups as groups
     from shardc.runtime.step.param_groups import matrices as matrices
@@ -60,7 +60,7 @@ _MODULES = {
     "load": "shardc.api",
     "matrices": "shardc.runtime.step.param_groups",
     "plan": "shardc.plan",
-    "rule": "shardc.rules.user_ops",
+    "rule": "shardc.rules.core.user_ops",
     "simulate": "shardc.verify.simulate",
     "whole": "shardc.runtime.matrices.shown",
 }

@@ -189,7 +189,7 @@ class Program(ir.Program):
         called before each rank is run: (its name, how many are done, how many there are). Raises ShardcError for a
         device that is not known, or has no room for the mesh.
         """
-        from shardc.cost.device_file import chosen
+        from shardc.cost.measured.device_file import chosen
         from shardc.cost.step import cost
 
         return cost(self, chosen(device, self.spec), optimizer or assumed(self), on=on, clip_norm=clip_norm)

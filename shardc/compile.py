@@ -25,7 +25,7 @@ from shardc.artifact import model_source
 from shardc.call_arguments import checked
 from shardc.capture import capture, check_forward
 from shardc.capture.loss import Forward
-from shardc.cost.device_file import of_spec
+from shardc.cost.measured.device_file import of_spec
 from shardc.errors import ShardcError
 from shardc.ir import program as ir
 from shardc.ir.generation import Step

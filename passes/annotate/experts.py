@@ -24,10 +24,10 @@ from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.passes.annotate.indivisible import rank_counts
 from shardc.passes.annotate.propagate_split import uses
-from shardc.rules import registry
-from shardc.rules.choices import choices_of
+from shardc.rules.core import registry
+from shardc.rules.core.choices import choices_of
+from shardc.rules.core.op_call import call_of
 from shardc.rules.experts import UP
-from shardc.rules.op_call import call_of
 from shardc.runtime import ops
 from shardc.spec import Spec
 

@@ -28,7 +28,7 @@ from shardc.layer_names import of_every_layer
 from shardc.passes.annotate import kv_heads
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.propagate_split import Blocked, Follower, Key, SplitGroup, uses
-from shardc.rules.strategy import needs_sum_grad
+from shardc.rules.core.strategy import needs_sum_grad
 
 aten = torch.ops.aten
 

@@ -26,7 +26,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import did_you_mean, enclosing, match
 from shardc.layer_names import layer_of
 from shardc.machine.assumed import STAGES, byte_seconds, work_seconds
-from shardc.rules.registry import rank_seconds
+from shardc.rules.core.registry import rank_seconds
 from shardc.runtime import ops
 from shardc.runtime.schedule import default_stages
 from shardc.spec import Spec

@@ -39,7 +39,7 @@ from shardc.ir.stage import Region
 from shardc.ir.units import plural, size
 from shardc.layer_names import fold
 from shardc.passes.base import Pass
-from shardc.passes.joint.rules import Rules
+from shardc.passes.joint.derivatives import Rules
 from shardc.passes.recompute.region_choice import Alike, Choice, StageGraph
 from shardc.spec import Checkpoint as Entry
 

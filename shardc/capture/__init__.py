@@ -5,7 +5,7 @@
     lift.py             a Program: placeholders mesh, rng, params, buffers, inputs; typed nodes with module and line
     compare_eager.py    proof that loss, gradients and buffers are those of eager mode
 
-patches.py, transformers.py, data_dependent_sizes.py, data_dependent_values.py and inner_autograd.py surround the
+patches.py, transformers.py, data_dependent_sizes.py, data_dependent_values.py and rewrite/inner_autograd surround the
 export: they refuse what it would drop without a word, and let it trace what it could not. refusals.py says in the
 user's terms why a capture failed.
 
@@ -13,13 +13,10 @@ The model is captured in the mode it is in: put it in train mode first. It may b
 
 forward_arguments       which argument of the model's forward each part of the batch is
 constants               values that are known while a model is traced
-autograd_function       custom autograd Functions keep their backward
 attribute_reads         what forward reads of modules and of a loss object: `self.training`, plain values, counters
 masked_rows             rows chosen by a mask, in a fixed size; expert_loops makes the experts op of loops over experts
 equal_layers            equal layers are traced once; layer_copies: the others are copied in the graph
-inline_regions          `with torch.no_grad()` in a graph, and the casts of autocast
-inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
-flex_attention          FlexAttention as ops; attention_sinks: scores of each head beside those of keys
+rewrite                 what export gives, written otherwise
 foreign_parameters      parameters of nobody that the loss uses
 generation              a model as it generates, with the states of earlier tokens; generation_cache: its own cache
 side_effects            what forward depends on and must not change
@@ -34,16 +31,7 @@ from typing import Any
 
 from torch import nn
 
-from shardc.capture import (
-    attention_sinks,
-    attribute_reads,
-    compare_eager,
-    expert_loops,
-    flex_attention,
-    patches,
-    refusals,
-    side_effects,
-)
+from shardc.capture import attribute_reads, compare_eager, expert_loops, patches, refusals, side_effects
 from shardc.capture.batch_leaves import Leaves, with_plain_dicts
 from shardc.capture.export import Fold, export
 from shardc.capture.forward_arguments import keys_of_loss
@@ -52,6 +40,7 @@ from shardc.capture.lift import lift
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf, check_loss
 from shardc.capture.loss import default_loss as default_loss
 from shardc.capture.masked_rows.rows import DrawnError, because
+from shardc.capture.rewrite import attention_sinks, flex_attention
 from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.generation import Step

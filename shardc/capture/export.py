@@ -16,19 +16,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from shardc.capture import (
-    attention_sinks,
-    equal_layers,
-    flex_attention,
-    functional_twins,
-    inline_regions,
-    inner_autograd,
-    inplace_ops,
-    patches,
-    refusals,
-    side_effects,
-    transformers,
-)
+from shardc.capture import equal_layers, patches, refusals, side_effects, transformers
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.constants import FRESH
@@ -37,6 +25,14 @@ from shardc.capture.foreign_parameters import ForeignParameters
 from shardc.capture.forward_arguments import arguments, check_call
 from shardc.capture.generation import GenerationOf, caches
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf
+from shardc.capture.rewrite import (
+    attention_sinks,
+    flex_attention,
+    functional_twins,
+    inline_regions,
+    inner_autograd,
+    inplace_ops,
+)
 from shardc.capture.side_effects import Changes
 from shardc.errors import ShardcError
 from shardc.ir import source

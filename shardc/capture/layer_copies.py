@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shardc.capture.inline_regions import unchanged
-from shardc.capture.inner_autograd import GRADIENT
+from shardc.capture.rewrite.inline_regions import unchanged
+from shardc.capture.rewrite.inner_autograd import GRADIENT
 from shardc.torch_private import HigherOrderOperator, OpOverload
 
 torch.library.define(

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shardc.capture.autograd_function import SideTerm, with_side_terms
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.forward_arguments import arguments
+from shardc.capture.rewrite.autograd_function import SideTerm, with_side_terms
 from shardc.errors import ShardcError
 from shardc.ir.generation import Step
 from shardc.ir.source import of_exception, of_function

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from shardc.capture import autograd_function
 from shardc.capture.refusals import PACKED, PADDED
+from shardc.capture.rewrite import autograd_function
 from shardc.errors import Errors, ShardcError
 from shardc.ir import source
 from shardc.runtime.state.quantized import consists

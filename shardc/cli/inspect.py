@@ -82,7 +82,7 @@ def command(
     debug: common.DebugOption = False,
 ) -> None:
     """Show a program: its typed text, the captured graph, what a pass changed, its collectives."""
-    from shardc.cost.device_file import device as named
+    from shardc.cost.measured.device_file import device as named
 
     with common.reporting(debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
         common.check_outputs({"--html": html, "--trace": trace, "--memory-snapshot": memory_snapshot})

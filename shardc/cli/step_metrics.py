@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardc.api import Program
-from shardc.cost.device_file import device, measured_file, names
+from shardc.cost.measured.device_file import device, measured_file, names
 from shardc.machine.device import Device
 from shardc.machine.flops import flops_of
 from shardc.report.comm import comm_rows
@@ -39,8 +39,8 @@ class ModelFlops(TorchDispatchMode):
 
 @contextmanager
 def timed_ops(log: Path, step: int, mesh: RankMesh) -> Iterator[None]:
-    """Time every op of a step, into a file of `log` (shardc.cost.op_times)."""
-    from shardc.cost.op_times import OpTimes, file_of
+    """Time every op of a step, into a file of `log` (shardc.cost.measured.op_times)."""
+    from shardc.cost.measured.op_times import OpTimes, file_of
 
     with OpTimes(mesh.device, mesh) as times:
         yield

@@ -230,7 +230,7 @@ def _quit(job: Job, status: int) -> NoReturn:
 def _expected(job: Job) -> str:
     """What a step needs by calculation, where memory did not suffice."""
     from shardc.api import load
-    from shardc.cost.device_file import measured_file
+    from shardc.cost.measured.device_file import measured_file
     from shardc.ir.units import size
     from shardc.report.cost import peak_place
 

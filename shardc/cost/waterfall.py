@@ -21,9 +21,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardc.cost.op_times import MeasuredStep
+from shardc.cost.measured.op_times import MeasuredStep
+from shardc.cost.measured.run_log import RunLog
 from shardc.cost.recorded import parts
-from shardc.cost.run_log import RunLog
 from shardc.cost.step import Cost
 from shardc.errors import ShardcError
 from shardc.ir.comm_record import CommRecord

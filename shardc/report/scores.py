@@ -21,7 +21,7 @@ from shardc.ir.program import Program
 from shardc.ir.units import count, size
 from shardc.layer_names import of_every_layer
 from shardc.rules.attention import OPS
-from shardc.rules.op_call import call_of
+from shardc.rules.core.op_call import call_of
 from shardc.runtime.ops.attention.spans import ALL, CAUSAL, Band, Span, blocks
 
 #: Cells of a side of the drawn square.

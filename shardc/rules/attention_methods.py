@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from shardc.errors import ShardcError
 from shardc.ir.placement import Placement, Shard
 from shardc.rules.attention import OPS, RING
-from shardc.rules.choices import Choices
-from shardc.rules.strategy import Strategy
+from shardc.rules.core.choices import Choices
+from shardc.rules.core.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import shardc
 from shardc.api import Program
 from shardc.capture import capture
 from shardc.cost import Cost, device
-from shardc.cost.device_file import measured_file
 from shardc.cost.dry_run import dry_run
 from shardc.cost.fewer_layers import layer_lists, with_layers
+from shardc.cost.measured.device_file import measured_file
 from shardc.machine.flops import traffic_of
 from shardc.machine.work import Op
 from tests import live_bytes, zoo

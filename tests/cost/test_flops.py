@@ -9,7 +9,7 @@ import torch
 
 import shardc
 from shardc.cli.step_metrics import ModelFlops
-from shardc.cost.device_file import device
+from shardc.cost.measured.device_file import device
 from shardc.machine.flops import aligned_of, flops_of, op_of
 from shardc.runtime.mesh.step_context import StepContext
 from tests import zoo

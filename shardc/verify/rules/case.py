@@ -21,11 +21,11 @@ from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.types import of_tensor, typed
 from shardc.passes.partition.local_program import LocalProgram
-from shardc.rules.choices import Choices
-from shardc.rules.op_call import Call, Operand, call_of
-from shardc.rules.registry import Rule, find
-from shardc.rules.sample_calls import RNG, Sample, Tensors
-from shardc.rules.strategy import Strategy
+from shardc.rules.core.choices import Choices
+from shardc.rules.core.op_call import Call, Operand, call_of
+from shardc.rules.core.registry import Rule, find
+from shardc.rules.core.sample_calls import RNG, Sample, Tensors
+from shardc.rules.core.strategy import Strategy
 from shardc.runtime.rng import Rng
 from shardc.verify.rules.compare import RTOL, Memo, continuous, differs, dual, gradients, on_ranks, run_nodes
 

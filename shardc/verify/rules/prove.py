@@ -9,10 +9,10 @@ import torch
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL, Layout, Placement, Shard
-from shardc.rules.choices import Choices
-from shardc.rules.registry import Rule
-from shardc.rules.sample_calls import Sample
-from shardc.rules.strategy import Strategy
+from shardc.rules.core.choices import Choices
+from shardc.rules.core.registry import Rule
+from shardc.rules.core.sample_calls import Sample
+from shardc.rules.core.strategy import Strategy
 from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, call_text, name_of
 
 #: Numbers of parts. Dims of samples have 12 elements, so that each of them has parts, inner digits and padding

@@ -22,9 +22,9 @@ from shardc.ir.metadata import Value
 from shardc.ir.pairs import Pair, prefix_of
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint, Stage
-from shardc.passes.joint.record import is_view
-from shardc.passes.joint.rule_transposed import CONVERTED
-from shardc.passes.joint.rules import Rules
+from shardc.passes.joint.derivatives import Rules
+from shardc.passes.joint.derivatives.record import is_view
+from shardc.passes.joint.derivatives.transposed import CONVERTED
 from shardc.passes.joint.saved import types_of
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload

@@ -18,7 +18,7 @@ from shardc.ir.placement import REPLICATE, Partial
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.ir.units import plural
-from shardc.passes.joint.rules import Rules
+from shardc.passes.joint.derivatives import Rules
 from shardc.runtime import ops
 from shardc.runtime.schedule import proof as schedule_proof
 from shardc.verify.static import assumptions, gradient_sums, joint_graphs, matrix_owners

@@ -17,9 +17,9 @@ from torch import fx
 
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
-from shardc.rules.op_call import Call
-from shardc.rules.registry import LocalCall, find
-from shardc.rules.strategy import Strategy
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import LocalCall, find
+from shardc.rules.core.strategy import Strategy
 from shardc.runtime import ops
 
 aten = torch.ops.aten

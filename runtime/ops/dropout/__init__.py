@@ -47,7 +47,7 @@ def by_kernel(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: i
 
     Raises ShardcError without Triton, which comes with torch for CUDA on Linux."""
     try:
-        from shardc.runtime.ops import dropout_kernel
+        from shardc.runtime.ops.dropout import kernel as dropout_kernel
     except ModuleNotFoundError as e:
         raise ShardcError(
             "dropout on a GPU is a Triton kernel, and Triton is not installed",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardc.ir.program import Program
-from shardc.passes.joint.record import Ref
-from shardc.passes.joint.template import Template
+from shardc.passes.joint.derivatives.record import Ref
+from shardc.passes.joint.derivatives.template import Template
 from shardc.runtime.mesh.shapes import ShapeMesh
 from shardc.runtime.rng import Rng
 from shardc.torch_private import FakeTensorMode

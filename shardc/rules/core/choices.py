@@ -25,13 +25,13 @@ from shardc.errors import ShardcError
 from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Placement, Shard
 from shardc.ir.types import typed_key
-from shardc.rules import finite_padding, notation, registry
-from shardc.rules.finite_padding import Fills, Group, Padded
-from shardc.rules.notation import Signature
-from shardc.rules.op_call import Call, call_of
-from shardc.rules.registry import Rule
-from shardc.rules.shared_signatures import all_whole
-from shardc.rules.strategy import Strategy, needs_sum_grad
+from shardc.rules.core import finite_padding, notation, registry
+from shardc.rules.core.finite_padding import Fills, Group, Padded
+from shardc.rules.core.notation import Signature
+from shardc.rules.core.op_call import Call, call_of
+from shardc.rules.core.registry import Rule
+from shardc.rules.core.shared_signatures import all_whole
+from shardc.rules.core.strategy import Strategy, needs_sum_grad
 
 
 @dataclass

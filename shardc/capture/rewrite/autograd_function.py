@@ -32,8 +32,8 @@ from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
 from shardc.ir.graph import operands_of
-from shardc.rules import registry
-from shardc.rules.op_call import call_of
+from shardc.rules.core import registry
+from shardc.rules.core.op_call import call_of
 from shardc.runtime.ops.torch_library import with_gradient_of
 from shardc.runtime.state.quantized import consists, inner, put_together
 from shardc.torch_private import FakeTensor, pytree, traced_on

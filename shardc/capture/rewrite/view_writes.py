@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.capture.functional_twins import mutates, twin_of
+from shardc.capture.rewrite.functional_twins import mutates, twin_of
 from shardc.ir.graph import call_like
 from shardc.torch_private import OpOverload
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from shardc.passes.joint.record import Line, Ref, Type
+from shardc.passes.joint.derivatives.record import Line, Ref, Type
 
-#: How a rule was found, or which part of one it is: see shardc.passes.joint.rules. "begun", "waited": of a conversion
-#: beside a product; "product": the one or the other half of that product.
+#: How a rule was found, or which part of one it is: see shardc.passes.joint.derivatives. "begun", "waited": of a
+#: conversion beside a product; "product": the one or the other half of that product.
 Kind = Literal["traced", "transposed", "opaque", "begun", "waited", "product"]
 
 

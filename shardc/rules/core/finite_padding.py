@@ -5,7 +5,7 @@ padding holds: a zero times an infinite derivative is nan, and a sum over paddin
 Which numbers those are is tried out: the op and its backward run on tiny tensors that hold each of `GRID`, once for
 each op and arguments. An op that is finite wherever its padding is needs nothing; for others `fills` looks for the
 operands and the numbers that padding has to be filled with. Where no number will do, the dim is not padded
-(shardc.rules.choices), but gathered.
+(shardc.rules.core.choices), but gathered.
 
 Ops that are linear in each operand are finite wherever their operands are, and are not tried.
 """
@@ -27,14 +27,14 @@ from shardc.ir.graph import operands_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
 from shardc.ir.placement import Layout, Shard
-from shardc.rules.notation import Signature
-from shardc.rules.op_call import Call, Operand
-from shardc.rules.registry import LocalCall
-from shardc.rules.strategy import Strategy
+from shardc.rules.core.notation import Signature
+from shardc.rules.core.op_call import Call, Operand
+from shardc.rules.core.registry import LocalCall
+from shardc.rules.core.strategy import Strategy
 from shardc.torch_private import OpOverload, unintercepted
 
 if TYPE_CHECKING:
-    from shardc.rules.choices import Choices
+    from shardc.rules.core.choices import Choices
 
 #: Numbers that padding may be filled with, in the order in which they are tried.
 NUMBERS = (1.0, 0.5, 2.0, 0.0, -0.5, -1.0, -2.0, 3.0)

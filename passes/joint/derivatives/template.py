@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from shardc.ir.graph import operands_of, producer_of
-from shardc.passes.joint.record import Ref, map_refs
+from shardc.passes.joint.derivatives.record import Ref, map_refs
 from shardc.torch_private import OpOverload
 
 #: One value of a graph: the node that makes it, and which of its results it is.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shardc.rules.notation import Dim, Signature
-from shardc.rules.op_call import Call
+from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.op_call import Call
 
 
 def names_of(ndim: int, prefix: str = "d") -> list[Dim]:

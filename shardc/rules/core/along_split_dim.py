@@ -15,9 +15,9 @@ from torch import fx
 
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Placement, Shard
-from shardc.rules.op_call import Call
-from shardc.rules.registry import LocalCall
-from shardc.rules.strategy import Strategy, needs_sum_grad
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import LocalCall
+from shardc.rules.core.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
 from shardc.runtime.ops.along_split_dim import count
 

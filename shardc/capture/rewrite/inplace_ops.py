@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from shardc.capture import view_writes
-from shardc.capture.functional_twins import (
+from shardc.capture.rewrite import view_writes
+from shardc.capture.rewrite.functional_twins import (
     functional,
     is_inplace,
     is_view,

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.passes.joint.rank import Rank
-from shardc.passes.joint.record import Line, Recorder, Ref, Type, is_view, map_refs
-from shardc.passes.joint.rule import Ask, Rule
-from shardc.passes.joint.template import Template
+from shardc.passes.joint.derivatives.rank import Rank
+from shardc.passes.joint.derivatives.record import Line, Recorder, Ref, Type, is_view, map_refs
+from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.template import Template
 
 aten = torch.ops.aten
 

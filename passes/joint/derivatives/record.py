@@ -86,7 +86,7 @@ class Ref:
     x, y     an operand of the call, a result of it
     g, p     the gradient of a result; that which an operand has from ops behind this one
     t        what an earlier line made
-    n        what the call has for itself alone (shardc.passes.joint.template)
+    n        what the call has for itself alone (shardc.passes.joint.derivatives.template)
     mesh, rng
     none     among results: one that is no tensor
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardc.cost.op_times import MeasuredStep
+from shardc.cost.measured.op_times import MeasuredStep
 from shardc.errors import ShardcError
 
 #: First steps of a run, or of its part after a resume, that are slower: memory is taken, fused regions are compiled.

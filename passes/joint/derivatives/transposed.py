@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shardc.ir.conversions import BY_OP
-from shardc.passes.joint.rank import Rank
-from shardc.passes.joint.record import Line, Ref, Type, map_refs
-from shardc.passes.joint.rule import Ask, Kind, Rule
-from shardc.passes.joint.template import Template
+from shardc.passes.joint.derivatives.rank import Rank
+from shardc.passes.joint.derivatives.record import Line, Ref, Type, map_refs
+from shardc.passes.joint.derivatives.rule import Ask, Kind, Rule
+from shardc.passes.joint.derivatives.template import Template
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import factors
 

@@ -12,11 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardc.artifact.emit import target_text
-from shardc.passes.joint.rank import Rank
-from shardc.passes.joint.record import Line, Ref, Type, memory_of
-from shardc.passes.joint.rule import Ask, Rule
-from shardc.passes.joint.rule_transposed import Lines
-from shardc.passes.joint.template import Template
+from shardc.passes.joint.derivatives.rank import Rank
+from shardc.passes.joint.derivatives.record import Line, Ref, Type, memory_of
+from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.template import Template
+from shardc.passes.joint.derivatives.transposed import Lines
 from shardc.runtime import ops
 
 

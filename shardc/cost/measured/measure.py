@@ -3,7 +3,7 @@
 A device is one process: on a CPU with the threads and the cores that `shardc run` gives it, or with one GPU.
 
     ops           products, copies and small pieces of models, forward and backward, in several sizes; each op is timed
-                  (shardc.cost.op_times), and the median of its rounds counts
+                  (shardc.cost.measured.op_times), and the median of its rounds counts
     collectives   of two processes, by kind and size, one after the other; the quickest of several rounds counts
     rates         least squares: a copy takes launch + bytes / bandwidth, a product flops / rate of its dtype besides; a
                   collective takes latency and bytes / bandwidth as shardc.machine.collectives counts them
@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional
 
-from shardc.cost.op_times import OpTimes
+from shardc.cost.measured.op_times import OpTimes
 from shardc.ir.mesh import Mesh
 from shardc.machine.collectives import collective_seconds
 from shardc.machine.device import Device, Link, OpRates, Reaches, format_of

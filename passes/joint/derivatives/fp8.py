@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardc.passes.joint.rank import Rank
-from shardc.passes.joint.record import Ref, Type
-from shardc.passes.joint.rule import Ask, Rule
-from shardc.passes.joint.rule_transposed import Lines
-from shardc.passes.joint.template import Template
+from shardc.passes.joint.derivatives.rank import Rank
+from shardc.passes.joint.derivatives.record import Ref, Type
+from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.template import Template
+from shardc.passes.joint.derivatives.transposed import Lines
 from shardc.runtime import ops
 
 

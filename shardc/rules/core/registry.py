@@ -30,9 +30,9 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Value
 from shardc.ir.placement import Layout, Placement
 from shardc.machine.assumed import work_seconds
-from shardc.rules.notation import Signature, parse
-from shardc.rules.op_call import Call, call_of
-from shardc.rules.strategy import Strategy
+from shardc.rules.core.notation import Signature, parse
+from shardc.rules.core.op_call import Call, call_of
+from shardc.rules.core.strategy import Strategy
 from shardc.runtime import ops
 
 
@@ -175,7 +175,7 @@ def rule(
     """Register the rule of an op (an `OpOverload`, or a function that appears in graphs). Raises ValueError if it has
     one.
 
-    For the families of this package; users' ops: `shardc.rule`, see shardc.rules.user_ops.
+    For the families of this package; users' ops: `shardc.rule`, see shardc.rules.core.user_ops.
     """
     if isinstance(notation, str):
         parse(notation)

@@ -7,6 +7,10 @@
     opaque        any other: whole, with its backward as one op (shardc.runtime.ops.opaque). Ops of ours that look at
                  their rank or at data; those of which torch has a kernel for each kind of device; what cannot be traced
 
+rule: what a derivative is; rank: the rank on which calls run; template: a call without its graph, equal for calls of
+equal layers; record: runs one call under autograd on tensors without data, and writes down what torch runs; fp8: the
+derivatives of products of 8 bits.
+
 Autograd adds the gradients of a value one after the other, in the order in which it comes to the ops that use it, and
 sums of three hang on that order. So a rule is given what an operand already has (p), and adds to it as autograd does.
 """
@@ -22,13 +26,14 @@ from torch import Tensor, fx
 
 from shardc.ir.graph import values_of
 from shardc.ir.program import Program
-from shardc.passes.joint.rank import Rank
-from shardc.passes.joint.record import Type, memory_of
-from shardc.passes.joint.rule import Ask, Rule
-from shardc.passes.joint.rule_fp8 import product, rounded
-from shardc.passes.joint.rule_opaque import opaque
-from shardc.passes.joint.rule_traced import traced
-from shardc.passes.joint.rule_transposed import (
+from shardc.passes.joint.derivatives.fp8 import product, rounded
+from shardc.passes.joint.derivatives.opaque import opaque
+from shardc.passes.joint.derivatives.rank import Rank
+from shardc.passes.joint.derivatives.record import Type, memory_of
+from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.template import Template, template
+from shardc.passes.joint.derivatives.traced import traced
+from shardc.passes.joint.derivatives.transposed import (
     CONVERTED,
     EXCHANGES,
     LINEAR,
@@ -38,7 +43,6 @@ from shardc.passes.joint.rule_transposed import (
     transposed,
     waited,
 )
-from shardc.passes.joint.template import Template, template
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 

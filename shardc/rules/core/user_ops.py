@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardc.errors import Errors, ShardcError
-from shardc.rules import registry
-from shardc.rules.notation import Notation, parse
-from shardc.rules.op_call import Call
-from shardc.rules.registry import RULES, ExtraOf, LocalOf, Rule, SignatureOf
-from shardc.rules.sample_calls import SAMPLES, Given, as_sample
+from shardc.rules.core import registry
+from shardc.rules.core.notation import Notation, parse
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import RULES, ExtraOf, LocalOf, Rule, SignatureOf
+from shardc.rules.core.sample_calls import SAMPLES, Given, as_sample
 from shardc.torch_private import OpOverload, overload_of
 
 
@@ -47,7 +47,7 @@ def rule(
     linear: operands in which the op is linear, so that a partial sum may pass: "0 | 1" in each alone, "0 1" in both
     together.
     added: operands that are added once: they become partial when a summed factor is split (a bias).
-    local, extra, flops: see shardc.rules.registry.
+    local, extra, flops: see shardc.rules.core.registry.
     samples: calls that prove it: tuples of arguments, or functions that return one. Dims of 12 show most.
 
     Raises ShardcError with the line of the registration: notation that cannot be read or does not fit the op's schema,
