@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.checks import parameter_parts, state_dict_marks
-from shardc.runtime.zero.flat_partition import Run
+from shardc.runtime.zero.flat_partition import FlatShard
 from shardc.runtime.zero.optimizer_list import members_of
 
 KEY = "shardc"
@@ -29,7 +29,7 @@ class OptimizerMarks:
     """
 
     def __init__(
-        self, program: Program, mesh: Any, params: Mapping[str, nn.Parameter], runs: Mapping[str, Run], fix: str
+        self, program: Program, mesh: Any, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard], fix: str
     ) -> None:
         self._rank, self._fix = mesh.rank, fix
         slices = state_dict_marks.slices(program, mesh, runs)

@@ -15,7 +15,7 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.runtime.checks.every_optimizer import observe
 from shardc.runtime.checks.optimizer_marks import OptimizerMarks
-from shardc.runtime.zero.flat_partition import Run
+from shardc.runtime.zero.flat_partition import FlatShard
 from shardc.runtime.zero.optimizer_check import check_sharded
 
 
@@ -27,7 +27,7 @@ class OptimizerWatch:
     FORWARDS = 3  # that train the module, while only the plain model is stepped, before that is an error
 
     def __init__(
-        self, program: Program, params: Mapping[str, nn.Parameter], runs: Mapping[str, Run], model: Any, mesh: Any
+        self, program: Program, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard], model: Any, mesh: Any
     ) -> None:
         self._program, self._params, self._runs, self._model, self._mesh = program, params, runs, model, mesh
         self._names = {id(p): name for name, p in params.items()}

@@ -18,12 +18,12 @@ from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh.agreement import Fact, fingerprint, hashed
-from shardc.runtime.zero.flat_partition import Run
+from shardc.runtime.zero.flat_partition import FlatShard
 
 KEY = "shardc"
 
 
-def slices(program: Program, mesh: Any, runs: Mapping[str, Run]) -> dict[str, str]:
+def slices(program: Program, mesh: Any, runs: Mapping[str, FlatShard]) -> dict[str, str]:
     """{name: which slice of the whole tensor this rank has}, of those that it has a slice of. runs: ZeRO's stretches,
     by placeholder name.
     """
@@ -36,7 +36,7 @@ def slices(program: Program, mesh: Any, runs: Mapping[str, Run]) -> dict[str, st
     return found
 
 
-def _slice(x: Param | Buffer, mesh: Any, coords: Mapping[str, int], run: Run | None) -> str:
+def _slice(x: Param | Buffer, mesh: Any, coords: Mapping[str, int], run: FlatShard | None) -> str:
     if 0 in x.shape:
         return ""
     boxes = list(x.layout.boxes(x.shape, mesh.layout, coords))

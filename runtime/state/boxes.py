@@ -22,7 +22,7 @@ from shardc.ir.stored import Buffer, Param
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.checkpoint_index import Stored
 from shardc.runtime.state.tensor_file import Entry, header, stored_as
-from shardc.runtime.zero.flat_partition import Run, elements
+from shardc.runtime.zero.flat_partition import FlatShard, elements
 
 # --- what one rank writes: slices of its tensors, and the files that hold them
 
@@ -136,7 +136,7 @@ def _name(plan: Plan, piece: Piece) -> str:
 
 # --- boxes
 
-Runs = Mapping[str, Run]
+Runs = Mapping[str, FlatShard]
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Part:
     local: Tensor
     shape: Numbers
     layout: Layout = field(default_factory=Layout)
-    run: Run | None = None
+    run: FlatShard | None = None
     replicas: tuple[str, ...] = ()
     copy: bool = False
 
@@ -218,12 +218,14 @@ def by_name(p: Param, part: Part) -> dict[str, Part]:
 
 
 @functools.lru_cache(maxsize=1 << 16)  # a tensor's moments lie as it does, in this save and in the next one
-def boxes_of(shape: Numbers, layout: Layout, run: Run | None, mesh: Mesh, rank: int) -> tuple[Box, ...]:
+def boxes_of(shape: Numbers, layout: Layout, run: FlatShard | None, mesh: Mesh, rank: int) -> tuple[Box, ...]:
     """What of a global tensor a rank has. run: the stretch of its flattened local part that it keeps; None: all."""
     return tuple(_each_box(shape, layout, run, mesh, mesh.coords(rank)))
 
 
-def _each_box(shape: Numbers, layout: Layout, run: Run | None, mesh: Mesh, coords: Mapping[str, int]) -> Iterator[Box]:
+def _each_box(
+    shape: Numbers, layout: Layout, run: FlatShard | None, mesh: Mesh, coords: Mapping[str, int]
+) -> Iterator[Box]:
     if 0 in shape:
         return
     if run is None:
@@ -317,7 +319,7 @@ def cut_axes(program: Program, p: Param) -> tuple[str, ...]:
     return program.mesh.parts(bucket.shard) if bucket is not None and bucket.zero else ()
 
 
-def part_of(program: Program, p: Param, x: Tensor, run: Run | None, mesh: Any) -> Part:
+def part_of(program: Program, p: Param, x: Tensor, run: FlatShard | None, mesh: Any) -> Part:
     cut = cut_axes(program, p) if run is not None else ()
     return Part(x, p.shape, p.layout, run, replicas(program, p.layout, cut), copied(program, p, mesh))
 

@@ -33,7 +33,7 @@ from shardc.ir.program import Program
 from shardc.runtime.mesh import Work
 from shardc.runtime.offload import Offload
 from shardc.runtime.offload.copies import Home
-from shardc.runtime.zero.flat_partition import Flat, Run
+from shardc.runtime.zero.flat_partition import Flat, FlatShard
 from shardc.runtime.zero.gather import Gathered, views
 from shardc.runtime.zero.rounded_gather import RoundedGather
 from shardc.runtime.zero.trained_params import trained_params
@@ -86,7 +86,7 @@ class Bucket:
         self._flying: Tensor | None = None  # the whole gradients that it is made of
         # parameters
         self.rank = mesh.coordinate(self.spec.shard) if self.sharded else 0
-        self.runs: dict[str, Run] = self.flat.runs(self.rank) if self.sharded else {}
+        self.runs: dict[str, FlatShard] = self.flat.runs(self.rank) if self.sharded else {}
         self.rest = tuple(a for a in self.spec.axes if a != self.spec.shard)
         self.low, self.high = self.rank * self.flat.part, (self.rank + 1) * self.flat.part
         self.prefetch, self.elements = self.spec.prefetch, self.flat.padded

@@ -28,7 +28,7 @@ from shardc.ir.offload import OffloadPlaces
 from shardc.ir.program import Program
 from shardc.runtime.offload import Offload
 from shardc.runtime.zero.bucket import Bucket, follow
-from shardc.runtime.zero.flat_partition import Run
+from shardc.runtime.zero.flat_partition import FlatShard
 from shardc.runtime.zero.gather import Gathered
 
 Reduced = Callable[[Sequence[str]], None]
@@ -102,7 +102,7 @@ class Buckets:
             self.owned |= b.owned
         #: The parameters that are in no bucket.
         self.unsummed = [name for name in self.owned if name not in self._of]
-        self.runs: dict[str, Run] = {n: run for b in self._all for n, run in b.runs.items()}
+        self.runs: dict[str, FlatShard] = {n: run for b in self._all for n, run in b.runs.items()}
         for b in (*self._once, *self._each):
             for name, p in b.params.items():
                 if p.requires_grad:

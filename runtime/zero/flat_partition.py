@@ -72,13 +72,13 @@ class Flat:
         """Elements of the whole buffer, padding included."""
         return self.part * self.ranks
 
-    def runs(self, rank: int) -> dict[str, Run]:
+    def runs(self, rank: int) -> dict[str, FlatShard]:
         """The stretch of each parameter's flattened local part that a rank keeps."""
         low, high = rank * self.part, (rank + 1) * self.part
         runs = {}
         for name, shape, start, size in zip(self.names, self.shapes, self.starts, self.sizes, strict=True):
             begin, end = max(start, low), min(start + size, high)
-            runs[name] = Run(shape, begin - start, end - start) if begin < end else Run(shape, 0, 0)
+            runs[name] = FlatShard(shape, begin - start, end - start) if begin < end else FlatShard(shape, 0, 0)
         return runs
 
 
@@ -88,10 +88,10 @@ class Stretches:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._flats: dict[int, Flat] = {}
-        self._runs: dict[tuple[int, int], dict[str, Run]] = {}
+        self._runs: dict[tuple[int, int], dict[str, FlatShard]] = {}
         self._places: dict[tuple[str, int], int] = {}
 
-    def of(self, p: Param, rank: int) -> Run | None:
+    def of(self, p: Param, rank: int) -> FlatShard | None:
         """The stretch of a parameter's flattened local part that a rank keeps; None: all of it."""
         bucket = self._program.bucket(p)
         if bucket is None or not bucket.zero:
@@ -108,7 +108,7 @@ class Stretches:
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatShard:
     """The elements start .. stop of a parameter's flattened local part, of `shape`."""
 
     shape: tuple[int, ...]
@@ -120,7 +120,7 @@ class Run:
         return self.stop - self.start
 
     def boxes(self) -> list[tuple[tuple[int, int], ...]]:
-        """The run as boxes of the local part: per dim (start, length). At most 2·ndim - 1, in order; each is one
+        """The shard as boxes of the local part: per dim (start, length). At most 2·ndim - 1, in order; each is one
         stretch of memory.
         """
         return _boxes(self.shape, self.start, self.stop)

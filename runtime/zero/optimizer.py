@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardc.runtime.zero.flat_partition import Run
+from shardc.runtime.zero.flat_partition import FlatShard
 from shardc.runtime.zero.optimizer_check import has_param_shape
 
 
@@ -28,7 +28,7 @@ def replace_stand_ins(
     optimizer: Optimizer,
     stand_ins: Mapping[str, nn.Parameter],
     owned: Mapping[str, nn.Parameter],
-    runs: Mapping[str, Run],
+    runs: Mapping[str, FlatShard],
 ) -> None:
     """Replace stand-ins by the stretches that this rank owns, in the optimizer's groups and in state that it has made
     already.

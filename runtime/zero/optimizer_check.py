@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from shardc.errors import ShardcError
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
-from shardc.runtime.zero.flat_partition import Run
+from shardc.runtime.zero.flat_partition import FlatShard
 from shardc.runtime.zero.optimizer_list import members_of
 from shardc.torch_private import TorchDispatchMode, no_modes
 
@@ -65,7 +65,7 @@ class ParamSharding:
 
 
 def check_sharded(
-    program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], runs: Mapping[str, Run]
+    program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard]
 ) -> None:
     """Raises ShardcError for an optimizer that would do something else on what ranks have than on the whole model.
 
@@ -76,7 +76,7 @@ def check_sharded(
 
 
 def _check_sharded(
-    program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], runs: Mapping[str, Run]
+    program: Program, optimizer: Optimizer, params: Mapping[str, nn.Parameter], runs: Mapping[str, FlatShard]
 ) -> None:
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     shardings: dict[Tensor, ParamSharding] = {
@@ -247,7 +247,7 @@ def multiplies(optimizer: Optimizer) -> bool:
     return bool(products.count > 2 * _STEPS * elements)
 
 
-def _sharding(program: Program, p: Param, runs: Mapping[str, Run]) -> ParamSharding | None:
+def _sharding(program: Program, p: Param, runs: Mapping[str, FlatShard]) -> ParamSharding | None:
     if p.name in runs:
         return ParamSharding(
             (),

@@ -21,7 +21,7 @@ from shardc.ir.buckets import Bucket, Rounded
 from shardc.runtime.mesh import Work
 from shardc.runtime.ops import fp8
 from shardc.runtime.ops.fp8 import casts as fp8_cast
-from shardc.runtime.zero.flat_partition import Flat, Run
+from shardc.runtime.zero.flat_partition import Flat, FlatShard
 
 
 def axes_of(bucket: Bucket, rounded: Rounded, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def scale_bytes(bucket: Bucket, flat: Flat, names: tuple[str, ...]) -> dict[tupl
 class _Stretch:
     """A rank's run of one parameter, and the granules that it reaches into: rows first .. last of the first dim."""
 
-    run: Run
+    run: FlatShard
     granule: tuple[int, ...]
 
     @property
@@ -75,7 +75,7 @@ class _Stretch:
 class RoundedGather:
     """Of one bucket on one rank."""
 
-    def __init__(self, bucket: Bucket, flat: Flat, runs: Mapping[str, Run], mesh: Any, tag: str) -> None:
+    def __init__(self, bucket: Bucket, flat: Flat, runs: Mapping[str, FlatShard], mesh: Any, tag: str) -> None:
         self._bucket, self._flat, self._mesh, self._tag = bucket, flat, mesh, tag
         self._hows = dict(zip(bucket.params, bucket.rounded, strict=True))
         self._stretches = {n: _Stretch(runs[n], how.granule) for n, how in self._hows.items()}

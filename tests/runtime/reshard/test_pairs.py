@@ -18,7 +18,7 @@ import shardc
 from shardc.api import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
-from shardc.runtime.zero.flat_partition import Run
+from shardc.runtime.zero.flat_partition import FlatShard
 
 torch.set_num_threads(1)
 WIDTH, ROWS = 8, 8
@@ -125,7 +125,7 @@ class Local:
 
     x: Param | Buffer
     value: Tensor
-    run: Run | None = None
+    run: FlatShard | None = None
     narrow: bool = False  # a copy in the dtype to compute in
 
     def cut(self, whole: Tensor, program: Program, rank: int) -> Tensor:
@@ -171,7 +171,7 @@ def whole(program: Program, ranks: list[Rank], name: str) -> Tensor:
     shape = x.layout.local_shape(x.shape, program.mesh)
     for r, one in every:
         flat = parts.setdefault(key(program.mesh.coords(r)), torch.full(shape, 7.0, dtype=one.value.dtype).view(-1))
-        run = one.run or Run(shape, 0, flat.numel())
+        run = one.run or FlatShard(shape, 0, flat.numel())
         flat[run.start : run.stop] = one.value.reshape(-1)
     return x.layout.join(lambda c: parts[key(c)].view(shape), program.mesh)
 
