@@ -5,8 +5,8 @@ every rank would clip by another number, and replicated weights would drift apar
 only that works which is the same for a part as for the whole:
 
     p.square(), p.mul_(0.9)     element by element: the result is a part
-    p.view(-1), p[0], p.data    views and copies: the result is a part
-    p.norm(dim=1)               along dims of which this rank has all: the result is a part
+    p.view(-1), p.T, p.data     views and copies: the result is a part
+    p.norm(dim=1), p[:, 0]      along dims of which this rank has all: the result is a part
     p.norm(), p @ p.T, p.item() all else: an error with what to call instead
 
 DTensor sends whatever an op needs: in a loop where only one rank prints, that waits for ever.
@@ -44,23 +44,33 @@ _POINTWISE = _names(
     """absolute add and copy clip div divide eq fill fma floordiv floor_divide ge greater greater_equal gt iadd iand
     idiv imul invert ior ipow isub itruediv isclose le less less_equal lt masked_fill mul multiply ne negative not_equal
     or polar pos pow radd rand rdiv rfloordiv ror rmul rpow rsub rtruediv setitem sub subtract truediv true_divide where
-    xor zero dropout conj conj_physical real imag resolve_conj resolve_neg view_as_real view_as_complex"""
+    xor zero conj conj_physical real imag resolve_conj resolve_neg view_as_real view_as_complex"""
 )
 _VIEWS_AND_COPIES = _names(
-    """get iter alias bfloat16 bool chunk clone contiguous cpu cuda data detach diagonal double expand expand_as flatten
-    float getitem half index_select int long movedim moveaxis mT narrow pad permute pin_memory ravel requires_grad
-    reshape reshape_as select share_memory split squeeze swapaxes swapdims t tensor_split to transpose type type_as
-    unbind unflatten unsqueeze view view_as"""
+    """get iter alias bfloat16 bool chunk clone contiguous cpu cuda data detach diagonal double empty_like expand
+    expand_as flatten float getitem half index_add index_copy index_fill index_select int long movedim moveaxis mT
+    narrow pad permute pin_memory ravel requires_grad reshape reshape_as select share_memory split split_with_sizes
+    squeeze swapaxes swapdims t tensor_split to transpose type type_as unbind unflatten unsqueeze view view_as"""
 )
+#: Of these, what has the dims of what it is made of.
+_SAME_DIMS = _names(
+    "alias bfloat16 bool clone contiguous cpu cuda detach double empty_like float get half int long to type type_as"
+)
+#: Functions that select entries of a dim, and which of their positional arguments names it.
+_SELECTING = {
+    **dict.fromkeys(_names("select narrow index_select unbind index_fill index_copy index_add iter"), 1),
+    **dict.fromkeys(_names("chunk split split_with_sizes tensor_split"), 2),
+}
 #: Functions along dims, and which of their positional arguments names these.
 _ALONG = {
     **dict.fromkeys(("vector_norm", "matrix_norm", "norm", "quantile", "nanquantile"), 2),
     **dict.fromkeys(_names("sum nansum mean nanmean var std prod logsumexp cumsum cumprod count_nonzero softmax"), 1),
     **dict.fromkeys(_names("amax amin max min argmax argmin median nanmedian all any"), 1),
 }
-_LIKE = _names("empty_like full_like ones_like zeros_like new_empty new_full new_ones new_zeros as_subclass")
+_LIKE = _names("full_like ones_like zeros_like new_empty new_full new_ones new_zeros as_subclass")
 _DRAWS = _names(
-    "bernoulli cauchy exponential geometric log_normal normal random uniform rand_like randn_like randint_like"
+    """alpha_dropout bernoulli cauchy dropout exponential feature_dropout geometric log_normal normal random uniform
+    rand_like randn_like randint_like"""
 )
 _READS = _names("array complex contains float index int item numpy tolist bool is_nonzero")
 #: Of torch.nn.init, what fills a part with what it would fill the whole with.
@@ -204,13 +214,18 @@ def _through(frame: FrameType | None) -> list[str] | None:
     return None
 
 
+def _bare(name: str) -> str:
+    """The `__name__` of a function without what says how it is called: "add_", "__radd__", "_foreach_add"."""
+    bare = name.partition(".")[0].removeprefix("linalg_").removeprefix("_foreach_")
+    if bare.startswith("__") and bare.endswith("__"):
+        return bare.strip("_")
+    return bare if bare.startswith("_") else bare.rstrip("_")
+
+
 @functools.cache
 def _kind(name: str) -> str:
     """What a function does with elements, by its `__name__`: "add_", "__radd__", "_foreach_add", "fma.default"."""
-    bare = name.partition(".")[0].removeprefix("linalg_").removeprefix("_foreach_")
-    dunder = bare.startswith("__") and bare.endswith("__")
-    if dunder or not bare.startswith("_"):
-        bare = bare.strip("_") if dunder else bare.rstrip("_")
+    dunder, bare = name.startswith("__") and name.endswith("__"), _bare(name)
     if (dunder and bare in _READS) or bare in ("item", "numpy", "tolist", "is_nonzero"):
         return "reads"
     if bare in _ALONG:
@@ -252,6 +267,8 @@ def _call(func: Any, args: Any, kwargs: Mapping[str, Any], through: list[str]) -
         return func(*args, **kwargs)
     if kind == "reads" or (kind == "along" and not _along_whole(name, args, kwargs)):
         _refuse(name, first.origin)
+    if _selects_of_part(_bare(name), args, kwargs):
+        _refuse_selection(_bare(name), first.origin)
     if kind == "pointwise" and name != "__setitem__":  # which writes into its place in the whole
         _refuse_whole_operands(args, kwargs)
     result = func(*args, **kwargs)
@@ -261,7 +278,52 @@ def _call(func: Any, args: Any, kwargs: Mapping[str, Any], through: list[str]) -
     # a view's base stays plain, as torch.compile goes from base to base
     if kind in ("mixes", "harmless") or attribute in ("grad", "_base"):
         return result
-    return _as_parts(result, args, first.origin, keeps_dims=kind != "copies")
+    keeps_dims = kind != "copies" or attribute == "data" or (_bare(name) in _SAME_DIMS and not attribute)
+    return _as_parts(result, args, first.origin, keeps_dims=keeps_dims)
+
+
+def _selects_of_part(bare: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Does a call select entries by their numbers in a dim of which this rank has some only?"""
+    x = args[0] if args else kwargs.get("input", kwargs.get("condition"))
+    if not isinstance(x, TensorPart):
+        return False
+    if bare in ("getitem", "setitem"):
+        dims = _indexed(x, args[1])
+    elif bare == "pad":
+        dims = set(range(x.ndim - len(kwargs.get("pad", args[1] if len(args) > 1 else ())) // 2, x.ndim))
+    elif bare == "where":  # of a condition alone: the numbers of entries
+        dims = set(range(x.ndim)) if len(args) + len(kwargs) == 1 else set()
+    elif bare == "diagonal":
+        dims = set(range(x.ndim))
+    elif bare in _SELECTING:
+        place = _SELECTING[bare]
+        dim = kwargs.get("dim", args[place] if len(args) > place else 0)
+        dims = {dim % x.ndim} if isinstance(dim, int) and x.ndim else set(range(x.ndim))
+    else:
+        return False
+    return bool(dims) and (x.split_dims is None or not dims.isdisjoint(x.split_dims))
+
+
+def _indexed(x: TensorPart, index: Any) -> set[int]:
+    """The dims of which an index takes entries. A mask that is a part of x's shape goes element by element."""
+    items = index if isinstance(index, tuple) else (index,)
+    sizes = [
+        0 if i is None else i.ndim if isinstance(i, Tensor) and i.dtype == torch.bool else 1
+        for i in items
+        if i is not Ellipsis
+    ]
+    dims, d = set[int](), 0
+    for i in items:
+        if i is Ellipsis:
+            d += x.ndim - sum(sizes)
+        elif isinstance(i, Tensor) and i.dtype == torch.bool:
+            if not (isinstance(i, TensorPart) and i.shape == x.shape):
+                dims |= set(range(d, d + i.ndim))
+            d += i.ndim
+        elif i is not None:
+            dims |= {d} if not (isinstance(i, slice) and i in (slice(None), slice(None, None, 1))) else set()
+            d += 1
+    return dims
 
 
 def _along_whole(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -331,6 +393,17 @@ def _refuse(name: str, origin: Origin) -> NoReturn:
         fix="compute it in the model's forward or in the loss function (shardc.compile(..., loss=...)), where the"
         " parameter is whole; norms of the whole: module.norms(), engine.norms(); all else of full_state_dict();"
         f" p{_PLAIN}",
+    )
+
+
+def _refuse_selection(bare: str, origin: Origin) -> NoReturn:
+    shown = {"getitem": "x[...]", "setitem": "x[...] = ...", "iter": "a loop over x"}.get(bare, f"x.{bare}(...)")
+    raise ShardcError(
+        f"{shown} takes entries by their numbers, of a dim of which this rank has a part: on every rank others",
+        where=str(origin),
+        fix="choose entries in the model's forward or in the loss function, where the parameter is whole: to train some"
+        " rows alone, w * mask + (w * (1 - mask)).detach() there; to set values, do it in the plain model before"
+        f" program.module or program.engine takes it; {'.grad' if origin.grad else 'p'}{_PLAIN}",
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
@@ -44,10 +45,12 @@ REFUSED: dict[str, Make] = {
     "foreach": lambda p: torch._foreach_norm([p]),
     "linear": lambda p: nn.functional.linear(torch.ones(p.shape[-1]), p),
     "numbers": lambda p: p.detach().numpy(),
-    "a number": lambda p: p.flatten()[:1].tolist(),
+    "a number": lambda p: p.flatten().tolist(),
     "concatenated": lambda p: torch.cat([p.flatten(), p.flatten()]),
 }
 DRAWN: dict[str, Make] = {
+    "dropout": lambda p: F.dropout(p, 0.5),
+    "empty_like": lambda p: torch.empty_like(p).normal_(),
     "data": lambda p: p.data.normal_(),
     "like it": lambda p: p.add_(torch.randn_like(p)),
     "of its gradient": lambda p: [p.add_(torch.randn_like(x)) for x in (p.grad, p) if x is not None],
@@ -76,6 +79,65 @@ def test_what_mixes_elements_of_a_parameter_is_refused(spec: str) -> None:
             for name, make in DRAWN.items():
                 with torch.no_grad(), pytest.raises(ShardcError, match=r"up.weight.*: .* would draw for this"):
                     pytest.fail(f"{name}: {make(p)}")
+
+    loopback(program.mesh, work)
+
+
+#: Entries by their numbers: each rank would take others.
+SELECTED: dict[str, Callable[[Tensor], Any]] = {
+    "row": lambda p: p[0],
+    "last row": lambda p: p[-1],
+    "some rows": lambda p: p[:4],
+    "every second": lambda p: p[::2],
+    "by a list": lambda p: p[[0]],
+    "narrow": lambda p: p.narrow(0, 0, 1),
+    "split": lambda p: p.split(2),
+    "chunk": lambda p: p.chunk(2)[0].mul_(0.5),
+    "tensor_split": lambda p: torch.tensor_split(p, 2),
+    "unbind": lambda p: p.unbind(),
+    "loop": list,
+    "index_select": lambda p: p.index_select(0, torch.tensor([0])),
+    "index_fill": lambda p: p.index_fill_(0, torch.tensor([0]), 0.0),
+    "write": lambda p: p.__setitem__(0, 0.0),
+    "write of data": lambda p: p.data.__setitem__(slice(0, 2), 0.0),
+    "write after a view": lambda p: p.view(2, -1).__setitem__(0, 0.0),
+    "numbers": lambda p: torch.where(p > 0),
+    "pad": lambda p: F.pad(p, (0, 0, 1, 0)) if p.ndim > 1 else F.pad(p, (1, 0)),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_entries_by_their_numbers_are_refused(spec: str) -> None:
+    program = compiled(spec)
+
+    def work(mesh: LoopbackMesh) -> None:
+        for p in both(program, mesh):
+            for name, make in SELECTED.items():
+                for x in (p, p.grad) if p.grad is not None else (p,):  # a rank may have nothing of it
+                    with torch.no_grad(), pytest.raises(ShardcError, match=r"^up.weight.*takes entries by their"):
+                        pytest.fail(f"{name}: {make(x)}")
+
+    loopback(program.mesh, work)
+
+
+def test_entries_of_a_dim_that_is_whole_are_parts() -> None:
+    """Also those of a mask that goes element by element."""
+    program = compiled("tp")
+
+    def work(mesh: LoopbackMesh) -> None:
+        for p in both(program, mesh):
+            with torch.no_grad():
+                whole = p.as_subclass(Tensor).clone()
+                p[:, 0] = 0.0
+                p.data[..., 1].mul_(2.0)
+                p[p > 0.1] = 0.1
+                whole[:, 0] = 0.0
+                whole[:, 1] *= 2.0
+                whole.clamp_(max=0.1)
+                assert torch.equal(p.as_subclass(Tensor), whole)
+                for x in (p[:, 0], p.split(4, 1)[0], p[p > 0], p.narrow(1, 0, 2)):
+                    with pytest.raises(ShardcError, match="would be that of the part"):
+                        x.sum()
 
     loopback(program.mesh, work)
 
