@@ -16,6 +16,7 @@ from shardc.runtime.checks import shared_facts, state_dict_marks, tensor_parts, 
 from shardc.runtime.checks.checks import Checks
 from shardc.runtime.checks.loop_watch import LoopWatch
 from shardc.runtime.checks.optimizer_watch import OptimizerWatch
+from shardc.runtime.checks.stepped_once import ValueBeside
 from shardc.runtime.data import inputs
 from shardc.runtime.mesh import agreement
 from shardc.runtime.mesh.agreement import SAME_CALLS, SAME_OPTIMIZER, Fact, hashed, stated
@@ -27,6 +28,9 @@ _EVALUATE_ALIKE = (
     "a forward under torch.no_grad() is one of all ranks, as every forward is: call it outside of `if rank == 0:`; to"
     " print it on one rank is fine"
 )
+
+
+_ZERO_ALIKE = "call optimizer.zero_grad(), or set p.grad to None, on all ranks alike"
 
 
 class Updates(Protocol):
@@ -87,6 +91,7 @@ class ModuleChecks(Checks):
             stated("whether the module trains", training, fix="call train() or eval() on all ranks"),
             stated("whether parameters changed", self._updates.due, fix="update parameters on all ranks alike"),
             stated("whether weights were loaded", self._unmarked, fix="load weights on all ranks alike"),
+            stated("which parameters have a gradient", self._with_gradients(), fix=_ZERO_ALIKE),
             stated("which parameters are frozen", self._watched.frozen(), fix=user_changes.FREEZE_ALIKE),
             stated("whether gradients are on", torch.is_grad_enabled(), fix=_EVALUATE_ALIKE),
         ]
@@ -97,6 +102,16 @@ class ModuleChecks(Checks):
         step = self._model.rng.step
         if training and self._check_every and step and step % self._check_every == 0:
             self._compare_copies("a step", None)
+
+    def _with_gradients(self) -> str:
+        owned = self._model.owned
+        return f"{sum(p.grad is not None for p in owned.values())} of {len(owned)}"
+
+    def returned(self, result: Any) -> Any:
+        if not (isinstance(result, tuple) and torch.is_grad_enabled()):
+            return result
+        loss, named = result
+        return loss, {n: x.as_subclass(ValueBeside) if type(x) is Tensor else x for n, x in named.items()}
 
     def _compare(self, call: str, facts: Sequence[Fact]) -> Sequence[Fact]:
         """Compare facts over ranks, and parameters of no module that an optimizer has stepped. Returns those alike."""

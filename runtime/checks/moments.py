@@ -116,6 +116,10 @@ class Moments:
     def loss_gradient(self, gradient: Tensor) -> None:
         """A backward begins with this gradient of the loss."""
 
+    def returned(self, result: Any) -> Any:
+        """What a forward returns: the loss, or (the loss, {name: value})."""
+        return result
+
     def owners_step(self, optimizer: Optimizer, *, written: bool) -> None:
         """Owners of whole matrices are about to step. written: has anybody written to parameters?"""
 

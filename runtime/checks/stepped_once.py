@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -98,12 +100,8 @@ def keep_groups(optimizer: Optimizer) -> None:
         member.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
-class SteppedLoss(Tensor):
+class _Detached(Tensor):
     """As a plain tensor, which it is in a file and in a copy."""
-
-    def backward(self, *_: Any, **__: Any) -> NoReturn:
-        fix = "leave .backward() out; or write the loop around program.module(model), whose loss has one"
-        raise ShardcError("the engine has run backward: this is a detached number", where="loss.backward()", fix=fix)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.as_subclass(Tensor))
@@ -116,3 +114,44 @@ class SteppedLoss(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class SteppedLoss(_Detached):
+    """The loss of a step: its backward has run."""
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        fix = "leave .backward() out; or write the loop around program.module(model), whose loss has one"
+        raise ShardcError("the engine has run backward: this is a detached number", where="loss.backward()", fix=fix)
+
+
+class ValueBeside(_Detached):
+    """A value beside a module's loss, or what is made of it. It has no gradient: a term of the loss that is made of it
+    would change nothing.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        with DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled() and any(x.requires_grad for x in _tensors((args, kwargs))):
+                raise ShardcError(
+                    "a value beside the loss is detached: a term of it has no gradient, and would train nothing",
+                    where=f"{name} of a value beside the loss",
+                    fix="add the term in the loss function, which may name its value beside the loss, too;"
+                    " value.detach() where no gradient is meant",
+                )
+            result = func(*args, **kwargs)
+        if name in ("detach", "as_subclass") or not (type(result) is Tensor and result.is_floating_point()):
+            return result
+        return result.as_subclass(cls)
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, (tuple, list)):
+        for x in given:
+            yield from _tensors(x)
+    elif isinstance(given, dict):
+        yield from _tensors(list(given.values()))

@@ -153,7 +153,7 @@ class Attributes:
         errors = Errors()
         notes: Notes = {}
         for path, module in modules:
-            if hooks_of(module) > self._hooks.get(path, 0):
+            if hooks_of(module) > self._hooks.get(path, 0) and not getattr(module, "runs_hooks", False):
                 notes[path or "the model"] = _HOOKED
             if path not in self._values:
                 continue

@@ -44,9 +44,10 @@ class Failures:
     def report(self, error: Exception, doing: str) -> bool:
         """Say that this rank failed. Returns whether all did, each by an error of its own."""
         first = next(iter(str(error).splitlines()), "")
-        self._store.set(self._key(self._rank), f"failed in {doing}: {type(error).__name__}: {first}")
-        everybody = [self._key(r) for r in range(self._world)]
-        every = _within(OWN, lambda: self._store.check(everybody))
+        everybody, every = [self._key(r) for r in range(self._world)], False
+        with suppress(RuntimeError):  # the store went with the process that held it: this rank's own error counts
+            self._store.set(self._key(self._rank), f"failed in {doing}: {type(error).__name__}: {first}")
+            every = _within(OWN, lambda: self._store.check(everybody))
         self.number += 1
         return every
 

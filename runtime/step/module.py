@@ -47,6 +47,9 @@ class ShardedModule(ModuleState):
     optimizer that updates every element by itself works on them; group them by name, not by shape. What others updated
     is gathered by the next forward."""
 
+    #: Hooks on the module itself, of its submodules none.
+    runs_hooks = True
+
     def __init__(
         self,
         program: Program,
@@ -239,7 +242,7 @@ class ShardedModule(ModuleState):
             for b, new in zip((b for b in r.program.buffers if b.updated), news, strict=False):
                 self._replace_buffer(b.name, new.detach().clone(memory_format=torch.contiguous_format))
         values = outputs.combined(program, r.mesh, self._outputs(program, news))
-        return outputs.result(program, r.mesh, loss, values, gather=False)
+        return r.checks.returned(outputs.result(program, r.mesh, loss, values, gather=False))
 
     def _outputs(self, program: Program, news: Sequence[Tensor]) -> outputs.Parts:
         """The last of the new values, by name; what may be a parameter's memory as a copy."""
