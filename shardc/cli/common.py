@@ -47,6 +47,9 @@ SetOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on stdout, nothing else there")]
 BatchOption = Annotated[int | None, typer.Option(min=1, help="batch size of an hf: model's example batch")]
 SeqOption = Annotated[int | None, typer.Option(min=1, help="sequence length of an hf: model's example batch")]
+NprocOption = Annotated[
+    int | None, typer.Option("--nproc", min=1, help="processes on this machine; default: what the mesh needs")
+]
 TrustOption = Annotated[bool, typer.Option("--trust", help="accept a compiled DIR whose files were edited")]
 FullOption = Annotated[bool, typer.Option("--full", help="show every layer: those that are equal are folded")]
 ModelOption = Annotated[

@@ -28,8 +28,8 @@ from shardc.spec import Run
 from shardc.torch_private import let_workers_end, memory_recorded
 
 if TYPE_CHECKING:
-    from shardc.cli.step_lines import StepLines
-    from shardc.cli.training_data import Batches
+    from shardc.cli.ranks.step_lines import StepLines
+    from shardc.cli.ranks.training_data import Batches
 
 SAY_AFTER = 10.0  # seconds of an evaluation between two words on it
 ASK_EVERY = 16  # held-out batches between two meetings on whether to stop
@@ -78,21 +78,21 @@ class Training:
     unread: list[Unread] = dataclasses.field(default_factory=list)
 
     def speed(self, steps: float) -> dict[str, float]:
-        """At so many steps a second: see shardc.cli.step_metrics."""
-        from shardc.cli.step_metrics import speed
+        """At so many steps a second: see shardc.cli.ranks.step_metrics."""
+        from shardc.cli.ranks.step_metrics import speed
 
         return speed(*self.sizes, steps)
 
     @functools.cached_property
     def peak(self) -> float | None:
-        from shardc.cli.step_metrics import peak_flops
+        from shardc.cli.ranks.step_metrics import peak_flops
 
         return peak_flops(self.engine.program, self.engine.mesh.device)
 
     @functools.cached_property
     def bytes(self) -> dict[str, int]:
         """Of this rank's collectives in a step, by axis."""
-        from shardc.cli.step_metrics import bytes_by_axis
+        from shardc.cli.ranks.step_metrics import bytes_by_axis
 
         program = self.engine.program
         coordinate = self.engine.mesh.coordinate(program.axis) if program.axis else 0
@@ -101,7 +101,7 @@ class Training:
     @functools.cached_property
     def sizes(self) -> tuple[int, int | None]:
         """Samples and tokens of a step."""
-        from shardc.cli.step_lines import tokens_of
+        from shardc.cli.ranks.step_lines import tokens_of
 
         program = self.engine.program
         return max((x.shape[0] for x in program.inputs if x.shape), default=1), tokens_of(program)
@@ -143,7 +143,7 @@ class Training:
         """The first step's products are counted; traces, snapshots and times of ops are recorded of steps that are to
         have them.
         """
-        from shardc.cli.step_metrics import ForwardFlops, timed_ops
+        from shardc.cli.ranks.step_metrics import ForwardFlops, timed_ops
 
         step, mesh = self.engine.step_count + 1, self.engine.mesh
         with ExitStack() as stack:
@@ -310,7 +310,7 @@ class Training:
         self.lines.add(last, always="held_out" in last)
 
     def _line(self, step: Unread, loss: float, seconds: float, waited: dict[str, float]) -> dict[str, Any]:
-        from shardc.cli.step_metrics import work
+        from shardc.cli.ranks.step_metrics import work
 
         line: dict[str, Any] = {
             "step": step.step,
