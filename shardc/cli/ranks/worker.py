@@ -31,7 +31,6 @@ from shardc.runtime.launch import last_words
 from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
 
 if TYPE_CHECKING:
-    from shardc.api import Program
     from shardc.cli.model_file import ModelFile
     from shardc.cli.ranks.training_data import Batches
     from shardc.runtime.step.engine import Engine
@@ -44,6 +43,7 @@ def run(job: Job) -> dict[str, Any]:
     checkpoint, after the last whole step, before they are reported.
     """
     from shardc.cli.ranks.step_lines import StepLines, header
+    from shardc.runtime.checks.engine_options import check_trains
     from shardc.runtime.stage.interpreter import Interpreter
     from shardc.runtime.step.engine_optimizer import adamw
 
@@ -78,7 +78,8 @@ def run(job: Job) -> dict[str, Any]:
         what = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
         raise ShardcError(what, where="--steps", fix="--steps counts from the first step of all: name a later one")
     if settings.steps > engine.step_count:
-        _check_training(program, settings.steps - engine.step_count, engine)
+        check_trains(program)
+        engine.check_schedule(settings.steps - engine.step_count)
     with mesh.together("opening the data"):
         train, valid = _data(job, file, engine)
 
@@ -119,7 +120,7 @@ def run(job: Job) -> dict[str, Any]:
         "losses": losses,
         "held_out": held_out.pop("loss", None),
         "held_out_outputs": held_out,
-        **training.speed(steps / seconds),
+        **training.meter.speed(steps / seconds),
         "peak_memory_mb": round(peak_memory(engine.mesh.device) / 2**20, 1),
         "saved": settings.save or None,
     }
@@ -128,14 +129,6 @@ def run(job: Job) -> dict[str, Any]:
     if log is not None:
         (log / "summary.json").write_text(json.dumps(summary, indent=1))
     return summary
-
-
-def _check_training(program: Program, steps: int, engine: Engine) -> None:
-    """What can be known before the first step of some that would not train, or not to the end."""
-    from shardc.runtime.checks.engine_options import check_trains
-
-    check_trains(program)
-    engine.check_schedule(steps)
 
 
 def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches | None]:
