@@ -11,7 +11,7 @@ cost                        what a step's time goes to; where a run and the pred
 score, generate             log-probabilities of data; tokens after prompts
 checkpoint, export          folders of checkpoints; weights for transformers
 device, rules, spec         devices that programs are priced for; rules of ops, proven; the format of specs
-run_options                 options of `run`, one for each key of the spec's section
+options                     those that several commands have; those of `run`, one for each key of the spec's section
 hidden_modules              files that are named as a module that shardc imports
 same_error_once             an error that all ranks have alike is printed once
 """

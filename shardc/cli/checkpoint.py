@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardc.cli.common import DebugOption, JsonOption, Show, console, reporting
+from shardc.cli.common import Show, console, reporting
+from shardc.cli.options import DebugOption, JsonOption
 from shardc.errors import ShardcError
 from shardc.spec.run_section import Run
 

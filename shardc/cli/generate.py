@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shardc.cli.common import DebugOption, JsonOption, MeshOption, NprocOption, SetOption, SpecFile
+from shardc.cli.options import Named, NprocOption, names_program
 from shardc.cli.ranks.start import ranks
 from shardc.errors import Errors, ShardcError
 
+Source = Annotated[str, typer.Argument(help="hf:DIR, or model.py[:name]")]
 
+
+@names_program("forward", "score", "batch", "seq", "trust", "model_file", model=Source)
 def command(
-    model: Annotated[str, typer.Argument(help="hf:DIR, or model.py[:name]")],
-    spec: SpecFile = None,
+    named: Named,
     prompt: Annotated[
         list[str] | None, typer.Option(help="a text; again for more, which are generated together")
     ] = None,
@@ -34,28 +37,24 @@ def command(
         typer.Option(help="generate with these: a folder or file of safetensors, a torch file, or what --save wrote"),
     ] = None,
     nproc: NprocOption = None,
-    mesh: MeshOption = None,
-    set_: SetOption = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Generate: continue texts with the model's tokens, greedily or drawn, the same on every mesh."""
     from shardc.spec import Run
 
-    with ranks(model, nproc, weights, as_json=as_json, debug=debug) as here:
-        words = Words(model)
+    with ranks(dataclasses.replace(named, forward=True), nproc, weights) as here:
+        words = Words(named.model)
         prompts = words.prompts(prompt or [], ids or [])
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
         options |= {"top_k": top_k, "top_p": top_p, "stop": words.stop(stop)}
         _check(options)
-        here.program(spec, mesh, set_, None, None, forward=True)
+        here.program()
         job = here.job(Run(seed=seed), prompts=prompts, generate=options)
         here.start(job)
         if (found := here.result(job)) is not None:
             found["texts"] = words.texts(prompts, found["tokens"])
             new = sum(map(len, found["tokens"]))
             text = "\n".join([*found["texts"], f"{new} tokens in {found['seconds']:.1f} s, compilation included"])
-            here.show(json.dumps(found) if as_json else text)
+            here.show(json.dumps(found) if named.as_json else text)
 
 
 def _check(options: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardc.cli import common
+from shardc.cli.options import FullOption, Named, names_program
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 ONE_DEVICE: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 1}}
 
 
+@names_program()
 def command(
-    model: common.Source,
-    spec: common.SpecFile = None,
+    named: Named,
     stage: Annotated[int | None, typer.Option(help="only this stage")] = None,
     before: Annotated[
         bool, typer.Option("--before", help="the captured graph: the model as one device runs it; needs no spec")
@@ -69,50 +70,27 @@ def command(
     memory_snapshot: Annotated[
         Path | None, typer.Option(help="write a step's memory as a snapshot, which pytorch.org/memory_viz opens")
     ] = None,
-    mesh: common.MeshOption = None,
-    set_: common.SetOption = None,
-    forward: common.ForwardOption = False,
-    score: common.ScoreOption = False,
-    batch: common.BatchOption = None,
-    seq: common.SeqOption = None,
-    trust: common.TrustOption = False,
-    model_: common.ModelOption = None,
-    full: common.FullOption = False,
-    as_json: common.JsonOption = False,
-    debug: common.DebugOption = False,
+    full: FullOption = False,
 ) -> None:
     """Show a program: its typed text, the captured graph, what a pass changed, its collectives."""
-    from shardc.cost.device_file import device as named
+    from shardc.cost.device_file import device as known_device
 
-    with common.reporting(debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
+    as_json = named.as_json
+    with common.reporting(named.debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
         common.check_outputs({"--html": html, "--trace": trace, "--memory-snapshot": memory_snapshot})
         if device is not None:
-            named(device)
+            known_device(device)
         if coverage:
-            covered = _coverage(model, batch, seq)
+            covered = _coverage(named.model, named.batch, named.seq)
             show(json.dumps(covered.to_json()) if as_json else str(covered))
             return
         from shardc import report
         from shardc.artifact import emit
         from shardc.artifact.repeated_layers import fold
 
-        one_device = before and spec is None and not common.is_artifact(model)
-        dump = Path(folder) if diff else None
-        program = common.program_of(
-            model,
-            ONE_DEVICE if one_device else spec,
-            mesh,
-            set_,
-            batch,
-            seq,
-            trust=trust,
-            quiet=as_json,
-            dump=dump,
-            model=model_,
-            as_compiled=True,
-            forward=forward,
-            score=score,
-        )
+        one_device = before and named.spec is None and not common.is_artifact(named.model)
+        spec, dump = ONE_DEVICE if one_device else None, Path(folder) if diff else None
+        program = common.program_of(named, spec, dump=dump, as_compiled=True)
         if stage is not None and not 0 <= stage < len(program.stages):
             last = len(program.stages) - 1
             raise ShardcError(f"there is no stage {stage}", where="--stage", fix=f"name one of stages 0 to {last}")
@@ -146,7 +124,7 @@ def command(
         elif as_json:
             show(json.dumps(report.to_json(program)))
         elif diff:
-            show(_difference(Path(folder), diff, model))
+            show(_difference(Path(folder), diff, named.model))
         elif before:
             show(report.before(program, full=full))
         elif comm:

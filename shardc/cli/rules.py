@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from shardc.cli.common import DebugOption, JsonOption, reporting
+from shardc.cli.common import reporting
+from shardc.cli.options import DebugOption, JsonOption
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 

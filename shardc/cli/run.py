@@ -14,22 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardc.cli.common import (
-    BatchOption,
-    DebugOption,
-    JsonOption,
-    MeshOption,
-    ModelOption,
-    NprocOption,
-    SeqOption,
-    SetOption,
-    Source,
-    SpecFile,
-    TrustOption,
-    check_outputs,
-)
+from shardc.cli.common import check_outputs
+from shardc.cli.options import Named, NprocOption, given, names_program
 from shardc.cli.ranks.start import ranks
-from shardc.cli.run_options import given, with_settings
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -39,10 +26,9 @@ if TYPE_CHECKING:
 FAILED = 1  # exit status of a run in which a rank failed; 2: its input was wrong
 
 
-@with_settings
+@names_program("forward", "score")
 def command(
-    model: Source,
-    spec: SpecFile = None,
+    named: Named,
     nproc: NprocOption = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace what is in --save and --log: an earlier run's, or weights")
@@ -65,20 +51,12 @@ def command(
         Path | None,
         typer.Option(help="begin from these: a folder or file of safetensors, a torch file, or what --save wrote"),
     ] = None,
-    mesh: MeshOption = None,
-    set_: SetOption = None,
-    batch: BatchOption = None,
-    seq: SeqOption = None,
-    trust: TrustOption = False,
     as_compiled: Annotated[
         bool,
         typer.Option(
             "--as-compiled", help="train a compiled DIR although forward or loss changed in the model file since"
         ),
     ] = False,
-    model_: ModelOption = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
     **settings: Any,
 ) -> None:
     """Train: starts one process a rank on this machine, or joins the world of torchrun or Slurm."""
@@ -87,12 +65,11 @@ def command(
     resume = resume.expanduser() if resume else None
     options = given(settings)
     save, log = (Path(options[name]) if name in options else None for name in ("save", "log"))
-    with ranks(model, nproc, weights, as_json=as_json, debug=debug) as here:
+    with ranks(named, nproc, weights) as here:
         first = os.environ.get("RANK", "0") == "0"  # it alone writes lines, on its own machine
         check_outputs(folders={"--save": save, "--log": log if first else None})
         _check_options(options)
-        how: dict[str, Any] = {"watch": options.get("watch"), "trust": trust, "as_compiled": as_compiled}
-        program = here.program(spec, mesh, set_, batch, seq, model_file=model_, **how)
+        program = here.program(watch=options.get("watch"), as_compiled=as_compiled)
         run = _settings(program.spec.run if program.spec is not None else Run(), **options)
         save, log = (Path(x) if x else None for x in (run.save, run.log))
         if new_schedule and resume is None and not run.auto_resume:
@@ -106,14 +83,13 @@ def command(
             new_data = new_data and _checkpoint(save) is None
             resume = _checkpoint(save) or resume
             overwrite = overwrite or resume is None
-        _check(program, model, resume)
+        _check(program, named.model, resume)
         _check_folders(save, log, resume, overwrite=overwrite)
         writes = {n: str(getattr(run, n)) for n in ("save", "log") if n not in options and getattr(run, n)}
         writes |= {f"offload: {n}": x for n, x in program.offload.used.items() if x != "cpu"}
         job = here.job(
             run,
             writes,
-            trust=trust,
             overwrite=overwrite and not resume,
             resume=str(resume or ""),
             last_good=last_good,
@@ -138,7 +114,7 @@ def command(
             raise ShardcError(what, where="run", fix=fix)
         if summary is not None:
             tied = any(p.aliases for p in program.params)
-            here.show(json.dumps(summary) if as_json else _summary(summary, tied=tied))
+            here.show(json.dumps(summary) if named.as_json else _summary(summary, tied=tied))
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

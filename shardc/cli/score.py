@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from enum import Enum
 from pathlib import Path
@@ -9,21 +10,8 @@ from typing import Annotated
 
 import typer
 
-from shardc.cli.common import (
-    BatchOption,
-    DebugOption,
-    JsonOption,
-    MeshOption,
-    ModelOption,
-    NprocOption,
-    SeqOption,
-    SetOption,
-    Source,
-    SpecFile,
-    TrustOption,
-    check_outputs,
-    is_artifact,
-)
+from shardc.cli.common import check_outputs, is_artifact
+from shardc.cli.options import Named, NprocOption, names_program
 from shardc.cli.ranks.start import ranks
 from shardc.errors import ShardcError
 
@@ -35,9 +23,9 @@ class Split(str, Enum):
     train = "train"
 
 
+@names_program("forward", "score")
 def command(
-    model: Source,
-    spec: SpecFile = None,
+    named: Named,
     weights: Annotated[
         Path | None,
         typer.Option(help="score with these: a folder or file of safetensors, a torch file, or what --save wrote"),
@@ -46,29 +34,19 @@ def command(
     rows: Annotated[Path | None, typer.Option(help="file for the scores of each row, one JSON document a line")] = None,
     nproc: NprocOption = None,
     seed: Annotated[int, typer.Option(min=0, help="of weights that no file has, and of data()")] = 0,
-    mesh: MeshOption = None,
-    set_: SetOption = None,
-    batch: BatchOption = None,
-    seq: SeqOption = None,
-    trust: TrustOption = False,
-    model_: ModelOption = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Score: the log-probability of each target of the loss, and the perplexity, over all of data('valid')."""
     from shardc.spec import Run
 
     rows = rows.expanduser() if rows else None
-    with ranks(model, nproc, weights, as_json=as_json, debug=debug) as here:
+    with ranks(dataclasses.replace(named, score=not is_artifact(named.model)), nproc, weights) as here:
         check_outputs(files={"--rows": rows})
-        forward = not is_artifact(model)
-        program = here.program(spec, mesh, set_, batch, seq, model_file=model_, trust=trust, score=forward)
-        if not program.scores:
+        if not here.program(as_compiled=True).scores:
             what, fix = "this folder's program gives no scores", "compile it for them: shardc compile --score -o DIR"
-            raise ShardcError(what, where=model, fix=fix)
-        job = here.job(Run(seed=seed), trust=trust, split=split.value, rows=str(rows.resolve() if rows else ""))
+            raise ShardcError(what, where=named.model, fix=fix)
+        job = here.job(Run(seed=seed), split=split.value, rows=str(rows.resolve() if rows else ""))
         here.start(job)
         if (found := here.result(job)) is not None:
             at = f"; scores of each row in {rows}" if rows else ""
             text = f"{found['tokens']:,.0f} targets: log-probability {found['logprob']:.4f}, perplexity"
-            here.show(json.dumps(found) if as_json else f"{text} {found['perplexity']:.4f}{at}")
+            here.show(json.dumps(found) if named.as_json else f"{text} {found['perplexity']:.4f}{at}")

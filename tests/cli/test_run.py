@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from shardc import torch_private
 from shardc.cli.model_file import load, seed_everything
+from shardc.cli.options import given
 from shardc.cli.ranks.save_lock import SaveLock
 from shardc.cli.ranks.step_lines import StepLines, duration
 from shardc.cli.ranks.training_data import Batches, _taken_over
 from shardc.cli.run import _settings
 from shardc.cli.run import command as command_of_run
-from shardc.cli.run_options import given
 from shardc.errors import ShardcError
 from shardc.spec import Run
 from tests import warm

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shardc.cli import hidden_modules
 from shardc.cli.common import Show, is_artifact, model_of, program_of, reporting, say_whose
+from shardc.cli.options import Named
 from shardc.cli.ranks import compile_once, lasting_output
 from shardc.cli.ranks.run_folder import run_folder
 from shardc.errors import ShardcError
@@ -28,12 +28,12 @@ SAVING = 120.0  # seconds that ranks have to save in when the run is stopped by 
 
 
 @contextmanager
-def ranks(model: str, nproc: int | None, weights: Path | None, *, as_json: bool, debug: bool) -> Iterator[Ranks]:
+def ranks(named: Named, nproc: int | None, weights: Path | None) -> Iterator[Ranks]:
     """The ranks of a command, whose exit status is theirs. Raises ShardcError where `weights` names none."""
     one_rank = any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
-    lasting_output.install(tell=as_json or one_rank)  # else rank 0, which writes the lines, says it
-    with reporting(debug, as_json) as show, ExitStack() as stack:
-        here = Ranks(model, nproc, weights, show, stack, as_json=as_json, debug=debug)
+    lasting_output.install(tell=named.as_json or one_rank)  # else rank 0, which writes the lines, says it
+    with reporting(named.debug, named.as_json) as show, ExitStack() as stack:
+        here = Ranks(named, nproc, weights, show, stack)
         yield here
     if here.joined:
         from shardc.cli.ranks import worker
@@ -48,53 +48,41 @@ class Ranks:
     show: prints the result. folder: the run's own. status: of the job that ran last.
     """
 
-    def __init__(
-        self,
-        model: str,
-        nproc: int | None,
-        weights: Path | None,
-        show: Show,
-        stack: ExitStack,
-        *,
-        as_json: bool,
-        debug: bool,
-    ) -> None:
+    def __init__(self, named: Named, nproc: int | None, weights: Path | None, show: Show, stack: ExitStack) -> None:
         from shardc.runtime import launch
 
-        self.model, self.show, self.as_json, self.debug, self.status = model, show, as_json, debug, 0
+        self.named, self.show, self.status = named, show, 0
         self.folder, self._nproc, self._stack = stack.enter_context(run_folder()), nproc, stack
         launch.join_slurm()
         self.joined = launch.in_world()
         self._weights = _weights(weights)
 
-    def program(self, *compiled: Any, model_file: str | None = None, watch: float | None = None, **how: Any) -> Program:
+    def program(self, *, watch: float | None = None, as_compiled: bool = True) -> Program:
         """The program for these ranks. Under torchrun and Slurm one process of a machine compiles it.
 
-        compiled, how: as of `program_of`, after the model. model_file: what --model names. watch: seconds after which a
-        rank that the others wait for is named (shardc.runtime.mesh.presence).
+        watch: seconds after which a rank that the others wait for is named (shardc.runtime.mesh.presence). as_compiled:
+        as of `program_of`.
         """
         from shardc.runtime.mesh import presence
 
-        shared = compile_once.meeting() if self.joined and not is_artifact(self.model) else None
+        shared = compile_once.meeting() if self.joined and not is_artifact(self.named.model) else None
         compile_once.check(shared)  # else this process would wait for a first one that has gone
         here = presence.begin(*(() if watch is None else (watch,))) if self.joined else None
         world = int(os.environ["WORLD_SIZE"]) if self.joined else self._nproc
-        make = functools.partial(program_of, self.model, *compiled, quiet=self.as_json, world=world, **how)
+        compiled = functools.partial(program_of, self.named, world=world, as_compiled=as_compiled)
         first = os.environ.get("LOCAL_RANK", "0") == "0"
         with here.activity.during("compiling") if here is not None else nullcontext():
-            once = compile_once.once(
-                shared, first=first, compiled=lambda: make(model=model_file, as_compiled=True), read=self._read
-            )
-            program = self._stack.enter_context(once)
-        self._program, self._model_file = program, model_file
-        self._ref = model_file or (model_of(program.meta) if is_artifact(self.model) else program.meta["model_ref"])
+            once = compile_once.once(shared, first=first, compiled=compiled, read=self._read)
+            self._program = program = self._stack.enter_context(once)
+        named = self.named.model_file
+        self._ref = named or (model_of(program.meta) if is_artifact(self.named.model) else program.meta["model_ref"])
         if world is not None and world != program.mesh.world:
             what = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
             raise ShardcError(what, where="--nproc", fix="change --mesh, or leave --nproc out")
         if not self._ref:
             raise ShardcError(
                 "this artifact does not say which model file it was compiled from",
-                where=self.model,
+                where=self.named.model,
                 fix="name it with --model, or compile it with `shardc compile -o DIR`",
             )
         return program
@@ -103,20 +91,20 @@ class Ranks:
         """The program that another process of this machine has compiled."""
         from shardc.cli import model_file
 
-        if not self.model.startswith("hf:"):
-            model_file.imported(model_file.path_of(self.model))  # it may register ops
-        return program_of(str(folder), None, None, None, None, None, as_compiled=True)
+        if not self.named.model.startswith("hf:"):
+            model_file.imported(model_file.path_of(self.named.model))  # it may register ops
+        return program_of(Named(str(folder)), as_compiled=True)
 
-    def job(self, run: Run, writes: Mapping[str, str] | None = None, *, trust: bool = False, **work: Any) -> Job:
+    def job(self, run: Run, writes: Mapping[str, str] | None = None, **work: Any) -> Job:
         """What the processes do. writes: folders that a compiled folder's spec names. work: the other fields."""
         from shardc.cli.ranks.job import Job
 
-        artifact = Path(self.model)
-        if not is_artifact(self.model):
+        artifact = Path(self.named.model)
+        if not is_artifact(self.named.model):
             artifact = self.folder / "program"
             self._program.save(artifact)
         elif os.environ.get("LOCAL_RANK", "0") == "0":
-            say_whose(self.model, "" if self._model_file else self._ref, writes or {})
+            say_whose(self.named.model, "" if self.named.model_file else self._ref, writes or {})
         example = self._program.meta.get("example", {})
         return Job(
             program=str(artifact),
@@ -125,16 +113,17 @@ class Ranks:
             batch=example.get("batch"),
             seq=example.get("seq"),
             weights=self._weights,
-            quiet=self.as_json,
+            quiet=self.named.as_json,
             folder=str(self.folder),
-            trust=trust,
+            trust=self.named.trust,
             joined=self.joined,
-            debug=self.debug,
+            debug=self.named.debug,
             **work,
         )
 
     def start(self, job: Job) -> int:
         """Run the job, here as one rank of a given world, or as one process a rank. Returns the exit status."""
+        from shardc.cli import hidden_modules
         from shardc.cli.ranks import worker
         from shardc.runtime import launch
 
@@ -150,10 +139,10 @@ class Ranks:
             self._program.mesh,
             progress=self.folder,
             failed_first=failed_first.append,
-            stdout=sys.stderr.fileno() if self.as_json else None,
+            stdout=sys.stderr.fileno() if self.named.as_json else None,
             patience=SAVING,
         )
-        if failed_first and self.as_json:
+        if failed_first and self.named.as_json:
             report = self.folder / f"errors{failed_first[0]}.json"
             killed = [{"where": f"rank {failed_first[0]}", "what": "the process was killed", "fix": ""}]
             self.show(json.dumps({"errors": json.loads(report.read_text()) if report.exists() else killed}))
