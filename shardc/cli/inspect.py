@@ -107,11 +107,19 @@ def command(
             memory_snapshot.write_bytes(pickle.dumps(snapshot(cost())))
         written = [str(file) for file in (html, trace, memory_snapshot) if file]
         if scores:
-            _scores(program, as_json, show)
+            from shardc.report import scores as of_scores
+
+            show(json.dumps(of_scores.to_json(program)) if as_json else of_scores.text(program))
         elif schedule:
             _schedule(cost(), as_json, show)
         elif memory:
-            _memory(cost(), as_json, show)
+            from shardc.report import cost as of_cost
+            from shardc.report import kept_activations
+
+            if as_json:
+                show(json.dumps(of_cost.to_json(cost())))
+            else:
+                show(f"{of_cost.table(cost())}\n\n{kept_activations.table(cost())}")
         elif joint:
             text = program.joint(stage)
             if not text:
@@ -170,22 +178,6 @@ def _page(program: Program, file: Path, cost: Callable[[], Cost], *, full: bool)
     with common.console.status("proving"):
         proof = program.prove() if program.stages else None
     file.write_text(report.html(program, priced, proof, full=full), encoding="utf-8")
-
-
-def _memory(cost: Cost, as_json: bool, show: common.Show) -> None:
-    from shardc.report import cost as cost_report
-    from shardc.report import kept_activations
-
-    if as_json:
-        show(json.dumps(cost_report.to_json(cost)))
-    else:
-        show(f"{cost_report.table(cost)}\n\n{kept_activations.table(cost)}")
-
-
-def _scores(program: Program, as_json: bool, show: common.Show) -> None:
-    from shardc.report import scores
-
-    show(json.dumps(scores.to_json(program)) if as_json else scores.text(program))
 
 
 def _schedule(cost: Cost, as_json: bool, show: common.Show) -> None:

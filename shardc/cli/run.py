@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -204,13 +203,8 @@ def _check_folders(save: Path | None, log: Path | None, resume: Path | None, *, 
     for folder, option, kept in ((save, "--save", "checkpoint"), (log, "--log", "steps.jsonl")):
         if folder is None:
             continue
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder) as f:
-                f.write(b"tried before the run")
-        except OSError as e:
-            fix = "name a folder that can be written to"
-            raise ShardcError(f"cannot write to {folder}: {e.strerror}", where=option, fix=fix) from None
+        check_outputs(folders={option: folder})
+        folder.mkdir(parents=True, exist_ok=True)
         goes_on = resume is not None and (
             option == "--log" or folder.resolve() in (resume.resolve(), *resume.resolve().parents)
         )
