@@ -90,11 +90,11 @@ class ExpertCapacity(Pass):
                 ),
             )
         if t % (ranks * chunks):
-            what = (
+            fault = (
                 f"per: microbatch needs equal parts: {t} tokens are not {ranks * chunks} ({ranks} ranks of {chunks}"
                 " microbatches)"
             )
-            raise ShardcError(what, where=where, fix=f"make the batch a multiple of {ranks * chunks} rows")
+            raise ShardcError(fault, where=where, fix=f"make the batch a multiple of {ranks * chunks} rows")
         part = t // (ranks * chunks)
         by_rank = emit(_RESHAPE, (ranks, chunks, part, k), index, [ranks, chunks, part, k])
         by_chunk = emit(_PERMUTE, (chunks, ranks, part, k), by_rank, [1, 0, 2, 3])

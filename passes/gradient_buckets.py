@@ -276,9 +276,9 @@ def _node(
 
 def _read_otherwise(p: Param, compute: torch.dtype, user: fx.Node) -> ShardcError:
     """Of a program that takes the buckets of another one: what that one reads in fewer bits is gathered in them."""
-    what = f"{p.fqn} is gathered in {compute}, as the running program reads it, and here {user.target} reads all of it"
+    fault = f"{p.fqn} is gathered in {compute}, as the running program reads it, and here {user.target} reads all of it"
     fix = "read it in one dtype alike, in training and otherwise; or data: {zero: 2}, which gathers nothing"
-    return ShardcError(what, where=source_of(user).line, fix=fix)
+    return ShardcError(fault, where=source_of(user).line, fix=fix)
 
 
 def _types(program: Program, b: Bucket) -> tuple[Value, ...]:

@@ -101,8 +101,8 @@ class _Chain:
                 self.linear = at
                 return
             if not self._moves(at):
-                what = "an input" if at.op == "placeholder" else getattr(at.target, "__name__", str(at.target))
-                self.why = f"it takes the result of {what}, not of a linear layer"
+                maker = "an input" if at.op == "placeholder" else getattr(at.target, "__name__", str(at.target))
+                self.why = f"it takes the result of {maker}, not of a linear layer"
                 return
             if at.target is ops.fill_padding:
                 self.padding = at

@@ -91,22 +91,24 @@ class Products(Pass):
         products = self.spec.precision.products
         assert products is not None
         if self.spec.precision.compute == "float16":
-            what = f"products: {products.recipe} with compute: float16, which has no numbers for float8 times its scale"
-            raise ShardcError(what, where=where, fix="write compute: bfloat16")
+            fault = (
+                f"products: {products.recipe} with compute: float16, which has no numbers for float8 times its scale"
+            )
+            raise ShardcError(fault, where=where, fix="write compute: bfloat16")
         microbatches = self.spec.batch.microbatches
         if not products.by_rows and microbatches > 1:
-            what = (
+            fault = (
                 f"fp8-tensorwise has one scale for the whole batch, and {microbatches} microbatches are computed one"
                 " after the other: each would have a scale of its own, which is not what one device computes"
             )
-            raise ShardcError(what, where=where, fix="write fp8-rowwise or mxfp8, or microbatches: 1")
+            raise ShardcError(fault, where=where, fix="write fp8-rowwise or mxfp8, or microbatches: 1")
         errors = Errors()
         names = Names.of_weights({n: p.shape for p in program.params for n in p.names})
         for text in products.match:
             pattern = text.removeprefix("!")
             if pattern != "*" and not names.has_weights(pattern):
-                what, fix = names.without_weights(pattern)
-                errors.add(f"pattern {pattern!r} {what}", where=where, fix=fix)
+                fault, fix = names.without_weights(pattern)
+                errors.add(f"pattern {pattern!r} {fault}", where=where, fix=fix)
         errors.raise_any()
 
 

@@ -10,7 +10,7 @@ from shardc.errors import Errors
 from shardc.ir.graph import calls
 from shardc.ir.program import Program
 from shardc.passes.base import Pass
-from shardc.rules import registry
+from shardc.rules.core import registry
 
 #: What to write instead of an op, by a part of its name.
 ALTERNATIVES = {
@@ -35,8 +35,8 @@ class UnknownOps(Pass):
             return replace(program, notes=(*program.notes, *notes))
         errors = Errors()
         for name, nodes in unknown.items():
-            what = f"op {name} ({len(nodes)}×) has no rule: shardc does not know along which dims it can be split"
-            errors.add(what, where=_where(name, nodes), fix=_fix(name))
+            fault = f"op {name} ({len(nodes)}×) has no rule: shardc does not know along which dims it can be split"
+            errors.add(fault, where=_where(name, nodes), fix=_fix(name))
         errors.raise_any()
         return program
 

@@ -52,12 +52,12 @@ def check_variables() -> None:
     """
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if "RANK" in os.environ and missing:
-        what = f"the environment has RANK={os.environ['RANK']}, but not {', '.join(missing)}"
+        fault = f"the environment has RANK={os.environ['RANK']}, but not {', '.join(missing)}"
         fix = (
             "it is left over from another job: `unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE`; or start the"
             " processes with torchrun, which sets all of them"
         )
-        raise ShardcError(what, where="RANK", fix=fix)
+        raise ShardcError(fault, where="RANK", fix=fix)
 
 
 def _slurm_tasks() -> int:

@@ -9,7 +9,7 @@ rules         what may be split in an op               verify     programs and r
 runtime       what runs on a rank                      artifact   a program on disk
 machine       seconds and bytes of ops, on a device    report     text, tables and pictures
 cost, plan    time and memory; the fastest spec        nn         functions for models that torch has no op for
-cli           the commands                             errors     ShardcError; folded_messages: equal ones, once
+cli           the commands                             errors     ShardcError; layer_names: 80 layers' mistakes are one
 call_arguments: those of the public functions, checked; names_loaded_later: names of packages, imported when used
 torch_modes, torch_private    modes and private modules of torch; text_file: small files of users; version
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # the same table as _MODULES, for type checkers and editors
     from shardc.plan import plan as plan
     from shardc.report.coverage import Coverage as Coverage
     from shardc.report.coverage import coverage as coverage
-    from shardc.rules.user_ops import rule as rule
+    from shardc.rules.core.user_ops import rule as rule
     from shardc.runtime.matrices.shown import whole as whole
     from shardc.runtime.step.param_groups import groups as groups
     from shardc.runtime.step.param_groups import matrices as matrices
@@ -60,7 +60,7 @@ _MODULES = {
     "load": "shardc.api",
     "matrices": "shardc.runtime.step.param_groups",
     "plan": "shardc.plan",
-    "rule": "shardc.rules.user_ops",
+    "rule": "shardc.rules.core.user_ops",
     "simulate": "shardc.verify.simulate",
     "whole": "shardc.runtime.matrices.shown",
 }

@@ -79,8 +79,8 @@ class Program(ir.Program):
         compiled names, shapes and dtypes, and where the program pads it.
         """
         if rank is not None and not 0 <= rank < self.mesh.world:
-            what = f"there is no rank {rank}: the mesh {self.mesh} has {self.mesh.world}"
-            raise ShardcError(what, where="program.local", fix=f"name one of 0 ... {self.mesh.world - 1}")
+            fault = f"there is no rank {rank}: the mesh {self.mesh} has {self.mesh.world}"
+            raise ShardcError(fault, where="program.local", fix=f"name one of 0 ... {self.mesh.world - 1}")
         return inputs.local(self, batch, rank_here() if rank is None else rank)
 
     def text(self, *, full: bool = False) -> str:
@@ -189,7 +189,7 @@ class Program(ir.Program):
         called before each rank is run: (its name, how many are done, how many there are). Raises ShardcError for a
         device that is not known, or has no room for the mesh.
         """
-        from shardc.cost.device_file import chosen
+        from shardc.cost.measured.device_file import chosen
         from shardc.cost.step import cost
 
         return cost(self, chosen(device, self.spec), optimizer or assumed(self), on=on, clip_norm=clip_norm)
@@ -206,8 +206,8 @@ def load(folder: str | Path, *, trust: bool = False, as_compiled: bool = False) 
     """
     program = Program.of(artifact.read(folder, trust=trust))
     if not as_compiled and os.environ.get("RANK", "0") == "0":
-        what, _ = model_source.stale(program.meta)
-        if what:
+        fault, _ = model_source.stale(program.meta)
+        if fault:
             fix = "compile it again, or say that it is meant so: shardc.load(folder, as_compiled=True)"
-            print(f"note: {folder}: {what}; {fix}", file=sys.stderr, flush=True)
+            print(f"note: {folder}: {fault}; {fix}", file=sys.stderr, flush=True)
     return program

@@ -81,8 +81,8 @@ def _refuse(
     plain = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(plain):
         named = _example(signature)
-        what = f"it takes {', '.join(p.name for p in plain)} by place, and {len(args)} arguments came so"
-        errors.add(what, where=name, fix=f"name the others, such as {named}=...")
+        fault = f"it takes {', '.join(p.name for p in plain)} by place, and {len(args)} arguments came so"
+        errors.add(fault, where=name, fix=f"name the others, such as {named}=...")
     missing = [p.name for p in plain[len(args) :] if p.default is p.empty and p.name not in kwargs]
     if missing and not errors.found:
         needs = ", ".join(p.name for p in plain if p.default is p.empty)

@@ -25,7 +25,7 @@ from shardc.artifact import model_source
 from shardc.call_arguments import checked
 from shardc.capture import capture, check_forward
 from shardc.capture.loss import Forward
-from shardc.cost.device_file import of_spec
+from shardc.cost.measured.device_file import of_spec
 from shardc.errors import ShardcError
 from shardc.ir import program as ir
 from shardc.ir.generation import Step
@@ -77,9 +77,9 @@ def compile(
     """
     torch_modes.check("compile", training=False)
     if isinstance(batch, (str, Path, Spec)):
-        what = f"the batch is a {type(batch).__name__}, which looks like the spec"
+        fault = f"the batch is a {type(batch).__name__}, which looks like the spec"
         raise ShardcError(
-            what, where="shardc.compile", fix="pass the batch before the spec: compile(model, batch, spec)"
+            fault, where="shardc.compile", fix="pass the batch before the spec: compile(model, batch, spec)"
         )
     start = time.perf_counter()
     model = quantized.plain(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from shardc.folded_messages import fold
+from shardc.layer_names import fold
 
 #: Of several errors so many are shown.
 SHOWN = 40
@@ -48,7 +48,7 @@ class ShardcError(Exception):
         more = len(folded) - SHOWN
         return folded if more < 1 else [*folded[:SHOWN], f"... and {more} more errors: mend these first"]
 
-    def told(self) -> str:
+    def text(self) -> str:
         """As the commands print it: each error begins with the word."""
         return "\n".join(f"{ERROR}{text}" for text in self.texts())
 

@@ -78,27 +78,27 @@ def _check(
         return ShardcError(f"experts: {what}", where=source.of_call().line, fix=fix)
 
     if up.dim() != 3 or down.dim() != 3 or up.shape[0] != down.shape[0]:
-        what = (
+        fault = (
             f"up {list(up.shape)} and down {list(down.shape)} are not stacks of matrices, one of each for every expert"
         )
-        raise wrong(what, "up [experts, m, hidden] and down [experts, hidden, i]")
+        raise wrong(fault, "up [experts, m, hidden] and down [experts, hidden, i]")
     e, (m, h) = up.shape[0], up.shape[:0:-1] if transposed else up.shape[1:]
     out, i = down.shape[:0:-1] if transposed else down.shape[1:]
     if (h, out) != (x.shape[-1], x.shape[-1]) or m % i:
-        what = f"up {list(up.shape)} and down {list(down.shape)} do not fit x {list(x.shape)}"
+        fault = f"up {list(up.shape)} and down {list(down.shape)} do not fit x {list(x.shape)}"
         other = "" if transposed else "; transposed=True for matrices stored [experts, in, out]"
         raise wrong(
-            what,
+            fault,
             f"up [experts, m, {x.shape[-1]}] and down [experts, {x.shape[-1]}, i], where m is i, or 2 i for a"
             f" gate{other}",
         )
     if index.shape != weights.shape or index.shape[:-1] != x.shape[:-1] or index.is_floating_point():
-        what = (
+        fault = (
             f"index {index.dtype} {list(index.shape)} and weights {list(weights.shape)} are not choices of the tokens x"
             f" {list(x.shape)}"
         )
         raise wrong(
-            what,
+            fault,
             "integers and their weights, both of x's shape with the number of choices in the place of the last dim",
         )
     for name, bias, size in (("up_bias", up_bias, m), ("down_bias", down_bias, h)):
@@ -125,9 +125,9 @@ def text_of(activation: Activation, m: int, i: int) -> str:
 def _named(activation: str, m: int, i: int) -> str:
     function = getattr(torch.nn.functional, activation, None)
     if not callable(function) or m not in (i, 2 * i):
-        what = f"experts: activation={activation!r} cannot make {i} columns of {m}"
+        fault = f"experts: activation={activation!r} cannot make {i} columns of {m}"
         fix = "a function's name in torch.nn.functional, with m = i or 2 i; or a function of your own"
-        raise ShardcError(what, where=source.of_call().line, fix=fix)
+        raise ShardcError(fault, where=source.of_call().line, fix=fix)
 
     def named(y: Tensor) -> Tensor:
         if m == i:

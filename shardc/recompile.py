@@ -98,11 +98,11 @@ class Resizer:
         with self._lock:
             model = self.build()
             if model is None:
-                what = "another spec wants a program of its own, and the model that was compiled no longer exists"
+                fault = "another spec wants a program of its own, and the model that was compiled no longer exists"
                 fix = (
                     "keep it: `net = model(); program = shardc.compile(net, ...)`; or compile it, and give the program"
                 )
-                raise ShardcError(what, where="to(spec)", fix=fix)
+                raise ShardcError(fault, where="to(spec)", fix=fix)
             loaded = Spec.load(spec, world=world, names=Names.of(model))
             for known, program in self._specs:
                 if known == loaded:
@@ -146,9 +146,9 @@ class Resizer:
     def _alive(self) -> nn.Module:
         model = self.build()
         if model is None:
-            what = "generating runs programs of its own, and the model that would have to be compiled no longer exists"
+            fault = "generating runs programs of its own, and the model that would have to be compiled no longer exists"
             fix = "keep the model that was compiled: `net = model(); program = shardc.compile(net, ...)`"
-            raise ShardcError(what, where="generate", fix=fix)
+            raise ShardcError(fault, where="generate", fix=fix)
         return model
 
     def _generating(self, program: Program, sizes: Sizes) -> Generation:
@@ -195,9 +195,9 @@ class Resizer:
         outputs = {o.name: o for o in first.outputs}
         moved = [s for s in states if following.axis and outputs[s.output].stage not in buffers[s.buffer].stages]
         if moved:
-            what = f"what makes {moved[0].path!r} of its cache is cut otherwise for prompts than for tokens"
+            fault = f"what makes {moved[0].path!r} of its cache is cut otherwise for prompts than for tokens"
             fix = "name the modules that begin a stage: pipeline: {cut: [...]}"
-            raise ShardcError(what, where="generate", fix=fix)
+            raise ShardcError(fault, where="generate", fix=fix)
         trial = None
         if encoder:
             trial = make(batch=prompts(sizes.prompt + 1), forward=Prefill(sizes.length, Form()))
@@ -240,7 +240,7 @@ class Resizer:
                 if use == "score":
                     raise
                 sizes = f"the program was compiled for other sizes, and compiling it for {given} fails"
-                what = f"{sizes if again else f'{OTHERWISE}, and compiling it in that mode fails'}: {e.what}"
+                fault = f"{sizes if again else f'{OTHERWISE}, and compiling it in that mode fails'}: {e.what}"
                 then = ", ".join(f"{name_of(x.path)} {list(x.shape)}" for x in program.inputs)
                 fix = (
                     f"give batches as the one that was compiled ({then}), or leave others out (drop_last); or: {e.fix}"
@@ -248,7 +248,7 @@ class Resizer:
                     else e.fix
                 )
                 where = e.where if again or e.where != "engine.step" else "evaluating"
-                raise ShardcError(what, where=where, fix=fix) from e
+                raise ShardcError(fault, where=where, fix=fix) from e
 
 
 def _without_numbers(_: Any, leaf: Any) -> Any:

@@ -22,8 +22,8 @@ def check(where: str, device: str = "cpu", *, training: bool = True) -> None:
     """
     errors = Errors()
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        what = "torch.autocast is on: ops would run in other dtypes than the program has"
-        errors.add(what, where=where, fix="leave it out, and write `precision: {compute: bfloat16}` in the spec")
+        fault = "torch.autocast is on: ops would run in other dtypes than the program has"
+        errors.add(fault, where=where, fix="leave it out, and write `precision: {compute: bfloat16}` in the spec")
     if training and torch.is_inference_mode_enabled():
         errors.add(
             "torch.inference_mode is on: nothing can be trained in it",

@@ -22,8 +22,9 @@ from torch import Tensor, fx, nn
 
 import shardc
 from shardc.api import Program
-from shardc.capture import capture, flex_attention
+from shardc.capture import capture
 from shardc.capture.loss import Loss
+from shardc.capture.rewrite import flex_attention
 from shardc.ir import program as ir
 from shardc.ir.graph import operands_of, producer_of
 from shardc.ir.placement import Placement, Shard

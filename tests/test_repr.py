@@ -35,7 +35,7 @@ def test_they_say_what_it_is() -> None:
     model, batch = zoo.mlp()
     program = shardc.compile(model, batch, {"shardc": 1, "mesh": {"dp": 2}}, prove=False)
     assert "on dp=2: 1 stage, " in repr(program)
-    assert "of 74.5 GiB; step" in repr(program.cost("h100-80g"))
+    assert "of 79.1 GiB; step" in repr(program.cost("h100-80g"))
     planned = shardc.plan(model, batch, devices=2)
     assert "best: <Candidate" in repr(planned)
     assert str(planned).splitlines()[0].startswith(f"{planned.target.model} on 2 × h100-80g")

@@ -20,8 +20,8 @@ from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, Partial, PartialGrad, Placement, Replicate, Shard
 from shardc.ir.types import behind, requires_grad
 from shardc.passes.accumulate.sum_after_step import CONVERTERS, sum_after_step
-from shardc.rules import registry
-from shardc.rules.op_call import call_of, rounds
+from shardc.rules.core import registry
+from shardc.rules.core.op_call import call_of, rounds
 from shardc.runtime import ops
 
 #: Conversions that only look at which microbatch it is, and what becomes of them. The step's loss is the sum of the

@@ -75,8 +75,8 @@ class Adapt(Pass):
         for i, text in enumerate(self.spec.freeze):
             pattern = text.removeprefix("!")
             if not any(match(pattern, n) for name in names.weights for n in (name, *enclosing(name))):
-                what, fix = names.without_weights(pattern)
-                errors.add(f"pattern {pattern!r} {what}", where=self.spec.where(("freeze", i)), fix=fix)
+                fault, fix = names.without_weights(pattern)
+                errors.add(f"pattern {pattern!r} {fault}", where=self.spec.where(("freeze", i)), fix=fix)
 
 
 def _matrices(program: Program, cuts: Mapping[str, tuple[Cut, ...]]) -> dict[str, tuple[Cut, ...]]:

@@ -90,14 +90,14 @@ class LowRank:
                 continue
             where = self.spec.where(("adapters", i, "match"))
             if names.has_weights(e.match):
-                what = f"{e.match!r} names no weight of a product that takes an adapter"
+                fault = f"{e.match!r} names no weight of a product that takes an adapter"
                 fix = "name linear layers, or experts; not embeddings, norms, convolutions or biases"
                 if any(_names(x, p) for x in self.spec.adapters[:i] for p in program.params if _names(e, p)):
-                    what, fix = f"{e.match!r} never wins: entries before it match all that it matches", "move it up"
+                    fault, fix = f"{e.match!r} never wins: entries before it match all that it matches", "move it up"
             else:
-                what, fix = names.without_weights(e.match)
-                what = f"pattern {e.match!r} {what}"
-            self.errors.add(what, where=where, fix=fix)
+                fault, fix = names.without_weights(e.match)
+                fault = f"pattern {e.match!r} {fault}"
+            self.errors.add(fault, where=where, fix=fix)
         number_random(graph)
         graph.eliminate_dead_code()
         graph.lint()
@@ -110,17 +110,17 @@ class LowRank:
         where = self.spec.where(("adapters", number))
         grouped, flipped = any(u.place < 0 for u in uses), uses[0].stored
         if len(p.shape) > 3 or any(u.stored != flipped for u in uses):
-            what = f"{p.fqn} is multiplied in a way that no adapter is written for: {source_of(uses[0].call)}"
-            self.errors.add(what, where=where, fix="leave it out of `match`")
+            fault = f"{p.fqn} is multiplied in a way that no adapter is written for: {source_of(uses[0].call)}"
+            self.errors.add(fault, where=where, fix="leave it out of `match`")
             return
         if grouped and (entry.dropout or entry.kind == "dora"):
             said = "dropout" if entry.dropout else "kind: dora"
-            what = f"{said} of adapters of experts ({p.fqn}): what an expert takes is only known inside of its op"
-            self.errors.add(what, where=where, fix=f"an entry of its own for experts, without {said}")
+            fault = f"{said} of adapters of experts ({p.fqn}): what an expert takes is only known inside of its op"
+            self.errors.add(fault, where=where, fix=f"an entry of its own for experts, without {said}")
             return
         if entry.kind == "dora" and _quantised(p):
-            what = f"kind: dora of {whole_name(p.fqn)}: it is quantised, and has no rows whose lengths are known"
-            self.errors.add(what, where=where, fix="kind: lora, or rslora")
+            fault = f"kind: dora of {whole_name(p.fqn)}: it is quantised, and has no rows whose lengths are known"
+            self.errors.add(fault, where=where, fix="kind: lora, or rslora")
             return
         *experts, rows, columns = shape = _shape(p, uses[0])
         n, k = (columns, rows) if flipped else (rows, columns)

@@ -21,7 +21,7 @@ from shardc.ir.graph import value_of
 from shardc.ir.metadata import Value
 from shardc.ir.program import Program
 from shardc.rules.attention import OPS
-from shardc.rules.op_call import call_of
+from shardc.rules.core.op_call import call_of
 from shardc.runtime import ops
 from shardc.spec import Spec
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from shardc.ir.graph import value_of
 from shardc.ir.program import Program
-from shardc.rules.op_call import call_of
+from shardc.rules.core.op_call import call_of
 from shardc.runtime import ops
 from shardc.spec import Spec
 

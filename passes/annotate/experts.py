@@ -24,10 +24,10 @@ from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.passes.annotate.indivisible import rank_counts
 from shardc.passes.annotate.propagate_split import uses
-from shardc.rules import registry
-from shardc.rules.choices import choices_of
+from shardc.rules.core import registry
+from shardc.rules.core.choices import choices_of
+from shardc.rules.core.op_call import call_of
 from shardc.rules.experts import UP
-from shardc.rules.op_call import call_of
 from shardc.runtime import ops
 from shardc.spec import Spec
 
@@ -91,9 +91,9 @@ class Experts:
                 if n == 1 or name in layouts:
                     continue
                 if any(layout[a] != Layout()[a] for a in mesh.parts(entry.axis)):
-                    what = f"{p.fqn} is split over {entry.axis} by `shard:` too"
+                    fault = f"{p.fqn} is split over {entry.axis} by `shard:` too"
                     errors.add(
-                        what,
+                        fault,
                         where=self.where(i, "axis"),
                         fix=f"leave {entry.axis} to the experts: drop that entry of `shard:`",
                     )
@@ -145,20 +145,20 @@ class Experts:
             matched = [m for m in modules if matches(e.match, m, aliases)]
             stacked = [n for j, n in self.ops() if j == i]
             if stacked:
-                what = (
+                fault = (
                     f"the experts of {_named(source_of(stacked[0]).module)} are put together from several"
                     " parameters, which cannot be spread"
                 )
                 fix = "store them as one parameter [experts, m, hidden] and one [experts, hidden, i]"
             elif any(matches(e.match, m, aliases) for around in holding.values() for m in around):
-                what = f"pattern {e.match!r} never wins: earlier entries match all experts that it matches"
+                fault = f"pattern {e.match!r} never wins: earlier entries match all experts that it matches"
                 fix = "delete it, or move it up"
             elif matched:
-                what = f"pattern {e.match!r} matches {_named(matched[0])}, which has no experts that shardc recognises"
+                fault = f"pattern {e.match!r} matches {_named(matched[0])}, which has no experts that shardc recognises"
                 fix = "delete the entry if it has none; else rewrite a Python loop over experts as one of these:"
                 fix = f"{fix} {FORMS}"
             else:
-                what = f"pattern {e.match!r} matches no module that holds experts"
+                fault = f"pattern {e.match!r} matches no module that holds experts"
                 names = ", ".join(map(_named, holding))
                 otherwise = (
                     f"experts are in {names}: match: '*'"
@@ -166,7 +166,7 @@ class Experts:
                     else f"the model has none that shardc recognises: {FORMS}"
                 )
                 fix = did_you_mean(e.match, [m for m in holding or modules if m], otherwise)
-            errors.add(what, where=self.where(i), fix=fix)
+            errors.add(fault, where=self.where(i), fix=fix)
 
 
 def _users(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int, int]]:

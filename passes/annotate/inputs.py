@@ -126,10 +126,10 @@ def input_layouts(spec: Spec, program: Program, mesh: Mesh, axes: list[str]) -> 
             layouts[x.name] = layout
             nodes[x.name].meta["cause"] = {a: f"{_axis_place(spec, a)} batch dim {dim} of {name!r}" for a in axes}
     disagree = disagreements(spec, program)
-    for (what, place, fix), alike in wrong.items():
+    for (fault, place, fix), alike in wrong.items():
         for each in (disagree[name] for name in alike if name in disagree):
-            what, fix = f"{what}: {each.what}", each.fix
-        errors.add(f"input {', '.join(map(repr, alike))}: {what}", where=place, fix=fix)
+            fault, fix = f"{fault}: {each.what}", each.fix
+        errors.add(f"input {', '.join(map(repr, alike))}: {fault}", where=place, fix=fix)
     by_name = {x.name: name for x, name in zip(program.inputs, names, strict=True)}
     for placeholder, why in split_sequence(spec, program, mesh, by_name, layouts, errors).items():
         assert spec.sequence is not None

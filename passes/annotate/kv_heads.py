@@ -19,8 +19,9 @@ from torch import fx
 
 from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.mesh import Mesh
-from shardc.rules import attention, registry
-from shardc.rules.choices import Choices, choices_of
+from shardc.rules import attention
+from shardc.rules.core import registry
+from shardc.rules.core.choices import Choices, choices_of
 
 aten = torch.ops.aten
 

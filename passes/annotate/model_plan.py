@@ -28,10 +28,11 @@ from torch import fx, nn
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import values_of
-from shardc.ir.patterns import nearest, of_every_layer
+from shardc.ir.patterns import nearest
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
+from shardc.layer_names import of_every_layer
 from shardc.passes.annotate.propagate_split import Follower, SplitGroup, uses
 from shardc.spec import Spec
 from shardc.spec.module_sections import EXPERTS_AXIS, Expert
@@ -120,12 +121,12 @@ def with_experts(spec: Spec, model: nn.Module, program: Program) -> Spec:
         modules = _planned_experts(model) if spec.shard_use == "model" else _stacked_experts(program)
         entries = tuple(Expert(match=m, axis=EXPERTS_AXIS) for m in dict.fromkeys(modules))
     if spec.shard_axis not in spec.mesh.names and not (entries or spec.experts):
-        what = (
+        fault = (
             f"splits weights over {spec.shard_axis!r}, which the mesh does not have, and finds no experts for"
             f" {EXPERTS_AXIS!r}"
         )
         fix = f"write use: {{plan: {spec.shard_use}, axis: {EXPERTS_AXIS}}}, or add {spec.shard_axis} to the mesh"
-        raise ShardcError(f"`use: {spec.shard_use}` {what}", where=where, fix=fix)
+        raise ShardcError(f"`use: {spec.shard_use}` {fault}", where=where, fix=fix)
     if not entries:
         return spec
     places = Places(dict(spec.places.keys), dict(spec.places.values))

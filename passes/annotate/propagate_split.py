@@ -24,8 +24,8 @@ from shardc.ir.metadata import Value
 from shardc.ir.placement import Partial, Placement, Shard
 from shardc.ir.program import Program
 from shardc.rules import softmax
-from shardc.rules.choices import Choices, choices_of
-from shardc.rules.strategy import Strategy, needs_sum_grad
+from shardc.rules.core.choices import Choices, choices_of
+from shardc.rules.core.strategy import Strategy, needs_sum_grad
 from shardc.rules.views import in_sections
 
 Key = tuple[fx.Node, int]  # an op's result: (node, index)

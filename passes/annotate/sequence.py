@@ -25,7 +25,7 @@ from shardc.passes.annotate.indivisible import indivisible_dim
 from shardc.passes.annotate.padding import padded
 from shardc.rules.attention import OPS
 from shardc.rules.attention_methods import Method
-from shardc.rules.op_call import call_of
+from shardc.rules.core.op_call import call_of
 from shardc.spec import Spec
 
 aten = torch.ops.aten

@@ -21,14 +21,14 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import operands_of, producer_of, source_of, values_of
-from shardc.ir.patterns import of_every_layer
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.ir.types import op_name
+from shardc.layer_names import of_every_layer
 from shardc.passes.annotate import kv_heads
 from shardc.passes.annotate.model_plan import Plan
 from shardc.passes.annotate.propagate_split import Blocked, Follower, Key, SplitGroup, uses
-from shardc.rules.strategy import needs_sum_grad
+from shardc.rules.core.strategy import needs_sum_grad
 
 aten = torch.ops.aten
 

@@ -15,12 +15,13 @@ from typing import Any
 from torch import fx
 
 from shardc.ir.graph import placeholders
-from shardc.ir.patterns import match, names_weight, of_every_layer, of_every_outer_layer
+from shardc.ir.patterns import match, names_weight
 from shardc.ir.placement import Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
+from shardc.layer_names import of_every_layer, of_every_outer_layer
 from shardc.passes.annotate.weight_roles import ROLES, dim_by_roles, role_of, roles_of
-from shardc.rules.choices import Choices
+from shardc.rules.core.choices import Choices
 from shardc.spec import DimShard, ShardRule, Style
 
 

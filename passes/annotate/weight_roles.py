@@ -13,10 +13,10 @@ from torch import fx
 from shardc.ir.graph import operands_of, producer_of, source_of, stored_alone
 from shardc.ir.placement import Shard
 from shardc.passes.annotate.propagate_split import uses
-from shardc.rules import registry
-from shardc.rules.choices import Choices, choices_of
+from shardc.rules.core import registry
+from shardc.rules.core.choices import Choices, choices_of
+from shardc.rules.core.op_call import call_of
 from shardc.rules.experts import DOWN
-from shardc.rules.op_call import call_of
 from shardc.runtime import ops
 from shardc.spec import Style
 

@@ -71,9 +71,9 @@ class Weights:
         known = Names.of_weights({name: p.shape for name, p in names.items()})
         unmatched = [i for i, rule in enumerate(rules) if not known.has_weights(rule.pattern)]
         for place, i in enumerate(unmatched):
-            what, fix = known.without_weights(rules[i].pattern, help_=place < HELPED)
+            fault, fix = known.without_weights(rules[i].pattern, help_=place < HELPED)
             where = self.spec.where(("shard", rules[i].pattern))
-            errors.add(f"pattern {rules[i].pattern!r} {what}", where=where, fix=fix)
+            errors.add(f"pattern {rules[i].pattern!r} {fault}", where=where, fix=fix)
         for i in sorted(set(range(len(rules))) - set(unmatched)):
             where = self.spec.where(("shard", rules[i].pattern))
             self._idle += [f"{where} {text}" for text in known.idle_alternatives(rules[i].pattern)]

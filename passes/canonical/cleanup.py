@@ -20,7 +20,7 @@ from torch import fx
 
 from shardc.ir import types as values
 from shardc.ir.metadata import Value
-from shardc.rules import registry
+from shardc.rules.core import registry
 from shardc.torch_private import OpOverload
 
 aten = torch.ops.aten

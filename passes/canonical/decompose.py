@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from shardc.ir import types as values
 from shardc.ir.metadata import Value
 from shardc.passes.canonical.rewrite import Emit, Result
-from shardc.rules import registry
+from shardc.rules.core import registry
 from shardc.torch_private import OpOverload, body_of, decompositions, traced_functional
 
 #: torch's decompositions are taken without proof for calls on more elements than this, as it would cost more than the

@@ -1,10 +1,6 @@
 """Write the joint graph of each stage: a forward and a backward graph, which a training step runs.
 
-    template    a call without its graph: equal for calls of equal layers
-    record      runs one call under autograd on tensors without data, and writes down what torch runs
-    rules       the derivative of one call, found once for every distinct one; rule_traced, rule_transposed,
-                rule_opaque: in one of three ways, rule_fp8 of products of 8 bits; rank: the rank on which calls run;
-                rule: what a derivative is
+    derivatives the derivative of each call, found once for every distinct one
     saved       what the backward of a call keeps of it, which `checkpoint` and cost ask
     order       which rule runs when, and what is added to what: as autograd would
     kept        which values backward keeps, on the device or on the host, and which it recomputes
@@ -32,13 +28,13 @@ from shardc.ir.graph import producer_of
 from shardc.ir.program import Program
 from shardc.ir.stage import DeferredJoint, Joint, Stage
 from shardc.passes.base import Pass
+from shardc.passes.joint.derivatives import Rules
 from shardc.passes.joint.fused_regions import mark_fused_regions
 from shardc.passes.joint.host_copies import arrange_copies
 from shardc.passes.joint.memory import Sizes
 from shardc.passes.joint.order import Backward
 from shardc.passes.joint.overlap import overlap_collectives
 from shardc.passes.joint.pair import pairs_of
-from shardc.passes.joint.rules import Rules
 from shardc.passes.joint.saved import types_of
 from shardc.passes.joint.seconds import Seconds
 from shardc.passes.joint.write import Writer
@@ -63,12 +59,12 @@ class JointGraphs(Pass):
     def _check_overlap(self, program: Program, how: str) -> None:
         where = self.spec.where(("execution", "overlap"))
         if program.schedule is not None:
-            what = f"`overlap: {how}` is without a pipeline, whose schedule says what runs beside what"
+            fault = f"`overlap: {how}` is without a pipeline, whose schedule says what runs beside what"
             fix = "`pipeline: {schedule: dualpipe-v}`, and leave `overlap` out"
-            raise ShardcError(what, where=where, fix=fix)
+            raise ShardcError(fault, where=where, fix=fix)
         if program.microbatches == 1:
-            what = f"`overlap: {how}` with one microbatch: there is none to run beside it"
-            raise ShardcError(what, where=where, fix="`batch: {microbatches: 2}`, or leave `overlap` out")
+            fault = f"`overlap: {how}` with one microbatch: there is none to run beside it"
+            raise ShardcError(fault, where=where, fix="`batch: {microbatches: 2}`, or leave `overlap` out")
 
 
 def with_joint_graphs(program: Program, how: Execution) -> Program:

@@ -29,10 +29,10 @@ from torch import fx
 
 from shardc.ir.fused_regions import moved, region_of
 from shardc.ir.graph import source_of, values_of
-from shardc.ir.layers import layer_of
 from shardc.ir.pairs import role
+from shardc.layer_names import layer_of
+from shardc.passes.joint.derivatives.record import is_view
 from shardc.passes.joint.memory import Sizes
-from shardc.passes.joint.record import is_view
 from shardc.runtime import ops
 from shardc.runtime.compiled.regions import IDENTITIES
 from shardc.runtime.ops.factors import PRODUCTS

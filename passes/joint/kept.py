@@ -19,7 +19,7 @@ from torch import fx
 from shardc.ir.conversions import CONVERSIONS
 from shardc.ir.graph import operands_of, producer_of
 from shardc.ir.program import Program
-from shardc.passes.joint.template import Made
+from shardc.passes.joint.derivatives.template import Made
 from shardc.runtime import ops
 from shardc.runtime.ops.local_math import UNEQUAL
 

@@ -15,7 +15,7 @@ from shardc.ir.buckets import Bucket
 from shardc.ir.conversions import BY_OP
 from shardc.ir.graph import values_of
 from shardc.ir.program import Program
-from shardc.passes.joint.record import is_view
+from shardc.passes.joint.derivatives.record import is_view
 from shardc.passes.joint.seconds import Work
 from shardc.runtime import ops
 from shardc.runtime.zero.flat_partition import Flat

@@ -23,10 +23,10 @@ from torch import fx
 
 from shardc.ir.graph import is_call, producer_of
 from shardc.ir.program import Program
-from shardc.passes.joint.record import Type
-from shardc.passes.joint.rule import Ask, Rule
-from shardc.passes.joint.rules import Rules
-from shardc.passes.joint.template import Made
+from shardc.passes.joint.derivatives import Rules
+from shardc.passes.joint.derivatives.record import Type
+from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.template import Made
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import PRODUCTS, factors, of_matrices
 

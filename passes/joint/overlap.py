@@ -30,8 +30,8 @@ from shardc.ir.conversions import BY_OP, COLLECTIVES
 from shardc.ir.metadata import Collective
 from shardc.machine.clock import Clock
 from shardc.machine.work import Sent
+from shardc.passes.joint.derivatives.transposed import CONVERTED, EXCHANGES
 from shardc.passes.joint.memory import GATHERS, STARTS, WAITS, Memory, Sizes, Step, Uses
-from shardc.passes.joint.rule_transposed import CONVERTED, EXCHANGES
 from shardc.passes.joint.seconds import Seconds, Work
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload, add_node

@@ -16,11 +16,11 @@ from torch import fx
 from shardc.ir.graph import is_call, operands_of, producer_of, values_of
 from shardc.ir.metadata import Value
 from shardc.ir.program import Program
-from shardc.passes.joint.record import Type
-from shardc.passes.joint.rule import Ask
-from shardc.passes.joint.rules import Facts, Rules
-from shardc.passes.joint.template import Made
-from shardc.rules.op_call import Call, call_of
+from shardc.passes.joint.derivatives import Facts, Rules
+from shardc.passes.joint.derivatives.record import Type
+from shardc.passes.joint.derivatives.rule import Ask
+from shardc.passes.joint.derivatives.template import Made
+from shardc.rules.core.op_call import Call, call_of
 from shardc.runtime import ops
 
 

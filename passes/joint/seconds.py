@@ -26,8 +26,8 @@ from shardc.machine.assumed import ASSUMED
 from shardc.machine.clock import Clock
 from shardc.machine.flops import op_of
 from shardc.machine.work import Op
-from shardc.passes.joint.rank import Rank
-from shardc.passes.joint.rules import BY_DEVICE
+from shardc.passes.joint.derivatives import BY_DEVICE
+from shardc.passes.joint.derivatives.rank import Rank
 from shardc.runtime import ops
 from shardc.runtime.ops.opaque import tensors_in
 from shardc.torch_private import OpOverload, TorchDispatchMode

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from shardc.ir.metadata import Value
-from shardc.passes.joint.record import is_view
+from shardc.passes.joint.derivatives.record import is_view
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 

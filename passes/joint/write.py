@@ -23,13 +23,13 @@ from shardc.ir.offload import HostCopy
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint
 from shardc.ir.types import op_name
+from shardc.passes.joint.derivatives import Facts, Rules
+from shardc.passes.joint.derivatives.record import Line, Ref, Type, is_view, map_refs
+from shardc.passes.joint.derivatives.template import Made, item_name
 from shardc.passes.joint.halves import halves_of
 from shardc.passes.joint.kept import KeptValues, Recomputed, Wanted
 from shardc.passes.joint.order import BucketComplete, Complete, Event, GatheredComplete, Gradient, RuleRuns
-from shardc.passes.joint.record import Line, Ref, Type, is_view, map_refs
-from shardc.passes.joint.rules import Facts, Rules
 from shardc.passes.joint.take_over import take_over_memory
-from shardc.passes.joint.template import Made, item_name
 from shardc.runtime import ops
 from shardc.runtime.ops.factors import factors
 from shardc.runtime.zero.flat_partition import Flat

@@ -18,7 +18,7 @@ from shardc.ir.conversions import Conversion
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import Layout, Partial, Shard
-from shardc.rules.strategy import needs_sum_grad
+from shardc.rules.core.strategy import needs_sum_grad
 from shardc.torch_private import OpOverload
 
 

@@ -18,11 +18,11 @@ from shardc.ir.program import Program
 from shardc.passes import outputs
 from shardc.passes.partition.collectives import collective_of, digit_arguments, gather_note
 from shardc.passes.partition.routes import Routes
-from shardc.rules import registry
-from shardc.rules.choices import Choices, choices_of
-from shardc.rules.op_call import call_of
-from shardc.rules.registry import LocalCall
-from shardc.rules.strategy import Strategy, needs_sum_grad
+from shardc.rules.core import registry
+from shardc.rules.core.choices import Choices, choices_of
+from shardc.rules.core.op_call import call_of
+from shardc.rules.core.registry import LocalCall
+from shardc.rules.core.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
 from shardc.runtime.ops.fp8 import message_bytes
 from shardc.torch_private import add_node

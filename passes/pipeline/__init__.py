@@ -38,8 +38,8 @@ from shardc.ir.stage import Stage
 from shardc.ir.types import behind, requires_grad
 from shardc.passes.base import Pass
 from shardc.passes.pipeline import cuts
-from shardc.rules import registry
-from shardc.rules.op_call import call_of
+from shardc.rules.core import registry
+from shardc.rules.core.op_call import call_of
 from shardc.runtime import ops, schedule
 from shardc.spec import Spec
 

@@ -22,11 +22,11 @@ from torch import fx
 
 from shardc.errors import Errors, ShardcError
 from shardc.ir.graph import source_of, values_of
-from shardc.ir.layers import layer_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.patterns import did_you_mean, enclosing, match
+from shardc.layer_names import layer_of
 from shardc.machine.assumed import STAGES, byte_seconds, work_seconds
-from shardc.rules.registry import rank_seconds
+from shardc.rules.core.registry import rank_seconds
 from shardc.runtime import ops
 from shardc.runtime.schedule import default_stages
 from shardc.spec import Spec
@@ -134,8 +134,8 @@ def positions(
     n = p.stages or default_stages(p.schedule, spec.mesh.size(p.axis))
     most = sum(x.target not in JOINED for x in main)
     if n > most:
-        what = f"{n} stages, and the model has only {most} ops that depend on its input and its weights"
-        raise ShardcError(what, where=spec.where(("pipeline", "stages")), fix=f"at most {most} stages")
+        fault = f"{n} stages, and the model has only {most} ops that depend on its input and its weights"
+        raise ShardcError(fault, where=spec.where(("pipeline", "stages")), fix=f"at most {most} stages")
     whole, starts = Ops.of(main, mesh, spec.batch.microbatches).joined()
     if running is not None:
         position = {op: i for i, op in enumerate(main)}
@@ -178,9 +178,9 @@ def _before(main: Sequence[fx.Node], names: Sequence[str], spec: Spec) -> list[i
                 fix="list the modules in the order in which they run",
             )
         elif then == position:
-            what = f"{other!r} begins where {name!r} does" if other != name else f"{other!r} is listed twice"
+            fault = f"{other!r} begins where {name!r} does" if other != name else f"{other!r} is listed twice"
             errors.add(
-                f"{what}: nothing is left for the stage between",
+                f"{fault}: nothing is left for the stage between",
                 where=where,
                 fix="leave it out, or name a later module",
             )
@@ -213,10 +213,10 @@ def _counted(main: Sequence[fx.Node], counts: Sequence[int], spec: Spec) -> list
             ", ".join(f"{name or 'the model'} ({len(each)})" for name, each in lists_of_layers.items())
             or "no lists of layers"
         )
-        what = f"balance counts {sum(counts)} layers, and the model has {has}"
+        fault = f"balance counts {sum(counts)} layers, and the model has {has}"
         many = len(lists[", ".join(lists_of_layers)])
         fix = f"make the counts add up to {many}" if many else "write stages: N, or cut: [modules]"
-        raise ShardcError(what, where=spec.where(("pipeline", "balance")), fix=fix)
+        raise ShardcError(fault, where=spec.where(("pipeline", "balance")), fix=fix)
     (each,) = fitting.values()
     starts = list(accumulate(counts))[:-1]
     return [each[i][1] for i in starts]

@@ -24,8 +24,8 @@ from shardc.passes.base import Pass
 from shardc.passes.place import scans, storing
 from shardc.passes.place.one_axis import Axis
 from shardc.passes.place.refuse import refuse_pins, refuse_uneven
-from shardc.rules.choices import Choices, choices_of
-from shardc.rules.op_call import rounds
+from shardc.rules.core.choices import Choices, choices_of
+from shardc.rules.core.op_call import rounds
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, REPLICATE, Layout, Partia
 from shardc.ir.program import Program
 from shardc.machine.assumed import LARGE
 from shardc.passes.place.transfer_cost import MESSAGE, REPEATED, UNDO, Prices
-from shardc.rules import attention_methods, reduce_parts, softmax
-from shardc.rules.along_split_dim import STRETCHES
+from shardc.rules import attention_methods, softmax
 from shardc.rules.attention import RING, sent_by_ring
-from shardc.rules.choices import Choices
-from shardc.rules.strategy import Strategy
+from shardc.rules.core import reduce_parts
+from shardc.rules.core.along_split_dim import STRETCHES
+from shardc.rules.core.choices import Choices
+from shardc.rules.core.strategy import Strategy
 from shardc.runtime import ops
 
 #: Demands go one op with a choice of its own further up in every sweep; few models change after the second.

@@ -15,7 +15,7 @@ from shardc.ir.program import Program
 from shardc.passes.annotate import fused_weights
 from shardc.passes.annotate.indivisible import rank_counts
 from shardc.rules import attention
-from shardc.rules.choices import Choices
+from shardc.rules.core.choices import Choices
 from shardc.rules.views import reshape
 
 _TURNS = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.alias.default}

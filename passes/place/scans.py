@@ -29,8 +29,8 @@ from torch import fx
 from shardc.ir.graph import source_of, values_of
 from shardc.ir.placement import REPLICATE, Partial, Placement, Shard
 from shardc.passes.place.one_axis import Axis, Key
-from shardc.rules.along_split_dim import STRETCHES
-from shardc.rules.strategy import Strategy
+from shardc.rules.core.along_split_dim import STRETCHES
+from shardc.rules.core.strategy import Strategy
 
 #: Strategies that read single entries of a split dim, as sums over ranks.
 _ONE_BY_ONE = ("owner", "entries")

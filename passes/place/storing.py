@@ -16,7 +16,7 @@ from torch import fx
 from shardc.ir.graph import values_of
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Partial, Placement, Shard
 from shardc.passes.place.one_axis import Axis
-from shardc.rules.strategy import needs_sum_grad
+from shardc.rules.core.strategy import needs_sum_grad
 
 
 def write(axis: Axis) -> None:

@@ -15,7 +15,7 @@ from shardc.ir.conversions import COLLECTIVES, between
 from shardc.ir.metadata import Value
 from shardc.ir.placement import Placement
 from shardc.machine.assumed import byte_seconds, work_seconds
-from shardc.rules.strategy import needs_sum_grad
+from shardc.rules.core.strategy import needs_sum_grad
 
 # Touching memory weighs little, a twelfth of what it takes: it only breaks ties.
 TOUCH = 0.08

@@ -28,7 +28,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import fx
 
@@ -37,9 +36,10 @@ from shardc.ir.graph import copy_graph, source_of
 from shardc.ir.patterns import Selector, enclosing, select_modules
 from shardc.ir.program import Program
 from shardc.ir.stage import Region
-from shardc.ir.units import size
+from shardc.ir.units import plural, size
+from shardc.layer_names import fold
 from shardc.passes.base import Pass
-from shardc.passes.joint.rules import Rules
+from shardc.passes.joint.derivatives import Rules
 from shardc.passes.recompute.region_choice import Alike, Choice, StageGraph
 from shardc.spec import Checkpoint as Entry
 
@@ -77,7 +77,7 @@ class Recompute(Pass):
                     )
                     regions[region.name] = replace(old, kept=kept, dropped=dropped, again=again)
         ordered = tuple(regions[r.name] for r in order)
-        return replace(program, stages=stages, regions=ordered, notes=(*program.notes, *_notes(ordered)))
+        return replace(program, stages=stages, regions=ordered, notes=(*program.notes, *fold(_notes(ordered))))
 
     def _entries(self, program: Program) -> dict[str, tuple[int, Entry]]:
         """Every module that is a region, with its entry of the spec and the entry's number."""
@@ -115,12 +115,8 @@ class Recompute(Pass):
 
 
 def _notes(regions: Sequence[Region]) -> Iterable[str]:
-    """One line for the regions of a spec's line that are alike."""
-    alike: dict[tuple[Any, ...], list[str]] = {}
+    """What each region keeps and computes again."""
     for r in regions:
-        alike.setdefault((r.cause, bool(r.parent), r.kept, r.dropped, r.again), []).append(r.name)
-    for (cause, inner, kept, dropped, again), names in alike.items():
-        which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
-        repeats = f", repeats {again} {'collective' if again == 1 else 'collectives'}" if again else ""
-        when = "while the region around it is in backward" if inner else "until backward"
-        yield f"{which}: keeps {size(kept)} {when}, computes {size(dropped)} again{repeats} ({cause})"
+        repeats = f", repeats {plural(r.again, 'collective')}" if r.again else ""
+        when = "while the region around it is in backward" if r.parent else "until backward"
+        yield f"{r.name}: keeps {size(r.kept)} {when}, computes {size(r.dropped)} again{repeats} ({r.cause})"

@@ -17,7 +17,7 @@ from shardc.ir.conversions import CONVERSIONS
 from shardc.ir.graph import operands_of
 from shardc.ir.metadata import Collective
 from shardc.ir.types import op_name
-from shardc.rules import registry
+from shardc.rules.core import registry
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 

@@ -42,7 +42,7 @@ class Checks(Moments):
     def weights(self, model: Any, given: Weights) -> None:
         changed = user_changes.check_as_compiled(self._program, given.model, built=given.model is not model)
         self._note(changed)
-        user_changes.tell_eval_mode(self._program, self._mesh.note)
+        user_changes.note_eval_mode(self._program, self._mesh.note)
         self.follow_model(model)
 
     def follow_model(self, model: Any) -> None:
@@ -51,12 +51,12 @@ class Checks(Moments):
         observe(self._given)
 
     def _note(self, notes: user_changes.Notes) -> None:
-        user_changes.tell_once(notes, self._noted, self._mesh.note)
+        user_changes.note_once(notes, self._noted, self._mesh.note)
 
     def _look_at_model(self, modules: Iterable[tuple[str, Any]] = ()) -> None:
         """Refuse changes of the compiled model that forward reads, and note those that do not reach the copy."""
         user_changes.check_attributes(self._program, self._noted, self._mesh.note, modules)
-        for note in self._given.tell(self._noted):
+        for note in self._given.notes(self._noted):
             self._mesh.note(note)
 
     def whole(self, x: Any, whole: Tensor) -> None:

@@ -86,11 +86,11 @@ def check(
     ):
         fix = f"pass a function: {name}=lambda {takes}: {makes}"
         if value is not None and not callable(value):
-            what = f"a {type(value).__name__} is no function: each rank makes its own, of its parts of the parameters"
-            errors.add(what, where=name, fix=fix)
+            fault = f"a {type(value).__name__} is no function: each rank makes its own, of its parts of the parameters"
+            errors.add(fault, where=name, fix=fix)
         elif value is not None and (more := _wanted(value)):
-            what = f"{getattr(value, '__name__', 'it')} is called with the {takes} alone, and wants {more} as well"
-            errors.add(what, where=name, fix=fix)
+            fault = f"{getattr(value, '__name__', 'it')} is called with the {takes} alone, and wants {more} as well"
+            errors.add(fault, where=name, fix=fix)
     if not isinstance(norm, bool):
         errors.add(f"{norm!r} is neither True nor False", where="norm", fix="True: compute it, also without clipping")
     for name, value in (("seed", seed), ("check_every", check_every)):
@@ -123,10 +123,10 @@ def check_program(given: Any, call: str) -> None:
     """
     spec = isinstance(given, (Mapping, Path)) or hasattr(given, "shard_use")  # a Spec, which is above this room
     if not isinstance(given, Program) and not spec and not (isinstance(given, str) and not _device(given)):
-        what, fix = f"{given!r} is neither a program nor a spec: this moves to another plan", f"{call}('spec.yaml')"
+        fault, fix = f"{given!r} is neither a program nor a spec: this moves to another plan", f"{call}('spec.yaml')"
         if isinstance(given, (str, torch.device, torch.dtype)):
             fix = _NOT_MOVED
-        raise ShardcError(what, where=call, fix=fix)
+        raise ShardcError(fault, where=call, fix=fix)
 
 
 _NOT_MOVED = "devices are those of the ranks, the dtype is `precision` of the spec: leave it out"
@@ -219,14 +219,14 @@ def _held(name: str) -> str:
 def check_trains(program: Program) -> None:
     """Raises ShardcError where no parameter is trained: a step would do nothing, without a word."""
     if program.forward_only:
-        what, fix = "the program is forward-only: there is no loss to train by", "compile without forward="
-        raise ShardcError(what, where="engine.step", fix=f"{fix}; program.forward(model) runs it (docs/forward.md)")
+        fault, fix = "the program is forward-only: there is no loss to train by", "compile without forward="
+        raise ShardcError(fault, where="engine.step", fix=f"{fix}; program.forward(model) runs it (docs/forward.md)")
     if not any(p.requires_grad for p in program.params):
-        what = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
+        fault = f"no parameter of the model is trained: requires_grad is False for all {len(program.params)}"
         fix = (
             "let some have it before compiling (p.requires_grad_(True)); engine.evaluate, and --steps 0, train nothing"
         )
         frozen = program.spec is not None and program.spec.freeze
         if frozen:
             fix = f"leave some out of the spec's freeze; or {fix}"
-        raise ShardcError(what, where="freeze" if frozen else "the model", fix=fix)
+        raise ShardcError(fault, where="freeze" if frozen else "the model", fix=fix)

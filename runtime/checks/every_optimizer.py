@@ -1,6 +1,6 @@
-"""Who is told before each step of every optimizer of the process: a module is not given its optimizer, as an engine is.
+"""A pre-step hook of every optimizer of the process: a module is not given its optimizer, as an engine is.
 
-One hook of torch's for all, made when there is somebody to tell. It only looks, and tells no one while nobody lives.
+One hook of torch's for all, made with the first observer. It only looks, and does nothing while no observer lives.
 While an optimizer of torch's own steps, parts are the plain tensors that they are (shardc.runtime.checks.tensor_parts):
 it was tried on parts before, and looks up a parameter some 20 times.
 """
@@ -36,18 +36,18 @@ def observe(observer: Observer) -> None:
         if not _hooked:
             _hooked = True
             untraced: Any = torch.compiler.disable
-            tell, told = untraced(_tell), untraced(_end)  # steps that users compile tell, too
+            before, after = untraced(_before), untraced(_after)  # steps that users compile call them, too
             # an engine's step may be done in parts (shardc.torch_private.step_hooks)
-            tell.looks_only = told.looks_only = True
-            register_optimizer_step_pre_hook(tell)
-            register_optimizer_step_post_hook(told)
+            before.looks_only = after.looks_only = True
+            register_optimizer_step_pre_hook(before)
+            register_optimizer_step_post_hook(after)
 
 
 def observers() -> list[Observer]:
     return [x for ref in _observers if (x := ref()) is not None]
 
 
-def _tell(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     found = observers()
     for observer in found:
         observer.stepping(optimizer)
@@ -56,5 +56,5 @@ def _tell(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         tensor_parts.begin_plain()
 
 
-def _end(*_: Any) -> None:
+def _after(*_: Any) -> None:
     tensor_parts.end_plain()

@@ -80,7 +80,7 @@ class GivenModel:
                 takers.add(self)
 
     def changes(self) -> Notes:
-        """What to tell, by the name of what changed first, one of each kind."""
+        """Notes, by the name of what changed first, one of each kind."""
         model: nn.Module | None = self._model() if self._model is not None else None
         if model is None:
             return {}
@@ -128,17 +128,17 @@ class GivenModel:
                 elif not self.handed_out and (held is not p or _version(p) != was.version):
                     found.setdefault(f"its values, {lost}{_WEIGHTS.format(made=self._made)}", []).append(fqn)
         notes: Notes = {}
-        for what, names in found.items():
+        for fault, names in found.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            notes[f"{names[0]}{more}"] = what
+            notes[f"{names[0]}{more}"] = fault
         return notes
 
-    def tell(self, told: set[str]) -> Iterator[str]:
-        """The notes of kinds that are not told yet. told: new ones are added."""
-        for name, what in self.changes().items():
-            if what not in told:
-                told.add(what)
-                yield f"{name}: {what}"
+    def notes(self, noted: set[str]) -> Iterator[str]:
+        """The notes of kinds that are new. noted: new ones are added."""
+        for name, fault in self.changes().items():
+            if fault not in noted:
+                noted.add(fault)
+                yield f"{name}: {fault}"
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, _Module]]:

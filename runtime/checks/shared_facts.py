@@ -126,7 +126,7 @@ class SameRows:
         batch: Any,
         facts: Sequence[Fact],
         alike: Sequence[Fact],
-        tell: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
         """facts: of this rank's part of the batch. alike: what `check` returned, of these and perhaps of others."""
         if self._left <= 0:
@@ -135,7 +135,7 @@ class SameRows:
         same = bool(parts) and all(f in alike for f in parts) and not _constant(program, batch)
         self._left = self._left - 1 if same else 0
         if same and not self._left:
-            tell(
+            note(
                 f"{self.RUNNING} times running all ranks got the same rows: a step is then one of fewer rows. Give each"
                 " rank its own: .local(batch) of a global batch, engine.loader(dataset), or a sampler of your own"
             )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardc.errors import Errors, ShardcError
 from shardc.ir.program import Program
 
-#: What to tell, by the name that it is about.
+#: What to note, by the name that it is about.
 Notes = dict[str, str]
 
 _PASS_IT = (
@@ -53,9 +53,9 @@ def check_as_compiled(program: Program, model: Any, *, built: bool) -> Notes:
                 _add(errors, fqn, trains=now[fqn].requires_grad)
     errors.raise_any()
     if program.eval_mode and model.training and not built:
-        what = "the model was in eval mode when it was compiled, and is in training mode now: a program has no dropout"
+        fault = "the model was in eval mode when it was compiled, and is in training mode now: a program has no dropout"
         fix = "call it before compiling; to train without dropout, call eval() on the model that is given here"
-        raise ShardcError(what, where="model.train()", fix=fix)
+        raise ShardcError(fault, where="model.train()", fix=fix)
     if model.training and not built:
         _check_still(program.still, {name: m.training for name, m in model.named_modules()}, "model")
     found = program.check_attributes(model.named_modules()) if program.check_attributes is not None else {}
@@ -75,29 +75,29 @@ def _other_dtype(program: Program, now: Mapping[str, nn.Parameter]) -> Notes:
     return {}
 
 
-def tell_eval_mode(program: Program, tell: Callable[[str], None]) -> None:
+def note_eval_mode(program: Program, note: Callable[[str], None]) -> None:
     """Say of a program that was compiled in this process, of a model in eval mode, what that means. (Of one that was
     read from a folder, the commands print the notes.)
     """
     if program.eval_mode and program.check_attributes is not None:
-        tell(EVAL_MODE)
+        note(EVAL_MODE)
 
 
 def check_attributes(
-    program: Program, told: set[str], tell: Callable[[str], None], modules: Iterable[tuple[str, nn.Module]] = ()
+    program: Program, noted: set[str], note: Callable[[str], None], modules: Iterable[tuple[str, nn.Module]] = ()
 ) -> None:
     """Raises ShardcError where attributes of the model that was compiled, which forward reads, were changed since.
-    Tells of what forward may read. told: names that were told; new ones are added. modules: others that have them, too.
+    Notes what forward may read. noted: names of earlier notes; new ones are added. modules: others that have them.
     """
     if program.check_attributes is not None:
-        tell_once(program.check_attributes() | program.check_attributes(modules), told, tell)
+        note_once(program.check_attributes() | program.check_attributes(modules), noted, note)
 
 
-def tell_once(notes: Notes, told: set[str], tell: Callable[[str], None]) -> None:
-    for name, note in notes.items():
-        if name not in told:
-            told.add(name)
-            tell(f"{name}: {note}")
+def note_once(notes: Notes, noted: set[str], note: Callable[[str], None]) -> None:
+    for name, text in notes.items():
+        if name not in noted:
+            noted.add(name)
+            note(f"{name}: {text}")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Attributes:
         self._modules = [(weakref.ref(modules[path]), path) for path in self._values]
 
     def check(self, modules: Iterable[tuple[str, nn.Module]] | None = None) -> Notes:
-        """Raises ShardcError for attributes of modules that are others now; what to tell of objects and names. modules:
+        """Raises ShardcError for attributes of modules that are others now; notes on objects and names. modules:
         of another model than was captured, with their paths; what they do not have is not looked at.
         """
         if modules is None:
@@ -243,9 +243,9 @@ class Watched:
                 _add(errors, self._fqns[name], trains=trains)
             # a hook on the sum is called too early, as the sum over ranks comes later; one on a stretch never
             elif hooks[1] > self._hooks[name][1] or (hooks[0] > self._hooks[name][0] and name in self._partial):
-                what = "a hook on this parameter's gradient would not see the gradient of the whole batch and of the"
-                what += " whole parameter, or never run"
-                errors.add(what, where=self._fqns[name], fix="remove it, and change .grad after backward")
+                fault = "a hook on this parameter's gradient would not see the gradient of the whole batch and of the"
+                fault += " whole parameter, or never run"
+                errors.add(fault, where=self._fqns[name], fix="remove it, and change .grad after backward")
         errors.raise_any()
 
     def frozen(self) -> str:
@@ -261,10 +261,10 @@ def _check_still(still: Collection[str], training: Mapping[str, bool], model: st
     errors = Errors()
     for name in woken:
         if not any(name.startswith(f"{outer}.") for outer in woken):
-            what = "this submodule was in eval mode when the model was compiled, and is in training mode now, which"
-            what += f" would change nothing: {model}.train() does that to all of them"
+            fault = "this submodule was in eval mode when the model was compiled, and is in training mode now, which"
+            fault += f" would change nothing: {model}.train() does that to all of them"
             fix = f"call {model}.{name}.eval() after {model}.train(); or, to train it, train() before shardc.compile"
-            errors.add(what, where=name, fix=fix)
+            errors.add(fault, where=name, fix=fix)
     errors.raise_any()
 
 
@@ -279,13 +279,13 @@ def check_submodules(modules: Iterable[tuple[str, nn.Module]], still: Collection
     errors = Errors()
     for name, m in others:
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
-            what = "a hook on this submodule would never run: the program replaces its forward and backward"
-            errors.add(what, where=name, fix="let the loss function return the value: it comes back beside the loss")
+            fault = "a hook on this submodule would never run: the program replaces its forward and backward"
+            errors.add(fault, where=name, fix="let the loss function return the value: it comes back beside the loss")
         elif m.training != root.training and not any(f"{name}.".startswith(f"{outer}.") for outer in still):
-            what = (
+            fault = (
                 f"this submodule is in {_mode(m)} mode and the module in {_mode(root)} mode, which would change nothing"
             )
-            errors.add(what, where=name, fix=f"call eval() on it before shardc.compile; {_AGAIN}")
+            errors.add(fault, where=name, fix=f"call eval() on it before shardc.compile; {_AGAIN}")
     errors.raise_any()
 
 
@@ -334,9 +334,9 @@ def _within(name: str) -> bool:
 
 
 def _add(errors: Errors, fqn: str, *, trains: bool) -> None:
-    what = "was frozen when the model was compiled, and" if trains else "was trained when the model was compiled, and"
+    fault = "was frozen when the model was compiled, and" if trains else "was trained when the model was compiled, and"
     now = "now requires a gradient, which the program does not compute" if trains else "is frozen now"
-    errors.add(f"{what} {now}", where=f"{fqn}.requires_grad", fix=_AGAIN)
+    errors.add(f"{fault} {now}", where=f"{fqn}.requires_grad", fix=_AGAIN)
 
 
 def hooks_of(m: nn.Module) -> int:

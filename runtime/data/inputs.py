@@ -59,8 +59,8 @@ def check_real(by_path: Mapping[Path, Any]) -> None:
     errors = Errors()
     for path, leaf in by_path.items():
         if isinstance(leaf, Tensor) and leaf.is_meta:
-            what = f"{type_name(leaf.dtype, leaf.shape)} is on the device 'meta', so it has no numbers"
-            errors.add(what, where=name_of(path), fix="give a tensor with data; 'meta' is enough for compile only")
+            fault = f"{type_name(leaf.dtype, leaf.shape)} is on the device 'meta', so it has no numbers"
+            errors.add(fault, where=name_of(path), fix="give a tensor with data; 'meta' is enough for compile only")
     errors.raise_any()
 
 
@@ -126,8 +126,8 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     renamed = _renamed(program, by_path)
     if renamed is not None:
         x, path = renamed
-        what = f"the batch has {name_of(path)!r} in its place, {type_name(x.dtype, by_path[path].shape)}"
-        errors.add(what, where=name_of(x.path), fix=f"rename {name_of(path)!r} to {name_of(x.path)!r}")
+        fault = f"the batch has {name_of(path)!r} in its place, {type_name(x.dtype, by_path[path].shape)}"
+        errors.add(fault, where=name_of(x.path), fix=f"rename {name_of(path)!r} to {name_of(x.path)!r}")
         errors.raise_any()
     expected = {x.path for x in program.inputs}
     for path, leaf in by_path.items():
@@ -145,8 +145,8 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     for path, then in program.baked:
         now = by_path.get(path)
         if isinstance(now, str) and isinstance(then, str) and now != then and len(path) == 1:  # no list of texts
-            what = f"the batch gives {now!r}, but the program was compiled with {then!r} in its place"
-            errors.add(what, where=name_of(path), fix="compile again with a batch that has this value")
+            fault = f"the batch gives {now!r}, but the program was compiled with {then!r} in its place"
+            errors.add(fault, where=name_of(path), fix="compile again with a batch that has this value")
         elif isinstance(now, (bool, int, float)) and now != then and then == then:
             errors.add(
                 f"the batch gives the number {now}, but the program was compiled with {then} in its place",
@@ -156,9 +156,9 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
     parts = {}
     for x in program.inputs:
         if wanted_local and (x.layout.paddings() or (x.microbatch is not None and x.microbatch.padding)):
-            what = f"its size {list(x.shape)} does not divide over the ranks, so no rank's part says what the whole is"
+            fault = f"its size {list(x.shape)} does not divide over the ranks, so no rank's part says what the whole is"
             errors.add(
-                what, where=name_of(x.path), fix="pass the whole batch, without local=True, or make the size divide"
+                fault, where=name_of(x.path), fix="pass the whole batch, without local=True, or make the size divide"
             )
             continue
         part = x.layout.local_shape(x.shape, program.mesh)
@@ -248,12 +248,12 @@ def part_of(program: Program, rank: int) -> tuple[int, int]:
         index = int(mine[0]) // max(len(mine), 1)
         whole = len(mine) * parts == x.shape[d]
         if x.layout.paddings() or not whole or mine.tolist() != list(range(index * len(mine), (index + 1) * len(mine))):
-            what = f"its {x.shape[d]} rows are not cut into equal parts in order"
-            raise ShardcError(what, where=name_of(x.path), fix="read global batches: each rank cuts its own part")
+            fault = f"its {x.shape[d]} rows are not cut into equal parts in order"
+            raise ShardcError(fault, where=name_of(x.path), fix="read global batches: each rank cuts its own part")
         found.add((index, parts))
     if len(found) > 1:
-        what = f"inputs are cut into {' and '.join(str(parts) for _, parts in sorted(found))} parts"
-        raise ShardcError(what, where="batch", fix="read global batches: each rank cuts its own part")
+        fault = f"inputs are cut into {' and '.join(str(parts) for _, parts in sorted(found))} parts"
+        raise ShardcError(fault, where="batch", fix="read global batches: each rank cuts its own part")
     return found.pop() if found else (0, 1)
 
 
@@ -373,8 +373,8 @@ def from_call(
         return next(iter((*args, *kwargs.values())), None)
     if any(isinstance(h, str) for h in heads):
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping) and heads <= set(args[0]):
-            what = "the batch came as one argument, and was compiled as keyword arguments"
-            raise ShardcError(what, where="module(batch)", fix="spread it out: module(**batch)")
+            fault = "the batch came as one argument, and was compiled as keyword arguments"
+            raise ShardcError(fault, where="module(batch)", fix="spread it out: module(**batch)")
         return {**dict(zip(names, args, strict=False)), **kwargs}
     return {**dict(enumerate(args)), **{(names.index(k) if k in names else k): v for k, v in kwargs.items()}}
 
@@ -407,6 +407,6 @@ def check_keywords(program: Program, named: Any, takes: Mapping[str, inspect.Par
     for name, now in named.items():
         plain = isinstance(now, (bool, int, float, str))
         if plain and name not in known and not _default(now, defaults.get(name, rest)):
-            what = f"the program was compiled without this argument, {now!r}"
-            errors.add(what, where=str(name), fix="leave it out, or compile again with a batch that has it")
+            fault = f"the program was compiled without this argument, {now!r}"
+            errors.add(fault, where=str(name), fix="leave it out, or compile again with a batch that has it")
     errors.raise_any()

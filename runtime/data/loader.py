@@ -111,8 +111,8 @@ class Loader:
             yield Rest(part) if rest else self._cut(part)
         if stream:
             if not nonempty:
-                what = f"the dataset ends before it gives one global batch of {self.batch_size} samples"
-                raise ShardcError(what, where=self.where, fix="give it more samples, or compile for a smaller batch")
+                fault = f"the dataset ends before it gives one global batch of {self.batch_size} samples"
+                raise ShardcError(fault, where=self.where, fix="give it more samples, or compile for a smaller batch")
             self.order.next_epoch()
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,12 +190,12 @@ class Loader:
         errors = Errors()
         for x in self.program.inputs:
             if x.layout.paddings():
-                what = (
+                fault = (
                     f"its size {list(x.shape)} does not divide over the ranks, so the last ones' parts would be"
                     " filled up"
                 )
                 fix = "compile for a batch that divides, or give engine.step whole batches of a DataLoader of your own"
-                errors.add(what, where=name_of(x.path), fix=fix)
+                errors.add(fault, where=name_of(x.path), fix=fix)
         errors.raise_any()
         sizes = {name_of(x.path): x.shape[d] for x in self.program.inputs if (d := self._dims[x.name]) is not None}
         if not sizes:
@@ -269,8 +269,8 @@ class Loader:
         if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
             return False
         if not hasattr(data, "__iter__"):
-            what = f"a {type(data).__name__} is not a dataset: it has neither __getitem__ and __len__, nor __iter__"
-            raise ShardcError(what, where=self.where, fix="pass a torch.utils.data.Dataset or IterableDataset")
+            fault = f"a {type(data).__name__} is not a dataset: it has neither __getitem__ and __len__, nor __iter__"
+            raise ShardcError(fault, where=self.where, fix="pass a torch.utils.data.Dataset or IterableDataset")
         if isinstance(data, Iterator):
             fix = "pass an object whose __iter__ begins anew, such as a torch.utils.data.IterableDataset"
             raise ShardcError(f"a {type(data).__name__} can be read once only", where=self.where, fix=fix)
@@ -285,19 +285,19 @@ class Loader:
             fix = "leave shuffle out, and shuffle in the dataset"
             errors.add("an iterable dataset comes in its own order", where=self.where, fix=fix)
         if size is None and num_workers > 1:
-            what = f"{num_workers} workers would each read the iterable dataset from its beginning"
-            errors.add(what, where=self.where, fix="use num_workers=1, or a dataset with __getitem__ and __len__")
+            fault = f"{num_workers} workers would each read the iterable dataset from its beginning"
+            errors.add(fault, where=self.where, fix="use num_workers=1, or a dataset with __getitem__ and __len__")
         if size is not None and size < self.batch_size:
-            what = f"the dataset has {size} samples, fewer than one global batch of {self.batch_size}"
-            errors.add(what, where=self.where, fix="give it more samples, or compile for a smaller batch")
+            fault = f"the dataset has {size} samples, fewer than one global batch of {self.batch_size}"
+            errors.add(fault, where=self.where, fix="give it more samples, or compile for a smaller batch")
         elif not drop_last and (size is None or (size % self.batch_size and self.program.resize is None)):
             rest = f"{size % self.batch_size} samples" if size is not None else "what is left over"
-            what = (
+            fault = (
                 f"the last batch of an epoch would be {rest} and not {self.batch_size}, for which the program was"
                 " compiled"
             )
             errors.add(
-                what, where=self.where, fix="leave drop_last out: another epoch's order leaves other samples over"
+                fault, where=self.where, fix="leave drop_last out: another epoch's order leaves other samples over"
             )
         errors.raise_any()
 

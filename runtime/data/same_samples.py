@@ -41,9 +41,9 @@ def check(mesh: Any, loader: Loader) -> None:
         return
     indices = sorted({0, size // 2, size - 1})
     first = _digests(loader, indices)
-    what = f"the content of the dataset (its samples {', '.join(map(str, indices))})"
+    fault = f"the content of the dataset (its samples {', '.join(map(str, indices))})"
     try:
-        agreement.check(mesh, [Fact(what, hashed(first), where=loader.where, fix=FIX)], "reading samples")
+        agreement.check(mesh, [Fact(fault, hashed(first), where=loader.where, fix=FIX)], "reading samples")
     except DisagreementError:
         changes = None in first or _digests(loader, indices) != first
         if not agreement.failures(mesh, "other values each time" if changes else None)[0]:

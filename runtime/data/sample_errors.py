@@ -24,8 +24,8 @@ def named(doing: str) -> Iterator[None]:
     try:
         yield
     except StopIteration as e:  # would end the epoch without a word
-        what = f"{doing} raises StopIteration, which would end the epoch as if it were its last sample"
-        raise ShardcError(what, where="engine.loader", fix="give `next` a default there, or catch it") from e
+        fault = f"{doing} raises StopIteration, which would end the epoch as if it were its last sample"
+        raise ShardcError(fault, where="engine.loader", fix="give `next` a default there, or catch it") from e
     except Exception as e:
         add_note(e, f"in {doing}")
         raise

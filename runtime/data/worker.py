@@ -167,20 +167,20 @@ def _collated(collate: Callable[[list[Any]], Any], samples: list[Any], numbers: 
     except Exception as e:
         none = [n for n, x in zip(numbers, samples, strict=True) if x is None]
         if none:
-            what = f"sample {none[0]} is None" + (
+            fault = f"sample {none[0]} is None" + (
                 f" ({len(none)} of the {len(samples)} of a batch are)" if none[1:] else ""
             )
             fix = "return a sample for every number, leave it out of the dataset, or drop it in a collate function"
-            raise ShardcError(what, where="engine.loader", fix=fix) from e
+            raise ShardcError(fault, where="engine.loader", fix=fix) from e
         if collate is not default_collate:
             add_note(e, f"in the collate function, of samples {_listed(numbers)}")
             raise
         if "equal size" not in str(e):
-            what = (
+            fault = (
                 f"torch makes no batch of samples {numbers[0]}, ...: {type(e).__name__}: {str(e).partition(chr(10))[0]}"
             )
             fix = "let each sample have the same keys, and tensors, arrays or numbers under them; or pass collate_fn"
-            raise ShardcError(what, where="engine.loader", fix=f"{fix} (in a model file, collate(samples))") from e
+            raise ShardcError(fault, where="engine.loader", fix=f"{fix} (in a model file, collate(samples))") from e
         raise ShardcError(
             f"the samples of a batch have several sizes, and nothing pads them ({e})",
             where="engine.loader",

@@ -92,13 +92,13 @@ class _Call:
 
 class Generator:
     """What generates with the weights of one engine. stored: gives the parameters and buffers that a forward takes, of
-    now; tell: says a line on the first rank.
+    now; note: prints a line on the first rank.
     """
 
     def __init__(
-        self, program: Program, mesh: Any, stored: Callable[[], dict[str, Any]], tell: Callable[[str], None]
+        self, program: Program, mesh: Any, stored: Callable[[], dict[str, Any]], note: Callable[[str], None]
     ) -> None:
-        self.program, self.mesh, self.stored, self.tell = program, mesh, stored, tell
+        self.program, self.mesh, self.stored, self.note = program, mesh, stored, note
         #: Both programs; None of a model that keeps no cache; and the programs of whole sequences.
         self._steps: dict[Sizes, tuple[_Runs, _Runs] | None] = {}
         self._wholes: dict[Sizes, _Runs] = {}
@@ -124,12 +124,12 @@ class Generator:
     def _call(self, prompts: Prompts, options: Options, begins: Begins) -> _Call:
         spec = self.program.spec
         if spec is not None and (products := spec.precision.products) is not None and not products.by_rows:
-            what = (
+            fault = (
                 f"products: {products.recipe} has one scale for all tokens that are computed at once: what a prompt"
                 " gives would hang on the others beside it, and on how many of its tokens a cache holds"
             )
             fix = "compile with fp8-rowwise or mxfp8 to generate"
-            raise ShardcError(what, where=spec.where(("precision", "products")), fix=fix)
+            raise ShardcError(fault, where=spec.where(("precision", "products")), fix=fix)
         ranks = spec.data_ranks if spec is not None else 1
         rows = -(-len(prompts.ids) // ranks) * ranks
         encoder: dict[str, Tensor] = {}
@@ -138,8 +138,8 @@ class Generator:
             prompt = prompts.longest
         elif prompts.inputs or prompts.decoder:
             names = ", ".join(name for name, _ in prompts.inputs) or "decoder_input_ids"
-            what = f"{self.program.meta.get('model')} has no encoder, which {names} would be for"
-            raise ShardcError(what, where="generate", fix="give lists of token ids")
+            fault = f"{self.program.meta.get('model')} has no encoder, which {names} would be for"
+            raise ShardcError(fault, where="generate", fix="give lists of token ids")
         else:
             prompt = -(-prompts.longest // PROMPTS) * PROMPTS
         length = -(-(prompt + options.tokens) // CACHES) * CACHES
@@ -150,7 +150,7 @@ class Generator:
     def _told(self, what: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.tell(f"compiled for {what}, in {time.perf_counter() - start:.1f} s")
+        self.note(f"compiled for {what}, in {time.perf_counter() - start:.1f} s")
 
     def _compiled(self, call: _Call) -> tuple[_Runs, _Runs] | None:
         why = ""
@@ -163,7 +163,7 @@ class Generator:
                 if self._agree(longer, first, following, call):
                     return first, following
             why = why or made.why or f"with a cache {self.program.meta.get('model')} gives other logits than without"
-        self.tell(f"{why}: each token takes a forward of the whole sequence")
+        self.note(f"{why}: each token takes a forward of the whole sequence")
         return None
 
     def _runs(self, program: Program) -> _Runs:
@@ -172,8 +172,8 @@ class Generator:
     def _made(self, make: Callable[[Resize], T]) -> T:
         """What compiling gives, the same on all ranks. Raises ShardcError, on all, where one of them cannot."""
         if self.program.resize is None:
-            what = "generating runs programs of its own, and one that was loaded has no model to compile"
-            raise ShardcError(what, where="generate", fix="compile in this process (shardc.compile)")
+            fault = "generating runs programs of its own, and one that was loaded has no model to compile"
+            raise ShardcError(fault, where="generate", fix="compile in this process (shardc.compile)")
         self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
         made, error = None, None
         try:
@@ -268,8 +268,8 @@ class Generator:
         _, other = runs.interpreter.forward(self._taken(runs, batch))
         differs = LOGITS in made and not torch.allclose(made[LOGITS], other[LOGITS], rtol=1e-2, atol=1e-3)
         if self.mesh.sum_on_host([differs])[0]:
-            what = "logits depend on the tokens behind them: the model is not causal, and cannot generate"
-            raise ShardcError(what, where="generate", fix="give its attention a causal mask")
+            fault = "logits depend on the tokens behind them: the model is not causal, and cannot generate"
+            raise ShardcError(fault, where="generate", fix="give its attention a causal mask")
 
     def _taken(self, runs: _Runs, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What the stages of a program take here, but for what is written to."""

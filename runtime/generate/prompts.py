@@ -43,8 +43,8 @@ class Options:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             errors.add(f"{self.top_p!r} is no probability", where="top_p", fix="a number above 0, at most 1")
         if not self.temperature and (self.top_k or self.top_p):
-            what = "nothing is drawn at temperature 0: the most likely token is taken"
-            errors.add(what, where="top_k, top_p", fix="give a temperature, such as 1.0, or leave them out")
+            fault = "nothing is drawn at temperature 0: the most likely token is taken"
+            errors.add(fault, where="top_k, top_p", fix="give a temperature, such as 1.0, or leave them out")
         errors.raise_any()
 
 
@@ -100,11 +100,11 @@ class Prompts:
         if not begun and start is not None:
             begun = ((start,),) * len(self.ids)
         if not begun:
-            what = "the model's configuration has no decoder_start_token_id"
-            raise ShardcError(what, where="generate", fix='give "decoder_input_ids": one list of ids a row')
+            fault = "the model's configuration has no decoder_start_token_id"
+            raise ShardcError(fault, where="generate", fix='give "decoder_input_ids": one list of ids a row')
         if len(begun) != len(self.ids) or len({len(row) for row in begun}) > 1 or not all(begun):
-            what = f"decoder_input_ids of {len(begun)} rows and {sorted({len(row) for row in begun})} tokens"
-            raise ShardcError(what, where="generate", fix="give as many to each row, in calls of their own if need be")
+            fault = f"decoder_input_ids of {len(begun)} rows and {sorted({len(row) for row in begun})} tokens"
+            raise ShardcError(fault, where="generate", fix="give as many to each row, in calls of their own if need be")
         return Prompts(begun)
 
     def for_encoder(self, rows: int, multiple: int) -> dict[str, Tensor]:
@@ -143,6 +143,6 @@ def _row(x: Any) -> tuple[int, ...]:
         x = x.tolist()
     ids = tuple(x) if isinstance(x, Iterable) else ()
     if isinstance(x, str) or not isinstance(x, Iterable) or not all(isinstance(t, int) for t in ids):
-        what = f"a prompt is a {type(x).__name__}, not a list of token ids"
-        raise ShardcError(what, where="generate", fix="give the ids of each prompt: tokenizer(texts)")
+        fault = f"a prompt is a {type(x).__name__}, not a list of token ids"
+        raise ShardcError(fault, where="generate", fix="give the ids of each prompt: tokenizer(texts)")
     return ids

@@ -230,12 +230,12 @@ def said(mesh: Any, text: str, rank: int = 0) -> str:
     return "".join(chr(c) for c in codes if c)
 
 
-def told(mesh: Any, text: str) -> list[str]:
+def texts(mesh: Any, text: str) -> list[str]:
     """What each rank says, on all ranks, at any length. What several say is sent once. Collective."""
     data, world = text.encode(), mesh.layout.world
     mine = int.from_bytes(hashlib.sha256(data).digest()[:7], "big"), len(data)
-    told = mesh.sum_on_host([n if r == mesh.rank else 0 for n in mine for r in range(world)])
-    kinds = list(zip(told[:world], told[world:], strict=True))
+    said = mesh.sum_on_host([n if r == mesh.rank else 0 for n in mine for r in range(world)])
+    kinds = list(zip(said[:world], said[world:], strict=True))
     first: dict[tuple[int, int], int] = {}
     for r, kind in enumerate(kinds):
         first.setdefault(kind, r)

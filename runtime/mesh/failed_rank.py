@@ -55,18 +55,18 @@ class Failures:
         found = sorted(self.cause(doing).items())
         if found:
             rank, said = found[0]
-            what = f"{self._layout.named(rank)} {said}"
+            fault = f"{self._layout.named(rank)} {said}"
         elif _says(error, _LATE):
-            what = f"another rank did not come within the time limit to {activity.collective}, {activity}"
+            fault = f"another rank did not come within the time limit to {activity.collective}, {activity}"
         else:
-            what = f"the connection to another rank broke in {doing}: its process was killed, or hangs"
+            fault = f"the connection to another rank broke in {doing}: its process was killed, or hangs"
         fix = "see the error of that rank; go on from the last checkpoint"
-        if "ended without a word" in what:  # as of `if rank == 0: module.full_state_dict()`
+        if "ended without a word" in fault:  # as of `if rank == 0: module.full_state_dict()`
             fix = (
                 "see the error of that rank, and go on from the last checkpoint; if it has none, call this on every"
                 " rank, not only on some: steps, saving and full_state_dict are what all ranks do together"
             )
-        return RankFailedError(what, where=doing, fix=fix)
+        return RankFailedError(fault, where=doing, fix=fix)
 
     def cause(self, doing: str) -> dict[int, str]:
         """{rank: what it did}, of the failure that cut this rank off; empty if that was on another machine, and without

@@ -32,7 +32,7 @@ from shardc.runtime.launch import LOOPBACK
 from shardc.runtime.mesh.activity import Activity
 from shardc.runtime.mesh.inherited import not_inherited
 from shardc.runtime.mesh.processes import Processes
-from shardc.runtime.mesh.watch import NAMED, Watch, World, told
+from shardc.runtime.mesh.watch import NAMED, Watch, World, print_line
 
 
 @dataclass
@@ -141,16 +141,16 @@ def _new_store(timeout: timedelta) -> tuple[Any, int, int]:
             here.bind((LOOPBACK, port))
             here.listen(world)
             options["master_listen_fd"] = here.detach()
-    with _told_if_nobody_is_there(rank, f"{address}:{port}"):
+    with _say_if_nobody_is_there(rank, f"{address}:{port}"):
         return dist.TCPStore(address, port, world, rank == 0, timeout, **options), rank, world  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def _told_if_nobody_is_there(rank: int, address: str) -> Iterator[None]:
+def _say_if_nobody_is_there(rank: int, address: str) -> Iterator[None]:
     """One rank says it for all, as they have no place yet to agree in."""
     where = f"to {address}, where ranks meet, for {NAMED:.0f} s"
     said = f"rank 0 has not come {where}: it is stopped, starts slowly, or its machine is gone"
-    late = threading.Timer(NAMED, told, [said])
+    late = threading.Timer(NAMED, print_line, [said])
     late.daemon = True
     if rank == 1:
         late.start()

@@ -8,7 +8,7 @@ answered, or is not waiting:
     rank 1   step 5 ── all_reduce ......... answers: waits
     rank 2   step 5 ── model.py:22 ........ answers: model.py:22, in forward      (or nothing, if it is stopped)
 
-A rank that is slow, or has not come yet, is told of, and waited for, until torch.distributed's time limit. One that is
+A rank that is slow, or has not come yet, is named, and waited for, until torch.distributed's time limit. One that is
 stopped on the same machine is ended, and one that has ended there ends the others. One that came and does not even
 answer is stopped elsewhere, or its machine is gone: the others end after a while, as NCCL's watchdog would end them,
 only that they say whom they waited for. Nothing is sent while all goes well, but for a look into the store every few
@@ -51,14 +51,14 @@ _PLURAL = {"does": "do", "has": "have", "was": "were"}
 @dataclass
 class _Question:
     """That this rank was the first to ask. number: of the question; asked: when; count: of its activity then; since:
-    when it began to wait; told: somebody did not answer; absent: when somebody had not come yet.
+    when it began to wait; said: that somebody did not answer; absent: when somebody had not come yet.
     """
 
     number: int
     asked: float
     count: int
     since: float
-    told: bool = False
+    said: bool = False
     absent: float = 0.0
 
 
@@ -72,7 +72,7 @@ class World:
         return _ranks(dict.fromkeys(ranks))
 
 
-def told(text: str) -> None:
+def print_line(text: str) -> None:
     """On this process's standard error."""
     print(text, file=sys.stderr, flush=True)
 
@@ -81,7 +81,7 @@ class Watch:
     """The thread of one rank. layout: the mesh, or how many ranks it will have. activity: what the rank is doing.
     store: torch.distributed's; a connection of its own is made. processes: of the ranks, of which those that are
     stopped are ended. named: seconds until the rank that the others wait for is named. met: all ranks are there;
-    before, one that is slow, such as the one that compiles for all, is told of later. tell: what to do with a message.
+    before, one that is slow, such as the one that compiles for all, is named later. say: what to do with a message.
     .record: called when some rank asks, for what this one has to keep of it.
 
     Half of `named` passes until a rank asks, a fifth until all have seen it, a fifth until they have answered.
@@ -97,10 +97,10 @@ class Watch:
         *,
         named: float = NAMED,
         met: bool = True,
-        tell: Callable[[str], None] = told,
+        say: Callable[[str], None] = print_line,
     ) -> None:
         self._layout, self._rank, self._activity, self._store = layout, rank, activity, store.clone()
-        self._processes, self._met, self.tell = processes, met, tell
+        self._processes, self._met, self.say = processes, met, say
         self._hurry(named)
         self._stop = threading.Event()
         self.record: Callable[[], object] | None = None
@@ -139,7 +139,7 @@ class Watch:
             if self._activity.count != count or not activity.waits():
                 count, since, patience = self._activity.count, now, self._named / 2
             elif now - since >= patience:
-                patience *= 4  # what is slow is told of now and then
+                patience *= 4  # what is slow is named now and then
                 if not self._store.check([_SILENT]):
                     self._ask(now, since)
                     looked = 0.0
@@ -184,14 +184,14 @@ class Watch:
         answers, seconds = self._answers(question.number), now - question.since
         if len(answers) == self._layout.world:
             self._question = None
-            if question.told:
-                self.tell("all ranks answer now")
+            if question.said:
+                self.say("all ranks answer now")
                 self._store.delete_key(_SILENT)
             # else it waits no longer: all were slow, on a busy machine; or one compiles for all
             elif self._activity.count == question.count and (
                 self._met or question.asked - question.since > self._named
             ):
-                self.tell(verdict(self._layout, answers, seconds))
+                self.say(verdict(self._layout, answers, seconds))
             return
         silent = self._silent(answers)
         if ABSENT in silent.values():
@@ -204,16 +204,16 @@ class Watch:
                 self._processes.end(rank)
             self._question = None
             if self._met:
-                self.tell(f"{text}; ended now")  # the others learn from their connections that it is gone
+                self.say(f"{text}; ended now")  # the others learn from their connections that it is gone
             else:
                 self._over(text)
         elif why.startswith(KILLED) or (why == SILENT and now - max(question.since, question.absent) >= self._ended):
             self._over(text)
-        elif not question.told:
-            question.told = True
+        elif not question.said:
+            question.said = True
             self._store.set(_SILENT, "")
             ends = f"; unless it answers, the run ends in {self._ended - seconds:.0f} s"
-            self.tell(text + (ends if why == SILENT else ""))
+            self.say(text + (ends if why == SILENT else ""))
 
     def _silent(self, answers: Collection[int]) -> dict[int, str]:
         """{rank: why it does not answer}, as far as that is known."""
@@ -237,7 +237,7 @@ class Watch:
     def _end(self, text: str) -> None:
         """The main thread waits in native code for a rank that is gone, and cannot be woken."""
         if self._question is not None or activity.waits():
-            told(f"{text}; this rank has ended")
+            print_line(f"{text}; this rank has ended")
             if self._rank == 0:
                 time.sleep(2 * self._look)  # the store may be its own, and the others have not read it yet
             os._exit(GAVE_UP)
@@ -267,10 +267,10 @@ def verdict(
         each = [f"{answers[r]['place']}{_comma(answers[r]['doing'])}" for r in busy[:_SHOWN]]
         at, many = "; ".join(dict.fromkeys(each)), len(busy) > 1
         keep, are, have = ("keep", "they are", "have") if many else ("keeps", "it is", "has")
-        what = f"{keep} the others waiting for {seconds:.0f} s: {are} at {at}"
+        said = f"{keep} the others waiting for {seconds:.0f} s: {are} at {at}"
         if not waiting:
-            what = f"{have} been busy for {seconds:.0f} s, at {at}"
-        return f"{layout.named(*busy)} {what}" + (f"; {where}" if where else "")
+            said = f"{have} been busy for {seconds:.0f} s, at {at}"
+        return f"{layout.named(*busy)} {said}" + (f"; {where}" if where else "")
     each = [f"rank {r} {doing}" for r, doing in list(waiting.items())[:_SHOWN]]
     return f"all ranks wait for each other for {seconds:.0f} s: {'; '.join(each)}"
 

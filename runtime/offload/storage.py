@@ -125,8 +125,8 @@ class Files:
             _sweep(self.folder)
             self._fd, path = _create(self.folder, rank)
         except OSError as e:
-            what = f"cannot write to the directory {self.folder}: {e.strerror}"
-            raise ShardcError(what, where=where, fix="name a directory that every rank may write to, or cpu") from e
+            fault = f"cannot write to the directory {self.folder}: {e.strerror}"
+            raise ShardcError(fault, where=where, fix="name a directory that every rank may write to, or cpu") from e
         self._size = 0
         self._chunk: _Chunk | None = None
         self.close = weakref.finalize(self, _remove, self._fd, path, os.getpid())
@@ -145,12 +145,12 @@ class Files:
                 os.posix_fallocate(self._fd, chunk.start + offset, room)
         except OSError as e:
             free = os.statvfs(self.folder)
-            what = (
+            fault = (
                 f"{self.folder} has no room for {nbytes:,} bytes more ({free.f_bavail * free.f_frsize:,} are free):"
                 f" {e.strerror}"
             )
             raise ShardcError(
-                what, where=self._where, fix="name a directory on a larger disk, or split over more ranks"
+                fault, where=self._where, fix="name a directory on a larger disk, or split over more ranks"
             ) from e
         chunk.used += room
         return _Mapped(chunk, offset, nbytes, room)

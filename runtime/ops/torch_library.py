@@ -53,6 +53,6 @@ torch.library.register_autograd("shardc::with_gradient_of", lambda ctx, grad: (N
 
 def with_gradient_of(value: Tensor, path: Tensor) -> Tensor:
     """The value of one tensor with the gradient of another, of the same shape and dtype: what a custom backward becomes
-    (shardc/capture/autograd_function.py). The value itself gets no gradient; nothing is copied or computed."""
+    (shardc/capture/rewrite/autograd_function.py). The value itself gets no gradient; nothing is copied or computed."""
     result: Tensor = torch.ops.shardc.with_gradient_of.default(value, path)
     return result

@@ -77,9 +77,9 @@ def move_weights(old: End, other: Any) -> Reshard:
     """Into another end, or what has one (`.weights_end`). Collective. Raises ShardcError for anything else."""
     new: End | None = getattr(other, "weights_end", None)
     if new is None:
-        what = f"a {type(other).__name__} holds no weights of a program"
+        fault = f"a {type(other).__name__} holds no weights of a program"
         fix = "give it an engine, or what program.forward or program.module returns"
-        raise ShardcError(what, where="weights_to", fix=fix)
+        raise ShardcError(fault, where="weights_to", fix=fix)
     with old.mesh.together("moving weights"), old.sending(), new.receiving():
         if old.checks:
             agreement.check(old.mesh, [], "moving weights")

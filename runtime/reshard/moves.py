@@ -60,8 +60,8 @@ class Wanted:
         have, need, beside = self.places
         found = routes(have, need, world, rank, beside=beside, turn=turn)
         if found.lacking:
-            what = f"{found.lacking} of its elements, which rank {rank} needs, are on no rank"
-            raise ShardcError(what, where=self.name, fix="report this: it is a mistake in shardc")
+            fault = f"{found.lacking} of its elements, which rank {rank} needs, are on no rank"
+            raise ShardcError(fault, where=self.name, fix="report this: it is a mistake in shardc")
         return found
 
 

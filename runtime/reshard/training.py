@@ -37,7 +37,7 @@ def told(
         stored = names.get(_parameter(key), "")
         like = stored if stored and part.local.shape == params[stored].shape else ""
         tensors[key] = [str(part.local.dtype).removeprefix("torch."), part.shape, like]
-    texts = agreement.told(mesh, json.dumps({**facts, "tensors": tensors}, default=plain))
+    texts = agreement.texts(mesh, json.dumps({**facts, "tensors": tensors}, default=plain))
     read = {text: json.loads(text) for text in texts}
     return [read[text] for text in texts]
 

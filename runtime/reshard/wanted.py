@@ -68,9 +68,9 @@ def check(old: Plan, new: Plan, *, all_buffers: bool) -> None:
     """Raises ShardcError for programs of other numbers of ranks, or of different models. all_buffers: of `weights`."""
     before, after = old.program.mesh, new.program.mesh
     if before.world != after.world:
-        what = f"the mesh {before} has {before.world} ranks, and {after} has {after.world}"
+        fault = f"the mesh {before} has {before.world} ranks, and {after} has {after.world}"
         fix = "give both as many ranks; to go on with other ranks, save, and load there"
-        raise ShardcError(what, where="mesh", fix=fix)
+        raise ShardcError(fault, where="mesh", fix=fix)
     errors = Errors()
     have, want = (_shapes(plan, all_buffers) for plan in (old, new))
     check_names(errors, want, have, want, "the engine whose weights are to move")

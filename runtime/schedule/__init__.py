@@ -143,16 +143,16 @@ def make(
     if name not in SCHEDULES:
         raise ShardcError(f"unknown schedule {name!r}", where=where, fix=f"one of {', '.join(SCHEDULES)}")
     if min(stages, ranks, microbatches) < 1 or stages % ranks:
-        what = f"{stages} stages on {ranks} ranks with {microbatches} microbatches"
+        fault = f"{stages} stages on {ranks} ranks with {microbatches} microbatches"
         raise ShardcError(
-            what, where=where, fix="give every rank as many stages as the others, and at least one microbatch"
+            fault, where=where, fix="give every rank as many stages as the others, and at least one microbatch"
         )
     maker = SCHEDULES[name]
     if maker.only and stages // ranks not in maker.per_rank:
         numbers = " or ".join(map(str, maker.per_rank))
-        what = f"{name} has {numbers} stages on each rank, not {stages // ranks}"
+        fault = f"{name} has {numbers} stages on each rank, not {stages // ranks}"
         fix = f"write `stages: {maker.per_rank[0] * ranks}`, or another schedule"
-        raise ShardcError(what, where=where, fix=fix)
+        raise ShardcError(fault, where=where, fix=fix)
     order = maker.order(stages, ranks, microbatches)
     linked = links(edges, stages)
     return fill(Schedule.of(name, [_whole(each, linked) for each in order]), linked)

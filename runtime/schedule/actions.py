@@ -121,8 +121,8 @@ def links(edges: Edges | None, stages: int) -> tuple[Link, ...]:
     linked = {Link(*e) if isinstance(e, tuple) else Link(e.source, e.target, e.gradient) for e in pairs}
     for e in linked:
         if not 0 <= e.source < e.target < stages:
-            what = f"an edge from stage {e.source} to stage {e.target} of {stages}"
-            raise ShardcError(what, where="edges", fix="an edge goes from a stage to a later one")
+            fault = f"an edge from stage {e.source} to stage {e.target} of {stages}"
+            raise ShardcError(fault, where="edges", fix="an edge goes from a stage to a later one")
     return tuple(sorted(linked))
 
 

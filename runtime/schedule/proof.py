@@ -72,8 +72,8 @@ class _Prover:
     def raise_any(self) -> None:
         errors = Errors()
         for each in self.found.values():
-            for where, what, fix in each[:SHOWN]:
-                errors.add(what, where=where, fix=fix)
+            for where, fault, fix in each[:SHOWN]:
+                errors.add(fault, where=where, fix=fix)
             if len(each) > SHOWN:
                 errors.add(f"and {len(each) - SHOWN} more of this kind", where=self.schedule.name)
         errors.raise_any()
@@ -131,8 +131,8 @@ class _Prover:
         source, target = (a.stage, a.peer) if a.kind in SENDS else (a.peer, a.stage)
         link = between.get((source, target) if forward else (target, source))
         if link is None or not (forward or (link.gradient and self.training)):
-            what = f"{a}: stage {source} sends no {'values' if forward else 'gradients'} to stage {target}"
-            self.add("link", self.place(a), what, "take it out")
+            fault = f"{a}: stage {source} sends no {'values' if forward else 'gradients'} to stage {target}"
+            self.add("link", self.place(a), fault, "take it out")
 
     def what_is_missing(self) -> None:
         s = self.schedule
@@ -241,9 +241,9 @@ class _Prover:
         for pair, each in sent.items():
             for a, b in zip(each, received[pair], strict=True):
                 if a != b:
-                    what = f"rank {pair[0]} sends {a} where rank {pair[1]} receives {b.other_end()}"
+                    fault = f"rank {pair[0]} sends {a} where rank {pair[1]} receives {b.other_end()}"
                     self.add(
-                        "pairs", self.place(b.other_end()), what, f"receive in the order of rank {pair[0]}'s sends"
+                        "pairs", self.place(b.other_end()), fault, f"receive in the order of rank {pair[0]}'s sends"
                     )
                     break
 
@@ -308,6 +308,6 @@ class _Prover:
         circle = path[path.index(rank) :]
         waits = [f"rank {r} at {stuck[r]} waits for {awaited(stuck[r])}" for r in circle]
         first = stuck[circle[0]]
-        what = f"a deadlock: {'; '.join(waits)}"
+        fault = f"a deadlock: {'; '.join(waits)}"
         fix = f"run {awaited(first)} before {stuck[self.at[awaited(first)][0]]}, or {first} later"
-        self.add("deadlock", self.place(first), what, fix)
+        self.add("deadlock", self.place(first), fault, fix)

@@ -50,9 +50,9 @@ def skips(
     if action == "skip":
         return True
     where = first_not_finite(interpreter, values)
-    what = f"the loss of step {step} is {float(loss)}"
-    what += f"; {where} is the first result that is not finite" if where else ""
-    raise NotFiniteError(what, where=f"step {step}", fix=_fix(interpreter.program))
+    fault = f"the loss of step {step} is {float(loss)}"
+    fault += f"; {where} is the first result that is not finite" if where else ""
+    raise NotFiniteError(fault, where=f"step {step}", fix=_fix(interpreter.program))
 
 
 def _fix(program: Program) -> str:
@@ -72,8 +72,8 @@ def skips_gradient(
     found = [p.fqn for p, ranks in zip(program.params, mesh.sum_on_host(here), strict=True) if ranks]
     if action == "stop" and found:
         more = f" and {len(found) - _NAMED} more parameters" if len(found) > _NAMED else ""
-        what = f"the loss of step {step} is finite, but not the gradient of {', '.join(found[:_NAMED])}{more}"
-        raise NotFiniteError(what, where=f"step {step}", fix=_fix(program))
+        fault = f"the loss of step {step} is finite, but not the gradient of {', '.join(found[:_NAMED])}{more}"
+        raise NotFiniteError(fault, where=f"step {step}", fix=_fix(program))
     return bool(found)
 
 

@@ -143,11 +143,11 @@ def eager_lookup_error(error: IndexError, model: nn.Module, inputs: Mapping[str,
         if code.co_filename == F.__file__ and code.co_name in ("embedding", "cross_entropy", "nll_loss"):
             where = f"{module} ({line})" if module and line else module or line
             if code.co_name == "embedding":
-                what = outside(values["input"], values["weight"].shape[0])
+                fault = outside(values["input"], values["weight"].shape[0])
                 ids = next((name for name, x in inputs.items() if _are(values["input"], x)), "")
-                return lookup_error(what, ids, where) if what else None
-            what = outside(values["target"], values["input"].shape[1], values["ignore_index"])
-            return label_error(what, where) if what else None
+                return lookup_error(fault, ids, where) if fault else None
+            fault = outside(values["target"], values["input"].shape[1], values["ignore_index"])
+            return label_error(fault, where) if fault else None
         tb = tb.tb_next
     return None
 
@@ -174,8 +174,8 @@ def _index_error(error: IndexError, node: fx.Node | None, values: dict[str, Any]
     if node is not None and target in (aten.embedding.default, ops.embedding_partial):
         table, ids = operands[:2]
         rows = args[4] if target is ops.embedding_partial else values[table.name].shape[0]
-        what = outside(values[ids.name], int(str(rows)))
-        return lookup_error(what or said, _input_of(ids), where)
+        fault = outside(values[ids.name], int(str(rows)))
+        return lookup_error(fault or said, _input_of(ids), where)
     if node is not None and target in _OF_LABELS:
         logits, labels = (values[n.name] for n in operands[:2])
         classes = args[5] if target is ops.nll_parts else logits.shape[1 if logits.dim() > 1 else 0]

@@ -96,8 +96,8 @@ def weights_of(program: Program, model: Any, files: Any, seed: int) -> Weights:
         notes.append(f"{len(more.tensors)} more tensors of {more.path}")
     if len(found) not in (0, len(wanted)):
         lost = sorted(set(wanted) - set(found))
-        what = f"{len(lost)} of the {len(wanted)} tensors of adapters are not in the files, such as {lost[0]}"
-        raise ShardcError(what, where=str(opened[-1][1].path), fix="write `adapters` as they were trained")
+        fault = f"{len(lost)} of the {len(wanted)} tensors of adapters are not in the files, such as {lost[0]}"
+        raise ShardcError(fault, where=str(opened[-1][1].path), fix="write `adapters` as they were trained")
     begun = {n: p for n, p in wanted.items() if n not in found and n not in given.shapes}
     if begun and not found:
         notes.append("adapters: as they begin")
@@ -211,8 +211,8 @@ def _read(
     for name, key in mine.items():
         x, part = recorder.stored(files.tensors[key]), wanted[name]
         if x.numel() != math.prod(part.shape):
-            what = f"{key} has the shape {list(x.shape)}, and {list(part.shape)} in the program"
-            errors.add(what, where=str(files.path), fix="write the `rank` with which they were trained")
+            fault = f"{key} has the shape {list(x.shape)}, and {list(part.shape)} in the program"
+            errors.add(fault, where=str(files.path), fix="write the `rank` with which they were trained")
             continue
         if key != name:
             with recorder.recording():
@@ -240,9 +240,9 @@ def _check_config(files: WeightFiles, program: Program) -> None:
         module = whole_name(p.names[0]).removesuffix(".weight")
         other = next((x for key, x in alphas.items() if re.match(rf"(.*\.)?({key})$", module)), alpha)
         if (peft, kind, float(other)) != ("LORA", adapter.kind, adapter.alpha):
-            what = f"the adapter of {module} is {peft} {kind} of alpha {other}, and {adapter.kind} of alpha"
+            fault = f"the adapter of {module} is {peft} {kind} of alpha {other}, and {adapter.kind} of alpha"
             fix = f"write kind: {kind}, alpha: {other}" if peft == "LORA" else "shardc reads LoRA, rsLoRA and DoRA"
-            errors.add(f"{what} {adapter.alpha} in the spec", where=str(file), fix=fix)
+            errors.add(f"{fault} {adapter.alpha} in the spec", where=str(file), fix=fix)
             break
     errors.raise_any()
 
@@ -275,13 +275,13 @@ class OfSpec:
         for adapter in self.program.adapters:
             base = self._of(adapter)
             if whole_name(base.fqn) != base.fqn:
-                what = f"{whole_name(base.fqn)} is quantised: what is added to it would be rounded"
+                fault = f"{whole_name(base.fqn)} is quantised: what is added to it would be rounded"
                 fix = "export the adapters (without merge)"
-                raise ShardcError(what, where="merge", fix=fix)
+                raise ShardcError(fault, where="merge", fix=fix)
             if tied := [other for other, name in ties.items() if name in base.names]:
-                what = f"{base.fqn} is also {tied[0]}, which its adapter does not change: they cannot be merged"
+                fault = f"{base.fqn} is also {tied[0]}, which its adapter does not change: they cannot be merged"
                 fix = "export the adapters (without merge), or train with the two weights apart"
-                raise ShardcError(what, where="merge", fix=fix)
+                raise ShardcError(fault, where="merge", fix=fix)
             for name in base.members or (base.fqn,):
                 a, b = (tensors[name_beside(name, kind)] for kind in (A, B))
                 m = tensors[name_beside(name, MAGNITUDE)] if adapter.magnitude else None
@@ -332,12 +332,12 @@ class OfSpec:
     def _check(self) -> None:
         kinds = {a.kind for a in self.program.adapters}
         if len(kinds) > 1:
-            what = f"peft has one kind of adapter in a folder, and the spec has {' and '.join(sorted(kinds))}"
-            raise ShardcError(what, where="adapters", fix="export them merged: engine.export(folder, merge=True)")
+            fault = f"peft has one kind of adapter in a folder, and the spec has {' and '.join(sorted(kinds))}"
+            raise ShardcError(fault, where="adapters", fix="export them merged: engine.export(folder, merge=True)")
         if "" in self._saved():
-            what = "peft saves whole modules beside adapters, and what is trained here belongs to the model itself"
+            fault = "peft saves whole modules beside adapters, and what is trained here belongs to the model itself"
             raise ShardcError(
-                what, where="freeze", fix="freeze it, or export merged: engine.export(folder, merge=True)"
+                fault, where="freeze", fix="freeze it, or export merged: engine.export(folder, merge=True)"
             )
 
 

@@ -238,14 +238,14 @@ def check_file(path: Path, index: Index, number: int) -> None:
             header = bytearray(file.header)
             disk_calls.read_into(descriptor, memoryview(header), 0)
     except OSError as e:
-        what = "the file is missing" if isinstance(e, FileNotFoundError) else f"the file cannot be read: {e}"
-        raise DamagedError(f"{what}; rank {file.rank} wrote it", where=where) from None
+        fault = "the file is missing" if isinstance(e, FileNotFoundError) else f"the file cannot be read: {e}"
+        raise DamagedError(f"{fault}; rank {file.rank} wrote it", where=where) from None
     if hashlib.sha256(header).hexdigest() != file.sha256:
         said = re.search(rb'"checkpoint":"([0-9a-f]+)","step":"([0-9]+)"', header)
-        what = "its header is damaged"
+        fault = "its header is damaged"
         if said is not None and said[1].decode() != index.id:
-            what = f"the file is of another checkpoint, saved at step {int(said[2])}"
-        raise DamagedError(f"{what}; rank {file.rank} wrote it", where=where)
+            fault = f"the file is of another checkpoint, saved at step {int(said[2])}"
+        raise DamagedError(f"{fault}; rank {file.rank} wrote it", where=where)
 
 
 def complete(path: Path) -> bool:

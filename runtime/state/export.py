@@ -192,8 +192,8 @@ def foreign_weights(path: Path) -> Path | None:
 
 def refused(file: Path, how: str) -> ShardcError:
     """The error where weights of somebody else would be replaced. how: to say that they may be."""
-    what = f"the weights in {file.name} were not written by shardc, and would be replaced"
-    return ShardcError(what, where=str(file), fix=f"name another folder, or {how}")
+    fault = f"the weights in {file.name} were not written by shardc, and would be replaced"
+    return ShardcError(fault, where=str(file), fix=f"name another folder, or {how}")
 
 
 # --- what is written --------------------------------------------------------------------------------------------------

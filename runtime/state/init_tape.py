@@ -217,8 +217,8 @@ class _Memory:
     def real(self, ref: Ref) -> Tensor:
         if ref.storage not in self._held:
             if ref.storage not in self._writes or not ref.whole:
-                what = "a tensor was made on the meta device, which keeps no values"
-                raise ShardcError(what, fix="build the model without torch.device('meta')")
+                fault = "a tensor was made on the meta device, which keeps no values"
+                raise ShardcError(fault, fix="build the model without torch.device('meta')")
             self._held[ref.storage] = ref.empty().untyped_storage()
         return torch.empty(0, dtype=ref.dtype).set_(self._held[ref.storage], ref.offset, ref.shape, ref.stride)
 

@@ -121,9 +121,9 @@ def _together(mesh: Any, path: Path, work: Any) -> None:
     who = f"found by rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
     if damaged:
         mine = error.errors if isinstance(error, DamagedError) else ()
-        what = "; ".join(_words(e) for e in mine[:_SHOWN]) if mine else text
+        fault = "; ".join(_words(e) for e in mine[:_SHOWN]) if mine else text
         more = f"; and {len(mine) - _SHOWN} more" if len(mine) > _SHOWN else ""
-        raise DamagedError(f"the checkpoint is damaged: {what}{more} ({who})", where=str(path), fix=remedy(path))
+        raise DamagedError(f"the checkpoint is damaged: {fault}{more} ({who})", where=str(path), fix=remedy(path))
     if error is not None:
         raise error
     raise ShardcError(f"{text} ({who})", where=str(path), fix="see the error of that rank")

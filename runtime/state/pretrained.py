@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import Errors, ShardcError
+from shardc.layer_names import of_every_layer
 from shardc.runtime.state.init_tape import RECORDING, Recorder
 from shardc.runtime.state.sliced_tensors import InMemory
 from shardc.runtime.state.weight_files import WeightFiles, of_files
@@ -80,8 +81,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def folded(names: Iterable[str]) -> str:
     """Names that differ in numbers alone, as one, with their count: "h.*.attn.weight (12), score.weight"."""
-    groups = Counter(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", n) for n in names)
-    examples = {re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", n): n for n in names}
+    groups = Counter(of_every_layer(n) for n in names)
+    examples = {of_every_layer(n): n for n in names}
     shown = [f"{k} ({n})" if n > 1 else examples[k] for k, n in list(groups.items())[: 2 * SHOWN]]
     more = len(groups) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
@@ -128,11 +129,11 @@ def place(files: WeightFiles, model: nn.Module, recorder: Recorder) -> Placed:
     missing = [n for n, x in own.items() if id(x) not in first]
     if len(mapped) * FEW <= min(len(files.tensors), len({id(x) for x in own.values()})):
         count = f"{len(mapped)} ({_names(mapped)})" if mapped else "none"
-        what = f"{count} of its {len(files.tensors)} tensors is in the model: {_names(files.tensors)}; the model has"
+        fault = f"{count} of its {len(files.tensors)} tensors is in the model: {_names(files.tensors)}; the model has"
         fix = "compile the model that these weights are of"
         if mapped:
             fix += ", or put into it what it has of them alone: program.engine(model, weights={name: tensor})"
-        raise ShardcError(f"{what} {_names(own)}", where=str(files.path), fix=fix)
+        raise ShardcError(f"{fault} {_names(own)}", where=str(files.path), fix=fix)
     # a tied tensor may be in the files under any one of its names: it is that under all of them, or the others would
     # be what the model begins with
     read = len(mapped)
@@ -149,8 +150,8 @@ def _fold(errors: Errors) -> None:
     """Raise what was found; of many errors the first ones, with the number of all."""
     if len(errors.found) > SHOWN:
         first = errors.found[0]
-        what = f"{len(errors.found)} tensors have another shape in the files than in the model: {first.what}"
-        raise ShardcError(f"{what}, ...", where=first.where, fix=first.fix)
+        fault = f"{len(errors.found)} tensors have another shape in the files than in the model: {first.what}"
+        raise ShardcError(f"{fault}, ...", where=first.where, fix=first.fix)
     errors.raise_any()
 
 
@@ -421,9 +422,9 @@ class _Calls:
     ) -> tuple[Any, None]:
         """How `from_pretrained` puts weights into a model."""
         if config.hf_quantizer is not None:
-            what = "the weights are quantized, which shardc cannot train"
+            fault = "the weights are quantized, which shardc cannot train"
             fix = "load weights that are not quantized, or fine-tune them elsewhere"
-            raise ShardcError(what, where=str(config.pretrained_model_name_or_path), fix=fix)
+            raise ShardcError(fault, where=str(config.pretrained_model_name_or_path), fix=fix)
         where = str(config.pretrained_model_name_or_path)
         if state_dict is None:
             found = of_files(Path(where), [Path(f) for f in files or ()])

@@ -183,9 +183,9 @@ class Save:
             if self.keep is not None:
                 prune(self.folder, self.keep, known=path)
         except OSError as e:
-            what = f"the checkpoint of step {self.step} was saved, but others cannot be renamed or deleted: {e}"
+            fault = f"the checkpoint of step {self.step} was saved, but others cannot be renamed or deleted: {e}"
             fix = "see who may write there"
-            raise SavingError(what, where=str(self.folder), fix=fix) from e
+            raise SavingError(fault, where=str(self.folder), fix=fix) from e
         finally:
             self.known.see(self.folder)
 
@@ -346,8 +346,8 @@ class Saves:
 
 def _words(error: BaseException) -> str:
     if isinstance(error, ShardcError):
-        what = f"{error.where}: {error.what}" if error.where else error.what
-        return f"{what}; {error.fix}" if error.fix else what
+        fault = f"{error.where}: {error.what}" if error.where else error.what
+        return f"{fault}; {error.fix}" if error.fix else fault
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
     return f"{type(error).__name__}: {error}"

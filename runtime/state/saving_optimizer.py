@@ -229,7 +229,7 @@ def room_for(
     }
     stepped = {p.fqn for p in members.values()} | {program.param(m.param).fqn for m in wholes.values()}
     if idle := [p.fqn for p in program.params if _named(p)[0] in saved and p.name in params and p.fqn not in stepped]:
-        what = (
+        fault = (
             f"the checkpoint's optimizer has {', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}, and this"
             " one has not"
         )
@@ -237,7 +237,7 @@ def room_for(
             "train the same parameters, or load it with optimizer=None, and begin with that engine's full_state_dict()"
             " as the model"
         )
-        errors.add(what, where=folder, fix=fix)
+        errors.add(fault, where=folder, fix=fix)
     check_names(
         errors,
         {n: p.shapes[n] for p in members.values() for n in _named(p)},
@@ -247,9 +247,9 @@ def room_for(
     )
     there = {n for group in facts["groups"] for n in group["params"]}
     if absent := [n for n in wholes if n not in there]:
-        what = f"the checkpoint's optimizer has no matrix {', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}"
+        fault = f"the checkpoint's optimizer has no matrix {', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}"
         fix = "write the `optimizer: {matrices: ...}` that it was saved with, or load it with optimizer=None"
-        errors.add(what, where=folder, fix=fix)
+        errors.add(fault, where=folder, fix=fix)
     for i, each in enumerate(names):
         _check_settings(errors, i, each, facts["groups"], folder)
     errors.raise_any()
@@ -331,11 +331,11 @@ def _check_settings(errors: Errors, i: int, names: list[str], saved: list[dict[s
         if other := [k for k in theirs.keys() | first[1].keys() if theirs.get(k) != first[1].get(k)]:
             k = min(other)
             each = f"{first[0]} {first[1].get(k)}, {name} {theirs.get(k)}"
-            what = (
+            fault = (
                 f"parameters of the optimizer's group {i} were in groups of other settings when this was saved: {k} of"
                 f" {each}"
             )
-            errors.add(what, where=folder, fix="make the same groups as then, or load it with optimizer=None")
+            errors.add(fault, where=folder, fix="make the same groups as then, or load it with optimizer=None")
             return
 
 

@@ -195,7 +195,7 @@ def check_names(errors: Errors, wanted: Shapes, present: Shapes, known: Iterable
     if len(extra) + len(missing) + len(other) > _SHOWN or (missing and len(missing) == len(wanted)):
         kinds = ((other, "with another shape"), (missing, "missing"), (extra, "unknown to the program"))
         found = ", ".join(
-            f"{len(names)} {what} ({names[0]}{', ...' if names[1:] else ''})" for names, what in kinds if names
+            f"{len(names)} {fault} ({names[0]}{', ...' if names[1:] else ''})" for names, fault in kinds if names
         )
         first = f"; {shapes(other[0])}" if other else ""
         errors.add(

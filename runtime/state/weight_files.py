@@ -123,8 +123,8 @@ def _indexed(index_file: Path) -> list[Path]:
         raise ShardcError(f"the index names files elsewhere: {', '.join(outside[:3])}", where=str(index_file), fix=fix)
     files = [index_file.parent / name for name in names]
     if absent := [f.name for f in files if not f.is_file()]:
-        what = f"the index names {len(files)} files, and {len(absent)} of them are not there: {', '.join(absent[:3])}"
-        raise ShardcError(what, where=str(index_file), fix="download or copy them as well")
+        fault = f"the index names {len(files)} files, and {len(absent)} of them are not there: {', '.join(absent[:3])}"
+        raise ShardcError(fault, where=str(index_file), fix="download or copy them as well")
     return files
 
 

@@ -67,8 +67,10 @@ def _padded(
         if number is None or not isinstance(leaf, Tensor) or leaf.dim() <= length_dim[x.path]:
             continue
         if local and x.layout.shards(length_dim[x.path]):
-            what = "its length is split over ranks, so that its parts cannot be padded one by one"
-            raise ShardcError(what, where=f"batch.pad: {name}", fix="give the engine whole batches, without local=True")
+            fault = "its length is split over ranks, so that its parts cannot be padded one by one"
+            raise ShardcError(
+                fault, where=f"batch.pad: {name}", fix="give the engine whole batches, without local=True"
+            )
         fill[x.path] = number
     if not fill:
         return batch
@@ -80,15 +82,15 @@ def _padded(
         length = max(mesh.sum_on_host(every))
     size = next((n for n in sorted(lengths) if n >= length), None if lengths else length)
     if size is None:
-        what = f"a batch of length {length} is longer than all of the spec's lengths, {', '.join(map(str, lengths))}"
-        raise ShardcError(what, where="batch.lengths", fix=f"add {length} or more to them, or cut the samples")
+        fault = f"a batch of length {length} is longer than all of the spec's lengths, {', '.join(map(str, lengths))}"
+        raise ShardcError(fault, where="batch.lengths", fix=f"add {length} or more to them, or cut the samples")
     for x, leaf in _given(program, batch):
         d = length_dim[x.path]
         if x.path not in fill and isinstance(leaf, Tensor) and leaf.dim() > d and leaf.shape[d] == length != size:
-            what = (
+            fault = (
                 f"its dim {d} has the batch's length, {length}, which is padded to {size}, and no number to pad it with"
             )
-            raise ShardcError(what, where=name_of(x.path), fix=f"write batch: {{pad: {{{name_of(x.path)}: ...}}}}")
+            raise ShardcError(fault, where=name_of(x.path), fix=f"write batch: {{pad: {{{name_of(x.path)}: ...}}}}")
 
     def longer(path: Path, leaf: Any) -> Any:
         if path not in fill or leaf.shape[length_dim[path]] == size:
@@ -153,8 +155,8 @@ _BRANCHES = "forward has branches of its own on self.training"
 _PLAIN = "evaluate the plain model with engine.full_state_dict()"
 
 
-def switched(program: Program, tell: Callable[[str], None]) -> bool:
-    """Does the program of a step evaluate as well? tell: of what nobody knows.
+def switched(program: Program, note: Callable[[str], None]) -> bool:
+    """Does the program of a step evaluate as well? note: of what nobody knows.
 
     Raises ShardcError where it does not, and there is no model to compile for it.
     """
@@ -163,14 +165,14 @@ def switched(program: Program, tell: Callable[[str], None]) -> bool:
     if program.resize is not None:
         return False
     if program.evaluates == "otherwise":
-        what = f"{_BRANCHES}, and does something else in eval mode; a program that was loaded has no model to compile"
-        raise ShardcError(what, where="evaluating", fix=f"compile in this process (shardc.compile), or {_PLAIN}")
-    tell(f"{_BRANCHES}, which stay as in training: what they do in eval mode was not tried. If it matters, {_PLAIN}")
+        fault = f"{_BRANCHES}, and does something else in eval mode; a program that was loaded has no model to compile"
+        raise ShardcError(fault, where="evaluating", fix=f"compile in this process (shardc.compile), or {_PLAIN}")
+    note(f"{_BRANCHES}, which stay as in training: what they do in eval mode was not tried. If it matters, {_PLAIN}")
     return True
 
 
 def compiled(
-    program: Program, batch: Any, shapes: Shapes, mesh: Any, *, use: Use, tell: Callable[[str], None]
+    program: Program, batch: Any, shapes: Shapes, mesh: Any, *, use: Use, note: Callable[[str], None]
 ) -> Program:
     """The program for a batch of these global shapes, the same on all ranks, for a use. Collective.
 
@@ -178,9 +180,9 @@ def compiled(
     one than that of a step.
     """
     if program.resize is None:
-        what = "scoring runs a program of its own, and one that was loaded has no model to compile"
+        fault = "scoring runs a program of its own, and one that was loaded has no model to compile"
         fix = 'compile in this process, or for scoring: shardc.compile(..., forward="score")'
-        raise ShardcError(what, where="engine.score", fix=fix)
+        raise ShardcError(fault, where="engine.score", fix=fix)
     made, error = program, None
     try:
         made = program.resize(program, batch, shapes, use)
@@ -192,6 +194,6 @@ def compiled(
     if use != "evaluate" or program.evaluates == "otherwise":
         raise error or ShardcError("another rank could not compile the program for this batch", where="engine")
     why = error.what if error is not None else "another rank could not compile the model in eval mode"
-    tell(f"{why}. So dropout and BatchNorm alone are switched to evaluate. If it matters, {_PLAIN}")
+    note(f"{why}. So dropout and BatchNorm alone are switched to evaluate. If it matters, {_PLAIN}")
     same = shapes == tuple(x.shape for x in program.inputs)
-    return program if same else compiled(program, batch, shapes, mesh, use="as compiled", tell=tell)
+    return program if same else compiled(program, batch, shapes, mesh, use="as compiled", note=note)

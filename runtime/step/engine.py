@@ -493,8 +493,8 @@ class Engine:
 
     def _check_nothing_waits(self, call: str) -> None:
         if self._waiting:
-            what, fix = "gradients of engine.backward wait for an update", "call engine.update() first"
-            raise ShardcError(what, where=call, fix=fix)
+            fault, fix = "gradients of engine.backward wait for an update", "call engine.update() first"
+            raise ShardcError(fault, where=call, fix=fix)
 
     def to(self, program: Program | str | Path | Mapping[str, Any], **options: Any) -> Engine:
         """An engine of another program of the same model, over the same ranks, that goes on where this one stands: with
@@ -511,8 +511,8 @@ class Engine:
         if not isinstance(program, Program):
             program = self._compiled_for(program)
         if program.forward_only:
-            what, fix = "the program is forward-only: it does not train", "engine.weights_to(program.forward(model))"
-            raise ShardcError(what, where="engine.to", fix=fix)
+            fault, fix = "the program is forward-only: it does not train", "engine.weights_to(program.forward(model))"
+            raise ShardcError(fault, where="engine.to", fix=fix)
         self._check_nothing_waits("engine.to")
         engine_options.check_names("engine", Engine, options)
         wanted.check(Plan(self.program), Plan(program), all_buffers=True)

@@ -60,13 +60,13 @@ def made(
     buckets: Buckets,
     mesh: Any,
     check: Check,
-    tell: Callable[[str], None],
+    note: Callable[[str], None],
     offload: Offload,
 ) -> tuple[torch.optim.Optimizer | None, WholeMatrices | None]:
     """The optimizer, on the parameters that this rank owns, None where it has nothing to train; and what brings it
     whole matrices. `make` is given parameters of the shapes that the model's layers have here.
 
-    tell: gets a note for the user; offload: where parameters are kept outside of the device. Raises ShardcError for
+    note: gets a note for the user; offload: where parameters are kept outside of the device. Raises ShardcError for
     an optimizer that trains nothing or cannot be used.
     """
     params, runs = buckets.owned, buckets.runs
@@ -80,7 +80,7 @@ def made(
     if of_whole is not None:
         regroup(optimizer, of_whole, trained)
     param_groups.check_optimizer(optimizer)
-    _look_at_parameters(optimizer, trained, tell)
+    _look_at_parameters(optimizer, trained, note)
     whole = matrices.place(optimizer, shown, mesh.layout.coords(mesh.rank)) if matrices else []
     check(optimizer, shown, whole)
     if runs:
@@ -104,23 +104,23 @@ def _called(make: OptimizerOf, trained: NamedParameters, *, by_shape: bool) -> t
             ) from e
         if "empty parameter list" not in str(e):
             raise
-        what = "an optimizer got no parameter on this rank: with a pipeline, ranks have those of their stages"
+        fault = "an optimizer got no parameter on this rank: with a pipeline, ranks have those of their stages"
         fix = "leave an optimizer out of the list where it would have none"
         if by_shape:
-            what = "an optimizer got no parameter on this rank, where it would get some of the whole shapes"
+            fault = "an optimizer got no parameter on this rank, where it would get some of the whole shapes"
             fix = "choose an optimizer's parameters by their names, not by p.shape: it is that of a rank's part"
-        raise ShardcError(what, where="optimizer", fix=fix) from e
+        raise ShardcError(fault, where="optimizer", fix=fix) from e
 
 
 def _look_at_parameters(
-    optimizer: torch.optim.Optimizer, trained: NamedParameters, tell: Callable[[str], None]
+    optimizer: torch.optim.Optimizer, trained: NamedParameters, note: Callable[[str], None]
 ) -> None:
     """Does it train all that it was given, and nothing else?"""
     if left := param_groups.not_trained(optimizer, trained):
         if not param_groups.trains_any(optimizer, trained):
-            what = "the optimizer has none of the parameters that it was given: nothing would train"
+            fault = "the optimizer has none of the parameters that it was given: nothing would train"
             fix = "make it of what the function gets: lambda params: torch.optim.AdamW(params, lr=3e-4)"
-            raise ShardcError(what, where="optimizer", fix=fix)
-        tell(f"the optimizer has none of {left}: nothing updates them")
+            raise ShardcError(fault, where="optimizer", fix=fix)
+        note(f"the optimizer has none of {left}: nothing updates them")
     if others := param_groups.strangers(optimizer, trained):
-        tell(f"the optimizer has {others} that it was not given: no step has a gradient for that")
+        note(f"the optimizer has {others} that it was not given: no step has a gradient for that")

@@ -37,9 +37,9 @@ class Forward:
         mesh: Any = None,
     ) -> None:
         if not program.forward_only:
-            what = "the program trains: it has a loss, and gradients"
+            fault = "the program trains: it has a loss, and gradients"
             fix = "shardc.compile(..., forward=True); or program.engine(model).evaluate(batch), of this one"
-            raise ShardcError(what, where="program.forward", fix=fix)
+            raise ShardcError(fault, where="program.forward", fix=fix)
         self.engine = Engine(program, model, None, seed, weights=weights, check=check, broadcast=broadcast, mesh=mesh)
         self.program, self.mesh = program, self.engine.mesh
 

@@ -114,7 +114,7 @@ class LocalModel:
         if key not in self.others:
             self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
             start = time.perf_counter()
-            program = batch_sizes.compiled(self.program, batch, key[0], self.mesh, use=use, tell=self.mesh.note)
+            program = batch_sizes.compiled(self.program, batch, key[0], self.mesh, use=use, note=self.mesh.note)
             self.mesh.barrier()
             if isinstance(self.mesh, TorchMesh):
                 self.mesh.add_groups(groups_of(program))

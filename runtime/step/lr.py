@@ -102,14 +102,14 @@ class Schedulers:
         """Raises ShardcError where there were other schedulers, or more or fewer."""
         states = saved if isinstance(saved, list) else [saved]
         if len(states) != len(self.members):
-            what = f"the checkpoint is of {len(states)} schedulers, not {len(self.members)}"
-            raise ShardcError(what, where="scheduler", fix="make as many as then, in that order")
+            fault = f"the checkpoint is of {len(states)} schedulers, not {len(self.members)}"
+            raise ShardcError(fault, where="scheduler", fix="make as many as then, in that order")
         for m, state in zip(self.members, states, strict=True):
             if state["class"] != type(m).__name__:
-                what = f"the checkpoint is of the scheduler {state['class']}, not {type(m).__name__}"
+                fault = f"the checkpoint is of the scheduler {state['class']}, not {type(m).__name__}"
                 fix = f"use {state['class']}, or the new one in its place: load(folder, new_schedule=True),"
                 fix += " --new-schedule"
-                raise ShardcError(what, where="scheduler", fix=fix)
+                raise ShardcError(fault, where="scheduler", fix=fix)
 
     def load_state_dict(self, saved: Any) -> None:
         """The inverse of `state_dict`, of what `check` takes. As in torch, what was saved wins over what the schedulers

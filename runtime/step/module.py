@@ -61,8 +61,8 @@ class ShardedModule(ModuleState):
     ) -> None:
         super().__init__()
         if program.forward_only:
-            what, fix = "the program is forward-only: there is no loss to train by", "use program.forward(model)"
-            raise ShardcError(what, where="program.module", fix=fix)
+            fault, fix = "the program is forward-only: there is no loss to train by", "use program.forward(model)"
+            raise ShardcError(fault, where="program.module", fix=fix)
         if program.microbatches > 1:
             raise ShardcError(
                 f"a step of this program is {program.microbatches} microbatches, each with a backward of its own: a"
@@ -162,11 +162,11 @@ class ShardedModule(ModuleState):
 
     def __getattr__(self, name: str) -> Any:
         if name in engine_options.INSTEAD_OF_MODULE:
-            what = f"a module of a program has no {name!r}: {engine_options.INSTEAD_OF_MODULE[name]}"
-            raise AttributeError(what, name=name, obj=self)
+            fault = f"a module of a program has no {name!r}: {engine_options.INSTEAD_OF_MODULE[name]}"
+            raise AttributeError(fault, name=name, obj=self)
         if name in engine_options.WRAPPERS:
-            where, what, fix = engine_options.WRAPPERS[name]
-            raise ShardcError(what, where=where, fix=fix)
+            where, fault, fix = engine_options.WRAPPERS[name]
+            raise ShardcError(fault, where=where, fix=fix)
         return super().__getattr__(name)
 
     def compile(self, *_: Any, **__: Any) -> None:

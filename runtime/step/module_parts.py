@@ -101,8 +101,8 @@ class Parts:
         for path, now, parameters, then, known in self._then:
             if now != then:  # modules are equal if they are the same
                 name = next(n for n in [*now, *then] if now.get(n, _LEFT_OUT) is not then.get(n, _LEFT_OUT))
-                what = "this submodule is new" if name not in then else "this submodule was replaced, or taken out"
-                _refuse_change(f"{path}.{name}" if path else name, what)
+                fault = "this submodule is new" if name not in then else "this submodule was replaced, or taken out"
+                _refuse_change(f"{path}.{name}" if path else name, fault)
             if not parameters.keys() <= known:
                 name = next(n for n in parameters if n not in known)
                 _refuse_change(f"{path}.{name}" if path else name, "this parameter is new")

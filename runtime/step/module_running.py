@@ -72,7 +72,7 @@ class Running:
             if not batch_sizes.switched(program, self.mesh.note):
                 shapes = tuple(x.shape for x in program.inputs)
                 self.mesh.barrier()  # ranks that are threads of one process: nobody runs meanwhile
-                program = batch_sizes.compiled(program, batch, shapes, self.mesh, use="evaluate", tell=self.mesh.note)
+                program = batch_sizes.compiled(program, batch, shapes, self.mesh, use="evaluate", note=self.mesh.note)
                 self.mesh.barrier()
                 if isinstance(self.mesh, TorchMesh):
                     self.mesh.add_groups(groups_of(program))

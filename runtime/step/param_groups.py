@@ -59,8 +59,8 @@ def groups(
         if wrong := patterns.faults(g):
             errors.add(f"the pattern {wrong}", where=where, fix="write a glob over parameter names, such as '*.bias'")
         elif not isinstance(settings[g], Mapping):
-            what = f"its settings are a {type(settings[g]).__name__}, not a dict"
-            errors.add(what, where=where, fix=f'write {{"{g}": {{"weight_decay": 0.0}}}}')
+            fault = f"its settings are a {type(settings[g]).__name__}, not a dict"
+            errors.add(fault, where=where, fix=f'write {{"{g}": {{"weight_decay": 0.0}}}}')
         elif i not in hit:
             near = patterns.nearest(g, every)
             fix = (
@@ -109,30 +109,30 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for m in members_of(optimizer):
         closure = inspect.signature(m.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            what = (
+            fault = (
                 f"{type(m).__name__} computes the loss as often as it likes in a step, and the engine computes it once"
             )
             fix = "use program.module(model) in a loop of your own, and optimizer.step(closure)"
-            raise ShardcError(what, where="optimizer", fix=fix)
+            raise ShardcError(fault, where="optimizer", fix=fix)
         for i, group in enumerate(m.param_groups):
             for key in group.keys() - m.defaults.keys() - {"params", "param_names"}:
                 if near := patterns.nearest(key, m.defaults, alike=_ALIKE):
-                    what = f"{type(m).__name__} has no setting {key!r}, and would ignore it"
-                    errors.add(what, where=f"parameter group {i}", fix=f"did you mean {near!r}?")
+                    fault = f"{type(m).__name__} has no setting {key!r}, and would ignore it"
+                    errors.add(fault, where=f"parameter group {i}", fix=f"did you mean {near!r}?")
             names = group.get("param_names", [])
             for k, p in enumerate(group["params"]):
                 if id(p) in owner:
                     name = names[k] if k < len(names) else f"a parameter of shape {list(p.shape)}"
                     if owner[id(p)] == type(m).__name__:
-                        what = f"{name} is in {type(m).__name__} twice, which would update it twice"
-                        errors.add(what, where=f"parameter group {i}", fix="give it once")
+                        fault = f"{name} is in {type(m).__name__} twice, which would update it twice"
+                        errors.add(fault, where=f"parameter group {i}", fix="give it once")
                         continue
                     shared.setdefault((owner[id(p)], type(m).__name__), []).append(name)
                 owner[id(p)] = type(m).__name__
     for (one, other), names in shared.items():
         more = f", and so are {len(names) - 1} more parameters" if len(names) > 1 else ""
-        what = f"{names[0]} is in {one} and in {other}, which would both update it{more}"
-        errors.add(what, where="optimizer", fix="give each parameter to one of the optimizers")
+        fault = f"{names[0]} is in {one} and in {other}, which would both update it{more}"
+        errors.add(fault, where="optimizer", fix="give each parameter to one of the optimizers")
     errors.raise_any()
 
 

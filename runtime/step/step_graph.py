@@ -107,14 +107,14 @@ class _Recorded:
 
 @dataclass
 class StepGraphs:
-    """The recorded steps of an engine. tell: hears why there are none."""
+    """The recorded steps of an engine. note: hears why there are none."""
 
     program: Program
     mesh: Any
     rng: Rng
     buckets: Buckets
     owned: Mapping[str, nn.Parameter]
-    tell: Callable[[str], None]
+    note: Callable[[str], None]
     _make: Callable[[], Graph] | None = None
     _seen: dict[Any, int] = field(default_factory=dict)
     _recorded: dict[Any, _Recorded] = field(default_factory=dict)
@@ -136,10 +136,10 @@ class StepGraphs:
         if not reason:
             return
         self._make = None
-        what = f"execution: {{graphs: true}}: {reason}; steps run op by op"
+        fault = f"execution: {{graphs: true}}: {reason}; steps run op by op"
         if self.program.spec is not None and self.program.spec.strict:
-            raise ShardcError(what, where="engine", fix="leave graphs out, or `strict: true`")
-        self.tell(what)
+            raise ShardcError(fault, where="engine", fix="leave graphs out, or `strict: true`")
+        self.note(fault)
 
     def step(self, key: Any, values: Values, work: Callable[[Values], Result]) -> Result:
         """What `work` gives of values, and gradients in `.grad`. key: what else it depends on."""

@@ -104,13 +104,13 @@ def _check_sharded(
     try:
         two = pieces.run(samples, grads, cut=True)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-        what = f"the optimizer {kind} needs whole parameters ({type(e).__name__} on parts: {e}), and {first.why}"
-        raise ShardcError(what, where=first.where, fix=fix) from e
+        fault = f"the optimizer {kind} needs whole parameters ({type(e).__name__} on parts: {e}), and {first.why}"
+        raise ShardcError(fault, where=first.where, fix=fix) from e
     for m, before, (after,), parts in zip(whole.members, samples, one, two, strict=True):
         if m.sharding is not None and not _same(m.sharding.parts(before), m.sharding.parts(after), parts, _SLACK):
             reason = f"it updates their parts in another way, and {m.sharding.why}"
-            what = f"the optimizer {kind} needs whole parameters: {reason}"
-            raise ShardcError(what, where=m.sharding.where, fix=fix)
+            fault = f"the optimizer {kind} needs whole parameters: {reason}"
+            raise ShardcError(fault, where=m.sharding.where, fix=fix)
 
 
 def _check_skips(
@@ -127,10 +127,10 @@ def _check_skips(
         lacking.step_without_one()
     except Exception as e:  # the user's own optimizer
         kind = type(optimizer).__name__
-        what = f"the optimizer {kind} fails where a parameter has no gradient ({type(e).__name__}: {e})"
-        what += f", and ranks that have no part of a small one have none: {first.why}"
+        fault = f"the optimizer {kind} fails where a parameter has no gradient ({type(e).__name__}: {e})"
+        fault += f", and ranks that have no part of a small one have none: {first.why}"
         fix = "let its step leave out a parameter whose .grad is None, as torch's optimizers do"
-        raise ShardcError(what, where=first.where, fix=fix) from e
+        raise ShardcError(fault, where=first.where, fix=fix) from e
 
 
 def _closure_of(optimizer: Optimizer) -> str:
@@ -158,11 +158,11 @@ def _check_apart(
     """(values, gradients by step, values after the steps) of a trial. Raises ShardcError if one depends on others."""
     kind = type(optimizer).__name__
     if closure := _closure_of(optimizer):
-        what = (
+        fault = (
             f"the optimizer {kind} needs whole parameters: its step({closure}) evaluates the loss of all of them again"
         )
         fix = f"use an optimizer whose step takes no {closure}, as all of torch's but LBFGS"
-        raise ShardcError(f"{what}, and {first.why}", where=first.where, fix=fix)
+        raise ShardcError(f"{fault}, and {first.why}", where=first.where, fix=fix)
     try:
         whole, more = TrialCopy(optimizer, shardings), TrialCopy(optimizer, shardings, copies=2)
         samples, grads = more.data()
@@ -175,15 +175,17 @@ def _check_apart(
         ):
             raise ValueError("it moves none of the parameters in its param_groups")
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-        what = (
+        fault = (
             f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e}), so nothing shows that"
             " it may update parts"
         )
-        raise ShardcError(f"{what}, and {first.why}", where=first.where, fix=fix) from e
+        raise ShardcError(f"{fault}, and {first.why}", where=first.where, fix=fix) from e
     if not all(_same([before], a, b, _SLACK) for before, a, b in zip(samples, one, every[:n], strict=True)):
-        what = f"the optimizer {kind} updates a parameter depending on others, and no rank has all of them: {first.why}"
+        fault = (
+            f"the optimizer {kind} updates a parameter depending on others, and no rank has all of them: {first.why}"
+        )
         clips = "if it clips gradients, that is the engine's: clip_norm=1.0, --clip 1.0; else "
-        raise ShardcError(what, where=first.where, fix=clips + fix)
+        raise ShardcError(fault, where=first.where, fix=clips + fix)
     return samples, grads, one
 
 
@@ -279,8 +281,8 @@ def _why_all_at_once(optimizer: Optimizer) -> str | None:
         samples, grads = together.data()
         one, two = together.run(samples, grads), one_by_one.run(samples, grads)
     except Exception as e:  # the user's own optimizer: whatever it raises is the reason
-        what = f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e})"
-        return f"{what}, so nothing shows that it may step some parameters"
+        fault = f"the optimizer {kind} cannot be tried on a small sample ({type(e).__name__}: {e})"
+        return f"{fault}, so nothing shows that it may step some parameters"
     if all(_same([before], a, b, None) for before, a, b in zip(samples, one, two, strict=True)):
         return None
     return f"the optimizer {kind} updates parameters together, not each by itself"

@@ -91,8 +91,8 @@ def check_free(folder: Path, shown: str) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         raise ShardcError(f"{shown} exists and is not a shardc artifact", where=shown, fix=fix) from None
     if others := sorted(present - ours):
-        what = f"{shown} would be replaced, but contains files that are not the artifact's: {', '.join(others[:5])}"
-        raise ShardcError(what, where=shown, fix=f"move them, or {fix}")
+        fault = f"{shown} would be replaced, but contains files that are not the artifact's: {', '.join(others[:5])}"
+        raise ShardcError(fault, where=shown, fix=f"move them, or {fix}")
 
 
 def _write(program: Program, folder: Path) -> None:
@@ -181,15 +181,15 @@ def _manifest(files: FolderFiles) -> Manifest:
         fix = "make one with `shardc compile -o DIR`"
         raise ShardcError(f"{MANIFEST} is not the manifest of a shardc artifact", where=where, fix=fix)
     if found["format"] != FORMAT:
-        what = f"artifact of format {str(found['format'])[:20]}, this shardc reads {FORMAT}"
-        raise ShardcError(what, where=folder, fix="compile again")
+        fault = f"artifact of format {str(found['format'])[:20]}, this shardc reads {FORMAT}"
+        raise ShardcError(fault, where=folder, fix="compile again")
     manifest = of_form(Manifest, found, where)
     of_form(Facts, manifest.meta, where, "meta")
     errors = Errors()
     then, here = (".".join(str(v).split(".")[:2]) for v in (manifest.torch, torch.__version__))
     if then != here and not files.trust:
-        what = f"compiled with torch {then}, but this is torch {here}, whose ops may differ"
-        errors.add(what, where=folder, fix="compile again, or load it with trust=True (--trust)")
+        fault = f"compiled with torch {then}, but this is torch {here}, whose ops may differ"
+        errors.add(fault, where=folder, fix="compile again, or load it with trust=True (--trust)")
     files.check(manifest.sha256, errors)
     errors.raise_any()
     return manifest
@@ -208,8 +208,8 @@ def _program(tables: Checked, files: FolderFiles) -> Program:
         held = constants.get(row.name)
         held = None if held is None else _as(held, dtype)
         if held is None or tuple(held.shape) != shape or held.dtype != dtype:
-            what = f"the constant {row.name} is {'missing' if held is None else f'not {row.type}'}"
-            raise ShardcError(what, where=files.path(CONSTANTS), fix="compile again")
+            fault = f"the constant {row.name} is {'missing' if held is None else f'not {row.type}'}"
+            raise ShardcError(fault, where=files.path(CONSTANTS), fix="compile again")
         return held
 
     def read_rows(kind: Callable[..., T], rows: Any) -> tuple[T, ...]:
@@ -283,8 +283,8 @@ def _with_texts(program: Program, manifest: Manifest, files: FolderFiles) -> Pro
         if not all(isinstance(x, tuple) and n in (-1, len(x)) for x, n in zip(parts, counts, strict=ok)):
             ok = False
         if not ok or not all(isinstance(x, fx.Node) for part in parts for x in part):
-            what = "it does not return the loss, and what the tables list beside it"
-            raise ShardcError(what, where=files.path(name), fix="compile again")
+            fault = "it does not return the loss, and what the tables list beside it"
+            raise ShardcError(fault, where=files.path(name), fix="compile again")
         return graph
 
     def paired(name: str, kind: str, graph: fx.Graph) -> fx.Graph:
@@ -293,8 +293,8 @@ def _with_texts(program: Program, manifest: Manifest, files: FolderFiles) -> Pro
         both = isinstance(returned, tuple) and len(returned) == 2 and all(isinstance(x, tuple) for x in returned)
         forwards = returned[: kind.count("F")] if both else ()
         if not both or any(len(half) != 4 or not isinstance(half[3], tuple) for half in forwards):
-            what = f"it does not return what a forward and a {emit.SECOND[kind]} do"
-            raise ShardcError(what, where=files.path(name), fix="compile again")
+            fault = f"it does not return what a forward and a {emit.SECOND[kind]} do"
+            raise ShardcError(fault, where=files.path(name), fix="compile again")
         return graph
 
     beside = sum(b.updated for b in program.buffers) + len(program.outputs)
@@ -309,17 +309,17 @@ def _with_texts(program: Program, manifest: Manifest, files: FolderFiles) -> Pro
     giving = [s.name for s in stages if s.graph.output_node().args[0][0] is not None]  # type: ignore[index]
     if len(giving) != (not program.forward_only):
         wanted = "no stage does: the model has none" if program.forward_only else "one stage does"
-        what = f"the loss is returned by {', '.join(giving) or 'no stage'}, and {wanted}"
-        raise ShardcError(what, where=files.path(MANIFEST), fix="compile again")
+        fault = f"the loss is returned by {', '.join(giving) or 'no stage'}, and {wanted}"
+        raise ShardcError(fault, where=files.path(MANIFEST), fix="compile again")
     if program.axis:
         text, most = files.text(SCHEDULE), 100 * (8 * len(stages) * program.microbatches + 100)
         if len(text) > most:  # an action has some ten characters, and each stage up to eight of a microbatch
-            what = f"it is longer than any of {len(stages)} stages and {program.microbatches} microbatches"
-            raise ShardcError(what, where=files.path(SCHEDULE), fix="compile again")
+            fault = f"it is longer than any of {len(stages)} stages and {program.microbatches} microbatches"
+            raise ShardcError(fault, where=files.path(SCHEDULE), fix="compile again")
         order = schedule.parse(text, files.path(SCHEDULE))
         if order.stages != len(stages) or order.microbatches != program.microbatches:
-            what = f"it is for {order.stages} stages and {order.microbatches} microbatches"
-            raise ShardcError(what, where=files.path(SCHEDULE), fix="compile again")
+            fault = f"it is for {order.stages} stages and {order.microbatches} microbatches"
+            raise ShardcError(fault, where=files.path(SCHEDULE), fix="compile again")
         program = replace(program, schedule=order)
     alone: tuple[tuple[str, int, int], ...] = (("FB", 0, 0), ("FF", 0, 0))
     beside_each_other = program.schedule.pairs() if program.schedule is not None else alone

@@ -27,7 +27,6 @@ from torch import fx
 
 from shardc.artifact.repeated_layers import NOTHING, Folded, fold
 from shardc.errors import ShardcError
-from shardc.folded_messages import note_lines
 from shardc.ir.buckets import Bucket
 from shardc.ir.graph import source_of
 from shardc.ir.metadata import Collective, Value
@@ -40,6 +39,7 @@ from shardc.ir.stage import Region
 from shardc.ir.stored import Buffer, Input, Param
 from shardc.ir.type_text import show
 from shardc.ir.units import plural, size
+from shardc.layer_names import note_lines
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
 
@@ -130,8 +130,8 @@ def _of(node: fx.Node) -> str:
 
 
 def _in_place(note: str, indent: str = "# ") -> list[str]:
-    """The line for what is left out."""
-    return [f"{indent}{note}"] if note else []
+    """The lines for what is left out."""
+    return [f"{indent}{line}" for line in note.splitlines()]
 
 
 def what_is(x: Param | Buffer | Input) -> str:

@@ -62,8 +62,8 @@ class FolderFiles:
         try:
             self._held[MANIFEST] = disk_calls.read_file(folder / MANIFEST, text_file.LARGEST)
         except (FileNotFoundError, NotADirectoryError):
-            what = f"{folder} is not a shardc artifact: it has no {MANIFEST}"
-            raise ShardcError(what, where=str(folder), fix="make one with `shardc compile -o DIR`") from None
+            fault = f"{folder} is not a shardc artifact: it has no {MANIFEST}"
+            raise ShardcError(fault, where=str(folder), fix="make one with `shardc compile -o DIR`") from None
         except (OSError, ValueError) as e:  # a null byte in the path
             raise self._unreadable(MANIFEST, e) from None
 
@@ -72,8 +72,8 @@ class FolderFiles:
         for name, expected in listed.items():
             path = self.folder / name
             if not may_hold(name):
-                what = f"the manifest lists {name!r}, which is no file of an artifact"
-                errors.add(what, where=str(self.folder / MANIFEST), fix=AGAIN)
+                fault = f"the manifest lists {name!r}, which is no file of an artifact"
+                errors.add(fault, where=str(self.folder / MANIFEST), fix=AGAIN)
                 continue
             try:
                 if name == CONSTANTS:  # as large as the model's own: not held, and its header is looked at first
@@ -111,9 +111,9 @@ class FolderFiles:
                 f"{name} is not UTF-8 text", where=f"{self.path(name)}:{self._line(name, e.start)}", fix=AGAIN
             ) from None
         if odd := _CONTROL.search(text):
-            what = f"a character U+{ord(odd[0]):04X}, which no program has"
+            fault = f"a character U+{ord(odd[0]):04X}, which no program has"
             line = text.count("\n", 0, odd.start()) + 1
-            raise ShardcError(what, where=f"{self.path(name)}:{line}", fix=AGAIN)
+            raise ShardcError(fault, where=f"{self.path(name)}:{line}", fix=AGAIN)
         return text
 
     def table(self, name: str) -> Any:
@@ -121,8 +121,8 @@ class FolderFiles:
         are made, for more values than any program has.
         """
         if (count := sum(map(self._held.get(name, b"").count, (b",", b"[", b"{")))) > VALUES:
-            what = f"{name} has {count:,} values, more than the {VALUES:,} of any program"
-            raise ShardcError(what, where=self.path(name), fix=AGAIN)
+            fault = f"{name} has {count:,} values, more than the {VALUES:,} of any program"
+            raise ShardcError(fault, where=self.path(name), fix=AGAIN)
         text = self.text(name)
         try:
             found = json.loads(text, object_pairs_hook=text_file.unique)

@@ -92,11 +92,11 @@ def stale(meta: Mapping[str, Any], main: Path | None = None) -> tuple[str, bool]
     changes = changed(meta["source"], main, other=main != then)
     if not changes:
         return "", True
-    what = f"{'; '.join(changes)} changed since this was compiled: forward and loss are still those of then"
+    fault = f"{'; '.join(changes)} changed since this was compiled: forward and loss are still those of then"
     if meta["python"] == list(sys.version_info[:2]):
-        return what, True
+        return fault, True
     python = ".".join(map(str, meta["python"]))
-    return f"{what}, or only read otherwise: it was compiled with Python {python}", False
+    return f"{fault}, or only read otherwise: it was compiled with Python {python}", False
 
 
 def changed(recorded: Digests, main: Path, *, other: bool = False) -> list[str]:

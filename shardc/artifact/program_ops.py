@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from shardc.rules import registry
+from shardc.rules.core import registry
 from shardc.torch_private import OpOverload
 
 #: Namespaces of ops that come with torch, beside aten: none of them is a user's own. Some send, print, or start things.

@@ -143,8 +143,8 @@ def of_form(kind: type[FormT], values: Any, where: str, at: str = "") -> FormT:
         for wrong in e.errors(include_url=False, include_context=False):
             place = "".join(f"[{x}]" if isinstance(x, int) else f".{_short(x)}" for x in wrong["loc"])
             given = _short(repr(wrong["input"])) if wrong["type"] != "missing" else "nothing"
-            what = wrong["msg"].removeprefix("Value error, ")
-            errors.add(f"{(at + place).lstrip('.') or 'it'}: {what}; it is {given}", where=where, fix=AGAIN)
+            fault = wrong["msg"].removeprefix("Value error, ")
+            errors.add(f"{(at + place).lstrip('.') or 'it'}: {fault}; it is {given}", where=where, fix=AGAIN)
         errors.raise_any()
         raise
 

@@ -5,7 +5,7 @@
     lift.py             a Program: placeholders mesh, rng, params, buffers, inputs; typed nodes with module and line
     compare_eager.py    proof that loss, gradients and buffers are those of eager mode
 
-patches.py, transformers.py, data_dependent_sizes.py, data_dependent_values.py and inner_autograd.py surround the
+patches.py, transformers.py, data_dependent_sizes.py, data_dependent_values.py and rewrite/inner_autograd surround the
 export: they refuse what it would drop without a word, and let it trace what it could not. refusals.py says in the
 user's terms why a capture failed.
 
@@ -13,14 +13,10 @@ The model is captured in the mode it is in: put it in train mode first. It may b
 
 forward_arguments       which argument of the model's forward each part of the batch is
 constants               values that are known while a model is traced
-autograd_function       custom autograd Functions keep their backward
 attribute_reads         what forward reads of modules and of a loss object: `self.training`, plain values, counters
 masked_rows             rows chosen by a mask, in a fixed size; expert_loops makes the experts op of loops over experts
-equal_layers            equal layers are traced once; hidden_layers: the others are not seen by torch's export;
-                        layer_copies: they are copied in the graph
-inline_regions          `with torch.no_grad()` in a graph, and the casts of autocast
-inplace_ops             ops in place become their functional_twins; view_writes: those that write through views
-flex_attention          FlexAttention as ops; attention_sinks: scores of each head beside those of keys
+equal_layers            equal layers are traced once; layer_copies: the others are copied in the graph
+rewrite                 what export gives, written otherwise
 foreign_parameters      parameters of nobody that the loss uses
 generation              a model as it generates, with the states of earlier tokens; generation_cache: its own cache
 side_effects            what forward depends on and must not change
@@ -35,24 +31,16 @@ from typing import Any
 
 from torch import nn
 
-from shardc.capture import (
-    attention_sinks,
-    attribute_reads,
-    compare_eager,
-    expert_loops,
-    flex_attention,
-    patches,
-    refusals,
-    side_effects,
-)
+from shardc.capture import attribute_reads, compare_eager, expert_loops, patches, refusals, side_effects
 from shardc.capture.batch_leaves import Leaves, with_plain_dicts
 from shardc.capture.export import Fold, export
 from shardc.capture.forward_arguments import keys_of_loss
-from shardc.capture.hidden_layers import HiddenError, UnlikeError
+from shardc.capture.layer_copies import UnlikeError
 from shardc.capture.lift import lift
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf, check_loss
 from shardc.capture.loss import default_loss as default_loss
 from shardc.capture.masked_rows.rows import DrawnError, because
+from shardc.capture.rewrite import attention_sinks, flex_attention
 from shardc.errors import ShardcError
 from shardc.ir.forward_record import ForwardRecord
 from shardc.ir.generation import Step
@@ -103,7 +91,6 @@ def capture(
     # Perhaps rows are chosen by values: of loops over experts.
     # Equal layers are traced once, unless something is special: then the whole is traced, and says what is wrong.
     ways = [(True, False, False)] * (not generates) + [(False, False, False), (False, True, False), (False, True, True)]
-    shown: frozenset[str] | None = frozenset()
     while True:
         fold, sizes, rows = ways[0]
         try:
@@ -111,12 +98,9 @@ def capture(
                 side_effects.unchanged(model) as changes,
                 attribute_reads.recorded(model, changes, function) as reads,
             ):
-                given = Fold(reads, changes, shown) if fold else None
+                given = Fold(reads, changes) if fold else None
                 exported = export(model, leaves, loss, forward, sizes=sizes, rows=rows, fold=given)
             break
-        except HiddenError as e:  # of the equal layers more have to be in sight; or all, if that will not do
-            shown = None if shown else e.paths
-            continue
         except UnlikeError:
             pass
         except ShardcError as e:
@@ -225,8 +209,8 @@ def _counts(name: str, place: Source) -> str:
 
 def _no_module(model: object) -> ShardcError:
     if isinstance(model, Program) or hasattr(model, "program"):
-        what, fix = f"this is compiled already: {model!r}", "pass the plain model, which it was compiled from"
-        return ShardcError(what, where="shardc.compile", fix=fix)
+        fault, fix = f"this is compiled already: {model!r}", "pass the plain model, which it was compiled from"
+        return ShardcError(fault, where="shardc.compile", fix=fix)
     kind = "function" if inspect.isroutine(model) else "class" if inspect.isclass(model) else type(model).__name__
     fix = "pass what it returns: model()" if callable(model) else "pass an instance of the model"
     return ShardcError(f"the model is a {kind}, not a torch.nn.Module", fix=fix)

@@ -34,23 +34,23 @@ class Leaves:
         errors = Errors()
         for path, x in flat:
             if isinstance(x, np.ndarray):  # baked in, it would be the same in every step
-                what = f"{'.'.join(str(_key(k)) for k in path) or 'it'} is a numpy array, not a tensor"
-                errors.add(what, where="batch", fix="torch.from_numpy(...) makes a tensor of it")
+                fault = f"{'.'.join(str(_key(k)) for k in path) or 'it'} is a numpy array, not a tensor"
+                errors.add(fault, where="batch", fix="torch.from_numpy(...) makes a tensor of it")
             if type(x).__name__ == "BlockMask":  # by name: its module takes long to import
-                what = f"{'.'.join(str(_key(k)) for k in path) or 'it'} is a block mask of flex_attention"
+                fault = f"{'.'.join(str(_key(k)) for k in path) or 'it'} is a block mask of flex_attention"
                 fix = (
                     "give the tensors that its mask_mod reads, and make it in forward: create_block_mask(mask_mod, ...)"
                 )
-                errors.add(f"{what}, which would be the same in every step", where="batch", fix=fix)
+                errors.add(f"{fault}, which would be the same in every step", where="batch", fix=fix)
         if not self.tensors and not errors.found:
             lists = _lists(batch)
-            what = f": {lists[0]} is a list" if lists else ""
+            fault = f": {lists[0]} is a list" if lists else ""
             fix = (
                 "make it a tensor: torch.tensor(...)"
                 if lists
                 else "give a dict (keyword arguments), a tuple or a tensor"
             )
-            errors.add(f"the batch has no tensor in it{what}", where="batch", fix=fix)
+            errors.add(f"the batch has no tensor in it{fault}", where="batch", fix=fix)
         errors.raise_any()
 
     def named(self, nodes: set[fx.Node]) -> list[str]:

@@ -7,8 +7,7 @@ op, which afterwards becomes a copy of what the first one added to the graph.
 
 The model's own loop runs over all layers, so what it does between them, and what it gives to which, is traced. A layer
 stands for another one only where Python could not tell them apart while it was traced (`folded`), and where the graph
-shows that nothing went past the arguments and results (layer_copies). Else the model is traced whole. Layers that are
-expected to be copies are hidden from the tracer (hidden_layers).
+shows that nothing went past the arguments and results (layer_copies). Else the model is traced whole.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from shardc.capture import layer_copies
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.constants import FRESH
-from shardc.capture.hidden_layers import Hidden, hidden
-from shardc.capture.layer_copies import EQUAL_LAYER, Copied, Copies
+from shardc.capture.layer_copies import EQUAL_LAYER, Copied
 from shardc.capture.side_effects import Changes, identity
 from shardc.ir.graph import placeholders
 from shardc.torch_private import (
@@ -52,8 +51,6 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_
 _hooks_of = operator.itemgetter(*_HOOKS)
 #: How far values in lists, dicts and functions are followed.
 _DEEP = 6
-#: Where there are fewer layers alike, hiding them saves nothing.
-_MANY = 4
 
 
 # --- layers that Python cannot tell apart
@@ -75,7 +72,7 @@ class _Layer:
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers, in order; one that has several names comes several times."""
         held = (_attributes(m)[h] for m in self.modules for h in ("_parameters", "_buffers"))
-        return [x for each in held for x in dict.values(each) if x is not None]  # hidden ones are not asked for
+        return [x for each in held for x in dict.values(each) if x is not None]
 
 
 def _attributes(m: nn.Module) -> dict[str, Any]:
@@ -196,14 +193,14 @@ class _First:
 
 
 class Folding:
-    """What was folded while a model was traced. calls: by the number of the op. hidden: the layers that have to be
-    copies.
+    """What was folded while a model was traced. callers: the modules whose calls are in progress; calls: by the number
+    of the op.
     """
 
-    def __init__(self, layers: Layers, reads: Reads, changes: Changes, effects: Callable[[str], object]) -> None:
-        self._layers, self.hidden = layers
-        self._callers: Sequence[nn.Module] = self.hidden.calls
-        self._reads, self._changes, self._effects = reads, changes, effects
+    def __init__(
+        self, callers: Sequence[nn.Module], reads: Reads, changes: Changes, effects: Callable[[str], object]
+    ) -> None:
+        self._callers, self._reads, self._changes, self._effects = callers, reads, changes, effects
         self._firsts: dict[tuple[int, int], list[_First]] = {}
         self.calls: list[Copied] = []
 
@@ -234,29 +231,11 @@ class Folding:
                     for first in self._firsts.get(layer.kind, ()):
                         if first.key == key and _read_alike(first, layer) and _is_as_then(first):
                             return self._copy(first, layer, operands)
-            if layer.path in self.hidden.paths:
-                raise self.hidden.show(self._others(layer, key))
             if not plain:
                 return original(*args, **kwargs)
             return self._trace(layer, functools.partial(original, *args, **kwargs), key, operands)
 
         return forward
-
-    def _others(self, layer: _Layer, key: Any) -> Iterator[str]:
-        """The layers that are to be in sight, as this one is no copy of those that were traced: it, and one of each
-        kind that differs in what Python read; all, where those that were traced may not stand for others.
-        """
-        yield layer.path
-        firsts = self._firsts.get(layer.kind, ())
-        others = [x for x in self._layers if x.kind == layer.kind]
-        if not firsts:
-            yield from (x.path for x in others)
-        for first in [f for f in firsts if f.key == key]:
-            kinds = [first]
-            for other in others:
-                if not any(_read_alike(k, other) for k in kinds):
-                    kinds.append(replace(first, layer=other))
-                    yield other.path
 
     def _plain(self, layer: _Layer) -> bool:
         """Nobody looks into the layer from outside, and forward has set nothing in it."""
@@ -374,43 +353,21 @@ def _plain_or_id(x: Any) -> Any:
     return (type(x), x) if isinstance(x, _PLAIN) else id(x)
 
 
-class Layers(NamedTuple):
-    """Those of which there are two alike, and those of them that are hidden."""
-
-    all: Sequence[_Layer]
-    hidden: Hidden
-
-
 @contextmanager
-def out_of_sight(model: nn.Module, shown: frozenset[str] | None) -> Iterator[Layers]:
-    """While open, the model's layers that are expected to be copies are hidden. shown: but for these; None: no layer is
-    hidden.
+def folded(model: nn.Module, reads: Reads, changes: Changes, effects: Callable[[str], object]) -> Iterator[Folding]:
+    """While open, the model's equal layers are traced once. reads, changes: what forward has read and set so far;
+    effects: what else capture noted, of a layer of this name.
     """
     layers = [x for x in _layers(model) if "forward" not in _attributes(x.module)]
-    kinds: dict[tuple[int, int], list[_Layer]] = {}
-    for x in layers:
-        kinds.setdefault(x.kind, []).append(x)
-    many = [x for kind in kinds.values() if len(kind) >= _MANY for x in kind[1:]]
-    with (
-        module_calls() as calls,
-        hidden([(x.path, x.modules) for x in many if shown is not None and x.path not in shown], calls) as found,
-    ):
-        yield Layers(layers, found)
-
-
-@contextmanager
-def folded(layers: Layers, reads: Reads, changes: Changes, effects: Callable[[str], object]) -> Iterator[Folding]:
-    """While open, the model's equal layers are traced once. layers: of `out_of_sight`. reads, changes: what forward has
-    read and set so far; effects: what else capture noted, of a layer of this name.
-    """
-    try:
-        folding = Folding(layers, reads, changes, effects)
-        for layer in layers.all:
-            _attributes(layer.module)["forward"] = folding.forward_of(layer)
-        yield folding
-    finally:
-        for layer in layers.all:
-            _attributes(layer.module).pop("forward", None)
+    with module_calls() as calls:
+        try:
+            folding = Folding(calls, reads, changes, effects)
+            for layer in layers:
+                _attributes(layer.module)["forward"] = folding.forward_of(layer)
+            yield folding
+        finally:
+            for layer in layers:
+                _attributes(layer.module).pop("forward", None)
 
 
 def _layers(model: nn.Module) -> Iterator[_Layer]:
@@ -437,12 +394,13 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
 # --- in the graph
 
 
-def copies(model: nn.Module, exported: ExportedProgram, folding: Folding | None) -> Copies:
-    """The copies of equal layers that are to be written."""
+def unfold(model: nn.Module, exported: ExportedProgram, folding: Folding | None, cut: set[fx.Node]) -> None:
+    """Write the copies of equal layers. cut: the nodes that were computed without gradients, to which their copies are
+    added.
+    """
     graph, nodes = exported.graph, placeholders(exported.graph)
     if folding is None or not folding.calls:
-        return Copies(graph, (), {})
-    folding.hidden.check()
+        return
     by_name = {str(s.target).removeprefix("model."): nodes[s.arg.name] for s in exported.graph_signature.input_specs}
     tensors = {
         name: x for named in (model.named_parameters, model.named_buffers) for name, x in named(remove_duplicate=False)
@@ -453,4 +411,4 @@ def copies(model: nn.Module, exported: ExportedProgram, folding: Folding | None)
             node.replace_all_uses_with(one)
     stored = {name: by_tensor[id(x)] for name, x in tensors.items() if id(x) in by_tensor}
     constants = {nodes[s.arg.name] for s in exported.graph_signature.input_specs if s.kind == InputKind.CONSTANT_TENSOR}
-    return Copies(graph, folding.calls, stored, folding.hidden, constants)
+    layer_copies.unfold(graph, folding.calls, stored, constants, cut)

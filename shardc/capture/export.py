@@ -16,19 +16,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from shardc.capture import (
-    attention_sinks,
-    equal_layers,
-    flex_attention,
-    functional_twins,
-    inline_regions,
-    inner_autograd,
-    inplace_ops,
-    patches,
-    refusals,
-    side_effects,
-    transformers,
-)
+from shardc.capture import equal_layers, patches, refusals, side_effects, transformers
 from shardc.capture.attribute_reads import Reads
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.constants import FRESH
@@ -36,8 +24,15 @@ from shardc.capture.data_dependent_values import ValueReads, drop_checks, known_
 from shardc.capture.foreign_parameters import ForeignParameters
 from shardc.capture.forward_arguments import arguments, check_call
 from shardc.capture.generation import GenerationOf, caches
-from shardc.capture.layer_copies import Copies
 from shardc.capture.loss import Forward, Loss, LossOf, ValuesOf
+from shardc.capture.rewrite import (
+    attention_sinks,
+    flex_attention,
+    functional_twins,
+    inline_regions,
+    inner_autograd,
+    inplace_ops,
+)
 from shardc.capture.side_effects import Changes
 from shardc.errors import ShardcError
 from shardc.ir import source
@@ -58,19 +53,16 @@ from shardc.torch_private import (
 
 
 class Fold(NamedTuple):
-    """Trace equal layers once. reads, changes: what was read of the model and what was set in it so far. shown: the
-    layers that must not be hidden (equal_layers.out_of_sight).
-    """
+    """Trace equal layers once. reads, changes: what was read of the model and what was set in it so far."""
 
     reads: Reads
     changes: Changes
-    shown: frozenset[str] | None
 
 
 class Exported(NamedTuple):
     """updated: {FQN of a buffer: its new value}; beside: {name of what stands beside the loss: name of what it is
     divided by, or ""}; caches: what a decoding step keeps, which are buffers of nobody; fresh: the constants that
-    forward makes itself; copies: of equal layers, that are to be written yet.
+    forward makes itself.
     """
 
     program: ExportedProgram
@@ -79,7 +71,6 @@ class Exported(NamedTuple):
     notes: tuple[str, ...]
     caches: dict[str, Tensor]
     fresh: frozenset[str]
-    copies: Copies
 
 
 def export(
@@ -93,8 +84,7 @@ def export(
     fold: Fold | None = None,
 ) -> Exported:
     """The exported model without regions and in-place ops. forward: there is no loss, but what it gives. sizes, rows:
-    see known_values. fold: raises UnlikeError where layers turn out not to be equal, HiddenError where more have to be
-    in sight.
+    see known_values. fold: raises UnlikeError where layers turn out not to be equal.
     """
     wrapper = _wrapper(model, leaves, loss, forward)
     own = {id(p): name for name, p in model.named_parameters()}
@@ -102,7 +92,6 @@ def export(
     wrapper.training = model.training
     with (
         warnings.catch_warnings(),
-        equal_layers.out_of_sight(model, fold.shown) if fold else nullcontext() as layers,
         transformers.lean_transformers(model),
         transformers.as_one_op(),
         attention_sinks.as_one_more_key(written_out=True),
@@ -115,7 +104,7 @@ def export(
         traced_with(source.trace_of_call),
         without_code(),
         silent(),
-        _folded(layers, fold, partial(_noted, wrapper, reads)) as folding,
+        _folded(model, fold, partial(_noted, wrapper, reads)) as folding,
     ):
         warnings.simplefilter("ignore")  # export's own; the model's appear whenever it runs
         inputs = tuple(fake_tensor(mode, x) for x in leaves.tensors)  # one each: export merges those that are one
@@ -127,8 +116,6 @@ def export(
         except (
             Exception
         ) as e:  # tracing runs the user's Python, which may raise anything; raised again as what it means
-            if folding is not None:
-                folding.hidden.check()
             if isinstance(e, TypeError) and not wrapper.beside.of_loss:
                 check_call(model, *arguments(model, leaves.batch(leaves.tensors), beside), own_loss=beside)
             raise refusals.of_error(e, leaves.named(reads.inputs), of_loss=wrapper.beside.of_loss) from e
@@ -142,9 +129,7 @@ def export(
         cut = inline_regions.inline_regions(gm)
         drop_checks(gm.graph)
         transformed = any(is_transform(n.target) for n in gm.graph.nodes)
-        copies = equal_layers.copies(model, exported, folding)
-        if transformed or not copies.writes_apart():
-            copies.unfold(cut)
+        equal_layers.unfold(model, exported, folding, cut)
         if not transformed:
             _check(gm.graph, leaves.named(reads.inputs))
         signature = exported.graph_signature
@@ -160,9 +145,6 @@ def export(
                 raise refusals.of_input(nodes[spec.arg.name], "fake")
         stored = kinds.get(InputKind.BUFFER, {}), kinds.get(InputKind.PARAMETER, {})
         updated = None if transformed else inplace_ops.remove_inplace(gm.graph, *stored, cut)
-        if updated is None:
-            copies.unfold(cut)
-        copies.find()
         if (
             updated is None
         ):  # traced once more, in ops below those that write in place, and below torch.func's transforms
@@ -180,7 +162,7 @@ def export(
         *dict.fromkeys(map(_unseen, reads.sources)),
         *(foreign.notes() if forward is None else ()),
     )
-    return Exported(exported, updated, wrapper.beside.divisors, notes, caches(wrapper), fresh, copies)
+    return Exported(exported, updated, wrapper.beside.divisors, notes, caches(wrapper), fresh)
 
 
 def _fresh(exported: ExportedProgram) -> frozenset[str]:
@@ -191,11 +173,11 @@ def _fresh(exported: ExportedProgram) -> frozenset[str]:
 
 
 def _folded(
-    layers: equal_layers.Layers | None, fold: Fold | None, effects: Callable[[str], object]
+    model: nn.Module, fold: Fold | None, effects: Callable[[str], object]
 ) -> AbstractContextManager[equal_layers.Folding | None]:
-    if layers is None or fold is None:
+    if fold is None:
         return nullcontext()
-    return equal_layers.folded(layers, fold.reads, fold.changes, effects)
+    return equal_layers.folded(model, fold.reads, fold.changes, effects)
 
 
 def _noted(wrapper: LossOf, reads: ValueReads, path: str) -> object:

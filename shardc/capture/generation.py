@@ -92,9 +92,9 @@ class GenerationOf(ValuesOf):
         rows, length = ids.shape
         found = [x for x in tensors_in(output).values() if x.dim() == 3 and x.shape[:2] == (rows, length)]
         if not found:
-            what = f"of ids [{rows}, {length}] the model gives no logits [{rows}, {length}, vocabulary]"
+            fault = f"of ids [{rows}, {length}] the model gives no logits [{rows}, {length}, vocabulary]"
             fix = 'return logits of every position, as a tensor, .logits or "logits"'
-            raise ShardcError(what, where=of_function(self.model.forward).line, fix=fix)
+            raise ShardcError(fault, where=of_function(self.model.forward).line, fix=fix)
         logits = found[0]
         return {LOGITS: logits.gather(1, at[:, None, None].expand(rows, 1, logits.shape[-1]))[:, 0]}
 

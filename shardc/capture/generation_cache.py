@@ -101,8 +101,8 @@ def unchanged(form: Form, cache: Any) -> dict[str, Tensor]:
         one, other = before.get(path), after.get(path)
         if path not in form.slots and (one != other or type(one) is not type(other)):
             said = f"a tensor {list(other.shape)}" if isinstance(other, Tensor) else repr(other)
-            what = f"a token changes what {path!r} of its cache is, from {one!r} to {said}"
-            raise ShardcError(what, where="generate")
+            fault = f"a token changes what {path!r} of its cache is, from {one!r} to {said}"
+            raise ShardcError(fault, where="generate")
     return states
 
 

@@ -1,6 +1,5 @@
-"""In the graph of a model whose equal layers were traced once, a copy of the first layer's ops takes the place of every
-`equal_layer`: while the graph is lifted (`Lifted`), or before, in the exported graph (`Copies.unfold`), where writes in
-place go from layer to layer.
+"""In the exported graph of a model whose equal layers were traced once, a copy of the first layer's ops takes the place
+of every `equal_layer`.
 """
 
 from __future__ import annotations
@@ -13,12 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shardc.capture import functional_twins, inplace_ops
-from shardc.capture.hidden_layers import Hidden, UnlikeError
-from shardc.capture.inline_regions import unchanged
-from shardc.capture.inner_autograd import GRADIENT
-from shardc.ir.source import Source
-from shardc.torch_private import HigherOrderOperator, OpOverload, add_node
+from shardc.capture.rewrite.inline_regions import unchanged
+from shardc.capture.rewrite.inner_autograd import GRADIENT
+from shardc.torch_private import HigherOrderOperator, OpOverload
 
 torch.library.define(
     "shardc::equal_layer",
@@ -31,6 +27,10 @@ torch.library.define(
 EQUAL_LAYER = torch.ops.shardc.equal_layer.default
 
 
+class UnlikeError(Exception):
+    """Layers that were taken for equal are not: the model is traced whole."""
+
+
 class Copied(NamedTuple):
     """The names of a layer that was traced, and of one that is equal to it."""
 
@@ -39,123 +39,80 @@ class Copied(NamedTuple):
 
 
 @dataclass
-class Copy:
-    """What is to take the place of an `equal_layer`. operands: tensors that the first layer takes, and this one;
-    results: those that the first one gives.
+class _First:
+    """A layer that was traced. nodes: its ops; operands, results: tensors that it takes and gives; weights: its
+    parameters and buffers, by the end of their names.
     """
 
-    first: str
-    layer: str
-    operands: dict[fx.Node, fx.Node]
+    nodes: list[fx.Node]
+    operands: list[fx.Node]
     results: list[fx.Node]
+    weights: dict[str, fx.Node]
 
 
-class Copies:
-    """The copies to be made in a graph. stored: the placeholder of every parameter and buffer that it has, by its
-    names. hidden: the layers of which it has none. constants: their placeholders, which all copies of a layer share.
+def unfold(
+    graph: fx.Graph,
+    calls: Sequence[Copied],
+    stored: Mapping[str, fx.Node],
+    constants: Collection[fx.Node],
+    cut: set[fx.Node],
+) -> None:
+    """Write the copies into a graph. calls: by the number of the `equal_layer`; stored: the placeholder of every
+    parameter and buffer, by its names; constants: placeholders that all copies of a layer share. cut: the nodes that
+    were computed without gradients, to which their copies are added.
 
     Raises UnlikeError where a layer took or gave more than its arguments, weights and results.
     """
-
-    def __init__(
-        self,
-        graph: fx.Graph,
-        calls: Sequence[Copied],
-        stored: Mapping[str, fx.Node],
-        hidden: Hidden | None = None,
-        constants: Collection[fx.Node] = (),
-    ) -> None:
-        if calls and any(n.target is GRADIENT for n in graph.nodes):
-            raise UnlikeError("a gradient inside of forward looks at the graph while it is made")
-        self._graph, self._calls, self._stored, self._hidden = graph, calls, stored, hidden
-        self.constants = {x: x for x in constants}
-        self.segments: dict[str, list[fx.Node]] = {}  # the ops of a layer that was traced
-        self._operands: dict[str, list[fx.Node]] = {}
-        self._results: dict[str, list[fx.Node]] = {}
-        self.found: dict[fx.Node, Copy] = {}
-
-    def writes_apart(self) -> bool:
-        """Whether everything in the graph that is written in place is written before the layers, or within one that was
-        traced, or is none of the layers' business: then it may be rewritten (inplace_ops) before there are copies.
-        """
-        graph, inside = self._graph, dict[fx.Node, tuple[str, ...]]()
-        for first in dict.fromkeys(c.first for c in self._calls):
-            for n in _segment(graph, first):
-                inside[n] = (*inside.get(n, ()), first)
-        inside |= {n: ("",) for c in graph.find_nodes(op="call_function", target=EQUAL_LAYER) for n in (c, *c.users)}
-        root, family = inplace_ops.families(graph)
-        begun = False
-        for n in graph.nodes:
-            begun = begun or n in inside
-            if not begun or not functional_twins.is_inplace(n):
-                continue
-            for m in (m for x in inplace_ops.written(n) for m in family[root[x]]):
-                if inside.get(m) != inside.get(n) or (n not in inside and not inside.keys().isdisjoint(m.users)):
-                    return False
-        return True
-
-    def unfold(self, cut: set[fx.Node]) -> None:
-        """Write the copies into this graph. cut: the nodes that were computed without gradients, to which their copies
-        are added. Raises HiddenError where weights of theirs are not in it.
-        """
-        if not self._calls:
-            return
-        if self._hidden is not None:
-            self._hidden.show_all()
-        graph, weights = self._graph, _Weights(self._stored)
-        for call in graph.find_nodes(op="call_function", target=EQUAL_LAYER):
-            copy = self.of(call)
-            renamed = _renamer(f"model.{copy.first}", f"model.{copy.layer}")
-            env = copy.operands | weights.of(copy.first, copy.layer) | self.constants
-            with graph.inserting_before(call):
-                for n in self.segments[copy.first]:
-                    env[n] = graph.node_copy(n, env.__getitem__)
-                    stack = n.meta["nn_module_stack"]
-                    env[n].meta["nn_module_stack"] = {renamed(k): (renamed(v[0]), *v[1:]) for k, v in stack.items()}
-                    if n in cut:
-                        cut.add(env[n])
-            for user in list(call.users):
-                assert user.target is operator.getitem
-                user.replace_all_uses_with(env[copy.results[int(user.args[1])]])
-                graph.erase_node(user)
-            graph.erase_node(call)
-        self._calls, self.segments = (), {}
-
-    def find(self) -> None:
-        """Find all: in `found`, by the call that each takes the place of."""
-        calls = self._graph.find_nodes(op="call_function", target=EQUAL_LAYER) if self._calls else ()
-        self.found = {call: self.of(call) for call in calls}
-
-    def of(self, call: fx.Node) -> Copy:
-        """What is to take the place of a call. The calls come in the order of the graph."""
-        args: Any = call.args
-        number, own, others, like = args
-        first, layer = self._calls[number]
-        if first not in self.segments:
-            inside = dict.fromkeys(_segment(self._graph, first))
-            self.segments[first] = list(inside)
-            self._operands[first] = [_same_tensor(x, lambda n: n not in inside) for x in others]
-            self._results[first] = [_same_tensor(x, inside.__contains__) for x in like]
-            self._check(first, inside)
-        taken: dict[fx.Node, fx.Node] = {}
-        for x, y in zip(self._operands[first], own, strict=True):
-            if taken.setdefault(x, y) is not y:
+    if any(n.target is GRADIENT for n in graph.nodes):
+        raise UnlikeError("a gradient inside of forward looks at the graph while it is made")
+    firsts: dict[str, _First] = {}
+    for call in graph.find_nodes(op="call_function", target=EQUAL_LAYER):  # in the order of the graph
+        number, own, others, like = call.args
+        name, layer = calls[number]
+        if name not in firsts:
+            firsts[name] = _first(graph, name, others, like, stored, set(constants))
+        first = firsts[name]
+        env = {x: x for x in constants} | {n: stored[layer + end] for end, n in first.weights.items()}
+        for x, y in zip(first.operands, own, strict=True):
+            if env.setdefault(x, y) is not y:
                 raise UnlikeError("one operand of a layer is two of another")
-        return Copy(first, layer, taken, self._results[first])
+        renamed = _renamer(f"model.{name}", f"model.{layer}")
+        with graph.inserting_before(call):
+            for n in first.nodes:
+                env[n] = graph.node_copy(n, env.__getitem__)
+                stack = n.meta["nn_module_stack"]
+                env[n].meta["nn_module_stack"] = {renamed(k): (renamed(v[0]), *v[1:]) for k, v in stack.items()}
+                if n in cut:
+                    cut.add(env[n])
+        for user in list(call.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(env[first.results[int(user.args[1])]])
+            graph.erase_node(user)
+        graph.erase_node(call)
 
-    def _check(self, first: str, inside: Mapping[fx.Node, Any]) -> None:
-        given = set(self._results[first])
-        weights = {n for name, n in self._stored.items() if name.startswith(f"{first}.")}
-        taken = set(self._operands[first])
-        if taken & weights:
-            raise UnlikeError("a layer is given one of its own weights")
-        taken |= self.constants.keys()
-        for n in inside:
-            leaves = any(u not in inside and (u.target is not EQUAL_LAYER or n in u.args[1]) for u in n.users)  # type: ignore[operator]
-            if n.op != "call_function" or isinstance(n.target, HigherOrderOperator) or (leaves and n not in given):
-                raise UnlikeError("a layer gives more than its results")
-            if any(x not in inside and x not in taken and x not in weights for x in n.all_input_nodes):
-                raise UnlikeError("a layer takes more than its arguments and weights")
+
+def _first(
+    graph: fx.Graph,
+    name: str,
+    operands: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    stored: Mapping[str, fx.Node],
+    constants: set[fx.Node],
+) -> _First:
+    inside = dict.fromkeys(_segment(graph, name))
+    taken = [_same_tensor(x, lambda n: n not in inside) for x in operands]
+    given = [_same_tensor(x, inside.__contains__) for x in results]
+    weights = {k.removeprefix(name): n for k, n in stored.items() if k.startswith(f"{name}.")}
+    if set(taken) & set(weights.values()):
+        raise UnlikeError("a layer is given one of its own weights")
+    known = {*taken, *constants, *weights.values()}
+    for n in inside:
+        leaves = any(u not in inside and (u.target is not EQUAL_LAYER or n in u.args[1]) for u in n.users)  # type: ignore[operator]
+        if n.op != "call_function" or isinstance(n.target, HigherOrderOperator) or (leaves and n not in given):
+            raise UnlikeError("a layer gives more than its results")
+        if any(x not in inside and x not in known for x in n.all_input_nodes):
+            raise UnlikeError("a layer takes more than its arguments and weights")
+    return _First(list(inside), taken, given, weights)
 
 
 def _segment(graph: fx.Graph, path: str) -> list[fx.Node]:
@@ -178,20 +135,6 @@ def _same_tensor(node: fx.Node, fits: Callable[[fx.Node], bool]) -> fx.Node:
     return found
 
 
-class _Weights:
-    """The placeholders of one layer -> those of another. stored: see `Copies`."""
-
-    def __init__(self, stored: Mapping[str, fx.Node]) -> None:
-        self._stored = stored
-        self._of: dict[str, dict[str, fx.Node]] = {}  # by name in the layer
-
-    def of(self, first: str, layer: str) -> dict[fx.Node, fx.Node]:
-        if first not in self._of:
-            begins = f"{first}."
-            self._of[first] = {k.removeprefix(first): n for k, n in self._stored.items() if k.startswith(begins)}
-        return {n: self._stored[layer + name] for name, n in self._of[first].items()}
-
-
 def _renamer(first: str, layer: str) -> Callable[[str], str]:
     """A module's name in one layer -> in another."""
     begins, known = f"{first}.", dict[str, str]()
@@ -203,47 +146,3 @@ def _renamer(first: str, layer: str) -> Callable[[str], str]:
         return known[text]
 
     return renamed
-
-
-# --- while it is lifted
-
-
-class Lifted:
-    """Writes the copies that a graph is to have into the one that it is lifted to. stored: the placeholder there of
-    every parameter and buffer, by its names.
-    """
-
-    def __init__(self, copies: Copies, stored: Mapping[str, fx.Node]) -> None:
-        self._copies, self._weights, self._constants = copies.found, _Weights(stored), copies.constants
-        self._of: dict[fx.Node, list[str]] = {}  # the layers that an op is in
-        for first, nodes in copies.segments.items():
-            for n in nodes:
-                self._of.setdefault(n, []).append(first)
-        self._ops: dict[str, list[tuple[fx.Node, str]]] = {first: [] for first in copies.segments}
-
-    def add(self, node: fx.Node, lifted: fx.Node, name: str) -> None:
-        """An exported op has been lifted. name: without a number."""
-        for first in self._of.get(node, ()):
-            self._ops[first].append((lifted, name))
-
-    def write(self, call: fx.Node, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> bool:
-        """The ops of a copy, if one takes the place of this exported node. env: of exported nodes, their lifted ones;
-        gets those of the copy's results.
-        """
-        if call.target is not EQUAL_LAYER:
-            return call.target is operator.getitem and call.args[0] in self._copies
-        copy = self._copies[call]
-        renamed = _renamer(copy.first, copy.layer)
-        new = {env[x]: env[y] for x, y in copy.operands.items()} | self._weights.of(copy.first, copy.layer)
-        new |= {env[x]: env[x] for x in self._constants}
-        for n, name in self._ops[copy.first]:
-            args, kwargs = fx.map_arg((n.args, n.kwargs), new.__getitem__)
-            place: Source = n.meta["source"]
-            calls = tuple(map(renamed, place.calls))
-            moved = Source(renamed(place.module), place.line, place.code, calls)
-            meta = n.meta | {"source": moved}
-            new[n] = add_node(graph, "call_function", n.target, args, kwargs, name=name, meta=meta)
-            self.add(call, new[n], name)  # it may be in an equal layer of an outer list
-        for user in call.users:
-            env[user] = new[env[copy.results[int(user.args[1])]]]  # type: ignore[arg-type]
-        return True

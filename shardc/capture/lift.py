@@ -16,7 +16,6 @@ from torch.export.graph_signature import InputKind
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.constants import contents
 from shardc.capture.export import Exported
-from shardc.capture.layer_copies import Lifted
 from shardc.errors import ShardcError
 from shardc.ir import source
 from shardc.ir import types as values
@@ -111,7 +110,7 @@ def lift(
             inputs.append(Input(node.name, path, tuple(x.shape), x.dtype))
             env[exported_nodes[spec.arg.name]] = node
 
-    results = _copy(exported.graph, graph, env, Lifted(made.copies, by_fqn))
+    results = _copy(exported.graph, graph, env)
     first = len(results) - len(made.beside)
     loss = results[first - 1] if with_loss else None
     owners = {n: b for b in buffers if b.updated for n in (b.fqn, *b.aliases)}
@@ -121,9 +120,9 @@ def lift(
     graph.output((loss, (*with_news, *kept)))
     graph.lint()
     if loss is not None and not values.requires_grad(loss) and any(p.requires_grad for p in params):
-        what = "the loss depends on no trainable parameter"
+        fault = "the loss depends on no trainable parameter"
         fix = "check that nothing between the parameters and the loss is detached, or computed under no_grad"
-        raise ShardcError(what, where=source.where(source_of(loss)), fix=fix)
+        raise ShardcError(fault, where=source.where(source_of(loss)), fix=fix)
     outputs = tuple(
         Output(name, v.shape, v.dtype, divisor=divisor)
         for (name, divisor), v in zip(made.beside.items(), (n.meta["value"] for n in kept), strict=True)
@@ -203,14 +202,10 @@ def _as_in_memory(x: fx.Node, user: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.
     return ordered
 
 
-def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node], equal: Lifted) -> list[fx.Node]:
-    """Copy the calls of `old` with typed metadata; returns the nodes of its results, where they are copied. equal:
-    writes the copies of equal layers.
-    """
+def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """Copy the calls of `old` with typed metadata; returns the nodes of its results, where they are copied."""
     for node in old.nodes:
         if node.op == "call_function":
-            if equal.write(node, new, env):
-                continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             name = _NUMBER.sub("", node.name)
             copy = add_node(new, "call_function", node.target, args, kwargs, name=name)
@@ -224,7 +219,6 @@ def _copy(old: fx.Graph, new: fx.Graph, env: dict[fx.Node, fx.Node], equal: Lift
             copy.meta = {"source": source.of_node(node)}
             copy.meta["value"] = values.typed(node.meta.get("val"), copy.target, copy.args, copy.kwargs)
             env[node] = copy
-            equal.add(node, copy, name)
         elif node.op == "output":
             return [env[n] for n in node.args[0] if n in env]
         else:

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shardc.capture.autograd_function import SideTerm, with_side_terms
 from shardc.capture.batch_leaves import Leaves
 from shardc.capture.forward_arguments import arguments
+from shardc.capture.rewrite.autograd_function import SideTerm, with_side_terms
 from shardc.errors import ShardcError
 from shardc.ir.generation import Step
 from shardc.ir.source import of_exception, of_function
@@ -41,16 +41,16 @@ def check_loss(loss: object, name: str = "loss") -> None:
     if not callable(loss):
         raise ShardcError(f"{name} is {_described(loss)}, not a function", where=name, fix=fix)
     if isinstance(loss, type) and issubclass(loss, nn.Module):
-        what = f"{name} is the class {loss.__name__}, not a function"
+        fault = f"{name} is the class {loss.__name__}, not a function"
         fix = f"call it on the tensors: {name}=lambda output, batch: nn.{loss.__name__}()(output, batch['y'])"
-        raise ShardcError(what, where=name, fix=fix)
+        raise ShardcError(fault, where=name, fix=fix)
     function = loss.forward if isinstance(loss, nn.Module) else loss
     try:
         signature = inspect.signature(function)
         signature.bind(None, None)
     except TypeError as e:
-        what = f"{name} takes (output, batch), and cannot be called with these two: {e}"
-        raise ShardcError(what, where=of_function(function).line or name, fix=fix) from None
+        fault = f"{name} takes (output, batch), and cannot be called with these two: {e}"
+        raise ShardcError(fault, where=of_function(function).line or name, fix=fix) from None
     except ValueError:  # a builtin, whose arguments Python does not know
         return
     names = tuple(signature.parameters)[:2]
@@ -120,18 +120,18 @@ class LossOf(nn.Module):
             self.beside.notes = _several(output, loss, line)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             if isinstance(loss, _NUMBERS):
-                what = "the loss is a Python number, of .item(), float() or int(): it has no gradient"
-                raise ShardcError(what, where=line, fix="leave that out: return the tensor")
-            what = f"the loss is {_described(loss)}, not a scalar"
+                fault = "the loss is a Python number, of .item(), float() or int(): it has no gradient"
+                raise ShardcError(fault, where=line, fix="leave that out: return the tensor")
+            fault = f"the loss is {_described(loss)}, not a scalar"
             fix = "return one floating-point number, e.g. loss.mean()"
             if loss is None:
-                what, fix = "the loss function returns nothing", "end it with `return loss`"
+                fault, fix = "the loss function returns nothing", "end it with `return loss`"
             elif isinstance(loss, Mapping):
-                what = f"the loss is a dict without 'loss', of {', '.join(map(repr, loss))}"
+                fault = f"the loss is a dict without 'loss', of {', '.join(map(repr, loss))}"
                 fix = "name the number that is trained 'loss', or return (loss, {name: value})"
             elif isinstance(loss, (tuple, list)):
                 fix = "return one number, such as their sum; to log them too, (loss, {name: value})"
-            raise ShardcError(what, where=line, fix=fix)
+            raise ShardcError(fault, where=line, fix=fix)
         loss = loss.reshape(()) if loss.dim() else loss
         values = self._flat(beside, line)
         return (with_side_terms(loss, self.side), *values)
@@ -154,10 +154,10 @@ class LossOf(nn.Module):
                 raise
             at, keys = of_exception(e), ", ".join(map(repr, batch))
             name = "the loss" if self.loss is not None else "forward(output, batch)"
-            what = f"{name} asks for {e.args[0]!r}, and the batch has {keys} ({at.shown})"
+            fault = f"{name} asks for {e.args[0]!r}, and the batch has {keys} ({at.shown})"
             near = difflib.get_close_matches(str(e.args[0]), [str(k) for k in batch], 1)
             fix = f"did you mean {near[0]!r}?" if near else "name one of these, or let batch() give that one, too"
-            raise ShardcError(what, where=at.line, fix=fix) from e
+            raise ShardcError(fault, where=at.line, fix=fix) from e
 
     def _flat(self, beside: Mapping[str, Any], line: str) -> list[Tensor]:
         values: dict[str, Tensor] = {}
@@ -167,12 +167,12 @@ class LossOf(nn.Module):
                 values |= {name: value[0].reshape(()), divisors[name]: value[1].reshape(())}
             elif not isinstance(value, Tensor) or value.is_complex():
                 if isinstance(value, _NUMBERS):
-                    what = f"the output {name!r} is a Python number, of .item(), float() or int()"
+                    fault = f"the output {name!r} is a Python number, of .item(), float() or int()"
                     fix = "leave that out: the value stays a tensor until it is read"
                     if isinstance(value, (int, float)):  # of a tensor's value tracing makes a symbol
-                        what = f"the output {name!r} is the Python number {value}, and no tensor"
+                        fault = f"the output {name!r} is the Python number {value}, and no tensor"
                         fix = f"write torch.tensor({value}), or leave out the .item(), float() or int() that made it"
-                    raise ShardcError(what, where=line, fix=fix)
+                    raise ShardcError(fault, where=line, fix=fix)
                 raise ShardcError(f"the output {name!r} is {_described(value)}", where=line, fix=CONTRACT)
             else:
                 values[name] = value
@@ -203,8 +203,8 @@ class ValuesOf(LossOf):
             single = isinstance(returned, Tensor)
             values = returned if isinstance(returned, Mapping) else {OUTPUT: returned} if single else {}
         if not values:
-            what = f"it gives {_described(output if self.values is True else returned)}: there is no tensor in it"
-            raise ShardcError(what, where=line, fix="return a tensor, or {name: tensor}")
+            fault = f"it gives {_described(output if self.values is True else returned)}: there is no tensor in it"
+            raise ShardcError(fault, where=line, fix="return a tensor, or {name: tensor}")
         return tuple(self._flat(values, line))
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from shardc.capture import autograd_function
 from shardc.capture.refusals import PACKED, PADDED
+from shardc.capture.rewrite import autograd_function
 from shardc.errors import Errors, ShardcError
 from shardc.ir import source
 from shardc.runtime.state.quantized import consists
@@ -93,30 +93,30 @@ def check_wrapped(model: nn.Module) -> None:
     """
     errors = Errors()
     if hasattr(model, "full_state_dict") and hasattr(model, "clip_grad_norm_"):  # what program.module makes
-        what, fix = (
+        fault, fix = (
             "it is compiled already, and has this rank's part",
             "pass the plain model, which it was compiled from",
         )
-        errors.add(what, where="the model", fix=fix)
+        errors.add(fault, where="the model", fix=fix)
         errors.raise_any()
     for name, module in model.named_modules():
         where = name or "the model"
         if isinstance(module, (DataParallel, DistributedDataParallel)):
-            what = f"it is wrapped in {type(module).__name__}, which spreads the batch and sums gradients by itself"
+            fault = f"it is wrapped in {type(module).__name__}, which spreads the batch and sums gradients by itself"
             held = f"{name}.module" if name else "model.module"
-            errors.add(what, where=where, fix=f"pass what it holds: {held}; `mesh: {{dp: ...}}` of the spec does that")
+            errors.add(fault, where=where, fix=f"pass what it holds: {held}; `mesh: {{dp: ...}}` of the spec does that")
             break
         if kind := _sharded_by_fsdp(module):
-            what = f"{kind} has cut its parameters over the ranks already"
+            fault = f"{kind} has cut its parameters over the ranks already"
             fix = "pass the model as it was before; `data: {zero: 3}` of the spec cuts parameters as it does"
-            errors.add(what, where=where, fix=fix)
+            errors.add(fault, where=where, fix=fix)
             break
     else:
         cut = [name for name, p in model.named_parameters() if _is_dtensor(p)]
         if cut:
             more = f" ({len(cut)} such)" if len(cut) > 1 else ""
-            what = f"the parameter is a DTensor: something has cut it over the ranks already{more}"
-            errors.add(what, where=cut[0], fix="pass the model as it was before, and write its plan as `shard:`")
+            fault = f"the parameter is a DTensor: something has cut it over the ranks already{more}"
+            errors.add(fault, where=cut[0], fix="pass the model as it was before, and write its plan as `shard:`")
     errors.raise_any()
 
 

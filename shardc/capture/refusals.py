@@ -420,12 +420,12 @@ def of_input(placeholder: fx.Node, kind: str) -> ShardcError:
 
 def _error(cause: Cause, at: Source, where: str, read: Sequence[str] = (), **names: Any) -> ShardcError:
     code = f" ({at.shown})" if at.code else ""
-    what, fix = cause.what.format(**names) + code, cause.fix
+    fault, fix = cause.what.format(**names) + code, cause.fix
     if read:
         inputs = ", ".join(read)
-        what += f", namely that of {inputs} in the batch"
+        fault += f", namely that of {inputs} in the batch"
         fix += (
             f"; if {inputs} is the same in every step, leave it out of the batch and let a module around the model add"
             " it as a constant"
         )
-    return ShardcError(what, where=where, fix=fix)
+    return ShardcError(fault, where=where, fix=fix)

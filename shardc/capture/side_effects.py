@@ -46,9 +46,9 @@ class Changes:
     def refuse_created(self) -> None:
         """Raise ShardcError for parameters, buffers and modules that exist only after the first forward."""
         for name, place in self.created.items():
-            what = f"the forward pass creates {name!r}, which does not exist before the first call"
+            fault = f"the forward pass creates {name!r}, which does not exist before the first call"
             raise ShardcError(
-                what, where=place.line, fix="create it in __init__, or run the model once before you compile it"
+                fault, where=place.line, fix="create it in __init__, or run the model once before you compile it"
             )
 
 

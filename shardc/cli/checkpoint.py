@@ -44,8 +44,8 @@ def ls(folder: Folder, as_json: JsonOption = False, debug: DebugOption = False) 
             show(json.dumps({"checkpoints": rows}))
             return
         for row in rows:
-            what = row["problem"] or f"{row['model']}, {row['mesh']}, {row['tensors']} tensors, {size(row['bytes'])}"
-            show(f"{row['name']}  {what}{'  (training went back to before it)' if row['replaced'] else ''}")
+            shown = row["problem"] or f"{row['model']}, {row['mesh']}, {row['tensors']} tensors, {size(row['bytes'])}"
+            show(f"{row['name']}  {shown}{'  (training went back to before it)' if row['replaced'] else ''}")
 
 
 def _row(g: Generation) -> dict[str, Any]:

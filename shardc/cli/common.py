@@ -75,7 +75,7 @@ def reporting(debug: bool, as_json: bool = False) -> Iterator[Show]:
 def _end(error: ShardcError, show_json: Show | None) -> NoReturn:
     """Print an error, unless another rank prints the same, and end the process."""
     quiet = isinstance(error, FirstFailedError)  # the first process of this machine says it
-    told = for_this_rank(error.told(), alone=not quiet)
+    told = for_this_rank(error.text(), alone=not quiet)
     print_error(told)
     if show_json is not None and told:
         show_json(json.dumps({"errors": error.to_json()}))
@@ -181,12 +181,12 @@ def program_of(
     """
     source, spec = named.model, named.spec or spec
     if named.forward and named.score:
-        what, fix = "a program gives values or scores", "leave one of the two out"
-        raise ShardcError(what, where="--forward, --score", fix=fix)
+        fault, fix = "a program gives values or scores", "leave one of the two out"
+        raise ShardcError(fault, where="--forward, --score", fix=fix)
     if is_artifact(source):
         if named.forward or named.score:
-            what, fix = "a compiled DIR is what it was compiled for", "compile the model with it: -o DIR"
-            raise ShardcError(what, where="--forward" if named.forward else "--score", fix=fix)
+            fault, fix = "a compiled DIR is what it was compiled for", "compile the model with it: -o DIR"
+            raise ShardcError(fault, where="--forward" if named.forward else "--score", fix=fix)
         if spec is not None or named.mesh or named.overrides or named.batch or named.seq:
             raise ShardcError(
                 "a compiled DIR already contains its spec and the sizes of its batch",
@@ -235,14 +235,14 @@ def _check_source(folder: str, program: Program, model: str | None, *, refuse: b
     from shardc.artifact import model_source
     from shardc.cli import model_file
 
-    what, sure = model_source.stale(program.meta, model_file.source_of(model) if model else None)
-    if what and sure and refuse:
+    fault, sure = model_source.stale(program.meta, model_file.source_of(model) if model else None)
+    if fault and sure and refuse:
         file = Path(model_file.source_of(model) if model else program.meta["source_main"])
         again = f"shardc compile {file.name} SPEC -o {folder}"
         fix = f"compile it again ({again}), or, to train it as it is, add --as-compiled"
-        raise ShardcError(what, where=folder, fix=fix)
-    if what:
-        console.print(f"note: {folder}: {what}", markup=False)
+        raise ShardcError(fault, where=folder, fix=fix)
+    if fault:
+        console.print(f"note: {folder}: {fault}", markup=False)
 
 
 def _loaded(folder: str, *, trust: bool, model: str | None) -> Program:
@@ -285,8 +285,8 @@ def say_whose(folder: str, ref: str, writes: Mapping[str, str]) -> None:
 
     if file := model_file.path_of(ref):
         console.print(f"importing {file}, which {folder} names; --model FILE imports another", markup=False)
-    for what, place in writes.items():
-        console.print(f"{what}: {place}, as the spec in {folder} says", markup=False)
+    for fault, place in writes.items():
+        console.print(f"{fault}: {place}, as the spec in {folder} says", markup=False)
 
 
 def _mesh_sizes(options: list[str]) -> dict[str, int]:

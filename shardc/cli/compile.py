@@ -54,8 +54,8 @@ def command(
 
 def _summary(program: Program) -> str:
     """Sizes, the entries of `shard:` that `use:` stands for, and notes."""
-    from shardc.folded_messages import note_lines
     from shardc.ir.units import size
+    from shardc.layer_names import note_lines
     from shardc.report.comm import bytes_sent
     from shardc.verify.static import prove_within
 

@@ -32,8 +32,8 @@ def read(path: Path, file: str, ref: str) -> Any:
     except json.JSONDecodeError as e:
         raise ShardcError(f"not JSON: {e.msg}", where=f"{file}:{e.lineno}:{e.colno}", fix=fix) from None
     except (ValueError, RecursionError) as e:  # a number of thousands of digits, a key that stands twice, a nest
-        what = "it is nested too deeply" if isinstance(e, RecursionError) else str(e)
-        raise ShardcError(f"the config cannot be read: {what}", where=file, fix=fix) from None
+        fault = "it is nested too deeply" if isinstance(e, RecursionError) else str(e)
+        raise ShardcError(f"the config cannot be read: {fault}", where=file, fix=fix) from None
     boxes: list[tuple[str, Any]] = [("", values)]
     while boxes:
         key, value = boxes.pop()
@@ -44,8 +44,8 @@ def read(path: Path, file: str, ref: str) -> Any:
         elif isinstance(value, (int, float)) and abs(value) > (MAX_NUMBER if "layers" not in key else MAX_LAYERS):
             raise ShardcError(f"{key}: {value:.3g} is larger than any model's", where=file, fix="correct it")
         elif "attn_implementation" in key and isinstance(value, str) and "/" in value:
-            what = f"{key}: {value[:60]!r} would fetch code from the hub and run it"
-            raise ShardcError(what, where=file, fix="leave it out, or name one of transformers' own: sdpa, eager")
+            fault = f"{key}: {value[:60]!r} would fetch code from the hub and run it"
+            raise ShardcError(fault, where=file, fix="leave it out, or name one of transformers' own: sdpa, eager")
     return values
 
 
@@ -67,9 +67,9 @@ def path_of(name: str, ref: str) -> Path:
 
     if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
         return Path(cached)
-    what = f"there is no file {name}, and no model of that name in this machine's cache of the hub"
+    fault = f"there is no file {name}, and no model of that name in this machine's cache of the hub"
     fix = f"download its config once, `hf download {name} config.json --local-dir DIR`, and name hf:DIR/config.json"
     folders = [str(p.parent) for p in Path(name).parent.glob("*/config.json")]
     if near := nearest(name, folders):
         fix = f"did you mean hf:{near}? Or {fix}"
-    raise ShardcError(what, where=ref, fix=fix)
+    raise ShardcError(fault, where=ref, fix=fix)

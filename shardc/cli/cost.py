@@ -33,8 +33,9 @@ def command(
 ) -> None:
     """What a step's time goes to, line by line; and where a run and the prediction differ."""
     with common.reporting(named.debug, named.as_json) as show:
-        from shardc.cost import run_log, waterfall
-        from shardc.cost.device_file import chosen
+        from shardc.cost import waterfall
+        from shardc.cost.measured import run_log
+        from shardc.cost.measured.device_file import chosen
         from shardc.report import comparison
 
         run = run_log.read(compare) if compare is not None else None

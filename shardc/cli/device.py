@@ -59,8 +59,8 @@ def _measure(which: str | None, output: Path | None, processes: int | None, on: 
     """Measure this machine's cpu or cuda. Returns the file that says what it can do."""
     import torch
 
-    from shardc.cost.device_file import MEASURED, measured_file
-    from shardc.cost.measure import Kind, measure
+    from shardc.cost.measured.device_file import MEASURED, measured_file
+    from shardc.cost.measured.measure import Kind, measure
 
     if which not in (None, *MEASURED):
         raise ShardcError(

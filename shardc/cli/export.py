@@ -69,8 +69,8 @@ def command(
         ties = {n: first[id(x)] for n, x in own.items() if first[id(x)] != n}
         lacking = [n for n in own if n not in ties and n not in stored]
         if lacking:
-            what = f"the checkpoint lacks {len(lacking)} of the model's {len(own)} tensors, such as {lacking[0]}"
-            raise ShardcError(what, where=str(checkpoint), fix="name the model file that was trained")
+            fault = f"the checkpoint lacks {len(lacking)} of the model's {len(own)} tensors, such as {lacking[0]}"
+            raise ShardcError(fault, where=str(checkpoint), fix="name the model file that was trained")
         tensors = {n: (tuple(stored[n].shape), stored[n].dtype) for n in own if n not in ties}
         carried = file.weights if file.weights is not None and file.weights.is_dir() else recipe.folder
         chosen = getattr(torch, dtype.value) if dtype is not None else None
@@ -106,15 +106,15 @@ def _adapters(file: ModelFile, spec: Path | None, stored: Mapping[str, Any], *, 
     there = [n for n in stored if n.endswith(A) and n not in own.state_dict()]
     if spec is None:
         if there or merge:
-            what = f"the checkpoint has adapters, such as {there[0]}" if there else "there is no spec with adapters"
-            raise ShardcError(what, where="--spec", fix="name the spec that they were trained with: --spec spec.yaml")
+            fault = f"the checkpoint has adapters, such as {there[0]}" if there else "there is no spec with adapters"
+            raise ShardcError(fault, where="--spec", fix="name the spec that they were trained with: --spec spec.yaml")
         return None
     overrides = ("data.zero=0",)
     program = compile(own, file.batch, spec, loss=file.loss, prove=False, overrides=overrides)
     lost = [n for n in parts(program) if n not in stored]
     if lost or not program.adapters:
-        what = f"the checkpoint has no {lost[0]}" if lost else "the spec has no `adapters`"
-        raise ShardcError(what, where="--spec", fix="name the spec that the checkpoint was trained with")
+        fault = f"the checkpoint has no {lost[0]}" if lost else "the spec has no `adapters`"
+        raise ShardcError(fault, where="--spec", fix="name the spec that the checkpoint was trained with")
     return OfSpec(program, merge=merge)
 
 

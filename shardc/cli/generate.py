@@ -84,8 +84,8 @@ class Words:
             try:
                 self._tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
             except Exception as e:  # of any kind: each tokenizer reads its own files
-                what = f"transformers cannot read the tokenizer in {self.folder}: {type(e).__name__}: {e}"
-                raise ShardcError(what, where=option, fix=fix) from e
+                fault = f"transformers cannot read the tokenizer in {self.folder}: {type(e).__name__}: {e}"
+                raise ShardcError(fault, where=option, fix=fix) from e
         return self._tokenizer
 
     def prompts(self, texts: list[str], ids: list[str]) -> list[list[int]]:
@@ -113,8 +113,8 @@ class Words:
         for text in given:
             made = [int(text)] if text.isdecimal() else self._token(text)
             if len(made) != 1:
-                what = f"{text!r} is {len(made)} tokens, and a text ends with one"
-                raise ShardcError(what, where="--stop", fix="name one token, or its id")
+                fault = f"{text!r} is {len(made)} tokens, and a text ends with one"
+                raise ShardcError(fault, where="--stop", fix="name one token, or its id")
             found += made
         return found
 

@@ -27,8 +27,8 @@ def check(files: Iterable[Path]) -> None:
             continue
         if mine.is_file() and mine.suffix == ".py":
             kind = "folder" if path.is_dir() else "file"
-            what = f"a {kind} of this name hides the module {name!r} that shardc imports ({loaded})"
-            errors.add(what, where=str(path), fix=f"rename the {kind}, such as to my_{path.name}")
+            fault = f"a {kind} of this name hides the module {name!r} that shardc imports ({loaded})"
+            errors.add(fault, where=str(path), fix=f"rename the {kind}, such as to my_{path.name}")
     errors.raise_any()
 
 

@@ -73,7 +73,7 @@ def command(
     full: FullOption = False,
 ) -> None:
     """Show a program: its typed text, the captured graph, what a pass changed, its collectives."""
-    from shardc.cost.device_file import device as known_device
+    from shardc.cost.measured.device_file import device as known_device
 
     as_json = named.as_json
     with common.reporting(named.debug, as_json) as show, tempfile.TemporaryDirectory() as folder:

@@ -92,8 +92,8 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
     if ref.startswith("hf:"):
         return _transformers(ref, batch or 8, seq or 128)
     if batch is not None or seq is not None:
-        what = "--batch and --seq belong to hf: models; a model file's batch() says its own"
-        raise ShardcError(what, where=ref, fix="leave them out, or edit batch()")
+        fault = "--batch and --seq belong to hf: models; a model file's batch() says its own"
+        raise ShardcError(fault, where=ref, fix="leave them out, or edit batch()")
     path = _existing(path_of(ref), ref)
     builder = "" if ref.endswith(".py") else ref.partition(":")[2]
     module = _import(path)
@@ -119,8 +119,8 @@ def load(ref: str, *, batch: int | None = None, seq: int | None = None, seed: in
         seed_everything(seed)
         example = make_batch()
     if not isinstance(example, (dict, tuple, list, Tensor)):
-        what = f"batch() returns a {type(example).__name__}"
-        raise ShardcError(what, where=str(path), fix="return a dict (keyword arguments), a tuple or a tensor")
+        fault = f"batch() returns a {type(example).__name__}"
+        raise ShardcError(fault, where=str(path), fix="return a dict (keyword arguments), a tuple or a tensor")
     more = {"data": PARTS} if takes_parts(getattr(module, "data", None)) else {}
     optional: dict[str, Any] = {
         name: _function(module, path, name, *arguments, *more.get(name, ())) for name, arguments in OPTIONAL.items()
@@ -272,10 +272,10 @@ def _users(path: Path, doing: str) -> Iterator[None]:
                 "leave out what looks at values: model() runs without them, and each rank makes or reads its part later"
             )
         text = str(e).strip().splitlines()
-        what = f"{doing} raises {type(e).__name__}{': ' + text[0] if text else ''}{code}"
+        fault = f"{doing} raises {type(e).__name__}{': ' + text[0] if text else ''}{code}"
         if isinstance(e, _Joins):
-            what = f"init_process_group: {e}{code}"
-        raise ShardcError(what, where=where, fix=fix) from e
+            fault = f"init_process_group: {e}{code}"
+        raise ShardcError(fault, where=where, fix=fix) from e
 
 
 def _function(
@@ -293,9 +293,9 @@ def _function(
             fix += f"; or name what makes it, {path}:NAME, of {', '.join(own[:8])}"
         raise ShardcError(f"the file has no {name}()", where=str(path), fix=fix)
     if isinstance(function, nn.Module) and name not in OPTIONAL:
-        what, kind = f"{name} is a model, not a function that makes one", type(function).__name__
+        fault, kind = f"{name} is a model, not a function that makes one", type(function).__name__
         fix = f"write `def {name}(): return {kind}(...)`: each rank builds its own part"
-        raise ShardcError(what, where=str(path), fix=fix)
+        raise ShardcError(fault, where=str(path), fix=fix)
     if function is not None and not callable(function):
         raise ShardcError(
             f"{name} is a {type(function).__name__}, not a function",
@@ -342,11 +342,11 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
 
     words = getattr(config.get_text_config(), "vocab_size", None)
     if words is None or not (cls or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING):
-        what = f"a model of type {values['model_type']!r} is not a causal language model, which is what hf: makes"
+        fault = f"a model of type {values['model_type']!r} is not a causal language model, which is what hf: makes"
         if cls:
-            what = f"a {cls} takes no token ids, which are all that the batch of an hf: model has"
+            fault = f"a {cls} takes no token ids, which are all that the batch of an hf: model has"
         fix = "write a model.py: model() returns the transformers model, batch() its inputs and labels"
-        raise ShardcError(what, where=file, fix=fix)
+        raise ShardcError(fault, where=file, fix=fix)
 
     def build() -> nn.Module:
         try:
@@ -355,8 +355,8 @@ def _transformers(ref: str, batch: int, seq: int) -> ModelFile:
             auto = transformers.AutoModelForCausalLM
             return auto.from_config(config, trust_remote_code=False)  # type: ignore[no-any-return, no-untyped-call]
         except Exception as e:  # of any kind: the sizes go through all of the model's code
-            what = f"transformers cannot make the model: {type(e).__name__}: {e}"
-            raise ShardcError(what, where=file, fix="correct the sizes in the config; --debug shows more") from e
+            fault = f"transformers cannot make the model: {type(e).__name__}: {e}"
+            raise ShardcError(fault, where=file, fix="correct the sizes in the config; --debug shows more") from e
 
     ids = torch.randint(0, words, (batch, seq), generator=torch.Generator().manual_seed(0))
     full = f"hf:{cls + ':' if cls else ''}{(folder or path).absolute()}"

@@ -19,7 +19,7 @@ from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 
 if TYPE_CHECKING:
-    from shardc.rules.registry import Rule
+    from shardc.rules.core.registry import Rule
     from shardc.verify.rules import OpReport
 
 
@@ -42,7 +42,7 @@ def command(
     """
     with reporting(debug, as_json) as show:
         from shardc.report.rule_table import TAGGED, check_text, row, rule_table
-        from shardc.rules.sample_calls import SAMPLES
+        from shardc.rules.core.sample_calls import SAMPLES
         from shardc.verify.rules import name_of
 
         rules = _rules(ops or [], file)
@@ -72,7 +72,7 @@ def command(
 def _rules(patterns: Sequence[str], file: str | None) -> dict[Any, Rule]:
     """The rules that the command names, by op: of patterns, else those that the file registers, else all."""
     from shardc.rules import RULES
-    from shardc.rules.sample_calls import SAMPLES
+    from shardc.rules.core.sample_calls import SAMPLES
     from shardc.verify.rules import name_of
 
     before = set(RULES)
@@ -101,8 +101,8 @@ def _select(patterns: Sequence[str]) -> tuple[dict[Any, Rule], list[str]]:
 
     Without patterns: all ops with a rule of their own, and those that have samples."""
     from shardc.rules import RULES
-    from shardc.rules.registry import find
-    from shardc.rules.sample_calls import SAMPLES
+    from shardc.rules.core.registry import find
+    from shardc.rules.core.sample_calls import SAMPLES
 
     listed: dict[Any, Rule] = {op: r for op in {**RULES, **SAMPLES} if (r := find(op)) is not None}
     if not patterns:

@@ -108,9 +108,9 @@ def command(
             status = here.start(job)
         summary = here.result(job)
         if summary is None and status == 0 and not here.joined:
-            what = "rank 0 ended with status 0 before the last step, and nothing was saved then"
+            fault = "rank 0 ended with status 0 before the last step, and nothing was saved then"
             fix = "something in the model file ends the process (os._exit): raise an error, which saves first"
-            raise ShardcError(what, where="run", fix=fix)
+            raise ShardcError(fault, where="run", fix=fix)
         if summary is not None:
             tied = any(p.aliases for p in program.params)
             here.show(json.dumps(summary) if named.as_json else _summary(summary, tied=tied))
@@ -164,12 +164,14 @@ def _check_new_data(save: Path | None, resume: Path | None) -> None:
     from those that it began with.
     """
     if resume is None:
-        what = "there is no checkpoint whose place in the data it would replace"
+        fault = "there is no checkpoint whose place in the data it would replace"
         fix = "name the checkpoint, --resume DIR; a run that begins reads its data from the beginning anyway"
-        raise ShardcError(what, where="--new-data", fix=fix)
+        raise ShardcError(fault, where="--new-data", fix=fix)
     if save is not None and save.resolve() in (resume.resolve(), *resume.resolve().parents):
-        what = f"--save names {save}, where it resumes from: a restart could not tell which data its checkpoints are of"
-        raise ShardcError(what, where="--new-data", fix="save to another folder")
+        fault = (
+            f"--save names {save}, where it resumes from: a restart could not tell which data its checkpoints are of"
+        )
+        raise ShardcError(fault, where="--new-data", fix="save to another folder")
 
 
 def _checkpoint(save: Path | None) -> Path | None:
@@ -183,9 +185,9 @@ def _check(program: Program, model: str, resume: Path | None) -> None:
     from shardc.runtime.state.weight_files import has_weights
 
     if program.forward_only:
-        what = "the program is forward-only: there is no loss to train by"
+        fault = "the program is forward-only: there is no loss to train by"
         fix = "compile without --forward and --score; in Python, program.forward(model) runs it (docs/forward.md)"
-        raise ShardcError(what, where=model, fix=fix)
+        raise ShardcError(fault, where=model, fix=fix)
     if resume is not None:
         folder = checkpoints(resume)
         if not (checkpoint_folder.is_one(folder) or checkpoint_folder.generations(folder)):
@@ -231,8 +233,8 @@ def _exported(folder: Path, *, tied: bool) -> str:
     if (folder / "config.json").exists():
         return f"config and model.safetensors\nload them with transformers: from_pretrained({str(folder)!r})"
     once = "; a tied weight is stored once, and load_state_dict alone misses its other names" if tied else ""
-    what = "model.safetensors (the plain model's weights)"
-    return f"{what}\nload them with safetensors.torch.load_model(model, FILE){once}"
+    written = "model.safetensors (the plain model's weights)"
+    return f"{written}\nload them with safetensors.torch.load_model(model, FILE){once}"
 
 
 def _summary(run: dict[str, Any], *, tied: bool) -> str:

@@ -42,8 +42,8 @@ def command(
     with ranks(dataclasses.replace(named, score=not is_artifact(named.model)), nproc, weights) as here:
         check_outputs(files={"--rows": rows})
         if not here.program(as_compiled=True).scores:
-            what, fix = "this folder's program gives no scores", "compile it for them: shardc compile --score -o DIR"
-            raise ShardcError(what, where=named.model, fix=fix)
+            fault, fix = "this folder's program gives no scores", "compile it for them: shardc compile --score -o DIR"
+            raise ShardcError(fault, where=named.model, fix=fix)
         job = here.job(Run(seed=seed), split=split.value, rows=str(rows.resolve() if rows else ""))
         here.start(job)
         if (found := here.result(job)) is not None:

@@ -1,7 +1,6 @@
 """What a program takes before it runs anywhere: memory, operations, communication, time.
 
-device_file   finds and reads a device (shardc.machine says what ops and collectives take on it); measure: this
-              machine's numbers
+measured      what is measured of a device and of a run
 recorded      what a dry run found out, as plain values
 dry_run       one rank's step, run by the engine on tensors without data, on a fake_mesh with a host_memory; which bytes
               are parameters, gradients, optimizer state, activations; first_step: what it makes the state with
@@ -12,8 +11,7 @@ step          all of it: `program.cost(device)`; premises: what the step compute
 kept_activations
               what a forward keeps for its backward, tensor by tensor, and which ops want it
 streams       when every collective runs, on the stream of its communicator, and what hides it
-waterfall     a step's seconds, cause by cause; run_log: what a run left of itself, to compare with
-op_times      what each op of a real step takes
+waterfall     a step's seconds, cause by cause
 caching_allocator
               what torch's allocator takes of a GPU for it
 fewer_layers  leaves out repeated layers of a model
@@ -21,7 +19,7 @@ fewer_layers  leaves out repeated layers of a model
 
 from typing import TYPE_CHECKING
 
-from shardc.cost.device_file import device, known_devices, names
+from shardc.cost.measured.device_file import device, known_devices, names
 from shardc.machine.device import Device
 from shardc.names_loaded_later import names_loaded_later
 

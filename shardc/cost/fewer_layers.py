@@ -13,9 +13,9 @@ from torch import fx
 
 from shardc.errors import ShardcError
 from shardc.ir.graph import copy_graph, source_of
-from shardc.ir.layers import layer_of
 from shardc.ir.program import Program
 from shardc.ir.stored import Param
+from shardc.layer_names import layer_of
 
 
 def layer_lists(captured: Program) -> dict[str, list[str]]:
@@ -49,8 +49,8 @@ def with_layers(captured: Program, count: int) -> Program:
     for node in reversed(list(copy.nodes)):
         if node.name in gone if node.op == "placeholder" else _layer(node) in dropped:
             if node.users:
-                what = f"{next(iter(node.users)).name} uses {node.name}, of a layer that would be left out"
-                raise ShardcError(what, where=str(node.meta.get("source", "")), fix="price the whole model")
+                fault = f"{next(iter(node.users)).name} uses {node.name}, of a layer that would be left out"
+                raise ShardcError(fault, where=str(node.meta.get("source", "")), fix="price the whole model")
             copy.erase_node(node)
     copy.lint()
     params = tuple(p for p in captured.params if p.name not in gone)
@@ -77,10 +77,10 @@ def _cut(graph: fx.Graph, name: str, numbers: list[str], count: int) -> None:
     for node, other in zip(last, kept, strict=False):
         outside = [u for u in node.users if (layer := _layer(u)) is None or layer[0] != name]
         if outside and (len(last) != len(kept) or node.target != other.target):
-            what = (
+            fault = (
                 f"layers {numbers[-1]} and {numbers[count - 1]} of {name} are not alike: {len(last)} and"
                 f" {len(kept)} ops"
             )
-            raise ShardcError(what, where=name, fix="price the whole model")
+            raise ShardcError(fault, where=name, fix="price the whole model")
         for u in outside:
             u.replace_input_with(node, other)

@@ -23,7 +23,7 @@ from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.ir.types import op_name
 from shardc.machine.work import Part, Storage
-from shardc.passes.joint.rules import Rules
+from shardc.passes.joint.derivatives import Rules
 from shardc.passes.joint.saved import LocalTypes, Saved, saved_of
 
 

@@ -21,9 +21,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardc.cost.op_times import MeasuredStep
+from shardc.cost.measured.op_times import MeasuredStep
+from shardc.cost.measured.run_log import RunLog
 from shardc.cost.recorded import parts
-from shardc.cost.run_log import RunLog
 from shardc.cost.step import Cost
 from shardc.errors import ShardcError
 from shardc.ir.comm_record import CommRecord
@@ -169,11 +169,11 @@ def compare(cost: Cost, run: RunLog) -> list[Comparison]:
     mesh = dict(cost.program.mesh.axes)
     for step in run.timed:
         if step.mesh != mesh:
-            what, fix = f"the run's mesh was {step.mesh}, this is {mesh}", "give the spec that was run"
-            raise ShardcError(what, where=str(run.folder), fix=fix)
+            fault, fix = f"the run's mesh was {step.mesh}, this is {mesh}", "give the spec that was run"
+            raise ShardcError(fault, where=str(run.folder), fix=fix)
         if (step.kind == "cpu") != (cost.device.kind == "cpu"):
-            what = f"the run was on {step.device}, and {cost.device.name} is no {step.kind} device"
-            raise ShardcError(what, where=str(run.folder), fix=f"shardc device --measure, then --device {step.kind}")
+            fault = f"the run was on {step.device}, and {cost.device.name} is no {step.kind} device"
+            raise ShardcError(fault, where=str(run.folder), fix=f"shardc device --measure, then --device {step.kind}")
     found = []
     for at in sorted({_at(cost, x) for x in run.timed}):
         ours, theirs = predicted(cost, at), measured(run, cost, at)

@@ -12,7 +12,7 @@ fused_regions   lines of a graph of a step that are compiled as one; pairs: the 
 forward_record  what forward and loss were, for a run that goes on
 outputs         values that a step gives beside its loss; generation: the two steps of a model that generates
 adapters        matrices of low rank beside weights, and which weights are frozen
-layers          what names say of repeated layers; patterns: globs over a model's names
+repeats         which layers are equal; patterns: globs over a model's names
 comm_record     one collective of a run
 units           bytes, rates and counts for people
 matrices        what an optimizer over whole matrices sees, and who steps which

@@ -132,17 +132,6 @@ def _end(name: str, dots: int, leading: bool) -> str:
     return ("." if leading else "") + ".".join(parts[-keep:])
 
 
-def of_every_layer(name: str) -> str:
-    """A module's or parameter's name with `*` for the numbers in it: "layers.3.fc" -> "layers.*.fc"."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
-
-
-def of_every_outer_layer(name: str) -> str:
-    """The same but for the last number: "blocks.3.0" -> "blocks.*.0"."""
-    outer, number, rest = re.fullmatch(r"(.*?)((?:\.\d+)?)((?:\.\D[^.]*)*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
-    return of_every_layer(outer) + number + rest
-
-
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 
@@ -180,8 +169,8 @@ def select_modules(
             fix = did_you_mean(s.pattern, sorted(modules), SEE_NAMES)
             errors.add(f"pattern {shown} matches no module that computes anything", where=s.where, fix=fix)
         elif all((s.group, m) in taken for m in outermost):
-            what = f"pattern {shown} never wins: earlier patterns match all modules that it matches"
-            errors.add(what, where=s.where, fix="delete it, or move it up")
+            fault = f"pattern {shown} never wins: earlier patterns match all modules that it matches"
+            errors.add(fault, where=s.where, fix="delete it, or move it up")
         selected.append([m for m in outermost[:: s.every] if (s.group, m) not in taken])
         taken |= {(s.group, m) for m in selected[-1]}
     return selected

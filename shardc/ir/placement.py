@@ -34,7 +34,7 @@ class Shard:
     padding, blocks: for sizes that do not divide. The dim is seen as [blocks, size/blocks], and so many elements are
     put behind each block; split counts in the padded dim. Parameters are padded by zeros, inputs by copies of their
     first entries, and the gradient of padding is zero; elsewhere padding may hold any finite number: what sums it away
-    sets it to zero first, and what is not finite there fills it (shardc.rules.finite_padding).
+    sets it to zero first, and what is not finite there fills it (shardc.rules.core.finite_padding).
     mirrored: of the `split` blocks, an even number, every second one is dealt out backwards: with split=2 rank r of n
     has parts r and 2 n - 1 - r of 2 n, a zigzag, which evens out causal work. Padding lies behind all 2 n parts, so at
     the end of what a rank has, as elsewhere. Inputs' sequences are mirrored (`balance: zigzag`), and what follows from

@@ -232,8 +232,8 @@ class Program:
     def for_spec(self, spec: Any, world: int | None) -> Program:
         """The same model, loss and batch compiled for another spec. Raises ShardcError without a model to compile."""
         if self.resize is None:
-            what, fix = "a program that was loaded has no model to compile", "load, or compile, the other program"
-            raise ShardcError(what, where="program.to", fix=fix)
+            fault, fix = "a program that was loaded has no model to compile", "load, or compile, the other program"
+            raise ShardcError(fault, where="program.to", fix=fix)
         return self.resize.to(spec, world)
 
     def __repr__(self) -> str:

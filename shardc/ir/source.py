@@ -89,6 +89,7 @@ def of_node(node: fx.Node, prefix: str = "model") -> Source:
     return replace(_quoted(node.meta.get("stack_trace") or ""), module=module, calls=calls)
 
 
+@functools.lru_cache(maxsize=4096)  # equal layers have equal texts
 def _quoted(text: str) -> Source:
     """The innermost of the model's lines in a text, such as a message of torch's, that quotes them as Python does."""
     for filename, line, function, code in reversed(_FRAME.findall(text)):

@@ -53,8 +53,8 @@ def named_nearest(call: str, kind: str, name: str, known: Callable[[], Iterable[
         near = nearest(str(name), names)
         some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
         fix = f"did you mean {near!r}?" if near else f"there are {some}" if names else f"it has no {kind}"
-        what = f"the module has no {kind} {name!r}"
-        raise UnknownNameError(what, where=f"module.{call}({name!r})", fix=fix) from None
+        fault = f"the module has no {kind} {name!r}"
+        raise UnknownNameError(fault, where=f"module.{call}({name!r})", fix=fix) from None
 
 
 _Stored = TypeVar("_Stored", bound="Stored")

@@ -131,8 +131,8 @@ class Outside(_Section):
 
 
 class Device(_Section):
-    """source: where the numbers are from. kind: a CPU makes masks in blocks, a GPU as a whole. memory: bytes;
-    outside: those of it that are no tensors'.
+    """source: where the numbers are from. kind: a CPU makes masks in blocks, a GPU as a whole. memory: bytes,
+    as torch shows them; outside: those of it that are no tensors'.
 
     flops: per second of a matrix product, by dtype; float8: of factors of 8 bits with one scale for each row, or one
     for all; mxfp8: with one for each 32 of a row. Those of 8 bits that are not listed run in 16. bandwidth: bytes of
@@ -186,9 +186,9 @@ class Device(_Section):
         if self.nodes is None or ranks <= self.nodes * self.node:
             return
         there = f"{plural(self.nodes, 'node')} of {plural(self.node, 'device')}"
-        what = f"{ranks:,} ranks have no room on {there}, which are {self.nodes * self.node:,}"
+        fault = f"{ranks:,} ranks have no room on {there}, which are {self.nodes * self.node:,}"
         fix = f"make it at most {self.nodes * self.node:,} ranks, or write nodes: {-(-ranks // self.node)}"
-        raise ShardcError(what, where=where, fix=fix)
+        raise ShardcError(fault, where=where, fix=fix)
 
     def flops_per_second(self, dtype: str) -> float:
         """The peak of products in a dtype, "bfloat16". Of one that is not listed, that of the slowest: but of factors
@@ -238,7 +238,7 @@ class Device(_Section):
         if op.attention:
             peak *= self.reaches.attention or self.reaches.flops
             return op.computed(self._left_out(op)) / (peak * share)
-        if self.products is not None and op.matrices:
+        if self.products is not None and op.matrices and min(op.matrices[1:]) > 1:  # a matrix by a vector has no tiles
             many, m, n = op.matrices
             # a ramp takes its seconds, in which 8 bits get further
             faster = peak / self.flops_per_second("bfloat16") if op.dtype in NARROW else 1.0

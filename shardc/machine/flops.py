@@ -49,13 +49,19 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Of one call of an OpOverload; 0 for an op that multiplies no matrices."""
+def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, again: bool = True) -> int:
+    """Of one call of an OpOverload; 0 for an op that multiplies no matrices. again: with the scores that attention's
+    backward computes again.
+    """
     if op in _ATTENTION:
-        q, k, v = args[_ATTENTION[op][0] : _ATTENTION[op][0] + 3]
-        return _ATTENTION[op][1] * _attention(q, k, v)
+        at, products = _ATTENTION[op]
+        return (products - (at and not again)) * _attention(*args[at : at + 3])
     if op.overloadpacket in _UNCOUNTED:  # by torch: every row by a matrix, or by group every pair of rows once
         return 2 * int(args[0].numel()) * int(args[1].shape[-1])
+    if op is aten.convolution_backward.default:  # torch's count of the weight's gradient knows no groups
+        grad, x, weight = args[:3]
+        places = x if args[7] else grad  # of a transposed one
+        return 2 * int(weight.numel()) * int(places.numel() // places.shape[1]) * int(sum(args[10][:2]))
     count = flop_registry.get(op.overloadpacket)
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
 
@@ -135,8 +141,9 @@ _UNCOUNTED = {aten._scaled_mm_v2, *_GROUPED}
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm, *_UNCOUNTED}
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten._slow_conv2d_forward}
 
-#: Ops that take memory and leave it as it is: they move nothing, and a GPU runs nothing for them.
-_ALLOCATES = {
+#: Ops that take memory and leave it as it is, or give their operand's: a GPU runs nothing for them.
+_MOVES_NOTHING = {
+    aten._unsafe_view.default,
     *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default),
     *(aten.new_empty.default, aten.new_empty_strided.default),
 }
@@ -152,7 +159,7 @@ def traffic_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
 
 def moved_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[tuple[Tensor, int]] | None:
     """Of `traffic_of`, the tensors that are read and written, each with its bytes."""
-    if op.is_view or op in _ALLOCATES:
+    if op.is_view or op in _MOVES_NOTHING:
         return None
     results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
     if not results:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardc.call_arguments import checked
-from shardc.cost.device_file import chosen
+from shardc.cost.measured.device_file import chosen
 from shardc.errors import ShardcError
 from shardc.machine.device import Device
 from shardc.plan.few_layers import Subject

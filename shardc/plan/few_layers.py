@@ -18,10 +18,10 @@ from shardc.capture import capture
 from shardc.cost.fewer_layers import layer_lists, with_layers
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of
-from shardc.ir.layers import layer_of
-from shardc.ir.patterns import match, of_every_layer
+from shardc.ir.patterns import match
 from shardc.ir.program import Program
 from shardc.ir.types import op_name
+from shardc.layer_names import layer_of, of_every_layer
 from shardc.passes.annotate import model_plan
 from shardc.plan.space import Layers
 from shardc.runtime.data import inputs

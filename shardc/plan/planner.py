@@ -190,9 +190,9 @@ class Planner:
 
         if batch is not None:
             if not spreads(batch) and not spreads(batch, longer):
-                what = f"a global batch of {batch} rows cannot be spread over {devices} devices"
+                fault = f"a global batch of {batch} rows cannot be spread over {devices} devices"
                 raise ShardcError(
-                    what,
+                    fault,
                     where="--global-batch",
                     fix=f"make it a multiple of the data-parallel ranks, such as {devices}",
                 )

@@ -20,7 +20,7 @@ import numpy as np
 from shardc.cost.peak_memory import reserve
 from shardc.cost.recorded import HOST, DryRun, parts
 from shardc.cost.step import assemble
-from shardc.ir.layers import layer_of
+from shardc.layer_names import layer_of
 from shardc.machine.collectives import collective_seconds
 from shardc.machine.work import Part, Storage
 from shardc.plan.runs import Library, Stages, fill

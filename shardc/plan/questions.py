@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardc.cost.device_file import device, names
+from shardc.cost.measured.device_file import device, names
 from shardc.errors import ShardcError
 from shardc.machine.device import Device
 from shardc.plan.price import Priced, price

@@ -228,11 +228,11 @@ class Plan:
             "temporaries": "more tensor parallelism, a shorter sequence, or a smaller batch",
             "gathered": "more tensor parallelism",
         }.get(kind, "more devices, or another --precision")
-        what = (
+        fault = (
             f"nothing fits into {size(a.usable)} of {a.device.name}: the nearest ({named(near)}) needs"
             f" {size(near.needs)}, {size(near.needs - a.usable)} more than that; {kind} are {size(most)} of it"
         )
-        return ShardcError(what, where=a.model, fix=f"{way}; --fewest finds out how many devices it takes")
+        return ShardcError(fault, where=a.model, fix=f"{way}; --fewest finds out how many devices it takes")
 
     def to_json(self) -> dict[str, Any]:
         a = self.target

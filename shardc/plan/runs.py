@@ -31,7 +31,7 @@ from shardc.ir.program import Program
 from shardc.machine.device import Device
 from shardc.plan.few_layers import Facts, Subject, facts
 from shardc.plan.space import Choice, Core, Layers, SpecTemplate, spec
-from shardc.plan.stage import CAUSES, FLOPS, Meter, Stage, Vector, joined, lines, part_of, roles, stage
+from shardc.plan.stage import CAUSES, FLOPS, Meter, Stage, joined, lines, part_of, roles, stage
 from shardc.runtime import ops
 from shardc.runtime.schedule import SCHEDULES
 from shardc.runtime.step.engine_optimizer import assumed
@@ -326,17 +326,20 @@ class Library:
 
     @property
     def flops(self) -> float:
-        """Of the model and one row: three times forward's products, as each has two in backward; nothing recomputed."""
-        return 3 * float(self._forward(1)[FLOPS])
+        """Of the model and one row, forward and backward: twice forward's products in backward, fewer where weights are
+        frozen. Nothing is recomputed, scores of attention neither.
+        """
+        forward, backward = (float(part_of(self._whole(1), kind, "middle")[FLOPS]) for kind in "FB")
+        return forward + min(backward, 2 * forward)
 
     @property
     def products(self) -> float:
         """Seconds of forward's products of one row on one device, in a large microbatch."""
-        return float(self._forward(64)[CAUSES][0]) / 64
+        return float(part_of(self._whole(64), "F", "middle")[CAUSES][0]) / 64
 
-    def _forward(self, rows: int) -> Vector:
-        whole = self.block(Core(), rows).alone(self.layers.number if self.layers else 0)
-        return part_of(whole, "F", "middle")
+    def _whole(self, rows: int) -> Stage:
+        """The model on one device."""
+        return self.block(Core(), rows).alone(self.layers.number if self.layers else 0)
 
 
 def fill(bucket: float, trained: float) -> int:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from shardc.cost.fake_mesh import rank_of as rank_of_coordinate
-from shardc.folded_messages import note_lines
 from shardc.ir.comm_record import CommRecord
 from shardc.ir.metadata import Value
 from shardc.ir.offload import HOST_LINK
@@ -21,6 +20,7 @@ from shardc.ir.outputs import loss_axes, loss_value, sum_axes, summed
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.ir.units import seconds, size
+from shardc.layer_names import note_lines
 from shardc.runtime import ops
 from shardc.runtime.matrices import assumed
 from shardc.runtime.matrices.routes import stage_axes

@@ -18,9 +18,9 @@ from shardc.ir.program import Program
 from shardc.ir.source import Source
 from shardc.passes.canonical import rewritten
 from shardc.passes.canonical.grouped_mm import with_experts
-from shardc.rules import registry
-from shardc.rules.op_call import call_of
-from shardc.rules.registry import Rule
+from shardc.rules.core import registry
+from shardc.rules.core.op_call import call_of
+from shardc.rules.core.registry import Rule
 
 #: How an op is covered, worst first -> what that means to the user.
 KINDS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardc.cost.device_file import MEASURED
+from shardc.cost.measured.device_file import MEASURED
 from shardc.ir.units import si, size
 from shardc.machine.device import Device
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from shardc.cost import Cost
 from shardc.cost.kept_activations import Kept, Want
-from shardc.ir.layers import layer_of
 from shardc.ir.type_text import DTYPES
 from shardc.ir.units import plural, size
+from shardc.layer_names import layer_of
 
 #: Tensors of less than this share of a layer's bytes are counted in one line.
 SMALL = 0.01

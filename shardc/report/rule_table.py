@@ -12,7 +12,7 @@ from textwrap import wrap
 from typing import Any
 
 from shardc import errors
-from shardc.rules.registry import Rule
+from shardc.rules.core.registry import Rule
 from shardc.verify.rules import OpReport, name_of
 
 #: Findings of one op that are printed; the rest is counted.

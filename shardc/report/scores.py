@@ -16,12 +16,12 @@ from torch import fx
 from shardc.ir.graph import calls, source_of, values_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective
-from shardc.ir.patterns import of_every_layer
 from shardc.ir.placement import Layout, runs
 from shardc.ir.program import Program
 from shardc.ir.units import count, size
+from shardc.layer_names import of_every_layer
 from shardc.rules.attention import OPS
-from shardc.rules.op_call import call_of
+from shardc.rules.core.op_call import call_of
 from shardc.runtime.ops.attention.spans import ALL, CAUSAL, Band, Span, blocks
 
 #: Cells of a side of the drawn square.
@@ -82,9 +82,9 @@ def squares(program: Program) -> list[Square]:
     for stage in program.stages:
         for node in calls(stage.graph):
             if node.target in OPS:
-                what = _square(node, program.mesh)
-                found.setdefault(what, ([], what))[0].append(of_every_layer(source_of(node).module) or ".")
-    return [Square(tuple(dict.fromkeys(modules)), *what) for modules, what in found.values()]
+                square = _square(node, program.mesh)
+                found.setdefault(square, ([], square))[0].append(of_every_layer(source_of(node).module) or ".")
+    return [Square(tuple(dict.fromkeys(modules)), *square) for modules, square in found.values()]
 
 
 def _square(node: fx.Node, mesh: Mesh) -> tuple[Any, ...]:

@@ -13,11 +13,11 @@ from torch import fx
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import REPLICATE, Layout, Placement, Shard, runs
 from shardc.machine.flops import attention_flops
-from shardc.rules.notation import Dim, Signature
-from shardc.rules.op_call import Call
+from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.strategy import Strategy, needs_sum_grad
 from shardc.rules.random import part_held
-from shardc.rules.registry import LocalCall, rule
-from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
 from shardc.runtime.ops.attention.held import Held
 from shardc.runtime.ops.attention.spans import ALL, CAUSAL, Band, Span, seen

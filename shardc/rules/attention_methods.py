@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from shardc.errors import ShardcError
 from shardc.ir.placement import Placement, Shard
 from shardc.rules.attention import OPS, RING
-from shardc.rules.choices import Choices
-from shardc.rules.strategy import Strategy
+from shardc.rules.core.choices import Choices
+from shardc.rules.core.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def candidates(
         found = True
         yield s
     if not found:
-        what, fix = _why_not(method, choices, n)
-        raise ShardcError(f"{method.module or 'attention'}: {what}", where=method.where, fix=fix)
+        fault, fix = _why_not(method, choices, n)
+        raise ShardcError(f"{method.module or 'attention'}: {fault}", where=method.where, fix=fix)
 
 
 def _ring(choices: Choices, n: int, available: Sequence[Sequence[Placement]]) -> list[Strategy]:

@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.rules import along_split_dim
-from shardc.rules.notation import Dim, Signature
-from shardc.rules.op_call import Call
-from shardc.rules.registry import LocalCall, LocalOf, rule
-from shardc.rules.shared_signatures import bias_or_not
+from shardc.rules.core import along_split_dim
+from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import LocalCall, LocalOf, rule
+from shardc.rules.core.shared_signatures import bias_or_not
 from shardc.runtime import ops
 
 aten = torch.ops.aten

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.notation import Signature
-from shardc.rules.op_call import Call
+from shardc.rules.core.notation import Signature
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import rule
+from shardc.rules.core.shared_signatures import all_whole
 from shardc.rules.pointwise import local_size
-from shardc.rules.registry import rule
-from shardc.rules.shared_signatures import all_whole
 
 aten = torch.ops.aten
 

@@ -19,10 +19,10 @@ from torch import fx
 
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL, PARTIAL_GRAD, Layout, Partial, Placement, Shard
-from shardc.rules.notation import Dim, Signature
-from shardc.rules.op_call import Call, Operand
-from shardc.rules.registry import LocalCall, rule
-from shardc.rules.strategy import Strategy, needs_sum_grad
+from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.op_call import Call, Operand
+from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
 from shardc.runtime.ops.experts.activation import read
 

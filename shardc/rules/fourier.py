@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.notation import Dim, Signature
-from shardc.rules.op_call import Call
+from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import rule
 from shardc.rules.pointwise import broadcast
-from shardc.rules.registry import rule
 
 aten = torch.ops.aten
 

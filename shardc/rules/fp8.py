@@ -14,10 +14,10 @@ from torch import fx
 
 from shardc.ir.metadata import Collective
 from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
-from shardc.rules.notation import Dim, Operand, Signature
-from shardc.rules.op_call import Call
-from shardc.rules.registry import LocalCall, rule
-from shardc.rules.strategy import Strategy
+from shardc.rules.core.notation import Dim, Operand, Signature
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.strategy import Strategy
 from shardc.runtime import ops
 from shardc.runtime.ops.fp8 import granules
 from shardc.runtime.ops.fp8.recipe import RECIPES

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from shardc.ir.placement import PARTIAL, REPLICATE, Placement, Shard
-from shardc.rules.notation import Dim, Signature, parse
-from shardc.rules.op_call import Call, Operand
-from shardc.rules.registry import LocalCall, rule
-from shardc.rules.shared_signatures import all_whole
-from shardc.rules.strategy import Strategy
+from shardc.rules.core.notation import Dim, Signature, parse
+from shardc.rules.core.op_call import Call, Operand
+from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.shared_signatures import all_whole
+from shardc.rules.core.strategy import Strategy
 from shardc.runtime import ops
 
 aten = torch.ops.aten

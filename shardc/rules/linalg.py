@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from shardc.rules.notation import Dim, Operand, Signature
-from shardc.rules.op_call import Call
-from shardc.rules.registry import SignatureOf, rule
-from shardc.rules.shared_signatures import all_whole
+from shardc.rules.core.notation import Dim, Operand, Signature
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import SignatureOf, rule
+from shardc.rules.core.shared_signatures import all_whole
 
 aten = torch.ops.aten
 

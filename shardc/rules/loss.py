@@ -12,11 +12,11 @@ from torch import fx
 from shardc.ir.mesh import Mesh
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
-from shardc.rules.notation import Dim, Signature
-from shardc.rules.op_call import Call
-from shardc.rules.registry import LocalCall, rule
-from shardc.rules.shared_signatures import all_whole
-from shardc.rules.strategy import Strategy
+from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.shared_signatures import all_whole
+from shardc.rules.core.strategy import Strategy
 from shardc.runtime import ops
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::ctc_loss)
 

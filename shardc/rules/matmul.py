@@ -8,10 +8,10 @@ import math
 
 import torch
 
-from shardc.rules.notation import Dim, Signature
-from shardc.rules.op_call import Call
-from shardc.rules.registry import rule
-from shardc.rules.shared_signatures import bias_or_not
+from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import rule
+from shardc.rules.core.shared_signatures import bias_or_not
 
 aten = torch.ops.aten
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardc.rules.notation import Dim, Signature
-from shardc.rules.op_call import Call, Operand
-from shardc.rules.registry import LocalCall, rule
+from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.op_call import Call, Operand
+from shardc.rules.core.registry import LocalCall, rule
 
 aten = torch.ops.aten
 

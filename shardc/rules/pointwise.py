@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from shardc.rules.notation import Dim, Signature
-from shardc.rules.op_call import Call, Operand
-from shardc.rules.registry import LocalCall, Rule, fallback, rule
+from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.op_call import Call, Operand
+from shardc.rules.core.registry import LocalCall, Rule, fallback, rule
 from shardc.runtime.ops import torch_library  # noqa: F401 (it registers shardc::with_gradient_of)
 from shardc.torch_private import OpOverload
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from shardc.rules.notation import Signature
-from shardc.rules.op_call import Call
+from shardc.rules.core.notation import Signature
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import LocalCall, rule
 from shardc.rules.pointwise import broadcast
-from shardc.rules.registry import LocalCall, rule
 from shardc.runtime import ops
 from shardc.runtime.rng import Digits, Paddings
 

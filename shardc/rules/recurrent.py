@@ -8,9 +8,9 @@ import math
 
 import torch
 
-from shardc.rules.notation import Dim, Signature
-from shardc.rules.op_call import Call
-from shardc.rules.registry import rule
+from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import rule
 
 aten = torch.ops.aten
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.rules import along_split_dim
-from shardc.rules.notation import Dim, Signature
-from shardc.rules.op_call import Call
-from shardc.rules.reduce_parts import by_parts, local_parts
-from shardc.rules.registry import LocalCall, find, rule
-from shardc.rules.shared_signatures import all_whole, every_operand, whole_dims
+from shardc.rules.core import along_split_dim
+from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.reduce_parts import by_parts, local_parts
+from shardc.rules.core.registry import LocalCall, find, rule
+from shardc.rules.core.shared_signatures import all_whole, every_operand, whole_dims
 from shardc.runtime import ops
 
 aten = torch.ops.aten

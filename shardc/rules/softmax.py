@@ -11,12 +11,12 @@ from torch import fx
 
 from shardc.ir.metadata import Collective, Value
 from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
-from shardc.rules.op_call import Call
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.reduce_parts import splits_of, without_dims
+from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.shared_signatures import whole_dims
+from shardc.rules.core.strategy import Strategy, needs_sum_grad
 from shardc.rules.reduce import reduced
-from shardc.rules.reduce_parts import splits_of, without_dims
-from shardc.rules.registry import LocalCall, rule
-from shardc.rules.shared_signatures import whole_dims
-from shardc.rules.strategy import Strategy, needs_sum_grad
 from shardc.runtime import ops
 from shardc.runtime.ops.softmax_parts import wide
 

@@ -9,12 +9,12 @@ import torch
 from torch import fx
 
 from shardc.ir.placement import PARTIAL, Placement, Shard
-from shardc.rules.notation import Dim, Signature
-from shardc.rules.op_call import Call
+from shardc.rules.core.notation import Dim, Signature
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import LocalCall, rule
+from shardc.rules.core.shared_signatures import every_operand, names_of, signature_of, sizes_of, whole_dims
+from shardc.rules.core.strategy import Strategy
 from shardc.rules.pointwise import local_size
-from shardc.rules.registry import LocalCall, rule
-from shardc.rules.shared_signatures import every_operand, names_of, signature_of, sizes_of, whole_dims
-from shardc.rules.strategy import Strategy
 from shardc.runtime import ops
 
 aten = torch.ops.aten

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from shardc.rules.notation import Signature
-from shardc.rules.op_call import Call
-from shardc.rules.registry import LocalCall, SignatureOf, rule
+from shardc.rules.core.notation import Signature
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import LocalCall, SignatureOf, rule
 from shardc.rules.views import cut, diagonal, local_range
 
 aten = torch.ops.aten

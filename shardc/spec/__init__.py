@@ -208,8 +208,8 @@ class Spec:
         if document.value is None:
             document = Document({}, places, document.broken)
         if not isinstance(document.value, dict):
-            what = f"a spec is a mapping of sections, not {say(document.value)}"
-            errors.add(what, where=places.where(()), fix="begin with `shardc: 1`")
+            fault = f"a spec is a mapping of sections, not {say(document.value)}"
+            errors.add(fault, where=places.where(()), fix="begin with `shardc: 1`")
             errors.raise_any()
         for setting in overrides:
             yaml_reader.override(document, setting, errors)
@@ -402,8 +402,8 @@ def _check_arguments(mesh: object, overrides: object, world: object) -> None:
     if mesh is not None and not isinstance(mesh, Mapping):
         errors.add(f"mesh is {say(mesh)}, not a mapping from axis to size", where="mesh", fix='e.g. mesh={"dp": 2}')
     if isinstance(overrides, (str, Mapping)) or not isinstance(overrides, Iterable):
-        what = f"overrides is {say(overrides)}, not a list or tuple of texts"
-        errors.add(what, where="overrides", fix="e.g. overrides=('data.zero=3',)")
+        fault = f"overrides is {say(overrides)}, not a list or tuple of texts"
+        errors.add(fault, where="overrides", fix="e.g. overrides=('data.zero=3',)")
     else:
         for setting in (x for x in overrides if not isinstance(x, str)):
             errors.add(f"an override is a text, not {say(setting)}", where="overrides", fix="e.g. 'data.zero=3'")
@@ -435,8 +435,8 @@ def _text(source: object) -> str:
         kind = type(source).__name__
         raise ShardcError(f"a spec is a path, a dict or a Spec, not a {kind}", where="spec", fix='e.g. "spec.yaml"')
     if "\n" in str(source) or ": " in str(source):
-        what = "this is the text of a spec, where its path is expected"
-        raise ShardcError(what, where="spec", fix="give a path, or a mapping: yaml.safe_load(text)")
+        fault = "this is the text of a spec, where its path is expected"
+        raise ShardcError(fault, where="spec", fix="give a path, or a mapping: yaml.safe_load(text)")
     file = Path(source)
     if file.suffix == ".py":
         fix = "give the path of a YAML file; on the command line the model comes first: shardc ... model.py spec.yaml"

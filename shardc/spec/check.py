@@ -44,8 +44,8 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
         where, axis = places.where(("mesh", open_[0]), value=True), open_[0]
         if world is None:
             fix = f"write the size, or give it: --mesh {axis}=N, in Python mesh={{{axis!r}: N}}"
-            what = f"mesh size {axis}: -1 needs the world size, which is not known here"
-            errors.add(what, where=where, fix=fix)
+            fault = f"mesh size {axis}: -1 needs the world size, which is not known here"
+            errors.add(fault, where=where, fix=fix)
             return None
         if world % known:
             low, high = world // known * known, -(-world // known) * known
@@ -58,8 +58,8 @@ def resolve_mesh(sizes: Mapping[str, int], world: int | None, places: Places, er
     if world is not None and world != known:
         fits = [f"{a}={n}" for a, n in Mesh.of(sizes).fitting(world).items() if n != sizes[a]]
         fix = f"run {known} ranks" + (f", or write --mesh {fits[0]}" if fits else "")
-        what = f"the mesh has {known} ranks ({Mesh.of(sizes)}), and the world has {world}"
-        errors.add(what, where=places.where(("mesh",)), fix=fix)
+        fault = f"the mesh has {known} ranks ({Mesh.of(sizes)}), and the world has {world}"
+        errors.add(fault, where=places.where(("mesh",)), fix=fix)
         return None
     return Mesh.of(sizes)
 
@@ -109,9 +109,9 @@ class Check:
     def lengths(self) -> None:
         """Only the user knows by which numbers padding does not count."""
         if self.form.batch.lengths and not self.form.batch.pad:
-            what = "batches cannot be padded to these lengths without the numbers to pad them by"
+            fault = "batches cannot be padded to these lengths without the numbers to pad them by"
             fix = "write batch: {pad: {input_ids: 0, labels: -100}}, or leave lengths out"
-            self.add(("batch", "lengths"), what, fix)
+            self.add(("batch", "lengths"), fault, fix)
 
     def add(self, path: Path, what: str, fix: str, *, value: bool = True) -> None:
         self.errors.add(what, where=self.places.where(path, value=value), fix=fix)
@@ -211,12 +211,12 @@ class Check:
                 self.add(place, f"dim {dim} is split twice, and once by sections", fix, value=False)
             for s in shards:
                 if s.axis in seen:
-                    what = f"axis {s.axis!r} splits dim {seen[s.axis]} and dim {dim} of one tensor"
+                    fault = f"axis {s.axis!r} splits dim {seen[s.axis]} and dim {dim} of one tensor"
                     fix = f"an axis splits one dim, once: {{{seen[s.axis]}: {s.axis}}} or {{{dim}: {s.axis}}}"
                     if seen[s.axis] == dim:
-                        what = f"axis {s.axis!r} splits dim {dim} twice"
+                        fault = f"axis {s.axis!r} splits dim {dim} twice"
                         fix = f"an axis splits one dim, once: {{{dim}: {s.axis}}}"
-                    self.add(place, what, fix, value=False)
+                    self.add(place, fault, fix, value=False)
                 seen.setdefault(s.axis, dim)
                 if s.sections and s.split != 1:
                     fix = "split: n is for n equal parts, sections: [...] for unequal ones"
@@ -239,14 +239,14 @@ class Check:
         pipeline = self.form.pipeline
         for axis, path, job in self.uses():
             if pipeline and axis == pipeline.axis and path != ("pipeline", "axis"):
-                what = f"axis {axis!r} is the pipeline's and cannot split {job} too"
-                self.add(path, what, "give the pipeline an axis of its own")
+                fault = f"axis {axis!r} is the pipeline's and cannot split {job} too"
+                self.add(path, fault, "give the pipeline an axis of its own")
         sequence = self.form.sequence
         batch = data_axes(self.form.batch, self.form.data, self.names, sequence)
         for i, axis in enumerate(sequence.axis if sequence else ()):
             if axis in batch:
-                what = f"axis {axis!r} already splits the batch"
-                self.add(("sequence", "axis", i), what, "give the sequence an axis of its own, e.g. cp")
+                fault = f"axis {axis!r} already splits the batch"
+                self.add(("sequence", "axis", i), fault, "give the sequence an axis of its own, e.g. cp")
 
     def sequence(self) -> None:
         """Each axis of the sequence once, and with a method."""
@@ -259,16 +259,16 @@ class Check:
         for pattern, methods in s.method.items():
             if len(methods) not in (1, len(s.axis)):
                 path = reach(self.value, ("sequence", "method", pattern))
-                what = f"{len(methods)} methods for the {len(s.axis)} axes of the sequence"
-                self.add(path, what, "write one for all axes, or one for each in their order")
+                fault = f"{len(methods)} methods for the {len(s.axis)} axes of the sequence"
+                self.add(path, fault, "write one for all axes, or one for each in their order")
             elif (methods * len(s.axis))[: len(s.axis)].count("ring") > 1:
                 path = reach(self.value, ("sequence", "method", pattern))
                 self.add(path, "a ring runs over one axis", "write [ring, ulysses] or [ring, gather]")
 
     def batch(self) -> None:
         if self.form.batch.rows is not None and self.form.batch.microbatches > 1:
-            what = "`microbatches` and `rows` both say how many microbatches there are"
-            self.add(("batch", "rows"), what, "keep one of them", value=False)
+            fault = "`microbatches` and `rows` both say how many microbatches there are"
+            self.add(("batch", "rows"), fault, "keep one of them", value=False)
 
     def pipeline(self) -> None:
         p = self.form.pipeline
@@ -278,8 +278,8 @@ class Check:
         ways |= {} if p.cut is None else {"cut": len(p.cut) + 1}
         ways |= {} if p.balance is None else {"balance": len(p.balance)}
         for key in list(ways)[1:]:
-            what = f"`{next(iter(ways))}` and `{key}` both say where to cut"
-            self.add(("pipeline", key), what, "keep one of stages, cut and balance", value=False)
+            fault = f"`{next(iter(ways))}` and `{key}` both say where to cut"
+            self.add(("pipeline", key), fault, "keep one of stages, cut and balance", value=False)
         size = self.mesh.size(p.axis) if self.mesh and p.axis in self.names else 1
         for key, n in list(ways.items())[:1]:
             if n % size:
@@ -292,8 +292,8 @@ class Check:
         data = self.form.data
         for key, is_set in (("prefetch", data.prefetch != 1), ("keep", data.keep)):
             if is_set and data.zero != 3:
-                what = f"`{key}` needs zero: 3, which gathers parameters; this spec has zero: {data.zero}"
-                self.add(("data", key), what, "write zero: 3, or leave it out", value=False)
+                fault = f"`{key}` needs zero: 3, which gathers parameters; this spec has zero: {data.zero}"
+                self.add(("data", key), fault, "write zero: 3, or leave it out", value=False)
 
     def offload(self) -> None:
         """Parameters can be offloaded only where ranks keep parts of them, which are gathered for use."""

@@ -46,9 +46,9 @@ def check_form(document: Document, errors: Errors) -> tuple[Form, frozenset[Path
         before = len(cut)
         for details, path in invalid:
             if first and not any(path[: len(b)] == b for b in document.broken):
-                what, fix = explain(details, path)
+                fault, fix = explain(details, path)
                 by_value = details["type"] not in _BY_KEY and "[key]" not in details["loc"]
-                errors.add(what, where=document.places.where(path, value=by_value), fix=fix)
+                errors.add(fault, where=document.places.where(path, value=by_value), fix=fix)
             cut.add(_cut(value, path))
         if len(cut) == before:  # nothing is left to take out
             errors.raise_any()
@@ -86,7 +86,7 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
     if kind == "extra_forbidden":
         known = [n for n, f in section.model_fields.items() if not f.validation_alias]
         inside = f" in `{dotted(path[:-1])}`" if len(path) > 1 else ""
-        what = f"unknown {'key' if inside else 'section'} {say(path[-1])}{inside}"
+        fault = f"unknown {'key' if inside else 'section'} {say(path[-1])}{inside}"
         if path == ("lower",):
             return (
                 "`lower` is no section any more: each training step runs a forward and a backward graph",
@@ -94,8 +94,8 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
             )
         homes = [name for name, f in Form.model_fields.items() if path[-1] in _keys(f.annotation)]
         if homes and not nearest(str(path[-1]), known):
-            return what, f"it is a key of {' and of '.join(f'`{h}`' for h in homes)}"
-        return what, _did_you_mean(path[-1], known, key=True)
+            return fault, f"it is a key of {' and of '.join(f'`{h}`' for h in homes)}"
+        return fault, _did_you_mean(path[-1], known, key=True)
     if kind == "missing":
         missing = str(details["loc"][-1])
         if missing == "shardc":
@@ -107,8 +107,8 @@ def explain(details: Details, path: Path) -> tuple[str, str]:
     if kind in ("literal_error", "word"):
         known = list(ctx["expected"]) if kind == "word" else _words(field)
         label = ctx.get("kind") or (("plan" if path[1:2] == ("use",) else "style") if path[:1] == ("shard",) else "")
-        what = f"unknown {label} {say(got)}" if label else f"unknown value {say(got)} for {name}"
-        return what, _did_you_mean(got, known, ctx.get("also", ""))
+        fault = f"unknown {label} {say(got)}" if label else f"unknown value {say(got)} for {name}"
+        return fault, _did_you_mean(got, known, ctx.get("also", ""))
     if kind == "invalid_key" or (is_key and kind == "string_type"):
         return f"{name}: a name is text, not {say(got)}", "quote it if it is a name"
     if is_key and kind == "int_type":

@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardc.errors import Errors
-from shardc.ir.patterns import SEE_NAMES, did_you_mean, enclosing, expand, match, names_weight, of_every_layer
+from shardc.ir.patterns import SEE_NAMES, did_you_mean, enclosing, expand, match, names_weight
+from shardc.layer_names import of_every_layer
 from shardc.spec.schema import Form
 from shardc.spec.yaml_reader import Path, Places
 
@@ -82,29 +83,29 @@ class Names:
         if 1 < len(alternatives) <= HELPED:
             for one in alternatives:
                 if not self.has_weights(one):
-                    what, fix = self.without_weights(one)
-                    yield f"of {pattern!r} the alternative {one!r} {what}: {fix}"
+                    fault, fix = self.without_weights(one)
+                    yield f"of {pattern!r} the alternative {one!r} {fault}: {fix}"
 
     def check(self, form: Form, places: Places, errors: Errors) -> None:
         """Add an error for every pattern of a spec that matches no name of the model."""
         helped = 0
         for pattern in form.shard.rules:
             if not self.has_weights(pattern):
-                what, fix = self.without_weights(pattern, help_=(helped := helped + 1) <= HELPED)
-                errors.add(f"pattern {pattern!r} {what}", where=places.where(("shard", pattern)), fix=fix)
+                fault, fix = self.without_weights(pattern, help_=(helped := helped + 1) <= HELPED)
+                errors.add(f"pattern {pattern!r} {fault}", where=places.where(("shard", pattern)), fix=fix)
         for pattern in form.optimizer.matrices or {}:
             if not self.has_weights(pattern):
-                what, fix = self.without_weights(pattern, help_=(helped := helped + 1) <= HELPED)
+                fault, fix = self.without_weights(pattern, help_=(helped := helped + 1) <= HELPED)
                 where = places.where(("optimizer", "matrices", pattern))
-                errors.add(f"pattern {pattern!r} {what}", where=where, fix=fix)
+                errors.add(f"pattern {pattern!r} {fault}", where=where, fix=fix)
         for place, pattern in [
             *((("adapters", i, "match"), a.match) for i, a in enumerate(form.adapters)),
             *((("freeze", i), text.removeprefix("!")) for i, text in enumerate(form.freeze)),
         ]:
             inside = place[0] == "freeze" and any(match(pattern, m) for m in self.modules)
             if not inside and not self.has_weights(pattern):
-                what, fix = self.without_weights(pattern, help_=(helped := helped + 1) <= HELPED)
-                errors.add(f"pattern {pattern!r} {what}", where=places.where(place), fix=fix)
+                fault, fix = self.without_weights(pattern, help_=(helped := helped + 1) <= HELPED)
+                errors.add(f"pattern {pattern!r} {fault}", where=places.where(place), fix=fix)
         cuts = form.pipeline.cut if form.pipeline and form.pipeline.cut else ()
         modules: list[tuple[str, Path]] = [
             *((key.removesuffix(":in"), ("activations", key)) for key in form.activations),

@@ -107,13 +107,13 @@ def of_mapping(value: Any) -> Any:
     def copied(value: Any, path: Path) -> Any:
         room[0] -= 1
         if len(path) > DEPTH or room[0] < 0:
-            what = f"nested more than {DEPTH} deep" if room[0] >= 0 else f"a spec of more than {VALUES:,} values"
-            raise ShardcError(what, where="spec", fix="no spec is so large; perhaps it contains itself")
+            fault = f"nested more than {DEPTH} deep" if room[0] >= 0 else f"a spec of more than {VALUES:,} values"
+            raise ShardcError(fault, where="spec", fix="no spec is so large; perhaps it contains itself")
         if isinstance(value, Mapping):
             for key in value:
                 if isinstance(key, bool) or not isinstance(key, (str, int)):
-                    what = f"a key is text or a whole number, not a {type(key).__name__}"
-                    raise ShardcError(what, where="spec", fix="quote it if it is text")
+                    fault = f"a key is text or a whole number, not a {type(key).__name__}"
+                    raise ShardcError(fault, where="spec", fix="quote it if it is text")
             return {copied(k, path): copied(v, (*path, "")) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [copied(v, (*path, "")) for v in value]
@@ -159,8 +159,8 @@ class _Reader:
         except yaml.reader.ReaderError as e:
             before = self.text[: e.position]
             where = self.place(before.count("\n"), e.position - before.rfind("\n") - 1)
-            what = f"the character U+{ord(self.text[e.position]):04X} is not allowed in YAML"
-            raise ShardcError(what, where=where, fix="delete it, or save the file as UTF-8 text") from None
+            fault = f"the character U+{ord(self.text[e.position]):04X} is not allowed in YAML"
+            raise ShardcError(fault, where=where, fix="delete it, or save the file as UTF-8 text") from None
         return Document(value, self.places, frozenset(self.broken))
 
     def _syntax(self, e: yaml.MarkedYAMLError) -> ShardcError:
@@ -178,11 +178,11 @@ class _Reader:
             fix = f"close what line {e.context_mark.line + 1} opens, with {closed[1]!r}, before line {mark.line + 1}"
         elif pattern := re.match(r"\s*([*{][^\s:]*)", line):
             fix = f'quote the pattern: "{pattern[1]}"'
-        what = f"this is not YAML: {e.problem}"
+        fault = f"this is not YAML: {e.problem}"
         if e.context:
             since = f" in line {e.context_mark.line + 1}" if e.context_mark and e.context_mark.line != mark.line else ""
-            what += f" ({e.context}{since})"
-        return ShardcError(what, where=self.place(mark.line, mark.column), fix=fix)
+            fault += f" ({e.context}{since})"
+        return ShardcError(fault, where=self.place(mark.line, mark.column), fix=fix)
 
     def _add(self, event: yaml.Event, what: str, fix: str) -> None:
         self.errors.add(what, where=self._at(event), fix=fix)
@@ -252,11 +252,11 @@ class _Reader:
                 f'quote it if it is a pattern: "*{event.anchor}"',
             )
         if not isinstance(event, yaml.ScalarEvent):
-            what = (
+            fault = (
                 "a key is text or a whole number, not"
                 f" {'a list' if isinstance(event, yaml.SequenceStartEvent) else 'a mapping'}"
             )
-            raise ShardcError(what, where=self._at(event), fix='quote the pattern: "*.{q,k}_proj": column')
+            raise ShardcError(fault, where=self._at(event), fix='quote the pattern: "*.{q,k}_proj": column')
         self._check(event)
         plain = event.style is None and event.tag is None
         key = scalar(event.value) if plain else event.value

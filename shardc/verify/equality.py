@@ -136,8 +136,8 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
             break
         why = f"the model's loss is {float(loss.detach())} on one device"
     else:
-        what = f"on random weights and inputs {why}: nothing can be compared"
-        finding = Finding("loss", what, "compare with real weights: shardc.verify.simulate(program, model, batch)")
+        fault = f"on random weights and inputs {why}: nothing can be compared"
+        finding = Finding("loss", fault, "compare with real weights: shardc.verify.simulate(program, model, batch)")
         return Report((finding,), 0, float("nan"), time.perf_counter() - start)
     pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
     try:
@@ -167,16 +167,16 @@ def verify(program: Program, *, seed: int = 0, compiled: bool = False) -> Report
     for name, off in off_by:
         worst = max(worst, off, key=lambda x: math.inf if math.isnan(x) else x)
         if not off <= TOLERANCE:
-            what = (
+            fault = (
                 f"the {name.partition(' ')[0]}"
                 if name == "loss" or name.startswith("output ")
                 else "its gradient"
                 if name in {n for p in double.params for n in p.names}
                 else "its new value"
             )
-            message = f"{what} differs from one device by {off:.1e} relative"
+            message = f"{fault} differs from one device by {off:.1e} relative"
             if (bad := broken.get(name)) is not None:
-                message = f"{what} is {bad[~bad.isfinite()][0].item()} on the ranks, and finite on one device; {op}"
+                message = f"{fault} is {bad[~bad.isfinite()][0].item()} on the ranks, and finite on one device; {op}"
             findings.append(Finding(name, message, "a bug in shardc or in a rule of your own: please report it"))
     return Report(tuple(findings), len(off_by), worst, time.perf_counter() - start, of_compiled)
 

@@ -138,8 +138,8 @@ def _joined(program: Program, ranks: list[_Rank]) -> Simulation:
             continue
         for rank, g in parts.items():
             if g is None and ranks[rank].params[p.name].numel():
-                what = f"rank {rank} has no gradient of it, and others have"
-                raise ReplicasDifferError(what, p.fqn, not_finite=False)
+                fault = f"rank {rank} has no gradient of it, and others have"
+                raise ReplicasDifferError(fault, p.fqn, not_finite=False)
         there = {
             i: ranks[i].params[p.name] if g is None else g for i, g in parts.items()
         }  # without elements, without values
@@ -200,8 +200,8 @@ def _check_replica(expected: Tensor, got: Tensor, name: str) -> None:
     if bool(apart.any()):
         here, there = other[apart][0].item(), one[apart][0].item()
         raise ReplicasDifferError(f"it is {here:.6g}, and {there:.6g} on a replica", name, not_finite=True)
-    what = f"it differs from its replica by {float((one - other).abs().max()):.1e}"
-    raise ReplicasDifferError(what, name, not_finite=False)
+    fault = f"it differs from its replica by {float((one - other).abs().max()):.1e}"
+    raise ReplicasDifferError(fault, name, not_finite=False)
 
 
 def _causes(program: Program) -> dict[str, str]:

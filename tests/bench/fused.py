@@ -36,8 +36,8 @@ from shardc.capture import capture  # noqa: E402
 from shardc.ir.fused_regions import fused_regions, moved  # noqa: E402
 from shardc.ir.graph import values_of  # noqa: E402
 from shardc.ir.units import size  # noqa: E402
+from shardc.passes.joint.derivatives.record import is_view  # noqa: E402
 from shardc.passes.joint.fused_regions import fuses, shares_memory  # noqa: E402
-from shardc.passes.joint.record import is_view  # noqa: E402
 from shardc.runtime.compiled import inductor  # noqa: E402
 from shardc.runtime.compiled.regions import code_of  # noqa: E402
 from shardc.torch_private import kernels_of  # noqa: E402

@@ -26,7 +26,7 @@ import torch
 
 import shardc
 from shardc.cost import device as known_device
-from shardc.cost.measure import measure
+from shardc.cost.measured.measure import measure
 from shardc.runtime.mesh import TorchMesh
 
 ROOT = Path(__file__).resolve().parents[2]

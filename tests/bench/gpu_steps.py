@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost import device as known_device
-from shardc.cost.op_times import OpTimes
+from shardc.cost.measured.op_times import OpTimes
 from shardc.runtime.mesh import TorchMesh
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
-from shardc.cost.measure import measure  # noqa: E402
+from shardc.cost.measured.measure import measure  # noqa: E402
 from tests.gpt3 import GPT3  # noqa: E402
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCAB, BATCH, STEPS = 4, 384, 6, 128, 4096, 8, 12

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 import shardc
 from shardc import ShardcError
 from shardc.capture import capture, compare_eager
-from shardc.capture.functional_twins import cut_gradients, functional, with_zeros
+from shardc.capture.rewrite.functional_twins import cut_gradients, functional, with_zeros
 
 aten = torch.ops.aten
 DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128)

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import shardc
 from shardc.capture import capture
-from shardc.capture.inline_regions import AutocastRegion
+from shardc.capture.rewrite.inline_regions import AutocastRegion
 from shardc.errors import ShardcError
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))

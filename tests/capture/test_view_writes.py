@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardc.capture import capture, functional_twins
-from shardc.capture.functional_twins import is_inplace
+from shardc.capture import capture
+from shardc.capture.rewrite import functional_twins
+from shardc.capture.rewrite.functional_twins import is_inplace
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 

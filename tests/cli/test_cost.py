@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardc.cost import device, run_log
+from shardc.cost import device
+from shardc.cost.measured import run_log
 from shardc.machine.device import Link
 from tests import warm
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from shardc.cli import app, model_file
 from shardc.rules import RULES
-from shardc.rules.registry import find
+from shardc.rules.core.registry import find
 from tests.rules.samples import SAMPLES
 
 OWN = """

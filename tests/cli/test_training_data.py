@@ -235,7 +235,7 @@ def test_a_run_without_data_says_what_it_trains_on(ref: str, said: str) -> None:
 
 def test_held_out_data_without_a_batch_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(training_loop, "told", told.append)
+    monkeypatch.setattr(training_loop, "print_line", told.append)
 
     def work(mesh: LoopbackMesh) -> None:
         engine = SimpleNamespace(
@@ -264,7 +264,7 @@ def test_data_without_end_are_read_as_far_as_said_and_no_valid_data_are_told(mon
     monkeypatch.setattr(training_loop, "SAY_AFTER", 0.0)
     said: list[str] = []
     told: list[str] = []
-    monkeypatch.setattr(training_loop, "told", told.append)
+    monkeypatch.setattr(training_loop, "print_line", told.append)
 
     def work(mesh: LoopbackMesh) -> Any:
         engine = SimpleNamespace(mesh=mesh, step_count=3, evaluate_all=lambda batches, local: {"read": list(batches)})

@@ -14,7 +14,7 @@ from torch import fx
 from shardc.cost import Cost
 from shardc.cost.kept_activations import forwards, storages
 from shardc.ir.graph import source_of, value_of
-from shardc.ir.layers import layer_of
+from shardc.layer_names import layer_of
 from shardc.machine.work import Op, Sent
 from shardc.runtime import ops
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardc.cost.device_file import device
+from shardc.cost.measured.device_file import device
 from shardc.machine.assumed import ASSUMED, LARGE, byte_seconds, work_seconds
 from shardc.machine.collectives import collective_seconds
 from shardc.machine.work import Op

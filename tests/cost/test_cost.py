@@ -18,9 +18,9 @@ import shardc
 from shardc.api import Program
 from shardc.capture import capture
 from shardc.cost import Cost, device
-from shardc.cost.device_file import measured_file
 from shardc.cost.dry_run import dry_run
 from shardc.cost.fewer_layers import layer_lists, with_layers
+from shardc.cost.measured.device_file import measured_file
 from shardc.machine.flops import traffic_of
 from shardc.machine.work import Op
 from tests import live_bytes, zoo
@@ -305,6 +305,7 @@ def test_a_causal_mask_leaves_out_the_blocks_that_it_empties() -> None:
         (aten.copy_.default, lambda: (torch.ones(8, 16), torch.ones(8, 16, dtype=torch.float64)), 8 * 16 * 12),
         (aten.embedding.default, lambda: (torch.ones(100, 16), torch.zeros(8, dtype=torch.int64)), 2 * 8 * 16 * 4 + 64),
         (aten.view.default, lambda: (torch.ones(8, 16), [16, 8]), None),
+        (aten._unsafe_view.default, lambda: (torch.ones(8, 16), [16, 8]), None),
         (
             aten.nll_loss_backward.default,
             lambda: (

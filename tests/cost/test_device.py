@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 import shardc
 from shardc.api import Program
 from shardc.cli import app
-from shardc.cost import device, measure
-from shardc.cost.device_file import names
+from shardc.cost import device
+from shardc.cost.measured import measure
+from shardc.cost.measured.device_file import names
 from shardc.errors import ShardcError
 
 RUNNER = CliRunner()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardc.cost.device_file import device, names
+from shardc.cost.measured.device_file import device, names
 from shardc.ir.comm_record import CommRecord
 from shardc.machine.collectives import collective_seconds, reach
 from shardc.machine.device import Device, Link

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import shardc
-from shardc.cost import measure, run_log, waterfall
-from shardc.cost.measure import Sample, fit, fit_link
-from shardc.cost.op_times import MeasuredStep, OpTime, OpTimes, file_of
+from shardc.cost import waterfall
+from shardc.cost.measured import measure, run_log
+from shardc.cost.measured.measure import Sample, fit, fit_link
+from shardc.cost.measured.op_times import MeasuredStep, OpTime, OpTimes, file_of
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.machine.collectives import collective_seconds

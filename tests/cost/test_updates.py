@@ -10,7 +10,7 @@ from torch import nn
 
 import shardc
 from shardc.cost.dry_run import dry_run
-from shardc.cost.op_times import OpTimes
+from shardc.cost.measured.op_times import OpTimes
 
 MATRICES = ((96, 64), (192, 96), (64, 192), (300, 64))
 

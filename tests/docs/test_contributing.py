@@ -15,8 +15,8 @@ from docs import generate
 from shardc.cli import app
 from shardc.passes import PIPELINE, Stage
 from shardc.rules import RULES
-from shardc.rules.registry import find, rule
-from shardc.rules.sample_calls import call, sample
+from shardc.rules.core.registry import find, rule
+from shardc.rules.core.sample_calls import call, sample
 from shardc.runtime import schedule
 from shardc.verify.rules import check_op
 from tests.docs.pages import CONTRIBUTING, ROOT, Page

@@ -1,14 +1,15 @@
-"""The examples in the docstrings of shardc.ir hold."""
+"""The examples in docstrings hold."""
 
 from __future__ import annotations
 
 import doctest
 
-from shardc.ir import layers, mesh, units
+from shardc import layer_names
+from shardc.ir import mesh, units
 
 
 def test_examples_of_the_docstrings() -> None:
-    for module in (layers, mesh, units):
+    for module in (layer_names, mesh, units):
         result = doctest.testmod(module)
         assert result.attempted
         assert not result.failed

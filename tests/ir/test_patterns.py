@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardc.errors import Errors, ShardcError
-from shardc.ir.patterns import Selector, expand, faults, match, nearest, of_every_outer_layer, select_modules
+from shardc.ir.patterns import Selector, expand, faults, match, nearest, select_modules
+from shardc.layer_names import of_every_outer_layer
 
 NAMES = [f"model.layers.{i}.{m}" for i in range(2) for m in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")] + [
     "lm_head"

@@ -17,8 +17,8 @@ from shardc.api import Program
 from shardc.capture import capture
 from shardc.errors import ShardcError
 from shardc.ir.graph import source_of, values_of
-from shardc.ir.layers import layer_of
 from shardc.ir.metadata import Value
+from shardc.layer_names import layer_of
 from shardc.recompile import in_eval_mode
 from shardc.runtime.mesh.loopback import loopback
 from tests import live_bytes, zoo

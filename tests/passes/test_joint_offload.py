@@ -16,11 +16,11 @@ from torch import Tensor, fx, nn
 
 import shardc
 from shardc.api import Program
-from shardc.cost.device_file import device
+from shardc.cost.measured.device_file import device
 from shardc.ir.graph import copy_graph
 from shardc.ir.offload import HOST_LINK
+from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.memory import Sizes
-from shardc.passes.joint.rank import Rank
 from shardc.passes.joint.seconds import Seconds
 from shardc.report.comm import comm_table
 from shardc.runtime import ops

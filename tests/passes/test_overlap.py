@@ -14,8 +14,8 @@ from torch import nn
 import shardc
 from shardc.machine.assumed import ASSUMED
 from shardc.machine.clock import Clock
+from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.memory import Sizes
-from shardc.passes.joint.rank import Rank
 from shardc.passes.joint.seconds import Seconds
 from shardc.report.comm import timed
 from tests import zoo

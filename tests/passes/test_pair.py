@@ -18,8 +18,8 @@ from shardc.cost.dry_run import dry_run
 from shardc.cost.peak_memory import memory
 from shardc.ir.graph import copy_graph
 from shardc.ir.pairs import prefix_of
+from shardc.passes.joint.derivatives.rank import Rank
 from shardc.passes.joint.memory import Sizes
-from shardc.passes.joint.rank import Rank
 from shardc.passes.joint.seconds import Seconds
 from shardc.report.comm import timed
 from shardc.runtime import ops

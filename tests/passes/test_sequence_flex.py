@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 import shardc
-from shardc.capture import flex_attention as captured_flex
+from shardc.capture.rewrite import flex_attention as captured_flex
 from shardc.ir.graph import calls
 from shardc.ir.types import op_name
 from shardc.runtime import ops

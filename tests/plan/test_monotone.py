@@ -77,3 +77,21 @@ def numbers(config: pytest.Config, few: int) -> range:
     """Of what is drawn. few: how many of them, where `--fuzz` does not say."""
     first = config.getoption("--fuzz-from")
     return range(first, first + (config.getoption("--fuzz") or few))
+
+
+def test_a_models_flops_are_those_that_its_trained_weights_need() -> None:
+    """Each product has one in backward for each operand with a gradient."""
+
+    def flops(trained: str) -> float:
+        with torch.device("meta"):
+            made = Stack(*MODELS[0])
+        for name, p in made.named_parameters():
+            p.requires_grad_(name.startswith(trained))
+        subject = Subject.of(made, {"ids": torch.empty(16, 64, dtype=torch.long)})
+        return Planner(subject, device("h100-80g"), "bfloat16", 0.05, "it", lambda what, done, of: None).library.flops
+
+    layers, hidden, wide, vocab = MODELS[0]
+    forward = 2 * 64 * (layers * 2 * hidden * wide + hidden * vocab)
+    assert flops("") == 3 * forward
+    assert flops("head") == forward + 2 * 64 * hidden * vocab
+    assert flops("h.0.norm") == 2 * forward

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import shardc
 from shardc.ir.placement import Shard
-from shardc.rules.finite_padding import Padded, fills, finite
+from shardc.rules.core.finite_padding import Padded, fills, finite
 from shardc.torch_private import OpOverload
 from shardc.verify.rules.case import Case, NoCallError, UnfitError
 from shardc.verify.rules.prove import strategies

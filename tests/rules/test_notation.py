@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardc.rules import RULES
-from shardc.rules.notation import parse
+from shardc.rules.core.notation import parse
 
 Shapes = list[tuple[int, ...]]
 

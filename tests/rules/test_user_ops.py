@@ -15,7 +15,7 @@ from torch import Tensor
 import shardc
 from shardc import ShardcError
 from shardc.rules import RULES
-from shardc.rules.registry import find
+from shardc.rules.core.registry import find
 from tests.rules.samples import SAMPLES
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import shardc
 from shardc.ir.program import Program
-from shardc.rules import finite_padding
+from shardc.rules.core import finite_padding
 from shardc.verify.equality import difference, verify
 from shardc.verify.random_batch import random_inputs, random_state
 from tests import zoo

@@ -123,7 +123,7 @@ def test_it_gives_up_in_time() -> None:
 
 def test_a_gradient_that_stops_on_its_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graphs and what they are compared with ask the same rules, which would be wrong in both."""
-    monkeypatch.setattr("shardc.passes.joint.rules.CONVERTED", {})
+    monkeypatch.setattr("shardc.passes.joint.derivatives.CONVERTED", {})
     split = {"shard": {"*.fc": "column", "*.out": "row"}, "activations": {"drop": {1: "tp"}, "h.*": {1: "tp"}}}
     assert "the chain rule stops here" in str(program("gpt", TP, **split).prove())
 

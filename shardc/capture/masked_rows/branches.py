@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from shardc.capture.functional_twins import mutates
+from shardc.capture.rewrite.functional_twins import mutates
 from shardc.passes.canonical.choices import Draws
 from shardc.torch_modes import untraced
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import fx
 
-from shardc.capture.functional_twins import arguments_of, mutates, twin_of
 from shardc.capture.masked_rows.rows import Unfit
+from shardc.capture.rewrite.functional_twins import arguments_of, mutates, twin_of
 from shardc.ir import types as values
 from shardc.ir.graph import operands_of
 from shardc.ir.metadata import Value
 from shardc.ir.source import Source
 from shardc.passes.canonical import rewritten
-from shardc.rules import registry
-from shardc.rules.op_call import call_of
+from shardc.rules.core import registry
+from shardc.rules.core.op_call import call_of
 
 
 def follow(new: Sequence[fx.Node], rows: dict[fx.Node, int]) -> dict[fx.Node, int | None]:

@@ -35,9 +35,9 @@ class SaveLock:
             who = os.pread(self._file, 200, 0).decode(errors="replace").strip()
             if e.errno in (errno.EACCES, errno.EAGAIN):
                 os.close(self._file)
-                what = f"another run trains into {folder}{f' ({who})' if who else ''}"
+                fault = f"another run trains into {folder}{f' ({who})' if who else ''}"
                 fix = "wait for it or end it, or give this run a folder of its own"
-                raise ShardcError(what, where=option, fix=fix) from None
+                raise ShardcError(fault, where=option, fix=fix) from None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 

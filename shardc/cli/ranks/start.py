@@ -77,8 +77,8 @@ class Ranks:
         named = self.named.model_file
         self._ref = named or (model_of(program.meta) if is_artifact(self.named.model) else program.meta["model_ref"])
         if world is not None and world != program.mesh.world:
-            what = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
-            raise ShardcError(what, where="--nproc", fix="change --mesh, or leave --nproc out")
+            fault = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
+            raise ShardcError(fault, where="--nproc", fix="change --mesh, or leave --nproc out")
         if not self._ref:
             raise ShardcError(
                 "this artifact does not say which model file it was compiled from",

@@ -11,8 +11,8 @@ from typing import Any, TextIO
 import torch
 
 from shardc.api import Program
-from shardc.folded_messages import note_lines
 from shardc.ir.units import count, per_second, plural, size
+from shardc.layer_names import note_lines
 from shardc.runtime.zero.optimizer_list import class_of, lr_rates, rates_text
 
 #: Seconds between lines: a twentieth of the time so far, within these bounds.

@@ -12,34 +12,34 @@ from typing import Any
 import torch
 
 from shardc.api import Program
-from shardc.cost.device_file import device, measured_file, names
+from shardc.cost.measured.device_file import device, measured_file, names
 from shardc.machine.flops import flops_of
 from shardc.report.comm import comm_rows
 from shardc.runtime.mesh import RankMesh
+from shardc.runtime.mesh.step_context import StepContext
 from shardc.torch_private import TorchDispatchMode
 
 
-class ForwardFlops(TorchDispatchMode):
-    """`with ForwardFlops() as counted:` counts the matrix products of a step's forward on this rank: `.flops`.
+class ModelFlops(TorchDispatchMode):
+    """`with ModelFlops(mesh.step) as counted:` counts the matrix products of a step on this rank, without what backward
+    computes again (PaLM, Chowdhery et al. 2022, appendix B): `.flops`.
+    """
 
-    Backward has twice as many, and what is computed again is not counted: a model's own operations are three times
-    forward's (PaLM, Chowdhery et al. 2022, appendix B)."""
-
-    def __init__(self) -> None:
+    def __init__(self, step: StepContext) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
+        self._step, self.flops = step, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch._C._current_autograd_node() is None:
-            self.flops += flops_of(func, args, kwargs or {}, result)
+        if not self._step.repeats:
+            self.flops += flops_of(func, args, kwargs or {}, result, again=False)
         return result
 
 
 @contextmanager
 def timed_ops(log: Path, step: int, mesh: RankMesh) -> Iterator[None]:
-    """Time every op of a step, into a file of `log` (shardc.cost.op_times)."""
-    from shardc.cost.op_times import OpTimes, file_of
+    """Time every op of a step, into a file of `log` (shardc.cost.measured.op_times)."""
+    from shardc.cost.measured.op_times import OpTimes, file_of
 
     with OpTimes(mesh.device, mesh) as times:
         yield
@@ -49,7 +49,7 @@ def timed_ops(log: Path, step: int, mesh: RankMesh) -> Iterator[None]:
 
 class Meter:
     """What steps are measured by: samples and tokens of one (None: it has none), and of this rank the peak of its
-    device, the bytes of its collectives by axis, and `flops`, of the products in a step's forward.
+    device, the bytes of its collectives by axis, and `flops`, of the products in a step.
 
     moved: bytes of each message of the optimizer's matrices.
     """
@@ -70,10 +70,10 @@ class Meter:
         return rates | ({"tokens_per_second": round(self.tokens * steps, 1)} if self.tokens is not None else {})
 
     def work(self, steps: float) -> dict[str, float]:
-        """TFLOP/s of the model's own operations on this rank, three times forward's, at so many steps a second; and the
-        share of the device's peak, if that is known.
+        """TFLOP/s of the model's own operations on this rank, at so many steps a second; and the share of the device's
+        peak, if that is known.
         """
-        rate = 3 * self.flops * steps
+        rate = self.flops * steps
         return {"tflops": round(rate / 1e12, 4)} | ({"mfu": round(rate / self._peak, 4)} if self._peak else {})
 
 

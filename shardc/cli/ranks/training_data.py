@@ -100,8 +100,8 @@ def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = Fals
         source, train = make(), split == "train" and not whole
     except KeyError as e:
         if split == "valid" and e.args == (split,):
-            what, fix = "data('valid') raises KeyError: 'valid'", "return None for 'valid' where nothing is held out"
-            raise ShardcError(what, where="data", fix=fix) from e
+            fault, fix = "data('valid') raises KeyError: 'valid'", "return None for 'valid' where nothing is held out"
+            raise ShardcError(fault, where="data", fix=fix) from e
         raise
     if source is None:
         return None
@@ -119,9 +119,9 @@ def _check_kind(source: Any) -> None:
     sampler that gives each rank other samples, which would be cut once more.
     """
     if isinstance(source, Tensor):
-        what = f"data() returns a tensor {list(source.shape)}: each of its rows would be a whole global batch"
+        fault = f"data() returns a tensor {list(source.shape)}: each of its rows would be a whole global batch"
         fix = "return a Dataset of samples, such as torch.utils.data.TensorDataset(x, y) with collate(samples)"
-        raise ShardcError(what, where="data", fix=fix)
+        raise ShardcError(fault, where="data", fix=fix)
     if not isinstance(source, DataLoader):
         return
     samplers = (source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None))
@@ -170,8 +170,8 @@ def _batches(
 
 def _part_of_a_stream(source: Any, make: Callable[[], Any], engine: Any, seed: int) -> Batches:
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-        what = f"data(split, part, parts) returns a {type(source).__name__}, of which each rank reads its part anyway"
-        raise ShardcError(what, where="data", fix="write data(split), which returns all of it")
+        fault = f"data(split, part, parts) returns a {type(source).__name__}, of which each rank reads its part anyway"
+        raise ShardcError(fault, where="data", fix="write data(split), which returns all of it")
     part, parts = engine.part
     description = f"part {part} of {parts} of each global batch, of a {type(source).__name__}"
     return Batches(source, make, seed, local=True, description=description, part=part)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardc.errors import ShardcError
 from shardc.runtime.launch import ignored_hangup
-from shardc.runtime.mesh.watch import told
+from shardc.runtime.mesh.watch import print_line
 from shardc.runtime.state.checkpoint_folder import generations
 from shardc.runtime.step.evaluation import NoBatchesError
 from shardc.spec import Run
@@ -120,11 +120,11 @@ class Training:
         """The first step's products are counted; traces, snapshots and times of ops are recorded of steps that are to
         have them.
         """
-        from shardc.cli.ranks.step_metrics import ForwardFlops, timed_ops
+        from shardc.cli.ranks.step_metrics import ModelFlops, timed_ops
 
         step, mesh = self.engine.step_count + 1, self.engine.mesh
         with ExitStack() as stack:
-            counted = stack.enter_context(ForwardFlops()) if not self.meter.flops else None
+            counted = stack.enter_context(ModelFlops(mesh.step)) if not self.meter.flops else None
             # of one rank a stage: the others do the same
             others = (c for axis, c in mesh.layout.coords(mesh.rank).items() if axis != self.engine.program.axis)
             first, name = not any(others), f"step{step}-rank{mesh.rank}"
@@ -221,7 +221,7 @@ class Training:
     def _not_saved(self, error: ShardcError) -> None:
         self.saved = self.writing = None
         if self.engine.mesh.rank == 0:
-            told(f"{error.what}; training goes on")
+            print_line(f"{error.what}; training goes on")
 
     def _next(self, stream: Iterator[Any]) -> Any:
         """The next batch. All ranks agree whether to go on: if one stopped alone, the others would wait for it."""
@@ -255,8 +255,8 @@ class Training:
                 raise problem
             time.sleep(FIRST_WORD)
             ranks = self.engine.mesh.layout.named(*(r for r, n in enumerate(failed) if n))
-            what = f"{ranks} failed in data(), after step {self.engine.step_count}; {saved}"
-            raise ShardcError(what, where="data", fix="see the error of that rank")
+            fault = f"{ranks} failed in data(), after step {self.engine.step_count}; {saved}"
+            raise ShardcError(fault, where="data", fix="see the error of that rank")
         return batch
 
     def _read(self, *, evaluated: bool = False) -> None:
@@ -311,7 +311,7 @@ class Training:
         """{"loss": ..., name: ...} over all held-out batches, as Engine.evaluate_all adds them up; {} without any."""
         if self.valid is None:
             if self.settings.eval_every and not self.empty and self.engine.mesh.rank == 0:
-                told("note: there is no data('valid') in the model file: no held-out loss (--eval-every)")
+                print_line("note: there is no data('valid') in the model file: no held-out loss (--eval-every)")
             self.empty = True
             return {}
         with self._save_on_failure(f"the evaluation after step {self.engine.step_count}"):
@@ -321,7 +321,9 @@ class Training:
                 values = self.engine.evaluate_all(batches, local=self.valid.local)
         if not values and not self.signals.seen and self.engine.mesh.rank == 0 and not self.empty:
             self.empty = True
-            told("note: data('valid') gives no batch: there is no held-out loss (return None where none is meant)")
+            print_line(
+                "note: data('valid') gives no batch: there is no held-out loss (return None where none is meant)"
+            )
         return values
 
     def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -359,9 +361,9 @@ class Training:
                 return
             if not all(having):
                 ended = mesh.layout.named(*(rank for rank, has in enumerate(having) if not has))
-                what = f"the held-out data of {ended} ended after {count} batches, and others have more"
+                fault = f"the held-out data of {ended} ended after {count} batches, and others have more"
                 fix = "let data(split, part, parts) give the same number of batches for every part"
-                raise DisagreementError(what, where="data", fix=fix)
+                raise DisagreementError(fault, where="data", fix=fix)
             count += 1
             yield batch
 

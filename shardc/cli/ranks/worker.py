@@ -51,8 +51,8 @@ def run(job: Job) -> dict[str, Any]:
     settings = job.settings
     file, program, mesh = joined(job)
     if settings.memory_snapshot and mesh.device.type != "cuda":
-        what, fix = f"CUDA's allocator holds nothing: the run is on {mesh.device.type}", "leave it out"
-        raise ShardcError(what, where="--memory-snapshot", fix=fix)
+        fault, fix = f"CUDA's allocator holds nothing: the run is on {mesh.device.type}", "leave it out"
+        raise ShardcError(fault, where="--memory-snapshot", fix=fix)
     with mesh.together("taking the folders of --save and --log"):
         folders = {"--log": settings.log or "", "--save": settings.save or ""}
         locks = SaveLock.of(folders) if mesh.rank == 0 else []
@@ -75,8 +75,8 @@ def run(job: Job) -> dict[str, Any]:
         folder = checkpoints(Path(job.resume))
         engine.load(folder, last_good=job.last_good, new_schedule=job.new_schedule, new_data=job.new_data)
     if engine.step_count > settings.steps:
-        what = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
-        raise ShardcError(what, where="--steps", fix="--steps counts from the first step of all: name a later one")
+        fault = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
+        raise ShardcError(fault, where="--steps", fix="--steps counts from the first step of all: name a later one")
     if settings.steps > engine.step_count:
         check_trains(program)
         engine.check_schedule(settings.steps - engine.step_count)
@@ -140,8 +140,8 @@ def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches |
         return training_data.example(file, seed), None
     train = training_data.batches(engine, file, "train", seed)
     if train is None:
-        what, fix = "data('train') returns None", "return an iterable of global batches, or a torch Dataset"
-        raise ShardcError(what, where=job.model, fix=fix)
+        fault, fix = "data('train') returns None", "return an iterable of global batches, or a torch Dataset"
+        raise ShardcError(fault, where=job.model, fix=fix)
     valid = training_data.batches(engine, file, "valid", seed)
     if valid is not None and engine.mesh.rank == 0:  # which prints it
         training_data.tell_the_same(train, valid)
@@ -195,7 +195,7 @@ def _refuse(job: Job, error: ShardcError, status: int = 2) -> NoReturn:
     if isinstance(error, OutOfMemoryError):
         error = ShardcError(f"{error.what}; {_expected(job)}", where=error.where, fix=error.fix)
     with _last_words(job):
-        print(for_this_rank(error.told()) if job.joined else error.told(), file=sys.stderr, flush=True)
+        print(for_this_rank(error.text()) if job.joined else error.text(), file=sys.stderr, flush=True)
     _report_errors(job, error.to_json())
     _quit(job, status)
 
@@ -223,7 +223,7 @@ def _quit(job: Job, status: int) -> NoReturn:
 def _expected(job: Job) -> str:
     """What a step needs by calculation, where memory did not suffice."""
     from shardc.api import load
-    from shardc.cost.device_file import measured_file
+    from shardc.cost.measured.device_file import measured_file
     from shardc.ir.units import size
     from shardc.report.cost import peak_place
 

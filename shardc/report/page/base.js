@@ -85,10 +85,10 @@ function equalLayer(list, number) {
   return parent && parent.children.find((m) => m.layers && within(m.layers, number));
 }
 
-/** Is a number in "0–3, 7"? */
+/** Is a number in "0-3,7"? */
 function within(ranges, number) {
-  return ranges.split(", ").some((range) => {
-    const [first, last = first] = range.split("–").map(Number);
+  return ranges.split(",").some((range) => {
+    const [first, last = first] = range.split("-").map(Number);
     return first <= number && number <= last;
   });
 }
@@ -97,7 +97,7 @@ function below(module) {
   return [module, ...module.children.flatMap(below)];
 }
 
-/** A module's name, with all layers that it stands for: model.layers.{0–79}.mlp. */
+/** A module's name, with all layers that it stands for: model.layers.{0-79}.mlp. */
 function titleOf(m) {
   if (!m.path) return F.model;
   const around = D.modules[m.parent];

@@ -10,15 +10,15 @@ from typing import Any
 
 from shardc.artifact import emit
 from shardc.cost import Cost
-from shardc.folded_messages import note_lines
 from shardc.ir.graph import source_of
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
+from shardc.ir.repeats import Repeats, repeats
 from shardc.ir.type_text import show
 from shardc.ir.units import size
+from shardc.layer_names import note_lines, ranges
 from shardc.report import scores
 from shardc.report.page import step
-from shardc.report.page.equal_layers import EqualLayers, equal_layers, ranges
 from shardc.report.page.graphs import graphs
 from shardc.report.page.messages import Messages
 from shardc.report.page.spec_lines import SpecLines
@@ -66,7 +66,7 @@ def data(program: Program, cost: Cost | None, proof: Proof | None, *, full: bool
     """cost: what a step takes on a device; None: the page has no times and no memory. proof: None: it has no verdict.
     full: every layer is shown, also those that are equal.
     """
-    layers, spec = equal_layers(program, full=full), SpecLines(program)
+    layers, spec = Repeats() if full else repeats(program), SpecLines(program)
     modules = _modules(program, layers)
     at = {m.path: i for i, m in enumerate(modules)}
     weights, numbers = _weights(program, layers, spec, at)
@@ -144,7 +144,7 @@ def _proof(proof: Proof | None) -> dict[str, Any] | None:
     return {"ok": proof.ok, "gaps": gaps, "said": str(proof).partition("\n")[0]}
 
 
-def _modules(program: Program, layers: EqualLayers) -> list[Module]:
+def _modules(program: Program, layers: Repeats) -> list[Module]:
     """Every module that has an op or a parameter, and those around them; equal layers once. Each comes after the one
     around it, in the order in which the model runs.
     """
@@ -176,12 +176,12 @@ def _modules(program: Program, layers: EqualLayers) -> list[Module]:
                 modules[-1].layers, modules[-1].count = ranges(numbers), len(numbers)
     for module in modules:
         for i, numbers_here in sorted(stages[module.path].items()):
-            module.stages[i] = ranges(sorted(numbers_here, key=int)) if module.count > 1 else ""
+            module.stages[i] = ranges(numbers_here) if module.count > 1 else ""
     return modules
 
 
 def _weights(
-    program: Program, layers: EqualLayers, spec: SpecLines, modules: dict[str, int]
+    program: Program, layers: Repeats, spec: SpecLines, modules: dict[str, int]
 ) -> tuple[list[Weight], dict[str, int]]:
     """The parameters of the layers that are shown; the number of the one that stands for each, by placeholder."""
     found: list[Weight] = []

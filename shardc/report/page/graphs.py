@@ -16,8 +16,9 @@ from torch import fx
 from shardc.artifact.emit import value_text
 from shardc.ir.graph import source_of
 from shardc.ir.program import Program
+from shardc.ir.repeats import Repeats
+from shardc.layer_names import enclosing_layers, ranges
 from shardc.report.drawn_ops import bucket_of, is_view, op_name, traced
-from shardc.report.page.equal_layers import EqualLayers, prefixes, ranges
 from shardc.runtime import ops
 
 #: Ops that only hand on what another op has begun.
@@ -52,7 +53,7 @@ class Op:
 class Graph:
     """Collects the boxes of a graph. params, messages: numbers of what boxes cite, by name of parameter and node."""
 
-    def __init__(self, layers: EqualLayers, params: Mapping[str, int], messages: Mapping[fx.Node, int]) -> None:
+    def __init__(self, layers: Repeats, params: Mapping[str, int], messages: Mapping[fx.Node, int]) -> None:
         self.ops: list[Op] = []
         self._layers, self._params, self._messages = layers, params, messages
         self._box: dict[fx.Node, int] = {}
@@ -118,7 +119,7 @@ class Graph:
         for n in graph.nodes:
             if n.op == "call_function" and not is_view(n):
                 module = source_of(n).module
-                for layer in prefixes(module):
+                for layer in enclosing_layers(module):
                     order[layer.rpartition(".")[0]].setdefault(layer)
                     if layer in self._layers.first:
                         break
@@ -157,7 +158,7 @@ def drawn(n: fx.Node) -> fx.Node:
 
 
 def graphs(
-    program: Program, layers: EqualLayers, params: Mapping[str, int], messages: Mapping[fx.Node, int]
+    program: Program, layers: Repeats, params: Mapping[str, int], messages: Mapping[fx.Node, int]
 ) -> tuple[list[Op], list[Op]]:
     """(before, after) the passes; after is empty for a program that is not compiled."""
     before, after = Graph(layers, params, {}), Graph(layers, params, messages)

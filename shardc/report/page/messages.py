@@ -14,9 +14,10 @@ from shardc.ir.comm_record import CommRecord
 from shardc.ir.graph import source_of
 from shardc.ir.offload import HOST_LINK
 from shardc.ir.program import Program
+from shardc.ir.repeats import Repeats
+from shardc.layer_names import ranges
 from shardc.report.comm import IMPLICIT, Row, Sent, bucket_number, comm_rows, host_rows, sent, timed
 from shardc.report.drawn_ops import of_parameter, traced
-from shardc.report.page.equal_layers import EqualLayers, ranges
 from shardc.report.page.spec_lines import SpecLines
 from shardc.runtime import ops
 from shardc.runtime.zero.flat_partition import Flat
@@ -73,7 +74,7 @@ class Messages:
     def __init__(
         self,
         program: Program,
-        layers: EqualLayers,
+        layers: Repeats,
         spec: SpecLines,
         params: Mapping[str, int],
         cost: Cost | None,

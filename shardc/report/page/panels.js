@@ -61,7 +61,7 @@ function typesHelp() {
     ["bubble", "the share of a step in which ranks wait for other stages"],
     ["bucket 2", "gradients that are summed in one collective"],
     ["⇄2", "two collectives in this module"],
-    ["{0–39, 41}", "layers that are equal, shown once; figures are of all of them"],
+    ["{0-39,41}", "layers that are equal, shown once; figures are of all of them"],
   ];
   return table([], rows.map(([sign, about, kind = ""]) => [el("code", { class: kind }, sign), about]), { wide: false });
 }

@@ -21,11 +21,11 @@ from shardc.ir.placement import Layout, Shard
 from shardc.ir.program import Program
 from shardc.ir.types import of_tensor, typed
 from shardc.passes.partition.local_program import LocalProgram
-from shardc.rules.choices import Choices
-from shardc.rules.op_call import Call, Operand, call_of
-from shardc.rules.registry import Rule, find
-from shardc.rules.sample_calls import RNG, Sample, Tensors
-from shardc.rules.strategy import Strategy
+from shardc.rules.core.choices import Choices
+from shardc.rules.core.op_call import Call, Operand, call_of
+from shardc.rules.core.registry import Rule, find
+from shardc.rules.core.sample_calls import RNG, Sample, Tensors
+from shardc.rules.core.strategy import Strategy
 from shardc.runtime.rng import Rng
 from shardc.verify.rules.compare import RTOL, Memo, continuous, differs, dual, gradients, on_ranks, run_nodes
 
@@ -221,8 +221,8 @@ class Case:
         )
         for side, layouts, tensors in (("operand", ins, self.tensors), ("result", outs, self.outputs)):
             for i, (layout, x) in enumerate(zip(layouts, tensors, strict=True)):
-                if what := layout.fits(x.shape, mesh):
-                    return f"{side} {i} cannot be laid out: {what}"
+                if fault := layout.fits(x.shape, mesh):
+                    return f"{side} {i} cannot be laid out: {fault}"
         self.node.meta["strategies"] = strategies
         held = [
             self.memo.spread(x, layout, mesh, self.generator, padding=padding if continuous(x) else None)
@@ -246,20 +246,20 @@ class Case:
         except MISFIT as e:
             return message_of(e)
         for i, (want, layout) in enumerate(zip(self.outputs, outs, strict=True)):
-            if what := differs([outputs[i] for outputs, _ in ranks], layout, mesh, want, self.rtol, memo=self.memo):
-                return f"result {i}: {what}"
+            if fault := differs([outputs[i] for outputs, _ in ranks], layout, mesh, want, self.rtol, memo=self.memo):
+                return f"result {i}: {fault}"
         for i, (grad, layout) in enumerate(zip(self.grads, ins, strict=True)):
             if grad is None:
                 continue
             parts, laid = [grads[i] for _, grads in ranks], dual(layout)
-            if what := differs(parts, laid, mesh, grad, self.rtol, gradient=True, memo=self.memo):
-                return f"gradient of operand {i}: {what}"
+            if fault := differs(parts, laid, mesh, grad, self.rtol, gradient=True, memo=self.memo):
+                return f"gradient of operand {i}: {fault}"
         return ""
 
     def on_axis(self, n: int, strategy: Strategy) -> str:
         """As `wrong`, on one axis; of a padded strategy with several numbers in the padding."""
         padded = any(isinstance(p, Shard) and p.padding for p in strategy.inputs)
         for number in (None, *PADDED_BY) if padded else (None,):
-            if what := self.wrong(Mesh(((AXIS, n),)), {AXIS: strategy}, number):
-                return what if number is None else f"{what}, where padding holds {number:g}"
+            if fault := self.wrong(Mesh(((AXIS, n),)), {AXIS: strategy}, number):
+                return fault if number is None else f"{fault}, where padding holds {number:g}"
         return ""

@@ -9,10 +9,10 @@ import torch
 
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import PARTIAL, Layout, Placement, Shard
-from shardc.rules.choices import Choices
-from shardc.rules.registry import Rule
-from shardc.rules.sample_calls import Sample
-from shardc.rules.strategy import Strategy
+from shardc.rules.core.choices import Choices
+from shardc.rules.core.registry import Rule
+from shardc.rules.core.sample_calls import Sample
+from shardc.rules.core.strategy import Strategy
 from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, call_text, name_of
 
 #: Numbers of parts. Dims of samples have 12 elements, so that each of them has parts, inner digits and padding
@@ -72,8 +72,8 @@ def prove(
     try:
         case = Case.of(op, sample, seed, rule)
     except (NoCallError, UnfitError) as e:
-        what = "the sample is not a call of the op" if isinstance(e, NoCallError) else "the rule does not fit the call"
-        return [Finding(name_of(op), "the call", 1, f"{what}: {e}")]
+        fault = "the sample is not a call of the op" if isinstance(e, NoCallError) else "the rule does not fit the call"
+        return [Finding(name_of(op), "the call", 1, f"{fault}: {e}")]
     return prove_case(case, *parts, deep=deep)
 
 
@@ -86,8 +86,8 @@ def prove_case(case: Case, *parts: int, deep: bool = True) -> list[Finding]:
             if s in done and s.kind == "replicate":  # the same whatever n is
                 continue
             done.add(s)
-            if what := case.on_axis(n, s):
-                findings.append(Finding(case.name, str(s), n, what, call_text(case.choices.call)))
+            if fault := case.on_axis(n, s):
+                findings.append(Finding(case.name, str(s), n, fault, call_text(case.choices.call)))
     return findings
 
 
@@ -122,10 +122,10 @@ def prove_pairs(
             if (
                 not trivial
                 and fits(case.choices, mesh, first, second)
-                and (what := case.wrong(mesh, {"a": first, "b": second}))
+                and (fault := case.wrong(mesh, {"a": first, "b": second}))
             ):
                 findings.append(
-                    Finding(case.name, f"{first} with {second}", mesh.world, what, call_text(case.choices.call))
+                    Finding(case.name, f"{first} with {second}", mesh.world, fault, call_text(case.choices.call))
                 )
     return findings
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardc.rules.registry import Rule, find
-from shardc.rules.sample_calls import SAMPLES, Sample
+from shardc.rules.core.registry import Rule, find
+from shardc.rules.core.sample_calls import SAMPLES, Sample
 from shardc.verify.rules.case import Case, Finding, NoCallError, UnfitError, name_of
 from shardc.verify.rules.prove import PARTS, prove, prove_case, prove_pairs
 from shardc.verify.rules.too_strict import too_strict

@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from shardc.rules.choices import Choices
-from shardc.rules.notation import Operand, Signature
-from shardc.rules.registry import Rule
-from shardc.rules.sample_calls import Sample
-from shardc.rules.strategy import Strategy, needs_sum_grad
+from shardc.rules.core.choices import Choices
+from shardc.rules.core.notation import Operand, Signature
+from shardc.rules.core.registry import Rule
+from shardc.rules.core.sample_calls import Sample
+from shardc.rules.core.strategy import Strategy, needs_sum_grad
 from shardc.verify.rules.case import TRUSTING, UNDEFINED, Case, Finding, call_text, name_of
 from shardc.verify.rules.prove import summable
 

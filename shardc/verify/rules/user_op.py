@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from shardc.errors import Errors, ShardcError
-from shardc.rules import registry
-from shardc.rules.sample_calls import SAMPLES, as_sample
-from shardc.rules.user_ops import resolve_op
+from shardc.rules.core import registry
+from shardc.rules.core.sample_calls import SAMPLES, as_sample
+from shardc.rules.core.user_ops import resolve_op
 from shardc.verify.rules.case import Finding
 from shardc.verify.rules.survey import check_op
 

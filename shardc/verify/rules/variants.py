@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.rules.sample_calls import Arguments, Sample, Tensors
+from shardc.rules.core.sample_calls import Arguments, Sample, Tensors
 from shardc.torch_private import OpOverload
 from shardc.verify.rules.case import MISFIT, TRUSTING, Case, name_of
 

@@ -1,9 +1,9 @@
 """The proof without running: every rank's program is type-checked against the model as one device runs it.
 
 What is trusted: the rules of ops (each is proven by itself, shardc.verify.rules), the table of conversions
-(shardc.ir.conversions), and of backward graphs the derivative of each call by itself (shardc.passes.joint.rules: it is
-what autograd runs). What is checked: everything that the compiler made of them. No code of placement, partition or the
-passes after them is used, so that a mistake there is not made twice.
+(shardc.ir.conversions), and of backward graphs the derivative of each call by itself (shardc.passes.joint.derivatives:
+it is what autograd runs). What is checked: everything that the compiler made of them. No code of placement, partition
+or the passes after them is used, so that a mistake there is not made twice.
 
 statement          what is claimed of a value of a rank's text: this slice, replica or summand of a value of the model
 conversion_types   what a conversion makes of such a claim, by its arguments

@@ -80,8 +80,8 @@ def _rounded(text: Text, node: fx.Node, claim: Claim, how: Rounded) -> None:
     other = [n for n in readers if n not in rounds and n not in scales]
     split = {a for a, s in claim.layout.shards() if how.granule[s.dim] == 0}
     if other or not rounds:
-        what = f"{other[0].name} reads it otherwise" if other else "the model does not round it"
-        text.wrong[node] = f"it is rounded to float8 before it is gathered, and {what}"
+        fault = f"{other[0].name} reads it otherwise" if other else "the model does not round it"
+        text.wrong[node] = f"it is rounded to float8 before it is gathered, and {fault}"
     elif split != {part for a in how.axes for part in text.mesh.parts(a)}:
         over = ", ".join(sorted(split)) or "no axis"
         text.wrong[node] = f"its scales are compared over {how.axes}, and what has one scale is split over {over}"

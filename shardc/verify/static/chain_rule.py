@@ -3,7 +3,7 @@
     y = linear(x, w)    w's gradient is mm(t(y's gradient), x)
 
 The calls are gone through from the last to the first; what a value has of its gradient is added up. The derivative of
-a call by itself is what autograd runs for it (shardc.passes.joint.rules), and is trusted, as the rules of ops are.
+a call by itself is what autograd runs for it (shardc.passes.joint.derivatives), and is trusted as rules of ops are.
 Nothing is planned here: what is kept or computed again, in which order, in whose memory, the graphs of a step decided.
 """
 
@@ -20,11 +20,11 @@ from torch import fx
 from shardc.ir.graph import is_call, producer_of
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
-from shardc.passes.joint.record import Line, Ref, Type, map_refs
-from shardc.passes.joint.rule import Ask, Rule
-from shardc.passes.joint.rules import Rules
+from shardc.passes.joint.derivatives import Rules
+from shardc.passes.joint.derivatives.record import Line, Ref, Type, map_refs
+from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.template import Made, item_name
 from shardc.passes.joint.saved import types_of
-from shardc.passes.joint.template import Made, item_name
 from shardc.runtime import ops
 from shardc.verify.static.terms import Term, Terms
 from shardc.verify.static.text import TooLongError

@@ -22,9 +22,9 @@ from shardc.ir.metadata import Value
 from shardc.ir.pairs import Pair, prefix_of
 from shardc.ir.program import Program
 from shardc.ir.stage import Joint, Stage
-from shardc.passes.joint.record import is_view
-from shardc.passes.joint.rule_transposed import CONVERTED
-from shardc.passes.joint.rules import Rules
+from shardc.passes.joint.derivatives import Rules
+from shardc.passes.joint.derivatives.record import is_view
+from shardc.passes.joint.derivatives.transposed import CONVERTED
 from shardc.passes.joint.saved import types_of
 from shardc.runtime import ops
 from shardc.torch_private import OpOverload
@@ -69,10 +69,10 @@ def wrong(program: Program, stage: Stage, rules: Rules, until: float = math.inf)
     expected = ChainRule(program, stage, rules, terms, until).results()
     yield from _Texts(program, stage, terms, expected).wrong()
     for name, graph in stage.joint.graphs.items():
-        for node, what in _overwritten(graph):
-            yield Wrong(name, node, what)
-        for node, what in _unfinished(graph):
-            yield Wrong(name, node, what)
+        for node, fault in _overwritten(graph):
+            yield Wrong(name, node, fault)
+        for node, fault in _unfinished(graph):
+            yield Wrong(name, node, fault)
 
 
 def _without_gradient(program: Program, stage: Stage, rules: Rules) -> Iterator[Wrong]:
@@ -108,8 +108,8 @@ def wrong_in_pair(program: Program, pair: Pair, rules: Rules, until: float = mat
         terms = Terms()
         expected = ChainRule(program, stage, rules, terms, until).results()
         yield from (replace(w, text=f"pair, {half}") for w in _Texts(program, stage, terms, expected).wrong())
-    for node, what in (*_overwritten(pair.graph), *_unfinished(pair.graph)):
-        yield Wrong("pair", node, what)
+    for node, fault in (*_overwritten(pair.graph), *_unfinished(pair.graph)):
+        yield Wrong("pair", node, fault)
 
 
 class _Texts:
@@ -170,18 +170,18 @@ class _Texts:
             return self._env["forward"][n]
 
         named = ("the loss", "new values and outputs", "what is sent")
-        for what, nodes, right in zip(named, results, wanted, strict=True):
+        for fault, nodes, right in zip(named, results, wanted, strict=True):
             found: Any = fx.map_arg(nodes, put)
             if isinstance(nodes, tuple | list):
                 each = list(zip(nodes, found, right, strict=True)) if len(found) == len(right) else None
             else:
                 each = [(nodes, found, right)]
             if each is None:
-                yield Wrong("forward", None, f"{what}: {len(found)} values", f"{len(right)}")
+                yield Wrong("forward", None, f"{fault}: {len(found)} values", f"{len(right)}")
                 continue
             for node, have, want in each:
                 if have != want:
-                    yield self._differs("forward", node, f"{what}: {node}", have, want)
+                    yield self._differs("forward", node, f"{fault}: {node}", have, want)
 
     def _received(self, grads: Any) -> Iterator[Wrong]:
         """The gradients that go to earlier stages."""
@@ -295,12 +295,12 @@ class _Texts:
             have, want = pairs[0]
 
     def _shown(self, term: int, depth: int = 2) -> str:
-        what, parts = self._terms.parts(term)
-        if isinstance(what, str) and what != "sum":
-            return what
+        fault, parts = self._terms.parts(term)
+        if isinstance(fault, str) and fault != "sum":
+            return fault
         if depth == 0 or term in self._line_of:
             return self._line_of[term][1].name if term in self._line_of else "..."
-        name = what if what == "sum" else getattr(what, "__name__", str(what))
+        name = fault if fault == "sum" else getattr(fault, "__name__", str(fault))
         return f"{name}({', '.join(self._shown(t, depth - 1) for t in parts)})"
 
 

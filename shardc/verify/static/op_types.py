@@ -15,10 +15,10 @@ from torch import fx
 from shardc.ir.graph import operands_of, repeats, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import REPLICATE, Layout, Partial, Placement, Shard
-from shardc.rules import registry
-from shardc.rules.choices import Choices
-from shardc.rules.registry import LocalCall
-from shardc.rules.strategy import Strategy
+from shardc.rules.core import registry
+from shardc.rules.core.choices import Choices
+from shardc.rules.core.registry import LocalCall
+from shardc.rules.core.strategy import Strategy
 from shardc.verify.static.statement import Claim, on_axis
 
 if TYPE_CHECKING:

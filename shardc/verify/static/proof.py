@@ -18,7 +18,7 @@ from shardc.ir.placement import REPLICATE, Partial
 from shardc.ir.program import Program
 from shardc.ir.stage import Stage
 from shardc.ir.units import plural
-from shardc.passes.joint.rules import Rules
+from shardc.passes.joint.derivatives import Rules
 from shardc.runtime import ops
 from shardc.runtime.schedule import proof as schedule_proof
 from shardc.verify.static import assumptions, gradient_sums, joint_graphs, matrix_owners
@@ -134,10 +134,10 @@ class _Checker:
                 if node in text.claims:
                     self.sent[name] = text.claims[node]  # what is alike everywhere is split in several ways at once
         yield from self._results(texts)
-        for name, what in gradient_sums.wrong(program):
-            yield Gap(name, what)
-        for name, what in matrix_owners.wrong(program, self.until):
-            yield Gap(name, what)
+        for name, fault in gradient_sums.wrong(program):
+            yield Gap(name, fault)
+        for name, fault in matrix_owners.wrong(program, self.until):
+            yield Gap(name, fault)
         yield from self._pipeline()
 
     def _stored(self, x: Any, node: fx.Node) -> Claim:

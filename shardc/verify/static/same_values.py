@@ -20,7 +20,7 @@ from shardc.ir.graph import calls, producer_of, values_of
 from shardc.ir.metadata import Value
 from shardc.ir.placement import Layout
 from shardc.ir.program import Program
-from shardc.rules.choices import Choices, choices_of
+from shardc.rules.core.choices import Choices, choices_of
 from shardc.runtime import ops
 from shardc.runtime.ops.fp8.recipe import RECIPES, along
 from shardc.verify.static import op_types

@@ -11,7 +11,7 @@ from shardc.ir.metadata import Value
 from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Layout, PartialGrad, Placement, Shard
 from shardc.ir.program import Program
 from shardc.ir.stored import Input
-from shardc.rules.strategy import needs_sum_grad
+from shardc.rules.core.strategy import needs_sum_grad
 
 
 @dataclass(frozen=True)

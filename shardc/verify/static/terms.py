@@ -104,8 +104,8 @@ class Terms:
         return term
 
     def _reshaped(self, x: int, shape: tuple[int, ...]) -> int:
-        what, *rest = self._known[x]
-        if what == "reshaped":
+        fault, *rest = self._known[x]
+        if fault == "reshaped":
             x = rest[0]
         return x if self._shape.get(x) == tuple(shape) else self._with(self._kept(("reshaped", x, tuple(shape))), shape)
 
@@ -147,8 +147,8 @@ class Terms:
     def _copied(self, target: Any, x: int) -> int:
         """A step on the way to the host and back. One that follows another step than it should is no value's."""
         if target in _BEFORE:
-            what, *rest = self._known[x]
-            if what != _BEFORE[target]:
+            fault, *rest = self._known[x]
+            if fault != _BEFORE[target]:
                 return self._kept((f"{target.__name__} of what is not {_BEFORE[target]}", x))
             x = rest[0]
         return self._kept((_JOURNEY[target], x)) if target in _JOURNEY else x
@@ -169,13 +169,13 @@ class Terms:
 
     def parts(self, term: int) -> tuple[Any, list[int]]:
         """(what it is, the terms that it is made of)."""
-        what, *rest = self._known[term]
-        if what == "sum":
-            return what, list(rest[0])
-        if what == "reshaped":
+        fault, *rest = self._known[term]
+        if fault == "sum":
+            return fault, list(rest[0])
+        if fault == "reshaped":
             return f"reshape to {list(rest[1])} of", [rest[0]]
-        if isinstance(what, str) and what != "given":
-            return what, [rest[0]]
+        if isinstance(fault, str) and fault != "given":
+            return fault, [rest[0]]
         found: list[int] = []
 
         def visit(a: Any) -> None:
@@ -186,7 +186,7 @@ class Terms:
                     visit(x)
 
         visit(tuple(rest))
-        return what if what != "given" else rest[0], found
+        return fault if fault != "given" else rest[0], found
 
 
 class Term:

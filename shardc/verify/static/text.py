@@ -21,7 +21,7 @@ from torch import fx
 from shardc.ir.graph import operands_of, producer_of, values_of
 from shardc.ir.mesh import MICROBATCH, Mesh
 from shardc.ir.placement import Layout, Partial, PartialGrad, Placement
-from shardc.rules.choices import Choices
+from shardc.rules.core.choices import Choices
 from shardc.runtime import ops
 from shardc.verify.static import chunked_loss, op_types
 from shardc.verify.static.follow import follow

@@ -17,7 +17,7 @@ from shardc.capture import capture
 from shardc.ir.mesh import Mesh
 from shardc.ir.program import Program
 from shardc.passes.canonical import Canonical
-from shardc.rules import registry
+from shardc.rules.core import registry
 from shardc.spec import Spec
 from shardc.torch_private import traced_functional
 from shardc.verify.reference import interpret

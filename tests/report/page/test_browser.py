@@ -190,7 +190,7 @@ def test_a_layer_that_is_not_shown_is_found_by_any_part_of_its_name(browser: Bro
     assert browser.run("document.querySelector('#found li').innerText").startswith("h.4.out\n")
     assert browser.run("equalModules('nowhere.4').length + equalModules('99').length + equalModules('h.0').length") == 0
     browser.key("Enter")
-    assert browser.run("document.querySelector('#details h2').innerText") == "h.{0–5}.out"  # what its figures are of
+    assert browser.run("document.querySelector('#details h2').innerText") == "h.{0-5}.out"  # what its figures are of
 
 
 def test_figures_of_equal_layers_say_how_many_they_are_of(browser: Browser, file: Path) -> None:
@@ -201,7 +201,7 @@ def test_figures_of_equal_layers_say_how_many_they_are_of(browser: Browser, file
     browser.run(f"pick('m{sent}')")
     assert f"for all {times}\n" in browser.run("document.getElementById('details').innerText")
     browser.run("show('overview')")
-    assert f"h.{{0–5}}.out · {times} a step" in browser.run("document.getElementById('panel').innerText")
+    assert f"h.{{0-5}}.out · {times} a step" in browser.run("document.getElementById('panel').innerText")
 
 
 def test_the_fullest_stage_and_why_stand_first_in_memory(browser: Browser, file: Path) -> None:

@@ -19,9 +19,9 @@ from torch import nn
 import shardc
 from shardc import report
 from shardc.cost import Cost
+from shardc.ir.repeats import repeats
 from shardc.report import page
 from shardc.report.page.data import data
-from shardc.report.page.equal_layers import equal_layers, ranges
 from shardc.report.page.spec_lines import SpecLines
 from shardc.verify.static import Gap, Proof
 from tests import example_text, zoo
@@ -159,7 +159,7 @@ def test_hostile_names_stay_data() -> None:
 
 def test_equal_layers_are_shown_once() -> None:
     """The six layers are of one kind, in both stages."""
-    layers = equal_layers(program())
+    layers = repeats(program())
     assert layers.first["h.1"] == "h.0"
     assert layers.shown("h.1.qkv.weight") == "h.0.qkv.weight"
     assert sum(map(len, layers.alike.values())) == LAYERS
@@ -170,7 +170,7 @@ def test_equal_layers_are_shown_once() -> None:
     assert not any(op["op"] == "layers" for op in whole["after"])
     assert len(whole["after"]) > 2 * len(found["after"])
     tree = [m for m in found["modules"] if m.get("layers")]
-    assert ranges(layers.alike["h.0"]) in {m["layers"] for m in tree}
+    assert {m["layers"] for m in tree} == {f"0-{LAYERS - 1}"}
 
 
 def test_layers_that_differ_are_not_equal() -> None:
@@ -185,9 +185,8 @@ def test_layers_that_differ_are_not_equal() -> None:
             return x.sum()
 
     p = shardc.compile(Model(), {"x": torch.ones(4, 8)}, {"shardc": 1, "mesh": {"dp": 2}}, prove=False)
-    layers = equal_layers(p)
+    layers = repeats(p)
     assert dict(layers.first) == {"h.1": "h.0", "h.3": "h.0"}
-    assert ranges(["0", "1", "3", "10"]) == "0–1, 3, 10"
 
 
 def totals(rows: Any) -> dict[tuple[str, str, str], tuple[int, int]]:

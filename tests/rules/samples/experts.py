@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardc.rules.sample_calls import Arguments, Tensors, call, sample
+from shardc.rules.core.sample_calls import Arguments, Tensors, call, sample
 from shardc.runtime import ops
 from tests.rules.samples.fp8 import with_amax
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardc.rules.sample_calls import Tensors, call, sample
+from shardc.rules.core.sample_calls import Tensors, call, sample
 from shardc.runtime import ops
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardc.rules.sample_calls import RNG, call, sample
+from shardc.rules.core.sample_calls import RNG, call, sample
 from shardc.runtime import ops
 
 sample(

@@ -164,7 +164,7 @@ def test_a_rank_that_ended_before_all_have_met_ends_those_that_wait(monkeypatch:
 
     said: list[str] = []
     monkeypatch.setattr("os._exit", leave)
-    monkeypatch.setattr("shardc.runtime.mesh.watch.told", said.append)
+    monkeypatch.setattr("shardc.runtime.mesh.watch.print_line", said.append)
     monkeypatch.setattr("shardc.runtime.mesh.activity.waits", lambda: True)
     states = {"stopped.return_value": [], "ended.return_value": [1], "doing.return_value": "in compiling"}
     known = mock.Mock(**states, **{"known.return_value": True})

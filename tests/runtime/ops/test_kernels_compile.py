@@ -44,7 +44,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_dropout(compiled: list[Any], dtype: torch.dtype) -> None:
-    from shardc.runtime.ops.dropout_kernel import launch
+    from shardc.runtime.ops.dropout.kernel import launch
 
     x, words = torch.ones(64, 300, dtype=dtype), Rng().words(CPU)
     rows, columns = rng.row_and_column_offsets((64, 300), (), None, CPU, last=True)

@@ -12,7 +12,7 @@ from torch import nn
 import shardc
 from shardc.api import Program
 from shardc.cost import waterfall
-from shardc.cost.op_times import OpTimes
+from shardc.cost.measured.op_times import OpTimes
 from shardc.machine.work import Op
 from shardc.runtime.mesh.loopback import loopback
 

@@ -1,0 +1,45 @@
+"""Rules of rounding to float8, and of products of 8 bits: written by hand (shardc.runtime.ops.fp8.products)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shardc.passes.joint.derivatives.rank import Rank
+from shardc.passes.joint.derivatives.record import Ref, Type
+from shardc.passes.joint.derivatives.rule import Ask, Rule
+from shardc.passes.joint.derivatives.template import Template
+from shardc.passes.joint.derivatives.transposed import Lines
+from shardc.runtime import ops
+
+
+def rounded(rank: Rank, call: Template, ask: Ask) -> Rule:
+    """Of `fp8_round`: the gradient passes as it is. Of `fp8_grad`: it is rounded."""
+    w, g = Lines(rank, call, ask), Ref("g")
+    if call.target is ops.fp8_grad:
+        g = w.call(ops.fp8_round_grad, g, *call.args[1:], type_=ask.tangents[0], **call.kwargs)
+    grads: list[Ref | None] = [None] * len(ask.operands)
+    grads[call.args[0].index] = g
+    return w.rule(grads, "transposed")
+
+
+def product(rank: Rank, call: Template, ask: Ask) -> Rule:
+    """Of `fp8_linear`: the gradients of its input and of its weight, those that are wanted."""
+    x, weight, amax, recipe, *rest = call.args
+    transposed = bool(rest and rest[0])
+    kept = rest[1] if len(rest) > 1 and rest[1] is not None else x
+    w, how = Lines(rank, call, ask), (recipe, transposed, ask.operands[x.index].shape)
+    grads: list[Ref | None] = [None] * len(ask.operands)
+
+    def made(at: Ref, target: Any, *args: Any) -> None:
+        if ask.wanted[at.index]:
+            like = ask.operands[at.index]
+            grads[at.index] = w.call(target, Ref("g"), *args, *how, type_=_contiguous(like))
+
+    made(x, ops.fp8_grad_of_data, weight, amax)
+    made(weight, ops.fp8_grad_of_weight, kept)
+    return w.rule(grads, "product")
+
+
+def _contiguous(like: Type) -> Type:
+    return replace(Type.contiguous(like.shape, like.dtype), ragged=like.ragged)

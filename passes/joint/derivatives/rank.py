@@ -1,0 +1,36 @@
+"""A rank on which calls run without data: its mesh, its random numbers, tensors that have types alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardc.ir.program import Program
+from shardc.passes.joint.derivatives.record import Ref
+from shardc.passes.joint.derivatives.template import Template
+from shardc.runtime.mesh.shapes import ShapeMesh
+from shardc.runtime.rng import Rng
+from shardc.torch_private import FakeTensorMode
+
+
+class Rank:
+    """Rank 0 of a program's mesh. mode: in which its tensors are made and its calls run."""
+
+    def __init__(self, program: Program) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mesh = ShapeMesh(program.mesh, 0)
+        self._mesh.step.set_microbatch(0, program.microbatches)
+        self._rng = Rng(0)
+
+    def named(self, name: str) -> Any:
+        """What "mesh" or "rng" stands for."""
+        return self._mesh if name == "mesh" else self._rng
+
+    def value(self, r: Ref, operands: Sequence[Any]) -> Any:
+        """What a Ref stands for in a call: "x" one of these operands, "mesh", "rng"."""
+        return self.named(r.kind) if r.kind in ("mesh", "rng") else operands[r.index]
+
+    def run(self, call: Template, operands: Sequence[Any]) -> list[Any]:
+        """The call's result, or results."""
+        made = call.call(lambda r: self.value(r, operands))
+        return list(made) if isinstance(made, (tuple, list)) else [made]

@@ -1,0 +1,97 @@
+"""Dropout: each element's fate is a function of a key and of the element's *global* index (shardc.runtime.rng).
+
+`torch.ops.shardc.dropout` is the op that runs, forward and backward (dropout is linear: the gradient is the same op,
+applied to the gradient). It keeps no mask: backward computes the numbers again, which on a GPU costs nothing beside
+reading the gradient. There it is one kernel (dropout_kernel.py); everywhere else the form below, to which the kernel is
+equal bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.errors import ShardcError
+from shardc.runtime.ops.with_backward import with_backward
+from shardc.runtime.rng import BLOCK, Digits, Paddings, Rng, bits, key_of, threshold
+
+torch.library.define(
+    "shardc::dropout",
+    "(Tensor x, Tensor words, Tensor rows, Tensor columns, int stream, float p) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def by_blocks(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int, p: float) -> Tensor:
+    """x where it is kept, times 1 / (1 - p), and 0 elsewhere; contiguous. In blocks that stay in a CPU's cache.
+
+    words: i64[3], of Rng.words; rows, columns: of rng.row_and_column_offsets, i32, or i64 where the global tensor has
+    2^31 elements or more. stream: the op's ordinal."""
+    k = key_of(words.tolist(), stream)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    source, target, limit, scale = x.view(-1), out.view(-1), threshold(p), 1 / (1 - p)
+    width = len(columns)
+    height = max(BLOCK // max(width, 1), 1)
+    for top in range(0, len(rows), height):
+        block = slice(top * width, min((top + height) * width, len(source)))
+        indices = (rows[top : top + height, None] + columns).view(-1)[: block.stop - block.start]
+        torch.mul(source[block], bits(k, indices) < limit, out=target[block]).mul_(scale)
+    return out
+
+
+def by_kernel(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int, p: float) -> Tensor:
+    """As `by_blocks`.
+
+    Raises ShardcError without Triton, which comes with torch for CUDA on Linux."""
+    try:
+        from shardc.runtime.ops.dropout import kernel as dropout_kernel
+    except ModuleNotFoundError as e:
+        raise ShardcError(
+            "dropout on a GPU is a Triton kernel, and Triton is not installed",
+            where=f"dropout {stream}",
+            fix="pip install triton, of the version that this torch names",
+        ) from e
+    return dropout_kernel.launch(x, words, rows, columns, stream, p)
+
+
+torch.library.impl("shardc::dropout", "CompositeExplicitAutograd", by_blocks)
+torch.library.impl("shardc::dropout", "CUDA", by_kernel)
+
+
+@torch.library.register_fake("shardc::dropout")  # type: ignore[untyped-decorator]
+def _(x: Tensor, words: Tensor, rows: Tensor, columns: Tensor, stream: int, p: float) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def dropped(x: Tensor, *where: Any) -> Tensor:
+    """`torch.ops.shardc.dropout`, with its gradient. where: words, rows, columns, stream, p."""
+    # `where` is no tensor that is saved: nothing that a region would have to compute again
+    result: Tensor = with_backward(
+        lambda x: (torch.ops.shardc.dropout(x, *where), ()), lambda needs, g: (dropped(g, *where),), x, once=False
+    )
+    return result
+
+
+def dropout(
+    x: Tensor,
+    p: float,
+    rng: Rng | None,
+    index: int,
+    mesh: Any = None,
+    shape: Sequence[int] | None = None,
+    digits: Digits = (),
+    paddings: Paddings = (),
+) -> Tensor:
+    """Zero each element with probability p, scale the others by 1 / (1 - p). Identity when rng is not training.
+
+    index: ordinal of this dropout in the graph. shape: the *global* shape (default: x's own); digits, paddings: of that
+    shape, telling which elements x holds. Saves nothing for backward."""
+    if rng is None or not rng.training or p == 0:
+        return x
+    if p == 1:
+        return x * 0
+    where = rng.row_and_column_offsets(x.shape if shape is None else shape, digits, mesh, x.device, paddings)
+    return dropped(x, rng.words(x.device), *where, index, p)

@@ -1,0 +1,466 @@
+"""Custom autograd Functions keep their backward, as ordinary ops that rules know.
+
+`torch.export` traces through the forward of a custom `autograd.Function` and forgets its backward. A backward is nearly
+always linear in the incoming gradients g: gx = B(g), with B made from what forward saved. Its transpose B' (the
+derivative of B, transposed) is a function from x to y, and the derivative of B'(x) is B. So for  y = F(x)  the graph
+holds
+
+    y = with_gradient_of(F(detach(x)), B'(x))         the value of the first, the gradient of the second
+
+F and B' are traced into aten ops; elementwise functions (GELU by hand, straight-through estimators, gradient reversal)
+stay elementwise, matmuls stay matmuls, and placement splits them as it splits everything else. Where the backward is
+nothing but the derivative of the forward, which is tried on numbers, the graph holds the forward alone.
+
+A part of the backward that does not depend on g (auxiliary losses that are smuggled in: gx = g + c) is a term of the
+loss, <c, x>, whose value is left out. It is a term only if the loss uses a result, as autograd calls no backward else.
+
+A gradient that is always zero is zeros, not None: an optimizer decays such weights. So B' depends on every x that has a
+gradient, if only by x.sum() * 0.
+
+A backward that is not linear in g, such as clipping, cannot be kept: it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.errors import ShardcError
+from shardc.ir import source
+from shardc.ir import types as values
+from shardc.ir.graph import operands_of
+from shardc.rules.core import registry
+from shardc.rules.core.op_call import call_of
+from shardc.runtime.ops.torch_library import with_gradient_of
+from shardc.runtime.state.quantized import consists, inner, put_together
+from shardc.torch_private import FakeTensor, pytree, traced_on
+
+#: Calls of up to so many elements are run to see whether their backward is the derivative of their forward.
+TRY_LIMIT = 1 << 20
+#: Largest relative difference, in float64, from the derivative of the forward.
+SAME = 1e-13
+
+Untraced = Callable[..., Any]
+
+
+class Context:
+    """What `forward` and `backward` get as `ctx`: keeps what they save, as torch's own does."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.quiet: tuple[Any, ...] = ()
+        self.materializes = True
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        """For forward-mode derivatives, which training does not use."""
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        """The captured graph is functional: what was changed in place is returned."""
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self.quiet = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Note whether a result that the loss does not use has a gradient of zeros. While a backward is studied, it
+        gets zeros in any case: it is linear in them.
+        """
+        self.materializes = value
+
+
+def forward(cls: type[torch.autograd.Function], ctx: Context, args: Sequence[Any]) -> Any:
+    """Run the forward of a Function, written in either of torch's two ways."""
+    if cls.setup_context is torch.autograd.Function.setup_context:
+        return cls.forward(ctx, *args)
+    result = cls.forward(*args)
+    cls.setup_context(ctx, tuple(args), result)
+    return result
+
+
+@dataclass
+class Study:
+    """One call, traced. module: (x..., dx..., g...) -> [y...], [B'(dx) for every y], [the part of every gx without g],
+    or None each.
+
+    outputs: what forward returned. own: the backward is the forward's derivative. missing: for every y, the
+    places of the x that get zeros, not None, where y alone leads to the loss.
+    """
+
+    module: fx.GraphModule
+    outputs: Any
+    own: bool
+    missing: list[list[int]]
+
+
+@dataclass(frozen=True)
+class SideTerm:
+    """A term of the loss of which only the gradient counts. results: of the Function, as nodes of autograd's graph: the
+    term is a part of the loss if the loss uses one of them.
+    """
+
+    value: Tensor
+    results: tuple[Any, ...]
+
+
+def with_side_terms(loss: Tensor, side: Sequence[SideTerm]) -> Tensor:
+    """The loss, with the gradient of the terms besides. Returns the loss itself where there are none."""
+    todo, seen = [loss.grad_fn], set[Any]()
+    while side and todo:
+        if (node := todo.pop()) is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+    terms = [term.value for term in side if not seen.isdisjoint(term.results)]
+    return with_gradient_of(loss.detach(), sum(terms, loss)) if terms else loss
+
+
+def kept(cls: type[torch.autograd.Function], args: tuple[Any, ...], side: list[SideTerm], untraced: Untraced) -> Any:
+    """`cls.apply(*args)` while a model is traced: its results, with a gradient that is the Function's own.
+
+    side: gets the terms that the loss has to have besides (see the module's docstring). untraced: calls a function
+    outside of the trace. Raises ShardcError, with the model's line, for a backward that is not linear, and for one that
+    cannot be traced."""
+    if any(isinstance(a, Tensor) and consists(a) for a in args):
+        cls, args = _taken_apart(cls, args)
+    call = _Call(cls, args)
+    if not torch.is_grad_enabled() or not any(call.needs):
+        with torch.no_grad():
+            return forward(cls, Context(call.context.needs_input_grad), args)
+    study: Study = untraced(call.study)
+    constants: Sequence[Tensor | None] = [None] * len(call.tensors)
+    if study.own:
+        outs = paths = _tensors(forward(cls, call.fresh(), args))
+    else:
+        inputs = [*(x.detach() for x in call.tensors), *call.tensors]
+        gradients = (torch.zeros(y.shape, dtype=y.dtype, device=y.device) for y in call.outs)  # for their shapes only
+        outs, paths, constants = _Replay(study.module).run(*inputs, *gradients)
+    results = [
+        _with_gradient(y, path, [call.tensors[i] for i in missing])
+        for y, path, missing in zip(outs, paths, study.missing, strict=True)
+    ]
+    nodes = tuple(y.grad_fn for y in results if y.grad_fn is not None)
+    side += [
+        SideTerm((c.detach() * x).sum(), nodes) for x, c in zip(call.tensors, constants, strict=True) if c is not None
+    ]
+    each = iter(results)
+    return pytree.tree_map(lambda y: next(each) if isinstance(y, Tensor) else y, study.outputs)
+
+
+def _with_gradient(y: Tensor, path: Tensor | None, missing: Sequence[Tensor]) -> Tensor:
+    """The value of y with the gradient of path; `missing` get zeros."""
+    for x in missing:
+        # times 0 before the sum in backward, which could overflow
+        zero = (x.real if x.is_complex() else x).sum().to(y.dtype).expand(y.shape) * 0
+        path = zero if path is None else path + zero
+    if path is y:
+        return y
+    return y.detach() if path is None else with_gradient_of(y.detach(), path)
+
+
+def _taken_apart(
+    cls: type[torch.autograd.Function], args: tuple[Any, ...]
+) -> tuple[type[torch.autograd.Function], tuple[Any, ...]]:
+    """The same Function of the tensors that its quantised arguments consist of (shardc.runtime.state.quantized): these
+    get no gradient.
+    """
+    apart = [inner(a) for a in args]
+
+    def whole(parts: Sequence[Any]) -> list[Any]:
+        rest, made = list(parts), list[Any]()
+        for a, own in zip(args, apart, strict=True):
+            some, rest = rest[: len(own)], rest[len(own) :]
+            made += some if own[0] is a else [put_together(a, some)]
+        return made
+
+    def as_given(ctx: Any) -> None:
+        needs = tuple(
+            isinstance(a, Tensor) and own[0] is a and a.requires_grad for a, own in zip(args, apart, strict=True)
+        )
+        ctx.needs_input_grad = needs
+
+    class Apart(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *parts: Any) -> Any:
+            as_given(ctx)
+            return forward(cls, ctx, whole(parts))
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            as_given(ctx)
+            given = cls.backward(ctx, *gradients)
+            each = given if isinstance(given, tuple) else (given,)
+            found = zip(each, args, apart, strict=True)
+            return tuple(x for g, a, own in found for x in ([g] if own[0] is a else [None] * len(own)))
+
+    Apart.__name__ = cls.__name__
+    return Apart, tuple(x for own in apart for x in own)
+
+
+class _Replay(fx.Interpreter):
+    """Runs a traced graph on tensors that are being traced. Tensors that are no arguments get no gradient."""
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+
+
+class _Call:
+    """One call of a custom Function: its tensors, and the ways to run it on others."""
+
+    def __init__(self, cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> None:
+        self.cls, self.args, self.at = cls, args, source.of_call()
+        self.flat, self.spec = pytree.tree_flatten(args)
+        self.places = [i for i, a in enumerate(self.flat) if isinstance(a, Tensor)]
+        self.tensors: list[Tensor] = [self.flat[i] for i in self.places]
+        # autograd sees only the tensors that are arguments themselves, not those in lists
+        tops = [id(a) for a in args if isinstance(a, Tensor)]
+        self.needs = [x.requires_grad and id(x) in tops for x in self.tensors]
+        self.context = Context(tuple(isinstance(a, Tensor) and a.requires_grad for a in args))
+        self.outs: list[Tensor] = []
+
+    def fresh(self) -> Context:
+        return Context(self.context.needs_input_grad)
+
+    def refuse(self, what: str, fix: str) -> ShardcError:
+        return ShardcError(f"the custom autograd function {self.cls.__name__} {what}", where=self.at.line, fix=fix)
+
+    # --- running it
+
+    def run(self, xs: Sequence[Tensor]) -> tuple[Context, Any]:
+        """Forward without gradients on other tensors."""
+        ctx = self.fresh()
+        with torch.no_grad():
+            return ctx, forward(self.cls, ctx, self.with_tensors(xs))
+
+    def with_tensors(self, xs: Sequence[Tensor]) -> Any:
+        """The arguments with other tensors in the places of theirs."""
+        flat = list(self.flat)
+        for i, x in zip(self.places, xs, strict=True):
+            flat[i] = x
+        return pytree.tree_unflatten(flat, self.spec)
+
+    def back(self, ctx: Context, gs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Backward: the gradient of every tensor, in its shape and dtype; None where there is none."""
+        function = self.cls.backward
+        function = getattr(
+            function, "__wrapped__", function
+        )  # without `once_differentiable`: it is differentiated here
+        returned = function(ctx, *gs)
+        returned = returned if isinstance(returned, tuple) else (returned,)
+        by_id = {id(a): g for a, g in zip(self.args, returned, strict=False) if isinstance(a, Tensor)}
+        grads: list[Tensor | None] = []
+        for x, need in zip(self.tensors, self.needs, strict=True):
+            g = by_id.get(id(x)) if need else None
+            if g is not None and g.shape != x.shape:
+                g = g.sum_to_size(x.shape) if g.dim() >= x.dim() else g.expand(x.shape)
+            grads.append(g)
+        return grads
+
+    # --- looking at it, outside of the trace
+
+    def study(self) -> Study:
+        xs = [x.detach() for x in self.tensors]
+        _, outputs = self.run(xs)
+        self.outs = _tensors(outputs)
+        module = traced_on(
+            self.traced, [*xs, *(torch.empty_like(x) for x in xs), *(torch.zeros_like(y) for y in self.outs)]
+        )
+        n = len(xs)
+        gs = module.graph.find_nodes(op="placeholder")[2 * n :]
+        output: Any = module.graph.output_node()
+        ys, paths, grads = output.args[0]
+        # a gradient that autograd cannot follow, or a derivative of the backward that still depends on the gradients
+        linear = not any(
+            g is not None and uses(g, gs) and not smooth for g, smooth in zip(grads, self.differentiable, strict=True)
+        )
+        linear = linear and not any(t is not None and uses(t, gs) for t in paths)
+        zero = Zeros(module, gs)
+        constants = [g if g is not None and not zero(g) else None for g in grads]
+        heavy = any(map(works, made_only_for(paths, ys)))
+        missing = self.missing(paths, module.graph.find_nodes(op="placeholder")[n : 2 * n])
+        if (not linear or heavy) and self.is_derivative():
+            return Study(module, outputs, True, missing)
+        if not linear:
+            raise self.refuse(
+                "has a backward that is not linear in the gradients it gets, and is not the derivative of its forward",
+                "clip or change gradients in the optimizer's step, or write the forward in ordinary torch ops",
+            )
+        output.args = ((ys, paths, constants),)
+        module.graph.eliminate_dead_code()
+        module.recompile()
+        return Study(module, outputs, False, missing)
+
+    def missing(self, paths: Sequence[fx.Node | None], dxs: Sequence[fx.Node]) -> list[list[int]]:
+        """For every result: the places of the tensors that have a gradient of which its path knows nothing."""
+        reached = [[path is not None and uses(path, [dx]) for dx in dxs] for path in paths]
+        places = [i for i, given in enumerate(self.given) if given]
+        if not self.materializes:  # where a result is not used, a backward may return None
+            places = [i for i in places if not any(of_x[i] for of_x in reached)]
+        return [
+            [i for i in places if smooth and not of_x[i]] for of_x, smooth in zip(reached, self.smooth, strict=True)
+        ]
+
+    def traced(self, *tensors: Tensor) -> Any:
+        """(x..., dx..., g...) -> (y..., B'(dx)..., B(g)...)."""
+        n = len(self.tensors)
+        xs, dxs, gs = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
+        ctx, outputs = self.run(xs)
+        ys = _tensors(outputs)
+        smooth = [_differentiable(y) and not any(y is q for q in ctx.quiet) for y in ys]
+        with torch.enable_grad():
+            leaves = [g.detach().requires_grad_() if s else g for g, s in zip(gs, smooth, strict=True)]
+            grads = self.back(ctx, leaves)
+            self.smooth, self.materializes = smooth, ctx.materializes
+            self.given = [g is not None for g in grads]
+            self.differentiable = [g is not None and g.requires_grad for g in grads]
+            pairs = [(g, dx.to(g.dtype)) for g, dx in zip(grads, dxs, strict=True) if g is not None and g.requires_grad]
+            wanted = [g for g, s in zip(leaves, smooth, strict=True) if s]
+            paths_back = (
+                torch.autograd.grad([g for g, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True)
+                if pairs
+                else ()
+            )
+        each = iter(paths_back)
+        paths = [next(each, None) if s else None for s in smooth]
+        return ys, paths, [None if g is None else g.detach() for g in grads]
+
+    def is_derivative(self) -> bool:
+        """Whether backward is what autograd makes of the forward, on random numbers in float64: ones of any size with
+        whole numbers of 0, or small and positive ones with 1. Numbers that leave what the forward is defined on say
+        nothing, nor do those that make a gradient zero, as a mask of zeros does.
+        """
+        if sum(x.numel() for x in (*self.tensors, *self.outs)) > TRY_LIMIT:
+            return False
+        for near in (False, True):
+            generator = torch.Generator().manual_seed(0)
+            xs = [_some(x, generator, near) for x in self.tensors]
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    mine, theirs = self.both_gradients(xs, generator)
+            except Exception:  # the user's own code, on random numbers: then nothing is known
+                continue
+            if all(bool(g.isfinite().all() and g.any()) for g in (*mine, *theirs) if g is not None):
+                return all(_close(a, b) for a, b in zip(mine, theirs, strict=True))
+        return False
+
+    def both_gradients(
+        self, xs: list[Tensor], generator: torch.Generator
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The gradients of every tensor by the Function's backward, and by autograd through its forward, for random
+        gradients.
+        """
+        torch.manual_seed(0)  # forward may draw numbers
+        ctx, outputs = self.run(xs)
+        ys = _tensors(outputs)
+        gs = [_some(y, generator).to(y.dtype) if _differentiable(y) else y for y in ys]
+        with torch.no_grad():
+            mine = self.back(ctx, gs)
+        torch.manual_seed(0)
+        with torch.enable_grad():
+            leaves = [x.requires_grad_(need) for x, need in zip(xs, self.needs, strict=True)]
+            again = _tensors(forward(self.cls, self.fresh(), self.with_tensors(leaves)))
+        pairs = [(y, g) for y, g in zip(again, gs, strict=True) if y.requires_grad]
+        wanted = [x for x in leaves if x.requires_grad]
+        grads = (
+            torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+            if pairs
+            else ()
+        )
+        each = iter(grads)
+        return mine, [next(each, None) if x.requires_grad else None for x in leaves]
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [y for y in pytree.tree_leaves(outputs) if isinstance(y, Tensor)]
+
+
+def _differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _some(x: Tensor, generator: torch.Generator, near: bool = False) -> Tensor:
+    """Random numbers in float64 or complex128, random truth values, zeros for indices. near: small and positive
+    numbers, and ones.
+    """
+    if x.dtype == torch.bool:
+        return torch.randint(2, x.shape, generator=generator).bool()
+    if not _differentiable(x):
+        return torch.full(x.shape, int(near), dtype=x.dtype)
+    found = torch.randn(x.shape, generator=generator, dtype=torch.complex128 if x.is_complex() else torch.float64)
+    return found if not near else 0.1 * (found if x.is_complex() else found.abs())
+
+
+def _close(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        there = a if a is not None else b
+        return there is None or not bool(there.any())
+    scale = float(b.detach().abs().max()) if b.numel() else 0.0
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    return torch.allclose(a.to(wide), b.to(wide), rtol=0, atol=SAME * max(scale, 1.0))
+
+
+# --- what values of a traced graph depend on --------------------------------------------------------------------------
+
+
+def uses(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
+    """Does a value depend on the numbers (not just on the shapes) of any of the sources?"""
+    return not values.behind([node], lambda n: not _shape_only(n)).isdisjoint(sources)
+
+
+def _shape_only(node: fx.Node) -> bool:
+    name = values.op_name(node.target)
+    return node.op == "call_function" and (name.endswith("_like") or name.startswith("new_"))
+
+
+class Zeros:
+    """Which values of a traced graph are certainly zero where the sources are: an op linear in operands that are all
+    zero gives zero.
+    """
+
+    def __init__(self, module: fx.GraphModule, sources: Sequence[fx.Node]) -> None:
+        self.module = module
+        self.known = dict.fromkeys(sources, True)
+        for node in module.graph.nodes:
+            val = node.meta.get("val")
+            node.meta["value"] = values.of_tensor(val) if isinstance(val, Tensor) else None
+
+    def __call__(self, node: fx.Node) -> bool:
+        if node not in self.known:
+            self.known[node] = self._look(node)
+        return self.known[node]
+
+    def _look(self, node: fx.Node) -> bool:
+        if node.op == "get_attr":
+            value = getattr(self.module, str(node.target), None)
+            return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not bool(value.any())
+        if node.op != "call_function" or node.meta["value"] is None:
+            return False
+        name = values.op_name(node.target)
+        if name in ("zeros", "zeros_like", "new_zeros"):
+            return True
+        if name in ("full", "full_like", "new_full"):
+            return isinstance(node.args[-1], (int, float)) and node.args[-1] == 0
+        rule = registry.find(node.target)
+        operands = operands_of(node)
+        if rule is None or any(n.meta["value"] is None for n in operands):
+            return False
+        return any(
+            group and all(i < len(operands) and self(operands[i]) for i in group)
+            for group in rule.groups(call_of(node))
+        )
+
+
+def works(node: fx.Node) -> bool:
+    """Is an op one of those whose work counts (matmuls, convolutions, attention)?"""
+    rule = registry.find(node.target) if node.op == "call_function" else None
+    return rule is not None and rule.flops is not None
+
+
+def made_only_for(paths: Sequence[fx.Node | None], ys: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that the paths need and the results do not."""
+    return values.behind(n for n in paths if n is not None) - values.behind(ys)

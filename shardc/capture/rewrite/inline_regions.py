@@ -1,0 +1,234 @@
+"""The regions of an exported graph, inlined: an explicit `detach` where a value leaves one of `with torch.no_grad():`,
+and the casts of `with torch.autocast(...):` as ops.
+
+    with autocast(bfloat16): y = linear(x, w, b)        y = linear(to(x, bfloat16), to(w, bfloat16), to(b, bfloat16))
+
+`torch.export` leaves the code of such a region in a subgraph. `ExportedProgram.run_decompositions` would inline it, but
+it drops no-grad regions *silently*, which changes gradients.
+
+Which operands an op casts is asked of torch: the op runs on tensors without data, with autocast and without it, and the
+casts that it adds to its operands are those of autocast. A weight's cast is made once in a region, as autocast's cache
+does: its gradients are added up in the narrow dtype.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.errors import ShardcError
+from shardc.ir import source
+from shardc.ir.graph import call_like
+from shardc.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, decompositions, pytree
+
+aten = torch.ops.aten
+FIX = "take the region out of the model: write `.to(dtype)` on what it is to compute in other dtypes"
+
+
+def inline_regions(gm: fx.GraphModule) -> set[fx.Node]:
+    """Inline the subgraphs of `gm`, in place; a value that leaves a no-grad region is detached.
+
+    Returns the nodes that were computed without gradients. Raises ShardcError for unknown regions, and for autocast of
+    ops that cast inside.
+    """
+    cut: set[fx.Node] = set()
+    regions = [n for n in gm.graph.nodes if n.op == "call_function" and isinstance(n.target, HigherOrderOperator)]
+    if not regions:
+        return cut
+    for node in regions:
+        with gm.graph.inserting_before(node):
+            _replace(node, _region(gm.graph, gm, node, node.args, True, cut))
+    for node in reversed(gm.graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            gm.graph.erase_node(node)
+    gm.graph.lint()
+    gm.recompile()
+    return cut
+
+
+def _replace(call: fx.Node, results: Sequence[Any]) -> None:
+    """Put the results of an inlined region in the place of its `getitem`s."""
+    for user in list(call.users):
+        assert user.target is operator.getitem, f"{user.format_node()} uses a region's results as a whole"
+        user.replace_all_uses_with(results[int(user.args[1])])  # type: ignore[arg-type]
+        user.graph.erase_node(user)
+    call.graph.erase_node(call)
+
+
+def _region(
+    graph: fx.Graph,
+    owner: torch.nn.Module,
+    call: fx.Node,
+    args: Sequence[Any],
+    grad: bool,
+    cut: set[fx.Node],
+    autocast: AutocastRegion | None = None,
+) -> list[Any]:
+    """Copy the region that `call` runs to the insertion point. grad: are gradients recorded outside of it? autocast:
+    the region that is open around it.
+    """
+    name = str(call.target)
+    inner = grad
+    if name == "wrap_with_set_grad_enabled":
+        enabled, sub, *operands = args
+        inner = bool(enabled)
+    elif name == "wrap_with_autocast":
+        device, dtype, enabled, _cache, sub, *operands = args
+        autocast = AutocastRegion(device, dtype or torch.get_autocast_dtype(device), autocast) if enabled else None
+    elif name == "tag_activation_checkpoint":
+        sub, *operands = args
+    else:
+        raise ShardcError(f"the model uses {name}, which shardc cannot split", where=source.place(call))
+    module = getattr(owner, str(sub.target))
+
+    def crossing(x: Any, to_grad: bool) -> Any:
+        """A value made without gradients stays without where gradients are recorded again."""
+        if to_grad and isinstance(x, fx.Node) and x in cut:
+            return call_like(graph, aten.detach.default, (x,), {}, x)
+        return x
+
+    env: dict[fx.Node, Any] = {}
+    each = iter(operands)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = crossing(next(each), inner)
+        elif node.op == "get_attr":
+            env[node] = node  # a nested region: looked up in its owner by name
+        elif node.op == "output":
+            out = node.args[0]
+            results = [
+                env[r] if isinstance(r, fx.Node) else r for r in (out if isinstance(out, (tuple, list)) else (out,))
+            ]
+            return [crossing(r, grad) if not inner else r for r in results]
+        elif isinstance(node.target, HigherOrderOperator):
+            env[node] = _region(
+                graph, module, node, fx.map_arg(node.args, lambda n: env.get(n, n)), inner, cut, autocast
+            )
+        elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
+            env[node] = env[node.args[0]][node.args[1]]
+        elif not inner and (same := unchanged(node)) is not None:
+            env[node] = env[same]  # outside of the region the tensor goes by this name, with the gradient that it has
+        else:
+            casts: list[fx.Node] = []
+            if autocast is not None and isinstance(node.target, OpOverload):
+                env[node], casts = autocast.copy(node, graph, env, inner)
+            else:
+                env[node] = graph.node_copy(node, lambda n: env[n])
+            if not inner:
+                cut.update((env[node], *casts))
+    raise AssertionError("a region without output")
+
+
+def unchanged(node: fx.Node) -> fx.Node | None:
+    """The operand that a call gives back as it is, no view of it: `x.to(dtype)` of that dtype, `x.contiguous()`,
+    dropout in evaluation.
+    """
+    x = node.args[0] if node.args else None
+    if not isinstance(node.target, OpOverload) or not isinstance(x, fx.Node) or node.target._schema.is_mutable:
+        return None
+    value, result = x.meta.get("val"), node.meta.get("val")
+    same = (
+        isinstance(value, Tensor)
+        and isinstance(result, Tensor)
+        and (value.shape, value.dtype) == (result.shape, result.dtype)
+    )
+    if not same or not decompositions(node.target):  # only ops that are written in others do so
+        return None
+    with torch.no_grad():
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        return x if node.target(*args, **kwargs) is value else None
+
+
+# --- autocast ---------------------------------------------------------------------------------------------------------
+
+
+class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the casts of some tensors: {id: dtype}."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ids = set(map(id, tensors))
+        self.dtypes: dict[int, torch.dtype] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._to_copy.default and id(args[0]) in self._ids and kwargs.get("dtype") is not None:
+            self.dtypes[id(args[0])] = kwargs["dtype"]
+        return func(*args, **kwargs)
+
+
+class AutocastRegion:
+    """One region, to the end of the outermost one that it is in. device: a device's type; dtype: that of products."""
+
+    def __init__(self, device: str, dtype: torch.dtype, outer: AutocastRegion | None = None) -> None:
+        self._device, self._dtype = device, dtype
+        self._cache: dict[tuple[fx.Node, torch.dtype], fx.Node] = outer._cache if outer is not None else {}
+
+    def copy(
+        self, node: fx.Node, graph: fx.Graph, env: dict[fx.Node, Any], grad: bool
+    ) -> tuple[fx.Node, list[fx.Node]]:
+        """Copy an op of the region to the insertion point. env: {node of the region: its copy}; grad: are gradients
+        recorded? Returns the copy, and the casts that it takes. Raises ShardcError for an op whose casts are not all
+        casts of its operands, and for tensors of another device.
+        """
+        operands = {n: n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)}
+        devices = {x.device.type for x in operands.values() if x.is_floating_point()} - {self._device}
+        if devices:
+            fault = f"the model turns autocast of {self._device} on, around tensors of {', '.join(sorted(devices))}"
+            raise ShardcError(fault, where=source.place(node), fix=FIX)
+        dtypes = self._dtypes(node, list(operands.values()))
+        casts: list[fx.Node] = []
+
+        def cast(n: fx.Node) -> fx.Node:
+            dtype = dtypes.get(id(operands.get(n)))
+            if dtype is None:
+                return env[n]  # type: ignore[no-any-return]
+            key = env[n], dtype
+            made = self._cache.get(key)
+            if made is None:
+                made = call_like(
+                    graph, aten._to_copy.default, (env[n],), {"dtype": dtype}, node, val=operands[n].to(dtype)
+                )
+                casts.append(made)
+                if env[n].op == "placeholder" and grad and dtype is self._dtype:
+                    self._cache[key] = made
+            return made
+
+        copied = graph.node_copy(node, cast)
+        if self._result(node, dtypes) != _dtypes_of(node.meta["val"]):
+            fault = f"the model turns autocast ({self._dtype}) on around {node.target}, which casts inside"
+            raise ShardcError(fault, where=source.place(node), fix=FIX)
+        return copied, casts
+
+    def _dtypes(self, node: fx.Node, operands: list[Tensor]) -> dict[int, torch.dtype]:
+        """The dtypes to which autocast casts operands, by their id."""
+        with_region, without = _Casts(operands), _Casts(operands)
+        with torch.no_grad(), with_region, torch.autocast(self._device, self._dtype, cache_enabled=False):
+            _call(node, {})
+        with torch.no_grad(), without, suppress(RuntimeError):  # of operands of several dtypes
+            _call(node, {})
+        return {i: dtype for i, dtype in with_region.dtypes.items() if without.dtypes.get(i) != dtype}
+
+    def _result(self, node: fx.Node, dtypes: dict[int, torch.dtype]) -> list[torch.dtype]:
+        with torch.no_grad():
+            return _dtypes_of(_call(node, dtypes))
+
+
+def _call(node: fx.Node, dtypes: dict[int, torch.dtype]) -> Any:
+    """Run an op on the tensors without data that its operands are known by, cast to these dtypes."""
+
+    def value(n: fx.Node) -> Any:
+        val = n.meta["val"]
+        return val.to(dtypes[id(val)]) if id(val) in dtypes else val
+
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _dtypes_of(values: Any) -> list[torch.dtype]:
+    return [x.dtype for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]

@@ -1,0 +1,333 @@
+"""Gradients that a model computes inside its forward: gradient penalties, physics-informed losses, forces of energies,
+inner steps.
+
+    u = net(x); du, = torch.autograd.grad(u.sum(), x, create_graph=True); loss = du.square().mean()
+
+    traced      du = shardc.gradient([sum], [x], [ones], True)[0]
+    expanded    the ops of backward, node by node, in reverse: tanh_backward(g, tanh), mm(g, w), ...
+
+Autograd's engine runs below the trace: what it computes would be a constant of the graph. So the graph holds a
+call of one op. When the graph is functional the call becomes ordinary ops: each op's own backward, as torch traces it.
+Those are differentiable themselves, and are split like all others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shardc.errors import ShardcError
+from shardc.ir import source
+from shardc.ir import types as values
+from shardc.ir.graph import is_call
+from shardc.torch_private import (
+    FakeTensor,
+    OpOverload,
+    backward_decompositions,
+    decompositions,
+    replaced_engine,
+    traced_functional,
+    traced_node,
+)
+
+aten = torch.ops.aten
+
+torch.library.define(
+    "shardc::gradient", "(Tensor[] outputs, Tensor[] inputs, Tensor[] weights, bool differentiable) -> Tensor[]"
+)
+torch.library.impl(
+    "shardc::gradient",
+    "CompositeExplicitAutograd",
+    lambda outputs, inputs, weights, differentiable: [torch.empty_like(x) for x in inputs],
+)
+GRADIENT = torch.ops.shardc.gradient.default
+
+
+# --- while a model is traced
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """While open, torch.autograd.grad on traced tensors is one op in the graph."""
+    with replaced_engine(_engine):
+        yield
+
+
+def _engine(
+    original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any
+) -> tuple[Tensor | None, ...]:
+    """What autograd's engine returns: the gradient of every input, None for those on which nothing depends."""
+    if not any(isinstance(x, FakeTensor) for x in outputs):
+        return original(outputs, *args, **kwargs)  # type: ignore[no-any-return]
+    place = source.of_call()
+    if kwargs.get("accumulate_grad"):
+        fault = f"backward() is called inside forward ({place.shown})"
+        raise ShardcError(
+            fault, where=place.line, fix="torch.autograd.grad(y, x, create_graph=True) gives the gradient as a tensor"
+        )
+    weights, _retain, differentiable, inputs, allow_unused = args
+    sources = [traced_node(x) for x in outputs]
+    if any(n is None for n in sources):
+        raise ShardcError(
+            f"a gradient is computed inside a transform of torch.func ({place.shown}), where tracing does not see it",
+            where=place.line,
+            fix="use torch.autograd.grad(y, x, create_graph=True) outside of vmap and the like",
+        )
+    above = values.behind([n for n in sources if n is not None], _carries)
+    used = [x for x in inputs if traced_node(x) in above]
+    if len(used) < len(inputs) and not allow_unused:
+        fault = f"a gradient is taken with respect to a tensor that the result does not depend on ({place.shown})"
+        raise ShardcError(
+            fault, where=place.line, fix="differentiate a result of that very tensor, or pass allow_unused=True"
+        )
+    seeds = [torch.ones_like(y) if w is None else w for y, w in zip(outputs, weights, strict=True)]
+    grads = iter(GRADIENT(list(outputs), used, seeds, bool(differentiable)) if used else [])
+    return tuple(next(grads) if traced_node(x) in above else None for x in inputs)
+
+
+def _carries(node: fx.Node) -> bool:
+    """Does the gradient of a node's result go on to what it is made of?"""
+    name = values.op_name(node.target)
+    return name != "detach" and not name.endswith("_like") and not name.startswith("new_") and _real(node)
+
+
+# --- in the functional graph
+
+
+def expand(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Replace, in place, every gradient by the ops that compute it. Returns {old node: new node}.
+
+    Raises ShardcError for ops whose backward cannot be written down.
+    """
+    new_of: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target is GRADIENT:
+            with graph.inserting_before(node):
+                grads = _Backward(graph, node).run()
+            for user in list(node.users):
+                assert user.target is operator.getitem
+                new_of[user] = grads[int(user.args[1])]
+                user.replace_all_uses_with(new_of[user])
+                graph.erase_node(user)
+            graph.erase_node(node)
+    return new_of
+
+
+class _Backward:
+    """The reverse pass of one gradient, written before its node. at: that node."""
+
+    def __init__(self, graph: fx.Graph, at: fx.Node) -> None:
+        self.graph, self.at = graph, at
+        before = itertools.takewhile(lambda n: n is not at, graph.nodes)
+        self.same: dict[Any, fx.Node] = {
+            key: n for n in before if (key := _key(n.target, n.args, n.kwargs)) is not None
+        }
+        self.found: dict[fx.Node, fx.Node] = {}  # value -> its gradient so far
+        self.parts: dict[fx.Node, dict[int, fx.Node]] = {}  # op of several results -> index -> gradient
+
+    def run(self) -> list[fx.Node]:
+        outputs, inputs, weights, differentiable = self.at.args
+        assert isinstance(outputs, Sequence) and isinstance(inputs, Sequence) and isinstance(weights, Sequence)  # noqa: PT018
+        above = values.behind(outputs, _carries)  # type: ignore[arg-type]
+        reached: set[fx.Node] = set(inputs)  # type: ignore[arg-type]
+        order: list[fx.Node] = []
+        for n in self.graph.nodes:
+            if n is self.at:
+                break
+            if n in above and (n in reached or (_carries(n) and not reached.isdisjoint(n.all_input_nodes))):
+                reached.add(n)
+                order.append(n)
+        for y, w in zip(outputs, weights, strict=True):
+            self._add(y, w)  # type: ignore[arg-type]
+        for n in reversed(order):
+            if n.op == "call_function" and (n in self.found or n in self.parts):
+                self._step(n, [x for x in n.all_input_nodes if x in reached and _real(x)])
+        results = [self.found.get(x) or self._emit(aten.zeros_like.default, (x,), {}, x.meta["val"]) for x in inputs]  # type: ignore[arg-type,union-attr]
+        return (
+            results if differentiable else [self._emit(aten.detach.default, (g,), {}, g.meta["val"]) for g in results]
+        )
+
+    def _step(self, node: fx.Node, wanted: list[fx.Node]) -> None:
+        """Add what one op's result passes on to its operands."""
+        if not wanted:
+            return
+        if node.target is operator.getitem:
+            parent, i = node.args
+            many = self.parts.setdefault(parent, {})  # type: ignore[arg-type]
+            many[i] = self._sum(many.get(i), self.found[node])  # type: ignore[arg-type,index]
+            return
+        seeds = self.parts.get(node) or {0: self.found[node]}
+        operands = node.all_input_nodes
+        module = _traced(node, operands, wanted, sorted(seeds))
+        if module is None:
+            raise ShardcError(
+                f"a gradient inside forward goes through {node.target}, whose backward has no form that does not depend"
+                " on the mesh",
+                where=source.place(node),
+                fix="compute that part without the op, or under detach()",
+            )
+        each = iter([*(seeds[i] for i in sorted(seeds)), *operands])
+        env: dict[fx.Node, Any] = {}
+        for n in module.graph.nodes:
+            if n.op == "placeholder":
+                env[n] = next(each)
+            elif n.op == "output":
+                for x, g in zip(wanted, n.args[0], strict=True):
+                    if g is not None:
+                        self._add(x, env[g])
+            elif n.op == "get_attr":
+                x = getattr(module, str(n.target))
+                env[n] = self._emit(aten.full.default, (list(x.shape), x.item()), {"dtype": x.dtype}, x)
+            elif (
+                n.target is aten.detach.default
+            ):  # of what autograd saved: part of the function that is differentiated again
+                env[n] = env[n.args[0]]
+            else:
+                args, kwargs = fx.map_arg((n.args, n.kwargs), lambda m: env[m])
+                env[n] = self._emit(n.target, args, kwargs, n.meta["val"])
+
+    def _add(self, x: fx.Node, gradient: fx.Node) -> None:
+        self.found[x] = self._sum(self.found.get(x), gradient)
+
+    def _sum(self, a: fx.Node | None, b: fx.Node) -> fx.Node:
+        return b if a is None else self._emit(aten.add.Tensor, (a, b), {}, b.meta["val"])
+
+    def _emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
+        """A call; the node of forward, where it is one that is there already."""
+        key = _key(target, args, kwargs)
+        if key is not None and key in self.same:
+            return self.same[key]
+        new = self.graph.call_function(target, args, kwargs)
+        new.meta = {k: v for k, v in self.at.meta.items() if k in ("stack_trace", "nn_module_stack")} | {"val": val}
+        if key is not None:
+            self.same[key] = new
+        return new
+
+
+def _traced(
+    node: fx.Node, operands: Sequence[fx.Node], wanted: Sequence[fx.Node], results: Sequence[int]
+) -> fx.GraphModule | None:
+    """The graph of an op's backward, of (gradients of some results, operands) -> gradients of the wanted operands; None
+    if it has none.
+    """
+    vals = node.meta["val"]
+    outs = list(vals) if isinstance(vals, (tuple, list)) else [vals]
+
+    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*tensors: Tensor) -> list[Tensor | None]:
+            seeds, leaves = tensors[: len(results)], dict(zip(operands, tensors[len(results) :], strict=True))
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: leaves[n])
+            with sdpa_kernel(SDPBackend.MATH):
+                output = function(*_plain(args), **_plain(kwargs))
+            many = output if isinstance(output, (tuple, list)) else [output]
+            return list(
+                torch.autograd.grad(
+                    [many[i] for i in results], [leaves[x] for x in wanted], seeds, create_graph=True, allow_unused=True
+                )
+            )
+
+        return backward
+
+    types = [(tuple(outs[i].shape), outs[i].dtype, False) for i in results]
+    types += [(tuple(x.meta["val"].shape), x.meta["val"].dtype, x in wanted) for x in operands]
+    assert isinstance(node.target, OpOverload)
+    best = None
+    ways: list[Callable[..., Any]] = [node.target, *decompositions(node.target)]
+    for function in ways:  # an op in parts, if its own backward is an op of its own that stays
+        module = traced_functional(of(function), types, _apart())
+        if module is not None and not any(_unfit(n, module) for n in module.graph.nodes):
+            module.graph.eliminate_dead_code()
+            if not any("_backward" in values.op_name(n.target) for n in module.graph.nodes if n.op == "call_function"):
+                return module
+            best = best or module
+    return best
+
+
+@cache
+def _apart() -> dict[OpOverload, Callable[..., Any]]:
+    return {**backward_decompositions(), aten.convolution_backward.default: convolution_backward}
+
+
+def convolution_backward(
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    _bias: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    _output_padding: Sequence[int],
+    groups: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a convolution's input, weight and bias, as convolutions."""
+    n = x.dim() - 2
+    stride, padding, dilation = (list(v) * n if len(v) == 1 else list(v) for v in (stride, padding, dilation))
+    of_x = of_w = of_b = None
+    if wanted[0]:
+        kernel = [d * (k - 1) + 1 for d, k in zip(dilation, w.shape[2:], strict=True)]
+        full = [(g - 1) * s - 2 * p + k for g, s, p, k in zip(grad.shape[2:], stride, padding, kernel, strict=True)]
+        rest = [0] * n if transposed else [i - f for i, f in zip(x.shape[2:], full, strict=True)]
+        of_x = aten.convolution.default(grad, w, None, stride, padding, dilation, not transposed, rest, groups)
+    if wanted[1]:
+        small, large = (x, grad) if transposed else (grad, x)  # w: [channels of small, channels of large / groups, ...]
+        each = zip(large.chunk(groups, 1), small.chunk(groups, 1), strict=True)
+        many = [
+            aten.convolution.default(
+                a.transpose(0, 1), b.transpose(0, 1), None, dilation, padding, stride, False, [0] * n, 1
+            )
+            for a, b in each
+        ]
+        of_w = torch.cat([m.transpose(0, 1) for m in many])
+        for d, size in enumerate(w.shape[2:], 2):  # rows that the strides had left out
+            of_w = of_w.narrow(d, 0, size)
+    if wanted[2]:
+        of_b = grad.sum([0, *range(2, grad.dim())])
+    return of_x, of_w, of_b
+
+
+def _unfit(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Is a call random, or not of an op? Is a constant more than a number?"""
+    if node.op == "get_attr":
+        return bool(getattr(module, str(node.target)).numel() != 1)
+    if not is_call(node):
+        return False
+    return not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _real(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return not isinstance(val, Tensor) or val.is_floating_point() or val.is_complex()
+
+
+def _plain(x: Any) -> Any:
+    """fx's lists may not be changed; some ops do that."""
+    return (
+        type(x)(map(_plain, x)) if type(x) is tuple else [_plain(y) for y in x] if isinstance(x, (list, tuple)) else x
+    )
+
+
+def _key(target: Any, args: Any, kwargs: Any) -> Any:
+    """Equal for calls that give the same; None where a call may give another result each time, or is not an op."""
+    if (
+        not isinstance(target, OpOverload)
+        or torch.Tag.nondeterministic_seeded in target.tags
+        or target._schema.is_mutable
+    ):
+        return None
+    return (target, *_frozen((args, sorted(kwargs.items()))))
+
+
+def _frozen(x: Any) -> Any:
+    if isinstance(x, (tuple, list)):
+        return tuple(map(_frozen, x))
+    return x if isinstance(x, fx.Node) else (type(x), x)

@@ -1,0 +1,195 @@
+"""In-place ops of an exported graph, on tensors that nothing else shares, become their functional twins
+(functional_twins.py); writes through views are put back into what they are views of (view_writes.py).
+
+`torch.export` leaves in-place ops as they are. `ExportedProgram.run_decompositions` would take them away, but it traces
+everything a second time, which costs as much as the export, and drops no-grad regions *silently*, which changes
+gradients. Capture falls back on it only where it is not certain what shares memory with what.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from shardc.capture.rewrite import view_writes
+from shardc.capture.rewrite.functional_twins import (
+    functional,
+    is_inplace,
+    is_view,
+    new_statistics,
+    updates_statistics,
+    with_zeros,
+)
+from shardc.errors import ShardcError
+from shardc.ir import source, types
+from shardc.ir.graph import call_like
+from shardc.torch_private import OpOverload
+
+aten = torch.ops.aten
+
+
+def remove_inplace(
+    graph: fx.Graph, buffers: Mapping[fx.Node, str], params: Mapping[fx.Node, str], cut: set[fx.Node]
+) -> dict[str, fx.Node] | None:
+    """Replace in-place ops, in place. buffers, params: placeholders and their names.
+
+    Returns {buffer: its new value}; None (and an unchanged graph) where a changed tensor has living views.
+    Raises ShardcError for a parameter that is written to, and for activations changed behind autograd's back.
+    """
+    if not view_writes.without_out(graph):
+        return None
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    root, family = families(graph)
+    inplace = [node for node in graph.nodes if is_inplace(node)]
+    grads = _with_gradient(graph, params, cut) if inplace else set()
+    shared: set[fx.Node] = set()  # writes that others see: through views, or to what has views
+    for node in inplace:
+        for x in () if is_view(node) else written(node):
+            if (name := params.get(root[x])) is not None:
+                raise ShardcError(
+                    f"the forward pass writes to the parameter {name.removeprefix('model.')!r}",
+                    where=source.place(node),
+                    fix="change parameters outside of forward, or make it a buffer",
+                )
+            if (
+                ((node in cut and root[x] not in cut) or _detached(x, grads))
+                and root[x] not in buffers
+                and root[x].op != "placeholder"
+            ):
+                raise ShardcError(
+                    f"{node.target} changes an activation in place under no_grad or through .detach(), .data: behind"
+                    " autograd's back",
+                    where=source.place(node),
+                    fix="compute a new tensor instead",
+                )
+            alone = _only_one_lives(x, node, family[root[x]], order)
+            if not alone and (
+                updates_statistics(node) or not view_writes.can_write(x, node, family[root[x]], order, _aliased)
+            ):
+                return None
+            if not alone:
+                shared.add(node)
+    latest: dict[fx.Node, fx.Node] = {}  # placeholder of a buffer -> node of its newest value
+    holds: dict[fx.Node, fx.Node] = {p: p for p in buffers}  # node -> the buffer whose newest value it is
+    stored: set[fx.Node] = set()  # values of their own, though some are views of what was copied
+
+    def aliased(n: fx.Node) -> fx.Node | None:
+        return None if n in stored else _aliased(n)
+
+    for node in inplace:
+        changes = written(node)
+        with graph.inserting_before(node):
+            values = new_statistics(graph, node) if updates_statistics(node) else [functional(graph, node)]
+            base = root.get(changes[0], changes[0])
+            whole = node not in shared or changes[0].meta["val"].numel() == base.meta["val"].numel()
+            if node not in cut and not updates_statistics(node):
+                values = [with_zeros(graph, node, values[0], lambda n: _flows(n, params, cut), whole=whole)]
+            *new, result = values if len(values) > 1 else [values[0], values[0]]
+            stored.update(() if is_view(node) else values)
+            changed = dict(zip(changes, new, strict=True))
+            if node in shared:
+                part = call_like(graph, aten.detach.default, (new[0],), {}, new[0]) if node in cut else new[0]
+                stored.add(part)
+                base, value, result = view_writes.write(graph, changes[0], part, node, order, aliased)
+                changed = {base: value}
+        if node in cut:
+            cut.update(values, changed.values())
+        stored.update(() if is_view(node) else changed.values())
+        for old, fresh in changed.items():
+            order[fresh] = order[node]
+            for user in [u for u in old.users if order.get(u, -1) > order[node]]:
+                user.replace_input_with(old, fresh)
+            if (buffer := holds.pop(old, None)) is not None:
+                holds[fresh], latest[buffer] = buffer, fresh
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+    return {buffers[p]: node for p, node in latest.items()}
+
+
+def families(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, list[fx.Node]]]:
+    """What may share memory. Returns {node: the one whose memory it first was}, {that one: all of them}."""
+    root: dict[fx.Node, fx.Node] = {}
+    family: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        root[node] = root.get(first, first) if (first := _aliased(node)) is not None else node
+        family.setdefault(root[node], []).append(node)
+    return root, family
+
+
+def _aliased(node: fx.Node) -> fx.Node | None:
+    """The argument whose memory the result of `node` shares, or may share."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    if node.target is operator.getitem:
+        return node.args[0]
+    if isinstance(node.target, OpOverload) and not updates_statistics(node):
+        declared = any(r.alias_info is not None for r in node.target._schema.returns)
+        if declared or torch.Tag.maybe_aliasing_or_mutating in node.target.tags:  # the latter: dropout, type_as, ...
+            return node.args[0]
+    return None
+
+
+def _with_gradient(graph: fx.Graph, params: Mapping[fx.Node, str], cut: set[fx.Node]) -> set[fx.Node]:
+    """The values through which a gradient flows to a parameter."""
+    smooth: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node in params or (
+            node not in cut and node.target is not aten.detach.default and not smooth.isdisjoint(node.all_input_nodes)
+        ):
+            smooth.add(node)
+    return smooth
+
+
+def _flows(x: fx.Node, params: Mapping[fx.Node, str], cut: set[fx.Node]) -> bool:
+    """Does a gradient flow through a value, in a graph without the in-place ops before it?"""
+    todo, seen = [x], set[fx.Node]()
+    while todo:
+        if (node := todo.pop()) in params:
+            return True
+        if node not in seen and node not in cut and not types.cuts(node.target):
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    return False
+
+
+def _detached(x: fx.Node, grads: set[fx.Node]) -> bool:
+    """Does a value share the memory of one that has a gradient and is a result of its
+    own, without having one itself?
+    """
+    node: fx.Node | None = x
+    while node is not None:
+        before = _aliased(node)
+        if node.target is aten.detach.default and before in grads and len(node.args[0].users) > 1:  # type: ignore[union-attr]
+            return True
+        node = before
+    return False
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """What an op writes to."""
+    if updates_statistics(node):
+        return [node.args[3], node.args[4]]  # type: ignore[list-item]
+    return [node.args[0]]  # type: ignore[list-item]
+
+
+def _only_one_lives(x: fx.Node, write: fx.Node, family: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> bool:
+    """May `x` be replaced by a new tensor at `write`? Only if no other name of its memory is read from then on."""
+
+    def read_later(node: fx.Node) -> bool:
+        return any(order[user] > order[write] for user in node.users)
+
+    def same(node: fx.Node) -> bool:
+        """Is `node` the whole of the same tensor: itself, or the result of earlier in-place ops on it?"""
+        while is_inplace(node) and not updates_statistics(node):
+            node = node.args[0]  # type: ignore[assignment]
+        return node is base
+
+    base = x
+    while is_inplace(base) and not updates_statistics(base):
+        base = base.args[0]  # type: ignore[assignment]
+    if _aliased(base) is not None and any(read_later(n) or n.op == "placeholder" for n in family if not same(n)):
+        return False
+    return not any(read_later(n) for n in family if not same(n) and order[n] < order[write])

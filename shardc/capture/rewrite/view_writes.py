@@ -1,0 +1,208 @@
+"""Writes through views, and to `out=`, as functional ops.
+
+before    v = slice(x, 1, 0, 4);  copy_(v, y);                     use(x), use(v)
+after     v' = y;                 x' = slice_scatter(x, v', 1, 0, 4);  use(x'), use(v')
+
+before    div(a, b, out=x)
+after     copy_(x, div(a, b))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.capture.rewrite.functional_twins import mutates, twin_of
+from shardc.ir.graph import call_like
+from shardc.torch_private import OpOverload
+
+aten = torch.ops.aten
+#: Creates a node like another one, as shardc.ir.graph.call_like does.
+Like = Callable[..., fx.Node]
+Aliased = Callable[[fx.Node], fx.Node | None]
+
+#: Views of a part -> the op that puts the part back: (whole, part, *the view's other arguments).
+_PARTS: dict[Any, Any] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
+#: Views of the whole in the same order: put back by their shape.
+_SAME_ORDER = {
+    aten.view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.default,
+    aten.squeeze.dims,
+    aten.detach.default,
+    aten.flatten.using_ints,
+    aten.alias.default,
+    aten.unflatten.int,
+}
+
+
+def can_write(
+    x: fx.Node, writer: fx.Node, family: list[fx.Node], order: Mapping[fx.Node, int], aliased: Aliased
+) -> bool:
+    """Can a write to the view `x` at `writer` be put back into the tensor that it is a view of, and into all its views
+    that are read later?
+    """
+    node: fx.Node | None = x
+    while node is not None and (parent := aliased(node)) is not None:
+        if (
+            not mutates(node)
+            and node.target not in _PARTS
+            and node.target not in _SAME_ORDER
+            and _transposed(node) is None
+        ):
+            return False
+        node = parent
+    return all(
+        _certain(n) for n in family if order[n] < order[writer] and any(order[u] > order[writer] for u in n.users)
+    )
+
+
+def write(
+    graph: fx.Graph, x: fx.Node, new: fx.Node, writer: fx.Node, order: dict[fx.Node, int], aliased: Aliased
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Put `new`, the value of the view `x` from `writer` on, into what `x` is a view of. At the insertion point.
+
+    Whatever reads the tensor or one of its views later reads the new value. Returns the tensor, its new value, and the
+    view of that."""
+
+    def now(*args: Any, **meta: Any) -> fx.Node:
+        copy = call_like(*args, **meta)
+        order[copy] = order[writer]
+        return copy
+
+    root, value = x, new
+    while (whole := aliased(root)) is not None:
+        root, value = whole, _put_back(graph, root, whole, value, writer, now)
+    fresh = {root: value}
+
+    def renewed(view: fx.Node) -> fx.Node:
+        """The same view of the new value: later writes, through others, have to show in it."""
+        if view not in fresh:
+            parent = aliased(view)
+            assert parent is not None
+            fresh[view] = now(graph, view.target, (renewed(parent), *view.args[1:]), dict(view.kwargs), view)
+        return fresh[view]
+
+    for view in list(_family(root, aliased)):
+        later = [u for u in view.users if order.get(u, -1) > order[writer]]
+        if order[view] < order[writer] and later:
+            for user in later:
+                user.replace_input_with(view, renewed(view))
+    seen = renewed(x) if writer.users else new
+    order.setdefault(value, order[writer])
+    return root, value, seen
+
+
+def _family(root: fx.Node, aliased: Aliased) -> Iterator[fx.Node]:
+    """A tensor and all its views, in the order in which they are made."""
+    yield root
+    for user in list(root.users):
+        if aliased(user) is root:
+            yield from _family(user, aliased)
+
+
+def _put_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, writer: fx.Node, like: Like) -> fx.Node:
+    """The whole with a part of it replaced."""
+    val = whole.meta["val"]
+    if view.target in _PARTS and val.is_complex():
+        return _put_back_complex(graph, view, whole, part, writer, like)
+    if view.target in _PARTS:
+        return like(graph, _PARTS[view.target], (whole, part, *view.args[1:]), dict(view.kwargs), writer, val=val)
+    if (order := _transposed(view)) is not None:
+        return like(
+            graph, aten.permute.default, (part, [order.index(d) for d in range(len(order))]), {}, writer, val=val
+        )
+    return like(graph, aten.reshape.default, (part, list(val.shape)), {}, writer, val=val)
+
+
+def _put_back_complex(
+    graph: fx.Graph, view: fx.Node, whole: fx.Node, part: fx.Node, writer: fx.Node, like: Like
+) -> fx.Node:
+    """The same of complex numbers, as pairs of real ones: torch has no derivative of the ops that put back complex
+    parts.
+    """
+    val = whole.meta["val"]
+    names = [a.name for a in view.target._schema.arguments]  # type: ignore[union-attr]
+    arguments = dict(zip(names, view.args, strict=False)) | view.kwargs
+    arguments |= {
+        n: int(arguments.get(n, default)) % val.dim()
+        for n, default in (("dim", 0), ("dim1", 0), ("dim2", 1))
+        if n in names
+    }
+
+    def paired(x: fx.Node) -> fx.Node:
+        plain = like(graph, aten.resolve_conj.default, (x,), {}, writer, val=x.meta["val"].resolve_conj())
+        return like(graph, aten.view_as_real.default, (plain,), {}, writer, val=torch.view_as_real(plain.meta["val"]))
+
+    real, pairs = paired(whole), paired(part)
+    if view.target is aten.diagonal.default:  # a diagonal is the last dim of its view
+        pairs = like(graph, aten.transpose.int, (pairs, -2, -1), {}, writer, val=pairs.meta["val"].transpose(-2, -1))
+    put = like(
+        graph,
+        _PARTS[view.target],
+        (real, pairs, *(arguments[n] for n in names[1:] if n in arguments)),
+        {},
+        writer,
+        val=real.meta["val"],
+    )
+    return like(graph, aten.view_as_complex.default, (put,), {}, writer, val=val)
+
+
+def _transposed(view: fx.Node) -> list[int] | None:
+    """The order in which a transposing view has its dims; None for other views."""
+    n = view.meta["val"].dim() if isinstance(view.meta.get("val"), torch.Tensor) else 0
+    order = list(range(n))
+    if view.target is aten.permute.default:
+        return [int(d) % n for d in view.args[1]]  # type: ignore[union-attr, arg-type]
+    if view.target in (aten.t.default, aten.transpose.int, aten.numpy_T.default, aten.mT.default):
+        a, b = view.args[1:3] if view.target is aten.transpose.int else (0, 1) if n == 2 else (None, None)
+        if a is None or b is None:
+            return order if n < 2 else None
+        order[a], order[b] = order[b], order[a]  # type: ignore[index]
+        return order
+    return None
+
+
+def _certain(node: fx.Node) -> bool:
+    """Is it certain what a node shares memory with? (`reshape` and `contiguous` may copy.)"""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return node.op == "placeholder"
+    return torch.Tag.maybe_aliasing_or_mutating not in node.target.tags and node.target not in (
+        aten.reshape.default,
+        aten.contiguous.default,
+    )
+
+
+def without_out(graph: fx.Graph) -> bool:
+    """Ops that write to `out=` become functional ones and copies, in place. False if there is one without a functional
+    twin.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
+            continue
+        outs = [a.name for a in node.target._schema.arguments if a.is_out]
+        if not outs:
+            continue
+        twin = twin_of(node.target)
+        target = node.kwargs.get(outs[0])
+        if (
+            twin is None
+            or len(outs) > 1
+            or not isinstance(target, fx.Node)
+            or target.meta["val"].shape != node.meta["val"].shape
+        ):
+            return False
+        with graph.inserting_before(node):
+            result = call_like(graph, twin, node.args, {k: v for k, v in node.kwargs.items() if k not in outs}, node)
+            copied = call_like(graph, aten.copy_.default, (target, result), {}, node)
+        node.replace_all_uses_with(copied)
+        graph.erase_node(node)
+    return True

@@ -1,0 +1,165 @@
+"""Which layers of a program are equal: 80 layers are one, 40 times two are two. Its text and its page show one of each.
+
+Layers of a list are equal if their parameters have the same types and the same ops run in them in the same order, on
+the same types, with the same collectives, before and after the passes; in whichever stage of a pipeline, in whichever
+order. What a layer takes from outside is compared by type; by name where several of the list take it, such as masks.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from shardc.ir.graph import source_of, values_of
+from shardc.ir.metadata import Collective
+from shardc.ir.program import Program
+from shardc.ir.source import Source
+from shardc.layer_names import blank, enclosing_layers
+
+#: A string that an op takes may name a bucket.
+_BUCKET = re.compile(r"^bucket\d+$")
+_NOWHERE = Source()
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """first: of each layer that is equal to an earlier one of its list, that one. alike: of the first ones, the numbers
+    of all that are equal, with their own. ops: of each layer, its ops in the order in which they run. names: of each
+    parameter's placeholder, the model's name of it.
+    """
+
+    first: Mapping[str, str] = field(default_factory=dict)
+    alike: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ops: Mapping[str, Sequence[fx.Node]] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def shown(self, name: str) -> str:
+        """The name, of a module or a parameter, in the layers that are shown."""
+        depth = 0
+        while depth < len(layers := enclosing_layers(name)):
+            layer = layers[depth]
+            if layer in self.first:
+                name = self.first[layer] + name[len(layer) :]
+            depth += 1
+        return name
+
+    def left_out(self, name: str) -> str:
+        """The outermost layer around a module that is not shown; "" if all are."""
+        return next((layer for layer in enclosing_layers(name) if layer in self.first), "")
+
+    def same(self, node: fx.Node) -> fx.Node:
+        """The op that stands for an op of a layer that is not shown; itself for any other."""
+        while layer := self.left_out(source_of(node).module):
+            mine = self.ops[layer]
+            node = self.ops[self.first[layer]][mine.index(node)]
+        return node
+
+    def modules(self, node: fx.Node) -> list[str]:
+        """The modules that an op is of. Gathers of parameters are of the parameters'."""
+        if node.op == "placeholder":
+            return [self.names.get(node.name, "")]
+        if source_of(node) != _NOWHERE:
+            return [source_of(node).module]
+        every = [m for x in node.all_input_nodes for m in self.modules(x)]
+        return [every[node.args[1]]] if node.target is operator.getitem else every  # type: ignore[index]
+
+
+def repeats(program: Program) -> Repeats:
+    """Find the equal layers of a program."""
+    keys: defaultdict[str, list[Hashable]] = defaultdict(list)
+    names = {p.name: (p.fqn, *p.aliases) for p in program.params}
+    ops: Mapping[str, Sequence[fx.Node]] = {}
+    for graphs in ([program.graph], [s.graph for s in program.stages]):
+        if graphs:
+            ops = _add_ops(keys, [n for g in graphs for n in g.nodes if n.op == "call_function"], names)
+    for p in program.params:
+        for layer in enclosing_layers(p.fqn):
+            aliases = tuple(blank(a) for a in p.aliases)
+            keys[layer].append((p.fqn[len(layer) :], aliases, str(p.value), p.reduce, p.requires_grad, p.bucket < 0))
+    first: dict[str, str] = {}
+    of_key: dict[Hashable, str] = {}
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for layer in sorted(keys, key=in_order):
+        of, _, number = layer.rpartition(".")
+        one = of_key.setdefault((of, tuple(keys[layer])), layer)
+        alike[one].append(number)
+        if one != layer:
+            first[layer] = one
+    return Repeats(first, {k: tuple(v) for k, v in alike.items()}, ops, {name: of[0] for name, of in names.items()})
+
+
+def _add_ops(
+    keys: dict[str, list[Hashable]], nodes: Sequence[fx.Node], names: Mapping[str, tuple[str, ...]]
+) -> Mapping[str, Sequence[fx.Node]]:
+    """Add to the keys of layers what their ops are; returns the ops of each. names: of parameters, by placeholder."""
+    inside = {n: enclosing_layers(source_of(n).module) for n in nodes}
+    taking: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # (value, list): the layers that take it
+    for n in nodes:
+        for layer in inside[n]:
+            of = layer.rpartition(".")[0]
+            for x in n.all_input_nodes:
+                taking[x.name, of].add(layer)
+    places: defaultdict[str, dict[fx.Node, int]] = defaultdict(dict)
+
+    def value(a: fx.Node, layer: str) -> Hashable:
+        if a in places[layer]:
+            return places[layer][a]
+        if a.name in names:
+            own = next((n[len(layer) :] for n in names[a.name] if n.startswith(f"{layer}.")), None)
+            return own or (names[a.name][0], *map(str, values_of(a)))
+        of = layer.rpartition(".")[0]
+        carried = any(each.rpartition(".")[0] == of for each in inside.get(a, ()))
+        several = not carried and len(taking[a.name, of]) > 1
+        return a.name if several else "", *map(str, values_of(a))
+
+    for n in nodes:
+        for layer in inside[n]:
+            keys[layer].append(_key(n, layer, partial(value, layer=layer)))
+            places[layer][n] = len(places[layer])
+    return {layer: list(of) for layer, of in places.items()}
+
+
+def graph_key(graph: fx.Graph) -> Hashable:
+    """Equal for graphs, of stages, that run the same, on layers of other numbers."""
+    places = {n: i for i, n in enumerate(graph.nodes)}
+    return tuple((n.op, _key(n, "", places.__getitem__)) for n in graph.nodes if n.op != "output")
+
+
+def _key(node: fx.Node, layer: str, value: Callable[[fx.Node], Hashable]) -> Hashable:
+    """What an op of a layer has to share with its like in another one. value: what another node is to it."""
+    source = source_of(node)
+    sent: Collective | None = node.meta.get("collective")
+    return (
+        source.module[len(layer) :] if layer else blank(source.module),
+        source.code,
+        str(node.target) if node.op == "call_function" else "",
+        tuple((str(v), v.requires_grad) for v in values_of(node)),
+        sent and replace(sent, cause=blank(sent.cause)),
+        blank(node.meta.get("region", "")),
+        len(node.meta.get("kept", ())),
+        node.meta.get("again", 0),
+        _argument(node.args, value),
+        _argument(node.kwargs, value),
+    )
+
+
+def _argument(a: Any, value: Callable[[fx.Node], Hashable]) -> Hashable:
+    if isinstance(a, fx.Node):
+        return value(a)
+    if isinstance(a, (tuple, list)):
+        return tuple(_argument(x, value) for x in a)
+    if isinstance(a, Mapping):
+        return tuple((k, _argument(v, value)) for k, v in a.items() if k != "tag")  # a tag is a name
+    return _BUCKET.sub("bucket", a) if isinstance(a, str) else repr(a)
+
+
+def in_order(layer: str) -> tuple[Any, ...]:
+    """Layers by number: 2 before 10, a layer before those in it."""
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in layer.split("."))

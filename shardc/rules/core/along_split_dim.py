@@ -1,0 +1,94 @@
+"""Ops along a dim that stays split, for which ranks tell each other a little (shardc.runtime.ops.along_split_dim).
+
+cumsum      the sums of what every rank has
+conv1d      the edges of what every rank has: the window's length less one
+
+Both are strategies beside those of the op's notation, to which the dim is whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+from shardc.ir.metadata import Collective, Value
+from shardc.ir.placement import PARTIAL_GRAD, REPLICATE, Placement, Shard
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import LocalCall
+from shardc.rules.core.strategy import Strategy, needs_sum_grad
+from shardc.runtime import ops
+from shardc.runtime.ops.along_split_dim import count
+
+#: The kind of these strategies. Microbatches cannot communicate as ranks do.
+STRETCHES = "stretches"
+
+
+def _splits(x: Value, dim: int, n: int, available: frozenset[Placement], least: int) -> Iterable[Shard]:
+    """The splits of a dim in stretches of so many entries at least, with no padding but behind the last."""
+    every = set(available) | ({Shard(dim)} if Shard(dim) in available else set())
+    for p in sorted((p for p in every if isinstance(p, Shard) and p.dim == dim), key=repr):
+        size = p.padded(x.shape[dim])
+        if p.in_order and size % (p.split * n) == 0 and size // (p.split * n) >= max(least, 1):
+            yield p
+
+
+def of_cumsum(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
+    x = call.operands[0]
+    if x.shape:
+        for p in _splits(x, call.dim(call.arg(1, "dim", -1)), n, available[0], 1):
+            yield Strategy(STRETCHES, (p,), (p,))
+
+
+def _digits(call: LocalCall, dim: int) -> tuple[tuple[str, int], ...]:
+    return tuple((axis, s.signed) for axis, s in call.inputs[0].shards(dim))
+
+
+def local_cumsum(call: LocalCall) -> fx.Node:
+    if not call.axes(STRETCHES):
+        return call.same()
+    out = call.call.results[0]
+    dim = call.call.dim(call.call.arg(1, "dim", -1))
+    digits, dtype = _digits(call, dim), call.kwargs.get("dtype")
+    shape = call.outputs[0].local_shape(out.shape, call.mesh)
+    rows = count(digits, call.mesh) * math.prod(shape) // shape[dim] * out.dtype.itemsize
+    kwargs: dict[str, Any] = {"tag": ""} | ({"dtype": dtype} if dtype is not None else {})
+    collective = _sum(call, rows, grad=out.requires_grad)
+    return call.emit(ops.cumsum, (call.args[0], dim, call.mesh_node, digits), kwargs, collective=collective)
+
+
+def of_conv1d(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
+    x = call.operands[0]
+    left, right = edges(call)
+    for p in _splits(x, 2, n, available[0], max(left, right)):
+        others = [PARTIAL_GRAD if needs_sum_grad(v) else REPLICATE for v in call.operands[1:]]
+        yield Strategy(STRETCHES, (p, *others), (p,))
+
+
+def edges(call: Call) -> tuple[int, int]:
+    """How many places before and behind each a window of `ops.conv1d` reads."""
+    left, dilation = call.arg(3, "left"), call.arg(4, "dilation", 1)
+    return left, (call.operands[1].shape[-1] - 1) * dilation - left
+
+
+def local_conv1d(call: LocalCall) -> fx.Node:
+    """The groups that a rank has; zeros behind the whole sequence, where a window reaches padding."""
+    x, weight = call.call.operands[0], call.call.operands[1]
+    shape = call.inputs[0].local_shape(x.shape, call.mesh)
+    groups = shape[1] // call.inputs[1].local_shape(weight.shape, call.mesh)[1]
+    args = (*call.args[:3], call.call.arg(3, "left"), call.call.arg(4, "dilation", 1), groups)
+    digits = _digits(call, 2)
+    if not call.axes(STRETCHES) or not digits:
+        return call.emit(ops.conv1d, args, {})
+    left, right = edges(call.call)
+    if right and any(s.dim == 2 for s in call.inputs[0].paddings()):
+        args = (call.without_padding(call.args[0], 0, 2, 0.0), *args[1:])
+    rows = count(digits, call.mesh) * shape[0] * shape[1] * (left + right) * x.dtype.itemsize
+    collective = _sum(call, rows, grad=x.requires_grad)
+    return call.emit(ops.conv1d, (*args, call.mesh_node, digits), {"tag": ""}, collective=collective)
+
+
+def _sum(call: LocalCall, nbytes: int, *, grad: bool) -> Collective:
+    axes = call.mesh.merge(call.axes(STRETCHES))
+    return Collective("all_reduce", "all_reduce" if grad else "none", tuple(axes), nbytes)

@@ -1,0 +1,327 @@
+"""What padding may hold where an op reads it, so that results and gradients are finite.
+
+Padding is finite, and its gradient is zero. An op keeps that if its result and its derivatives are finite at what its
+padding holds: a zero times an infinite derivative is nan, and a sum over padding carries it to the weights before.
+Which numbers those are is tried out: the op and its backward run on tiny tensors that hold each of `GRID`, once for
+each op and arguments. An op that is finite wherever its padding is needs nothing; for others `fills` looks for the
+operands and the numbers that padding has to be filled with. Where no number will do, the dim is not padded
+(shardc.rules.core.choices), but gathered.
+
+Ops that are linear in each operand are finite wherever their operands are, and are not tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.ir.graph import operands_of
+from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Value
+from shardc.ir.placement import Layout, Shard
+from shardc.rules.core.notation import Signature
+from shardc.rules.core.op_call import Call, Operand
+from shardc.rules.core.registry import LocalCall
+from shardc.rules.core.strategy import Strategy
+from shardc.torch_private import OpOverload, unintercepted
+
+if TYPE_CHECKING:
+    from shardc.rules.core.choices import Choices
+
+#: Numbers that padding may be filled with, in the order in which they are tried.
+NUMBERS = (1.0, 0.5, 2.0, 0.0, -0.5, -1.0, -2.0, 3.0)
+#: What padding that is not filled is tried with besides: exponentials overflow at the last two.
+GRID = (*NUMBERS, 0.25, -3.0, 1000.0, -1000.0)
+#: Elements of a call that is not elementwise, at most: of larger ones nothing is known.
+_LARGEST = 1 << 22
+#: Operands of a call, at most.
+_OPERANDS = 4
+#: Operands that lie in padding together: those that have one padded factor.
+Group = frozenset[int]
+Fills = tuple[float | None, ...]
+#: What an op raises for numbers that it does not take, or without a mesh.
+_RAISED = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, ArithmeticError)
+
+
+def kept(strategies: Iterable[Strategy], signature: Signature) -> list[Strategy]:
+    """The splits of padded factors that results have, too."""
+
+    def padded(s: Strategy) -> bool:
+        return any(isinstance(p, Shard) and p.padding for p in s.inputs)
+
+    return [s for s in strategies if s.kind == "split" and s.base not in signature.summed and padded(s)]
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Where operands of a call are padded. groups: those that are in padding together, as they have one padded factor,
+    or one of several. infinite: operands that are one number that is not finite, as the -inf of a mask.
+    """
+
+    groups: tuple[Group, ...]
+    infinite: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(cls, node: fx.Node, strategies: Iterable[Strategy], signature: Signature, copies: Group) -> Padded:
+        """copies: operands whose padding is copies of real entries: it is as finite as those are."""
+        each = {
+            frozenset(i for i, p in enumerate(s.inputs) if isinstance(p, Shard)) - copies
+            for s in kept(strategies, signature)
+        } - {frozenset()}
+        groups = tuple(sorted({frozenset().union(*some) for some in _subsets(each)}, key=sorted))
+        return cls(
+            groups, tuple((i, x) for i, n in enumerate(operands_of(node)) if not math.isfinite(x := _constant(n)))
+        )
+
+
+def _subsets(groups: set[Group]) -> Iterator[tuple[Group, ...]]:
+    for count in range(1, len(groups) + 1):
+        yield from itertools.combinations(sorted(groups, key=sorted), count)
+
+
+def _constant(node: fx.Node) -> float:
+    """The number that a value is made of; 0 where it is not one."""
+    number = node.args[1] if node.target is torch.ops.aten.full.default else 0
+    return float(number) if isinstance(number, int | float) else 0.0
+
+
+def fills(choices: Choices, padded: Padded) -> Fills | None:
+    """By operand, the number that its padding has to be filled with; None: it may hold anything. None in all: there are
+    no numbers with which the op is finite.
+    """
+    table = _table(choices, padded)
+    count = len(choices.call.operands)
+    if table is None:
+        return (None,) * count
+    operands = sorted(frozenset().union(*padded.groups))
+    for some in (each for k in range(len(operands) + 1) for each in itertools.combinations(operands, k)):
+        for numbers in itertools.product(*(table.numbers(i) for i in some)):
+            chosen = dict(zip(some, numbers, strict=True))
+            given = tuple(chosen.get(i) for i in range(count))
+            if all(table.finite(group, given) for group in padded.groups):
+                return given
+    return None
+
+
+def finite(choices: Choices, padded: Padded, holds: Fills) -> bool:
+    """Is the op finite in its padding, and its derivatives, where an operand's padding holds a number? None: any."""
+    table = _table(choices, padded)
+    return table is None or all(table.finite(group, holds) for group in padded.groups)
+
+
+# --- what was tried
+
+
+@dataclass
+class _Table:
+    """Where an op is finite. domains: by operand, what it was tried with, a number or None for numbers that differ;
+    good: bool, a dim for each operand.
+    """
+
+    domains: tuple[tuple[float | None, ...], ...]
+    good: Tensor
+
+    @classmethod
+    def of(cls, domains: tuple[tuple[float | None, ...], ...], each: list[Tensor | None]) -> _Table | None:
+        """each: of every point, what was found; None where the op raised. None if it raised everywhere."""
+        if all(found is None for found in each):
+            return None
+        good = torch.tensor([found is not None and bool(found.all()) for found in each])
+        return cls(domains, good.view([len(d) for d in domains]))
+
+    def numbers(self, operand: int) -> list[float]:
+        return [x for x in self.domains[operand] if x is not None and x in NUMBERS]
+
+    def finite(self, group: Group, holds: Fills) -> bool:
+        """Is it finite where the operands of a group are padding that holds this, for all numbers of the others for
+        which any padding would do? A quotient by a zero that one device has is no matter of padding.
+        """
+        dims = sorted(group)
+        possible, here = self.good, self.good
+        for i in dims:
+            possible = possible.any(i, keepdim=True)
+            if (number := holds[i]) is None:
+                here = here.all(i, keepdim=True)
+            elif number in self.domains[i]:
+                here = here.select(i, self.domains[i].index(number)).unsqueeze(i)
+            else:
+                return False
+        return bool((here | ~possible).all())
+
+
+_TABLES: dict[Any, _Table | None] = {}
+
+
+def _table(choices: Choices, padded: Padded) -> _Table | None:
+    """None: nothing has to be tried, or nothing can be."""
+    call, signature = choices.call, choices.signature
+    if (
+        not padded.groups
+        or not isinstance(call.target, OpOverload)
+        or torch.Tag.nondeterministic_seeded in call.target.tags
+        or len(call.operands) > _OPERANDS
+        or _multilinear(choices, padded)
+    ):
+        return None
+    one_by_one, some = _elementwise(signature), frozenset().union(*padded.groups)
+    types = tuple((v.dtype, v.requires_grad, () if one_by_one else v.shape) for v in call.operands)
+    key = (call.target, repr(call.args), repr(call.kwargs), types, one_by_one or some, padded.infinite)
+    if key not in _TABLES:
+        with unintercepted(), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _TABLES[key] = _of_elements(call, dict(padded.infinite)) if one_by_one else _of_rows(choices, some)
+    return _TABLES[key]
+
+
+def _multilinear(choices: Choices, padded: Padded) -> bool:
+    """Is it linear in each operand, of numbers that are finite, and are none of its places padded?"""
+    linear = {i for group in choices.rule.groups(choices.call) for i in group}
+    places = frozenset().union(*padded.groups)
+    each = [
+        i in linear if _continuous(v) else i not in places or v.dtype == torch.bool
+        for i, v in enumerate(choices.call.operands)
+    ]
+    return bool(linear) and all(each) and not padded.infinite
+
+
+def _continuous(v: Value) -> bool:
+    return v.dtype.is_floating_point or v.dtype.is_complex
+
+
+def _elementwise(signature: Signature) -> bool:
+    """Does each element of a result come of one element of each operand, at the same place?"""
+    out = signature.outputs[0]
+    sides = (*signature.inputs, *signature.outputs)
+    return not (signature.summed or signature.whole) and all(
+        len(o) <= len(out) and all(dim in ((), at) for dim, at in zip(o, out[len(out) - len(o) :], strict=True))
+        for o in sides
+    )
+
+
+def _of_elements(call: Call, known: dict[int, float]) -> _Table | None:
+    """Every number of each operand with every one of the others, in one call where the op takes them so."""
+    grid = GRID if len(call.operands) <= 3 else GRID[:4]
+    domains = tuple((known[i],) if i in known else _numbers_of(v, grid) for i, v in enumerate(call.operands))
+    points = list(itertools.product(*domains))
+    columns = [torch.tensor(x, dtype=v.dtype) for x, v in zip(zip(*points, strict=True), call.operands, strict=True)]
+    run = _called(call)
+    good = _good(run, call, columns)
+    if good is None or good.shape != (len(points),):
+        return _Table.of(domains, [_good(run, call, [c[k] for c in columns]) for k in range(len(points))])
+    return _Table(domains, good.view([len(d) for d in domains]))
+
+
+def _numbers_of(v: Value, grid: tuple[float, ...]) -> tuple[float, ...]:
+    if v.dtype == torch.bool:
+        return 1.0, 0.0
+    if not _continuous(v):
+        return (1.0, 2.0, 0.0, 3.0) if v.dtype == torch.uint8 else (1.0, 2.0, 0.0, 3.0, -1.0)
+    # in float16 a square overflows at 256
+    return tuple(math.copysign(min(abs(x), 30.0), x) if v.dtype == torch.float16 else x for x in grid)
+
+
+def _of_rows(choices: Choices, padded: Group) -> _Table | None:
+    """Operands that are padded, by one number each; those that are not, by numbers that differ."""
+    call = choices.call
+    shapes, run = _smallest(choices)
+    if sum(map(math.prod, shapes)) > _LARGEST:
+        return None
+    grid = {1: GRID, 2: (1.0, 0.5, 2.0, 0.0, -1.0)}.get(len(padded), (1.0, 2.0, 0.0))
+
+    def domain(i: int, v: Value) -> tuple[float | None, ...]:
+        if i not in padded:
+            return (None,)
+        return (0.0, None) if _is_place(call, i) else (*_numbers_of(v, grid), None)
+
+    domains = tuple(domain(i, v) for i, v in enumerate(call.operands))
+    each: list[Tensor | None] = []
+    for point in itertools.product(*domains):
+        if any(x is None and len(d) == 2 for x, d in zip(point, domains, strict=True)):
+            each.append(None)  # not run: kernels read and write at places without a look
+        else:
+            tensors = [_filled(v, s, x) for v, s, x in zip(call.operands, shapes, point, strict=True)]
+            each.append(_good(run, call, tensors))
+    return _Table.of(domains, each)
+
+
+def _is_place(call: Call, i: int) -> bool:
+    """Whole numbers beside other operands, or of which a new dim is made, are places in a dim: 0 is one that exists."""
+    v = call.operands[i]
+    more = len(call.operands) > 1 or len(call.results[0].shape) > len(v.shape)
+    return more and not _continuous(v) and v.dtype != torch.bool
+
+
+Run = Callable[[list[Tensor]], Any]
+
+
+def _called(call: Call) -> Run:
+    """The op with tensors in place of the call's operands."""
+    return lambda x: call.target(*_put(call.args, x), **_put(dict(call.kwargs), x))
+
+
+def _put(arguments: Any, tensors: list[Tensor]) -> Any:
+    return fx.node.map_aggregate(arguments, lambda x: tensors[x.index] if isinstance(x, Operand) else x)
+
+
+def _smallest(choices: Choices) -> tuple[list[tuple[int, ...]], Run]:
+    """Operands' shapes where as many ranks as a factor has entries split it, and the op as a rank runs it then."""
+    call, rule, sizes = choices.call, choices.rule, choices.signature.sizes
+    each = {f: s for f in choices.signature.splittable() if (s := choices.split(f, 1, sizes[f])) is not None}
+    mesh = Mesh(tuple((f, sizes[f]) for f in each))
+    ins, outs = (
+        tuple(Layout.of({f: (s.inputs, s.outputs)[side][i] for f, s in each.items()}, mesh) for i in range(len(values)))
+        for side, values in enumerate((call.operands, call.results))
+    )
+    shapes = [layout.local_shape(v.shape, mesh) for layout, v in zip(ins, call.operands, strict=True)]
+    if rule.local is None or not each:
+        return shapes, _called(call)
+    local = rule.local
+
+    def emit(target: Any, args: Any, kwargs: Any, **_: Any) -> Any:
+        return target(*args, **kwargs)
+
+    def run(x: list[Tensor]) -> Any:
+        no_mesh: Any = None
+        args, kwargs = _put(call.args, x), _put(dict(call.kwargs), x)
+        return local(LocalCall(call, mesh, each, ins, outs, tuple(args), dict(kwargs), no_mesh, emit))
+
+    return shapes, run
+
+
+def _filled(v: Value, shape: tuple[int, ...], number: float | None) -> Tensor:
+    """A tensor of one number, or of numbers between 0 and 1 that differ; whole numbers are 0, a place that there is."""
+    if number is not None:
+        return torch.full(shape, number, dtype=v.dtype)
+    if not _continuous(v):
+        return torch.zeros(shape, dtype=v.dtype)
+    n = math.prod(shape)
+    return ((torch.arange(1, n + 1, dtype=torch.float64) * 0.618034) % 1).view(shape).to(v.dtype)
+
+
+def _good(run: Run, call: Call, tensors: list[Tensor]) -> Tensor | None:
+    """bool, of elementwise calls by element: are all results and all gradients finite? None where the op raises."""
+    leaves = [x.clone().requires_grad_(v.requires_grad) for x, v in zip(tensors, call.operands, strict=True)]
+    try:
+        made = run(leaves)
+    except _RAISED:
+        return None
+    results = [y for y in (made if isinstance(made, tuple | list) else [made]) if isinstance(y, Tensor)]
+    each = [y.detach() for y in results]
+    wanted, ends = [x for x in leaves if x.requires_grad], [y for y in results if y.requires_grad]
+    if wanted and ends:
+        with suppress(*_RAISED):  # it has no backward for one of them
+            grads = torch.autograd.grad(ends, wanted, [torch.ones_like(y) for y in ends], allow_unused=True)
+            each += [g for g in grads if g is not None]
+    flags = [torch.isfinite(x) for x in each if x.dtype.is_floating_point or x.dtype.is_complex]
+    if not flags:
+        return torch.ones(each[0].shape if each else (), dtype=torch.bool)
+    alike = len({f.shape for f in flags}) == 1
+    return torch.stack(flags).all(0) if alike else torch.stack([f.all() for f in flags]).all()

@@ -1,0 +1,170 @@
+"""Reductions over a dim that stays split: each rank reduces what it has, and all of them reduce the few results again.
+
+    norm(x), prod(x)    the norm of the ranks' norms, the product of their products
+    amax(x), max(x)     the largest of their largest; its gradient goes to all that are as large, in equal parts
+
+Both are strategies beside those of the op's notation, to which a reduced dim is whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.metadata import Collective, Value
+from shardc.ir.placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Shard
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import LocalCall, find
+from shardc.rules.core.strategy import Strategy
+from shardc.runtime import ops
+
+aten = torch.ops.aten
+#: The kind of these strategies. Microbatches cannot communicate as ranks do.
+PARTS = "reduced parts"
+_LARGEST = {aten.amax.default, aten.max.default}
+_SMALLEST = {aten.amin.default, aten.min.default}
+_EXTREMA = {*_LARGEST, *_SMALLEST}
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def splits_of(x: Value, dims: Iterable[int], n: int, available: frozenset[Placement]) -> Iterator[Shard]:
+    """The available splits of one of these dims, in equal parts."""
+    for p in sorted(available, key=repr):
+        if not isinstance(p, Shard) or p.dim not in dims or p.sections or p.mirrored:
+            continue
+        if p.padded(x.shape[p.dim]) % (p.split * n) == 0:
+            yield p
+
+
+def without_dims(layout: Layout, dims: Sequence[int]) -> Layout:
+    """A layout where dims of size one are gone."""
+
+    def moved(p: Placement) -> Placement:
+        return replace(p, dim=p.dim - sum(d < p.dim for d in dims)) if isinstance(p, Shard) else p
+
+    return Layout(tuple((a, moved(p)) for a, p in layout.items))
+
+
+def _dims(call: Call) -> list[int]:
+    """The dims that are reduced."""
+    rule = find(call.target)
+    assert rule is not None
+    return sorted(int(factor[1:]) for factor in rule.signature(call).whole)
+
+
+def _order(call: Call) -> float:
+    """Of a norm; 1 for other ops."""
+    return float(call.arg(1, "ord", 2)) if call.target is aten.linalg_vector_norm.default else 1.0
+
+
+def _is_extremum(call: Call) -> bool:
+    return call.target in _EXTREMA or math.isinf(_order(call))
+
+
+def by_parts(call: Call, n: int, available: Sequence[frozenset[Placement]]) -> Iterable[Strategy]:
+    x = call.operands[0]
+    floats = x.dtype.is_floating_point
+    if _order(call) == 0 or not (floats or (x.dtype.is_complex and not _is_extremum(call)) or x.dtype in _INTEGERS):
+        return
+    for p in splits_of(x, _dims(call), n, available[0]):
+        if floats or not p.padding:
+            yield Strategy(PARTS, (p,), (REPLICATE,))
+
+
+def local_parts(call: LocalCall) -> fx.Node:
+    if not (split := call.axes(PARTS)):
+        return call.same()
+    return _extremum(call, split) if _is_extremum(call.call) else _reduced_again(call, split)
+
+
+def _filled(call: LocalCall, x: fx.Node, fill: float) -> fx.Node:
+    """x with a number in its padding that does not count."""
+    for s in call.inputs[0].paddings():
+        if s.dim in _dims(call.call):
+            x = call.without_padding(x, 0, s.dim, fill)
+    return x
+
+
+def _reduced_again(call: LocalCall, split: list[str]) -> fx.Node:
+    """Every rank's result at its place among zeros [ranks, ...], their sum over ranks, and the op along the first
+    dims.
+    """
+    target, out = call.call.target, call.call.results[0]
+    norm = target is aten.linalg_vector_norm.default
+    neutral = 1.0 if not norm else 0.0 if _order(call.call) > 0 else math.inf
+    first = call.same(_0=_filled(call, call.args[0], neutral))
+    ranks, kept = [call.mesh.size(a) for a in split], call.outputs[0]
+    shifted = Layout(tuple((a, _behind(p, len(split))) for a, p in kept.items))
+
+    def value(placements: Sequence[Placement]) -> Value:
+        layout = shifted
+        for axis, p in zip(split, placements, strict=True):
+            layout = layout.replace(axis, p, call.mesh)
+        return replace(out, shape=(*ranks, *out.shape), layout=layout)
+
+    places: list[Placement] = [Shard(d) for d in range(len(split))]
+    local = [1] * len(split) + list(kept.local_shape(out.shape, call.mesh))
+    parts = call.emit(aten.reshape.default, (first, local), {}, value=value(places))
+    for d, axis in enumerate(split):
+        places[d] = PARTIAL
+        parts = call.emit(ops.unshard_partial, (parts, call.mesh_node, axis, d, 1), {"tag": ""}, value=value(places))
+    axes, whole = call.mesh.merge(split), value([REPLICATE] * len(split))
+    sent = Collective("all_reduce", "none", axes, whole.nbytes(call.mesh), "results of ranks, reduced again")
+    parts = call.emit(ops.all_reduce, (parts, call.mesh_node, axes), {"tag": ""}, value=whole, collective=sent)
+    if norm:
+        return call.emit(target, (parts, call.call.arg(1, "ord", 2), list(range(len(split)))), {})
+    if len(split) > 1:
+        flat = [math.prod(ranks), *local[len(split) :]]
+        value_of_flat = replace(out, shape=(math.prod(ranks), *out.shape), layout=shifted)
+        parts = call.emit(aten.reshape.default, (parts, flat), {}, value=value_of_flat)
+    return call.emit(aten.prod.dim_int, (parts, 0), {})
+
+
+def _behind(p: Placement, more: int) -> Placement:
+    """A placement under so many more leading dims."""
+    return replace(p, dim=p.dim + more) if isinstance(p, Shard) else p
+
+
+def _extremum(call: LocalCall, split: list[str]) -> fx.Node:
+    """The largest of all ranks, how many elements are as large, and the op whose gradient these get. The smallest is
+    the largest of negative numbers.
+    """
+    x, out, dims = call.call.operands[0], call.call.results[0], _dims(call.call)
+    negative = call.call.target in _SMALLEST or _order(call.call) == -math.inf
+    grad, axes = out.requires_grad, call.mesh.merge(split)
+    shape = tuple(1 if d in dims else s for d, s in enumerate(x.shape))
+    gone = Layout(tuple((a, p) for a, p in call.inputs[0].items if not isinstance(p, Shard) or p.dim not in dims))
+    each = replace(x, layout=call.inputs[0])
+
+    def value(p: Placement, *, grad: bool = False) -> Value:
+        layout = gone
+        for axis in split:
+            layout = layout.replace(axis, p, call.mesh)
+        return Value(shape, x.dtype, grad, layout)
+
+    def over_ranks(op: Any, y: fx.Node, why: str) -> fx.Node:
+        sent = Collective("all_reduce", "none", axes, value(REPLICATE).nbytes(call.mesh), f"{why} over a split dim")
+        return call.emit(op, (y, call.mesh_node, axes), {"tag": ""}, value=value(REPLICATE), collective=sent)
+
+    terms = call.args[0]
+    if math.isinf(_order(call.call)):
+        terms = call.emit(aten.abs.default, (terms,), {}, value=each)
+    if negative:
+        terms = call.emit(aten.neg.default, (terms,), {}, value=each)
+    terms = _filled(call, terms, -math.inf)
+    top = call.emit(ops.top, (terms, dims), {}, value=value(Partial("max")))
+    top = over_ranks(ops.all_reduce_max, top, "the largest element")
+    if grad:
+        ties = call.emit(ops.ties, (terms, top, dims), {}, value=value(PARTIAL))
+        ties = over_ranks(ops.all_reduce, ties, "how many elements are the largest")
+        top = call.emit(ops.extremum, (terms, top, ties), {}, value=value(REPLICATE, grad=True))
+    if negative:
+        top = call.emit(aten.neg.default, (top,), {}, value=value(REPLICATE, grad=grad))
+    if out.shape != shape:
+        fewer = replace(value(REPLICATE, grad=grad), shape=out.shape, layout=without_dims(gone, dims))
+        top = call.emit(aten.squeeze.dims, (top, dims), {}, value=fewer)
+    return top

@@ -1,0 +1,234 @@
+"""Rules: what may be split in an op, as strategies on one mesh axis.
+
+    rule(aten.linear, "... k+, n k+, n -> ... n", linear="0 2 | 1 2", added=(2,))
+
+A rule is data: a notation (or a function of the call that returns a `Signature`, for ops whose dims depend on
+arguments), and what the notation cannot say:
+
+linear  groups of operands in which the op is jointly linear, separated by `|`: partial sums of all operands of a group
+        may pass through, every other operand staying whole.
+added   operands that are added to the result once: when a summed factor is split they become partial themselves.
+local   rewrites one call for a rank's part (sizes, offsets); gets a `LocalCall`, returns the node of the result.
+extra   further strategies that no factor expresses (a vocabulary, unequal sections).
+whole_grad  the backward is not linear in the gradient of the result (it rounds it), so it takes no summands of it.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from torch import fx
+
+from shardc.errors import ShardcError
+from shardc.ir.mesh import Mesh
+from shardc.ir.metadata import Value
+from shardc.ir.placement import Layout, Placement
+from shardc.machine.assumed import work_seconds
+from shardc.rules.core.notation import Signature, parse
+from shardc.rules.core.op_call import Call, call_of
+from shardc.rules.core.strategy import Strategy
+from shardc.runtime import ops
+
+
+@dataclass
+class LocalCall:
+    """What a rule's `local` gets: the call to rewrite, in the graph of one rank. Insert nodes with `emit`;
+    once: a name for a call of which there is one, for all ops that emit the same.
+
+    strategies: axis -> strategy. inputs, outputs: layouts of operands as this op needs them, and of results.
+    args, kwargs: arguments with nodes of the local graph in place of operands.
+    """
+
+    call: Call
+    mesh: Mesh
+    strategies: dict[str, Strategy]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mesh_node: fx.Node
+    emit: Callable[..., fx.Node]
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return self.outputs[0].local_shape(self.call.results[0].shape, self.mesh)
+
+    def axes(self, kind: str) -> list[str]:
+        """The axes on which the op runs by this kind of strategy."""
+        return [a for a, s in self.strategies.items() if s.kind == kind]
+
+    def split(self, factor: str) -> list[str]:
+        """The axes on which a factor is split. Raises ShardcError for a factor that the
+        rule's notation does not have.
+        """
+        rule = find(self.call.target)
+        has = parse(rule.notation).factors() if rule is not None and isinstance(rule.notation, str) else {factor}
+        if rule is not None and factor not in has and not re.fullmatch(r"e\d+", factor):  # e0, e1: the dims of "..."
+            fault = (
+                f"`local` of the rule {rule.text!r} of {rule.op} asks for a factor {factor!r}, which the rule does not"
+                " have"
+            )
+            raise ShardcError(fault, where=rule.where, fix=f"one of {', '.join(sorted(has))}")
+        return [a for a, s in self.strategies.items() if s.kind == "split" and s.base == factor]
+
+    def without_padding(self, x: fx.Node, operand: int, dim: int, fill: float) -> fx.Node:
+        """x, which is the operand as this rank has it, with `fill` in the padding of a dim."""
+        return fill_padding(
+            self.emit, x, replace(self.call.operands[operand], layout=self.inputs[operand]), dim, self.mesh_node, fill
+        )
+
+    def same(self, **other: Any) -> fx.Node:
+        """The same call with some positional (`_0=`, `_1=`, ...) or named arguments replaced."""
+        args = list(self.args)
+        kwargs = dict(self.kwargs)
+        for name, value in other.items():
+            if name.startswith("_") and int(name[1:]) < len(args):
+                args[int(name[1:])] = value
+            elif not name.startswith("_"):
+                kwargs[name] = value
+        return self.emit(self.call.target, tuple(args), kwargs)
+
+
+def fill_padding(
+    emit: Callable[..., fx.Node], x: fx.Node, value: Value, dim: int, mesh_node: fx.Node, fill: float
+) -> fx.Node:
+    """A call that sets the padding of one dim of a rank's value, and of its gradient to zero."""
+    shards = value.layout.shards(dim)
+    digits, (_, s) = tuple((a, s.signed) for a, s in shards), shards[0]
+    return emit(
+        ops.fill_padding, (x, mesh_node, dim, digits, value.shape[dim], s.padding, s.blocks, fill), {}, value=value
+    )
+
+
+SignatureOf = Callable[[Call], Signature]
+LocalOf = Callable[[LocalCall], fx.Node]
+ExtraOf = Callable[[Call, int, Sequence[frozenset[Placement]]], Iterable[Strategy]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """See the module docstring. text: the notation, or the name of the function that makes it. where: file:line that
+    registered it.
+    """
+
+    op: Any
+    notation: str | SignatureOf
+    linear: tuple[tuple[int, ...], ...] = ()
+    added: tuple[int, ...] = ()
+    local: LocalOf | None = None
+    extra: ExtraOf | None = None
+    linear_of: Callable[[Call], str] | None = None
+    flops: Callable[[Call], int] | None = None
+    whole_grad: bool = False
+    where: str = field(default="", compare=False)
+
+    @property
+    def text(self) -> str:
+        return self.notation if isinstance(self.notation, str) else f"<{self.notation.__name__}>"
+
+    def signature(self, call: Call) -> Signature:
+        """The rule bound to a call. Raises ShardcError where its notation does not fit the call's shapes."""
+        if not isinstance(self.notation, str):
+            return self.notation(call)
+        try:
+            return parse(self.notation).bind([v.shape for v in call.operands], [v.shape for v in call.results])
+        except ValueError as e:
+            types = f"{', '.join(map(str, call.operands))} -> {', '.join(map(str, call.results))}"
+            fault = f"the rule {self.text!r} of {self.op} does not fit a call ({types}): {e}"
+            fix = (
+                "every tensor operand and result has one part of the notation, every dim one factor; or give a function"
+                " of the call"
+            )
+            raise ShardcError(fault, where=self.where, fix=fix) from None
+
+    def groups(self, call: Call) -> tuple[tuple[int, ...], ...]:
+        return parse_linear(self.linear_of(call)) if self.linear_of else self.linear
+
+
+RULES: dict[Any, Rule] = {}
+Fallback = Callable[[Any], Rule | None]
+_FALLBACKS: list[Fallback] = []
+
+
+def parse_linear(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(i) for i in group.split()) for group in text.split("|") if group.strip())
+
+
+def rule(
+    op: Any,
+    notation: str | SignatureOf,
+    *,
+    linear: str | Callable[[Call], str] = "",
+    added: tuple[int, ...] = (),
+    local: LocalOf | None = None,
+    extra: ExtraOf | None = None,
+    flops: Callable[[Call], int] | None = None,
+    whole_grad: bool = False,
+    where: str = "",
+) -> Rule:
+    """Register the rule of an op (an `OpOverload`, or a function that appears in graphs). Raises ValueError if it has
+    one.
+
+    For the families of this package; users' ops: `shardc.rule`, see shardc.rules.core.user_ops.
+    """
+    if isinstance(notation, str):
+        parse(notation)
+    if op in RULES:
+        raise ValueError(f"{op} already has the rule {RULES[op].text!r} ({RULES[op].where})")
+    fixed = parse_linear(linear) if isinstance(linear, str) else ()
+    of_call = None if isinstance(linear, str) else linear
+    new = Rule(op, notation, fixed, added, local, extra, of_call, flops, whole_grad, where or caller(__file__))
+    RULES[op] = new
+    find.cache_clear()  # someone may have looked for it before
+    return new
+
+
+def caller(*inside: str) -> str:
+    """file:line of the innermost code that is outside of some files."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename in inside:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def fallback(find: Fallback) -> Fallback:
+    """Register a function that finds the rule of a whole class of ops (such as every pointwise op)."""
+    _FALLBACKS.append(find)
+    return find
+
+
+@lru_cache(maxsize=4096)
+def find(op: Any) -> Rule | None:
+    """The rule of an op, or None."""
+    if op in RULES:
+        return RULES[op]
+    return next((r for f in _FALLBACKS if (r := f(op)) is not None), None)
+
+
+def flops_of(call: Call) -> int:
+    """Count what its rule counts; 0 of an op without products."""
+    found = find(call.target)
+    return found.flops(call) if found is not None and found.flops is not None else 0
+
+
+def seconds_of(call: Call) -> float:
+    """Seconds of a large op on the machine that passes assume: of its products, or of what it reads and writes."""
+    return work_seconds(flops_of(call), sum(v.nbytes() for v in (*call.operands, *call.results)))
+
+
+def rank_seconds(node: fx.Node, mesh: Mesh) -> float:
+    """Seconds of a node, on one rank of a mesh. To pick one of several results takes nothing."""
+    if node.target is operator.getitem:
+        return 0.0
+    call = call_of(node)
+
+    def local(v: Value) -> Value:
+        return Value(v.local_shape(mesh), v.dtype, v.requires_grad)
+
+    return seconds_of(replace(call, operands=tuple(map(local, call.operands)), results=tuple(map(local, call.results))))

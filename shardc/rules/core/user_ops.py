@@ -1,0 +1,147 @@
+"""Rules of users' ops: registered here with every mistake named by its line; proven as shardc's own are.
+
+@torch.library.custom_op("mylib::scale", mutates_args=())
+def scale(x: Tensor, w: Tensor) -> Tensor: ...
+
+shardc.rule(scale, "... d, d -> ... d", linear="0 | 1", samples=[lambda: (torch.randn(4, 12), torch.randn(12))])
+
+def test_scale():
+    shardc.check_rule(scale)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from shardc.errors import Errors, ShardcError
+from shardc.rules.core import registry
+from shardc.rules.core.notation import Notation, parse
+from shardc.rules.core.op_call import Call
+from shardc.rules.core.registry import RULES, ExtraOf, LocalOf, Rule, SignatureOf
+from shardc.rules.core.sample_calls import SAMPLES, Given, as_sample
+from shardc.torch_private import OpOverload, overload_of
+
+
+def rule(
+    op: Any,
+    notation: str | SignatureOf,
+    *,
+    linear: str | Callable[[Call], str] = "",
+    added: tuple[int, ...] = (),
+    local: LocalOf | None = None,
+    extra: ExtraOf | None = None,
+    flops: Callable[[Call], int] | None = None,
+    samples: Iterable[Given] = (),
+) -> Rule:
+    """Say what may be split in an op of yours, so that graphs with it can be sharded. One line, once, where the op is
+    defined.
+
+    >>> shardc.rule(scale, "... d, d -> ... d", linear="0 | 1", samples=[lambda: (torch.randn(4, 12), torch.randn(12))])
+
+    op: what `torch.library.custom_op` or `triton_op` returned, `torch.ops.mylib.scale`, or one overload of it
+    (`.default`).
+    notation: tensor operands, an arrow, results; a name per dim, the same name where sizes are one. `k+` is summed away
+    (splitting it leaves partial sums), `k!` must stay whole, `...` is any leading dims, `(a b)` one dim of two factors.
+    Or a function of the `Call`.
+    linear: operands in which the op is linear, so that a partial sum may pass: "0 | 1" in each alone, "0 1" in both
+    together.
+    added: operands that are added once: they become partial when a summed factor is split (a bias).
+    local, extra, flops: see shardc.rules.core.registry.
+    samples: calls that prove it: tuples of arguments, or functions that return one. Dims of 12 show most.
+
+    Raises ShardcError with the line of the registration: notation that cannot be read or does not fit the op's schema,
+    an op that has a rule already. The same line run again (a module imported twice, a notebook's cell) replaces its
+    rule."""
+    where = registry.caller(__file__)
+    overload = resolve_op(op, where)
+    examples = [as_sample(s, where) for s in samples]
+    _check(overload, notation, linear, added, where)
+    old = next(
+        (o for o in RULES if o == overload or str(o) == str(overload)), None
+    )  # an op defined again is another object
+    if old is not None:
+        if RULES[old].where != where:
+            fault = f"{overload} already has the rule {RULES[old].text!r} ({RULES[old].where})"
+            raise ShardcError(fault, where=where, fix="keep one of the two")
+        del RULES[old]
+        SAMPLES.pop(old, None)
+    new = registry.rule(
+        overload, notation, linear=linear, added=added, local=local, extra=extra, flops=flops, where=where
+    )
+    SAMPLES[overload] = examples
+    return new
+
+
+def resolve_op(op: Any, where: str) -> OpOverload:
+    """The overload that a user means by an op. Raises ShardcError for a Python function, and for an op that writes."""
+    overload = overload_of(op)
+    if overload is None:
+        fix = (
+            "give what torch.library.custom_op returned, or torch.ops.mylib.myop.default; Python functions are traced"
+            " through, they need no rule"
+        )
+        raise ShardcError(f"{getattr(op, '__name__', op)!s} is not an op", where=where, fix=fix)
+    if overload._schema.is_mutable:
+        fix = "return what changed as a result, and copy it into the operand outside of the op"
+        raise ShardcError(f"{overload} changes its operands", where=where, fix=fix)
+    return overload
+
+
+def _check(
+    op: OpOverload, notation: str | SignatureOf, linear: str | Callable[[Call], str], added: tuple[int, ...], where: str
+) -> None:
+    """All that can be known to be wrong without a call. Raises ShardcError with every mistake."""
+    errors = Errors()
+    parsed: Notation | None = None
+    if isinstance(notation, str):
+        try:
+            parsed = parse(notation)
+        except ValueError as e:
+            errors.add(
+                f"{op}: {e}", where=where, fix='write it like "... k+, n k+, n -> ... n": operands, an arrow, results'
+            )
+    tensors = [a for a in op._schema.arguments if "Tensor" in str(a.type)]
+    lists = any("List" in str(a.type) for a in tensors)
+    needed = [
+        a for a in tensors if "Optional" not in str(a.type) and "List" not in str(a.type) and not a.has_default_value()
+    ]
+    count = len(parsed.inputs) if parsed else len(tensors)
+    if parsed and not lists and not len(needed) <= len(parsed.inputs) <= len(tensors):
+        fault = (
+            f"{op} has {len(tensors)} tensor operands ({', '.join(a.name for a in tensors)}), the rule {notation!r} has"
+            f" {len(parsed.inputs)}"
+        )
+        errors.add(
+            fault,
+            where=where,
+            fix="one part per tensor operand, in the order of the op's arguments, separated by commas",
+        )
+    returns = [r for r in op._schema.returns if "Tensor" in str(r.type)]
+    if parsed and not any("List" in str(r.type) for r in returns) and len(parsed.outputs) != len(returns):
+        fault = f"{op} has {len(returns)} results, the rule {notation!r} has {len(parsed.outputs)}"
+        errors.add(fault, where=where, fix="one part per result after the arrow")
+    if isinstance(linear, str):
+        try:
+            groups = registry.parse_linear(linear)
+        except ValueError:
+            groups = ()
+            fix = 'numbers of operands, groups separated by "|": "0 | 1", "0 2 | 1 2"'
+            errors.add(f"{op}: linear={linear!r} cannot be read", where=where, fix=fix)
+        for i in sorted({i for g in groups for i in g if not 0 <= i < count and not lists}):
+            errors.add(
+                f"{op}: linear={linear!r} names operand {i}, there are {count}",
+                where=where,
+                fix="operands count from 0, tensors only",
+            )
+    for i in added:
+        if not 0 <= i < count and not lists:
+            errors.add(
+                f"{op}: added={added!r} names operand {i}, there are {count}",
+                where=where,
+                fix="operands count from 0, tensors only",
+            )
+    if added and parsed and not parsed.summed:
+        fix = "mark the summed factor with +, or leave `added` out"
+        errors.add(f"{op}: added={added!r}, but no factor of {notation!r} is summed", where=where, fix=fix)
+    errors.raise_any()
