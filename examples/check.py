@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE))
 import gpt  # noqa: E402  (the example, as any user's file)
 
 GOAL = 2.5  # nats per byte on files that training never sees
-SHARDC = [sys.executable, "-m", "shardc.cli"]
+SHARDC = [sys.executable, "-m", "shardc"]
 
 
 def shardc(*args: str) -> list[str]:

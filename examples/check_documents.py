@@ -25,7 +25,7 @@ import documents  # noqa: E402  (the example, as any user's file)
 import shardc  # noqa: E402
 
 OUT = HERE.parent / "runs" / "documents"
-RUN = [sys.executable, "-m", "shardc.cli", "run", str(HERE / "documents.py"), str(HERE / "documents.yaml")]
+RUN = [sys.executable, "-m", "shardc", "run", str(HERE / "documents.py"), str(HERE / "documents.yaml")]
 
 
 def compare() -> int:

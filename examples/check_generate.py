@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE))
 import llama  # noqa: E402  (the example, as any user's file)
 
 OUT = HERE.parent / "runs" / "llama"
-SHARDC, FILES = [sys.executable, "-m", "shardc.cli"], [str(HERE / "llama.py"), str(HERE / "llama.yaml")]
+SHARDC, FILES = [sys.executable, "-m", "shardc"], [str(HERE / "llama.py"), str(HERE / "llama.yaml")]
 PROMPTS = ("def main(", "import ", "class Error(Exception):\n    ", '    """Return')
 
 

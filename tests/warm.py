@@ -31,8 +31,8 @@ PRELOADED = [
     "shardc.runtime.step.engine",
     "shardc.runtime.step.forward",
     "shardc.cli.run",
-    "shardc.cli.worker",
-    "shardc.cli.forward_jobs",
+    "shardc.cli.ranks.worker",
+    "shardc.cli.ranks.forward_jobs",
     "tests.collected_once",  # the last one
 ]
 _OUT, _ERR = "SHARDC_TEST_STDOUT", "SHARDC_TEST_STDERR"  # files of the command, for the ranks that write there too
@@ -53,7 +53,7 @@ def ranks(work: Callable[..., None], *args: Any, world: int) -> None:
 
 def run(*args: str, cwd: Path, timeout: float = 300, env: Mapping[str, str] | None = None) -> Any:
     """`shardc ARGS` in a folder. Returns what subprocess.run does."""
-    command = [sys.executable, "-m", "shardc.cli", *args]
+    command = [sys.executable, "-m", "shardc", *args]
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         variables = {**os.environ, **(env or {}), _OUT: str(out), _ERR: str(err)}

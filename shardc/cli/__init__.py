@@ -1,24 +1,19 @@
 """The command line, `shardc`: a file a command, each with a function `command`; `common` has what they share.
 
 model_file      reads the model.py that commands name; config_file: the config.json of a transformers model
-worker          is what each process of `shardc run` does; job: what it is given; training_loop: steps, saves, signals;
-                training_data: its batches; step_lines: what it prints and logs; step_metrics: FLOPs, MFU, bytes
+ranks/          what run, score and generate do with ranks: start them, and what each process does
 
 Exit status: 0 done, 1 the check or the run failed, 2 the input is wrong.
 
 compile, inspect, verify    a model and a spec -> an artifact; shown; compared with one device
 run, plan                   train; which spec is fastest on so many devices
 cost                        what a step's time goes to; where a run and the prediction differ
-score, generate             log-probabilities of data; tokens after prompts; forward_jobs: what each process does
+score, generate             log-probabilities of data; tokens after prompts
 checkpoint, export          folders of checkpoints; weights for transformers
 device, rules, spec         devices that programs are priced for; rules of ops, proven; the format of specs
-compile_once                under torchrun, one process of a machine compiles for all
-run_options                 options of `run`, one for each key of the spec's section
-run_folder                  the temporary folder of a run; save_lock: one run at a time saves to a folder
-lasting_output              output that ends before the run does
+options                     those that several commands have; those of `run`, one for each key of the spec's section
 hidden_modules              files that are named as a module that shardc imports
-elsewhere                   where options of other trainers are written here
-same_error_once             an error that all ranks have alike is printed once; user_frames: of the user's code alone
+same_error_once             an error that all ranks have alike is printed once
 """
 
 from __future__ import annotations
@@ -47,11 +42,9 @@ from shardc.cli import (
     spec,
     verify,
 )
-from shardc.cli.elsewhere import Commands
 
 app = typer.Typer(
     name="shardc",
-    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardc.cli.common import DebugOption, JsonOption, Show, console, reporting
+from shardc.cli.common import Show, console, reporting
+from shardc.cli.options import DebugOption, JsonOption
 from shardc.errors import ShardcError
 from shardc.spec.run_section import Run
 
@@ -35,13 +36,15 @@ class Format(str, Enum):
 @app.command()
 def ls(folder: Folder, as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """The checkpoints in a folder, the last one first."""
+    from shardc.ir.units import size
+
     with reporting(debug, as_json) as show:
         rows = [_row(g) for g in _all(folder)]
         if as_json:
             show(json.dumps({"checkpoints": rows}))
             return
         for row in rows:
-            shown = row["problem"] or f"{row['model']}, {row['mesh']}, {row['tensors']} tensors, {_size(row['bytes'])}"
+            shown = row["problem"] or f"{row['model']}, {row['mesh']}, {row['tensors']} tensors, {size(row['bytes'])}"
             show(f"{row['name']}  {shown}{'  (training went back to before it)' if row['replaced'] else ''}")
 
 
@@ -170,9 +173,3 @@ def _alone(folder: Path) -> Generation:
 
 def _one(folder: Path) -> Path:
     return _all(folder)[0].path
-
-
-def _size(nbytes: int) -> str:
-    from shardc.ir.units import size
-
-    return size(nbytes)

@@ -1,4 +1,4 @@
-"""What the commands share: options, how errors are reported, and a program from what the user named.
+"""What the commands share: how errors are reported, and a program from what the user named.
 
 Nothing here imports torch when it is loaded, nor does any command, so that `shardc --help` is quick.
 """
@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.console import Console
 
+from shardc.cli.options import Named
 from shardc.cli.same_error_once import FirstFailedError, for_this_rank
 from shardc.errors import ERROR, ShardcError
 
@@ -35,35 +36,6 @@ gc.set_threshold(100_000, 50, 100)
 
 #: Where errors, progress and notes go: stdout is for results.
 console = Console(stderr=True, highlight=False, soft_wrap=True)
-
-Source = Annotated[
-    str, typer.Argument(help="model.py, model.py:builder, hf:config.json, or a compiled DIR", show_default=False)
-]
-SpecFile = Annotated[Path | None, typer.Argument(help="spec.yaml (not with a compiled DIR)", show_default=False)]
-MeshOption = Annotated[list[str] | None, typer.Option("--mesh", help="sizes instead of the spec's: dp=4,tp=1")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="a setting instead of the spec's: data.bucket_mb=50")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on stdout, nothing else there")]
-BatchOption = Annotated[int | None, typer.Option(min=1, help="batch size of an hf: model's example batch")]
-SeqOption = Annotated[int | None, typer.Option(min=1, help="sequence length of an hf: model's example batch")]
-TrustOption = Annotated[bool, typer.Option("--trust", help="accept a compiled DIR whose files were edited")]
-FullOption = Annotated[bool, typer.Option("--full", help="show every layer: those that are equal are folded")]
-ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", help="with a compiled DIR: the model file, if not the one it was compiled from"),
-]
-ForwardOption = Annotated[
-    bool,
-    typer.Option(
-        "--forward",
-        help="forward only: what outputs(output, batch) of the model file gives, or all tensors that the model returns",
-    ),
-]
-ScoreOption = Annotated[
-    bool, typer.Option("--score", help="forward only: the log-probability of each target of the loss")
-]
-DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 
 Show = Callable[[str], None]
 #: Seconds between lines of progress, where there is no bar.
@@ -195,44 +167,34 @@ def is_artifact(source: str) -> bool:
 
 
 def program_of(
-    source: str,
-    spec: Path | dict[str, Any] | None,
-    mesh: list[str] | None,
-    settings: list[str] | None,
-    batch: int | None,
-    seq: int | None,
+    named: Named,
+    spec: Path | dict[str, Any] | None = None,
     *,
-    trust: bool = False,
-    quiet: bool = False,
     dump: Path | None = None,
     world: int | None = None,
-    model: str | None = None,
     as_compiled: bool = False,
-    forward: bool = False,
-    score: bool = False,
 ) -> Program:
-    """The program in a compiled folder, or one compiled now, with the running pass on stderr unless quiet.
+    """The program in a compiled folder, or one compiled now, with the running pass on stderr unless --json.
 
-    model: of a compiled folder, the Python file that registers its ops, if not the one that it was compiled from.
-    forward, score: it is compiled forward-only.
-    as_compiled: a compiled folder whose forward or loss was changed in the model file since is used, with a note; it is
-    refused else.
+    spec: where the user named none. as_compiled: a compiled folder whose forward or loss was changed in the model file
+    since is used, with a note; it is refused else.
     """
-    if forward and score:
+    source, spec = named.model, named.spec or spec
+    if named.forward and named.score:
         fault, fix = "a program gives values or scores", "leave one of the two out"
         raise ShardcError(fault, where="--forward, --score", fix=fix)
     if is_artifact(source):
-        if forward or score:
+        if named.forward or named.score:
             fault, fix = "a compiled DIR is what it was compiled for", "compile the model with it: -o DIR"
-            raise ShardcError(fault, where="--forward" if forward else "--score", fix=fix)
-        if spec is not None or mesh or settings or batch or seq:
+            raise ShardcError(fault, where="--forward" if named.forward else "--score", fix=fix)
+        if spec is not None or named.mesh or named.overrides or named.batch or named.seq:
             raise ShardcError(
                 "a compiled DIR already contains its spec and the sizes of its batch",
                 where=source,
                 fix="leave out the spec, --mesh, --set, --batch and --seq, or compile the model again",
             )
-        program = _loaded(source, trust=trust, model=model)
-        _check_source(source, program, model, refuse=not as_compiled)
+        program = _loaded(source, trust=named.trust, model=named.model_file)
+        _check_source(source, program, named.model_file, refuse=not as_compiled)
         return program
     if spec is None and not Path(source.partition(":")[0]).exists() and not source.startswith("hf:"):
         raise ShardcError(
@@ -245,31 +207,31 @@ def program_of(
     from shardc.cli import model_file
     from shardc.compile import compile
 
-    file = model_file.load(source, batch=batch, seq=seq)
+    file = model_file.load(source, batch=named.batch, seq=named.seq)
     module = file.on_meta()
     with console.status("compiling") as status:
         program = compile(
             module,
             file.batch,
             spec,
-            mesh=_mesh_sizes(mesh or []),
-            overrides=tuple(settings or ()),
+            mesh=_mesh_sizes(named.mesh or []),
+            overrides=tuple(named.overrides or ()),
             loss=file.loss,
-            forward="score" if score else (file.outputs or True) if forward else False,
+            forward="score" if named.score else (file.outputs or True) if named.forward else False,
             dump=dump,
             world=world,
-            on_pass=None if quiet else lambda name: status.update(f"compiling: {name}"),
+            on_pass=None if named.as_json else lambda name: status.update(f"compiling: {name}"),
         )
     names = model_file.captured(file.ref)
     return replace(
         program,
-        meta=program.meta | {"model_ref": file.ref, "example": {"batch": batch, "seq": seq}},
+        meta=program.meta | {"model_ref": file.ref, "example": {"batch": named.batch, "seq": named.seq}},
         origins=(*((model_file.source_of(file.ref), name) for name in names), *program.origins),
     )
 
 
 def _check_source(folder: str, program: Program, model: str | None, *, refuse: bool) -> None:
-    """Whether a compiled folder's forward and loss are still those of the model file. model: as of `program_of`."""
+    """Whether a compiled folder's forward and loss are still those of the model file. model: what --model names."""
     from shardc.artifact import model_source
     from shardc.cli import model_file
 

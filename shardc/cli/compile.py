@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardc.cli import common
+from shardc.cli.options import FullOption, Named, names_program
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -19,40 +20,29 @@ if TYPE_CHECKING:
 PROOF_SECONDS = 1.0
 
 
+@names_program("trust", "model_file")
 def command(
-    model: common.Source,
-    spec: common.SpecFile = None,
+    named: Named,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="folder for the artifact")] = None,
-    mesh: common.MeshOption = None,
-    set_: common.SetOption = None,
     dump: Annotated[
         Path | None, typer.Option(help="folder for the text after every pass (one pass: inspect --diff)")
     ] = None,
-    forward: common.ForwardOption = False,
-    score: common.ScoreOption = False,
-    batch: common.BatchOption = None,
-    seq: common.SeqOption = None,
-    full: common.FullOption = False,
-    as_json: common.JsonOption = False,
-    debug: common.DebugOption = False,
+    full: FullOption = False,
 ) -> None:
     """Compile a model and a spec; write the artifact with -o, else print the program."""
-    with common.reporting(debug, as_json) as show:
-        if common.is_artifact(model):
-            raise ShardcError(
-                f"{model} is a folder", where=model, fix="name a model file; `shardc inspect DIR` shows a compiled one"
-            )
+    with common.reporting(named.debug, named.as_json) as show:
+        if common.is_artifact(model := named.model):
+            fix = "name a model file; `shardc inspect DIR` shows a compiled one"
+            raise ShardcError(f"{model} is a folder", where=model, fix=fix)
         common.check_outputs(folders={"--output": output, "--dump": dump})
         if output:
             from shardc.artifact import check_free
 
             check_free(output, str(output))
-        program = common.program_of(
-            model, spec, mesh, set_, batch, seq, quiet=as_json, dump=dump, forward=forward, score=score
-        )
+        program = common.program_of(named, dump=dump)
         if output:
             program.save(output)
-        if as_json:
+        if named.as_json:
             from shardc.report import to_json
 
             show(json.dumps({**to_json(program), "output": str(output) if output else None}))

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardc.cli import common
+from shardc.cli.options import Named, names_program
 
 if TYPE_CHECKING:
     from shardc.api import Program
     from shardc.cost import Cost, Device
 
 
+@names_program("forward", "score")
 def command(
-    model: common.Source,
-    spec: common.SpecFile = None,
+    named: Named,
     compare: Annotated[
         Path | None,
         typer.Option(metavar="RUN", help="folder of `shardc run --log RUN --breakdown 5`: what of it was predicted"),
@@ -29,33 +30,23 @@ def command(
             " machine's, once measured)"
         ),
     ] = None,
-    mesh: common.MeshOption = None,
-    set_: common.SetOption = None,
-    batch: common.BatchOption = None,
-    seq: common.SeqOption = None,
-    trust: common.TrustOption = False,
-    model_: common.ModelOption = None,
-    as_json: common.JsonOption = False,
-    debug: common.DebugOption = False,
 ) -> None:
     """What a step's time goes to, line by line; and where a run and the prediction differ."""
-    with common.reporting(debug, as_json) as show:
+    with common.reporting(named.debug, named.as_json) as show:
         from shardc.cost import waterfall
         from shardc.cost.measured import run_log
         from shardc.cost.measured.device_file import chosen
         from shardc.report import comparison
 
         run = run_log.read(compare) if compare is not None else None
-        program = common.program_of(
-            model, spec, mesh, set_, batch, seq, trust=trust, quiet=as_json, model=model_, as_compiled=True
-        )
+        program = common.program_of(named, as_compiled=True)
         if device is None and run is not None and (program.spec is None or program.spec.device is None):
             device = run.timed[0].kind
-        cost = _cost(program, chosen(device, program.spec), compiled=common.is_artifact(model))
+        cost = _cost(program, chosen(device, program.spec), compiled=common.is_artifact(named.model))
         if run is not None:
             found = waterfall.compare(cost, run)
-            show(json.dumps(comparison.comparison_json(found)) if as_json else comparison.comparison_table(found))
-        elif as_json:
+            show(json.dumps(comparison.comparison_json(found)) if named.as_json else comparison.comparison_table(found))
+        elif named.as_json:
             each = [{"at": r.at, "lines": waterfall.predicted(cost, i)} for i, r in enumerate(cost.ranks)]
             show(json.dumps({"device": cost.device.name, "step_seconds": cost.step_seconds, "ranks": each}))
         else:

@@ -9,7 +9,8 @@ from typing import Annotated, cast
 
 import typer
 
-from shardc.cli.common import DebugOption, JsonOption, check_outputs, console, progress, reporting
+from shardc.cli.common import check_outputs, console, progress, reporting
+from shardc.cli.options import DebugOption, JsonOption
 from shardc.errors import ShardcError
 
 

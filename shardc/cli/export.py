@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardc.cli.common import DebugOption, check_outputs, reporting
+from shardc.cli.common import check_outputs, reporting
+from shardc.cli.options import DebugOption
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:

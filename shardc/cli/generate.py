@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from shardc.cli import compile_once, lasting_output
-from shardc.cli import run as training
-from shardc.cli.common import (
-    DebugOption,
-    JsonOption,
-    MeshOption,
-    SetOption,
-    SpecFile,
-    program_of,
-    reporting,
-)
-from shardc.cli.run_folder import run_folder
+from shardc.cli.options import Named, NprocOption, names_program
+from shardc.cli.ranks.start import ranks
 from shardc.errors import Errors, ShardcError
 
-if TYPE_CHECKING:
-    from shardc.api import Program
+Source = Annotated[str, typer.Argument(help="hf:DIR, or model.py[:name]")]
 
 
+@names_program("forward", "score", "batch", "seq", "trust", "model_file", model=Source)
 def command(
-    model: Annotated[str, typer.Argument(help="hf:DIR, or model.py[:name]")],
-    spec: SpecFile = None,
+    named: Named,
     prompt: Annotated[
         list[str] | None, typer.Option(help="a text; again for more, which are generated together")
     ] = None,
@@ -47,66 +36,25 @@ def command(
         Path | None,
         typer.Option(help="generate with these: a folder or file of safetensors, a torch file, or what --save wrote"),
     ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="processes on this machine; default: what the mesh needs")
-    ] = None,
-    mesh: MeshOption = None,
-    set_: SetOption = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    nproc: NprocOption = None,
 ) -> None:
     """Generate: continue texts with the model's tokens, greedily or drawn, the same on every mesh."""
-    from shardc.cli import worker
-    from shardc.cli.job import Job
-    from shardc.runtime import launch
     from shardc.spec import Run
 
-    weights = weights.expanduser() if weights else None
-    joined = False
-    with reporting(debug, as_json) as show, ExitStack() as stack:
-        folder = stack.enter_context(run_folder())
-        launch.join_slurm()
-        joined = launch.in_world()
-        lasting_output.install(tell=as_json or joined)
-        training.check_weights(weights)
-        words = Words(model)
+    with ranks(dataclasses.replace(named, forward=True), nproc, weights) as here:
+        words = Words(named.model)
         prompts = words.prompts(prompt or [], ids or [])
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
         options |= {"top_k": top_k, "top_p": top_p, "stop": words.stop(stop)}
         _check(options)
-
-        def compiled(world: int | None) -> Program:
-            return program_of(model, spec, mesh, set_, None, None, quiet=as_json, world=world, forward=True)
-
-        program, world = stack.enter_context(compile_once.in_world(model, nproc, compiled))
-        ref = program.meta["model_ref"]
-        training.check_ranks(program, ref, model, world)
-        artifact = folder / "program"
-        program.save(artifact)
-        job = Job(
-            program=str(artifact),
-            model=ref,
-            run=Run(seed=seed).model_dump(),
-            weights=str(weights.resolve() if weights else ""),
-            quiet=as_json,
-            result=str(folder / "result.json"),
-            progress="" if joined else str(folder),
-            joined=joined,
-            debug=debug,
-            prompts=prompts,
-            generate=options,
-        )
-        status = training.start(job, folder, program, show)
-        result = Path(job.result)
-        if status == 0 and result.exists():
-            found = json.loads(result.read_text())
+        here.program()
+        job = here.job(Run(seed=seed), prompts=prompts, generate=options)
+        here.start(job)
+        if (found := here.result(job)) is not None:
             found["texts"] = words.texts(prompts, found["tokens"])
             new = sum(map(len, found["tokens"]))
             text = "\n".join([*found["texts"], f"{new} tokens in {found['seconds']:.1f} s, compilation included"])
-            show(json.dumps(found) if as_json else text)
-    if joined:
-        worker.leave(status)
-    raise typer.Exit(status)
+            here.show(json.dumps(found) if named.as_json else text)
 
 
 def _check(options: dict[str, Any]) -> None:

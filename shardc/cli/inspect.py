@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardc.cli import common
+from shardc.cli.options import FullOption, Named, names_program
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 ONE_DEVICE: dict[str, Any] = {"shardc": 1, "mesh": {"dp": 1}}
 
 
+@names_program()
 def command(
-    model: common.Source,
-    spec: common.SpecFile = None,
+    named: Named,
     stage: Annotated[int | None, typer.Option(help="only this stage")] = None,
     before: Annotated[
         bool, typer.Option("--before", help="the captured graph: the model as one device runs it; needs no spec")
@@ -69,50 +70,27 @@ def command(
     memory_snapshot: Annotated[
         Path | None, typer.Option(help="write a step's memory as a snapshot, which pytorch.org/memory_viz opens")
     ] = None,
-    mesh: common.MeshOption = None,
-    set_: common.SetOption = None,
-    forward: common.ForwardOption = False,
-    score: common.ScoreOption = False,
-    batch: common.BatchOption = None,
-    seq: common.SeqOption = None,
-    trust: common.TrustOption = False,
-    model_: common.ModelOption = None,
-    full: common.FullOption = False,
-    as_json: common.JsonOption = False,
-    debug: common.DebugOption = False,
+    full: FullOption = False,
 ) -> None:
     """Show a program: its typed text, the captured graph, what a pass changed, its collectives."""
-    from shardc.cost.measured.device_file import device as named
+    from shardc.cost.measured.device_file import device as known_device
 
-    with common.reporting(debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
+    as_json = named.as_json
+    with common.reporting(named.debug, as_json) as show, tempfile.TemporaryDirectory() as folder:
         common.check_outputs({"--html": html, "--trace": trace, "--memory-snapshot": memory_snapshot})
         if device is not None:
-            named(device)
+            known_device(device)
         if coverage:
-            covered = _coverage(model, batch, seq)
+            covered = _coverage(named.model, named.batch, named.seq)
             show(json.dumps(covered.to_json()) if as_json else str(covered))
             return
         from shardc import report
         from shardc.artifact import emit
         from shardc.artifact.repeated_layers import fold
 
-        one_device = before and spec is None and not common.is_artifact(model)
-        dump = Path(folder) if diff else None
-        program = common.program_of(
-            model,
-            ONE_DEVICE if one_device else spec,
-            mesh,
-            set_,
-            batch,
-            seq,
-            trust=trust,
-            quiet=as_json,
-            dump=dump,
-            model=model_,
-            as_compiled=True,
-            forward=forward,
-            score=score,
-        )
+        one_device = before and named.spec is None and not common.is_artifact(named.model)
+        spec, dump = ONE_DEVICE if one_device else None, Path(folder) if diff else None
+        program = common.program_of(named, spec, dump=dump, as_compiled=True)
         if stage is not None and not 0 <= stage < len(program.stages):
             last = len(program.stages) - 1
             raise ShardcError(f"there is no stage {stage}", where="--stage", fix=f"name one of stages 0 to {last}")
@@ -129,11 +107,19 @@ def command(
             memory_snapshot.write_bytes(pickle.dumps(snapshot(cost())))
         written = [str(file) for file in (html, trace, memory_snapshot) if file]
         if scores:
-            _scores(program, as_json, show)
+            from shardc.report import scores as of_scores
+
+            show(json.dumps(of_scores.to_json(program)) if as_json else of_scores.text(program))
         elif schedule:
             _schedule(cost(), as_json, show)
         elif memory:
-            _memory(cost(), as_json, show)
+            from shardc.report import cost as of_cost
+            from shardc.report import kept_activations
+
+            if as_json:
+                show(json.dumps(of_cost.to_json(cost())))
+            else:
+                show(f"{of_cost.table(cost())}\n\n{kept_activations.table(cost())}")
         elif joint:
             text = program.joint(stage)
             if not text:
@@ -146,7 +132,7 @@ def command(
         elif as_json:
             show(json.dumps(report.to_json(program)))
         elif diff:
-            show(_difference(Path(folder), diff, model))
+            show(_difference(Path(folder), diff, named.model))
         elif before:
             show(report.before(program, full=full))
         elif comm:
@@ -192,22 +178,6 @@ def _page(program: Program, file: Path, cost: Callable[[], Cost], *, full: bool)
     with common.console.status("proving"):
         proof = program.prove() if program.stages else None
     file.write_text(report.html(program, priced, proof, full=full), encoding="utf-8")
-
-
-def _memory(cost: Cost, as_json: bool, show: common.Show) -> None:
-    from shardc.report import cost as cost_report
-    from shardc.report import kept_activations
-
-    if as_json:
-        show(json.dumps(cost_report.to_json(cost)))
-    else:
-        show(f"{cost_report.table(cost)}\n\n{kept_activations.table(cost)}")
-
-
-def _scores(program: Program, as_json: bool, show: common.Show) -> None:
-    from shardc.report import scores
-
-    show(json.dumps(scores.to_json(program)) if as_json else scores.text(program))
 
 
 def _schedule(cost: Cost, as_json: bool, show: common.Show) -> None:

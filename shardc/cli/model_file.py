@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import random
 import re
 import sys
 import traceback
@@ -22,19 +23,21 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from shardc.artifact.model_source import WHOLE
 from shardc.cli import config_file, hidden_modules
-from shardc.cli.training_data import PARTS, seed_everything, takes_parts
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 from shardc.runtime.state import disk_calls
 from shardc.runtime.state.pretrained import lazily
 from shardc.runtime.state.weight_files import has_weights
 
+#: Arguments of data() for the number of this rank's part, and how many there are.
+PARTS = ("part", "parts")
 #: What a model file may have besides model() and batch(), with the arguments that each is called with. data() may take
 #: two more, PARTS: then it gives this rank's part of each global batch.
 OPTIONAL = {
@@ -146,6 +149,19 @@ def imported(ref: str) -> ModuleType:
     ShardcError as `load` does.
     """
     return _import(_existing(ref, ref, "file", "a Python file that registers rules"))
+
+
+def seed_everything(*numbers: int) -> None:
+    """Seed `random`, numpy and torch, from any whole numbers, such as (seed, epoch)."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def takes_parts(data: Any) -> bool:
+    """Does a model file's data() take the number of this rank's part, and how many there are?"""
+    return inspect.isfunction(data) and set(PARTS) <= set(inspect.signature(data).parameters)
 
 
 def path_of(ref: str) -> str:

@@ -10,17 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from shardc.cli.common import (
-    BatchOption,
-    DebugOption,
-    JsonOption,
-    SeqOption,
-    check_outputs,
-    is_artifact,
-    print_error,
-    progress,
-    reporting,
-)
+from shardc.cli.common import check_outputs, is_artifact, print_error, progress, reporting
+from shardc.cli.options import BatchOption, DebugOption, JsonOption, SeqOption
 from shardc.errors import ShardcError
 
 if TYPE_CHECKING:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import os
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from shardc.cli.common import DebugOption, JsonOption, reporting
+from shardc.cli.common import reporting
+from shardc.cli.options import DebugOption, JsonOption
+from shardc.cli.same_error_once import silenced_stderr
 from shardc.errors import ShardcError
 from shardc.ir.patterns import nearest
 
@@ -148,8 +147,10 @@ def _check(ops: Sequence[Any]) -> list[OpReport]:
     torch.set_num_threads(1)  # tensors are tiny: threads inside ops only cost
     try:
         with (
-            _silenced_stderr() as console,
-            Progress(*Progress.get_default_columns(), console=console, transient=True) as bar,
+            silenced_stderr() as screen,  # torch warns of odd calls, which the check makes on purpose
+            Progress(
+                *Progress.get_default_columns(), console=Console(file=screen, highlight=False), transient=True
+            ) as bar,
         ):
             task = bar.add_task("", total=len(ops))
             reports = []
@@ -159,19 +160,3 @@ def _check(ops: Sequence[Any]) -> list[OpReport]:
             return reports
     finally:
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def _silenced_stderr() -> Iterator[Console]:
-    """While open, what C++ writes to stderr is dropped: torch warns of odd calls, which the check makes on purpose.
-    Yields a console that still writes there.
-    """
-    sys.stderr.flush()
-    original = os.dup(2)
-    with open(os.devnull, "w") as nowhere, os.fdopen(os.dup(original), "w") as screen:
-        os.dup2(nowhere.fileno(), 2)
-        try:
-            yield Console(file=screen, highlight=False)
-        finally:
-            os.dup2(original, 2)
-            os.close(original)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TextIO
 
 from shardc.errors import ShardcError
 
@@ -36,24 +36,24 @@ def for_this_rank(text: str, *, alone: bool = True) -> str:
     if world < 2 or "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         return text
     try:
-        with _without_frames():
+        with silenced_stderr():  # torch writes 30 lines of frames where a store is not there or goes away
             return _told(text, rank, world)
     except (RuntimeError, OSError, ValueError):  # of the store: nobody is there, or no more
         return text if alone else ""
 
 
 @contextmanager
-def _without_frames() -> Iterator[None]:
-    """torch's C++ writes 30 lines of frames to stderr itself where a store is not there or goes away: not in here."""
+def silenced_stderr() -> Iterator[TextIO]:
+    """Drop what C++ writes to stderr. Yields a file that still writes there."""
     sys.stderr.flush()
     kept = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+    with open(os.devnull, "w") as nowhere, os.fdopen(os.dup(kept), "w") as screen:
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield screen
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 def _told(text: str, rank: int, world: int) -> str:

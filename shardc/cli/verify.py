@@ -9,17 +9,12 @@ from typing import Annotated
 import typer
 
 from shardc.cli import common
+from shardc.cli.options import Named, names_program
 
 
+@names_program()
 def command(
-    model: common.Source,
-    spec: common.SpecFile = None,
-    mesh: common.MeshOption = None,
-    set_: common.SetOption = None,
-    forward: common.ForwardOption = False,
-    score: common.ScoreOption = False,
-    batch: common.BatchOption = None,
-    seq: common.SeqOption = None,
+    named: Named,
     seed: Annotated[int, typer.Option(help="of the random weights and inputs")] = 0,
     compiled: Annotated[
         bool,
@@ -28,30 +23,13 @@ def command(
     static: Annotated[
         bool, typer.Option("--static", help="prove it without running: any number of ranks, no weights, no devices")
     ] = False,
-    trust: common.TrustOption = False,
-    model_: common.ModelOption = None,
-    as_json: common.JsonOption = False,
-    debug: common.DebugOption = False,
 ) -> None:
     """Run one step on all ranks in this process, in float64, and compare loss and every gradient with one device.
 
     With --static nothing is run: every line of a rank's program is proven to compute its part of what the model does.
     """
-    with common.reporting(debug, as_json) as show:
-        program = common.program_of(
-            model,
-            spec,
-            mesh,
-            set_,
-            batch,
-            seq,
-            trust=trust,
-            quiet=as_json,
-            model=model_,
-            as_compiled=True,
-            forward=forward,
-            score=score,
-        )
+    with common.reporting(named.debug, named.as_json) as show:
+        program = common.program_of(named, as_compiled=True)
         if static:
             from shardc.verify.static.assumptions import ASSUMPTIONS
 
@@ -59,11 +37,11 @@ def command(
                 proof = program.prove()
             gaps = [{"where": g.where, "what": g.what, "line": g.line, "model": g.source} for g in proof.gaps]
             said = {"ok": proof.ok, "lines": proof.lines, "seconds": proof.seconds, "gaps": gaps}
-            show(json.dumps({**said, "assumed": [a.name for a in ASSUMPTIONS]}) if as_json else str(proof))
+            show(json.dumps({**said, "assumed": [a.name for a in ASSUMPTIONS]}) if named.as_json else str(proof))
             raise typer.Exit(0 if proof.ok else 1)
         with common.console.status(f"running {program.mesh.world} ranks in float64"):
             report = program.verify(seed=seed, compiled=compiled)
-        if as_json:
+        if named.as_json:
             document = {
                 "ok": report.ok,
                 "checked": report.checked,

@@ -14,6 +14,7 @@ import shardc
 from shardc.api import Program
 from shardc.artifact import model_source
 from shardc.cli import common, model_file
+from shardc.cli.options import Named
 from shardc.errors import ShardcError
 
 MODEL = """
@@ -105,10 +106,10 @@ def test_a_change_is_seen_where_forward_or_loss_reach(
 def test_a_folder_that_went_stale_is_not_run_and_is_noted_elsewhere(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common.program_of("net.py", Path("spec.yaml"), None, None, None, None, quiet=True).save("out")
+    common.program_of(Named("net.py", Path("spec.yaml"), as_json=True)).save("out")
 
-    def program(**options: bool) -> None:
-        common.program_of("out", None, None, None, None, None, **options)
+    def program(as_compiled: bool = False) -> None:
+        common.program_of(Named("out"), as_compiled=as_compiled)
 
     program()
     (files / "net.py").write_text(MODEL.replace("output.square()", "output.abs()"))
@@ -134,13 +135,13 @@ def test_of_an_imported_module_what_is_used_counts(files: Path, use: str, seen: 
 
 def test_another_python_is_a_note(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It may write the same code otherwise."""
-    common.program_of("net.py", Path("spec.yaml"), None, None, None, None, quiet=True).save("out")
+    common.program_of(Named("net.py", Path("spec.yaml"), as_json=True)).save("out")
     manifest = files / "out" / "manifest.json"
     recorded = json.loads(manifest.read_text())
     recorded["meta"]["python"] = [3, 1]
     manifest.write_text(json.dumps(recorded))
     (files / "net.py").write_text(MODEL.replace("output.square()", "output.abs()"))
-    common.program_of("out", None, None, None, None, None)
+    common.program_of(Named("out"))
     assert "or only read otherwise: it was compiled with Python 3.1" in capsys.readouterr().err
 
 

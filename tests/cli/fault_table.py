@@ -86,10 +86,10 @@ def data(split):
 PLACES = ("model", "data", "loss")
 KINDS = ("kill", "stop", "exception")
 LAUNCHERS = {  # after `python`; docs/training.md's lines
-    "alone": ["-m", "shardc.cli", "run"],
+    "alone": ["-m", "shardc", "run"],
     "torchrun": [
         *("-m", "torch.distributed.run", "--nproc-per-node", "4", "--no-python"),
-        *(sys.executable, "-m", "shardc.cli", "run"),
+        *(sys.executable, "-m", "shardc", "run"),
     ],
 }
 BLAMED = re.compile(
@@ -130,7 +130,7 @@ class Runs:
         (folder / "spec.yaml").write_text(SPEC)
         options = ["--steps", str(steps), "--save", "out", "--save-every", "5", "--auto-resume"]
         os.chdir(folder)
-        command = [sys.executable, "-m", "shardc.cli", "compile", "model.py", "spec.yaml", "-o", "program"]
+        command = [sys.executable, "-m", "shardc", "compile", "model.py", "spec.yaml", "-o", "program"]
         subprocess.run(command, check=True, capture_output=True)
         self.command = [*LAUNCHERS[launcher], "program", *options]
         self.log = folder / "log"

@@ -49,7 +49,7 @@ def data(split):
 
 
 def command(*args: object) -> list[str]:
-    return [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", *map(str, args)]
+    return [sys.executable, "-m", "shardc", "run", "model.py", "spec.yaml", *map(str, args)]
 
 
 def ranks(launcher: int) -> list[int]:
@@ -59,7 +59,7 @@ def ranks(launcher: int) -> list[int]:
         if entry.name.isdigit():
             try:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                worker = b"shardc.cli.worker" in (entry / "cmdline").read_bytes()
+                worker = b"shardc.cli.ranks.worker" in (entry / "cmdline").read_bytes()
             except OSError:
                 continue
             if int(fields[1]) == launcher and worker:

@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import shardc
-from shardc.cli import app, common, worker
-from shardc.cli.job import Job
+from shardc.cli import app, common
+from shardc.cli.ranks import worker
+from shardc.cli.ranks.job import Job
 from shardc.errors import ShardcError
 from shardc.runtime.launch import free_port
 from tests import warm
@@ -516,7 +517,7 @@ def test_an_error_of_all_ranks_is_told_once(files: Path) -> None:
     world = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml"],
+            [sys.executable, "-m", "shardc", "run", "model.py", "spec.yaml"],
             env={**world, "RANK": str(r), "LOCAL_RANK": str(r)},
             stderr=subprocess.PIPE,
             text=True,

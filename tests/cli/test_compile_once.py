@@ -15,7 +15,7 @@ from torch import nn
 
 import shardc
 from shardc.api import load
-from shardc.cli import compile_once
+from shardc.cli.ranks import compile_once
 from shardc.cli.same_error_once import FirstFailedError
 from shardc.errors import ShardcError
 

@@ -18,13 +18,13 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from shardc import torch_private
-from shardc.cli.model_file import load
+from shardc.cli.model_file import load, seed_everything
+from shardc.cli.options import given
+from shardc.cli.ranks.save_lock import SaveLock
+from shardc.cli.ranks.step_lines import StepLines, duration
+from shardc.cli.ranks.training_data import Batches, _taken_over
 from shardc.cli.run import _settings
 from shardc.cli.run import command as command_of_run
-from shardc.cli.run_options import given
-from shardc.cli.save_lock import SaveLock
-from shardc.cli.step_lines import StepLines, duration
-from shardc.cli.training_data import Batches, _taken_over, seed_everything
 from shardc.errors import ShardcError
 from shardc.spec import Run
 from tests import warm
@@ -132,7 +132,7 @@ def folder(tmp_path: Path) -> Path:
 
 def command(folder: Path, mode: str, *args: str) -> list[str]:
     (folder / "model.py").write_text(MODEL.replace("MODE", repr(mode)))
-    return [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", *args]
+    return [sys.executable, "-m", "shardc", "run", "model.py", "spec.yaml", *args]
 
 
 def run(folder: Path, mode: str, *args: str) -> subprocess.CompletedProcess[str]:
@@ -380,7 +380,7 @@ def test_a_terminal_that_closes_saves_too(folder: Path) -> None:
 
 def test_output_that_cannot_be_written_is_left_out() -> None:
     """A disk that is full: all prints of a process, ours and the user's, and no error at its end."""
-    code = "from shardc.cli import lasting_output\nlasting_output.install()\n"
+    code = "from shardc.cli.ranks import lasting_output\nlasting_output.install()\n"
     code += "for i in range(3): print('x' * 99, flush=True)"
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -426,9 +426,8 @@ def test_one_run_at_a_time_saves_to_a_folder(folder: Path) -> None:
     assert f"--save: another run trains into out (process {os.getpid()} on " in done.stderr
     assert "give this run a folder of its own" in done.stderr
     lock.release()
-    code = (
-        "import os, time; from pathlib import Path; from shardc.cli.save_lock import SaveLock; SaveLock(Path('out'))\n"
-    )
+    code = "import os, time; from pathlib import Path; from shardc.cli.ranks.save_lock import SaveLock\n"
+    code += "SaveLock(Path('out'))\n"
     code += "if os.fork(): print('held', flush=True)\ntime.sleep(100)"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=folder, text=True, start_new_session=True

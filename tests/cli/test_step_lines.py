@@ -8,7 +8,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import shardc
-from shardc.cli.step_lines import StepLines, speed, tokens_of
+from shardc.cli.ranks.step_lines import StepLines, speed
+from shardc.cli.ranks.step_metrics import tokens_of
 from tests import zoo
 
 ONE = {"shardc": 1, "mesh": {"dp": 1}}

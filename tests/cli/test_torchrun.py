@@ -19,7 +19,7 @@ def weights(folder: Path, mode: str, *torchrun: str) -> tuple[bytes, str]:
     (folder / "spec.yaml").write_text("shardc: 1\nmesh: {dp: 1, tp: 2}\nshard: {up: column, down: row}\n")
     log = folder / "log"
     log.touch()
-    command = [sys.executable, "-m", "shardc.cli", "run", "model.py", "spec.yaml", "--steps", "8", "--save", "out"]
+    command = [sys.executable, "-m", "shardc", "run", "model.py", "spec.yaml", "--steps", "8", "--save", "out"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         process = warm.start(

@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 
 import shardc
-from shardc.cli import training_loop
-from shardc.cli.training_data import Batches, _taken_over, batches, example, tell_the_same
-from shardc.cli.training_loop import Training
+from shardc.cli.ranks import training_loop
+from shardc.cli.ranks.training_data import Batches, _taken_over, batches, example, tell_the_same
+from shardc.cli.ranks.training_loop import Training
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.runtime.mesh.agreement import DisagreementError
@@ -233,8 +233,9 @@ def test_a_run_without_data_says_what_it_trains_on(ref: str, said: str) -> None:
     assert said in example(SimpleNamespace(ref=ref, batch=torch.zeros(2)), 0).description
 
 
-def test_held_out_data_without_a_batch_are_told_once() -> None:
+def test_held_out_data_without_a_batch_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
+    monkeypatch.setattr(training_loop, "print_line", told.append)
 
     def work(mesh: LoopbackMesh) -> None:
         engine = SimpleNamespace(
@@ -243,7 +244,7 @@ def test_held_out_data_without_a_batch_are_told_once() -> None:
         signals: Any = SimpleNamespace(seen=0)
         for data in (["loss"], []):
             valid = Batches(data, lambda: [], 0, local=False, description="")
-            training = Training(Run(), engine, valid, valid, SimpleNamespace(say=print), signals, told.append)  # type: ignore[arg-type]
+            training = Training(Run(), engine, valid, valid, SimpleNamespace(say=print), signals)  # type: ignore[arg-type]
             for _ in range(2):
                 assert training.held_out() == dict.fromkeys(data, 0.0)
 
@@ -263,6 +264,7 @@ def test_data_without_end_are_read_as_far_as_said_and_no_valid_data_are_told(mon
     monkeypatch.setattr(training_loop, "SAY_AFTER", 0.0)
     said: list[str] = []
     told: list[str] = []
+    monkeypatch.setattr(training_loop, "print_line", told.append)
 
     def work(mesh: LoopbackMesh) -> Any:
         engine = SimpleNamespace(mesh=mesh, step_count=3, evaluate_all=lambda batches, local: {"read": list(batches)})
@@ -270,7 +272,7 @@ def test_data_without_end_are_read_as_far_as_said_and_no_valid_data_are_told(mon
         endless = Batches(itertools.count(), itertools.count, 0, local=False, description="")
         lines: Any = SimpleNamespace(say=said.append)
         for settings, valid in ((Run(eval_batches=3), endless), (Run(eval_every=2), None)):
-            training = Training(settings, engine, endless, valid, lines, signals, told.append)  # type: ignore[arg-type]
+            training = Training(settings, engine, endless, valid, lines, signals)  # type: ignore[arg-type]
             found = training.held_out()
             training.held_out()
             assert found == ({"read": [0, 1, 2]} if valid else {})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shardc.cli.user_frames import place, print_error, said
+from shardc.cli.ranks.user_frames import place, print_error, said
 
 
 def test_a_schedule_that_raises_is_shown_without_torchs_frames(

@@ -43,7 +43,7 @@ def test_torchrun_runs_the_command(example: Path) -> None:
     """The first line that is complete on one machine, with fewer steps; in processes that have torch imported."""
     words = next(w for w in lines() if "--nnodes" not in w and "--save" in w)
     words[words.index("--steps") + 1] = "2"
-    words[(at := words.index("shardc")) : at + 1] = [sys.executable, "-m", "shardc.cli"]
+    words[(at := words.index("shardc")) : at + 1] = [sys.executable, "-m", "shardc"]
     log = example / "log"
     log.touch()
     assert warm.start("-m", "torch.distributed.run", *words, log=log).wait(150) == 0, log.read_text()

@@ -59,7 +59,7 @@ def test_run(example: Path) -> None:
     """On real processes: the losses are those that README shows."""
     assert CliRunner().invoke(app, ["compile", "model.py", "spec.yaml", "-o", "out"]).exit_code == 0
     words, output = next((w, o) for w, o in shown() if w[0] == "run")
-    done = subprocess.run([sys.executable, "-m", "shardc.cli", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", "shardc", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert same(done.stdout) == same(output)
 

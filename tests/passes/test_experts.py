@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import shardc
 import shardc.nn
-from shardc.cli import step_lines
+from shardc.cli.ranks import step_lines
 from shardc.runtime import launch, ops, state
 from shardc.runtime.mesh.loopback import loopback
 from shardc.runtime.ops.experts import activation as expert_activation

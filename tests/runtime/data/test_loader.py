@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import shardc
 from shardc.api import Program
-from shardc.cli import model_file, worker
-from shardc.cli.job import Job
-from shardc.cli.user_frames import place, said
+from shardc.cli import model_file
+from shardc.cli.ranks import worker
+from shardc.cli.ranks.job import Job
+from shardc.cli.ranks.user_frames import place, said
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.ir.placement import Layout, Shard

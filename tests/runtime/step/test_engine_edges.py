@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 import shardc
 from shardc.api import Program
-from shardc.cli import step_lines
+from shardc.cli.ranks import step_lines
 from shardc.errors import ShardcError
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine

@@ -21,11 +21,10 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardc.cli.common import is_artifact, program_of
 from shardc.cli.same_error_once import FirstFailedError
 from shardc.errors import ShardcError
 
@@ -49,38 +48,6 @@ def meeting() -> Path | None:
     again = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     names = (socket.gethostname(), os.getuid(), os.getppid(), env.get("MASTER_PORT", ""), again)
     return Path(tempfile.gettempdir()) / f"shardc-compiled-{'-'.join(map(str, names))}"
-
-
-@contextmanager
-def in_world(
-    model: str, nproc: int | None, compiled: Callable[[int | None], Program], *, watch: float | None = None
-) -> Iterator[tuple[Program, int | None]]:
-    """The program of a command that runs ranks, and the number of them where it is known: of the world that torchrun or
-    Slurm has started this process in, or nproc.
-
-    model: what the user named. compiled: number of ranks -> program. watch: seconds after which a rank that the others
-    wait for is named (shardc.runtime.mesh.presence).
-    """
-    from shardc.cli import model_file
-    from shardc.runtime import launch
-    from shardc.runtime.mesh import presence
-
-    joined = launch.in_world()
-    shared = meeting() if joined and not is_artifact(model) else None
-    check(shared)  # else this process would wait for a first one that has gone
-    here = presence.begin(*(() if watch is None else (watch,))) if joined else None
-    world = int(os.environ["WORLD_SIZE"]) if joined else nproc
-
-    def read(found: Path) -> Program:
-        if not model.startswith("hf:"):
-            model_file.imported(model_file.path_of(model))  # it may register ops
-        return program_of(str(found), None, None, None, None, None, as_compiled=True)
-
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    with ExitStack() as stack:
-        with here.activity.during("compiling") if here is not None else nullcontext():
-            program = stack.enter_context(once(shared, first=first, compiled=lambda: compiled(world), read=read))
-        yield program, world
 
 
 @contextmanager

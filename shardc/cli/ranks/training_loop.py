@@ -28,8 +28,9 @@ from shardc.spec import Run
 from shardc.torch_private import let_workers_end, memory_recorded
 
 if TYPE_CHECKING:
-    from shardc.cli.step_lines import StepLines
-    from shardc.cli.training_data import Batches
+    from shardc.cli.ranks.step_lines import StepLines
+    from shardc.cli.ranks.step_metrics import Meter
+    from shardc.cli.ranks.training_data import Batches
 
 SAY_AFTER = 10.0  # seconds of an evaluation between two words on it
 ASK_EVERY = 16  # held-out batches between two meetings on whether to stop
@@ -69,7 +70,6 @@ class Training:
     signals: Signals
     saved: int | None = None  # the last step that was saved, or is being saved
     writing: int | None = None  # the step that is being saved in the background
-    flops: int = 0  # of this rank's products in a step, counted in the first
     waited: float = 0.0  # seconds for the batch of this step
     wrote: bool = False  # a checkpoint into --save
     empty: bool = False  # there was no held-out batch, and that was told
@@ -77,34 +77,11 @@ class Training:
     losses: list[float] = dataclasses.field(default_factory=list)  # of the steps that were read
     unread: list[Unread] = dataclasses.field(default_factory=list)
 
-    def speed(self, steps: float) -> dict[str, float]:
-        """At so many steps a second: see shardc.cli.step_metrics."""
-        from shardc.cli.step_metrics import speed
-
-        return speed(*self.sizes, steps)
-
     @functools.cached_property
-    def peak(self) -> float | None:
-        from shardc.cli.step_metrics import peak_flops
+    def meter(self) -> Meter:
+        from shardc.cli.ranks.step_metrics import Meter
 
-        return peak_flops(self.engine.program, self.engine.mesh.device)
-
-    @functools.cached_property
-    def bytes(self) -> dict[str, int]:
-        """Of this rank's collectives in a step, by axis."""
-        from shardc.cli.step_metrics import bytes_by_axis
-
-        program = self.engine.program
-        coordinate = self.engine.mesh.coordinate(program.axis) if program.axis else 0
-        return bytes_by_axis(program, coordinate, self.engine.matrix_bytes)
-
-    @functools.cached_property
-    def sizes(self) -> tuple[int, int | None]:
-        """Samples and tokens of a step."""
-        from shardc.cli.step_lines import tokens_of
-
-        program = self.engine.program
-        return max((x.shape[0] for x in program.inputs if x.shape), default=1), tokens_of(program)
+        return Meter(self.engine.program, self.engine.mesh, self.engine.matrix_bytes)
 
     def run(self) -> list[float]:
         """Train up to the last step. Returns the losses. Raises Interrupted, or what the user's code raised."""
@@ -143,11 +120,11 @@ class Training:
         """The first step's products are counted; traces, snapshots and times of ops are recorded of steps that are to
         have them.
         """
-        from shardc.cli.step_metrics import ModelFlops, timed_ops
+        from shardc.cli.ranks.step_metrics import ModelFlops, timed_ops
 
         step, mesh = self.engine.step_count + 1, self.engine.mesh
         with ExitStack() as stack:
-            counted = stack.enter_context(ModelFlops(mesh.step)) if not self.flops else None
+            counted = stack.enter_context(ModelFlops(mesh.step)) if not self.meter.flops else None
             # of one rank a stage: the others do the same
             others = (c for axis, c in mesh.layout.coords(mesh.rank).items() if axis != self.engine.program.axis)
             first, name = not any(others), f"step{step}-rank{mesh.rank}"
@@ -159,7 +136,7 @@ class Training:
                 stack.enter_context(timed_ops(Path(self.settings.log), step, mesh))
             yield
         if counted is not None:
-            self.flops = counted.flops
+            self.meter.flops = counted.flops
 
     def _step(self, batch: Any) -> Any:
         """One step. A save in the background that failed is told, and training goes on: the next one may succeed."""
@@ -310,19 +287,17 @@ class Training:
         self.lines.add(last, always="held_out" in last)
 
     def _line(self, step: Unread, loss: float, seconds: float, waited: dict[str, float]) -> dict[str, Any]:
-        from shardc.cli.step_metrics import work
-
         line: dict[str, Any] = {
             "step": step.step,
             "loss": loss,
             "grad_norm": float(step.grad_norm) if step.grad_norm is not None else 0.0,
             "lr": step.lr,
-            **self.speed(1 / seconds),
+            **self.meter.speed(1 / seconds),
             "seconds": round(seconds, 6),
             "data_wait": round(step.waited, 6),
             "waited": waited,
-            **work(self.flops, self.peak, 1 / seconds),
-            "bytes": self.bytes,
+            **self.meter.work(1 / seconds),
+            "bytes": self.meter.bytes,
             "memory_mb": round(peak_memory(self.engine.mesh.device) / 2**20, 1),
         }
         if self.engine.mesh.device.type == "cuda":

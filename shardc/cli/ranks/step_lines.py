@@ -146,20 +146,6 @@ def speed(facts: dict[str, Any]) -> str:
     return per_second(facts[f"{unit}_per_second"], unit)
 
 
-def tokens_of(program: Program) -> int | None:
-    """Tokens in the batch: rows x positions of the whole numbers that an embedding looks up; None if there are none."""
-    for node in program.graph.nodes:
-        if node.target is not torch.ops.aten.embedding.default:
-            continue
-        ids = node.args[1]
-        while ids.op == "call_function" and len(ids.all_input_nodes) == 1:
-            ids = ids.all_input_nodes[0]  # reshaped, sliced, cast
-        read = next((x for x in program.inputs if x.name == ids.name and len(x.shape) > 1), None)
-        if read is not None:
-            return read.shape[0] * read.shape[1]
-    return None
-
-
 def outputs_text(beside: dict[str, float]) -> str:
     """`accuracy 0.8125  right 13  `: what the loss function names beside the loss."""
     return "".join(f"{name} {x:.4g}  " if isinstance(x, float) else f"{name} {x}  " for name, x in beside.items())

@@ -24,16 +24,15 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(frozen=True)
 class Job:
     """One run. program: artifact folder. model: model reference. run: the spec's section `run:`, in which options of
-    the command line have won. quiet: no lines (--json). weights: file or folder to begin from, or "": what the model
-    file says.
+    the command line have won. weights: file or folder to begin from, or "": what the model file says. quiet: no lines
+    (--json). folder: of the run. trust: run an edited artifact. joined: the processes were started by torchrun or
+    Slurm. debug: tracebacks show all frames, not only those of the user's code.
 
     resume: folder, or "". last_good: if the last checkpoint is damaged, resume from the last that is not. new_schedule:
     the learning rates are the model file's, not the checkpoint's. new_data: the data is read from its beginning.
-    overwrite: the log begins anew. progress: folder in which rank r keeps `rank<r>` (shardc.runtime.launch.Progress).
-    result: file into which rank 0 writes the summary. trust: run an edited artifact. joined: the processes were started
-    by torchrun or Slurm. debug: tracebacks show all frames, not only those of the user's code.
-    split: of the data that is scored (shardc.cli.forward_jobs); "": the job is to train. rows: file for the scores of
-    each row, or "". prompts: ids of each that is continued; generate: the arguments of Engine.generate.
+    overwrite: the log begins anew.
+    split: of the data that is scored (shardc.cli.ranks.forward_jobs); "": the job is to train. rows: file for the
+    scores of each row, or "". prompts: ids of each that is continued; generate: the arguments of Engine.generate.
     """
 
     program: str
@@ -41,22 +40,31 @@ class Job:
     run: dict[str, Any] = dataclasses.field(default_factory=dict)
     batch: int | None = None
     seq: int | None = None
+    weights: str = ""
+    quiet: bool = False
+    folder: str = ""
+    trust: bool = False
+    joined: bool = False
+    debug: bool = False
     overwrite: bool = False
     resume: str = ""
     last_good: bool = False
     new_schedule: bool = False
     new_data: bool = False
-    weights: str = ""
-    quiet: bool = False
-    result: str = ""
-    progress: str = ""
-    trust: bool = False
-    joined: bool = False
-    debug: bool = False
     split: str = ""
     rows: str = ""
     prompts: list[list[int]] = dataclasses.field(default_factory=list)
     generate: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def result(self) -> Path:
+        """Rank 0 writes the summary into it."""
+        return Path(self.folder) / "result.json"
+
+    @property
+    def progress(self) -> Path | None:
+        """The folder in which the launcher reads what each rank does (shardc.runtime.launch.Progress)."""
+        return Path(self.folder) if self.folder and not self.joined else None
 
     @property
     def settings(self) -> Run:
@@ -79,7 +87,7 @@ def joined(job: Job) -> tuple[ModelFile, Program, TorchMesh]:
     timeout = timedelta(seconds=settings.timeout) if settings.timeout else None
     mesh = runtime_mesh(program, watch=settings.watch, timeout=timeout)
     if job.progress:
-        mesh.activity.noted.append(Progress(Path(job.progress) / f"rank{mesh.rank}").note)
+        mesh.activity.noted.append(Progress(job.progress / f"rank{mesh.rank}").note)
     if mesh.watch is not None and settings.log:
         mesh.watch.record = functools.partial(_record, Path(settings.log) / f"flight-rank{mesh.rank}.json")
     return file, program, mesh

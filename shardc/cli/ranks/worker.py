@@ -1,6 +1,6 @@
 """What every process of `shardc run` does: load the program, make its part of the weights, train, save, evaluate.
 
-Started by shardc.runtime.launch, torchrun or Slurm as `python -m shardc.cli.worker JOB.json`.
+Started by shardc.runtime.launch, torchrun or Slurm as `python -m shardc.cli.ranks.worker JOB.json`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from shardc.cli import forward_jobs, lasting_output
-from shardc.cli.job import Job, collect_as_usual, joined, weights_of
+from shardc.cli.ranks import forward_jobs, lasting_output
+from shardc.cli.ranks.job import Job, collect_as_usual, joined, weights_of
+from shardc.cli.ranks.save_lock import SaveLock
+from shardc.cli.ranks.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
+from shardc.cli.ranks.user_frames import place, print_error, said
 from shardc.cli.same_error_once import for_this_rank
-from shardc.cli.save_lock import SaveLock
-from shardc.cli.training_loop import FIRST_WORD, Interrupted, Signals, Training, checkpoints, peak_memory
-from shardc.cli.user_frames import place, print_error, said
 from shardc.errors import ShardcError
 from shardc.runtime.launch import last_words
 from shardc.runtime.stage.op_errors import OutOfMemoryError, no_memory, out_of_memory
 
 if TYPE_CHECKING:
-    from shardc.api import Program
     from shardc.cli.model_file import ModelFile
-    from shardc.cli.training_data import Batches
+    from shardc.cli.ranks.training_data import Batches
     from shardc.runtime.step.engine import Engine
 
 
@@ -43,7 +42,8 @@ def run(job: Job) -> dict[str, Any]:
     Nothing that was trained is lost: a signal, an error in data() and a loss that is not finite all end in a
     checkpoint, after the last whole step, before they are reported.
     """
-    from shardc.cli.step_lines import StepLines, header
+    from shardc.cli.ranks.step_lines import StepLines, header
+    from shardc.runtime.checks.engine_options import check_trains
     from shardc.runtime.stage.interpreter import Interpreter
     from shardc.runtime.step.engine_optimizer import adamw
 
@@ -78,7 +78,8 @@ def run(job: Job) -> dict[str, Any]:
         fault = f"the checkpoint is of step {engine.step_count}, after the last step of this run, {settings.steps}"
         raise ShardcError(fault, where="--steps", fix="--steps counts from the first step of all: name a later one")
     if settings.steps > engine.step_count:
-        _check_training(program, settings.steps - engine.step_count, engine)
+        check_trains(program)
+        engine.check_schedule(settings.steps - engine.step_count)
     with mesh.together("opening the data"):
         train, valid = _data(job, file, engine)
 
@@ -119,7 +120,7 @@ def run(job: Job) -> dict[str, Any]:
         "losses": losses,
         "held_out": held_out.pop("loss", None),
         "held_out_outputs": held_out,
-        **training.speed(steps / seconds),
+        **training.meter.speed(steps / seconds),
         "peak_memory_mb": round(peak_memory(engine.mesh.device) / 2**20, 1),
         "saved": settings.save or None,
     }
@@ -130,17 +131,9 @@ def run(job: Job) -> dict[str, Any]:
     return summary
 
 
-def _check_training(program: Program, steps: int, engine: Engine) -> None:
-    """What can be known before the first step of some that would not train, or not to the end."""
-    from shardc.runtime.checks.engine_options import check_trains
-
-    check_trains(program)
-    engine.check_schedule(steps)
-
-
 def _data(job: Job, file: ModelFile, engine: Engine) -> tuple[Batches, Batches | None]:
     """What is trained on, and what is held out. A run that goes on has its checkpoint's seed."""
-    from shardc.cli import training_data
+    from shardc.cli.ranks import training_data
 
     seed = engine.rng.seed
     if file.data is None:
@@ -169,7 +162,7 @@ def main(file: str) -> None:
     if not job.joined and not torch.cuda.is_available():
         own_cores.use(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     # where DataLoaders make their files: in the folder of the run, which goes with it, also if this process is killed
-    multiprocessing.current_process()._config["tempdir"] = str(Path(file).parent)  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["tempdir"] = job.folder  # type: ignore[attr-defined]
     try:
         work = forward_jobs.score if job.split else forward_jobs.generate if job.prompts else run
         summary = work(job)
@@ -190,8 +183,8 @@ def main(file: str) -> None:
         where = place(e) or f"rank {os.environ.get('RANK', '0')}"
         _report_errors(job, [{"where": where, "what": said(e), "fix": "correct what raises it"}])
         _quit(job, 1)
-    if job.result and int(os.environ.get("RANK", "0")) == 0:
-        Path(job.result).write_text(json.dumps(summary))
+    if int(os.environ.get("RANK", "0")) == 0:
+        job.result.write_text(json.dumps(summary))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -215,7 +208,7 @@ def _last_words(job: Job) -> Iterator[None]:
     if not job.progress:
         yield
         return
-    file = last_words(Path(job.progress), int(os.environ.get("RANK", "0")))
+    file = last_words(job.progress, int(os.environ.get("RANK", "0")))
     with file.open("a") as f, redirect_stderr(f):
         yield
 
@@ -223,7 +216,7 @@ def _last_words(job: Job) -> Iterator[None]:
 def _quit(job: Job, status: int) -> NoReturn:
     """End at once. A rank of torchrun or Slurm has its run's folder for itself."""
     if job.joined:
-        shutil.rmtree(Path(job.result).parent, ignore_errors=True)
+        shutil.rmtree(job.folder, ignore_errors=True)
     os._exit(status)
 
 
@@ -250,7 +243,7 @@ def _report_errors(job: Job, errors: list[dict[str, str]]) -> None:
     """
     rank = os.environ.get("RANK", "0")
     if job.progress:
-        (Path(job.progress) / f"errors{rank}.json").write_text(json.dumps(errors))
+        (job.progress / f"errors{rank}.json").write_text(json.dumps(errors))
     if job.joined and job.quiet and rank == "0" and sys.__stdout__ is not None:
         print(json.dumps({"errors": errors}), file=sys.__stdout__, flush=True)
 

@@ -8,12 +8,9 @@ are read by shardc's own loader, which knows where it stands and reads only the 
 
 from __future__ import annotations
 
-import inspect
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -26,20 +23,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from shardc.cli.model_file import seed_everything, takes_parts
 from shardc.errors import ShardcError
 from shardc.runtime.data import same_samples
 from shardc.runtime.data.loader import Loader
-
-#: Arguments of data() for the number of this rank's part, and how many there are.
-PARTS = ("part", "parts")
-
-
-def seed_everything(*numbers: int) -> None:
-    """Seed `random`, numpy and torch, from any whole numbers, such as (seed, epoch)."""
-    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 class Batches:
@@ -87,11 +74,6 @@ class Batches:
             self._source = self._make()
         self._read = True
         return iter(self._source)
-
-
-def takes_parts(data: Any) -> bool:
-    """Does a model file's data() take the number of this rank's part, and how many there are?"""
-    return inspect.isfunction(data) and set(PARTS) <= set(inspect.signature(data).parameters)
 
 
 def batches(engine: Any, file: Any, split: str, seed: int, *, whole: bool = False) -> Batches | None:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from shardc.cli.job import Job, collect_as_usual, joined, weights_of
+from shardc.cli.ranks.job import Job, collect_as_usual, joined, weights_of
 from shardc.errors import ShardcError
 from shardc.runtime.step.evaluation import NoBatchesError
 
@@ -44,7 +44,7 @@ def generate(job: Job) -> dict[str, Any]:
 
 def score(job: Job) -> dict[str, Any]:
     """Score, and write a line a row. Returns tokens, mean log-probability, perplexity. Collective over the world."""
-    from shardc.cli import training_data
+    from shardc.cli.ranks import training_data
 
     file, program, mesh, scorer = _begun(job)
     with mesh.together("opening the data"):

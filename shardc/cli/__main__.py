@@ -1,5 +1,0 @@
-"""`python -m shardc.cli` runs the command `shardc`."""
-
-from shardc.cli import main
-
-main()

@@ -1,0 +1,144 @@
+"""Options that several commands have, and those of `shardc run`: one for each key of the spec's section `run:`, with
+its description and its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
+
+import typer
+from pydantic.fields import FieldInfo
+
+from shardc.spec.run_section import Run
+
+Source = Annotated[
+    str, typer.Argument(help="model.py, model.py:builder, hf:config.json, or a compiled DIR", show_default=False)
+]
+SpecFile = Annotated[Path | None, typer.Argument(help="spec.yaml (not with a compiled DIR)", show_default=False)]
+MeshOption = Annotated[list[str] | None, typer.Option("--mesh", help="sizes instead of the spec's: dp=4,tp=1")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="a setting instead of the spec's: data.bucket_mb=50")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on stdout, nothing else there")]
+BatchOption = Annotated[int | None, typer.Option(min=1, help="batch size of an hf: model's example batch")]
+SeqOption = Annotated[int | None, typer.Option(min=1, help="sequence length of an hf: model's example batch")]
+NprocOption = Annotated[
+    int | None, typer.Option("--nproc", min=1, help="processes on this machine; default: what the mesh needs")
+]
+TrustOption = Annotated[bool, typer.Option("--trust", help="accept a compiled DIR whose files were edited")]
+FullOption = Annotated[bool, typer.Option("--full", help="show every layer: those that are equal are folded")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="with a compiled DIR: the model file, if not the one it was compiled from"),
+]
+ForwardOption = Annotated[
+    bool,
+    typer.Option(
+        "--forward",
+        help="forward only: what outputs(output, batch) of the model file gives, or all tensors that the model returns",
+    ),
+]
+ScoreOption = Annotated[
+    bool, typer.Option("--score", help="forward only: the log-probability of each target of the loss")
+]
+DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
+
+
+@dataclass(frozen=True)
+class Named:
+    """The program that a command is about: a model and a spec, which are compiled, or a compiled DIR, which is read.
+
+    model_file: of a compiled DIR, the Python file that registers its ops, if not the one that it was compiled from.
+    forward, score: it is compiled forward-only.
+    """
+
+    model: Source
+    spec: SpecFile = None
+    mesh: MeshOption = None
+    overrides: SetOption = None
+    forward: ForwardOption = False
+    score: ScoreOption = False
+    batch: BatchOption = None
+    seq: SeqOption = None
+    trust: TrustOption = False
+    model_file: ModelOption = None
+    as_json: JsonOption = False
+    debug: DebugOption = False
+
+
+def names_program(*without: str, model: Any = Source) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command, whose first parameter is a Named, arguments and options for its fields, without some; where it
+    has `**settings`, also an option for each key of the spec's section `run:` (None: not given). model: what typer is
+    to know of that argument. typer reads the signature that is made here.
+    """
+
+    def of(command: Callable[..., None]) -> Callable[..., None]:
+        types, hints = (get_type_hints(x, include_extras=True) for x in (command, Named))
+        hints["model"] = model
+        _, *parameters = inspect.signature(command).parameters.values()
+        kind = inspect.Parameter.KEYWORD_ONLY
+        settings = Run.model_fields if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD else {}
+        own = [p.replace(kind=kind, annotation=types[p.name]) for p in parameters[: -1 if settings else None]]
+        fields = {
+            f.name: inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name])
+            for f in dataclasses.fields(Named)
+            if f.name not in without
+        }
+        fields["model"] = fields["model"].replace(default=inspect.Parameter.empty)
+        run = [inspect.Parameter(n, kind, default=None, annotation=_option(n, f)) for n, f in settings.items()]
+        first = {name: fields.pop(name) for name in ("model", "spec")}
+
+        @functools.wraps(command)
+        def with_options(**given: Any) -> None:
+            named = Named(**{name: given.pop(name) for name in (*first, *fields)})
+            command(named, **given)
+
+        ordered = [*first.values(), *run, *own, *fields.values()]
+        with_options.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+        return with_options
+
+    return of
+
+
+def given(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that were given, as the section has them."""
+    values = {name: x for name, x in settings.items() if x not in (None, [])}
+    for name, x in values.items():
+        if isinstance(x, Path):
+            values[name] = str(x.expanduser())  # a shell leaves the `~` of --save=~/runs as it is
+        elif isinstance(x, (Enum, list)):
+            values[name] = x.value if isinstance(x, Enum) else tuple(x)
+    return values
+
+
+def _words(name: str, words: tuple[str, ...]) -> Any:
+    return Enum(name, {word: word for word in words})
+
+
+def _option(name: str, field: FieldInfo) -> Any:
+    """The type of an option, and what typer has to know of it."""
+    default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+    text = (field.description or "") + (f" (default: {default})" if field.default else "")
+    text = text.replace("`save`", "--save").replace("`log`", "--log")
+    kind: Any = field.annotation  # a type, or what Annotated makes of one
+    least = next((x.ge for x in field.metadata if hasattr(x, "ge")), None)
+    flags: list[str] = []
+    if kind is bool:
+        flag = name.replace("_", "-")
+        flags = [f"--{flag}/--no-{flag}"]
+    elif kind is str:
+        kind = Path
+    elif get_origin(kind) is Literal:
+        kind = _words(name, get_args(kind))
+    elif get_origin(kind) is tuple:
+        kind, least = list[int], 1
+    elif kind is not int:
+        kind = float
+    return Annotated[Optional[kind], typer.Option(*flags, min=least, help=text)]  # noqa: UP045 (of a value)

@@ -1,0 +1,166 @@
+"""How `shardc run`, `score` and `generate` make their program and job, and start the processes of the job."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from shardc.cli.common import Show, is_artifact, model_of, program_of, reporting, say_whose
+from shardc.cli.options import Named
+from shardc.cli.ranks import compile_once, lasting_output
+from shardc.cli.ranks.run_folder import run_folder
+from shardc.errors import ShardcError
+
+if TYPE_CHECKING:
+    from shardc.api import Program
+    from shardc.cli.ranks.job import Job
+    from shardc.spec import Run
+
+SAVING = 120.0  # seconds that ranks have to save in when the run is stopped by a signal
+
+
+@contextmanager
+def ranks(named: Named, nproc: int | None, weights: Path | None) -> Iterator[Ranks]:
+    """The ranks of a command, whose exit status is theirs. Raises ShardcError where `weights` names none."""
+    one_rank = any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
+    lasting_output.install(tell=named.as_json or one_rank)  # else rank 0, which writes the lines, says it
+    with reporting(named.debug, named.as_json) as show, ExitStack() as stack:
+        here = Ranks(named, nproc, weights, show, stack)
+        yield here
+    if here.joined:
+        from shardc.cli.ranks import worker
+
+        worker.leave(here.status)
+    raise typer.Exit(here.status)
+
+
+class Ranks:
+    """Starts one process a rank on this machine, or is one rank of torchrun's or Slurm's world: `joined`.
+
+    show: prints the result. folder: the run's own. status: of the job that ran last.
+    """
+
+    def __init__(self, named: Named, nproc: int | None, weights: Path | None, show: Show, stack: ExitStack) -> None:
+        from shardc.runtime import launch
+
+        self.named, self.show, self.status = named, show, 0
+        self.folder, self._nproc, self._stack = stack.enter_context(run_folder()), nproc, stack
+        launch.join_slurm()
+        self.joined = launch.in_world()
+        self._weights = _weights(weights)
+
+    def program(self, *, watch: float | None = None, as_compiled: bool = True) -> Program:
+        """The program for these ranks. Under torchrun and Slurm one process of a machine compiles it.
+
+        watch: seconds after which a rank that the others wait for is named (shardc.runtime.mesh.presence). as_compiled:
+        as of `program_of`.
+        """
+        from shardc.runtime.mesh import presence
+
+        shared = compile_once.meeting() if self.joined and not is_artifact(self.named.model) else None
+        compile_once.check(shared)  # else this process would wait for a first one that has gone
+        here = presence.begin(*(() if watch is None else (watch,))) if self.joined else None
+        world = int(os.environ["WORLD_SIZE"]) if self.joined else self._nproc
+        compiled = functools.partial(program_of, self.named, world=world, as_compiled=as_compiled)
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        with here.activity.during("compiling") if here is not None else nullcontext():
+            once = compile_once.once(shared, first=first, compiled=compiled, read=self._read)
+            self._program = program = self._stack.enter_context(once)
+        named = self.named.model_file
+        self._ref = named or (model_of(program.meta) if is_artifact(self.named.model) else program.meta["model_ref"])
+        if world is not None and world != program.mesh.world:
+            fault = f"the mesh {program.mesh} has {program.mesh.world} ranks, not {world}"
+            raise ShardcError(fault, where="--nproc", fix="change --mesh, or leave --nproc out")
+        if not self._ref:
+            raise ShardcError(
+                "this artifact does not say which model file it was compiled from",
+                where=self.named.model,
+                fix="name it with --model, or compile it with `shardc compile -o DIR`",
+            )
+        return program
+
+    def _read(self, folder: Path) -> Program:
+        """The program that another process of this machine has compiled."""
+        from shardc.cli import model_file
+
+        if not self.named.model.startswith("hf:"):
+            model_file.imported(model_file.path_of(self.named.model))  # it may register ops
+        return program_of(Named(str(folder)), as_compiled=True)
+
+    def job(self, run: Run, writes: Mapping[str, str] | None = None, **work: Any) -> Job:
+        """What the processes do. writes: folders that a compiled folder's spec names. work: the other fields."""
+        from shardc.cli.ranks.job import Job
+
+        artifact = Path(self.named.model)
+        if not is_artifact(self.named.model):
+            artifact = self.folder / "program"
+            self._program.save(artifact)
+        elif os.environ.get("LOCAL_RANK", "0") == "0":
+            say_whose(self.named.model, "" if self.named.model_file else self._ref, writes or {})
+        example = self._program.meta.get("example", {})
+        return Job(
+            program=str(artifact),
+            model=self._ref,
+            run=run.model_dump(),
+            batch=example.get("batch"),
+            seq=example.get("seq"),
+            weights=self._weights,
+            quiet=self.named.as_json,
+            folder=str(self.folder),
+            trust=self.named.trust,
+            joined=self.joined,
+            debug=self.named.debug,
+            **work,
+        )
+
+    def start(self, job: Job) -> int:
+        """Run the job, here as one rank of a given world, or as one process a rank. Returns the exit status."""
+        from shardc.cli import hidden_modules
+        from shardc.cli.ranks import worker
+        from shardc.runtime import launch
+
+        file = self.folder / "job.json"
+        file.write_text(json.dumps(vars(job)))
+        if self.joined:
+            worker.main(str(file))
+            return 0
+        hidden_modules.check_folder(Path.cwd())
+        failed_first: list[int] = []
+        self.status = launch.launch(
+            [sys.executable, "-m", "shardc.cli.ranks.worker", str(file)],
+            self._program.mesh,
+            progress=self.folder,
+            failed_first=failed_first.append,
+            stdout=sys.stderr.fileno() if self.named.as_json else None,
+            patience=SAVING,
+        )
+        if failed_first and self.named.as_json:
+            report = self.folder / f"errors{failed_first[0]}.json"
+            killed = [{"where": f"rank {failed_first[0]}", "what": "the process was killed", "fix": ""}]
+            self.show(json.dumps({"errors": json.loads(report.read_text()) if report.exists() else killed}))
+        return self.status
+
+    def result(self, job: Job) -> dict[str, Any] | None:
+        """The summary of a job that was done; of a joined world the first rank has it."""
+        done = self.status == 0 and job.result.exists()
+        return json.loads(job.result.read_text()) if done else None
+
+
+def _weights(weights: Path | None) -> str:
+    """The path that --weights names, "" without. Raises ShardcError where no weights are there."""
+    if weights is None:
+        return ""
+    from shardc.runtime.state.weight_files import has_weights
+
+    if not has_weights(path := weights.expanduser()):
+        fix = "name a .safetensors or .bin file, a folder that has some (with their index), or what --save wrote"
+        raise ShardcError(f"there are no weights in {path}", where="--weights", fix=fix)
+    return str(path.resolve())

@@ -1,0 +1,108 @@
+"""What a run measures of itself beside time: floating-point operations, the share of the device's peak, bytes sent."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardc.api import Program
+from shardc.cost.measured.device_file import device, measured_file, names
+from shardc.machine.flops import flops_of
+from shardc.report.comm import comm_rows
+from shardc.runtime.mesh import RankMesh
+from shardc.runtime.mesh.step_context import StepContext
+from shardc.torch_private import TorchDispatchMode
+
+
+class ModelFlops(TorchDispatchMode):
+    """`with ModelFlops(mesh.step) as counted:` counts the matrix products of a step on this rank, without what backward
+    computes again (PaLM, Chowdhery et al. 2022, appendix B): `.flops`.
+    """
+
+    def __init__(self, step: StepContext) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._step, self.flops = step, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._step.repeats:
+            self.flops += flops_of(func, args, kwargs or {}, result, again=False)
+        return result
+
+
+@contextmanager
+def timed_ops(log: Path, step: int, mesh: RankMesh) -> Iterator[None]:
+    """Time every op of a step, into a file of `log` (shardc.cost.measured.op_times)."""
+    from shardc.cost.measured.op_times import OpTimes, file_of
+
+    with OpTimes(mesh.device, mesh) as times:
+        yield
+    log.mkdir(parents=True, exist_ok=True)
+    file_of(log, step, mesh.rank).write_text(json.dumps(times.measured(step).to_json()))
+
+
+class Meter:
+    """What steps are measured by: samples and tokens of one (None: it has none), and of this rank the peak of its
+    device, the bytes of its collectives by axis, and `flops`, of the products in a step.
+
+    moved: bytes of each message of the optimizer's matrices.
+    """
+
+    flops = 0
+
+    def __init__(self, program: Program, mesh: RankMesh, moved: Sequence[int]) -> None:
+        self.samples, self.tokens = max((x.shape[0] for x in program.inputs if x.shape), default=1), tokens_of(program)
+        self._peak = peak_flops(program, mesh.device)
+        total: Counter[str] = Counter()
+        for row in comm_rows(program, mesh.coordinate(program.axis) if program.axis else None, moved):
+            total[row.axes] += row.bytes
+        self.bytes = dict(total)
+
+    def speed(self, steps: float) -> dict[str, float]:
+        """Samples a second, and tokens if the model has any, at so many steps a second."""
+        rates = {"samples_per_second": round(self.samples * steps, 1)}
+        return rates | ({"tokens_per_second": round(self.tokens * steps, 1)} if self.tokens is not None else {})
+
+    def work(self, steps: float) -> dict[str, float]:
+        """TFLOP/s of the model's own operations on this rank, at so many steps a second; and the share of the device's
+        peak, if that is known.
+        """
+        rate = self.flops * steps
+        return {"tflops": round(rate / 1e12, 4)} | ({"mfu": round(rate / self._peak, 4)} if self._peak else {})
+
+
+def tokens_of(program: Program) -> int | None:
+    """Tokens in the batch: rows x positions of the whole numbers that an embedding looks up; None if there are none."""
+    for node in program.graph.nodes:
+        if node.target is not torch.ops.aten.embedding.default:
+            continue
+        ids = node.args[1]
+        while ids.op == "call_function" and len(ids.all_input_nodes) == 1:
+            ids = ids.all_input_nodes[0]  # reshaped, sliced, cast
+        read = next((x for x in program.inputs if x.name == ids.name and len(x.shape) > 1), None)
+        if read is not None:
+            return read.shape[0] * read.shape[1]
+    return None
+
+
+def peak_flops(program: Program, where: torch.device) -> float | None:
+    """Of this rank's device, a second, in the dtype that products are computed in: as `shardc device --measure` found,
+    or of the file in shardc/machine/devices that has its name; None where neither knows it.
+    """
+    name = where.type if measured_file(where.type).is_file() else ""
+    if not name and where.type == "cuda":
+        here = torch.cuda.get_device_name(where).lower()
+        name = next((n for n in names() if n.partition("-")[0] in here), "")
+    if not name:
+        return None
+    spec = program.spec
+    compute = spec.precision.compute if spec is not None else None
+    floating = [p.dtype for p in program.params if p.dtype.is_floating_point]
+    dtype = compute or (str(floating[0]).removeprefix("torch.") if floating else "float32")
+    return device(name).flops_per_second(dtype)
