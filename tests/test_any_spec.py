@@ -330,10 +330,16 @@ def forwards(name: str, spec: dict[str, Any]) -> None:
 
 
 def looked_at(program: Program, cost: Cost | None = None) -> None:
-    """Its page draws every collective, and every row of the table of collectives leads to those that it counts."""
+    """Its page draws every collective but sums of buckets, and every row of the table of collectives leads to those that
+    it counts.
+    """
     shown = page_data(program, cost, None)
-    drawn = {op["message"] for op in shown["after"] if "message" in op}
-    assert drawn == {i for i, m in enumerate(shown["messages"]) if "buckets" not in m}
+    drawn = {op["message"] for op in shown["after"] if "message" in op}  # gathers of ZeRO 3 are their buckets'
+    assert (
+        {i for i, m in enumerate(shown["messages"]) if "buckets" not in m}
+        <= drawn
+        <= set(range(len(shown["messages"])))
+    )
     assert {i for r in shown["rows"] for i in r["messages"]} == set(range(len(shown["messages"])))
 
 

@@ -15,6 +15,7 @@ from shardc.ir.metadata import Collective
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.ir.units import plural
+from shardc.runtime.checks.engine_options import check_trains
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
@@ -90,6 +91,8 @@ def simulate(
         raise ShardcError(
             f"{steps!r} is no number of steps", where="shardc.simulate", fix="give a whole number, 1 or more"
         )
+    if not program.forward_only:
+        check_trains(program)
     make = optimizer if optimizer is not None or steps == 1 else adamw
 
     def work(mesh: LoopbackMesh) -> _Rank:

@@ -225,7 +225,7 @@ def test_equal_layers_are_differentiated_once(spec: dict[str, Any], monkeypatch:
     from shardc.passes import joint
 
     made: list[joint.Rules] = []
-    monkeypatch.setattr(joint, "Rules", lambda program: made.append(joint.rules.Rules(program)) or made[-1])
+    monkeypatch.setattr(joint, "Rules", lambda program: made.append(joint.derivatives.Rules(program)) or made[-1])
     for layers in (3, 6):
         model, batch = zoo.gpt(layers=layers, dropout=0.1)
         assert shardc.compile(model, batch, {"shardc": 1, **spec}, prove=False).joint()

@@ -348,4 +348,4 @@ def test_exchanges_of_experts_run_beside_the_other_microbatch() -> None:
     }
     alone, _ = _waited(model, 4096, spec, {})
     beside, _ = _waited(model, 4096, spec, SIDE)
-    assert beside < alone / 2
+    assert beside < 0.8 * alone  # there is little else to compute: gradients of router weights take their bytes

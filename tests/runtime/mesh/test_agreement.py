@@ -9,7 +9,8 @@ import torch
 
 from shardc.errors import ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.runtime.mesh.agreement import Fact, check, fingerprint, hashed, told
+from shardc.runtime.mesh import agreement
+from shardc.runtime.mesh.agreement import Fact, check, fingerprint, hashed
 from shardc.runtime.mesh.loopback import loopback
 
 MESH = Mesh((("dp", 2), ("tp", 3)))
@@ -32,7 +33,7 @@ def test_a_fingerprint_sees_every_element_and_its_place(n: int, dtype: torch.dty
 
 @pytest.mark.parametrize("texts", [["ä" * 5000, "", "", "b" * 14, "c" * 15, "ä" * 5000], [""] * 6, ["same"] * 6])
 def test_texts_of_any_length(texts: list[str]) -> None:
-    assert loopback(MESH, lambda mesh: told(mesh, texts[mesh.rank])) == [texts] * 6
+    assert loopback(MESH, lambda mesh: agreement.texts(mesh, texts[mesh.rank])) == [texts] * 6
 
 
 def test_elements_that_changed_places_in_a_large_tensor() -> None:

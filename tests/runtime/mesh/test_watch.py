@@ -75,7 +75,7 @@ def test_a_rank_that_is_stopped_on_this_machine_is_ended(monkeypatch: pytest.Mon
         as_rank(store, 1, other.pid)
         other.send_signal(signal.SIGSTOP)
         known = Processes(store, 0, 2)
-        watch = Watch(Mesh((("tp", 2),)), 0, Activity(), store, known, named=0.4, tell=heard.append)
+        watch = Watch(Mesh((("tp", 2),)), 0, Activity(), store, known, named=0.4, say=heard.append)
         assert other.wait(30) == -signal.SIGKILL
         watch.stop()
     assert heard == ["rank 1 (tp=1) does not answer for 0 s: it is stopped (SIGSTOP); rank 0 waits for it; ended now"]
@@ -132,7 +132,7 @@ def test_a_rank_that_went_on_before_all_answered_says_nothing(monkeypatch: pytes
         asked.set()
 
     monkeypatch.setattr(Watch, "_ask", ask_and_go_on)
-    watch = Watch(Mesh((("tp", 2),)), 0, act, store, None, named=0.4, tell=heard.append)
+    watch = Watch(Mesh((("tp", 2),)), 0, act, store, None, named=0.4, say=heard.append)
     assert asked.wait(60)
     while watch._question is not None:  # until the answers are judged
         time.sleep(0.01)
@@ -190,7 +190,7 @@ def test_a_rank_that_does_not_answer_ends_the_others(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("os._exit", leave)
     monkeypatch.setattr(activity, "waits", lambda: True)
-    ranks = [Watch(Mesh((("tp", 3),)), r, Activity(), store, named=0.4, tell=heard.append) for r in range(2)]
+    ranks = [Watch(Mesh((("tp", 3),)), r, Activity(), store, named=0.4, say=heard.append) for r in range(2)]
     for r, watch in enumerate(ranks):
         watch._thread.name = str(r)
     for watch in ranks:
@@ -211,7 +211,7 @@ def test_two_ranks_ask_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "waits", lambda: waits[threading.current_thread().name])
     monkeypatch.setattr(activity, "place", lambda: "model.py:22, in forward")
     mesh = Mesh((("tp", 2),))
-    ranks = [Watch(mesh, r, Activity(), store, named=0.4, tell=heard.append) for r in range(2)]
+    ranks = [Watch(mesh, r, Activity(), store, named=0.4, say=heard.append) for r in range(2)]
     for r, watch in enumerate(ranks):
         watch._thread.name = str(r)
     deadline = time.monotonic() + 30
