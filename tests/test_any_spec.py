@@ -330,7 +330,7 @@ def forwards(name: str, spec: dict[str, Any]) -> None:
 
 
 def looked_at(program: Program, cost: Cost | None = None) -> None:
-    """Its page draws every collective but sums of buckets, and every row of the table of collectives leads to those that
+    """Its page draws every collective but sums of buckets; every row of the table of collectives leads to those that
     it counts.
     """
     shown = page_data(program, cost, None)
