@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunctionSubclass
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardc.errors import ShardcError
+from shardc.runtime.checks.tensor_parts import plain
 from shardc.runtime.zero.optimizer_list import members_of
 
 
@@ -133,7 +133,7 @@ class ValueBeside(_Detached):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        with DisableTorchFunctionSubclass():
+        with plain():
             if torch.is_grad_enabled() and any(x.requires_grad for x in _tensors((args, kwargs))):
                 raise ShardcError(
                     "a value beside the loss is detached: a term of it has no gradient, and would train nothing",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardc
-from shardc.cli.step_metrics import ModelFlops
+from shardc.cli.ranks.step_metrics import ModelFlops
 from shardc.cost.measured.device_file import device
 from shardc.machine.flops import aligned_of, flops_of, op_of
 from shardc.runtime.mesh.step_context import StepContext

@@ -309,7 +309,7 @@ def _(r: Rank) -> None:
 
 def flip(x: torch.Tensor) -> None:
     """One bit of the last element, such as the lowest of its fraction."""
-    x.detach().view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+    x.detach().as_subclass(torch.Tensor).view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
 
 
 @case("a bit that flips in a weight", "after step 2: the weight up.bias differs between rank 1")
