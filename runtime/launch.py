@@ -1,9 +1,9 @@
 """Start one process a rank on this machine, and end them together.
 
 torchrun's agent restarts and rendezvouses across nodes, but it shows every rank's traceback, and when one rank dies the
-others' "connection closed by peer" come with it. Here the rank that failed first speaks and the others are silent: that
-is what a person needs on one machine. Under torchrun or Slurm `shardc run` joins the world it is given instead (see
-`in_world`)."""
+others' "connection closed by peer" come with it. Here only the error of the rank that failed first is shown. What else
+ranks write to their standard errors appears as it comes. Under torchrun or Slurm `shardc run` joins that world
+instead (see `in_world`)."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ class Engine:
     routing: note in every step how tokens are spread over experts, in `.loads`: one
     shardc.runtime.step.expert_load.Load a layer.
     check: compare what all ranks share: weights, program and seed here, batch, step and learning rate in each step
-        (shardc.runtime.mesh.agreement); a difference is an error on all ranks. False: nothing looks at the model, the
-        optimizer and the scheduler of the user either.
+        (shardc.runtime.mesh.agreement); a difference is an error on all ranks. False: the user's model,
+        optimizer and scheduler are not checked either (docs/not-checked.md).
     check_every: steps between two comparisons of all copies of weights, buffers and optimizer states, which find a bit
         that flipped in one of them (shardc.runtime.mesh.replicas); `save` compares them too. 0: never.
     broadcast: rank 0's weights for all ranks, for models that are not seeded.
@@ -99,8 +99,8 @@ class Engine:
 
     `step` updates a bucket's parameters as soon as their gradients are summed, while later buckets still are
     (shardc.runtime.zero.early_step), at ZeRO 0 on a CPU, if the optimizer steps each parameter by itself and nothing
-    has to be known of all gradients first (clip_norm, loss scaling). Under the same condition gradients of matrices go
-    to their owners while backward runs.
+    has to be known of all gradients first (clip_norm, nonfinite, loss scaling, offload). Gradients of matrices go to
+    their owners while backward runs, if nothing has to be known of all first.
 
     An error in a step before its update (a wrong batch, a failing op, Ctrl-C) leaves the engine as it was, if all ranks
     meet it: the next step starts afresh. One in the update itself, as in an optimizer of one's own, does not: the

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardc import torch_modes
 from shardc.call_arguments import checked
 from shardc.errors import ShardcError
 from shardc.ir.comm_record import CommRecord
@@ -15,6 +17,7 @@ from shardc.ir.metadata import Collective
 from shardc.ir.program import Program
 from shardc.ir.stored import Buffer, Param
 from shardc.ir.units import plural
+from shardc.runtime.checks import user_changes
 from shardc.runtime.checks.engine_options import check_trains
 from shardc.runtime.mesh.loopback import LoopbackMesh, loopback
 from shardc.runtime.step.engine import Engine
@@ -91,8 +94,12 @@ def simulate(
         raise ShardcError(
             f"{steps!r} is no number of steps", where="shardc.simulate", fix="give a whole number, 1 or more"
         )
+    torch_modes.check("shardc.simulate", training=not program.forward_only)
     if not program.forward_only:
         check_trains(program)
+    # once, not by every rank's engine: these share one model, and have nothing to compare
+    for name, note in user_changes.check_as_compiled(program, model, built=False).items():
+        print(f"note: {name}: {note}", file=sys.stderr, flush=True)
     make = optimizer if optimizer is not None or steps == 1 else adamw
 
     def work(mesh: LoopbackMesh) -> _Rank:

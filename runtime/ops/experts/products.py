@@ -3,7 +3,7 @@
     made = experts_apply(rows, counts, up, ...)     of the experts that are here, whoever has sent the rows
     y    = experts(x, index, weights, up, ...)      routing, products and the weighted sum, where nothing is sent
 
-Arguments are those of expert_parallel.py, which sends the rows. Both keep the first product's result for backward, and
+Arguments are those of parallel.py, which sends the rows. Both keep the first product's result for backward, and
 compute again what the activation makes of it.
 """
 

@@ -98,3 +98,14 @@ def test_a_hook_on_the_module_itself_runs(capfd: pytest.CaptureFixture[str]) -> 
     for plain, hooked in loopback(program.mesh, rank):
         assert hooked == 2 * plain
     assert "hook" not in capfd.readouterr().err
+
+
+def test_a_simulation_sees_what_an_engine_would() -> None:
+    """Though its engines check nothing: modes of torch, and a layer that was frozen after compiling."""
+    model = Two()
+    program = shardc.compile(model, ROWS, {"shardc": 1, "mesh": {"dp": 2}}, loss=loss_of)
+    with torch.autocast("cpu"), pytest.raises(ShardcError, match=r"shardc.simulate: torch.autocast is on"):
+        shardc.simulate(program, model, ROWS)
+    model.up.bias.requires_grad_(False)
+    with pytest.raises(ShardcError, match=r"up.bias.requires_grad: was trained when the model was compiled"):
+        shardc.simulate(program, model, ROWS)
