@@ -140,7 +140,8 @@ def opaque(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kw
             if place is None:
                 place = operands[at] = Own(None)
             of = given[at]
-            return place, of.stride(), x.size(), x.stride(), x.storage_offset() - of.storage_offset()
+            offset = int(x.storage_offset()) - int(of.storage_offset())
+            return place, of.stride(), x.size(), x.stride(), offset
         own = Own(x.detach() if x.grad_fn is not None else x)
         saved.append(weakref.ref(own))
         return own
