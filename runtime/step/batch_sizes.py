@@ -157,7 +157,7 @@ _PLAIN = "evaluate the plain model with engine.full_state_dict()"
 
 
 def switched(program: Program, note: Callable[[str], None]) -> bool:
-    """Return whether the program of a step can evaluate as well. note: called if nobody knows.
+    """Return whether the program of a step can evaluate as well. note: called if that is unknown.
 
     Raises ShardcError if the program cannot evaluate, and there is no model to compile for it.
     """

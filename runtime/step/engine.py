@@ -443,8 +443,8 @@ class Engine:
 
         Both are of the same model on the same ranks. Copies parameters, and buffers that both programs have. Each
         element is sent once to each rank that needs it and does not have it; the first call plans who sends what to
-        whom, and returns the plan (shardc.runtime.reshard): `.sent` and `.received`, bytes by rank. The other's
-        optimizer and step are unchanged. Raises ShardcError for a program of another model, or of other ranks.
+        whom. Returns the plan (shardc.runtime.reshard): `.sent` and `.received`, bytes by rank. The other's optimizer
+        and step are unchanged. Raises ShardcError for a program of another model, or of other ranks.
         """
         return move_weights(self._saver, other)
 

@@ -1,7 +1,7 @@
 """Scale the loss for float16, so that small gradients do not become zero, and unscale gradients.
 
 The algorithm of torch.amp.GradScaler (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2), for all ranks
-of a mesh at once: a gradient that is not finite on any rank skips the step on every rank, and all scales change.
+of a mesh at once: a gradient that is not finite on any rank skips the step and changes the scale on every rank.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Schedulers:
 
     @classmethod
     def make(cls, scheduler: SchedulerOf, optimizer: torch.optim.Optimizer) -> Schedulers:
-        """Make the user's schedulers. Raises ShardcError for a wrong type, or one that needs a measure."""
+        """Make the user's schedulers. Raises ShardcError for other types or optimizers, and ReduceLROnPlateau."""
         returned = scheduler(optimizer.returned if isinstance(optimizer, OptimizerList) else optimizer)
         several = isinstance(returned, (list, tuple, dict))
         members = list(returned.values() if isinstance(returned, dict) else returned) if several else [returned]

@@ -58,7 +58,7 @@ class _Children(NamedTuple):
 class Parts:
     """The tree of parts below `root`, like the submodules of `model`, if that is a module.
 
-    Parts have their names, classes and attributes. Neither is kept alive.
+    Parts have their names, classes and attributes. Keeps neither `root` nor `model` alive.
     """
 
     def __init__(self, root: nn.Module, model: Any) -> None:

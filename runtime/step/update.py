@@ -120,7 +120,7 @@ class Update:
             self.model.replace_buffers(new)
 
     def reduced(self, names: Sequence[str]) -> None:
-        """Process gradients that are summed over ranks, while others may not be."""
+        """Unscale gradients whose sums have ended, add them to the norm, and step or send them early."""
         if self.scaler is not None:
             self.scaler.unscale(self.model.owned[n].grad for n in names)
         if self._needs_norm:
@@ -133,7 +133,7 @@ class Update:
                 self._overlapped.step(names)
 
     def all_reduced(self) -> None:
-        """Process the remaining gradients, after all sums have ended."""
+        """Finish the remaining gradients after all sums have ended, and agree on an overflow."""
         self.reduced(self._unbucketed)
         if self.scaler is not None:
             self.scaler.sync_overflow()
