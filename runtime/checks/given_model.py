@@ -98,7 +98,7 @@ class GivenModel:
         if model is None or not self._used or self._in_vain:
             return
         ids = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is None}
-        if ids and any(id(p) in ids for p in model.parameters()):  # a bucket's own step has none, many times a step
+        if ids and any(id(p) in ids for p in model.parameters()):  # steps by bucket, which are frequent, have no ids
             self._in_vain = type(optimizer).__name__
 
     def _changes(self, model: nn.Module) -> Notes:

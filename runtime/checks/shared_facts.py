@@ -112,7 +112,7 @@ def written(program: Program, written: bool) -> Fact:
 class SameRows:
     """Notes once if all ranks get the same rows in the first RUNNING batches.
 
-    So it is if each reads a whole DataLoader without a sampler. The steps are right, but have fewer rows.
+    This happens if each rank reads a whole DataLoader without a sampler. The steps are right, but have fewer rows.
     """
 
     RUNNING = 3

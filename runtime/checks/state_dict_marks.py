@@ -24,7 +24,7 @@ KEY = "shardc"
 
 
 def slices(program: Program, mesh: Any, runs: Mapping[str, FlatShard]) -> dict[str, str]:
-    """Return {name: this rank's slice of the whole tensor, as text}, without whole tensors.
+    """Return {name: this rank's slice as text} of the tensors of which this rank has a slice.
 
     runs: flat shards of ZeRO, by placeholder name.
     """

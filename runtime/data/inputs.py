@@ -106,7 +106,7 @@ def take(program: Program, batch: Any, mesh: Any, *, local: bool) -> list[Tensor
     the program.
     """
     parts = _cut(program, batch, mesh.rank, given_local=local, wanted_local=local)
-    # programs give inputs no gradient
+    # programs compute no gradients of inputs
     return [part.detach().to(mesh.device, non_blocking=True).contiguous() for part in parts.values()]
 
 
@@ -147,7 +147,7 @@ def _cut(program: Program, batch: Any, rank: int, *, given_local: bool, wanted_l
             )
     for path, then in program.baked:
         now = by_path.get(path)
-        if isinstance(now, str) and isinstance(then, str) and now != then and len(path) == 1:  # no list of texts
+        if isinstance(now, str) and isinstance(then, str) and now != then and len(path) == 1:  # not for texts in lists
             fault = f"the batch gives {now!r}, but the program was compiled with {then!r} in its place"
             errors.add(fault, where=name_of(path), fix="compile again with a batch that has this value")
         elif isinstance(now, (bool, int, float)) and now != then and then == then:
@@ -206,7 +206,7 @@ def _check_form(program: Program, batch: Any, by_path: Mapping[Path, Any]) -> No
     if _kind(wanted[0]) == "key":
         fix += ", which a loader's collate_fn can make: lambda samples: dict(zip(names, default_collate(samples)))"
     got = f"a {type(batch).__name__}" if batch is not None else "None"
-    if isinstance(batch, str):  # a name
+    if isinstance(batch, str):  # probably a key of a dict
         got = f"the text {batch!r}"
         fix = (
             "a loop over a dict gives its names: where batches are expected, such as of data() and evaluate_all, give a"
@@ -399,7 +399,7 @@ def check_keywords(program: Program, named: Any, takes: Mapping[str, inspect.Par
     if not isinstance(named, Mapping):
         return
     defaults = {name: p.default for name, p in takes.items()}
-    # an argument of `**kwargs` has no default, and may be absent; a name that forward does not accept has none either
+    # with `**kwargs`, any other name may be absent, and its default counts as None; else such a name has no default
     rest = None if inspect.Parameter.VAR_KEYWORD in {p.kind for p in takes.values()} else inspect.Parameter.empty
     known = {path[0] for path in (*dict(program.baked), *(x.path for x in program.inputs)) if path}
     errors = Errors()

@@ -1,4 +1,4 @@
-"""Make errors of a user's dataset and collate function name the sample, and leave workers unchanged.
+"""Name the sample in errors of a user's dataset or collate function, and pass them on from workers.
 
 torch makes a new exception from a worker's: of the same type, if that accepts a text, with the worker's traceback as
 its message; attributes are lost. Here a worker sends the exception itself, and the reading process raises it, caused by

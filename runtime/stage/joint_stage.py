@@ -134,9 +134,8 @@ class JointPair:
         """Run both: (result as of JointStage.forward; gradients of values that backward's stage received).
 
         given: inputs of forward's stage. microbatch, kept, values: of backward: its microbatch, what its forward kept
-        for it (consumed), inputs of its stage. begin: gradients of values for others, and of the loss, by the names of
-        its graph.
-        launch: begins the sums of complete buckets.
+        (consumed), inputs of its stage. begin: gradients of values for others, and of the loss, by the names of its
+        graph. launch: begins the sums of complete buckets.
         """
         view = mesh.beside()
         view.step.in_backward, view.step.microbatch = True, microbatch

@@ -43,9 +43,10 @@ class NotFiniteError(ShardcError):
 def skips(
     action: Action, loss: Tensor, interpreter: Interpreter, values: Sequence[Mapping[str, Any]], *, step: int
 ) -> bool:
-    """Return whether a step with this global loss (0-dim) updates nothing. Reads the loss on the host.
+    """Return whether a step with this global loss, 0-dim, updates nothing.
 
-    Not for "ignore". values: per microbatch {placeholder: value}. Raises NotFiniteError for "stop", on all ranks.
+    Reads the loss on the host, unless action is "ignore". values: per microbatch {placeholder: value}. Raises
+    NotFiniteError for "stop", on all ranks.
     """
     if action == "ignore" or math.isfinite(float(loss)):
         return False
@@ -66,7 +67,8 @@ def skips_gradient(
 ) -> bool:
     """Return whether a step updates nothing, by the global 2-norm of its gradient, 0-dim. Collective.
 
-    Backward can make a nan of a finite loss (square root of 0). A norm that overflows with finite gradients is fine.
+    Backward can make a nan of a finite loss (square root of 0). A norm that overflows counts as finite if all gradients
+    are.
     """
     if action == "ignore" or math.isfinite(float(norm)):
         return False

@@ -80,8 +80,7 @@ def out_of_memory(error: BaseException, where: str, fix: str = LESS_MEMORY) -> O
 def outside(ids: Any, rows: int, ignore: int | None = None) -> str:
     """Return "120 is not in 0 ... 99" for the first id that is not in a table of `rows`; "" if unknown.
 
-    ignore: an id that is valid in addition. Reads ids on the CPU only: a device whose op failed cannot be read any
-    more.
+    ignore: an id that is also valid. Reads ids on the CPU only: a device cannot be read after its op failed.
     """
     if not isinstance(ids, Tensor) or ids.device.type != "cpu" or type(ids) is not Tensor:
         return ""

@@ -65,7 +65,7 @@ def _summed(program: Program, mesh: Any, here: Mapping[str, Tensor]) -> Values:
     over = {part for axis in axes for part in program.mesh.parts(axis)}
     flat: list[Tensor] = []
     for o in taking_part:
-        alike = over - set(o.summed_over) - {program.axis}  # one rank of these brings it
+        alike = over - set(o.summed_over) - {program.axis}  # ranks along these have the same: the first adds it
         mine = o.name in here and not any(mesh.coordinate(axis) for axis in alike)
         size = int(torch.Size(o.shape).numel())
         value = here[o.name].reshape(-1).double() if mine else torch.zeros(size, dtype=torch.float64)

@@ -316,7 +316,7 @@ class Run:
     def _deliver(self, edge: Edge, microbatch: int, values: dict[str, Tensor], way: Way) -> None:
         """Pass values to a stage of this rank at once, or put them into the outbox until they are sent.
 
-        Both without gaps in memory, so that strides and results do not depend on which rank has a stage.
+        A stage here gets them contiguous, as if sent, so that results do not depend on where stages are.
         """
         if (edge.target if way == "forward" else edge.source) in self.on.stages:
             self._arrived(edge, microbatch, {n: x.contiguous() for n, x in values.items()}, way)

@@ -136,15 +136,13 @@ def export_safetensors(
     """Write the model's weights for other programs. Returns the folders. Collective.
 
     All ranks write, and see one file system. path: a `.safetensors` file, or a folder: then `model.safetensors`, or
-    numbered files of at most `max_file_bytes` with an index. params: this rank's; runs: the flat shards of ZeRO among
-    them;
+    numbered files of at most `max_file_bytes` with an index. params: this rank's; runs: their flat shards (ZeRO);
     wholes: the local parts then. model: of transformers or peft, on the meta device: its config and adapters are
     written too, and names are as in its own checkpoints. carried: the source folder of the weights, whose tokenizer is
-    copied.
-    dtype: of floating-point tensors; None: unchanged. A tied tensor is stored once, under the model's first name for
-    it; the other names are in the file's metadata, as `safetensors.torch.load_model` expects. overwrite: also replace
-    weights that shardc did not write. merge: the whole model, with the spec's adapters added to their weights; else,
-    with such adapters, only these, as peft has them. Raises ShardcError, on all ranks.
+    copied. dtype: of floating-point tensors; None: unchanged. A tied tensor is stored once, under the model's first
+    name for it; the other names are in the file's metadata, as `safetensors.torch.load_model` expects. overwrite: also
+    replace weights that shardc did not write. merge: the whole model, with the spec's adapters added to their weights;
+    else, with such adapters, only these, as peft has them. Raises ShardcError, on all ranks.
     """
     path = disk_calls.named(path)
     stored: list[Param | Buffer] = [*program.params, *(b for b in kept(program) if b.persistent)]

@@ -231,7 +231,7 @@ def _converted(
     mapped = {n: loaded[k] for n, k in inside.items() if k not in info.missing_keys and k not in other}
     for n, k in inside.items():
         if k in other:
-            mapped[n] = torch.empty(other[k], device="meta")  # its shape is refused with the others
+            mapped[n] = torch.empty(other[k], device="meta")  # its shape is reported with the others
     extra = [n for n in info.unexpected_keys if not _ignored(module, n)]
     return mapped, sorted(extra)
 

@@ -108,7 +108,7 @@ def opened(path: Path) -> Any:
     Raises ShardcError for another kind of file, before anything is allocated.
     """
     try:
-        with disk_calls.opened(path, links=True):  # a pipe would be waited for
+        with disk_calls.opened(path, links=True):  # a pipe would block
             return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as e:
         why = getattr(e, "strerror", None) or e

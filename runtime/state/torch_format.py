@@ -115,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("torch.serialization", "_get_layout"):
             return lambda _: torch.strided
         if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
-            return PurePosixPath  # where it was written
+            return PurePosixPath  # a path on the machine that wrote it
         found = getattr(torch_metadata, name, None) if module == torch_metadata.__name__ else None
         if not isinstance(found, type) or found.__module__ != module:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
