@@ -1,4 +1,4 @@
-"""Find, name, check and compare the checkpoints in a user's folder, each in a separate folder:
+"""Find, name, check and compare the checkpoints in a user's folder, each in a separate folder.
 
     runs/a/checkpoint/step-000100/      index.json, model-00000.safetensors, optimizer-00000.safetensors, ...
                       step-000200/      the last one, because its number is the highest

@@ -586,7 +586,7 @@ class Engine:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """{placeholder name: buffer}"""
+        """The buffers: {placeholder name: buffer}."""
         return self._model.buffers
 
     @property

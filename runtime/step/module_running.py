@@ -57,7 +57,7 @@ class Running:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """{placeholder name: buffer}"""
+        """The buffers: {placeholder name: buffer}."""
         read = self.read_buffers()
         return read() if read is not None else {}
 

@@ -109,7 +109,7 @@ class Update:
         self._norm.start()
 
     def look_at_loss(self, loss: Tensor, interpreter: Interpreter, values: Values) -> None:
-        """Decide whether this step updates anything. (Loss scaling checks the gradients instead.)"""
+        """Decide whether this step updates anything. Loss scaling checks the gradients instead."""
         step = self.model.rng.step + 1
         self._skipping = self.scaler is None and not_finite.skips(self._nonfinite, loss, interpreter, values, step=step)
 
