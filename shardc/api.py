@@ -56,7 +56,10 @@ class Program(ir.Program):
         return data if isinstance(data, cls) else cls(**{f.name: getattr(data, f.name) for f in fields(data)})
 
     def engine(self, model: Any = None, optimizer: Any = ..., seed: int = 0, **options: Any) -> Engine:
-        """Return a training loop for this rank (Engine). optimizer: default AdamW(3e-4); None: no updates."""
+        """Return a training loop for this rank: shardc.runtime.step.engine.Engine.
+
+        optimizer: default AdamW(3e-4); None: parameters are not updated.
+        """
         check_names("engine", Engine, options)
         return Engine(self, model, adamw if optimizer is ... else optimizer, seed, **options)
 
@@ -82,7 +85,10 @@ class Program(ir.Program):
         return inputs.local(self, batch, rank_here() if rank is None else rank)
 
     def text(self, *, full: bool = False) -> str:
-        """Return the program as typed text, with each collective's cause and bytes. full: all equal layers."""
+        """Return the program as typed text: layouts, and a rank's code with each collective's cause and bytes.
+
+        Equal layers are shown once, unless `full`.
+        """
         return emit.text(self, full=full)
 
     def joint(self, stage: int | None = None) -> str:
@@ -116,8 +122,7 @@ class Program(ir.Program):
     def verify(self, *, seed: int = 0, compiled: bool = False) -> Report:
         """Compare a step on the loopback mesh with one device, in float64 (shardc.verify).
 
-        compiled: also compare the compiled step with the same step run line by line. See `.ok`, `.findings`,
-        `.seconds`.
+        The result has `.ok`, `.findings`, `.seconds`. compiled: also compare the compiled step with a run line by line.
         """
         from shardc.verify import verify
 
@@ -126,7 +131,10 @@ class Program(ir.Program):
         return verify(self, seed=seed, compiled=compiled)
 
     def prove(self) -> Proof:
-        """Prove without running that values, gradients and updates are one device's (shardc.verify.static)."""
+        """Prove without running, for every rank, that values, gradients and updates are one device's.
+
+        The result has `.ok`, `.gaps`, `.seconds`. See shardc.verify.static.
+        """
         from shardc.verify.static import prove
 
         return prove(self)

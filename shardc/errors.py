@@ -1,4 +1,4 @@
-"""`ShardcError`: the one exception that users see, and `Errors`, which collects several of them.
+"""Define `ShardcError`, the one exception that users see, and `Errors`, which collects several.
 
 Every mistake that a user can make (in a spec, in a model file, on the command line) is a `ShardcError` that says
 *where* it is, *what* is wrong and how to *fix* it. Independent mistakes are collected and raised together.

@@ -52,10 +52,10 @@ OTHERWISE = "forward does something else in eval mode, by branches of its own on
 
 
 class Resizer:
-    """`(program, batch, its global shapes, use) -> program for that batch`, for Program.resize.
+    """Compiles a program again: `(program, batch, its global shapes, use) -> program for that batch`.
 
     build: returns the model that was compiled, or an equal one. modes: module name -> whether it was in training mode.
-    compile: shardc.compile.compile; forward, batch: the arguments of that call.
+    compile: shardc.compile.compile; forward, batch: the arguments of that call. Used as Program.resize.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Capture an unmodified model and one global batch as the global graph, a `Program` on no mesh.
 
-    batch_leaves.py, loss.py   a module that takes the batch's tensors and returns only the loss
+    batch_leaves.py, loss.py   a module that takes the batch's tensors and returns the loss and named values
     export.py           torch.export of it, non-strict, on fake tensors; regions and in-place writes removed
     lift.py             a Program: placeholders mesh, rng, params, buffers, inputs; typed nodes with module and line
     compare_eager.py    proof that loss, gradients and buffers are those of eager mode
@@ -59,16 +59,14 @@ def capture(
     """Capture the global graph of `loss(model(batch))`, at the shapes of one global batch.
 
     model: on any device, also meta; in train mode for training. Not changed.
-    batch: dict (keyword arguments), tuple (positional) or tensor; nested; real, fake or meta. Other leaves are baked
-    in.
-    loss:  `(output, batch) -> scalar` or `(scalar, {name: tensor})`, which also gets the keys that forward does not
-    name;
+    batch: dict (keyword arguments), tuple (positional) or tensor; nested; real, fake or meta. Other leaves are
+    constants.
+    loss:  `(output, batch) -> scalar` or `(scalar, {name: tensor})`, which also gets keys that forward does not name;
            default: the output itself, its `.loss`, its "loss" or its first element. Named tensors beside the loss are
            kept, detached (shardc.ir.outputs).
     forward: of a forward-only program, instead of a loss: `(output, batch) -> {name: tensor}`, or True: the tensors in
            the output; or a step that generates. The model's buffers are then not updated.
-    prove: compare loss, gradients and buffers with eager once, if the model is small enough to run here
-    (compare_eager).
+    prove: compare loss, gradients and buffers with eager once, if the model is small enough (compare_eager).
 
     Returns a Program with mesh = Mesh(()), whose graph has functional aten ops only, as the model writes them.
     Raises ShardcError, with the model's line, if something cannot be captured or would compute other values, and for

@@ -1,7 +1,7 @@
 """Record the modules' attributes that forward reads during capture: a program keeps these values.
 
-`if self.training:` in the model    the program has the branch of training; compare_eager.evaluates checks whether
-                                    evaluating needs another program
+`if self.training:` in the model    the program has the branch of training; compare_eager checks whether evaluating
+                                    needs another program
 `y * self.scale`                    a later `model.scale = 2.0` would change nothing: it is detected
                                     (shardc.runtime.checks.user_changes)
 `y * self.config.scale`             a later `model.config.scale = 2.0` is a note

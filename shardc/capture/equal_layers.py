@@ -52,7 +52,7 @@ _hooks_of = operator.itemgetter(*_HOOKS)
 _DEEP = 6
 
 
-# --- layers that Python cannot tell apart
+# --- layers that Python cannot distinguish
 
 
 @dataclass

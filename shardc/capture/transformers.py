@@ -63,7 +63,7 @@ def _forward(chosen: Callable[..., Any], module: nn.Module, x: Tensor, index: Te
             down_bias=bias[1],
             transposed=has.is_transposed,
         )
-    except ShardcError:  # an activation with parameters of its own, or matrices of another form
+    except ShardcError:  # an activation with parameters, or matrices of another form
         return chosen(module, x, index, weights)
 
 

@@ -68,7 +68,7 @@ def _bias(call: Call, position: int) -> int | None:
 
 
 def linear(call: Call) -> str:
-    """Say that experts are linear in the weights of the choices, and in the second product with its bias."""
+    """Return the linear operands: the weights of the choices, or the second product with its bias."""
     bias = _bias(call, DOWN_BIAS)
     return f"{WEIGHTS} | {DOWN}" + (f" {bias}" if bias is not None else "")
 

@@ -163,7 +163,7 @@ def index_put(call: Call) -> Signature:
 
 
 def _put_linear(call: Call) -> str:
-    """Say that x[i] = v is linear in x and v together."""
+    """Return the linear operands of x[i] = v: x and v together."""
     return f"0 {len(call.operands) - 1}"
 
 
@@ -206,7 +206,7 @@ rule(aten.index_copy.default, index_copy, linear="0 2")
 
 
 def linear_mean(call: Call) -> str:
-    """Say that means are linear in x and source together; products, maxima and minima are not linear."""
+    """Return the linear operands: x and source together for means, none for products and extrema."""
     return "0 2" if call.arg(4, "reduce") == "mean" else ""
 
 

@@ -32,7 +32,7 @@ def solve(call: Call) -> Signature:
 
 
 def solve_triangular(call: Call) -> Signature:
-    """Split leading dims and columns of A[..., n, n], B[..., n, k]; if left=False only the former."""
+    """Split leading dims and columns of A[..., n, n], B[..., n, k]; left=False: only leading dims."""
     return _columns(stacked(call), 1) if call.arg(3, "left", True) else stacked(call)
 
 

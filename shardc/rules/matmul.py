@@ -1,4 +1,4 @@
-"""Rules of matrix products. Row parallelism splits the summed factor, column parallelism the other."""
+"""Rules of matrix products. Row parallelism splits the summed factor, column parallelism the output's."""
 
 from __future__ import annotations
 

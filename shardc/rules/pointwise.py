@@ -29,7 +29,7 @@ def broadcast(call: Call) -> Signature:
 
 
 def all_operands(call: Call) -> str:
-    """Say that a + b is linear in both tensors together; with a number instead of b it is not linear."""
+    """Return the linear operands of a + b: both tensors together; none if b is a number."""
     return "0 1" if len(call.operands) == 2 else ""
 
 
@@ -38,17 +38,17 @@ def each_operand(call: Call) -> str:
 
 
 def to_float(call: Call) -> str:
-    """Say that casts between floating dtypes are linear; others cut off digits that the sum needs."""
+    """Return the linear operands of a cast: x, between floating dtypes; others cut off digits of the sum."""
     return "0" if call.results[0].dtype.is_floating_point and call.operands[0].dtype.is_floating_point else ""
 
 
 def branches(call: Call) -> str:
-    """Say that where(condition, a, b) is linear in (a, b) together."""
+    """Return the linear operands of where(condition, a, b): a and b together."""
     return "1 2" if len(call.operands) == 3 else ""
 
 
 def fill_zero(call: Call) -> str:
-    """Say that filling with zero is linear in the filled tensor."""
+    """Return the linear operands of a fill: the filled tensor, if the value is zero."""
     return "0" if call.arg(2, "value") == 0 and not isinstance(call.arg(2, "value"), Operand) else ""
 
 

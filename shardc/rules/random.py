@@ -51,7 +51,7 @@ rule(ops.random, drawn, local=local_random)
 
 
 def _stat(call: Call) -> str:
-    """Say that batch_stat(batch, running) is not linear: it returns one or the other whole."""
+    """Return no linear operands: batch_stat(batch, running) selects one of both as a whole."""
     return ""
 
 

@@ -27,9 +27,8 @@ def walk(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim], 
     """Find common factors of two shapes of equal size: (old dims, new dims, sizes, whole factors).
 
     Both shapes are read from the left; the gcd of the remainders of the two current dims is a factor of both. Where it
-    is
-    one, the shortest runs of dims with equal products form a block: common factors are then peeled off its right end,
-    and the remainder is ordered differently in both and stays whole.
+    is one, the shortest runs of dims with equal products form a block: common factors are then peeled off its right
+    end, and the remainder is ordered differently in both and stays whole.
 
     >>> walk([4, 6], [2, 12])[:2]
     ([('f0', 'f1'), ('f2',)], [('f0',), ('f1', 'f2')])

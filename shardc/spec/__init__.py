@@ -1,6 +1,4 @@
-"""Read the sharding spec: a frozen `Spec` from YAML or a dict, with all mistakes reported at once.
-
-Mistakes have line and column.
+"""Read the sharding spec, a frozen `Spec`, from YAML or a dict; report all mistakes with their places.
 
 yaml_reader.py   text -> values and the places of each     explain.py         errors of the grammar -> where, what, fix
 schema.py        the grammar of a whole spec               check.py           axes, sizes

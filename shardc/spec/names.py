@@ -21,7 +21,7 @@ from shardc.spec.yaml_reader import Path, Places
 if TYPE_CHECKING:
     from torch import nn
 
-#: For at most so many patterns a similar name is searched: that takes time, and nobody reads more.
+#: Limit of patterns for which a similar name is searched, as that takes time.
 HELPED = 20
 
 

@@ -40,7 +40,7 @@ from shardc.spec.yaml_reader import say
 
 
 class On(Section):
-    """What a step is priced on, where no command names another: a program itself is the same on all."""
+    """The device that a step is priced on, unless a command names another: no program depends on it."""
 
     name: Annotated[str, Field(min_length=1)] = Field(
         description="a device that `shardc device` lists, or the path of a YAML file", examples=["h100-80g"]

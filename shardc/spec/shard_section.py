@@ -49,7 +49,7 @@ USES = get_args(Use)
 
 
 class DimShard(Section):
-    """One axis on one dim: the dim is seen as [split, axis, rest] and the middle digit is spread over the axis."""
+    """One axis on one dim, seen as [split, axis, rest]: the middle digit is spread over the axis."""
 
     axis: Axis = Field(description="mesh axis that splits this dim", examples=["tp"])
     split: Count = Field(
@@ -132,7 +132,7 @@ def _rule(value: Any) -> Any:
 
 
 class RuleForm(Section):
-    """How one pattern's weights are split: by a style word, or by dims. (No key of a spec begins with a space.)"""
+    """How a pattern's weights are split: by a style word, or by dims (key " dims", which no spec contains)."""
 
     style: Style | None = Field(default=None, examples=["column"])
     axis: Axis | None = Field(default=None, examples=["tp"])
@@ -166,7 +166,7 @@ def _use(value: Any) -> Any:
 
 
 class UseForm(Section):
-    """Where the weights' splits come from: the plan that the model carries, or the structure of its graph."""
+    """The source of the weights' splits: the plan that the model carries, or the structure of its graph."""
 
     plan: Use = Field(examples=["model"])
     axis: Axis | None = Field(default=None, examples=["tp"])

@@ -135,7 +135,7 @@ def chains(graph: fx.Graph) -> Iterator[list[Step]]:
             yield [steps[m] for m in reversed(chain)]
 
 
-# --- on top of each other ---------------------------------------------------------------------------------------------
+# --- unification ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class ChosenRows(KnownSizes):
         zeros = torch.zeros(minlength, dtype=torch.int64, device=x.device)
         return zeros.scatter_add(0, x.reshape(-1).long(), torch.ones_like(x.reshape(-1), dtype=torch.int64))
 
-    # --- what Python asks
+    # --- values that Python reads
 
     def unrolled(self, rows: Rows) -> list[Any]:
         """Return all rows of an index as constants, for a loop: those not selected have nothing to work on."""

@@ -63,7 +63,7 @@ def because(refused: ShardcError, error: ShardcError) -> ShardcError:
     return ShardcError(f"{refused.what}; {error.what} ({error.at.shown})", where=error.at.line, fix=refused.fix)
 
 
-# --- what the graph in the making says of a tensor --------------------------------------------------------------------
+# --- tensors in the graph being traced --------------------------------------------------------------------------------
 
 
 def node_of(x: Tensor) -> fx.Node:
@@ -105,7 +105,7 @@ def _frozen(x: Any) -> Any:
     return tuple(map(_frozen, x)) if isinstance(x, (tuple, list)) else (type(x), x)
 
 
-# --- their number -----------------------------------------------------------------------------------------------------
+# --- the number of rows -----------------------------------------------------------------------------------------------
 
 
 class Count:

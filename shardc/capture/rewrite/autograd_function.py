@@ -102,10 +102,7 @@ class Study:
 
 @dataclass(frozen=True)
 class SideTerm:
-    """A term of the loss of which only the gradient counts.
-
-    results: of the Function, as nodes of autograd's graph: the term counts if the loss uses one of them.
-    """
+    """A loss term of which only the gradient counts, if the loss uses one of `results` (autograd nodes)."""
 
     value: Tensor
     results: tuple[Any, ...]
@@ -233,7 +230,7 @@ class _Call:
     def refuse(self, what: str, fix: str) -> ShardcError:
         return ShardcError(f"the custom autograd function {self.cls.__name__} {what}", where=self.at.line, fix=fix)
 
-    # --- running it
+    # --- runs
 
     def run(self, xs: Sequence[Tensor]) -> tuple[Context, Any]:
         """Run forward without gradients on other tensors."""
@@ -265,7 +262,7 @@ class _Call:
             grads.append(g)
         return grads
 
-    # --- looking at it, outside of the trace
+    # --- the study, outside of the trace
 
     def study(self) -> Study:
         xs = [x.detach() for x in self.tensors]

@@ -69,7 +69,7 @@ def _written_out(
     """Compute the op below `flex_attention`, on traced tensors.
 
     masks: those made so far, each beside its block mask, which keeps its id alive: layers under one block mask share
-    one.
+    it.
     query: f[b, h, s, d], key: f[b or 1, g, t, d], value: f[b or 1, g, t, e]. Returns f[b, h, s, e], and, if `options`
     request them, log-sum-exps and greatest scores over log(2), f[b, h, s], float32 at least.
     """

@@ -241,10 +241,7 @@ def new_statistics(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _means_of_images(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Write instance_norm without its updates, and the running means over images of means and variances.
-
-    Variances are unbiased.
-    """
+    """Write instance_norm without updates, and running means over images of means and unbiased variances."""
     x, weight, bias, *running, _training, momentum, eps, cudnn = node.args
     assert isinstance(x, fx.Node)
     assert isinstance(momentum, float)

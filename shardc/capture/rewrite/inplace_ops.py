@@ -1,9 +1,11 @@
 """Replace in-place ops of an exported graph by their functional twins (functional_twins.py).
 
 Only tensors that nothing else shares are replaced; writes through views are put back into base tensors
-(view_writes.py). `torch.export` leaves in-place ops as they are. `ExportedProgram.run_decompositions` would remove
-them, but it traces everything a second time, which costs as much as the export, and drops no-grad regions *silently*,
-which changes gradients. Capture falls back on it only if it is uncertain which tensors share memory.
+(view_writes.py).
+
+`torch.export` leaves in-place ops as they are. `ExportedProgram.run_decompositions` would remove them, but it traces
+everything a second time, which costs as much as the export, and drops no-grad regions *silently*, which changes
+gradients. Capture falls back on it only if it is uncertain which tensors share memory.
 """
 
 from __future__ import annotations

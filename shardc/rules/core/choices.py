@@ -150,7 +150,8 @@ class Choices:
     def fills(self, node: fx.Node, strategies: Iterable[Strategy], copies: Group) -> Fills:
         """Return for each operand the number that its padding must be filled with; None: no fill is needed.
 
-        node: the call; copies: operands whose padding copies real entries. Raises ShardcError if no numbers suit.
+        node: the call; copies: operands whose padding copies real entries. Raises ShardcError if no numbers suit all
+        dims.
         """
         found = finite_padding.fills(self, Padded.of(node, strategies, self.signature, copies))
         if found is None:

@@ -117,7 +117,7 @@ def finite(choices: Choices, padded: Padded, holds: Fills) -> bool:
     return table is None or all(table.finite(group, holds) for group in padded.groups)
 
 
-# --- what was tried
+# --- the trials
 
 
 @dataclass

@@ -75,7 +75,7 @@ class Notation:
     outputs: tuple[Operand, ...]
     summed: frozenset[str]
     whole: frozenset[str]
-    literal: Mapping[str, int]  # numbers in the rule, each a factor of its own: "#place#size", as 3 in (3 n) is "#1#3"
+    literal: Mapping[str, int]  # numbers in the rule, each a separate factor: "#place#size", as 3 in (3 n) is "#1#3"
 
     def factors(self) -> set[str]:
         """Return the names of all factors that may be split or are whole."""

@@ -65,5 +65,5 @@ def every_operand(call: Call) -> str:
 
 
 def bias_or_not(call: Call) -> str:
-    """Say that the op is linear jointly in (input, bias), and in (weight, bias)."""
+    """Return the linear operands: (input, bias) or (weight, bias) together; without a bias each alone."""
     return "0 2 | 1 2" if len(call.operands) == 3 else "0 | 1"
