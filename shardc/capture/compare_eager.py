@@ -404,7 +404,7 @@ def _grads(loss: Tensor | None, trained: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def _refuse_written_in_backward(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    """Raise ShardcError for buffers that backward changes, other than nan."""
+    """Raise ShardcError for buffers that backward changes; nan is ignored."""
     again = [n for n, b in after.items() if not ((b == before[n]) | (b != b)).all()]
     if again:
         raise ShardcError(

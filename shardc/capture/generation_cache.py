@@ -33,8 +33,8 @@ _PLAIN = (int, float, bool, str, type(None))
 class Now:
     """The current position of a cache's layers.
 
-    length: places of a layer that keeps everything; padding: bool [rows, places], in prompts; place: of the token,
-    i64[]; None if kept entries move up by one for each token, which is written to the last place.
+    length: places of a layer that keeps everything; padding: for prompts, bool [rows, places], True for padding; place:
+    of a token, i64[]; None if kept entries move up by one for each token, which is written to the last place.
     """
 
     length: int
@@ -198,7 +198,7 @@ def _written(layer: Any, kept: Tensor, new: Tensor) -> Tensor:
 
 
 def _placed(x: Tensor, room: int, moves: bool) -> Tensor:
-    """Write the last `room` entries of prompts, [rows, heads, places, size], to their places."""
+    """Write the last entries of prompts, [rows, heads, places, size], to a layer's `room` places."""
     length = x.shape[2]
     if length <= room:
         return pad(x, (0, 0, room - length, 0) if moves else (0, 0, 0, room - length))

@@ -132,7 +132,7 @@ def _rule(value: Any) -> Any:
 
 
 class RuleForm(Section):
-    """How a pattern's weights are split: by a style word, or by dims (key " dims", which no spec contains)."""
+    """How a pattern's weights are split: by a style word, or by dims (no spec has a key " dims")."""
 
     style: Style | None = Field(default=None, examples=["column"])
     axis: Axis | None = Field(default=None, examples=["tp"])

@@ -68,7 +68,8 @@ def constant_of(node: Any) -> Tensor | None:
 class Step:
     """`before` with rows written to it.
 
-    adds: added, else replaced. mask: bool [n], value: of these rows. to: i64 [n], each one's row; None: its own row.
+    adds: whether rows are added, or replace the old ones. mask: bool [n]. value: these rows. to: i64 [n], the row that
+    each is written to; None: its own row.
     """
 
     node: fx.Node

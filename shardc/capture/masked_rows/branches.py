@@ -1,4 +1,4 @@
-"""Take branches always while a model is traced, if they do nothing where their condition is false.
+"""Find branches that do nothing where their condition is false: a traced model always takes them.
 
     if mask.any():                        taken
         out[mask] += expert(x[mask])      no rows: nothing is written
@@ -78,7 +78,7 @@ class Guards:
         loop: bool = False,
         tried: int = 3,
     ) -> Body | None:
-        """Take the branch at a frame's line always; return None if that is not possible.
+        """Mark the branch at a frame's line as always taken; return None if that is not possible.
 
         truth: of the part of its condition that Python reads, from the values of nodes.
         """

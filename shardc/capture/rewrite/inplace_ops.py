@@ -158,7 +158,7 @@ def _flows(x: fx.Node, params: Mapping[fx.Node, str], cut: set[fx.Node]) -> bool
 
 
 def _detached(x: fx.Node, grads: set[fx.Node]) -> bool:
-    """Return whether a value without gradient shares memory with one that has one and more users."""
+    """Return whether a value without a gradient shares memory with a used one that has a gradient."""
     node: fx.Node | None = x
     while node is not None:
         before = _aliased(node)
