@@ -76,7 +76,7 @@ def swapped(name: str, function: Any, names: Sequence[str] = ()) -> ShardcError:
 
 
 class Names:
-    """{name of a value beside the loss: name of its divisor, or ""}.
+    """The names of values beside the loss, mapped to the name of their divisor, or "".
 
     A separate object, as export resets attributes of a module. of_loss: the model's forward is done, and the user's
     loss runs. notes: on the choice of the loss.
@@ -89,7 +89,7 @@ class Names:
 
 
 class LossOf(nn.Module):
-    """Takes the batch's tensors, returns the scalar loss and named values beside it.
+    """A module that takes the batch's tensors and returns the scalar loss and named values beside it.
 
     Anything else that the model returns, such as caches, is dropped from the graph. .beside: after a call, the names of
     those values.
@@ -179,7 +179,7 @@ class LossOf(nn.Module):
 
 
 class ValuesOf(LossOf):
-    """Takes the batch's tensors, returns the values of a forward-only program, with names in `.beside`."""
+    """A module that takes the batch's tensors and returns a forward-only program's values (`.beside`)."""
 
     def __init__(self, model: nn.Module, leaves: Leaves, forward: Forward) -> None:
         super().__init__(model, leaves, None)
