@@ -43,10 +43,7 @@ _TRANSPOSE_STARTED: dict[str, Callable[..., Any]] = {
 
 
 def transpose(op: str, g: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the backward of the linear op `op`, which communicates. g: its result's gradient.
-
-    args, kwargs: the op's own arguments after x.
-    """
+    """Run the backward of a linear op that communicates. g: its result's gradient; the rest as in forward."""
     result: Tensor = _TRANSPOSED[op](g, *args, **kwargs)
     return result
 

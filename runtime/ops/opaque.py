@@ -176,13 +176,13 @@ def opaque(op: str, needs: Sequence[int], again: Sequence[int], *args: Any, **kw
 
 
 def _edge(y: Tensor) -> GradientEdge:
-    """Return the edge by which a result of an op's gradient enters its graph, without the checks of torch's own."""
+    """Return the edge of an op's result in autograd's graph, without the checks of torch's function."""
     assert y.grad_fn is not None
     return GradientEdge(y.grad_fn, y.output_nr)
 
 
 def _memory(x: Tensor) -> object:
-    """Return what views of one tensor have in common, as long as it is in use."""
+    """Return the key that the views of one tensor share, as long as its memory is in use."""
     return x.untyped_storage()._cdata, x.dtype, x.is_conj(), x.is_neg()
 
 
