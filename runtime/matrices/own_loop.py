@@ -37,10 +37,7 @@ class OwnersOptimizer(Optimizer):
         self.param_groups, self.defaults, self.state = self.made.param_groups, self.made.defaults, self.made.state
 
     def step(self, closure: Any = None) -> Any:
-        """Step everything, unless backward reached no parameter. closure: computes the loss, which is returned.
-
-        Collective.
-        """
+        """Step everything, unless backward reached no parameter; return the closure's loss. Collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
