@@ -100,7 +100,7 @@ def _note(text: str) -> None:
 
 @contextmanager
 def _shown(text: str) -> Iterator[None]:
-    """Print what is running, if it takes long."""
+    """Print a note about work that takes long."""
     began, timer = time.monotonic(), threading.Timer(PATIENCE, _note, (f"{text} ...",))
     timer.daemon = True
     timer.start()

@@ -31,7 +31,7 @@ class _Meeting:
 
 
 class _World:
-    """All meetings of a mesh. One lock guards everything here; tensors are worked on outside of it."""
+    """The meetings of all groups of a mesh. One lock guards all fields; tensor work runs outside of it."""
 
     def __init__(self, layout: Mesh) -> None:
         self.lock = threading.Lock()

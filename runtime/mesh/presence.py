@@ -6,7 +6,7 @@ reports that it is there before anything else, and starts a thread that watches 
 there is a process group:
 
     `begin`  the store ── who is there, what they do ── the thread ........ compile, import, build ...
-    `join`   of a TorchMesh, which takes over what has begun; or begins then, in programs that have not
+    `take`   by a TorchMesh takes over what `begin` made; in programs that have not called it, makes it then
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Processes:
             os.kill(self._others()[rank].number, signal.SIGKILL)
 
     def ended(self) -> list[int]:
-        """Return the ranks whose process is gone or a zombie, except those that a signal ended."""
+        """Return the ranks whose process is gone or a zombie, unless a launcher or user ended it."""
         gone = [r for r, p in sorted(self._others().items()) if p.state == ""]
         return [r for r in gone if self.doing(r) != _TOLD and not self._store.check([_told(r)])]
 

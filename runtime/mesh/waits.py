@@ -28,7 +28,7 @@ class Wait:
 
 
 class Waits:
-    """The waits of one rank. on: measure them. inside: one runs now. kept: a list for each wait, or None."""
+    """The waits of one rank. on: measure them. inside: one runs now. kept: the list of all, or None."""
 
     def __init__(self, device: torch.device) -> None:
         self.on = self.inside = False
@@ -63,7 +63,7 @@ class Waits:
         return taken
 
     def settle(self) -> None:
-        """Read what is still on the device."""
+        """Read the times that are still on the device."""
         if self._open:
             torch.cuda.synchronize(self._device)
         for kind, axes, nbytes, whole, begin, end in self._open:

@@ -249,7 +249,7 @@ class Watch:
         return f"shardc/watch{number}"
 
 
-#: For ranks that have not begun what the others are in.
+#: The fix where busy ranks are not in the call that the others are in.
 _EVERY_RANK = "if it never gets there: a step, a backward, an evaluation and a save are calls that every rank makes"
 
 

@@ -182,7 +182,7 @@ class OverAxes(Protocol):
 
 
 class OverAxis(Protocol):
-    """Converts one axis; nothing is cut."""
+    """Converts one axis, without cutting a dim."""
 
     def __call__(self, x: Tensor, mesh: Mesh, axis: str, tag: str = "") -> Tensor: ...
 
@@ -302,7 +302,7 @@ _FORMS: dict[str, _Form] = {
 
 
 def all_reduce_max(x: Tensor, mesh: Mesh, axes: tuple[str, ...], tag: str = "") -> Tensor:
-    """Partial("max") -> Replicate. It has no gradient, hence no row in the table: the result is detached."""
+    """Return the maximum over ranks: Partial("max") -> Replicate. Detached, so not in the table."""
     return mesh.all_reduce(x.detach(), axes, op="max", direction="forward", tag=tag)  # type: ignore[no-any-return]
 
 

@@ -100,7 +100,7 @@ class Link(NamedTuple):
 
 
 class Crossing(Protocol):
-    """The same of a program: shardc.ir.stage.Edge."""
+    """A link of a program: shardc.ir.stage.Edge."""
 
     @property
     def source(self) -> int: ...

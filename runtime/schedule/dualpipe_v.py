@@ -18,7 +18,7 @@ from shardc.runtime.schedule.one_f_one_b import one_f_one_b_idle
 
 
 class _Order:
-    """The order of one rank. Each call takes the next microbatch that has not had the action on the stage."""
+    """The order of one rank. Each call adds an action with the next microbatch of its stage."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []

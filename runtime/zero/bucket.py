@@ -368,7 +368,7 @@ class Bucket:
         self._rest_begun = True
 
     def settle(self) -> None:
-        """Continue with this bucket once later buckets have started."""
+        """Wait for the running sum if necessary, and continue over the other axes. Later buckets have started."""
         if self._coming is not None:
             self._work.wait()
             self._sum = self._coming if self._sum is None else self._sum.add_(self._coming)

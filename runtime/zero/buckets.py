@@ -206,7 +206,7 @@ class Buckets:
             self._launched(bucket)
 
     def _launched(self, bucket: Bucket) -> None:
-        """Continue with the bucket before this one, whose sum now runs; the former's buffer is then free."""
+        """Settle the buckets that started before, to free their buffers, as the sum of `bucket` runs now."""
         for other in (b for b in self._flying if b is not bucket):
             other.settle()
             if self.early is not None and other.final and other not in self._done:

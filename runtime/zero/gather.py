@@ -17,7 +17,7 @@ from shardc.runtime.mesh import Work
 
 
 class Source(Protocol):
-    """A bucket that can be gathered. elements: of all its parameters."""
+    """A bucket that can be gathered. elements: the number of all its parameters' elements."""
 
     prefetch: int
     elements: int

@@ -18,7 +18,7 @@ QUERIES = 128
 
 
 class Band(NamedTuple):
-    """Row i sees key j only if low <= j - i <= high; None: no bound."""
+    """The keys that rows see: row i sees key j only if low <= j - i <= high; None: no bound."""
 
     low: int | None = None
     high: int | None = None
