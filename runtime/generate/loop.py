@@ -269,7 +269,7 @@ class Generator:
             raise ShardcError(fault, where="generate", fix="give its attention a causal mask")
 
     def _taken(self, runs: _Runs, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a program's stages here, without the written ones."""
+        """Return the inputs of a program's stages here, except those that steps write."""
         parts = inputs.take(runs.program, dict(batch), self.mesh, local=False)
         return {
             **self.stored(),

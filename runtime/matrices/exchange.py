@@ -43,7 +43,7 @@ class Planned:
 
 
 def planned(routes: Routes, dtypes: Mapping[str, torch.dtype], limit: int | None = None) -> Planned:
-    """Plan the messages, without those of a rank to itself. limit: bytes of a bucket a rank with a part."""
+    """Plan the messages, without those of a rank to itself. limit: bytes in a bucket for each rank."""
     buckets = list(_buckets(routes.matrices, dtypes, (limit or BUCKET) * len(routes.ranks)))
     there = [_without(_Way(*routes.to_owners(some)), routes.here) for some, _ in buckets]
     back = [_without(_Way(*routes.from_owners(some)), routes.here) for some, _ in buckets]

@@ -70,7 +70,7 @@ _begun: list[Presence] = []
 
 
 def begin(named: float = NAMED) -> Presence | None:
-    """Announce this process to the world that its environment describes. To be called before slow work.
+    """Announce this process to the world that its environment describes. Call it before slow work.
 
     Returns what the next TorchMesh takes over; None where this process has joined a world already, or RANK is not set.
     """

@@ -1,4 +1,4 @@
-"""A rank of torch.distributed's world: NCCL on CUDA, gloo on the CPU."""
+"""Implement RankMesh as a rank of torch.distributed's world: NCCL on CUDA, gloo on the CPU."""
 
 from __future__ import annotations
 

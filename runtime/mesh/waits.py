@@ -84,5 +84,5 @@ class Waits:
 
 
 def event() -> Any:
-    """Record times on a GPU's stream: return a CUDA event that can be read later."""
+    """Return a CUDA event for a GPU's stream, whose time can be read later."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Choose the weights that move between two programs, and the local tensors of an engine for it.
+"""Choose the weights that move between two programs, and find an engine's local tensors of them.
 
 Of a parameter a rank may have two forms: its stretch as stored, and, at ZeRO 1 and 2 with another dtype to compute in,
-a whole copy in that dtype. If the other program needs that dtype, it is read from the copy. And a new copy takes from
-its own rank's new stretch what that has.
+a whole copy in that dtype. If the other program needs that dtype, it is read from the copy. And a new copy takes what
+it can from its own rank's new stretch.
 """
 
 from __future__ import annotations

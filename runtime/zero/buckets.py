@@ -258,7 +258,7 @@ class Buckets:
         return grads
 
     def narrow(self) -> None:
-        """Move gradients to the memory of their sums, if that dtype is narrower, after an update."""
+        """Move gradients to the narrower memory of their sums, after an update, if nothing adds to them later."""
         for b in self._all:
             b.narrow()
 

@@ -35,7 +35,7 @@ from shardc.runtime.rng import Digits, Paddings, Rng
 
 @dataclass(frozen=True)
 class _Options:
-    """rows: i[.., heads, queries], columns: i[keys], words: of the dropout (shardc.runtime.rng).
+    """Options of attention with dropout. rows: i[.., heads, queries], columns: i[keys], words: of rng.
 
     spans: which queries these are, where a causal mask counts them.
     """
