@@ -92,7 +92,9 @@ def test_the_list_as_json() -> None:
         "family": "matmul",
         "extras": ["flops"],
         "about": {
-            "<bias_or_not>": "Return the linear operands: (input, bias) or (weight, bias) together; without a bias each alone."
+            "<bias_or_not>": (
+                "Return the linear operands: (input, bias) or (weight, bias) together; without a bias each alone."
+            )
         },
     }
 
