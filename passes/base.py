@@ -27,7 +27,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Pass:
-    """One stage of compilation: returns a new program; copies graphs (ir.graph.copy_graph) to edit them."""
+    """One stage of compilation.
+
+    It returns a new program and never changes its input: it copies a graph before it edits it
+    (shardc.ir.graph.copy_graph).
+    """
 
     spec: Spec
     options: Options = field(default_factory=Options)
