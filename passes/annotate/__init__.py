@@ -59,9 +59,7 @@ class Annotate(Pass):
         shared = kv_heads.shared(program.graph)
         mesh, running = spec.mesh, self.options.compatible_with
         for axis in sorted(_weight_axes(spec)):
-            if (
-                running is not None and len(digits := running.mesh.parts(axis)) > 1
-            ):  # the digits that split its parameters
+            if running is not None and len(digits := running.mesh.parts(axis)) > 1:  # its parameters' digits
                 mesh = mesh.refine(axis, *map(running.mesh.size, digits[:-1]))
             else:
                 mesh = kv_heads.refine(mesh, axis, shared.values())

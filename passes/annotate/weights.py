@@ -42,9 +42,7 @@ class Weights:
     shared: dict[fx.Node, kv_heads.Shared]
     named: set[str] = field(default_factory=set)
     _unsplittable: set[int] = field(default_factory=set)  # rules whose style word has no meaning for some weight
-    _indivisible: list[tuple[Param, Layout, str]] = field(
-        default_factory=list
-    )  # with the spec's places that split them
+    _indivisible: list[tuple[Param, Layout, str]] = field(default_factory=list)  # with the places in the spec
     _idle: list[str] = field(default_factory=list)  # notes on alternatives that match nothing
     _whole: list[str] = field(default_factory=list)  # parts of quantised weights that no style word splits
     # (kv heads, digit) -> weights whose queries all ranks of the digit compute
