@@ -360,7 +360,7 @@ class OneMicrobatch:
         return value.layout[AXIS]
 
     def _refuse(self, total: fx.Node, user: fx.Node, nested: bool = False) -> None:
-        """Record an error. nested: the summed value takes such a sum itself."""
+        """Record an error for a value that needs all rows. nested: the summed value takes such a sum itself."""
         value, source = total.meta["value"], source_of(user)
         shown: Value = value[0] if isinstance(value, tuple) else value
         shown = replace(shown, layout=Layout())

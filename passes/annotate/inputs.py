@@ -42,7 +42,7 @@ def widened(spec: Spec) -> Spec:
 
 
 def batch_axes(spec: Spec, program: Program, mesh: Mesh) -> tuple[list[str], list[str]]:
-    """Return the axes that split the batch, and notes. Axes of experts alone only do if the batch divides."""
+    """Return the axes that split the batch, and notes. Axes for experts only do if the batch divides."""
     axes = [a for a in spec.data_axes if mesh.size(a) > 1]
     own = [a for a in axes if a in spec.expert_axes] if spec.batch.axes is None and spec.uneven != "pad" else []
     ranks = math.prod(mesh.size(a) for a in axes)
@@ -72,7 +72,7 @@ def _batch_dim(spec: Spec, program: Program, x: Input) -> int | None:
 
 
 def disagreements(spec: Spec, program: Program) -> dict[str, ShardcError]:
-    """Return errors, by name, for inputs with other rows than most inputs.
+    """Return an error, by name, for each input whose row count differs from that of most inputs.
 
     Only for inputs of which exactly one other dim has as many, such as positions of shape [3, rows, length].
     """

@@ -21,7 +21,7 @@ def wanted_outputs(
 ) -> tuple[Output, ...]:
     """Return the outputs with the layout of the first entry that names each.
 
-    Adds an error for an entry that cannot be, and, if all_named, for one that matches no output.
+    Adds an error for an entry that does not fit, and, if all_named, for one that matches no output.
     """
     found = list(outputs)
     for rule in reversed(spec.outputs):  # the first match wins

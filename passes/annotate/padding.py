@@ -22,7 +22,7 @@ from shardc.passes.annotate.propagate_split import Follower, SplitGroup
 
 
 def padded(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Layout:
-    """Return the layout with every dim padded as far as needed, one entry at a time."""
+    """Return the layout with every dim padded by as few entries as needed."""
     for dim in {s.dim for _, s in layout.shards()}:
         outer, n = _digits(layout, dim, mesh)
         if dim < len(shape) and not outer.sections and shape[dim] % (outer.split // (2 if outer.mirrored else 1)) == 0:

@@ -225,7 +225,7 @@ def _matching(choices: Choices, side: int, i: int, p: Shard) -> Strategy | None:
 
 
 def uses(key: Key) -> Iterator[tuple[fx.Node, int]]:
-    """Yield each (op, operand's position) that reads a value; for the output its position there."""
+    """Yield each (op, operand's position) that reads a value; for the output, the result's position."""
     node, index = key
     names = [node]
     if isinstance(node.meta.get("value"), tuple):

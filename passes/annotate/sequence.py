@@ -178,7 +178,7 @@ _BETWEEN = 16
 
 
 def mark_methods(spec: Spec, program: Program, mesh: Mesh, weight_axes: set[str], errors: Errors) -> None:
-    """Record its method on each attention of the graph (shardc.rules.attention_methods)."""
+    """Record the method of each attention in the graph (shardc.rules.attention_methods)."""
     sequence = spec.sequence
     if sequence is None or spec.sequence_ranks == 1:
         return

@@ -117,13 +117,13 @@ def dim_for_style(node: fx.Node, style: Style, module: str = "") -> int | None:
 
 
 def roles_of(node: fx.Node, module: str = "", known: dict[Any, Choices] | None = None) -> list[str]:
-    """Return the `role_of` every dim of a parameter."""
+    """Return the role (`role_of`) of every dim of a parameter."""
     known = {} if known is None else known
     return [role_of(node, d, module, known) for d in range(len(node.meta["value"].shape))]
 
 
 def dim_by_roles(node: fx.Node, style: Style, roles: list[str]) -> int | None:
-    """Return the `dim_for_style` of a parameter whose dims have these roles."""
+    """Return the dim that a style word splits (see `dim_for_style`), for dims with these roles."""
     sizes = node.meta["value"].shape
     for role in ROLES[style]:
         if role in roles:

@@ -120,7 +120,7 @@ class Graphs:
         return self._done[stage]
 
     def _room(self) -> int:
-        """Return the bytes that may be alive in a forward in any case, for values on their way to the host.
+        """Return the bytes that a forward may use in any case while its values leave for the host.
 
         That is the least peak of the backwards, because a backward runs while as many microbatches are alive.
         """
@@ -131,7 +131,7 @@ class Graphs:
         return min(peak for _, peak in every) if leaving else 0
 
     def _with_backward(self, stage: int) -> tuple[Joint, int]:
-        """Return a stage's graphs, with moved lines except in forward, and the least peak of its backwards."""
+        """Return a stage's joint graph with backward's lines moved, and the least peak of its backward graphs."""
         if stage not in self._written:
             joint = self._in_order_of_writing(self._program.stages[stage])
             for n in joint.forward.nodes:  # the size of tapes comes from forward's lines

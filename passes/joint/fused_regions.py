@@ -79,7 +79,7 @@ def mark_fused_regions(graph: fx.Graph, sizes: Sizes, least: int | None = None) 
 
 
 class _Cut:
-    """Cuts a graph into regions. order: of all lines."""
+    """Cuts a graph into regions. order: all lines in their new order."""
 
     def __init__(self, graph: fx.Graph, sizes: Sizes, least: int) -> None:
         self._sizes, self._least = sizes, least

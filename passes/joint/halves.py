@@ -83,7 +83,7 @@ def halves_of(graph: fx.Graph, nbytes: Callable[[fx.Node], int]) -> list[fx.Grap
 def _part(
     graph: fx.Graph, nodes: Sequence[fx.Node], given: Mapping[fx.Node, None]
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Return some of a graph's calls as a graph. given: calls outside whose results it takes."""
+    """Return some of a graph's calls as a graph. given: outside calls that it uses."""
     part, env = fx.Graph(), dict[fx.Node, fx.Node]()
     used = dict.fromkeys(x for n in nodes for x in n.all_input_nodes) | dict.fromkeys(nodes)
     for n in graph.nodes:

@@ -86,7 +86,7 @@ def _leave(graph: fx.Graph, lines: Sequence[fx.Node], begun: Sequence[fx.Node], 
 
 @dataclass
 class _Reload:
-    """A value that comes back from the host, with nbytes.
+    """A value that comes back from the host. nbytes: its bytes, which are alive from `begin` on.
 
     begin: the line before which its copy begins. first, last: the lines that use it first and last.
     """

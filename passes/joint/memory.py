@@ -77,9 +77,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Buffer:
-    """The buffer of a bucket's gradients. each: every backward sums them.
+    """The buffer of a bucket's gradients. whole, part: bytes before and after their sum over ranks.
 
-    whole, part: bytes before their sum over ranks, and of this rank's part of the sum.
+    each: every backward sums them, and the memory is free soon afterwards.
     """
 
     whole: int
@@ -94,7 +94,7 @@ def _bucket(program: Program, b: Bucket) -> Buffer:
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a bucket, as it is sent when the bucket is gathered. copy: its bytes if a copy.
+    """This rank's part of a bucket, as it is sent when the bucket is gathered. copy: bytes; 0 if no copy.
 
     ahead: it comes from the host during the gather before (shardc.runtime.offload).
     """
@@ -114,9 +114,9 @@ def _part(program: Program, b: Bucket) -> Part:
 class Step:
     """A line's effect on the bytes that are alive, in any order.
 
-    most, left: extra bytes while it runs, and afterwards. uses: numbers of the values that it uses. fills, sums: the
-    bucket that gets gradients, or whose sum begins. put: bytes of a gradient that stays separate. own: the gradient is
-    alive already. gradients: whether fills, sums or put is set.
+    most: extra bytes while it runs. left: extra bytes afterwards, before values are freed. uses: numbers of the values
+    that it uses. fills, sums: the bucket that gets gradients, or whose sum begins. put: bytes of a gradient that stays
+    separate. own: the gradient is alive already. gradients: whether fills, sums or put is set.
     """
 
     most: int
@@ -193,7 +193,7 @@ class Uses:
         return {self.owner[x] for x in used}
 
     def _follow_parts(self, graph: fx.Graph) -> None:
-        """Count parts until their gather is waited for.
+        """Count the copy of each bucket's part until the bucket's gather is waited for.
 
         A part from the host is read when the gather before begins: for a backward's first gather, forward's last one
         (mostly the same bucket).

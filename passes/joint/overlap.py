@@ -74,7 +74,7 @@ def best_order(ordered: OrderedGraph, most: tuple[int, int]) -> list[fx.Node]:
 
 
 def fitting(ordered: OrderedGraph, reserve: int, most: tuple[int, int]) -> tuple[list[fx.Node], LineClock]:
-    """Return (an order that needs no more memory than `most`, its clock), or the graph's own order.
+    """Return an order that needs no more memory than `most`, and its clock; else the graph's own order.
 
     A line with too much alive beside it keeps its place: all lines before it in the graph come before it.
     """
@@ -121,8 +121,8 @@ class Line:
 
     place: its number in the graph. seconds, sends: of computing and of sending. step: its effect on memory. waits:
     place of the line that it waits for, or -1. begins: others wait for it. stops: the rank is idle while it sends.
-    settles: it waits for the sum of the bucket before. leads: to a collective or a result. before, after: places of
-    lines that come so.
+    settles: it waits for the sum of the bucket before. leads: whether to a collective or a result. before, after: lines
+    that have to be so.
     """
 
     place: int
@@ -239,10 +239,7 @@ class OrderedGraph:
 
 @dataclass
 class LineClock(Clock):
-    """The streams of one rank that runs a graph.
-
-    summing: place of the line that began the last sum of a bucket that every backward sums.
-    """
+    """The streams of one rank. summing: place of the line of the last sum that every backward repeats."""
 
     summing: int = -1
 
@@ -375,13 +372,13 @@ class Scheduler:
             heapq.heappush(ready, at)
 
     def _no_longer_put_off(self, ahead: float) -> None:
-        """Run the oldest delayed lines, as long as `ahead` seconds are left."""
+        """Run the oldest delayed lines, as long as `ahead` seconds of lines stay delayed."""
         while self._put_off and self._seconds_put_off - self._put_off[0].seconds >= ahead:
             self._emit(self._put_off.pop(0))
             self._seconds_put_off = sum(map(_SECONDS, self._put_off))
 
     def _take_back(self) -> None:
-        """Return delayed lines to those that could run."""
+        """Put delayed lines back among the lines that could run."""
         for line in self._put_off:
             heapq.heappush(self._ready, line.place)
         self._put_off, self._seconds_put_off = [], 0.0

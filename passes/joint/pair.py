@@ -98,7 +98,7 @@ def _named(node: fx.Node, name: str) -> fx.Node:
 
 
 def _whole(joint: Joint, seconds: Seconds, sizes: Sizes) -> fx.Graph:
-    """Return backward as one graph; halves come one after the other, unless too much is kept between them."""
+    """Return backward as one graph: halves in turn, or interleaved as under autograd if memory needs it."""
     if joint.weights is None:
         return joint.backward
     as_autograd, apart = (_of_halves(joint, joint.weights, early=early) for early in (True, False))
@@ -227,10 +227,10 @@ class _Half:
 
 
 def _side_by_side(ordered: OrderedGraph, most: tuple[int, int], lead: float) -> list[fx.Node] | None:
-    """Return the lines of both halves interleaved as far as memory allows; None if it does not suffice.
+    """Return the lines of both halves interleaved; None if memory does not suffice.
 
-    If a half would wait for a collective, the other one goes on. Else the half that communicates first goes on, so that
-    something is always under way. No half gets further ahead, in the part that is done, than `lead` of the stretches
+    If a half would wait for a collective, the other one goes on. Else the half whose next collective is nearer goes on,
+    so that one is always under way. No half is further ahead, as a share of its time, than `lead` of its stretches
     between two collectives.
     """
     halves = [_Half(ordered, back=back) for back in (False, True)]

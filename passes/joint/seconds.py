@@ -219,7 +219,7 @@ class Seconds:
         return self._inputs.get(_name(x)) if x.op == "placeholder" else None
 
     def _with_types(self, a: Any, leave: tuple[str, ...] = ()) -> Any:
-        """Return arguments with their types in place of values."""
+        """Return arguments with types in place of values, as a part of a key."""
         if isinstance(a, fx.Node):
             return role(a) or ((str(a.meta["value"]), self._part(a)) if "value" in a.meta else a.name)
         if isinstance(a, (tuple, list)):

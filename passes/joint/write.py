@@ -76,7 +76,10 @@ class Writer:
         self._reloading: dict[str, Any] = {}
 
     def joint(self, held: Callable[[fx.Node], int] | None = None) -> Joint:
-        """Write both graphs. held: if set, backward is in halves; returns bytes of a value or tape."""
+        """Write the joint graph. held: if set, backward is split in halves.
+
+        `held` returns the bytes of a value or of a tape; it is called with forward's opaque ops first.
+        """
         forward, saved = self._write_forward()
         self._write_backward(saved)
         halves = [self._back]
@@ -285,7 +288,7 @@ class Writer:
         return node
 
     def _stored(self, n: fx.Node) -> bool:
-        """Return whether backward gets it as forward does."""
+        """Return whether backward gets a placeholder directly, as forward does."""
         return n.op == "placeholder" and "collective" not in n.meta
 
     # --- backward
@@ -521,7 +524,7 @@ def _drop_unused(graph: fx.Graph) -> None:
 
 
 def _of_weights(graph: fx.Graph, program: Program) -> set[fx.Node]:
-    """Return the values that depend on parameters and buffers alone; they, or their parts, do not leave."""
+    """Return the values that depend on parameters and buffers alone: they stay on the device anyway."""
     stored = {"mesh", *(p.name for p in program.params), *(b.name for b in program.buffers)}
     weights: set[fx.Node] = set()
     for n in graph.nodes:

@@ -94,7 +94,7 @@ def gather_note(v: Value, axis: str, user: fx.Node) -> str:
 
 
 def needing(user: fx.Node) -> str:
-    """Return the name of what needs a value: an op, or for the step's end what it does with the value."""
+    """Return the name of a value's user: an op such as `aten.mm.default`, or the use at the step's end."""
     if user.op == "output":
         return "the buffer that it is the new value of, or the caller who gets it beside the loss,"
     target: Any = user.target
@@ -102,7 +102,7 @@ def needing(user: fx.Node) -> str:
 
 
 def _in_parts(user: fx.Node, axis: str) -> str:
-    """Return a hint how to split each part of a fused weight whose result is taken apart, or ""."""
+    """Return a hint on how to split the parts of a fused weight whose result is taken apart, or ""."""
     if user.target is not torch.ops.aten.split_with_sizes.default or user.args[2:] in ((), (0,)):
         return ""  # dim 0 has rows of the batch, not features
     sizes: Any = user.args[1]

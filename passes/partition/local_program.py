@@ -222,8 +222,9 @@ class LocalProgram:
     ) -> fx.Node:
         """Return operand i with zeros in the padding of dims that the op sums away.
 
-        A weight's padding is zero already. So is its gradient's if that is a product with another zero-padded operand.
-        If the weight itself is summed, it is not, and an optimizer would fill the padding with it.
+        A weight's padding is zero already. The padding of its gradient is zero too if the gradient is a product with
+        another zero-padded operand. If the weight itself is summed it is not zero, and an optimizer would change the
+        weight's padding.
         """
         sums = [s for s in strategies.values() if s.sums_padding(i)]
         node, values = operands[i], [value_of(x) for x in operands]

@@ -78,7 +78,7 @@ class Routes:
         return calls
 
     def _whole(self, axes: list[str], old: Layout, new: Layout) -> list[str]:
-        """Return these axes; digits that are all of one axis, and adjacent before and after, become that axis."""
+        """Return these axes, with digits that form a whole axis, and stay adjacent, replaced by that axis."""
         merged: list[str] = []
         for axis in dict.fromkeys(a.partition(".")[0] for a in axes):
             digits = [a for a in axes if a.partition(".")[0] == axis]

@@ -107,7 +107,7 @@ class Axis:
 
     @property
     def of_time(self) -> bool:
-        """Whether the axis's "ranks" are microbatches, which run in turn on one rank that stores all of them."""
+        """Whether the axis's "ranks" are microbatches: they run in turn on one rank, with the same storage."""
         return self.name == MICROBATCH
 
     def choose(self) -> Axis:
@@ -166,7 +166,7 @@ class Axis:
                         self.shared_heads.add(node)
 
     def _grows(self, node: fx.Node) -> bool:
-        """Return whether an op makes more elements than its weights have: a product, or copies."""
+        """Return whether an op is a product, or a result has more elements than its largest operand."""
         if node.target is operator.getitem:
             return False
         call = self.choices[node].call
@@ -369,14 +369,14 @@ class Axis:
         return cost
 
     def _operand_cost(self, operand: Key, need: Placement, user: fx.Node) -> float:
-        """Return the bytes of converting a value for its user, or of making it so if that is its only user."""
+        """Return the bytes of converting a value for a user; for its only user, its maker may change instead."""
         cost = self._conversion_cost(operand, need, user)
         if cost == 0 or isinstance(need, Partial) or len(operand[0].users) > 1:
             return cost
         return min(cost, self._cheapest(operand, need, depth=2))
 
     def _smallest_sum(self, node: fx.Node) -> float:
-        """Return the bytes of a partial value at its smallest, among the linear ops that follow it alone."""
+        """Return a partial value's bytes at the smallest point of the chain of linear ops that use it."""
         smallest = self.size((node, 0))
         while len(node.users) == 1:
             (user,) = node.users
@@ -479,7 +479,7 @@ class Axis:
         return other if self._extra_cost(node, other, chosen, depth=8) <= now * (1 + 1e-9) else chosen
 
     def _extra_cost(self, node: fx.Node, other: Strategy, chosen: Strategy, depth: int) -> float:
-        """Return how much more an op's operands cost with another strategy, if their makers may change too."""
+        """Return how much more an op's operands cost with another strategy; their makers may change too."""
         operands = self.operands[node]
         before = sum(
             self._conversion_cost(o, need, fresh=True) for o, need in zip(operands, chosen.inputs, strict=True)

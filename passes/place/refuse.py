@@ -22,7 +22,7 @@ _TURNS = {torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.op
 
 
 def refuse_pins(program: Program, mesh: Mesh) -> None:
-    """Raise ShardcError for annotated activations whose dim another axis, as the batch's, splits already."""
+    """Raise ShardcError for annotated activations whose dim cannot be split: another axis already does."""
     errors = Errors()
     for node in program.graph.nodes:
         if "pin" not in node.meta:

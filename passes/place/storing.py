@@ -28,7 +28,7 @@ def write(axis: Axis) -> None:
 
 
 def _hoist(axis: Axis) -> None:
-    """Move `sum_grad` from values made of parameters up to the parameters, where gradients are summed."""
+    """Store parameters and buffers as their uses need them: split, or with `sum_grad` moved up to them."""
     for node in reversed(list(axis.nodes())):
         plain = node in axis.from_parameters and axis.chosen[node].kind == "replicate"
         if plain and any(PARTIAL_GRAD in _needs(axis, node, i) for i in range(len(values_of(node)))):
@@ -57,7 +57,7 @@ def _hoist(axis: Axis) -> None:
 
 
 def _needs(axis: Axis, node: fx.Node, i: int = 0) -> set[Placement]:
-    """Return what the users of a result need, looking through getitem."""
+    """Return the placements that the users of a result need, looking through getitem."""
     users = {
         u
         for x in (node, *(u for u in node.users if u.target is operator.getitem))

@@ -27,7 +27,7 @@ class Rank:
         return self._mesh if name == "mesh" else self._rng
 
     def value(self, r: Ref, operands: Sequence[Any]) -> Any:
-        """Return the value of a Ref in a call: for "x" one of these operands, for "mesh" and "rng" these."""
+        """Return the value of a Ref in a call: one of these operands for "x", or that of "mesh" or "rng"."""
         return self.named(r.kind) if r.kind in ("mesh", "rng") else operands[r.index]
 
     def run(self, call: Template, operands: Sequence[Any]) -> list[Any]:

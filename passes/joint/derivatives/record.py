@@ -34,7 +34,7 @@ RefKind = Literal["x", "y", "g", "p", "t", "n", "mesh", "rng", "none"]
 
 
 class UnrecordableError(Exception):
-    """A call that cannot be recorded: it writes to shared memory, or depends on other tensors."""
+    """A call that cannot be recorded: it writes to memory that others see, or depends on outside values."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _out_of_place(func: OpOverload) -> OpOverload | None:
-    """Return the op that does not write for an in-place op."""
+    """Return the counterpart of an in-place op that does not write; None if there is none."""
     name = func._schema.name.removeprefix("aten::")
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
     takes = [(a.name, str(a.type)) for a in func._schema.arguments]
@@ -217,5 +217,5 @@ def is_view(target: Any) -> bool:
 
 
 def memory_of(x: Tensor) -> StorageWeakRef:
-    """Return a key that is equal only for tensors that share memory."""
+    """Return a key that is equal exactly for tensors that share memory."""
     return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]

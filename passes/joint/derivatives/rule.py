@@ -15,7 +15,7 @@ Kind = Literal["traced", "transposed", "opaque", "begun", "waited", "product"]
 
 
 class Ask(NamedTuple):
-    """The request for a rule. operands, tangents, before: types of these, before: of earlier gradients.
+    """A request for a rule. operands, tangents: types. before: types of the operands' gradients so far.
 
     wanted: which operands need a gradient.
     """
@@ -48,7 +48,7 @@ class Rule:
 
     @cached_property
     def wants(self) -> tuple[Ref, ...]:
-        """What backward takes of forward: operands and results of the call, and what lines in its place make."""
+        """The Refs that backward takes of forward: operands and results of the call, and results of its lines."""
         own = len(self.forward or ())
         refs = [r for line in self.backward for r in line.refs] + [r for r in self.grads if r is not None]
         return tuple(r for r in dict.fromkeys(refs) if r.kind in ("x", "y") or (r.kind == "t" and r.index < own))

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def traced(rank: Rank, call: Template, ask: Ask) -> Rule:
-    """Return the traced rule. Raises what the op, or autograd's way through it, raises without data."""
+    """Return the traced rule. Raises any error that the op or its autograd raises without data."""
     recorder = Recorder()
     with rank.mode:
         leaves = [replace(t, grad=t.grad and w) for t, w in zip(ask.operands, ask.wanted, strict=True)]

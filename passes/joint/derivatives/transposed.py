@@ -149,7 +149,7 @@ class Lines:
         return replace(t, grad=False).empty()
 
     def rule(self, grads: Sequence[Ref | None], kind: Kind, types: tuple[Type | None, ...] | None = None) -> Rule:
-        """Add the gradients that the operands have already, and return the rule."""
+        """Return the rule; gradients are added to those that the operands already have."""
         found: list[Ref | None] = []
         for i, g in enumerate(grads):
             before = self._ask.before[i] if types is None else None
