@@ -15,9 +15,10 @@ from shardc.spec import Spec
 class Options:
     """Facts about one compilation that passes need and that are not in its spec.
 
-    model_plan: the model's own tensor-parallel plan, {pattern: style word}, for `shard: {use: model}`.
-    forward: whether the program is forward-only. "score": it returns the log-probabilities of the loss's targets.
-    compatible_with: a program for another batch, whose parameters and buckets the new program must have.
+    model_plan: the model's own tensor-parallel plan, {pattern: style word}, for `shard: {use: model}`. forward: whether
+    the program is forward-only. "score": it returns the log-probabilities of the loss's targets. A Step: it generates
+    tokens. compatible_with: a program of the same model and spec for another batch. The new program must have its
+    parameters and buckets.
     """
 
     model_plan: Mapping[str, str] = field(default_factory=dict)

@@ -104,7 +104,10 @@ class ForwardOnly(Pass):
 
 
 def _score(graph: fx.Graph) -> dict[str, fx.Node]:
-    """Write the log-probabilities of the loss's targets, in the batch's shape, their sum and their count."""
+    """Write and return the log-probabilities of the targets of the loss's cross entropy.
+
+    They have the targets' shape in the batch. Also returns their sum, and how many targets count.
+    """
     returned: Any = graph.output_node().args[0]
     made = behind([returned[0]])
     found = [n for n in calls(graph) if n.target is ops.nll and n in made]

@@ -45,7 +45,10 @@ class Matrices(Pass):
 
 
 def cuts_of(spec: Spec, program: Program) -> dict[str, tuple[Cut, ...]] | None:
-    """Return {parameter: its cuts}, or None without `matrices`. Raises ShardcError for unfit patterns."""
+    """Return {parameter: its cuts} for parameters that are cut; None without `matrices` in the spec.
+
+    Raises ShardcError for patterns that match nothing, and for cuts that do not fit.
+    """
     rules = spec.optimizer.matrices
     if rules is None:
         return None

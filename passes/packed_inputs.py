@@ -77,7 +77,7 @@ def _pack(n: fx.Node, packed: dict[Any, fx.Node], program: Program) -> None:
 
 
 def _here_alone(x: fx.Node) -> bool:
-    """Return whether x is rounded on this rank, for products alone."""
+    """Return whether x is the result of a rounding that only products read."""
     return x.target is ops.fp8_round and all(
         u.target is ops.fp8_pack or (u.target is ops.fp8_linear and u.args[0] is x and x not in u.args[1:])
         for u in x.users

@@ -63,7 +63,7 @@ def _of_one_microbatch(value: Value, mesh: Mesh) -> Value:
 
 
 def _same_in_all(node: fx.Node) -> bool:
-    """Return whether all microbatches compute the same value, if no microbatch has only a summand of it."""
+    """Return whether all microbatches compute a node's value equally; only valid if it is no summand."""
     return all(v.layout[AXIS] in (REPLICATE, PARTIAL_GRAD) for v in values_of(node))
 
 

@@ -47,7 +47,7 @@ _PRODUCTS: dict[Any, tuple[int, int, int, bool]] = {
 class _Use:
     """A call that multiplies by a weight, or leads to the op of experts. place: of the weight, or -1.
 
-    weight: as the call takes it, perhaps cast or transposed. flipped: it is [.., in, out] there; stored: as stored.
+    weight: as the call takes it. flipped, stored: whether it is [.., in, out] there, and as the model stores it.
     """
 
     call: fx.Node

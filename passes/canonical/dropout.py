@@ -19,7 +19,7 @@ SELU = 1.7580993408473766
 
 @rewrite("dropout", "native_dropout")
 def dropout(emit: Emit, a: Args, out: Value | tuple[Value | None, ...]) -> Result:
-    """Rewrite `dropout(x, p, True)` as `ops.dropout(x, p, rng, index)`, or as x without training or p."""
+    """Rewrite `dropout(x, p, True)` as `ops.dropout(x, p, rng, index)`; as x if p is 0 or in evaluation."""
     train = a.train is None or bool(a.train)
     y = emit.dropout(a.input, float(a.p) if train else 0.0)
     return y if isinstance(out, Value) else (y, None)

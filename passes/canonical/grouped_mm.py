@@ -277,7 +277,7 @@ class _Writer:
 
         return [n for n in reached if n.target is product] if visit(node) else []
 
-    # --- what is tried
+    # --- tests on random choices
 
     def _counts(self, ends: Any, experts: int) -> bool:
         """Return whether `order` sorts choices among the experts, and `ends` is where each expert's rows end."""

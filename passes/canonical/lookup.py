@@ -110,7 +110,7 @@ def _bags_by_offset(emit: Emit, a: Args, n: int, bags: int) -> fx.Node:
 
 @rewrite("max_unpool2d", "max_unpool3d")
 def unpooled(emit: Emit, a: Args, out: Value) -> Result:
-    """Scatter in each image and channel separately, so that they may be split: indices are per area."""
+    """Scatter in each image and channel separately, so that they may be split: indices count per area."""
     x: fx.Node = a.self
     lead = shape(x)[: len(shape(x)) - len(a.output_size)]
     flat, area = math.prod(shape(x)[len(lead) :]), math.prod(out.shape[len(lead) :])

@@ -36,7 +36,7 @@ def masked_scatter(emit: Emit, a: Args, out: Value) -> Result:
 
 
 def in_order(emit: Emit, mask: fx.Node, source: fx.Node, size: tuple[int, ...]) -> fx.Node:
-    """Return, in x's size, the n-th row of `source` at the n-th true entry of `mask`; others are any.
+    """Return `source`'s n-th row at the n-th true entry of `mask`, in x's size; other rows are arbitrary.
 
     mask: bool, of x's leading dims; its last ones are 1: they belong to a row. source: rows one after the other in any
     shape; at least as many as true entries.

@@ -113,9 +113,9 @@ def bernoulli(emit: Emit, a: Args, out: Value) -> Result:
 
 @rewrite("multinomial")
 def multinomial(emit: Emit, a: Args, out: Value) -> Result:
-    """Rewrite multinomial draws as an "exponential race": of arrivals at rates p, i is first with p_i.
+    """Rewrite multinomial draws as an "exponential race" (without replacement: the first n arrivals).
 
-    Without replacement, the first n arrivals are drawn.
+    The first of independent arrivals at rates p is i with probability p_i.
     """
     p, n = emit.detach(a.first), int(a.num_samples)
     size = shape(p)

@@ -53,7 +53,7 @@ def copied(emit: Emit, a: Args, out: Value) -> Result:
 def as_complex(emit: Emit, a: Args, out: Value) -> Result:
     """Rewrite `view_as_complex(x)` as `complex(x[..., 0], x[..., 1])`.
 
-    The view needs memory at an even place; a rank's part, or a parameter in a bucket, may have another place.
+    The view needs an even memory offset, which a rank's part, or a parameter in a bucket, may not have.
     """
     last = len(out.shape)
     return emit(aten.complex.default, *(emit(aten.select.int, a.first, last, i) for i in (0, 1)))
@@ -227,7 +227,7 @@ def stack(emit: Emit, a: Args, out: Value) -> Result:
 
 
 def _apart(parts: Sequence[fx.Node]) -> tuple[fx.Node, int, bool] | None:
-    """Return the tensor of which `parts` are all parts in order, the dim, and whether it is kept (split)."""
+    """Return (tensor, dim, whether parts keep the dim) if `parts` are all its parts in order; else None."""
     sources: set[tuple[Any, fx.Node, int]] = set()
     for i, part in enumerate(parts):
         whole = part.args[0] if part.args else None

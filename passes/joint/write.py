@@ -99,7 +99,7 @@ class Writer:
         forward.lint()
         return Joint(forward, *halves)
 
-    # --- what backward wants
+    # --- what backward needs
 
     def _views_of_gathered(self) -> set[Made]:
         """Return the values that must not be kept, because they would keep a gathered bucket."""

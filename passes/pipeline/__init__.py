@@ -160,7 +160,7 @@ class _Cut:
         self._settle(cuts.Ops.of(ops, self.mesh, self.program.microbatches))
         return self._stages()
 
-    # --- what may be done again
+    # --- ops that may be repeated
 
     def _light(self) -> set[fx.Node]:
         """Return the ops that depend on the batch alone, or on parameters alone, and cost little."""

@@ -121,9 +121,9 @@ def positions(
 ) -> list[int]:
     """Return where the stages after the first begin, as positions in the main ops.
 
-    mesh: of one stage's ranks. running: the stages of each parameter in a program beside which this one runs; costs of
-    other sizes do not count then. Raises ShardcError, at the spec's line, for modules that do not exist or are not in
-    the order in which they run, counts that are not the model's, and more stages than there are ops.
+    mesh: of one stage's ranks. running: the stages of each parameter in a program beside which this one runs; then
+    costs, which depend on sizes, do not count. Raises ShardcError, at the spec's line, for modules that do not exist or
+    are not in the order in which they run, counts that are not the model's, and more stages than there are ops.
     """
     p = spec.pipeline
     assert p is not None
@@ -240,7 +240,7 @@ def _beside(ops: Ops, n: int, homes: Sequence[set[int]]) -> list[int] | None:
 
 
 def even(ops: Ops, n: int) -> list[int]:
-    """Return n - 1 cuts with the cheapest costliest stage (up to SLACK), and few bytes crossing.
+    """Return n - 1 cuts that minimise the costliest stage (up to SLACK), and that few bytes cross.
 
     n <= the number of ops.
     """

@@ -135,7 +135,7 @@ class _Writer:
         return self.graph
 
     def _output(self, node: fx.Node) -> None:
-        """Write the output: the loss and single numbers at least in float32, new buffers in their dtypes."""
+        """Write the output: the loss and other scalars at least in float32, new buffers in their dtypes."""
         output: Any = node.args[0]
         loss, news = output
         dtypes = [b.dtype for b in self.program.buffers if b.updated]
@@ -144,7 +144,7 @@ class _Writer:
         self.graph.output((self._number(loss) if loss is not None else None, (*buffers, *outputs)))
 
     def _number(self, old: fx.Node) -> fx.Node:
-        """Return a result of the step; single numbers that the compute dtype reaches in float32 or wider."""
+        """Return a result of the step; a scalar that the compute dtype reaches becomes float32 or wider."""
         held = self.held[old]
         v = value_of(held.node)
         narrow = held.live and math.prod(v.shape) == 1 and v.dtype.is_floating_point
@@ -290,7 +290,10 @@ class _Writer:
         return self.compute if h.lean else h.dtype
 
     def _fits(self, node: fx.Node) -> bool:
-        """Return whether a call's numbers exist in the compute dtype (masks have float32's least number)."""
+        """Return whether the numbers in a call's arguments can be represented in the compute dtype.
+
+        Masks are filled with float32's least number.
+        """
         limit = torch.finfo(self.compute)
         numbers = [abs(a) for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
         return all(a == 0 or a == float("inf") or a != a or limit.tiny <= a <= limit.max for a in numbers)

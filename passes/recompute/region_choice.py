@@ -21,12 +21,12 @@ from shardc.runtime import ops
 from shardc.runtime.ops.local_math import UNEQUAL
 from shardc.spec import Checkpoint as Entry
 
-#: Ops whose results are small, and had to be exchanged: always kept.
+#: Ops with small results that ranks had to exchange: always kept.
 ROUTING = (ops.experts_route, ops.experts_keep, ops.attention_reach)
 
 
 class StageGraph:
-    """A stage's graph with what backward keeps of every op. base: of which a node is a view, or itself."""
+    """A stage's graph with what backward keeps of every op. base: the node that a node views, or itself."""
 
     def __init__(self, graph: fx.Graph, program: Program, rules: Rules) -> None:
         self.nodes = list(graph.nodes)
