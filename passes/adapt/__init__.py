@@ -7,8 +7,8 @@
              q_1 = add(q, mul(b, 8.0))            f32[8, 16, 64] grad
 
 The pass computes again which values have a gradient, so that backward computes, sends and keeps nothing for a frozen
-weight alone. It runs after annotate: a plan, or the structure of a model, is that of the model; an adapter is split
-like its weight.
+weight alone. It runs after annotate: plans and structures are those of the model without adapters, and an adapter is
+split like its weight.
 
 low_rank.py       writes the ops of an adapter beside those of its weight
 """

@@ -1,4 +1,4 @@
-"""Turn masks that a model makes of positions into bands: which keys a row may see, known early.
+"""Turn masks that a model makes of positions into bands: the keys that each row may see.
 
     before   mask = (keys > rows - 1024) & (keys <= rows); scaled_dot_product_attention(q, k, v, mask)
     after    attention(q, k, v, window=(-1023, 0))

@@ -4,8 +4,8 @@
     after                          q_proj: f32[96+32@tp, 64]    o_proj: f32[64, 96+32@tp]   2 a rank, the last none
 
 A split that starts at one weight is followed to all that share it (propagate_split.py). The smallest number of pieces
-that an op on the way makes of the dim, such as heads, has to divide, and every weight of the group gets the padding of
-as many pieces.
+that an op on the way makes of the dim, such as heads, must divide by the ranks. Every weight of the group is padded by
+the same number of pieces.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rewrite variances, norms, and truth tests (all, any) over the leading dim as sums, which can split.
+"""Rewrite variances, norms and truth tests (all, any) over the leading dim as sums: they can be split.
 
 Others stay one op.
 

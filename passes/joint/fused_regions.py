@@ -6,13 +6,13 @@
     s = ops.transpose_start('sum_grad', g_in, ...)
     w_grad = mm(t(gelu_grad), x)             region 8
     n_grad = mul(g_out, scale)               region 8
-    ops.accumulate(w, w_grad)                behind the region that makes it
+    ops.accumulate(w, w_grad)                after the region that makes it
     ops.launch(mesh, 'bucket0')
 
 A fused region has all lines between two that communicate, wait, copy to the host, or are opaque to a compiler
 (attention, experts). So the scheduler (shardc.passes.joint.overlap) still decides what hides a collective, and when
 sums of gradients begin. Within a region the compiler orders lines, and frees what they make. Two kinds of lines move: a
-gradient's `accumulate` behind its region, and a small line that only reads results of the last region, such as the sum
+gradient's `accumulate` after its region, and a small line that only reads results of the last region, such as the sum
 of a bias's gradient, up into it.
 
 A region also ends before the first product of another layer. So a norm stays with the sum of the layer before it, and
@@ -72,7 +72,7 @@ _DTYPES = {
 
 
 def mark_fused_regions(graph: fx.Graph, sizes: Sizes, least: int | None = None) -> None:
-    """Mark a graph's fused regions and move `accumulate`s behind them. least: bytes that one has to save."""
+    """Mark a graph's fused regions and move `accumulate`s after them. least: bytes that one has to save."""
     output = graph.output_node()
     for n in _Cut(graph, sizes, LEAST_SAVED if least is None else least).order:
         output.prepend(n)
@@ -143,13 +143,13 @@ class _Cut:
         return lines[::-1]
 
     def _close(self) -> None:
-        """Close the open region: later lines come behind it."""
+        """Close the open region: later lines come after it."""
         if self._open:
             self._windows.append(self._open)
             self._last, self._open, self._waiting = self._open, {}, 0
 
     def _marked(self, window: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return the lines in order, numbered as a region if that gains. `accumulate`s come behind it."""
+        """Return the lines in order, numbered as a region if that gains. `accumulate`s come after it."""
         lines = [n for n in window if n.target is not ops.accumulate]
         if not self._gains(lines):
             return list(window)

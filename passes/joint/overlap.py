@@ -5,8 +5,9 @@
     wgrad = mm(dyT, x)           nothing but a bucket waits for it: it fills the time
     dx = ops.wait(sum)
 
-It is a list scheduler. Collectives keep their order, which all ranks share. Lines that lead to the next one run first.
-Instead of waiting for a collective, the first line of the graph that is ready runs. Gradients of weights may also be
+A collective begins as soon as its operand exists, and is waited for where its result is needed. This is a list
+scheduler: collectives keep their order, which all ranks share. Lines that lead to the next one run first. Instead of
+waiting for a collective, the first line of the graph that is ready runs. Gradients of weights may also be
 delayed to fill the time of later collectives (`reserve` of them), which takes memory. Several orders are simulated, and
 the one that ends first is taken, among those whose peak of live bytes is not above that of the original order. Ranks
 compute the same numbers in another order, so only the time changes.

@@ -16,9 +16,9 @@ An op's operands decide which stages run it.
     weights only   norms of weights, biases     the same; a parameter that several stages use is shared: each has a
                    from tables                  copy, initialised equally, and their gradients are summed (`pp[0,3]`)
 
-An op that communicates, or that would cost more than HEAVY of the whole model's products to run again, is always main.
-Of ops of the batch alone, only those that send floating-point numbers are main: gathering ids again is cheaper than
-sending another stage the masks computed from them.
+An op is also main if running it again would cost more than HEAVY of the whole model's products, or if it depends on
+the batch alone and sends floating-point numbers. Ids are gathered again: that is cheaper than sending another stage
+the masks computed from them.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ used, and cannot be cut.
 
 Cost is counted in seconds on the machine that passes assume (shardc.machine.assumed). Parameters count as the bytes
 that an optimizer's step reads and writes for them, spread over the microbatches. Values that cross a cut are sent while
-the stages compute: only the time beyond that counts. Of nearly equally even cuts, the one that the fewest bytes cross
-is taken.
+the stages compute: only the time beyond that counts. Among cuts that are nearly as even, the one that the fewest
+bytes cross is taken.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def users(node: fx.Node) -> list[fx.Node]:
 
 
 def _weights(node: fx.Node, main: dict[fx.Node, int]) -> list[fx.Node]:
-    """Return the placeholders behind an op's operands that are no main ops: its weights (and inputs)."""
+    """Return the placeholders that lead to an op's operands without main ops: its weights (and inputs)."""
     weights, todo, seen = [], [x for x in node.all_input_nodes if x not in main], set[fx.Node]()
     while todo:
         x = todo.pop()
