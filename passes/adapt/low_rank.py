@@ -214,7 +214,7 @@ class LowRank:
         return self.emit(target, x, use.weight)
 
     def _gain(self, use: _Use, factors: Sequence[fx.Node], m: fx.Node, adapter: Adapter) -> fx.Node:
-        """Return m / |W + scale B A|, by rows (out-features), constant in backward (DoRA, section 4.3)."""
+        """Return m / |W + scale B A|, by out-features; lengths are constants to backward (DoRA, section 4.3)."""
         emit, dtype = self.emit, value_of(m).dtype
         summed = self._summed(use, emit.detach(use.weight), [emit.detach(x) for x in factors], adapter)
         wide = emit.cast(summed, torch.promote_types(dtype, torch.float32))
