@@ -167,8 +167,8 @@ def export_safetensors(
 
     def gathered(name: str) -> Tensor:
         x, _ = tensors[name]
-        own = (wholes if wholes is not None else params) if isinstance(x, Param) else buffers
-        return x.by_name(gathered_entry(program, mesh, x, own))[name]
+        source = (wholes if wholes is not None else params) if isinstance(x, Param) else buffers
+        return x.by_name(gathered_entry(program, mesh, x, source))[name]
 
     for layout in layouts:
         write(layout, held, gathered, mesh, max_file_bytes, path if path.suffix == ".safetensors" else None)
@@ -215,7 +215,7 @@ def plan(
     `export_safetensors`.
     """
     recorder, values = Recorder(), dict[str, Tensor]()
-    on_tape = {n: recorder.stored(Named(n, shape, held, values)) for n, (shape, held) in tensors.items()}
+    on_tape = {n: recorder.stored(Named(n, shape, stored, values)) for n, (shape, stored) in tensors.items()}
     single = path.suffix == ".safetensors"
     folder = path.parent if single else path
 
@@ -292,14 +292,14 @@ def _adapters(
 
     for name, config in model.peft_config.items():
         at = folder / name if name != "default" else folder
-        found = get_peft_model_state_dict(model, dict(named), adapter_name=name, save_embedding_layers=False)
+        tensors = get_peft_model_state_dict(model, dict(named), adapter_name=name, save_embedding_layers=False)
         inference = copy.deepcopy(config)
         inference.inference_mode = True
 
         def finish(at: Path = at, config: Any = inference) -> None:
             config.save_pretrained(at)
 
-        yield at, found, finish
+        yield at, tensors, finish
 
 
 def _distinct(model: Any, named: Mapping[str, Tensor], ties: Mapping[str, str]) -> list[str]:
@@ -325,8 +325,8 @@ def _hf_files(model: Any, folder: Path, carried: Path | None, dtype: torch.dtype
     def finish() -> None:
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
-        held = dtype or next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
-        config.dtype = str(held).removeprefix("torch.")
+        model_dtype = dtype or next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
+        config.dtype = str(model_dtype).removeprefix("torch.")
         config.save_pretrained(folder)
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
@@ -408,8 +408,8 @@ def _data(
     rank: int,
 ) -> Iterator[tuple[Entry, Ranges, Tensor]]:
     """Yield what this rank writes: (entry, ranges, numbers). Computes what shares inputs together."""
-    for (itself, names), found in itertools.groupby(outputs, lambda x: (x[0].itself, x[0].of)):
-        together = list(found)
+    for (itself, names), group in itertools.groupby(outputs, lambda x: (x[0].itself, x[0].of)):
+        together = list(group)
         if itself:
             for x, entry in together:
                 yield from ((entry, ranges, local.detach()) for ranges, local in held(x.of[0]))
