@@ -219,31 +219,31 @@ def plan(
     single = path.suffix == ".safetensors"
     folder = path.parent if single else path
 
-    def layout(at: Path, stem: str, found: Mapping[str, Tensor], ties: Mapping[str, str], finish: Any) -> Layout:
-        outputs = tuple(sorted((_output(n, x, recorder, dtype) for n, x in found.items()), key=lambda x: x.of))
+    def layout(at: Path, stem: str, saved: Mapping[str, Tensor], ties: Mapping[str, str], finish: Any) -> Layout:
+        outputs = tuple(sorted((_output(n, x, recorder, dtype) for n, x in saved.items()), key=lambda x: x.of))
         if wide := [x.name for x in outputs if x.dtype not in NAMES]:
             fix = "save a checkpoint instead (engine.save), or train in complex64"
             kinds = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in outputs if x.name in wide}))
             raise ShardcError(f"safetensors files hold no {kinds}", where=", ".join(wide), fix=fix)
-        metadata = {k: v for k, v in ties.items() if v in found}
+        metadata = {k: v for k, v in ties.items() if v in saved}
         return Layout(at, stem, outputs, recorder.tape, values, metadata, finish)
 
     if adapters is not None and not adapters.merge:
         with recorder.recording():
-            found = adapters.apart(on_tape)
+            saved = adapters.apart(on_tape)
         finish = (lambda: None) if single else lambda: adapters.write_config(folder, carried)
-        return [layout(folder, "adapter_model", found, {}, finish)]
+        return [layout(folder, "adapter_model", saved, {}, finish)]
     if adapters is not None:
         with recorder.recording():
             on_tape = adapters.merged(on_tape, ties)
     named = {**on_tape, **{other: on_tape[name] for other, name in ties.items() if name in on_tape}}
     if not single and model is not None and is_adapted(model):
-        return [layout(at, "adapter_model", found, {}, finish) for at, found, finish in _adapters(model, folder, named)]
+        return [layout(at, "adapter_model", saved, {}, finish) for at, saved, finish in _adapters(model, folder, named)]
     if not single and model is not None and "" in pretrained_modules(model):
         kept_names = _distinct(model, named, ties)
-        found = _reverted(model, {n: named[n] for n in kept_names}, recorder)
+        saved = _reverted(model, {n: named[n] for n in kept_names}, recorder)
         finish = _hf_files(model, folder, carried, dtype)
-        return [layout(folder, "model", found, {}, finish)]
+        return [layout(folder, "model", saved, {}, finish)]
     return [layout(folder, "model", on_tape, ties, lambda: None)]
 
 
