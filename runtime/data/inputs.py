@@ -243,11 +243,11 @@ def part_of(program: Program, rank: int) -> tuple[int, int]:
         if d is None:
             continue
         cut = Layout(tuple((a, replace(s, dim=0)) for a, s in x.layout.shards(d)))
-        rows = cut.local(torch.arange(x.shape[d]), program.mesh, coords)
-        parts = x.shape[d] // max(len(rows), 1)
-        index = int(rows[0]) // max(len(rows), 1)
-        whole = len(rows) * parts == x.shape[d]
-        if x.layout.paddings() or not whole or rows.tolist() != list(range(index * len(rows), (index + 1) * len(rows))):
+        part = cut.local(torch.arange(x.shape[d]), program.mesh, coords)
+        parts = x.shape[d] // max(len(part), 1)
+        index = int(part[0]) // max(len(part), 1)
+        whole = len(part) * parts == x.shape[d]
+        if x.layout.paddings() or not whole or part.tolist() != list(range(index * len(part), (index + 1) * len(part))):
             fault = f"its {x.shape[d]} rows are not cut into equal parts in order"
             raise ShardcError(fault, where=name_of(x.path), fix="read global batches: each rank cuts its own part")
         positions.add((index, parts))

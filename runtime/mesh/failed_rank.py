@@ -56,8 +56,8 @@ class Failures:
         """Build the error of a rank whose connection another rank closed, or that waited for too long."""
         causes = sorted(self.cause(doing).items())
         if causes:
-            rank, deed = causes[0]
-            fault = f"{self._layout.named(rank)} {deed}"
+            rank, report = causes[0]
+            fault = f"{self._layout.named(rank)} {report}"
         elif _says(error, _LATE):
             fault = f"another rank did not come within the time limit to {activity.collective}, {activity}"
         else:

@@ -97,10 +97,10 @@ class Moves:
         for turn, w in enumerate(wanted):
             if w.places not in known:
                 known[w.places] = w.routes(world, rank, turn)
-            routes = known[w.places]
-            self._copied += ((w, c) for c in routes.copied)
+            paths = known[w.places]
+            self._copied += ((w, c) for c in paths.copied)
             for by_rank, pieces, total in zip(
-                ways[w.wire.itemsize], (routes.sent, routes.received), (self.sent, self.received), strict=True
+                ways[w.wire.itemsize], (paths.sent, paths.received), (self.sent, self.received), strict=True
             ):
                 for other, each in pieces.items():
                     small = [_Stretch(w, q) for p in each for q in p.cut(w.wire.itemsize, max(bucket // world, 1))]

@@ -95,13 +95,13 @@ def parameter_norms(program: Program, params: Mapping[str, nn.Parameter], mesh: 
         x: Tensor | None = params.get(p.name) if counts else None
         x = x.grad if grad and x is not None else x
         squares[p.name] = _square(x) if x is not None else torch.zeros((), dtype=torch.float64)
-    norms: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for axes, names in sorted(groups.items()):  # the same order on all ranks, even without these parameters
         sums = torch.stack([squares[n].to(mesh.device) for n in names])
         if axes:
             sums = mesh.all_reduce(sums, axes, direction="update", tag="norms")
-        norms |= dict(zip(names, sums.sqrt().tolist(), strict=True))
-    return {p.fqn: norms[p.name] for p in asked}
+        by_name |= dict(zip(names, sums.sqrt().tolist(), strict=True))
+    return {p.fqn: by_name[p.name] for p in asked}
 
 
 def _square(x: Tensor) -> Tensor:

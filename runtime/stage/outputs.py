@@ -117,12 +117,12 @@ def gathered(program: Program, mesh: Any, values: Values) -> Values:
 def own_rows(program: Program, mesh: Any, values: Values) -> Values:
     """Return this rank's rows, without padding."""
     coords = program.mesh.coords(mesh.rank)
-    result = dict(values)
+    trimmed = dict(values)
     for o in program.outputs:
         for s in o.layout.paddings():
             rows = list(_places(o.layout, s.dim, o.shape[s.dim], program, coords))
-            result[o.name] = result[o.name].index_select(s.dim, torch.cat(rows).to(result[o.name].device))
-    return result
+            trimmed[o.name] = trimmed[o.name].index_select(s.dim, torch.cat(rows).to(trimmed[o.name].device))
+    return trimmed
 
 
 def _places(layout: Layout, dim: int, size: int, program: Program, coords: Mapping[str, int]) -> Iterator[Tensor]:

@@ -88,8 +88,8 @@ class Entry:
         """The storage that this op overwrites completely."""
         if self.name not in _FILLS and self.func is not aten.copy_.default:
             return None
-        into, source = self.args[0], self.args[1] if len(self.args) > 1 else None
-        return into.storage if into.whole and getattr(source, "storage", None) != into.storage else None
+        into, origin = self.args[0], self.args[1] if len(self.args) > 1 else None
+        return into.storage if into.whole and getattr(origin, "storage", None) != into.storage else None
 
 
 @dataclass
