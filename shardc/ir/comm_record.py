@@ -1,4 +1,4 @@
-"""One collective, as the rank that runs it or a dry run of the rank notes it down."""
+"""Record one collective, as the rank that runs it or a dry run of the rank notes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ class CommRecord:
 
     bytes: of the whole (reduced, gathered or exchanged) local tensor, as in shardc.ir.metadata.Collective.
     direction: "forward", "recompute" (of forward, in backward), "backward" or "update". tag: the program's node or
-    bucket that it belongs to."""
+    bucket that it belongs to.
+    """
 
     kind: str
     axes: tuple[str, ...]
