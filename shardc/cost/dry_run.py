@@ -117,7 +117,7 @@ def _affordable(program: Program, rank: int) -> int:
 
 
 def _for_pairs(actions: Sequence[Action]) -> int:
-    """Return how many microbatches to run, so that two pairs of every kind are without the last one."""
+    """Return how many microbatches include two pairs of every kind that are without the last microbatch."""
     seen: dict[Any, list[int]] = {}
     for a in actions:
         if a.kind in PAIRS:
@@ -157,7 +157,7 @@ def _reporting(program: Program, names: _OpNames, mine: Sequence[int]) -> Progra
 
 
 def _with_reports(graph: fx.Graph, names: _OpNames, program: Program, ops: Collection[str] = ()) -> fx.Graph:
-    """Report each line as a forward op of `ops`. A compiled region's lines count as fused kernels."""
+    """Make a graph's lines report their forward op (in `ops`); compiled regions count as fused kernels."""
     copy = copy_graph(graph)
     regions = fused_regions(copy)
     lines = [(n, n.meta.get("of") or _belongs_to(n, ops)) for n in copy.nodes if n.op == "call_function"]

@@ -28,7 +28,7 @@ Host = Callable[[Callable[[], Tensor]], Tensor]
 
 
 def offload(host: Host, *, cpu: bool = False) -> Callable[[OffloadPlaces, Any], Offload]:
-    """Return a function that makes an engine's `data.offload`. cpu: the device is a CPU; use in place."""
+    """Return a function that makes an engine's `data.offload`. cpu: tensors for the CPU stay in place."""
     return lambda places, mesh: _Offload(places, mesh, host, cpu)
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def premises(program: Program, optimizer: str, *, clip_norm: float | None = None, norm: bool = False, **_: Any) -> str:
-    """Return words such as "in float32, AdamW, ...". optimizer: its class name or ""; others: of Engine."""
+    """Return words such as "in float32, AdamW, ...". optimizer: its class name or ""; others: Engine's."""
     from shardc.runtime.step import step_graph
 
     numbers = Counter(p.dtype for p in program.params)

@@ -1,4 +1,4 @@
-"""Store the results of one rank's dry run as plain values: storages, ops and collectives, by part.
+"""Define the results of one rank's dry run as plain values: storages, ops and collectives, by part.
 
 Nothing here runs a program: a known dry run is priced from these values alone.
 """
@@ -35,8 +35,7 @@ class DryRun:
     """What one rank does in a step (or in a forward-only program's forward). at: the pipeline coordinate.
 
     resident: what is stored before a step. before: work before the first action (taking the batch). actions: those that
-    were run, with the work of each. after: sums and norms. update: the optimizer's step. optimizer: the name of its
-    class.
+    were run, with the work of each. after: sums and norms. update: the optimizer's step. optimizer: its class name.
     """
 
     at: int

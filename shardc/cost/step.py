@@ -238,7 +238,7 @@ def _costs(
     pairs: Mapping[tuple[str, int, int], float],
     begin: Sequence[float],
 ) -> Costs:
-    """Build a schedule's costs. Whole backwards count as gradients of inputs; middle microbatches as equal."""
+    """Build a schedule's costs. Whole backwards count as input gradients; middle microbatches as equal."""
     last = schedule.microbatches - 1
 
     def typical(*kinds: str) -> tuple[float, ...]:

@@ -144,8 +144,7 @@ class Comparison:
     """A run and its prediction. at: the place on the pipeline's axis.
 
     lines: seconds of a step by line, (predicted, measured). made: peak bytes that a step itself makes, likewise.
-    memory,
-    reserved: the device's, if it has an allocator. ops: the largest differences first.
+    memory, reserved: the device's, if it has an allocator. ops: the largest differences first.
     """
 
     cost: Cost
@@ -164,7 +163,10 @@ class Comparison:
 
 
 def compare(cost: Cost, run: RunLog) -> list[Comparison]:
-    """Compare per place on the pipeline's axis. Raises ShardcError for another mesh or kind of device."""
+    """Compare a run to its prediction, for every place on the pipeline's axis whose ops were timed.
+
+    Raises ShardcError for a run on another mesh, or on a device of another kind.
+    """
     mesh = dict(cost.program.mesh.axes)
     for step in run.timed:
         if step.mesh != mesh:

@@ -53,7 +53,10 @@ def name_beside(weight: str, part: str) -> str:
 
 
 def whole_name(part: str) -> str:
-    """Return the name of the weight that a stored tensor belongs to: `w` for `w:qdata` of a quantised one."""
+    """Return the name of the weight that a stored tensor is or belongs to.
+
+    It is `q_proj.weight` for `q_proj.weight:qdata`, a part of a quantised weight (shardc.runtime.state.quantized).
+    """
     return part.partition(":")[0]
 
 

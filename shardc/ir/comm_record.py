@@ -1,4 +1,4 @@
-"""Record one collective, as the rank that runs it or a dry run of the rank notes it."""
+"""Define the record of one collective, written by the rank that runs it or by its dry run."""
 
 from __future__ import annotations
 

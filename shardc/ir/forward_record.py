@@ -1,4 +1,4 @@
-"""Record what forward and loss compute; a run that resumes with other ones gets a warning.
+"""Record what forward and loss compute, to warn a run that resumes with different ones.
 
 The record is of the captured graph, before any pass: it is the same on every mesh and for every spec. It counts ops by
 their spelling, `dropout(p=0.1, train=True)`, and a digest says how they are connected. Ops also contain numbers that

@@ -85,7 +85,7 @@ class Whole:
 class Prefill:
     """The forward of prompts. length: of the cache that it starts, in tokens.
 
-    form: of the cache, known after tracing; moves: each new token moves all keys and values up by one; layouts: of the
+    form: of the cache; tracing fills it in. moves: each new token moves all keys and values up by one; layouts: of the
     states in `Decode`, by output.
     """
 
@@ -97,7 +97,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """The forward of one token per row. states: the tensors that it reads and writes; form: their cache."""
+    """The forward of one token per row. states: tensors that it reads and writes; form: of their cache."""
 
     states: tuple[State, ...]
     form: Form

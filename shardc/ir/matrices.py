@@ -27,7 +27,10 @@ _LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.defaul
 
 @dataclass(frozen=True)
 class Cut:
-    """One dim of a parameter that is cut. sizes: of its parts. alone: one row each, matrices lack the dim."""
+    """One dim of a parameter that is cut. sizes: of its parts, in order.
+
+    alone: each part has one row, and the matrices do not have that dim.
+    """
 
     dim: int
     sizes: tuple[int, ...]

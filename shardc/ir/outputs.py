@@ -66,7 +66,7 @@ class Output:
 
 
 def loss_value(program: Program) -> Value | None:
-    """Return the type of one microbatch's loss on a rank; None if the program is forward-only."""
+    """Return the type of one microbatch's loss, of a stage or else of the graph; None if forward-only."""
     graphs = [s.graph for s in program.stages] or [program.graph]
     returned: list[Any] = [graph.output_node().args[0] for graph in graphs]
     value: Value | None = next((loss.meta["value"] for loss, *_ in returned if loss is not None), None)

@@ -1,4 +1,4 @@
-"""Match glob patterns with a model's names: `*` is any characters, also dots; `{a,b}` is alternatives.
+"""Match names by globs: `*` is any text, with dots; `{a,b}` is alternatives; all else is literal.
 
 >>> match("*.{q,k,v}_proj", "model.layers.3.self_attn.k_proj"), match("lm_head", "model.lm_head")
 (True, False)
@@ -85,8 +85,7 @@ def nearest(name: str, candidates: Iterable[str], *, alike: float = 0.6) -> str:
     """Return the candidate most similar to `name`, ignoring case; "" if none is similar.
 
     alike: least similarity, from 0 to 1 (difflib). A pattern is compared by its text after the last `*`, and the
-    repaired
-    pattern is returned: `*.q_prj` among `model.layers.0.q_proj` becomes `*.q_proj`.
+    repaired pattern is returned: `*.q_prj` among `model.layers.0.q_proj` becomes `*.q_proj`.
     """
     names, name = list(dict.fromkeys(candidates)), str(name)
     if "*" in name or _GROUP.search(name):

@@ -72,14 +72,13 @@ class Resize(Protocol):
 class Program:
     """The compiled program. `graph` is the global graph; `stages` is empty until partition has run.
 
-    microbatches: how many times a step runs the stages, each time on its part of every input; losses and gradients are
-    added up.
+    microbatches: how many times a step runs the stages, each time on its part of every input; losses and gradients
+    are added up.
     prologue: runs on all microbatches first; output `(summands, ())`, whose sums over microbatches are
     `ops.total(mesh, i)`.
-    outputs: values that a step returns beside the loss (shardc.ir.outputs). adapters: the spec's, beside frozen
-    weights.
-    axis: mesh axis over which the stages are spread; "" = one stage, on every rank. schedule: which rank runs which
-    stage when.
+    outputs: values that a step returns beside the loss (shardc.ir.outputs). adapters: of the spec, beside weights.
+    axis: mesh axis over which the stages are spread; "" = one stage, on every rank. schedule: who runs which stage
+    when.
     """
 
     mesh: Mesh

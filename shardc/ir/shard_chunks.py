@@ -75,8 +75,7 @@ def unchunk(parts: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
 def turned(x: torch.Tensor, d: int) -> torch.Tensor:
     """Reverse dim n of x [..., split, n, rest, ...] in every second block; d is the dim of split.
 
-    It is its own inverse. This is the order of a zigzag; shardc.ir.placement.runs computes the same in numbers
-    (tested).
+    It is its own inverse. This is the order of a zigzag, as shardc.ir.placement.runs computes it in numbers.
     """
     pairs = x.reshape(*x.shape[:d], x.shape[d] // 2, 2, *x.shape[d + 1 :])
     even, odd = pairs.unbind(d + 1)

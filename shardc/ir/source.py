@@ -114,7 +114,7 @@ def place(node: fx.Node) -> str:
 
 
 def of_exception(error: BaseException) -> Source:
-    """Return the innermost line of the user's in the traceback of `error`, or of its cause."""
+    """Return the model's innermost line in the traceback of `error`, or of its cause."""
     seen: set[int] = set()
     chain: list[BaseException] = []
     e: BaseException | None = error
@@ -191,7 +191,7 @@ def of_call() -> Source:
 
 
 def trace_of_call() -> str | None:
-    """Return the same line in Python's traceback format, which `of_node` can read."""
+    """Return the line of `of_call` in the format of Python's tracebacks, which `of_node` can read."""
     if (frame := _users_frame()) is None:
         return None
     name = frame.f_code.co_filename

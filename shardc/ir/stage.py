@@ -46,15 +46,12 @@ class Joint:
     """A stage as two functions, without autograd (shardc.passes.joint). Types are those of one rank.
 
     forward: takes what the stage takes, and returns `(loss, new buffer values and outputs, values for other stages,
-    values
-        kept for backward)`. What does not exist is None or ().
-    backward: takes by name what it uses of the stored values, of the values that forward kept, and of the gradients of
-    the
-        loss and of values for other stages (`NAME_grad`). It puts gradients of parameters into buckets, and returns
-        those of received values that have one, in their order.
+        values kept for backward)`. What does not exist is None or ().
+    backward: takes by name the values that it uses: stored values, those that forward kept, and gradients of the loss
+        and of values for other stages (`NAME_grad`). It puts gradients of parameters into buckets, and returns those
+        of received values that have one, in their order.
     weights: where a schedule splits backward in two: the second half, which puts gradients into buckets. `backward`
-    then
-        returns `(gradients of received values, values that the second half needs)`.
+        then returns `(gradients of received values, values that the second half needs)`.
     """
 
     forward: fx.Graph
@@ -72,8 +69,7 @@ class Joint:
 class DeferredJoint(Joint):
     """A `Joint` whose graphs are written at first access: a rank runs only some of a pipeline's stages.
 
-    write: returns the `Joint`; lock: is held meanwhile, as ranks may be threads. Afterwards the object is a plain
-    `Joint`.
+    write: returns the graphs; lock: is held meanwhile, as ranks may be threads. Then the object becomes a plain Joint.
     """
 
     def __init__(self, write: Callable[[], Joint], lock: AbstractContextManager[object]) -> None:

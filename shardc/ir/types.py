@@ -134,7 +134,10 @@ def _pointwise(target: Any, args: Any, kwargs: Any) -> Value | None:
 
 
 def behind(roots: Iterable[fx.Node], further: Callable[[fx.Node], bool] = lambda _: True) -> set[fx.Node]:
-    """Return the roots and the nodes that they are computed from. further: False stops at a node."""
+    """Return the roots and all nodes that they are computed from.
+
+    further: if it returns False for a node, the search does not continue to that node's inputs.
+    """
     reached: set[fx.Node] = set()
     todo = list(roots)
     while todo:

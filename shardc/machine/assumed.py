@@ -22,7 +22,7 @@ from shardc.machine.work import Op
 
 
 def _h100() -> Device:
-    """Load the device, without the host's time: a graph's lines are known ahead, so the host is faster."""
+    """Load the device, without the host's time: a graph's lines are known ahead, so the host runs ahead."""
     text = resources.files("shardc.machine").joinpath("devices", "h100-80g.yaml").read_text()
     return Device.model_validate(yaml.safe_load(text)).model_copy(update={"host": 0.0})
 

@@ -149,7 +149,7 @@ class Clock:
             self.now = flight.end
 
     def _delay(self, record: CommRecord) -> float:
-        """Return the part of a collective that may pass while the previous one is sent (gloo has threads)."""
+        """Return the seconds of a collective that overlap with the previous one of its group (on CPUs: gloo)."""
         if self.device.kind != "cpu" or record.axes == HOST_LINK:
             return 0.0
         return self.alone(replace(record, bytes=0))[0]

@@ -24,10 +24,9 @@ class Flight:
     """A collective that was started. link: the kind of link that it uses (`reach`), -1: not shared.
 
     alone: seconds that it takes when nothing else uses the link; ready: the earliest second at which it may begin;
-    after: a flight whose end it waits for; delay: seconds of `alone` that may pass while the previous one of its group
-    is sent.
-    begin, end: seconds, as far as is known now; left: seconds of `alone` that remain; begun, ended: its state at the
-    second that Flights has reached.
+    after: a flight whose end it waits for; delay: seconds of `alone` that may overlap with the previous one of its
+    group. begin, end: seconds, as far as is known now; left: seconds of `alone` that remain; begun, ended: its state at
+    the second that Flights has reached.
     """
 
     record: CommRecord

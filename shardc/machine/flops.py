@@ -50,7 +50,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, again: bool = True) -> int:
-    """Return the flops of a call's products. again: count the scores that attention's backward recomputes."""
+    """Return the flops of a call's products, or 0. again: with the scores that attention recomputes."""
     if op in _ATTENTION:
         at, products = _ATTENTION[op]
         return (products - (at and not again)) * _attention(*args[at : at + 3])
@@ -98,7 +98,7 @@ def masked_share(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> flo
 def matrices_of(op: Any, args: Sequence[Any], result: Any) -> tuple[int, int, int] | tuple[()]:
     """Return (count, rows, columns) of the results of an op's products of matrices; () for other ops.
 
-    A convolution is one product over all positions. Groups count as equal. For attention: the scores of each head.
+    A convolution is one product over all positions. Grouped products count as equal. For attention: each head's scores.
     """
     if op in _ATTENTION:
         q, k, _ = args[_ATTENTION[op][0] : _ATTENTION[op][0] + 3]

@@ -34,8 +34,7 @@ class Storage:
 class Op(NamedTuple):
     """An op that ran. traffic: bytes of memory that it reads and writes.
 
-    dtype: the name of its first floating operand's, "bfloat16"; of a product with scales for blocks, that of the
-    scales.
+    dtype: the name of its first floating operand's, "bfloat16"; for a product with block scales, that of the scales.
     name: as in torch, "mm"; again: a forward op that backward recomputes. of, shape: for an op with products, the
     program's op that it belongs to, and its result's shape. matrices: (count, rows, columns) of the products' results,
     of attention the scores. attention: it is an attention kernel; masked: flops that such a kernel skips, as a mask

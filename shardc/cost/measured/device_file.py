@@ -79,7 +79,7 @@ def of_spec(spec: Spec | None) -> Device:
     """Return the device of a spec's `device:`, with its number of nodes; without one `USUAL`.
 
     A file is searched in the current folder, then beside the spec. Raises ShardcError as `device` does, at the spec's
-    line; and if the mesh has more ranks than the device's nodes.
+    line; and if the mesh has more ranks than the nodes have devices.
     """
     if spec is None or spec.device is None:
         return device(USUAL)

@@ -274,7 +274,10 @@ def _backward(result: Tensor) -> None:
 
 
 def _host(device: torch.device, size: tuple[int, int]) -> float:
-    """Return a small step's seconds per op beside its ops; on a GPU all seconds, as the host limits it."""
+    """Return the seconds per op that a small model's step takes beside its ops.
+
+    On a GPU: all its seconds, as such a step waits only for the host.
+    """
     tokens, hidden = size
     x = torch.randn(tokens, hidden, device=device)
     layers = nn.ModuleList(
