@@ -1,7 +1,7 @@
-"""Import torch's private modules in one place. tests/capture/test_capture.py says what breaks with them.
+"""Import torch's private modules, which no other folder may do (tests/test_layers.py).
 
-Add a name here with the reason why no public one works; tests/test_layers.py refuses such imports elsewhere. Other
-files only read private attributes of public objects where torch has no other way: an op's declaration
+Add a name here with the reason why no public one works. tests/capture/test_capture.py says what breaks when a module
+moves. Other files only read private attributes of public objects where torch has no other way: an op's declaration
 (`OpOverload._schema`, `._overloadname`) and a module's own tables (`nn.Module._parameters`, `._buffers`,
 `._backward_hooks`, ...); and they call two ops without a public name (`torch._grouped_mm`, `torch._ctc_loss`).
 
