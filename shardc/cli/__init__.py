@@ -10,8 +10,8 @@ compile, inspect, verify    write an artifact from a model and a spec; show it; 
 run, plan                   train; find the fastest spec for a number of devices
 cost                        shows where the time of a step goes, and where a run differs from the prediction
 score, generate             compute log-probabilities of data; generate tokens after prompts
-checkpoint, export          handle folders of checkpoints; export weights for transformers
-device, rules, spec         show devices with known prices; show and prove rules of ops; show the format of specs
+checkpoint, export          list, verify and convert checkpoints; export weights for transformers
+device, rules, spec         show devices that programs are priced for, rules of ops, the format of specs
 options                     options of several commands; options of `run`, one for each key of the spec's section
 hidden_modules              refuses files with the name of a module that shardc imports
 same_error_once             prints an error once if all ranks have the same one

@@ -153,7 +153,7 @@ def _said(show: Show, what: str, new: Path, *, as_json: bool) -> None:
 
 
 def _all(folder: Path) -> list[Generation]:
-    """Return the checkpoints in a folder, or in its `checkpoint` (of `shardc run --save`), or itself."""
+    """Return the checkpoints in a folder or in its folder `checkpoint`; or the folder, if it is one."""
     from shardc.runtime.state.checkpoint_folder import generations, is_one, none_in
 
     if is_one(folder):

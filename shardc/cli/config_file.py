@@ -22,7 +22,7 @@ def named(ref: str) -> tuple[str, str]:
 
 
 def read(path: Path, file: str, ref: str) -> Any:
-    """Read a config.json that is not trusted. Raises ShardcError if it is none.
+    """Read a config.json that is not trusted. Raises ShardcError if it is not one.
 
     Sizes that take hours to build, and code that transformers would download, are also refused.
     """

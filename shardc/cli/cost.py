@@ -56,7 +56,7 @@ def command(
 def _cost(program: Program, on: Device, *, compiled: bool) -> Cost:
     """Price a step as `shardc run` trains: with the optimizer, the gradient norm and the spec's clipping.
 
-    Nothing imports the model file of a compiled folder: the optimizer is AdamW then.
+    The model file of a compiled folder is not imported: the optimizer is AdamW then.
     """
     from shardc.cli import model_file
     from shardc.cost.step import cost

@@ -251,7 +251,7 @@ def _causes(program: Program) -> Callable[[CommRecord], str]:
 
 
 def comm_table(program: Program, cost: Cost | None = None) -> str:
-    """Format the rows as a table, with a sum for each axis; notes follow if no annotation requires some.
+    """Format the rows as a table, with sums; notes follow if some collectives have no annotation.
 
     With a cost: also copies to the host; times on its device, exposed ones, and the work that hides the rest.
     """

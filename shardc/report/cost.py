@@ -116,9 +116,10 @@ def _share(cost: Cost, r: RankCost) -> str:
 
 
 def to_json(cost: Cost) -> dict[str, Any]:
-    """Return the cost, JSON-able, with seconds and bytes.
+    """Return the cost as JSON-able values, in bytes and seconds.
 
-    For each rank: live bytes by kind at the peak, its place, the curve; what forward keeps; flops; bytes sent by axis.
+    For each rank: live bytes by kind at the peak, its place, the curve; what forward keeps
+    (`shardc.cost.kept_activations`); flops; bytes sent by axis and kind.
     """
     ranks = [
         {

@@ -40,7 +40,7 @@ def snapshot(cost: Cost) -> dict[str, Any]:
 
 
 def _frames(cost: Cost, storage: Storage, part: str) -> list[dict[str, Any]]:
-    """Return the viewer's stack of an allocation: kind, op, line of the model, and part, as frames."""
+    """Return an allocation's kind, op, model line and part as a stack of frames for the viewer."""
     source = cost.sources.get(storage.op.removeprefix("backward of "))
     file, _, line = source.line.rpartition(":") if source is not None else ("", "", "")
     shape = ", ".join(map(str, storage.shape))

@@ -58,7 +58,7 @@ def row(op: Any, rule: Rule) -> RuleRow:
 
 
 def rule_table(rows: Iterable[RuleRow]) -> str:
-    """Format one line for each rule, by family, with the functions that make rules before them."""
+    """Format one line for each rule, by family; descriptions of functions that make rules come first."""
     lines: list[tuple[str, ...]] = [("op", "rule", "linear in", "beside it", "registered at")]
     by_family = {
         f: list(g) for f, g in groupby(sorted(rows, key=lambda r: (r.family == "own", r.family)), lambda r: r.family)

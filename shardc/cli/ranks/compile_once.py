@@ -111,7 +111,7 @@ def _failed(folder: Path) -> bool:
 
 
 def _read(found: Path | None, compiled: Callable[[], Program], read: Callable[[Path], Program]) -> Program:
-    """Read the program of the first process; if that process has removed it by failing, compile here."""
+    """Read the program of the first process; compile here if that one failed and removed the program."""
     if found is None:
         return compiled()
     try:

@@ -103,7 +103,7 @@ def weights_of(job: Job, file: ModelFile, program: Program) -> Any:
 
 
 def collect_as_usual() -> None:
-    """Restore the collector's default thresholds, and exclude the objects that exist now.
+    """Restore the collector's default thresholds, and exclude existing objects from collection.
 
     A model's objects may form reference cycles, which hold a step's memory until they are collected.
     """
@@ -112,7 +112,7 @@ def collect_as_usual() -> None:
 
 
 def _record(file: Path) -> None:
-    """Write this rank's last collectives to a file, because a rank waits for another one."""
+    """Write this rank's last collectives to a file; called when a rank waits too long for another."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(flight_record())

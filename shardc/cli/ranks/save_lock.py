@@ -43,7 +43,10 @@ class SaveLock:
 
     @classmethod
     def of(cls, folders: Mapping[str, str]) -> list[SaveLock]:
-        """Lock the folders of {option: folder} that are set, each once: POSIX loses all locks at one close."""
+        """Lock each folder of {option: folder} that is set, only once if several options name it.
+
+        A process that closes a file loses all its POSIX locks on it.
+        """
         named = {Path(folder).resolve(): (Path(folder), option) for option, folder in folders.items() if folder}
         return [cls(folder, option) for folder, option in named.values()]
 

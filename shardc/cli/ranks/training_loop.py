@@ -425,7 +425,7 @@ def traced(file: Path, device: torch.device) -> Iterator[None]:
 
 
 class Signals:
-    """Notes signals, which the ranks handle together between two steps.
+    """Records signals, which the ranks handle together between two steps.
 
     SIGINT, SIGTERM and SIGHUP (closed terminal) stop the run after a save. seen: the number. SIGUSR1 requests a
     checkpoint without a stop (Slurm sends it before it ends a job). save: it came.

@@ -1,4 +1,4 @@
-"""Collect all messages between ranks in a step, with their causes and, on a device, hidden time."""
+"""Collect all messages between ranks in a step, with causes, and on a device what hides them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from shardc.runtime.zero.flat_partition import Flat
 class Way:
     """A message's collectives of one direction in a step, including those of equal layers.
 
-    count: on one rank of each coordinate; bytes: of each; seconds, exposed: of all (None: no device); behind: what
-    overlaps.
+    count: on one rank of each coordinate; bytes: of each; seconds, exposed: of all (None: no device).
     """
 
     direction: str

@@ -26,8 +26,7 @@ def timeline(cost: Cost, number: Number) -> dict[str, Any]:
 
     A row has slots [action, microbatch, begin, end, stage], computing [part, begin, end], and for each axis the
     collectives [begin, end, exposed, message or -1, direction, kind]. Times are whole nanoseconds. In a pipeline they
-    are times of all ranks: a rank's own clock, which does not wait for other stages, is moved to the begins of its
-    actions.
+    are times of all ranks: a rank's own clock, which does not wait for other stages, is shifted to its actions.
     """
     program, schedule = cost.program, cost.timeline.schedule
     rows = []
@@ -81,7 +80,7 @@ class _Wall:
     """Converts times of a rank's own clock to the time of all ranks, in nanoseconds.
 
     ran: (action, name, begin, end) of all parts of the rank's step, by its own clock; slots: when its actions run. A
-    moment between two actions is the end of one and the begin of the other; these differ in the time of all ranks.
+    moment between two actions is the end of one and the start of the other; these differ in the time of all ranks.
     """
 
     def __init__(self, ran: Sequence[tuple[Any, str, float, float]], slots: Sequence[Slot]) -> None:
