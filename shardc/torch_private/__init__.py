@@ -1,4 +1,4 @@
-"""Import torch's private modules, which no other folder may do (tests/test_layers.py).
+"""Import torch's private modules. No other folder may import them (tests/test_layers.py).
 
 Add a name here with the reason why no public one works. tests/capture/test_capture.py says what breaks when a module
 moves. Other files only read private attributes of public objects where torch has no other way: an op's declaration

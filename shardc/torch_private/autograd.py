@@ -22,7 +22,7 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def foreach_for(cls: type[Tensor]) -> None:
-    """Let torch's optimizers use foreach and fused steps for a class of parameters, such as DTensor."""
+    """Let torch's optimizers use foreach and fused steps for a class of parameters, as DTensor does."""
     if cls not in _foreach_supported_types:
         _foreach_supported_types.append(cls)
 

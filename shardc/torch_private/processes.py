@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import (
 def process_groups() -> tuple[int, int]:
     """Return how many process groups this process is in, and how many were made.
 
-    torch makes a group's name from these numbers: from the first one if only the group's ranks make it, and since torch
-    2.15 from the second one. Ranks with different counts would wait for each other under different names.
+    torch makes a group's name from these numbers; if only the group's ranks make it, from the first one (since torch
+    2.15 from the second one). Ranks with different counts would wait for each other under different names.
     """
     return len(_world.pg_names), _world.group_count
 

@@ -61,12 +61,12 @@ def replaced_packing(function: Callable[..., Any]) -> AbstractContextManager[Any
 
 @contextmanager
 def replaced_flex_attention(function: Callable[..., Any] | None, *, blocks: bool) -> Iterator[None]:
-    """Replace FlexAttention, compiled or not, while open, by function(query, key, value, ..., options).
+    """Replace FlexAttention, compiled or not, by `function` while open.
 
-    Its other arguments are score_mod, block_mask (the mask_mod is its last item) and scale. function: None: torch's own
-    definition, on any device, which autograd differentiates. blocks: whether `create_block_mask` reads values;
-    otherwise all its blocks are present. A model may have imported `flex_attention`, so the names that it looks up are
-    replaced.
+    It calls `function(query, key, value, score_mod, block_mask, scale, options)`; the mask_mod is the last item of
+    `block_mask`. None: torch's own definition, on any device, which autograd differentiates. blocks: whether
+    `create_block_mask` reads values; otherwise all its blocks are present. A model may have imported `flex_attention`,
+    so the names that it looks up are replaced.
     """
     from torch.nn.attention import flex_attention as flex  # imports torch._dynamo, as export does: a second
 

@@ -52,7 +52,7 @@ unseen = torch._C.DisableTorchFunction
 
 
 def traced_call(op: OpOverload, args: Sequence[Any], like: Sequence[Tensor]) -> list[Tensor]:
-    """Add an op to the graph while a model is traced; return its results, fake tensors `like` these.
+    """Add an op to the graph while a model is traced; return its results, fake tensors as in `like`.
 
     args: its arguments, tensors in lists. It does the work of the dispatcher, autograd, the tracer and the fake mode,
     in a tenth of the time.
@@ -101,7 +101,7 @@ def watched() -> bool:
 def module_calls() -> Iterator[list[torch.nn.Module]]:
     """Yield a list of the modules whose calls are in progress, innermost last.
 
-    They are the `self` of their forward, which is another object than the module while torch exports a model.
+    Each is the `self` of its forward; while torch exports a model, that is a substitute for the module.
     """
     original: Any = torch.nn.Module._call_impl
     calls: list[torch.nn.Module] = []
