@@ -14,7 +14,7 @@ from shardc.runtime.stage import not_finite
 from shardc.runtime.stage.clip_grad_norm import GradNorm
 from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import Values
-from shardc.runtime.step import lr
+from shardc.runtime.step import schedulers as lr
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.loss_scale import LossScaler
 from shardc.runtime.zero.early_step import OverlappedStep
