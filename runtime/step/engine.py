@@ -42,7 +42,6 @@ from shardc.runtime.stage.run import StepHooks, Values
 from shardc.runtime.state.checkpoint_folder import KEEP
 from shardc.runtime.state.tensor_file import MAX_FILE_BYTES
 from shardc.runtime.step import engine_optimizer, step_graph
-from shardc.runtime.step import schedulers as lr
 from shardc.runtime.step.engine_optimizer import OptimizerOf, adamw
 from shardc.runtime.step.evaluation import Evaluation
 from shardc.runtime.step.expert_load import Load, Loads
