@@ -115,7 +115,7 @@ class Engine:
         seed: int = 0,
         *,
         weights: Any = None,
-        scheduler: lr.SchedulerOf | None = None,
+        scheduler: SchedulerOf | None = None,
         clip_norm: float | None = None,
         norm: bool = False,
         routing: bool = False,

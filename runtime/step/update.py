@@ -16,7 +16,7 @@ from shardc.runtime.stage.interpreter import Interpreter
 from shardc.runtime.stage.run import Values
 from shardc.runtime.step.local_model import LocalModel
 from shardc.runtime.step.loss_scale import LossScaler
-from shardc.runtime.step.schedulers import Schedulers
+from shardc.runtime.step.schedulers import NewSchedule, SchedulerOf, Schedulers
 from shardc.runtime.zero.early_step import OverlappedStep
 from shardc.runtime.zero.offloaded_optimizer import Paged
 from shardc.runtime.zero.optimizer_kernels import choose_as_on_gpu
@@ -35,7 +35,7 @@ class Update:
         self,
         model: LocalModel,
         optimizer: Optimizer | None,
-        scheduler: lr.SchedulerOf | None,
+        scheduler: SchedulerOf | None,
         checks: Moments,
         options: Mapping[str, Any],
         *,
@@ -45,7 +45,7 @@ class Update:
         program = model.program
         if optimizer is not None and model.mesh.device.type == "cuda" and not model.offload.places:
             choose_as_on_gpu(optimizer)  # not with offload, where a page's state moves
-        self.new_schedule = lr.NewSchedule(optimizer, scheduler) if optimizer is not None else None
+        self.new_schedule = NewSchedule(optimizer, scheduler) if optimizer is not None else None
         checks.optimizer(optimizer)  # before schedulers are made, which read its method `step`
         self.paged = Paged(optimizer, model.offload) if optimizer is not None and model.offload.places else None
         schedule = Schedulers.make(scheduler, optimizer) if scheduler is not None and optimizer is not None else None
